@@ -1,0 +1,1 @@
+"""Prefill graph shapes that the host has captured, as the batching policy sees them."""

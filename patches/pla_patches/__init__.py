@@ -1,0 +1,1 @@
+"""How pla_sglang enters SGLang: host versions, seam table, installation, verification."""

@@ -1,0 +1,195 @@
+"""The knobs of pla_sglang: one frozen, self-checking dataclass, its command line, its way into child processes.
+
+The only place that reads the command line and the environment. A checked config travels from the process that parsed
+the command line to every process SGLang spawns as JSON in one environment variable, because SGLang's own ``ServerArgs``
+takes no foreign fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pla_sglang.errors import ConfigError
+
+CONFIG_ENV = "SGLANG_PLA_CONFIG"
+
+MODES = ("off", "temporal", "spatial")
+LONG_ORDERS = ("least-remaining", "fcfs")
+MIXING = ("never", "allow")
+BOUNDARY_RANGE_TOKENS = (1, 1 << 20)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaConfig:
+    """Every knob, checked at construction.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the flag, the value and what is allowed.
+    """
+
+    prefill_disagg: str = "off"
+    boundary_tokens: int | None = None  # None: fitted online ("auto")
+    slo_ttft_ms: float | None = None  # None: deadline-free unless a request brings its own
+    wait_min_ms: float = 0.0
+    wait_max_ms: float = 10.0
+    long_chunk_tokens: int | None = None  # None: the server's --chunked-prefill-size
+    long_max_age_ms: float = 10_000.0
+    long_order: str = "least-remaining"
+    mixing: str = "never"
+
+    def __post_init__(self) -> None:
+        _check_choice("--prefill-disagg", self.prefill_disagg, MODES)
+        _check_choice("--pla-long-order", self.long_order, LONG_ORDERS)
+        _check_choice("--pla-mixing", self.mixing, MIXING)
+        if self.boundary_tokens is not None:
+            _check_range("--pla-boundary", self.boundary_tokens, *BOUNDARY_RANGE_TOKENS, unit="tokens (or 'auto')")
+        if self.slo_ttft_ms is not None:
+            _check_range("--pla-slo-ttft-ms", self.slo_ttft_ms, 1, 3_600_000, unit="ms")
+        _check_range("--pla-wait-min-ms", self.wait_min_ms, 0, 60_000, unit="ms")
+        _check_range("--pla-wait-max-ms", self.wait_max_ms, 0, 60_000, unit="ms")
+        if self.wait_min_ms > self.wait_max_ms:
+            raise ConfigError(
+                f"--pla-wait-min-ms {self.wait_min_ms:g} is above --pla-wait-max-ms {self.wait_max_ms:g}; "
+                "allowed: minimum <= maximum"
+            )
+        if self.long_chunk_tokens is not None:
+            _check_range("--pla-long-chunk-tokens", self.long_chunk_tokens, 1, 1 << 20, unit="tokens")
+        _check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
+
+    @property
+    def enabled(self) -> bool:
+        return self.prefill_disagg != "off"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def replace(self, **changes: Any) -> PlaConfig:
+        """A checked copy with ``changes``. Raises ConfigError for an unknown knob or a bad value."""
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in changes:
+            if name not in known:
+                raise ConfigError(f"unknown knob {name!r}; known: {', '.join(sorted(known))}")
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> PlaConfig:
+        return cls().replace(**values)
+
+
+def _check_choice(flag: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag} {value!r} is not known; allowed: {', '.join(allowed)}")
+
+
+def _check_range(flag: str, value: object, low: float, high: float, *, unit: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high:  # type: ignore[operator]
+        raise ConfigError(f"{flag} {value!r} is out of range; allowed: {low:g} to {high:g} {unit}")
+
+
+def parse_boundary(text: str) -> int | None:
+    """``auto`` gives None, a whole number gives tokens. Raises argparse's error type for anything else."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a whole number of tokens") from None
+
+
+# field name -> (flag, argparse keywords). Defaults come from the dataclass, so each value is stated once.
+_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prefill_disagg": (
+        "--prefill-disagg",
+        {
+            "choices": MODES,
+            "help": "Prefill-length-aware scheduling: 'temporal' keeps long and short prefills of one instance in "
+            "separate batches and lets shorts pass between the chunks of a long. 'off' is stock SGLang.",
+        },
+    ),
+    "boundary_tokens": (
+        "--pla-boundary",
+        {
+            "type": parse_boundary,
+            "metavar": "{auto,N}",
+            "help": "A request with at least N new (uncached) prefill tokens is long. 'auto' fits the boundary "
+            "between memory-bound and compute-bound prefill from measured step times.",
+        },
+    ),
+    "slo_ttft_ms": (
+        "--pla-slo-ttft-ms",
+        {
+            "type": float,
+            "help": "Default TTFT target of every request in milliseconds. A request overrides it with the header "
+            "x-slo-ttft-ms or with custom_params {'slo_ttft_ms': X}. Default: no target.",
+        },
+    ),
+    "wait_min_ms": (
+        "--pla-wait-min-ms",
+        {"type": float, "help": "Lower bound of the adaptive wait for a fuller short batch (AWD W_min)."},
+    ),
+    "wait_max_ms": (
+        "--pla-wait-max-ms",
+        {"type": float, "help": "Upper bound of the adaptive wait for a fuller short batch (AWD W_max). 0: never wait."},
+    ),
+    "long_chunk_tokens": (
+        "--pla-long-chunk-tokens",
+        {
+            "type": int,
+            "help": "Largest chunk of a long prefill; it shrinks under short pressure. "
+            "Default: --chunked-prefill-size.",
+        },
+    ),
+    "long_max_age_ms": (
+        "--pla-long-max-age-ms",
+        {
+            "type": float,
+            "help": "Starvation bound: shorts give way early enough for a long to get its first token about this "
+            "long after its arrival.",
+        },
+    ),
+    "long_order": (
+        "--pla-long-order",
+        {
+            "choices": LONG_ORDERS,
+            "help": "Order among longs: least remaining new tokens with ageing, or first come first served.",
+        },
+    ),
+    "mixing": (
+        "--pla-mixing",
+        {
+            "choices": MIXING,
+            "help": "For ablation: 'allow' lets shorts share a pass with a long's chunk, as stock SGLang does.",
+        },
+    ),
+}
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add our flags to SGLang's parser, as a group of their own."""
+    group = parser.add_argument_group("Prefill-length-aware scheduling (pla_sglang)")
+    defaults = PlaConfig()
+    for name, (flag, keywords) in _FLAGS.items():
+        group.add_argument(flag, dest=f"pla__{name}", default=getattr(defaults, name), **keywords)
+
+
+def from_namespace(args: argparse.Namespace) -> PlaConfig:
+    """The checked config that a parsed command line asks for."""
+    return PlaConfig(**{name: getattr(args, f"pla__{name}") for name in _FLAGS if hasattr(args, f"pla__{name}")})
+
+
+def publish(config: PlaConfig) -> None:
+    """Hand ``config`` to every process that this one will start."""
+    os.environ[CONFIG_ENV] = json.dumps(config.to_dict())
+
+
+def current() -> PlaConfig:
+    """The config that the parent process published; all off where none did."""
+    text = os.environ.get(CONFIG_ENV)
+    return PlaConfig.from_mapping(json.loads(text)) if text else PlaConfig()

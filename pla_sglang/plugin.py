@@ -1,0 +1,10 @@
+"""Entry point of the SGLang plugin group ``sglang.srt.plugins``."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Called by SGLang in every process that loads plugins."""
+    from pla_patches.install import install_for_this_process
+
+    install_for_this_process()
