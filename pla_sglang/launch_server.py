@@ -61,7 +61,7 @@ def _require_plugin() -> None:
         raise SystemExit(f"error: {error}") from None
 
 
-def before_run_http_server(server_args: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def before_launch(server_args: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Print a request that works once the server is up."""
     then: Callable[[], None] | None = kwargs.get("launch_callback")
 

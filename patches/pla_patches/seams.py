@@ -247,10 +247,10 @@ LAUNCHER = (
     Seam(
         "launch.ready",
         Group.LAUNCHER,
-        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        "sglang.srt.entrypoints.http_server.launch_server",
         Hook.BEFORE,
-        "pla_sglang.launch_server:before_run_http_server",
-        "server_args, tokenizer_manager, template_manager, port_args, scheduler_infos, subprocess_watchdog, "
+        "pla_sglang.launch_server:before_launch",
+        "server_args, init_tokenizer_manager_func, run_scheduler_process_func, run_detokenizer_process_func, "
         "execute_warmup_func, launch_callback",
         "Print a request that works once the server is ready.",
         "e2e: make serve prints a curl line",

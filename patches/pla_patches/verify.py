@@ -38,7 +38,12 @@ def parameter_names(function: Any) -> str:
 
 
 def host_reasons(seams: Iterable[Seam]) -> list[str]:
-    """What keeps ``seams`` from fitting the installed host; empty when all fit. Changes nothing."""
+    """What keeps ``seams`` from fitting the installed host; empty when all fit. Changes nothing.
+
+    Parameters are compared on supported hosts only. On others nothing but the CPU platform and the flags is installed,
+    and there it is enough that the targets exist.
+    """
+    recorded = not host.version_reasons()
     reasons = []
     for seam in seams:
         try:
@@ -46,7 +51,7 @@ def host_reasons(seams: Iterable[Seam]) -> list[str]:
         except (ImportError, AttributeError, ValueError) as error:
             reasons.append(f"{seam.id}: {seam.target} not found ({error})")
             continue
-        if found != seam.parameters:
+        if recorded and found != seam.parameters:
             reasons.append(f"{seam.id}: {seam.target} takes ({found}), recorded ({seam.parameters})")
         try:
             resolve_handler(seam)

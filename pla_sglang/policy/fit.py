@@ -2,8 +2,8 @@
 
 Only total step times can be observed, never the two terms apart. The split follows from the roofline: a sample belongs
 to the term that the present model finds larger, each term is fitted to its own samples by non-negative least squares on
-relative errors, and the two steps alternate until no sample changes sides. Writing a token's KV moves as many bytes as
-reading one, so gw = gr.
+relative errors, and the two steps alternate until no sample changes sides. A cost that grows with L alone cannot be told
+apart between the terms (gw and b); all of it goes to the compute term, so gw = 0 in fitted models.
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def _alternate(table: np.ndarray, start: StepModel, rounds: int) -> StepModel:
     in_compute = table[:, 0] > np.median(table[:, 0])
     model = start
     for _ in range(rounds):
-        memory = _nnls(np.column_stack((ones, table[:, 0] + table[:, 1])), table[:, 3], ~in_compute)
+        memory = _nnls(np.column_stack((ones, table[:, 1])), table[:, 3], ~in_compute)
         compute = _nnls(np.column_stack((ones, table[:, 0], table[:, 2])), table[:, 3], in_compute)
         g0, gr = memory if memory is not None else (model.g0_s, model.gr_s)
         k0, b, a = compute if compute is not None else (model.k0_s, model.b_s, model.a_s)
-        model = StepModel(g0_s=g0, gw_s=gr, gr_s=gr, k0_s=k0, b_s=b, a_s=a)
-        by_memory = model.g0_s + model.gw_s * table[:, 0] + model.gr_s * table[:, 1]
+        model = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0, b_s=b, a_s=a)
+        by_memory = model.g0_s + model.gr_s * table[:, 1]
         by_compute = model.k0_s + model.b_s * table[:, 0] + model.a_s * table[:, 2]
         split = by_compute > by_memory
         if np.array_equal(split, in_compute):
