@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 # What "venv" itself writes into both folders.
-_OWN = re.compile(r"python[0-9.]*|[aA]ctivate.*|pip[0-9.]*")
+_OWN = re.compile(r"python[0-9.]*|[aA]ctivate.*")
 # pip writes the first form, or the second where the path is long or holds a space.
 _SHEBANG = re.compile(rb"\A#!(?:[^\n]*python[0-9.]*|/bin/sh\n'''exec' [^\n]*\n' ''')\n")
 
