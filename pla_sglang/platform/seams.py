@@ -33,8 +33,8 @@ CPU_SEAMS: tuple[Seam, ...] = (
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__",
         hook="before",
         handler="pla_sglang.platform.nixl_dram:announce_kv_as_dram",
-        why="NIXL takes the KV pool for GPU memory unless KVArgs.kv_data_mem_kinds says DRAM; only HiSparse sets it.",
-        verify="the log says 'Register kv tensors, kind=DRAM' at debug level; tests/e2e/test_cpu_pd.py moves KV.",
+        why="SGLang declares every KV pool but HiSparse's to NIXL as VRAM, and UCX refuses host memory as VRAM.",
+        verify="without it a PD server stops with NIXL_ERR_BACKEND while starting; tests/e2e/test_cpu_pd.py moves KV.",
         exit="when SGLang derives kv_data_mem_kinds from the device of the KV pool.",
     ),
     Seam(
@@ -45,5 +45,14 @@ CPU_SEAMS: tuple[Seam, ...] = (
         why="With more than one rank the coordinator builds NCCL communicators on torch.cuda whatever the platform.",
         verify="a server with --tp-size 2 --device cpu answers; without the seam it stops in PyNcclCommunicator.",
         exit="when GroupCoordinator asks the platform for its communicator (DeviceMixin.get_communicator_class).",
+    ),
+    Seam(
+        id="cpu-pd-early-send",
+        target="sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
+        hook="around",
+        handler="pla_sglang.platform.host_fixes:early_send_without_event",
+        why="A prefill server with the overlap schedule records a torch.cuda.Event on the CPU forward stream.",
+        verify="without it a prefill server stops at the second chunk of a prompt; tests/e2e/test_cpu_pd.py has such.",
+        exit="when SGLang takes the event from torch.get_device_module(device).",
     ),
 )
