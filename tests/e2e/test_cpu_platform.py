@@ -43,6 +43,12 @@ VARIANTS = (
         1,
         (*CPU, "--chunked-prefill-size", "64", "--disable-overlap-schedule"),
     ),
+    Variant(
+        "two ranks, page 16, chunks of 64",
+        "float32",
+        16,
+        (*CPU, "--tp-size", "2", "--page-size", "16", "--chunked-prefill-size", "64"),
+    ),
     # Chosen by the environment instead of the command line.
     Variant("bfloat16, page 16", "bfloat16", 16, ("--page-size", "16"), (("SGLANG_PLA_PLATFORM", "cpu"),)),
 )
