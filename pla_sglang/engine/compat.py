@@ -25,8 +25,8 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
     def is_set(name: str) -> bool:
         return bool(getattr(args, name, None))
 
-    chunk = getattr(args, "chunked_prefill_size", None)
-    chunking = chunk is not None and chunk > 0
+    chunk: int = getattr(args, "chunked_prefill_size", None) or 0
+    chunking = chunk > 0
     boundary = config.boundary_tokens
     return [
         (is_set("enable_mixed_chunk"), "--enable-mixed-chunk (decode tokens would share batches with shorts)"),
