@@ -14,6 +14,7 @@ from pla_graphs.captured import captured_depth
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import apply, snapshot
 from pla_sglang.engine.clock import PlaTick, pack_model, unpack_model
+from pla_sglang.engine.queue_views import QueueViews
 from pla_sglang.engine.telemetry import Telemetry
 from pla_sglang.policy.awd import AwdKnobs
 from pla_sglang.policy.boundary import CPU_START, GPU_START
@@ -47,6 +48,7 @@ class PrefillAdapter:
         self.policy = TemporalPolicy(self._knobs(config), start)
         self.fit = StepFit(start)
         self.telemetry = Telemetry()
+        self.views = QueueViews(self._make_view, self._on_arrival)
         self.context: apply.PassContext | None = None  # set only within a prefill pass
         self.now_s = 0.0  # rank 0's clock as last broadcast
         self.changes = 0
@@ -114,9 +116,15 @@ class PrefillAdapter:
     # -- a request enters the queue ------------------------------------------------------------------------------
 
     def on_queued(self, req: Any) -> None:
+        self.views.add(req)
+
+    def _make_view(self, req: Any) -> WaitingView:
         view = snapshot.make_view(req, self.now_s, self.config.slo_ttft_ms)
         view.seen = view.resumed  # a request that comes back is no new arrival
-        setattr(req, snapshot.VIEW_ATTRIBUTE, view)
+        return view
+
+    def _on_arrival(self, view: WaitingView) -> None:
+        self.policy.on_arrival(view, self.now_s)
 
     # -- one scheduling pass -------------------------------------------------------------------------------------
 
@@ -146,39 +154,15 @@ class PrefillAdapter:
         if context is None:
             return
         started_s = time.perf_counter()
-        views = self._refresh_views(queue)
-        context.view = snapshot.pass_view(self.scheduler, context.running_batch, queue, views)
+        views = self.views.of_queue(queue)
+        chunk = self.scheduler.chunked_req
+        chunk_view = None if chunk is None else self.views.get(chunk)
+        context.view = snapshot.pass_view(self.scheduler, context.running_batch, views, chunk_view)
         context.decision = self.policy.decide(context.view, self.now_s)
-        requests = self._requests(context.decision, queue, views)
-        apply.enter(context, self.scheduler, queue, requests)
+        if self.views.refresh(context.decision.selected):
+            context.decision = self.policy.decide(context.view, self.now_s)
+        apply.enter(context, self.scheduler, queue)
         self.telemetry.hook_s += time.perf_counter() - started_s
-
-    def _refresh_views(self, queue: list[Any]) -> list[WaitingView]:
-        """Views of the queue, prefix matches carried over. On the hot path: two reads and a compare per request."""
-        views = []
-        for req in queue:
-            try:
-                view = req.pla_view
-            except AttributeError:  # entered by a path of the host that the table has no seam for
-                self.on_queued(req)
-                view = req.pla_view
-            matched = req.num_matched_prefix_tokens
-            if matched != view.history_tokens:
-                view.new_tokens += view.history_tokens - matched
-                view.history_tokens = matched
-            if not view.seen:
-                view.seen = True
-                self.policy.on_arrival(view, self.now_s)
-            views.append(view)
-        return views
-
-    @staticmethod
-    def _requests(decision: PassDecision, queue: list[Any], views: list[WaitingView]) -> dict[int, Any]:
-        """Request by id of its view, for the selected few only."""
-        wanted = set(map(id, decision.selected))
-        if not wanted:
-            return {}
-        return {id(view): req for req, view in zip(queue, views, strict=True) if id(view) in wanted}
 
     def _account(self, context: apply.PassContext, batch: Any) -> None:
         decision, view = context.decision, context.view
@@ -269,8 +253,7 @@ class PrefillAdapter:
             self.telemetry.on_queue(cls, reqs, tokens)
 
     def _queue_by_class(self) -> dict[PrefillClass, tuple[int, int]]:
-        views = [view for req in self.scheduler.waiting_queue if (view := self._view(req)) is not None]
-        shorts, longs = self.policy.classify(views)
+        shorts, longs = self.policy.classify([self.views.get(req) for req in self.scheduler.waiting_queue])
         return {
             PrefillClass.SHORT: (len(shorts), sum(view.new_tokens for view in shorts)),
             PrefillClass.LONG: (len(longs), sum(view.new_tokens for view in longs)),
@@ -302,7 +285,3 @@ class PrefillAdapter:
 
     def fits_and_error(self) -> dict[str, Any]:
         return {"fits": self.fit.fits, "samples": len(self.fit), "mean_relative_error": self.fit.error}
-
-    @staticmethod
-    def _view(req: Any) -> WaitingView | None:
-        return getattr(req, snapshot.VIEW_ATTRIBUTE, None)

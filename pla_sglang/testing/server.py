@@ -282,6 +282,12 @@ def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
             server.stop()
 
 
+def greedy_body(input_ids: Sequence[int], new_tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Body of a ``/generate`` request for exactly ``new_tokens`` greedy tokens."""
+    parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **sampling}
+    return {"input_ids": list(input_ids), "sampling_params": parameters}
+
+
 # The environment may name a proxy for the outside world; a server on this machine is not reached through it.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
