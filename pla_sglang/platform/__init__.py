@@ -1,1 +1,102 @@
+"""CPU platform for stock SGLang: decides whether this process runs on it.
 
+``activate`` is the entry point of SGLang's plugin group ``sglang.srt.platforms``. It is called in every process that
+touches ``sglang.srt.platforms.current_platform``, so the decision is made once, by the first process, and handed to
+every process that one starts through the environment.
+
+This module imports the standard library only; the platform class itself is loaded by SGLang, and only when chosen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from importlib.metadata import entry_points
+
+from pla_sglang.errors import ConfigError
+
+PLATFORM_CLASS = "pla_sglang.platform.cpu.CpuPlatform"
+PLATFORM_NAME = "pla_cpu"  # name of our entry point, as SGLANG_PLATFORM spells it
+PLATFORM_ENV = "SGLANG_PLA_PLATFORM"
+PLATFORM_CHOICES = ("auto", "cpu", "off")
+
+# Packages that bring a torch device of their own. Looking for the package is cheap; importing it may not be.
+_ACCELERATOR_PACKAGES = ("torch_npu", "habana_frameworks", "torchada", "torch_musa")
+
+
+def activate() -> str | None:
+    """The class SGLang shall load as its platform, or None to leave the choice to SGLang.
+
+    Raises:
+        ConfigError: SGLANG_PLA_PLATFORM holds a value that is not allowed.
+    """
+    if not is_wanted(sys.argv, os.environ):
+        return None
+    publish(os.environ)
+    return PLATFORM_CLASS
+
+
+def is_wanted(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether the CPU platform shall run in a process with this command line and environment.
+
+    In this order: an explicit wish in the environment; SGLang's own CPU engine, which wins over us because its users
+    write ``--device cpu`` too; the device on the command line; whether the machine has an accelerator.
+    """
+    choice = environ.get(PLATFORM_ENV, "auto")
+    if choice not in PLATFORM_CHOICES:
+        raise ConfigError(f"{PLATFORM_ENV} {choice!r} is not known; allowed: {', '.join(PLATFORM_CHOICES)}")
+    if choice == "off":
+        return False
+    if choice == "cpu" or environ.get("SGLANG_PLATFORM") == PLATFORM_NAME:
+        return True
+    if environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        return False
+    device = device_argument(argv)
+    if device is not None:
+        return device.split(":")[0] == "cpu"
+    return not _other_platform_installed() and not accelerator_found()
+
+
+def device_argument(argv: Sequence[str]) -> str | None:
+    """Value of the last ``--device X`` or ``--device=X``, as argparse would take it."""
+    device = None
+    for position, argument in enumerate(argv):
+        if argument == "--device" and position + 1 < len(argv):
+            device = argv[position + 1]
+        elif argument.startswith("--device="):
+            device = argument.partition("=")[2]
+    return device
+
+
+def accelerator_found() -> bool:
+    """Whether torch, or a package that extends it, offers a device other than the CPU."""
+    if any(importlib.util.find_spec(name) is not None for name in _ACCELERATOR_PACKAGES):
+        return True
+    import torch  # SGLang has imported it long before it asks for a platform
+
+    return torch.cuda.is_available() or torch.xpu.is_available() or torch.backends.mps.is_available()
+
+
+def _other_platform_installed() -> bool:
+    # Two platforms that both activate make SGLang refuse to start, so without an explicit wish we yield.
+    return any(entry.name != PLATFORM_NAME for entry in entry_points(group="sglang.srt.platforms"))
+
+
+def publish(environ: MutableMapping[str, str]) -> None:
+    """Write the decision for every process that this one will start.
+
+    TORCHDYNAMO_DISABLE rides along: SGLang decorates small functions with ``torch.compile``, and compiling them for a
+    CPU takes minutes at their first use. It has to be set before torch._dynamo is imported, which is now or never.
+    """
+    environ[PLATFORM_ENV] = "cpu"
+    environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def is_active() -> bool:
+    """Whether the platform of this process is ours. Settles the choice if nothing has asked for it yet."""
+    from sglang.srt.platforms import current_platform
+
+    platform = type(current_platform)
+    return f"{platform.__module__}.{platform.__qualname__}" == PLATFORM_CLASS

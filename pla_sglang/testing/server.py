@@ -1,0 +1,291 @@
+"""A real SGLang server as an object: start, wait until it answers, read its log, always stop it.
+
+For tests and benches. Start several at once with ``running``::
+
+    with running(Server(model, args), Server(model, args)) as (first, second):
+        first.post("/generate", {"text": "hello"})
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pla_sglang.errors import PlaError
+
+# Below the range from which Linux takes ports of outgoing connections, so that none of those gets in between.
+PORT_RANGE = (20_000, 32_000)
+POLL_INTERVAL_S = 0.2
+LOG_TAIL_LINES = 60
+
+_ports_given: set[int] = set()
+
+
+class ServerError(PlaError):
+    """A server did not start, stopped on its own, or answered with an error."""
+
+
+class HttpError(ServerError):
+    """A server answered with a status of 400 or above."""
+
+    def __init__(self, url: str, status: int, body: str) -> None:
+        self.status = status
+        self.body = body
+        super().__init__(f"{url} answered {status}: {body[:2000]}")
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on and that this process has not given out before."""
+    for _ in range(1000):
+        port = random.randrange(*PORT_RANGE)
+        if port in _ports_given:
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _ports_given.add(port)
+        return port
+    raise ServerError(f"no free port between {PORT_RANGE[0]} and {PORT_RANGE[1]}")
+
+
+class Server:
+    """One server process with all its children, in a process group of its own.
+
+    Args:
+        model_path: passed as ``--model-path``; None leaves the choice to the server.
+        args: further command-line arguments.
+        module: what ``python -m`` runs.
+        python: the interpreter.
+        env: environment variables to add to this process's own; None as value removes one.
+        port: HTTP port; a free one by default. In a prefill server of a PD pair ``bootstrap_port`` is a free one too.
+        start_timeout_s: how long ``wait_ready`` waits.
+        stop_timeout_s: how long ``stop`` lets the server finish before it kills the group.
+        log_path: where stdout and stderr go. By default a temporary file, kept only if the server failed.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path | None,
+        args: Sequence[str] = (),
+        *,
+        module: str = "sglang.launch_server",
+        python: str = sys.executable,
+        env: Mapping[str, str | None] | None = None,
+        port: int | None = None,
+        start_timeout_s: float = 300.0,
+        stop_timeout_s: float = 10.0,
+        log_path: str | Path | None = None,
+    ) -> None:
+        self.port = free_port() if port is None else port
+        self.bootstrap_port: int | None = None
+        self.start_timeout_s = start_timeout_s
+        self.stop_timeout_s = stop_timeout_s
+        self.start_time_s: float | None = None  # set by wait_ready: from process start to the first healthy answer
+        self._command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(self.port), *args]
+        if model_path is not None:
+            self._command += ["--model-path", str(model_path)]
+        if "prefill" in args and "--disaggregation-bootstrap-port" not in args:
+            self.bootstrap_port = free_port()
+            self._command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
+        self._env = os.environ | {name: value for name, value in (env or {}).items() if value is not None}
+        for name in (name for name, value in (env or {}).items() if value is None):
+            self._env.pop(name, None)
+        self._log_path = Path(log_path) if log_path is not None else None
+        self._log_is_temporary = log_path is None
+        self._last_log = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at_s = 0.0
+
+    # Life
+
+    def __enter__(self) -> Server:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process and return at once. ``wait_ready`` is the other half."""
+        if self._process is not None:
+            raise ServerError(f"server {self.pid} is started already")
+        if self._log_path is None:
+            handle, name = tempfile.mkstemp(prefix=f"server-{self.port}-", suffix=".log")
+            os.close(handle)
+            self._log_path = Path(name)
+        self._started_at_s = time.monotonic()
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        """Return once the server is healthy. Raises ServerError with the tail of the log if it never is."""
+        deadline_s = self._started_at_s + self.start_timeout_s
+        while not self._answers_health():
+            if not self.is_alive():
+                raise ServerError(self._failure("stopped while starting"))
+            if time.monotonic() > deadline_s:
+                raise ServerError(self._failure(f"is not healthy {self.start_timeout_s:g} s after its start"))
+            time.sleep(POLL_INTERVAL_S)
+        self.start_time_s = time.monotonic() - self._started_at_s
+
+    def stop(self) -> None:
+        """End the server and every process it started. Safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        failed = self.start_time_s is None or _has_exited(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + self.stop_timeout_s
+        while not _has_exited(process.pid) and time.monotonic() < deadline_s:
+            time.sleep(POLL_INTERVAL_S)
+        # The leader is not reaped yet, so its number cannot have passed to a stranger's process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self._last_log = self._read_log()
+        if self._log_is_temporary and not failed and self._log_path is not None:
+            self._log_path.unlink(missing_ok=True)
+            self._log_path = None
+
+    # State
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerError("the server is not running")
+        return self._process.pid
+
+    @property
+    def command(self) -> list[str]:
+        return list(self._command)
+
+    def is_alive(self) -> bool:
+        return self._process is not None and not _has_exited(self._process.pid)
+
+    def log_text(self) -> str:
+        """Everything the server and its children have written so far; stays readable after ``stop``."""
+        return self._read_log() if self._process is not None else self._last_log
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    # Requests
+
+    def get(self, path: str, *, timeout_s: float = 60.0) -> Any:
+        """JSON (or text, where it is no JSON) of a GET. Raises HttpError, or ServerError if nobody answers."""
+        return self._call(urllib.request.Request(self.url + path), timeout_s)
+
+    def post(
+        self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None, timeout_s: float = 300.0
+    ) -> Any:
+        """JSON (or text) of a POST of ``body``. Raises as ``get`` does."""
+        return self._call(self._post_request(path, body, headers), timeout_s)
+
+    def stream(
+        self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None, timeout_s: float = 300.0
+    ) -> Iterator[Any]:
+        """The JSON of each server-sent event of a POST, as it arrives, up to ``[DONE]``. Raises as ``get`` does."""
+        request = self._post_request(path, {**body, "stream": True}, headers)
+        with self._open(request, timeout_s) as answer:
+            for line in answer:
+                payload = line.decode("utf-8").strip().removeprefix("data: ")
+                if payload == "[DONE]":
+                    return
+                if payload:
+                    yield json.loads(payload)
+
+    def _post_request(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None
+    ) -> urllib.request.Request:
+        content = json.dumps(body).encode()
+        return urllib.request.Request(
+            self.url + path, data=content, headers={"Content-Type": "application/json", **(headers or {})}
+        )
+
+    def _call(self, request: urllib.request.Request, timeout_s: float) -> Any:
+        with self._open(request, timeout_s) as answer:
+            text = answer.read().decode("utf-8")
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    def _open(self, request: urllib.request.Request, timeout_s: float) -> Any:
+        try:
+            return _direct.open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            raise HttpError(request.full_url, error.code, error.read().decode("utf-8", "replace")) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{request.full_url} does not answer: {error!r}") from error
+
+    def _answers_health(self) -> bool:
+        try:
+            self.get("/health", timeout_s=30.0)
+        except ServerError:
+            return False
+        return True
+
+    def _failure(self, what: str) -> str:
+        return (
+            f"server on port {self.port} {what}\n  command: {' '.join(self._command)}\n  log: {self._log_path}\n"
+            f"  last lines:\n{self.log_tail()}"
+        )
+
+    def _read_log(self) -> str:
+        return self._log_path.read_text(encoding="utf-8", errors="replace") if self._log_path is not None else ""
+
+
+@contextlib.contextmanager
+def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
+    """Start all ``servers`` at once, wait until every one is healthy, and stop all of them in the end."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+# The environment may name a proxy for the outside world; a server on this machine is not reached through it.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _has_exited(pid: int) -> bool:
+    """Whether a child of this process has ended. Looks only: the child is not reaped, so its number stays taken."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
