@@ -56,11 +56,6 @@ class Arm:
     env: Mapping[str, str] = field(default_factory=dict)
     foreign_python: bool = False  # another environment, which does not have our package installed
 
-    def command(self, shared_flags: Sequence[str], port: int) -> list[str]:
-        # The arm's own flags come last: argparse lets the last one win.
-        where = ("--host", "127.0.0.1", "--port", str(port))
-        return [self.python, "-m", self.module, *shared_flags, *where, *self.flags]
-
 
 def detect_device() -> str:
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"

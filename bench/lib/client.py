@@ -233,10 +233,3 @@ class Client:
                     return True
             await asyncio.sleep(0.1)
         return False
-
-    async def healthy(self) -> bool:
-        try:
-            async with self.session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False

@@ -15,7 +15,7 @@ from typing import Any
 from bench.lib.arms import Arm, memory_flags, platform_overlay
 from bench.lib.client import Client
 from bench.lib.report import say
-from bench.lib.server import Server, ServerError, free_port
+from bench.lib.server import PausableServer, ServerError
 
 _WAKE_SETTLE_S = 0.2
 
@@ -23,7 +23,7 @@ _WAKE_SETTLE_S = 0.2
 @dataclass(slots=True)
 class Member:
     arm: Arm
-    server: Server
+    server: PausableServer
     client: Client
     info: dict[str, Any] = field(default_factory=dict)
 
@@ -61,18 +61,23 @@ class Fleet:
         request_timeout_s: float = 300.0,
     ) -> None:
         self._device = device
-        self._start_timeout_s = start_timeout_s
+        self._log_dir = log_dir
         self._stack = contextlib.AsyncExitStack()
         self._overlay = tempfile.TemporaryDirectory(prefix="pla-bench-")
         log_dir.mkdir(parents=True, exist_ok=True)
         self.members: list[Member] = []
         for position, arm in enumerate(arms):
-            port = free_port()
-            flags = [*shared_flags, *memory_flags(device, position, len(arms))]
-            env = {**self._overlay_env(arm), **arm.env}
-            log_path = log_dir / f"server-{arm.name}.log"
-            server = Server(arm.name, arm.command(flags, port), env=env, log_path=log_path, port=port)
-            client = Client(server.base_url, timeout_s=request_timeout_s)
+            server = PausableServer(
+                None,
+                # The arm's own flags come last: argparse lets the last one win.
+                [*shared_flags, *memory_flags(device, position, len(arms)), *arm.flags],
+                module=arm.module,
+                python=arm.python,
+                env={"HF_HUB_OFFLINE": "1", **self._overlay_env(arm), **arm.env},
+                start_timeout_s=start_timeout_s,
+                log_path=log_dir / f"server-{arm.name}.log",
+            )
+            client = Client(server.url, timeout_s=request_timeout_s)
             self.members.append(Member(arm, server, client))
 
     def _overlay_env(self, arm: Arm) -> dict[str, str]:
@@ -111,12 +116,8 @@ class Fleet:
         say(f"all ready after {time.monotonic() - started_s:.0f} s")
         self._warn_of_unequal_pools()
 
-    @property
-    def _log_dir(self) -> Path:
-        return self.members[0].server.log_path.parent
-
     async def _ready(self, member: Member) -> None:
-        await member.server.wait_ready(self._start_timeout_s)
+        await asyncio.to_thread(member.server.wait_ready)
         say(f"{member.name} is ready")
 
     def _warn_of_unequal_pools(self) -> None:
@@ -137,13 +138,12 @@ class Fleet:
         """Only this server runs inside the block. Its prefix cache is empty.
 
         Raises:
-            ServerError: the server is dead or does not come back.
+            ServerError: the server is dead, or something still runs in it.
         """
-        if not member.server.alive:
+        if not member.server.is_alive():
             raise ServerError(f"{member.name} has died; the end of its log:\n{member.server.log_tail()}")
         member.server.resume()
         try:
-            await member.server.wait_ready(30)
             if not await member.client.flush_cache():
                 raise ServerError(f"{member.name} is not idle: it refuses to flush its cache")
             await asyncio.sleep(_WAKE_SETTLE_S)
