@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from bench.lib import report
 from bench.lib.arms import OURS, STOCK
 from bench.lib.cli import arms_of, check_common, make_fleet, make_parser, run_bench, vocabulary_of
-from bench.lib.compare import Solo, final_state, measure_solo, run_rounds
+from bench.lib.compare import Solo, final_state, measure_solo, run_request_rounds
 from bench.lib.fleet import Fleet
 from bench.lib.plot import plot_comparison
 from bench.lib.results import comparison_result, headline, ratios_to_stock
@@ -94,8 +94,9 @@ def windows_of(args: argparse.Namespace, long_work_s: float) -> Windows:
 async def measure(args: argparse.Namespace, fleet: Fleet, shape: HolShape) -> tuple[dict[str, Solo], Runs, Windows]:
     vocabulary = vocabulary_of(args)
     solo = await measure_solo(fleet, shape, vocabulary, seed=args.seed)
-    first = solo[fleet.members[0].name]
-    windows = windows_of(args, shape.long_count * first.ttft_s["long"])
+    # The fastest lone long of any arm: if the machine is slower later, shorts still meet running longs.
+    fastest_s = min(o.ttft_s for one in solo.values() for o in one.outcomes if o.request.kind == "long")
+    windows = windows_of(args, shape.long_count * fastest_s)
 
     def requests_of_round(index: int) -> list[Request]:
         return hol_requests(
@@ -108,7 +109,7 @@ async def measure(args: argparse.Namespace, fleet: Fleet, shape: HolShape) -> tu
             spread_s=windows.spread_s,
         )
 
-    return solo, await run_rounds(fleet, args.rounds, requests_of_round), windows
+    return solo, await run_request_rounds(fleet, args.rounds, requests_of_round), windows
 
 
 def solo_bound(solo: Solo, shape: HolShape, chunk_tokens: int, p99_s: float) -> dict[str, Any]:
@@ -165,6 +166,7 @@ async def bench(args: argparse.Namespace) -> int:
     reference = solo[STOCK if STOCK in solo else arms[0].name].ttft_s
     plot_comparison(runs, args.out / "hol.png", title=title, solo_s=dict(reference))
     report.say(f"picture: {args.out / 'hol.png'}")
+    report.write_requests(runs, args.out / "hol.requests.jsonl")
     report.emit(result, args.out, "hol")
     return 0 if result["valid"] else 1
 

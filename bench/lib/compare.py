@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.lib.client import Outcome, Run
+from bench.lib.client import Client, Outcome, Run
 from bench.lib.fleet import Fleet
 from bench.lib.report import progress_bar, say
 from bench.lib.server import ServerError
@@ -18,6 +18,8 @@ from pla_sglang.metrics.latency import percentile
 
 _WARMUPS = 2
 SOLO_COUNTS = {"short": 5, "long": 3}
+
+Play = Callable[[Client, int, Callable[[], None]], Awaitable[Run]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +62,38 @@ async def measure_solo(
     return found
 
 
-async def run_rounds(
-    fleet: Fleet, rounds: int, requests_of_round: Callable[[int], Sequence[Request]]
-) -> dict[str, list[Run]]:
-    """Every arm gets the requests of every round. Each round starts with another arm, so that drift hits all alike."""
+async def run_rounds(fleet: Fleet, rounds: int, play: Play, size_of: Callable[[int], int]) -> dict[str, list[Run]]:
+    """``play`` sends the workload of one round to one server; every arm gets every round.
+
+    Each round starts with another arm, so that a drift of the machine hits all alike.
+    """
     runs: dict[str, list[Run]] = {member.name: [] for member in fleet.members}
     started_s = time.monotonic()
     for index in range(rounds):
-        requests = requests_of_round(index)
         shift = index % len(fleet.members)
         for member in [*fleet.members[shift:], *fleet.members[:shift]]:
             label = f"round {index + 1}/{rounds} {member.name}"
             async with fleet.awake(member) as client:
-                with progress_bar(label, len(requests)) as advance:
-                    run = await client.run(requests, on_done=advance)
+                with progress_bar(label, size_of(index)) as advance:
+                    run = await play(client, index, advance)
             runs[member.name].append(run)
             say(f"{label}: {describe(run)}")
         left_s = (time.monotonic() - started_s) / (index + 1) * (rounds - index - 1)
         if left_s > 5:
             say(f"about {left_s:.0f} s left")
     return runs
+
+
+async def run_request_rounds(
+    fleet: Fleet, rounds: int, requests_of_round: Callable[[int], Sequence[Request]]
+) -> dict[str, list[Run]]:
+    """``run_rounds`` with requests at fixed times."""
+    planned = [requests_of_round(index) for index in range(rounds)]
+
+    async def play(client: Client, index: int, advance: Callable[[], None]) -> Run:
+        return await client.run(planned[index], on_done=advance)
+
+    return await run_rounds(fleet, rounds, play, lambda index: len(planned[index]))
 
 
 async def final_state(fleet: Fleet) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from bench.lib.client import Outcome
 from bench.lib.stats import Identity, Runs, arm_figures
 from pla_sglang.metrics.latency import Spread
 
@@ -127,6 +128,34 @@ def _output(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
+
+
+def write_requests(runs: Runs, path: Path) -> None:
+    """Every request of every round, one JSON object a line, for those who want to look closer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for arm, of_arm in runs.items():
+            for index, run in enumerate(of_arm):
+                for outcome in run.outcomes:
+                    file.write(json.dumps(_request_json(arm, index, outcome)) + "\n")
+
+
+def _request_json(arm: str, index: int, outcome: Outcome) -> dict[str, Any]:
+    request = outcome.request
+    return {
+        "arm": arm,
+        "round": index + 1,
+        "rid": request.rid,
+        "kind": request.kind,
+        "input_tokens": len(request.input_ids),
+        "at_s": round(request.at_s, 4),
+        "ttft_s": round(outcome.ttft_s, 4) if outcome.first_s is not None else None,
+        "e2e_s": round(outcome.e2e_s, 4) if outcome.done_s is not None else None,
+        "cached_tokens": outcome.cached_tokens,
+        "retractions": outcome.retractions,
+        "error": outcome.error,
+        "output_ids": outcome.output_ids,
+    }
 
 
 def emit(result: Mapping[str, Any], out: Path, name: str) -> None:

@@ -108,8 +108,8 @@ def hol_arrivals(
     if pattern == "burst":
         shorts = [(rng.uniform(0, burst_s), "short") for _ in range(shape.short_count)]
     else:
-        # From 5 % on: the first longs are running by then. Up to 90 %: the last long has not finished yet.
-        shorts = [(rng.uniform(0.05, 0.90) * spread_s, "short") for _ in range(shape.short_count)]
+        # From 5 % on: the first longs are running by then. Up to 85 %: the last long has not finished yet.
+        shorts = [(rng.uniform(0.05, 0.85) * spread_s, "short") for _ in range(shape.short_count)]
     return sorted(longs + shorts)
 
 
