@@ -50,11 +50,11 @@ DEFAULTS = {"cpu": (60, 5.0, 24, 4096, 1024), "cuda": (400, 8.0, 200, 16_384, 81
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = make_parser("chat", (__doc__ or "").partition("\n")[0], rounds=5)
     work = parser.add_argument_group("workload (defaults depend on the device)")
-    work.add_argument("--dataset", type=Path, help="LMSYS-Chat-1M parquet or JSONL, or ShareGPT JSON; default: drawn lengths")
+    work.add_argument("--dataset", type=Path, help="LMSYS-Chat-1M parquet or JSONL, or ShareGPT JSON; default: none")
     work.add_argument("--sessions", type=int, help="sessions per round")
     work.add_argument("--rate", type=float, help="sessions per second")
     work.add_argument("--turns-mean", type=float, default=3.0, help="turns per session, geometric (drawn lengths only)")
-    work.add_argument("--think-mean-s", type=float, default=1.0, help="between an answer and the next prompt, exponential")
+    work.add_argument("--think-mean-s", type=float, default=1.0, help="from answer to next prompt, exponential")
     work.add_argument("--max-new-tokens", type=int, help="answer length, at most, if the dataset tells it")
     work.add_argument("--context-cap", type=int, help="a session ends where its context would exceed this many tokens")
     work.add_argument("--chunk-tokens", type=int, help="--chunked-prefill-size of every arm")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from bench.lib import report
-from bench.lib.arms import OURS, STOCK
+from bench.lib.arms import STOCK
 from bench.lib.cli import arms_of, check_common, make_fleet, make_parser, run_bench, vocabulary_of
 from bench.lib.compare import Solo, final_state, measure_solo, run_request_rounds
 from bench.lib.fleet import Fleet
@@ -42,13 +42,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = make_parser("hol", (__doc__ or "").partition("\n")[0], rounds=5)
     work = parser.add_argument_group("workload")
     work.add_argument(
-        "--scale", type=float, help=f"divides prompt lengths and chunk size; default: {CPU_SCALE:g} on a CPU, 1 on a GPU"
+        "--scale", type=float, help=f"divides prompt lengths and chunk; default: {CPU_SCALE:g} on a CPU, 1 on a GPU"
     )
     work.add_argument(
-        "--pattern", choices=PATTERNS, default="stream", help="shorts spread over the longs' work, or everything at once"
+        "--pattern", choices=PATTERNS, default="stream", help="shorts spread over the longs' work, or all at once"
     )
     work.add_argument(
-        "--burst-s", type=float, help="window in which the longs (or all) arrive; default: 1, or a tenth of the longs' work"
+        "--burst-s",
+        type=float,
+        help="window in which the longs (or all) arrive; default: a tenth of their work, at most 1",
     )
     work.add_argument("--spread-s", type=float, help="window of the shorts; default: what the longs take, measured")
     work.add_argument("--chunk-tokens", type=int, help="--chunked-prefill-size of every arm; default: 8192 / scale")
@@ -137,7 +139,8 @@ def bounds(solo: Mapping[str, Solo], runs: Runs, shape: HolShape, chunk_tokens: 
 def print_bounds(found: Mapping[str, Mapping[str, Any]]) -> None:
     for arm, bound in found.items():
         report.stdout.print(
-            f"{arm}: short p99 {bound['short_ttft_p99_s'] * 1e3:,.0f} ms; 5 x solo ({bound['short_solo_ttft_s'] * 1e3:,.0f} ms)"
+            f"{arm}: short p99 {bound['short_ttft_p99_s'] * 1e3:,.0f} ms; "
+            f"5 x solo ({bound['short_solo_ttft_s'] * 1e3:,.0f} ms)"
             f" + one chunk ({bound['long_chunk_s'] * 1e3:,.0f} ms) = {bound['short_ttft_p99_bound_s'] * 1e3:,.0f} ms:"
             f" {'within' if bound['short_ttft_p99_within_bound'] else 'above'}"
         )

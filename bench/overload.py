@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.lib import report
-from bench.lib.arms import STOCK
 from bench.lib.cli import BenchError, arms_of, check_common, make_fleet, make_parser, run_bench, vocabulary_of
 from bench.lib.client import Run
 from bench.lib.compare import Solo, final_state, measure_solo, run_request_rounds
@@ -161,14 +160,21 @@ async def kv_pressure(args: argparse.Namespace) -> int:
             died = str(error)
             report.say(f"[bold red]{died}[/bold red]")
     if died is not None:
-        report.emit({"bench": "kv_pressure", "crashed": True, "valid": False, "problems": [died[:500]]}, args.out, "kv_pressure")
+        crash = {"bench": "kv_pressure", "crashed": True, "valid": False, "problems": [died[:500]]}
+        report.emit(crash, args.out, "kv_pressure")
         return 1
-    workload = {"name": "kv_pressure", "scale": args.scale, "kv_tokens": args.kv_tokens, "long_tokens": shape.long_tokens}
-    workload |= {"short_tokens": shape.short_tokens, "max_new_tokens": shape.max_new_tokens, "pattern": "burst"}
+    workload = {"name": "kv_pressure", "scale": args.scale, "pool_tokens": args.kv_tokens, "chunk_tokens": chunk_tokens}
+    workload |= {
+        "long_tokens": shape.long_tokens,
+        "short_tokens": shape.short_tokens,
+        "max_new_tokens": shape.max_new_tokens,
+        "pattern": "burst",
+    }
     result = comparison_result("kv_pressure", args, workload, runs, state, solo=solo) | kv_pressure_result(runs)
     print_kv(result, runs)
     headline(result, runs)
-    return finish(args, result, runs, "kv_pressure", f"KV pool of {args.kv_tokens} tokens, longs of {shape.long_tokens}")
+    title = f"KV pool of {args.kv_tokens} tokens, longs of {shape.long_tokens}"
+    return finish(args, result, runs, "kv_pressure", title)
 
 
 def finish(args: argparse.Namespace, result: dict[str, Any], runs: Runs, name: str, title: str) -> int:

@@ -100,7 +100,7 @@ def compared(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, float | Non
     if arm is None or STOCK not in found:
         return {}
     pairs = {name: (found[arm][0].get(name), found[STOCK][0].get(name)) for name in FIGURES}
-    return {f"{name}_ratio": round(ours / stock, 4) if ours and stock else None for name, (ours, stock) in pairs.items()}
+    return {f"{name}_ratio": round(a / b, 4) if a and b else None for name, (a, b) in pairs.items()}
 
 
 async def bench(args: argparse.Namespace) -> int:

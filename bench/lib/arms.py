@@ -19,7 +19,7 @@ FCFS = STOCK  # stock's default policy is first come, first served
 
 # SGLang's SGLANG_PLUGINS names the entry points that may load, of platforms and of plugins alike. A stock server loads
 # no entry point of ours except, on a machine without GPU, the CPU platform: official SGLang cannot serve there alone.
-# The platform knows nothing of our scheduler. An empty value would mean "all", so a GPU host names one that is not there.
+# The platform knows nothing of our scheduler. An empty value means "all", so a GPU host names one that is not there.
 STOCK_PLUGINS = {"cpu": "pla_cpu", "cuda": "none"}
 
 STOCK_MODULE = "sglang.launch_server"

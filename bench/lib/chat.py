@@ -100,7 +100,8 @@ def synthetic_sessions(shape: ChatShape, vocabulary: Vocabulary, *, seed: int, r
         while rng.random() > 1 / shape.turns_mean:  # geometric
             count += 1
         turns = [_synthetic_turn(shape, vocabulary, rng, first=number == 0) for number in range(count)]
-        sessions.append(Session(f"chat-{seed}-{round_index}-{index}", at_s, fit_to_cap(turns, shape.context_cap_tokens)))
+        fitting = fit_to_cap(turns, shape.context_cap_tokens)
+        sessions.append(Session(f"chat-{seed}-{round_index}-{index}", at_s, fitting))
     return sessions
 
 
@@ -128,7 +129,8 @@ def recorded_sessions(
             )
             for number, turn in enumerate(conversation)
         ]
-        sessions.append(Session(f"chat-{seed}-{round_index}-{index}", at_s, fit_to_cap(turns, shape.context_cap_tokens)))
+        fitting = fit_to_cap(turns, shape.context_cap_tokens)
+        sessions.append(Session(f"chat-{seed}-{round_index}-{index}", at_s, fitting))
     return sessions
 
 

@@ -54,7 +54,9 @@ def make_parser(name: str, description: str, *, rounds: int, arms: str = f"{STOC
     compared.add_argument("--our-flags", default="", metavar="FLAGS", help="further flags for our arms (not 'off')")
     server = parser.add_argument_group("servers")
     server.add_argument("--model-path", type=Path, help="model of every arm; default: the embedded demo model")
-    server.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is an NVIDIA driver")
+    server.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is an NVIDIA driver"
+    )
     server.add_argument("--server-flags", default="", metavar="FLAGS", help="further flags for every arm")
     server.add_argument("--kv-tokens", type=int, help="KV pool of every arm; default: fits the workload on a CPU")
     server.add_argument("--start-timeout-s", type=float, default=600.0, metavar="S")

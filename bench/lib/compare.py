@@ -48,9 +48,7 @@ async def measure_solo(
             for kind in kinds:
                 count = SOLO_COUNTS[kind]
                 await client.solo(solo_requests(shape, vocabulary, kind=kind, count=_WARMUPS, salt=f"warm-{seed}"))
-                measured = await client.solo(
-                    solo_requests(shape, vocabulary, kind=kind, count=count, salt=f"{seed}")
-                )
+                measured = await client.solo(solo_requests(shape, vocabulary, kind=kind, count=count, salt=f"{seed}"))
                 failed = [outcome for outcome in measured if not outcome.ok]
                 if failed:
                     raise ServerError(f"{member.name}: a lone {kind} request failed: {failed[0].error}")
