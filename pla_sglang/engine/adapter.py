@@ -1,0 +1,308 @@
+"""One scheduler's prefill policy: turns the host's scheduling passes into policy calls and back.
+
+Owned by the scheduler it is attached to; everything runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from typing import Any
+
+from pla_graphs.captured import captured_depth
+from pla_sglang.config import PlaConfig
+from pla_sglang.engine import apply, snapshot
+from pla_sglang.engine.clock import PlaTick, pack_model, unpack_model
+from pla_sglang.engine.telemetry import Telemetry
+from pla_sglang.policy.awd import AwdKnobs
+from pla_sglang.policy.boundary import CPU_START, GPU_START
+from pla_sglang.policy.fit import StepFit
+from pla_sglang.policy.longs import LongKnobs
+from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.types import Action, PassDecision, PrefillClass, WaitingView
+
+HOLD_NAP_S = 2e-4
+HOLD_RECHECK_S = 0.02  # a hold that waits for freed memory looks again this often
+HOLD_PUBLISH_S = 0.05
+
+
+@dataclasses.dataclass(slots=True)
+class _Hold:
+    """The last pass held back; until something changes the next ones need not ask again."""
+
+    release_s: float
+    waiting: int
+    last: Any
+    running: int
+
+
+class PrefillAdapter:
+    """Temporal disaggregation of one scheduler."""
+
+    def __init__(self, scheduler: Any, config: PlaConfig) -> None:
+        self.scheduler = scheduler
+        self.config = config
+        start = CPU_START if scheduler.device == "cpu" else GPU_START
+        self.policy = TemporalPolicy(self._knobs(config), start)
+        self.fit = StepFit(start)
+        self.telemetry = Telemetry()
+        self.context: apply.PassContext | None = None  # set only within a prefill pass
+        self.now_s = 0.0  # rank 0's clock as last broadcast
+        self.changes = 0
+        self._model_to_send: tuple[float, ...] = ()
+        self._hold: _Hold | None = None
+        self._launched: deque[tuple[float, float]] = deque()  # (launch, synchronous duration) of batches in flight
+        self._last_done_s = 0.0
+        self._published_s = 0.0
+        self._queue_shown: dict[PrefillClass, tuple[int, int]] | None = None
+
+    def _knobs(self, config: PlaConfig) -> TemporalKnobs:
+        scheduler = self.scheduler
+        cap = scheduler.chunked_prefill_size
+        chunk = config.long_chunk_tokens or cap
+        if chunk is not None and cap is not None:
+            chunk = min(chunk, cap)
+        budget = cap or scheduler.max_prefill_tokens
+        return TemporalKnobs(
+            boundary_tokens=config.boundary_tokens,
+            boundary_cap_tokens=budget,
+            awd=AwdKnobs(
+                wait_min_s=config.wait_min_ms / 1e3,
+                wait_max_s=config.wait_max_ms / 1e3,
+                depth_max=captured_depth(scheduler.server_args, scheduler.max_running_requests),
+            ),
+            longs=LongKnobs(
+                max_age_s=config.long_max_age_ms / 1e3,
+                chunk_max_tokens=chunk,
+                chunk_min_tokens=max(64, scheduler.page_size),
+                least_remaining=config.long_order == "least-remaining",
+            ),
+            mix=config.mixing == "allow",
+        )
+
+    def set_config(self, config: PlaConfig) -> None:
+        """Change knobs between two passes. The order of broadcast requests makes this the same pass on all ranks."""
+        knobs = self._knobs(config)
+        self.config = config
+        self.policy.set_knobs(knobs)
+        self.changes += 1
+        self._hold = None
+
+    # -- the clock -----------------------------------------------------------------------------------------------
+
+    def make_tick(self) -> PlaTick:
+        """Rank 0 only."""
+        model, self._model_to_send = self._model_to_send, ()
+        return PlaTick(now_s=time.perf_counter(), model=model)
+
+    def on_tick(self, tick: PlaTick) -> None:
+        self.now_s = tick.now_s
+        if tick.model:
+            self.policy.set_model(unpack_model(tick.model))
+
+    def wants_tick(self) -> bool:
+        scheduler = self.scheduler
+        bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+        return bool(
+            scheduler.waiting_queue
+            or scheduler.chunked_req is not None
+            or scheduler.grammar_manager.grammar_queue
+            or (bootstrap is not None and bootstrap.queue)
+        )
+
+    # -- a request enters the queue ------------------------------------------------------------------------------
+
+    def on_queued(self, req: Any) -> None:
+        view = snapshot.make_view(req, self.now_s, self.config.slo_ttft_ms)
+        view.seen = view.resumed  # a request that comes back is no new arrival
+        setattr(req, snapshot.VIEW_ATTRIBUTE, view)
+
+    # -- one scheduling pass -------------------------------------------------------------------------------------
+
+    def run_pass(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around the host's prefill function, which returns ``(batch or None, running_batch)``."""
+        scheduler = self.scheduler
+        running_batch = kwargs["running_batch"] if "running_batch" in kwargs else args[-1]
+        if self._hold is not None and self._still_holding(running_batch):
+            return None, running_batch
+        self._hold = None
+        chunk_size = scheduler.chunked_prefill_size
+        self.context = context = apply.PassContext(running_batch, running_batch.batch_is_full)
+        batch = None
+        try:
+            result = original(scheduler, *args, **kwargs)
+            batch = result[0]
+        finally:
+            self.context = None
+            apply.leave(context, scheduler, chunk_size, batch)
+        if context.decision is not None:
+            self._account(context, batch)
+        return result
+
+    def on_ordered(self, queue: list[Any]) -> None:
+        """The host has ordered its queue and refreshed prefix matches: decide, and show it only what was selected."""
+        context = self.context
+        if context is None:
+            return
+        started_s = time.perf_counter()
+        views = self._refresh_views(queue)
+        context.view = snapshot.pass_view(self.scheduler, context.running_batch, queue, views)
+        context.decision = self.policy.decide(context.view, self.now_s)
+        requests = self._requests(context.decision, queue, views)
+        apply.enter(context, self.scheduler, queue, requests)
+        self.telemetry.hook_s += time.perf_counter() - started_s
+
+    def _refresh_views(self, queue: list[Any]) -> list[WaitingView]:
+        """Views of the queue, prefix matches carried over. On the hot path: two reads and a compare per request."""
+        views = []
+        for req in queue:
+            try:
+                view = req.pla_view
+            except AttributeError:  # entered by a path of the host that the table has no seam for
+                self.on_queued(req)
+                view = req.pla_view
+            matched = req.num_matched_prefix_tokens
+            if matched != view.history_tokens:
+                view.new_tokens += view.history_tokens - matched
+                view.history_tokens = matched
+            if not view.seen:
+                view.seen = True
+                self.policy.on_arrival(view, self.now_s)
+            views.append(view)
+        return views
+
+    @staticmethod
+    def _requests(decision: PassDecision, queue: list[Any], views: list[WaitingView]) -> dict[int, Any]:
+        """Request by id of its view, for the selected few only."""
+        wanted = set(map(id, decision.selected))
+        if not wanted:
+            return {}
+        return {id(view): req for req, view in zip(queue, views, strict=True) if id(view) in wanted}
+
+    def _account(self, context: apply.PassContext, batch: Any) -> None:
+        decision, view = context.decision, context.view
+        assert decision is not None and view is not None
+        admitted = 0 if batch is None else len(batch.reqs)
+        if decision.action is Action.SHORT and decision.chunk_tokens is not None:
+            admitted -= 1  # a mixed pass carries the chunk as well
+        self.policy.on_pass(decision, view, admitted, self.now_s)
+        parked = decision.park or (decision.action is Action.HOLD and view.chunk is not None)
+        self.telemetry.on_pass(decision, view, batch, self.now_s, parked=parked)
+        if batch is None:
+            self._remember_hold(decision, context)
+        elif batch.prefill_stats is not None:
+            batch.prefill_stats.num_pending_tokens += apply.held_tokens(decision, view.waiting)
+
+    # -- holding without spinning --------------------------------------------------------------------------------
+
+    def _remember_hold(self, decision: PassDecision, context: apply.PassContext) -> None:
+        scheduler, view = self.scheduler, context.view
+        assert view is not None
+        queue = scheduler.waiting_queue
+        if not queue or scheduler.chunked_req is not None or scheduler.enable_hierarchical_cache:
+            return
+        if decision.action is not Action.HOLD and view.running == 0:
+            return
+        release_s = self.now_s + HOLD_RECHECK_S if decision.release_s is None else decision.release_s
+        self._hold = _Hold(release_s, len(queue), queue[-1], view.running)
+
+    def _still_holding(self, running_batch: Any) -> bool:
+        """Nothing has changed since the last pass held back, so the host need not match every prompt again."""
+        hold, scheduler = self._hold, self.scheduler
+        assert hold is not None
+        queue = scheduler.waiting_queue
+        if (
+            len(queue) != hold.waiting
+            or queue[-1] is not hold.last
+            or scheduler.chunked_req is not None
+            or scheduler.grammar_manager.has_waiting_grammars()
+            or len(running_batch.reqs) != hold.running
+            or self.now_s >= hold.release_s
+        ):
+            return False
+        self.telemetry.passes_skipped += 1
+        if snapshot.device_idle(scheduler, running_batch):
+            time.sleep(HOLD_NAP_S)
+        self._publish_load()
+        return True
+
+    def _publish_load(self) -> None:
+        """The host publishes its load after prefills; a hold has none, and a router must not see stale figures."""
+        if self.now_s - self._published_s >= HOLD_PUBLISH_S:
+            self._published_s = self.now_s
+            self.scheduler.publish_load_snapshot(force=True)
+
+    # -- measured step times (rank 0's count) --------------------------------------------------------------------
+
+    def on_launch(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        launched_s = time.perf_counter()
+        result = original(self.scheduler, *args, **kwargs)
+        self._launched.append((launched_s, time.perf_counter() - launched_s))
+        return result
+
+    def on_result(self, batch: Any) -> None:
+        """A batch's result has been processed: derive how long the device took."""
+        done_s = time.perf_counter()
+        if not self._launched:
+            return
+        launched_s, synchronous_s = self._launched.popleft()
+        if batch.forward_mode.is_extend() and batch.extend_lens and not batch.forward_mode.is_mixed():
+            # A CPU computes inside the launch; a GPU from the launch, or the end of the batch before, to the result.
+            on_cpu = self.scheduler.device == "cpu"
+            step_s = synchronous_s if on_cpu else done_s - max(launched_s, self._last_done_s)
+            if self.fit.observe(snapshot.step_sample(batch, step_s)):
+                self._model_to_send = pack_model(self.fit.model)
+        self._last_done_s = done_s
+
+    # -- queue gauges --------------------------------------------------------------------------------------------
+
+    def publish_queue(self) -> None:
+        """Whenever the host publishes its load: queue length and tokens by class, when they changed."""
+        if not self.telemetry.exports:
+            return
+        queue = self._queue_by_class()
+        if queue == self._queue_shown:
+            return
+        self._queue_shown = queue
+        for cls, (reqs, tokens) in queue.items():
+            self.telemetry.on_queue(cls, reqs, tokens)
+
+    def _queue_by_class(self) -> dict[PrefillClass, tuple[int, int]]:
+        views = [view for req in self.scheduler.waiting_queue if (view := self._view(req)) is not None]
+        shorts, longs = self.policy.classify(views)
+        return {
+            PrefillClass.SHORT: (len(shorts), sum(view.new_tokens for view in shorts)),
+            PrefillClass.LONG: (len(longs), sum(view.new_tokens for view in longs)),
+        }
+
+    # -- state for people ----------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Plain values only (it travels as msgpack)."""
+        policy, scheduler = self.policy, self.scheduler
+        return {
+            "config": self.config.to_dict(),
+            "config_changes": self.changes,
+            "boundary_tokens": policy.boundary.tokens(0),
+            "boundary_tokens_at_8k_history": policy.boundary.tokens(8192),
+            "window_ms": policy.awd.window_s * 1e3,
+            "depth": policy.awd.depth,
+            "short_rate_per_s": policy.short_rate.per_second(self.now_s),
+            "step_model": dataclasses.asdict(policy.model),
+            "step_model_fits": self.fits_and_error(),
+            "queue": {
+                cls.value: {"reqs": reqs, "tokens": tokens} for cls, (reqs, tokens) in self._queue_by_class().items()
+            },
+            "chunk_remaining_tokens": (
+                0 if scheduler.chunked_req is None else snapshot.chunk_remaining_tokens(scheduler.chunked_req)
+            ),
+            **self.telemetry.to_dict(),
+        }
+
+    def fits_and_error(self) -> dict[str, Any]:
+        return {"fits": self.fit.fits, "samples": len(self.fit), "mean_relative_error": self.fit.error}
+
+    @staticmethod
+    def _view(req: Any) -> WaitingView | None:
+        return getattr(req, snapshot.VIEW_ATTRIBUTE, None)

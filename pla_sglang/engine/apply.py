@@ -1,0 +1,152 @@
+"""Writes a decision into SGLang's scheduler for the length of one scheduling pass, and takes it back afterwards.
+
+SGLang's ``waiting_queue`` stays the one truth: outside a pass it is always complete, so aborts, time-outs, retraction,
+metrics and load reports need to know nothing of us. Within a pass the queue holds only what was selected. Three more
+things are changed for a pass and restored at its end, whatever happens in it:
+
+* ``chunked_req``: hidden while the running long is parked; SGLang then neither continues it nor refuses a batch.
+* ``chunked_prefill_size``: None in a pass that must not cut a request, or a second chunked request would be born and
+  overwrite the parked one; the chosen chunk in a pass of the long class.
+* ``batch_is_full``: a long that found no memory sets this flag, which would lock out shorts that do fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pla_sglang.engine.snapshot import chunk_remaining_tokens, output_tokens
+from pla_sglang.policy.types import Action, PassDecision, PassView, WaitingView
+
+
+@dataclasses.dataclass(slots=True)
+class PassContext:
+    """State of one scheduling pass. Lives from the entry of the host's prefill function to its exit.
+
+    Attributes:
+        running_batch: the host's running batch of this pass.
+        full_before: its ``batch_is_full`` on entry.
+        order: the complete queue as ordered by the host; None until the decision.
+        view, decision: what was seen and decided; None until then.
+        parked: the chunk that is hidden in this pass; owned by the context until ``leave``.
+        reserve_tokens: KV tokens that the parked chunk will still take.
+        lora_id: adapter of the parked chunk; must stay loadable beside what this pass admits.
+        mixed_chunk_tokens: what the chunk may take in a mixed pass; None in all others.
+    """
+
+    running_batch: Any
+    full_before: bool
+    order: list[Any] | None = None
+    view: PassView | None = None
+    decision: PassDecision | None = None
+    parked: Any = None
+    reserve_tokens: int = 0
+    lora_id: str | None = None
+    mixed_chunk_tokens: int | None = None
+
+
+def align_chunk(tokens: int, page_size: int, align: int | None) -> int:
+    """``tokens`` down to whole pages (and the host's truncation grid), but never below one of them."""
+    grid = max(page_size, align or 1)
+    return max(grid, tokens // grid * grid)
+
+
+def enter(context: PassContext, scheduler: Any, queue: list[Any], requests: dict[int, Any]) -> None:
+    """Make the host carry out ``context.decision``.
+
+    Args:
+        queue: the host's list object, changed in place.
+        requests: request by ``id`` of its view.
+    """
+    decision = context.decision
+    assert decision is not None, "a decision precedes its application"
+    context.order = list(queue)
+    queue[:] = [requests[id(view)] for view in decision.selected]
+    if decision.park:
+        _park(context, scheduler)
+    if decision.action is Action.SHORT and decision.chunk_tokens is not None:
+        _mix(context, scheduler)
+    elif decision.action is Action.SHORT or decision.park:
+        scheduler.chunked_prefill_size = None
+    elif decision.chunk_tokens is not None:
+        scheduler.chunked_prefill_size = align_chunk(
+            decision.chunk_tokens, scheduler.page_size, scheduler.truncation_align_size
+        )
+    if decision.action is Action.HOLD and scheduler.chunked_req is not None:
+        _park(context, scheduler)
+
+
+def _mix(context: PassContext, scheduler: Any) -> None:
+    """Ablation: shorts and a shrunken chunk share the pass, within the chunk's token budget where that is possible."""
+    decision, page = context.decision, scheduler.page_size
+    assert decision is not None and decision.chunk_tokens is not None
+    shorts = sum(-(-view.new_tokens // page) * page + page for view in decision.selected)
+    context.mixed_chunk_tokens = align_chunk(max(page, decision.chunk_tokens - shorts), page, None)
+    scheduler.chunked_prefill_size = context.mixed_chunk_tokens + shorts
+
+
+def _park(context: PassContext, scheduler: Any) -> None:
+    chunk = scheduler.chunked_req
+    context.parked = chunk
+    context.reserve_tokens = chunk_remaining_tokens(chunk) + int(
+        output_tokens(chunk) * scheduler.new_token_ratio_tracker.current
+    )
+    context.lora_id = chunk.lora_id
+    scheduler.chunked_req = None
+
+
+def leave(context: PassContext, scheduler: Any, chunked_prefill_size: int | None, batch: Any) -> None:
+    """Give the host its state back. Also runs when the pass raised; ``batch`` is None then."""
+    scheduler.chunked_prefill_size = chunked_prefill_size
+    if context.parked is not None:
+        assert scheduler.chunked_req is None, "a pass beside a parked chunk cut a request"
+        scheduler.chunked_req = context.parked
+        context.parked = None
+    if context.order is not None:
+        _restore_queue(context, scheduler, batch)
+    if batch is None and context.decision is not None and context.decision.action is not Action.SHORT:
+        context.running_batch.batch_is_full = context.full_before
+
+
+def _restore_queue(context: PassContext, scheduler: Any, batch: Any) -> None:
+    """The complete queue in the host's order, without what was admitted, with what came in during the pass."""
+    order = context.order
+    assert order is not None
+    known = set(map(id, order))
+    added = [req for req in scheduler.waiting_queue if id(req) not in known]
+    if batch is None:
+        scheduler.waiting_queue = order + added
+        return
+    gone = set(map(id, batch.reqs))
+    scheduler.waiting_queue = [req for req in order if id(req) not in gone] + added
+
+
+def reserve_for_parked(context: PassContext, adder: Any) -> None:
+    """Take the parked chunk's future KV tokens off what this pass may admit.
+
+    Without it shorts eat the memory that the long was admitted for; the host then forces its next chunk and dies of an
+    allocation failure.
+    """
+    if context.parked is None:
+        return
+    reserve = context.reserve_tokens + adder.page_size
+    adder.rem_total_token_offset += reserve
+    adder.cur_rem_token_offset += chunk_remaining_tokens(context.parked) + adder.page_size
+
+
+def add_chunk(original: Any, context: PassContext | None, adder: Any, req: Any) -> Any:
+    """Around the host's ``PrefillAdder.add_chunked_req``: in a mixed pass the chunk leaves room for the shorts."""
+    if context is None or context.mixed_chunk_tokens is None:
+        return original(adder, req)
+    whole = adder.rem_chunk_tokens
+    part = min(whole, context.mixed_chunk_tokens)
+    adder.rem_chunk_tokens = part
+    try:
+        return original(adder, req)
+    finally:
+        adder.rem_chunk_tokens += whole - part
+
+
+def held_tokens(decision: PassDecision, views: list[WaitingView]) -> int:
+    """New tokens that wait but were left out of this pass, for the host's pending-token figure."""
+    return sum(view.new_tokens for view in views) - sum(view.new_tokens for view in decision.selected)

@@ -1,0 +1,27 @@
+"""One clock for all ranks.
+
+Every rank of a tensor-parallel group decides for itself and all must decide alike, or their collectives hang. So no
+decision reads a local clock: rank 0 stamps its own and sends it along with the requests it broadcasts anyway. A fitted
+step model travels the same way, since only rank 0's measurements count.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.managers.io_struct import BaseReq
+
+from pla_sglang.policy.boundary import StepModel
+
+
+class PlaTick(BaseReq, kw_only=True):
+    """Rank 0's clock, and the coefficients of a new step model (empty: unchanged). Never crosses a socket."""
+
+    now_s: float
+    model: tuple[float, ...] = ()
+
+
+def pack_model(model: StepModel) -> tuple[float, ...]:
+    return (model.g0_s, model.gw_s, model.gr_s, model.k0_s, model.b_s, model.a_s)
+
+
+def unpack_model(values: tuple[float, ...]) -> StepModel:
+    return StepModel(*values)

@@ -1,0 +1,64 @@
+"""Which combinations of SGLang's flags and ours cannot work, each with its reason. Checked before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pla_sglang.config import PlaConfig
+from pla_sglang.errors import ConfigError
+
+
+def check(server_args: Any, config: PlaConfig) -> None:
+    """Raises ConfigError with every contradiction between ``config`` and SGLang's resolved arguments."""
+    if config.prefill_disagg == "spatial":
+        raise ConfigError(
+            "--prefill-disagg 'spatial' is not available in this version of pla_sglang; allowed: off, temporal"
+        )
+    if not config.enabled:
+        return
+    reasons = [reason for broken, reason in _rules(server_args, config) if broken]
+    if reasons:
+        raise ConfigError(f"--prefill-disagg {config.prefill_disagg} cannot be combined with: " + "; ".join(reasons))
+
+
+def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
+    def is_set(name: str) -> bool:
+        return bool(getattr(args, name, None))
+
+    chunk = getattr(args, "chunked_prefill_size", None)
+    chunking = chunk is not None and chunk > 0
+    boundary = config.boundary_tokens
+    return [
+        (is_set("enable_mixed_chunk"), "--enable-mixed-chunk (decode tokens would share batches with shorts)"),
+        (is_set("enable_prefill_delayer"), "--enable-prefill-delayer (two mechanisms that hold prefills back)"),
+        (is_set("enable_dp_attention"), "--enable-dp-attention (ranks must run the same class in each step)"),
+        (is_set("enable_pdmux"), "--enable-pdmux (it has a prefill loop of its own)"),
+        (is_set("enable_hisparse"), "--enable-hisparse (it hands prefills to decode in its own way)"),
+        (is_set("dllm_algorithm"), "--dllm-algorithm (diffusion models have no chunked prefill to park)"),
+        (
+            (getattr(args, "optimistic_prefill_attempts", 0) or 0) > 0,
+            "--optimistic-prefill-attempts above 0 (the host would drop a parked chunk)",
+        ),
+        ((getattr(args, "pp_size", 1) or 1) > 1, "--pipeline-parallel-size above 1 (not tested)"),
+        (
+            getattr(args, "disaggregation_mode", "null") == "decode",
+            "--disaggregation-mode decode (a decode instance has no prefill to schedule)",
+        ),
+        (
+            chunking and boundary is not None and boundary > chunk,
+            f"--pla-boundary {boundary} above --chunked-prefill-size {chunk} (a short has to fit one pass)",
+        ),
+        (
+            chunking and config.long_chunk_tokens is not None and config.long_chunk_tokens > chunk,
+            f"--pla-long-chunk-tokens {config.long_chunk_tokens} above --chunked-prefill-size {chunk}",
+        ),
+    ]
+
+
+def check_model(tree_cache: Any) -> None:
+    """Raises ConfigError for models whose cache keeps more than plain KV; known only once the cache is built."""
+    if tree_cache.supports_mamba() or getattr(tree_cache, "sliding_window_size", None):
+        raise ConfigError(
+            "--prefill-disagg temporal does not support models with sliding-window or state-space layers yet "
+            "(parking a chunk of them is not tested); start without it"
+        )

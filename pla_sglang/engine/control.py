@@ -1,0 +1,93 @@
+"""Knobs that may change while the server runs, and how they travel.
+
+They ride SGLang's own ``/set_internal_state`` request: it is broadcast to every rank in order, already fans out over
+data-parallel ranks, and its values are numbers. Names carry the prefix ``pla.``; a choice travels as its index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pla_sglang.config import LONG_ORDERS, PlaConfig
+from pla_sglang.errors import ConfigError
+
+PREFIX = "pla."
+AUTO = "auto"
+_NUMBERS = ("wait_min_ms", "wait_max_ms", "long_max_age_ms")
+_OPTIONAL_NUMBERS = ("slo_ttft_ms",)
+_OPTIONAL_INTEGERS = ("boundary_tokens", "long_chunk_tokens")
+_CHOICES = {"long_order": LONG_ORDERS}
+RUNTIME_KNOBS = (*_NUMBERS, *_OPTIONAL_NUMBERS, *_OPTIONAL_INTEGERS, *_CHOICES)
+
+
+def encode(values: Mapping[str, Any], current: PlaConfig) -> dict[str, float]:
+    """Checked knobs as SGLang's request carries them; 0 stands for "auto" and "none".
+
+    Raises:
+        ConfigError: unknown knob, wrong type or out of range; names the value and what is allowed.
+    """
+    if not isinstance(values, Mapping) or not values:
+        raise ConfigError(f"expected an object with at least one of: {', '.join(RUNTIME_KNOBS)}")
+    changes: dict[str, Any] = {}
+    wire: dict[str, float] = {}
+    for name, value in values.items():
+        if name not in RUNTIME_KNOBS:
+            raise ConfigError(f"knob {name!r} cannot be changed at run time; allowed: {', '.join(RUNTIME_KNOBS)}")
+        changes[name] = _parse(name, value)
+        wire[PREFIX + name] = _number(name, changes[name])
+    current.replace(**changes)  # range checks, alone and together with the present values
+    return wire
+
+
+def _parse(name: str, value: Any) -> Any:
+    if name in _CHOICES:
+        return value
+    if name in _OPTIONAL_NUMBERS + _OPTIONAL_INTEGERS and value in (None, AUTO):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name} must be a number{_or_auto(name)}, got {value!r}")
+    if name in _OPTIONAL_INTEGERS:
+        if value != int(value):
+            raise ConfigError(f"{name} must be a whole number{_or_auto(name)}, got {value!r}")
+        return int(value)
+    return float(value)
+
+
+def _or_auto(name: str) -> str:
+    return " or 'auto'" if name in _OPTIONAL_INTEGERS else " or null" if name in _OPTIONAL_NUMBERS else ""
+
+
+def _number(name: str, value: Any) -> float:
+    if name in _CHOICES:
+        choices = _CHOICES[name]
+        if value not in choices:
+            raise ConfigError(f"{name} {value!r} is not known; allowed: {', '.join(choices)}")
+        return choices.index(value)
+    return 0 if value is None else value
+
+
+def decode(wire: Mapping[str, float], current: PlaConfig) -> PlaConfig:
+    """The config after the knobs in ``wire``. Raises ConfigError as ``encode`` does: the raw route is open too."""
+    changes: dict[str, Any] = {}
+    for key, number in wire.items():
+        name = key.removeprefix(PREFIX)
+        if name not in RUNTIME_KNOBS:
+            raise ConfigError(f"knob {name!r} cannot be changed at run time; allowed: {', '.join(RUNTIME_KNOBS)}")
+        if name in _CHOICES:
+            choices = _CHOICES[name]
+            if number not in range(len(choices)):
+                raise ConfigError(f"{name} {number!r} is out of range; allowed: 0 to {len(choices) - 1}")
+            changes[name] = choices[int(number)]
+        elif name in _OPTIONAL_INTEGERS:
+            changes[name] = int(number) or None
+        elif name in _OPTIONAL_NUMBERS:
+            changes[name] = float(number) or None
+        else:
+            changes[name] = float(number)
+    return current.replace(**changes)
+
+
+def split(server_args: dict[str, float]) -> dict[str, float]:
+    """Take our knobs out of SGLang's request, in place."""
+    return {key: server_args.pop(key) for key in list(server_args) if key.startswith(PREFIX)}

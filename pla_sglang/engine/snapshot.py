@@ -1,0 +1,139 @@
+"""Reads SGLang's scheduler; the only module of the engine driver that knows the host's field names for reading.
+
+Written against 0.5.17. What later versions rename is listed in ``patches/CATALOGUE.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.fit import StepSample
+from pla_sglang.policy.types import PassView, WaitingView
+
+VIEW_ATTRIBUTE = "pla_view"
+ARRIVAL_ATTRIBUTE = "pla_arrival_s"
+SLO_KEY = "slo_ttft_ms"
+SLO_RANGE_MS = (1.0, 3_600_000.0)
+
+
+def check_slo_ms(value: Any, where: str) -> float:
+    """A TTFT target given by a client, in milliseconds. Raises ConfigError (HTTP 400) naming value and range."""
+    low, high = SLO_RANGE_MS
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if isinstance(value, bool) or not low <= number <= high:
+        raise ConfigError(f"{where} must be a number of milliseconds from {low:g} to {high:g}, got {value!r}")
+    return number
+
+
+def slo_s(req: Any, default_ms: float | None) -> float | None:
+    """TTFT target of a request in seconds: its own, else the server's, else None."""
+    params = req.sampling_params.custom_params
+    value = params.get(SLO_KEY) if isinstance(params, dict) else None
+    if value is None:
+        return None if default_ms is None else default_ms / 1e3
+    try:
+        return check_slo_ms(value, SLO_KEY) / 1e3
+    except ConfigError:
+        return None  # refused at the front door; a worker that does not load plugins lets it through
+
+
+def output_tokens(req: Any) -> int:
+    """What the host's admission counts for the rest of the decode."""
+    return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+
+
+def make_view(req: Any, now_s: float, default_slo_ms: float | None) -> WaitingView:
+    """A view of a request that enters the queue (or comes back retracted: its arrival is then kept)."""
+    arrival_s = getattr(req, ARRIVAL_ATTRIBUTE, None)
+    if arrival_s is None:
+        arrival_s = now_s
+        setattr(req, ARRIVAL_ATTRIBUTE, arrival_s)
+    target_s = slo_s(req, default_slo_ms)
+    return WaitingView(
+        rid=req.rid,
+        new_tokens=len(req.origin_input_ids) + len(req.output_ids),
+        history_tokens=0,
+        arrival_s=arrival_s,
+        deadline_s=None if target_s is None else arrival_s + target_s,
+        resumed=bool(req.retracted_stain and len(req.output_ids)),
+        output_tokens=output_tokens(req),
+    )
+
+
+def chunk_view(req: Any) -> WaitingView:
+    """The request whose prefill is under way, with what it still has to prefill."""
+    view: WaitingView = getattr(req, VIEW_ATTRIBUTE)
+    done = req.extend_range.end
+    view.new_tokens = len(req.full_untruncated_fill_ids) - done
+    view.history_tokens = done
+    return view
+
+
+def chunk_remaining_tokens(req: Any) -> int:
+    return len(req.full_untruncated_fill_ids) - req.extend_range.end
+
+
+def kv_free_tokens(scheduler: Any, running_batch: Any) -> int:
+    """KV tokens that admission may count on: free and evictable, less the expected growth of running requests."""
+    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+    ratio = scheduler.new_token_ratio_tracker.current
+    growth = sum(output_tokens(req) for req in running_batch.reqs) * ratio
+    return int(allocator.available_size() + tree.evictable_size() - growth)
+
+
+def device_idle(scheduler: Any, running_batch: Any) -> bool:
+    """Nothing runs and no result is outstanding."""
+    in_flight = len(scheduler.result_queue) if scheduler.enable_overlap and hasattr(scheduler, "result_queue") else 0
+    return running_batch.is_empty() and in_flight == 0
+
+
+def free_slots(scheduler: Any, running_batch: Any, chunk: Any) -> int:
+    """Requests that a short pass may add; a parked chunk keeps a slot for itself."""
+    slots = scheduler.get_num_allocatable_reqs(len(running_batch.reqs)) - (chunk is not None)
+    # With preemption the host makes room itself, so it must get the chance to try.
+    return max(1, slots) if scheduler.enable_priority_preemption else slots
+
+
+def priority_ranks(queue: list[Any], views: list[WaitingView], chunk: Any, *, low_first: bool) -> None:
+    """Rank 0 is the best priority among queue and chunk."""
+    sign = 1 if low_first else -1
+    requests = [*queue, chunk] if chunk is not None else queue
+    order = sorted({req.priority * sign for req in requests})
+    rank = {value: index for index, value in enumerate(order)}
+    for req, view in zip(queue, views, strict=True):
+        view.priority_rank = rank[req.priority * sign]
+    if chunk is not None:
+        getattr(chunk, VIEW_ATTRIBUTE).priority_rank = rank[chunk.priority * sign]
+
+
+def pass_view(scheduler: Any, running_batch: Any, queue: list[Any], views: list[WaitingView]) -> PassView:
+    """Snapshot for one pass. ``queue`` is in the order that the host's policy has just made, prefix matches fresh."""
+    chunk = scheduler.chunked_req
+    if scheduler.enable_priority_scheduling:
+        priority_ranks(queue, views, chunk, low_first=scheduler.schedule_low_priority_values_first)
+    budget = scheduler.max_prefill_tokens
+    if scheduler.chunked_prefill_size is not None:
+        budget = min(budget, scheduler.chunked_prefill_size)
+    return PassView(
+        waiting=views,
+        chunk=None if chunk is None else chunk_view(chunk),
+        pass_budget_tokens=budget,
+        slots=free_slots(scheduler, running_batch, chunk),
+        kv_free_tokens=kv_free_tokens(scheduler, running_batch),
+        running=len(running_batch.reqs),
+        device_idle=device_idle(scheduler, running_batch),
+    )
+
+
+def step_sample(batch: Any, step_s: float) -> StepSample:
+    """What one prefill pass did and how long it took."""
+    attention = 0.0
+    for new, history in zip(batch.extend_lens, batch.prefix_lens, strict=True):
+        attention += new * (new + 2 * history)
+    return StepSample(sum(batch.extend_lens), sum(batch.prefix_lens), attention, step_s)

@@ -1,0 +1,197 @@
+"""AWD, adaptive-wait-depth batching of short prefills (PLA-Serve Algorithm 1 and section 3.2).
+
+Line by line, and where this differs from the paper with the reason:
+
+* line 1, W and D at the start: D is the largest depth that captured shapes and memory allow. W starts at 0, not at the
+  clipped slack: a window that has not been seen to pay delays every request of a quiet server.
+* lines 3-6, the accumulation loop: the loop is the engine's scheduling loop; each pass asks ``decide`` again with what
+  waits by then. The batch is taken in host order. "Bucket-first" grouping by length saves padding only for graphs on a
+  length grid; kernels with variable lengths have none, so order stays fair.
+* line 4, SLA break: least slack <= sigma dispatches at once.
+* lines 7-11, nearest graph: the shapes come from the host's captured prefill graphs; the engine pads inside them.
+* lines 12-15, update: tau is the time the batch took to fill. The paper only ever lowers D; here a batch that reached D
+  raises it again towards the maximum, else one quiet minute would disable batching for good.
+
+W(t) = clip(min(W_SLA, W_GR), [W_min, W_max]) as in section 3.2, mode (a). Without any deadline W_GR alone counts, mode
+(b), and a batch is also full at M_s tokens ("token-max").
+
+One rule is added: waiting has to pay. With B waiting and the next arrival expected in 1/r seconds, dispatching now costs
+the B their step and the newcomer the rest of that step plus its own; waiting costs everyone the wait and one fuller
+step. Unless the difference is positive, the batch goes at once (reason NO_GAIN). W_min > 0 overrides this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from pla_sglang.policy.boundary import StepModel
+from pla_sglang.policy.types import Reason, WaitingView
+
+
+class AwdMode(enum.Enum):
+    SLA = "sla"  # at least one waiting short has a deadline
+    TOKEN_MAX = "token_max"  # deadline-free
+
+
+@dataclasses.dataclass(frozen=True)
+class AwdKnobs:
+    """Bounds of AWD.
+
+    Attributes:
+        wait_min_s, wait_max_s: W_min and W_max. W_max also caps the wait of the head of the queue (T_max).
+        slack_s: sigma, the slack at which a batch goes at once.
+        margin_s: delta, kept back from the SLA window.
+        depth_max: D at the start, from the captured shapes and the memory budget.
+        token_max: M_s, new tokens at which a deadline-free batch is full; None: the pass budget.
+    """
+
+    wait_min_s: float = 0.0
+    wait_max_s: float = 0.010
+    slack_s: float = 0.002
+    margin_s: float = 0.002
+    depth_max: int = 64
+    token_max: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.wait_min_s <= self.wait_max_s:
+            raise ValueError(f"waits must satisfy 0 <= {self.wait_min_s} <= {self.wait_max_s}")
+        if self.depth_max < 1:
+            raise ValueError(f"depth_max must be at least 1, got {self.depth_max}")
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class BatchChoice:
+    """A short batch and whether it goes now.
+
+    Attributes:
+        batch: the requests, in host order.
+        due: dispatch now.
+        reason: why, or WAIT_FOR_DEPTH.
+        release_s: with ``due`` False, the end of the window.
+        gain_s: with ``due`` False, request-seconds that waiting is expected to save.
+    """
+
+    batch: tuple[WaitingView, ...]
+    due: bool
+    reason: Reason
+    release_s: float | None = None
+    gain_s: float = 0.0
+
+
+class Awd:
+    """State of Algorithm 1: the window W and the depth D, updated after each dispatch."""
+
+    def __init__(self, knobs: AwdKnobs) -> None:
+        self.knobs = knobs
+        self.window_s = knobs.wait_min_s
+        self.depth = knobs.depth_max
+
+    def set_knobs(self, knobs: AwdKnobs) -> None:
+        self.knobs = knobs
+        self.depth = min(self.depth, knobs.depth_max)
+        self.window_s = _clip(self.window_s, knobs.wait_min_s, knobs.wait_max_s)
+
+    def decide(
+        self,
+        shorts: Sequence[WaitingView],
+        now_s: float,
+        *,
+        budget_tokens: int,
+        slots: int,
+        model: StepModel,
+        rate_per_s: float,
+        alternative_s: float = 0.0,
+    ) -> BatchChoice:
+        """Choose a batch from the non-empty ``shorts`` (host order) and whether it goes now.
+
+        Args:
+            alternative_s: what the device would do instead of this batch takes at least so long (a long's chunk).
+        """
+        mode = AwdMode.SLA if any(view.deadline_s is not None for view in shorts) else AwdMode.TOKEN_MAX
+        if mode is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
+            budget_tokens = min(budget_tokens, self.knobs.token_max)
+        batch, full = take_batch(shorts, budget_tokens, min(slots, self.knobs.depth_max))
+        step_s = batch_step_s(batch, model)
+        oldest_s = min(view.arrival_s for view in batch)
+        if any(view.resumed for view in batch):
+            return BatchChoice(batch, True, Reason.RESUMED)
+        if full:
+            return BatchChoice(batch, True, Reason.TOKENS)
+        if len(batch) >= self.depth:
+            return BatchChoice(batch, True, Reason.DEPTH)
+        slack_s = least_slack_s(batch, now_s, step_s)
+        if slack_s is not None and slack_s <= self.knobs.slack_s:
+            return BatchChoice(batch, True, Reason.SLACK)
+        window_s = self._window_s(len(batch), slack_s, rate_per_s)
+        gain_s = waiting_gain_s(batch, model, rate_per_s, alternative_s)
+        if gain_s <= 0 and now_s - oldest_s >= self.knobs.wait_min_s:
+            return BatchChoice(batch, True, Reason.NO_GAIN)
+        if now_s - oldest_s >= window_s:
+            return BatchChoice(batch, True, Reason.WINDOW)
+        return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=oldest_s + window_s, gain_s=gain_s)
+
+    def _window_s(self, depth: int, slack_s: float | None, rate_per_s: float) -> float:
+        graph_s = max(0, self.depth - depth) / rate_per_s if rate_per_s > 0 else 0.0
+        wanted_s = graph_s if slack_s is None else min(graph_s, max(0.0, slack_s - self.knobs.margin_s))
+        return _clip(wanted_s, self.knobs.wait_min_s, self.knobs.wait_max_s)
+
+    def on_dispatch(self, depth: int, fill_s: float) -> None:
+        """Lines 12-15: ``depth`` requests went out, the first of them ``fill_s`` after its arrival."""
+        if depth >= self.depth:
+            self.window_s = _clip(fill_s, self.knobs.wait_min_s, self.knobs.wait_max_s)
+            self.depth = min(self.knobs.depth_max, max(depth + 1, self.depth + self.depth // 2))
+        else:
+            self.depth = max(1, depth)
+
+
+def take_batch(
+    shorts: Sequence[WaitingView], budget_tokens: int, slots: int
+) -> tuple[tuple[WaitingView, ...], bool]:
+    """The longest prefix of ``shorts`` within budget and slots (at least one), and whether it left any behind."""
+    taken = 0
+    tokens = 0
+    for view in shorts:
+        if taken and (taken >= slots or tokens + view.new_tokens > budget_tokens):
+            break
+        taken += 1
+        tokens += view.new_tokens
+    return tuple(shorts[:taken]), taken < len(shorts)
+
+
+def batch_step_s(batch: Sequence[WaitingView], model: StepModel, extra_tokens: float = 0.0) -> float:
+    """S-hat, the predicted duration of one pass over ``batch`` (and ``extra_tokens`` of one more request)."""
+    new = history = attention = 0.0
+    for view in batch:
+        new += view.new_tokens
+        history += view.history_tokens
+        attention += view.new_tokens * (view.new_tokens + 2 * view.history_tokens)
+    return model.step_s(new + extra_tokens, history, attention + extra_tokens * extra_tokens)
+
+
+def least_slack_s(batch: Sequence[WaitingView], now_s: float, step_s: float) -> float | None:
+    """min(DDL_i - t - S-hat); None where no request has a deadline."""
+    deadlines = [view.deadline_s for view in batch if view.deadline_s is not None]
+    return min(deadlines) - now_s - step_s if deadlines else None
+
+
+def waiting_gain_s(
+    batch: Sequence[WaitingView], model: StepModel, rate_per_s: float, alternative_s: float = 0.0
+) -> float:
+    """Request-seconds saved by waiting for one more arrival of the batch's mean size; negative when waiting costs."""
+    if rate_per_s <= 0:
+        return -1.0
+    depth = len(batch)
+    size = sum(view.new_tokens for view in batch) / depth
+    wait_s = max(1.0 / rate_per_s, alternative_s)
+    step_s = batch_step_s(batch, model)
+    fuller_s = batch_step_s(batch, model, extra_tokens=size)
+    alone_s = model.step_s(size, 0)
+    now_cost = depth * step_s + max(0.0, step_s - 1.0 / rate_per_s) + alone_s
+    wait_cost = depth * (wait_s + fuller_s) + fuller_s
+    return now_cost - wait_cost
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

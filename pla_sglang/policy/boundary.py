@@ -1,0 +1,144 @@
+"""Where a prefill turns from memory-bound to compute-bound (PLA-Serve section 2.1).
+
+Two things live here: the paper's closed forms, and the step-time model that the scheduler uses for the boundary and for
+every prediction. The model is a roofline:
+
+    memory(L, H)  = g0 + gw*L + gr*H            weights, launch, KV write, KV read
+    compute(L, H) = k0 + b*L + a*L*(L + 2*H)    launch of large kernels, linear layers, causal attention
+    step(L, H)    = max(memory, compute)
+
+L is new tokens, H history tokens. The paper adds the two terms and has g0 = k0 = 0; measured step times have a floor
+below some 256 tokens that only the maximum reproduces, and the boundary (where the two cross) is the same idea in both.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+
+BOUNDARY_MIN_TOKENS = 32
+BOUNDARY_MAX_TOKENS = 4096
+
+
+def prefill_boundary(alpha: float, beta: float, gamma_w: float) -> float:
+    """L_m of a first prefill: ``max(0, (gamma_w - beta) / alpha)``. Raises ValueError unless ``alpha > 0``."""
+    if alpha <= 0:
+        raise ValueError(f"alpha must be positive, got {alpha}")
+    return max(0.0, (gamma_w - beta) / alpha)
+
+
+def reprefill_boundary(alpha: float, beta: float, gamma_w: float, gamma_r: float, history_tokens: float) -> float:
+    """L_m of a re-prefill on ``history_tokens`` cached tokens; tends to ``gamma_r / (2 * alpha)`` for long histories."""
+    if alpha <= 0:
+        raise ValueError(f"alpha must be positive, got {alpha}")
+    linear = 2 * alpha * history_tokens + beta - gamma_w
+    return max(0.0, (-linear + math.sqrt(linear * linear + 4 * alpha * gamma_r * history_tokens)) / (2 * alpha))
+
+
+def head_of_line_penalty_s(rate: float, short_share: float, load: float, long_s: float, short_s: float) -> float:
+    """Mean wait that mixing two classes adds in M/G/1 first come first served (section 2.2).
+
+    Raises ValueError unless ``0 <= load < 1``.
+    """
+    if not 0 <= load < 1:
+        raise ValueError(f"load must be in [0, 1), got {load}")
+    return rate * short_share * (1 - short_share) / (2 * (1 - load)) * (long_s - short_s) ** 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepModel:
+    """Coefficients of the roofline, seconds and tokens. All are non-negative."""
+
+    g0_s: float
+    gw_s: float
+    gr_s: float
+    k0_s: float
+    b_s: float
+    a_s: float
+
+    def memory_s(self, new_tokens: float, history_tokens: float) -> float:
+        return self.g0_s + self.gw_s * new_tokens + self.gr_s * history_tokens
+
+    def compute_s(self, new_tokens: float, attention: float) -> float:
+        """``attention`` is the sum of L*(L + 2*H) over the requests of the batch."""
+        return self.k0_s + self.b_s * new_tokens + self.a_s * attention
+
+    def step_s(self, new_tokens: float, history_tokens: float, attention: float | None = None) -> float:
+        """Predicted duration of one prefill pass. Without ``attention`` the batch is taken as one request."""
+        if attention is None:
+            attention = new_tokens * (new_tokens + 2 * history_tokens)
+        return max(self.memory_s(new_tokens, history_tokens), self.compute_s(new_tokens, attention))
+
+    def chunked_s(self, new_tokens: float, history_tokens: float, chunk_tokens: float) -> float:
+        """Predicted device time of one long prefill of ``new_tokens`` in chunks of ``chunk_tokens``.
+
+        The attention term does not depend on the cut; each chunk pays the launch and reads its history once more.
+        """
+        if new_tokens <= 0:
+            return 0.0
+        passes = max(1, math.ceil(new_tokens / max(1.0, chunk_tokens)))
+        whole = self.b_s * new_tokens + self.a_s * new_tokens * (new_tokens + 2 * history_tokens)
+        return max(whole + passes * self.k0_s, passes * self.memory_s(new_tokens / passes, history_tokens))
+
+    def crossing_tokens(self, history_tokens: float) -> float:
+        """New tokens at which compute overtakes memory, unclipped; infinite where it never does."""
+        linear = self.b_s - self.gw_s + 2 * self.a_s * history_tokens
+        gap = self.g0_s + self.gr_s * history_tokens - self.k0_s
+        if gap <= 0:
+            return 0.0
+        if self.a_s <= 0:
+            return gap / linear if linear > 0 else math.inf
+        return (-linear + math.sqrt(linear * linear + 4 * self.a_s * gap)) / (2 * self.a_s)
+
+
+# Start values until the fit has samples: about a 7B model on a Hopper GPU, and a toy model on two CPU cores.
+GPU_START = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-8, k0_s=0.0, b_s=2e-5, a_s=4e-10)
+CPU_START = StepModel(g0_s=12e-3, gw_s=0.0, gr_s=1e-7, k0_s=4e-3, b_s=8e-5, a_s=4e-9)
+
+
+class Boundary:
+    """Short or long by new tokens, given the history. Fixed, or from a step model, tabulated for the hot path."""
+
+    STEP_TOKENS = 512  # histories are looked up in steps of this many tokens
+    TABLE_SIZE = 512
+
+    def __init__(
+        self, *, fixed_tokens: int | None = None, cap_tokens: int | None = None, model: StepModel = GPU_START
+    ) -> None:
+        self._fixed_tokens = fixed_tokens
+        self._cap_tokens = cap_tokens
+        self.table: list[int] = []  # boundary by history // STEP_TOKENS; read by the classification loop
+        self.update(model)
+
+    def set_fixed(self, tokens: int | None, model: StepModel) -> None:
+        self._fixed_tokens = tokens
+        self.update(model)
+
+    def update(self, model: StepModel) -> None:
+        cap = BOUNDARY_MAX_TOKENS if self._cap_tokens is None else self._cap_tokens
+        if self._fixed_tokens is not None:
+            self.table = [min(self._fixed_tokens, cap)] * self.TABLE_SIZE
+            return
+        high = min(BOUNDARY_MAX_TOKENS, cap)
+        self.table = [
+            round(_clip(model.crossing_tokens(step * self.STEP_TOKENS), min(BOUNDARY_MIN_TOKENS, high), high))
+            for step in range(self.TABLE_SIZE)
+        ]
+
+    def tokens(self, history_tokens: int) -> int:
+        """A request with fewer new tokens than this is short."""
+        return self.table[min(history_tokens // self.STEP_TOKENS, self.TABLE_SIZE - 1)]
+
+    def is_short(self, new_tokens: int, history_tokens: int) -> bool:
+        return new_tokens < self.tokens(history_tokens)
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def smallest_holding(sizes: tuple[int, ...], wanted: int) -> int | None:
+    """The smallest of the ascending ``sizes`` that holds ``wanted``; None where none does."""
+    index = bisect.bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None

@@ -1,0 +1,122 @@
+"""Online fit of the step model from measured prefill passes (PLA-Serve section 2.1, "Fitting at runtime").
+
+Only total step times can be observed, never the two terms apart. The split follows from the roofline: a sample belongs
+to the term that the present model finds larger, each term is fitted to its own samples by non-negative least squares on
+relative errors, and the two steps alternate until no sample changes sides. A cost that grows with L alone cannot be told
+apart between the terms (gw and b); all of it goes to the compute term, so gw = 0 in fitted models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+from scipy.optimize import nnls
+
+from pla_sglang.policy.boundary import StepModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepSample:
+    """One measured prefill pass: sums over its requests, and its duration.
+
+    ``attention`` is the sum of L*(L + 2*H), L new and H history tokens of each request.
+    """
+
+    new_tokens: int
+    history_tokens: int
+    attention: float
+    step_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FitKnobs:
+    window: int = 256
+    refit_every: int = 16
+    min_samples: int = 12
+    outlier_mads: float = 6.0
+    rounds: int = 8
+
+
+class StepFit:
+    """Sliding window of samples, refitted every few of them. Deterministic: same samples, same model."""
+
+    def __init__(self, start: StepModel, knobs: FitKnobs | None = None) -> None:
+        self.model = start
+        self.fits = 0
+        self.error: float | None = None  # mean absolute relative error of the last fit on its window
+        self._knobs = knobs or FitKnobs()
+        self._samples: deque[StepSample] = deque(maxlen=self._knobs.window)
+        self._fresh = 0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def observe(self, sample: StepSample) -> bool:
+        """Take one sample; True when the model changed. Samples without tokens or time say nothing and are dropped."""
+        if sample.new_tokens <= 0 or sample.step_s <= 0:
+            return False
+        self._samples.append(sample)
+        self._fresh += 1
+        due = self._knobs.refit_every if self.fits else self._knobs.min_samples
+        if self._fresh < due or len(self._samples) < self._knobs.min_samples:
+            return False
+        self._fresh = 0
+        return self._refit()
+
+    def _refit(self) -> bool:
+        table = np.array(
+            [(s.new_tokens, s.history_tokens, s.attention, s.step_s) for s in self._samples], dtype=np.float64
+        )
+        model = _alternate(table, self.model, self._knobs.rounds)
+        error = np.abs(_predict(table, model) / table[:, 3] - 1)
+        spread = float(np.median(np.abs(error - np.median(error)))) + 1e-9
+        kept = table[error <= float(np.median(error)) + self._knobs.outlier_mads * spread]
+        if len(kept) >= self._knobs.min_samples and len(kept) < len(table):
+            model = _alternate(kept, model, self._knobs.rounds)
+            table = kept
+        self.error = float(np.mean(np.abs(_predict(table, model) / table[:, 3] - 1)))
+        self.fits += 1
+        changed = model != self.model
+        self.model = model
+        return changed
+
+
+def _predict(table: np.ndarray, model: StepModel) -> np.ndarray:
+    memory = model.g0_s + model.gw_s * table[:, 0] + model.gr_s * table[:, 1]
+    compute = model.k0_s + model.b_s * table[:, 0] + model.a_s * table[:, 2]
+    return np.maximum(memory, compute)
+
+
+def _alternate(table: np.ndarray, start: StepModel, rounds: int) -> StepModel:
+    """Assign samples to terms, fit each term, repeat. A term without samples keeps its former coefficients."""
+    ones = np.ones(len(table))
+    # The first split is by size: the small passes are where a floor would show.
+    in_compute = table[:, 0] > np.median(table[:, 0])
+    model = start
+    for _ in range(rounds):
+        memory = _nnls(np.column_stack((ones, table[:, 1])), table[:, 3], ~in_compute)
+        compute = _nnls(np.column_stack((ones, table[:, 0], table[:, 2])), table[:, 3], in_compute)
+        g0, gr = memory if memory is not None else (model.g0_s, model.gr_s)
+        k0, b, a = compute if compute is not None else (model.k0_s, model.b_s, model.a_s)
+        model = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0, b_s=b, a_s=a)
+        by_memory = model.g0_s + model.gr_s * table[:, 1]
+        by_compute = model.k0_s + model.b_s * table[:, 0] + model.a_s * table[:, 2]
+        split = by_compute > by_memory
+        if np.array_equal(split, in_compute):
+            break
+        in_compute = split
+    return model
+
+
+def _nnls(columns: np.ndarray, seconds: np.ndarray, rows: np.ndarray) -> tuple[float, ...] | None:
+    """Non-negative coefficients by relative least squares on ``rows``; None with fewer rows than coefficients."""
+    if int(rows.sum()) < columns.shape[1]:
+        return None
+    weight = 1.0 / seconds[rows]
+    scaled = columns[rows] * weight[:, None]
+    scale = np.linalg.norm(scaled, axis=0)
+    scale[scale == 0] = 1.0
+    coefficients, _ = nnls(scaled / scale, np.ones(len(weight)))
+    return tuple(float(value) for value in coefficients / scale)

@@ -1,0 +1,39 @@
+"""Arrival rate over the most recent arrivals."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class ArrivalRate:
+    """Arrivals per second (the r-hat of PLA-Serve section 3.2) and the mean size of what arrived.
+
+    The last ``window`` arrivals no older than ``horizon_s`` count. Fewer than three arrivals give a rate of zero: nothing
+    is expected until there is evidence, so a lone request on an idle server never waits.
+    """
+
+    MIN_ARRIVALS = 3
+
+    def __init__(self, *, window: int = 64, horizon_s: float = 10.0) -> None:
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=window)
+        self._horizon_s = horizon_s
+
+    def observe(self, now_s: float, tokens: int) -> None:
+        self._arrivals.append((now_s, tokens))
+
+    def _expire(self, now_s: float) -> None:
+        while self._arrivals and now_s - self._arrivals[0][0] > self._horizon_s:
+            self._arrivals.popleft()
+
+    def per_second(self, now_s: float) -> float:
+        self._expire(now_s)
+        if len(self._arrivals) < self.MIN_ARRIVALS:
+            return 0.0
+        span_s = now_s - self._arrivals[0][0]
+        # The oldest arrival opens the interval, so it is not counted in it.
+        return (len(self._arrivals) - 1) / span_s if span_s > 0 else 0.0
+
+    def mean_tokens(self, default: float) -> float:
+        if not self._arrivals:
+            return default
+        return sum(tokens for _, tokens in self._arrivals) / len(self._arrivals)

@@ -1,0 +1,271 @@
+"""Temporal disaggregation on one instance (PLA-Serve section 3.2): long and short prefills never share a pass.
+
+Order of the rules in ``decide``, first match wins:
+
+1. a long with a better priority than every waiting short advances (PRIORITY);
+2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, shorts stop taking memory
+   until it fits (KV_DRAIN);
+3. shorts that are due run (AWD's reason);
+4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED);
+5. shorts wait for a fuller batch (WAIT_FOR_DEPTH).
+
+A class whose pass came back empty is *blocked* until memory or slots are freed, and the other class goes on: a blocked
+class never blocks the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from pla_sglang.policy.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
+from pla_sglang.policy.boundary import Boundary, StepModel
+from pla_sglang.policy.longs import LongKnobs, LongPick, chunk_tokens, pick_long, resume_chunk
+from pla_sglang.policy.rate import ArrivalRate
+from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
+
+
+@dataclasses.dataclass(frozen=True)
+class TemporalKnobs:
+    """Knobs of the whole policy.
+
+    Attributes:
+        boundary_tokens: fixed class boundary; None: from the step model.
+        awd, longs: knobs of the two classes.
+        boundary_cap_tokens: nothing above is short, whatever the boundary says (it would not fit one pass).
+        headroom_requests: typical shorts for which starting a long must leave KV cache.
+        mix: let due shorts share the pass with the running chunk (ablation; what newer stock SGLang does).
+    """
+
+    boundary_tokens: int | None = None
+    boundary_cap_tokens: int | None = None
+    awd: AwdKnobs = dataclasses.field(default_factory=AwdKnobs)
+    longs: LongKnobs = dataclasses.field(default_factory=LongKnobs)
+    headroom_requests: int = 4
+    mix: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class _Blocked:
+    """A class whose last pass admitted nothing, and the state in which that happened."""
+
+    kv_free_tokens: int
+    slots: int
+    running: int
+
+    def still(self, view: PassView) -> bool:
+        """Nothing has been freed since, so trying again would fail again."""
+        return (
+            view.kv_free_tokens <= self.kv_free_tokens and view.slots <= self.slots and view.running >= self.running
+        )
+
+
+class TemporalPolicy:
+    """Decides each prefill pass of one engine. Pure: same calls, same answers, on every rank."""
+
+    def __init__(self, knobs: TemporalKnobs, model: StepModel) -> None:
+        self.knobs = knobs
+        self.model = model
+        self.boundary = Boundary(
+            fixed_tokens=knobs.boundary_tokens, cap_tokens=knobs.boundary_cap_tokens, model=model
+        )
+        self.awd = Awd(knobs.awd)
+        self.short_rate = ArrivalRate()
+        self.passing_rate = ArrivalRate()
+        self._blocked: dict[PrefillClass, _Blocked] = {}
+        # Predicted device seconds of both classes since some long became aged; None while none is.
+        self._aged_use_s: dict[PrefillClass, float] | None = None
+        self._footprint_tokens = 0.0
+
+    # -- what the engine reports -----------------------------------------------------------------------------------
+
+    def set_knobs(self, knobs: TemporalKnobs) -> None:
+        self.knobs = knobs
+        self.awd.set_knobs(knobs.awd)
+        self.boundary.set_fixed(knobs.boundary_tokens, self.model)
+
+    def set_model(self, model: StepModel) -> None:
+        self.model = model
+        self.boundary.update(model)
+
+    def on_arrival(self, view: WaitingView, now_s: float) -> None:
+        """A request was seen for the first time; its new tokens are those after prefix match."""
+        if self.boundary.is_short(view.new_tokens, view.history_tokens):
+            self.short_rate.observe(now_s, view.new_tokens)
+            weight = 0.1 if self._footprint_tokens else 1.0
+            self._footprint_tokens += weight * (view.footprint_tokens - self._footprint_tokens)
+        largest = self.knobs.longs.chunk_max_tokens
+        if largest is None or view.new_tokens <= largest:
+            self.passing_rate.observe(now_s, view.new_tokens)
+
+    def on_pass(self, decision: PassDecision, view: PassView, admitted: int, now_s: float) -> None:
+        """The pass that ``decision`` asked for admitted ``admitted`` requests (a continued chunk counts as one)."""
+        if decision.action is Action.HOLD:
+            return
+        cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
+        if admitted == 0:
+            self._blocked[cls] = _Blocked(view.kv_free_tokens, view.slots, view.running)
+            return
+        self._blocked.pop(cls, None)
+        if cls is PrefillClass.SHORT:
+            batch = decision.selected[:admitted]
+            self.awd.on_dispatch(len(batch), now_s - min(short.arrival_s for short in batch))
+        if self._aged_use_s is not None:
+            self._aged_use_s[cls] += self._pass_s(decision, view)
+
+    def _pass_s(self, decision: PassDecision, view: PassView) -> float:
+        if decision.action is Action.SHORT:
+            return batch_step_s(decision.selected, self.model)
+        long = decision.selected[0] if decision.selected else view.chunk
+        assert long is not None, "a LONG pass has a long"
+        tokens = min(long.new_tokens, decision.chunk_tokens or long.new_tokens)
+        return self.model.step_s(tokens, long.history_tokens)
+
+    # -- the decision ------------------------------------------------------------------------------------------------
+
+    def classify(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
+        """Short and long views of the queue, host order kept. One pass over the queue; on the hot path."""
+        table, step, last = self.boundary.table, Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1
+        shorts: list[WaitingView] = []
+        longs: list[WaitingView] = []
+        for view in waiting:
+            index = view.history_tokens // step
+            bound = table[index if index < last else last]
+            (shorts if view.new_tokens < bound else longs).append(view)
+        return shorts, longs
+
+    def decide(self, view: PassView, now_s: float) -> PassDecision:
+        shorts, longs = self.classify(view.waiting)
+        pick = pick_long(longs, view.chunk, now_s, self.model, self.knobs.longs)
+        long_stuck = pick is not None and not pick.running and self._is_blocked(PrefillClass.LONG, view)
+        if pick is not None and long_stuck and view.chunk is not None:
+            # What would overtake does not fit; the chunk under way holds its memory already and goes on.
+            pick, long_stuck = resume_chunk(view.chunk, now_s, self.model, self.knobs.longs), False
+        self._track_ageing(pick)
+        if pick is not None and shorts and not long_stuck and self._outranks(pick, shorts):
+            return self._long(pick, view, longs, now_s, Reason.PRIORITY)
+        if pick is not None and pick.aged:
+            if long_stuck and view.running > 0:
+                return PassDecision(Action.HOLD, Reason.KV_DRAIN)
+            if shorts and not long_stuck and self._long_is_owed():
+                return self._long(pick, view, longs, now_s, Reason.AGE)
+        return self._by_shorts(view, shorts, longs, pick, now_s, long_stuck)
+
+    def _by_shorts(
+        self,
+        view: PassView,
+        shorts: list[WaitingView],
+        longs: list[WaitingView],
+        pick: LongPick | None,
+        now_s: float,
+        long_stuck: bool,
+    ) -> PassDecision:
+        choice = self._choose_shorts(view, shorts, pick, longs, now_s) if shorts else None
+        short_stuck = choice is not None and (view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view))
+        if choice is not None and not short_stuck and (choice.due or (long_stuck and view.device_idle)):
+            reason = choice.reason if choice.due else Reason.LONG_BLOCKED
+            return self._short(choice, reason, view, pick, longs, now_s)
+        if pick is not None and not long_stuck:
+            if self._must_leave_headroom(pick, view, now_s):
+                if choice is None or short_stuck:
+                    return PassDecision(Action.HOLD, Reason.KV_HEADROOM)
+            else:
+                reason = Reason.NO_SHORT
+                if choice is not None:
+                    reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
+                return self._long(pick, view, longs, now_s, reason)
+        if choice is None and pick is None:
+            return PassDecision(Action.HOLD, Reason.EMPTY)
+        if choice is not None and not short_stuck:
+            return PassDecision(
+                Action.HOLD, Reason.WAIT_FOR_DEPTH, release_s=choice.release_s, expected_gain_s=choice.gain_s
+            )
+        return PassDecision(Action.HOLD, Reason.BLOCKED)
+
+    def _choose_shorts(
+        self,
+        view: PassView,
+        shorts: list[WaitingView],
+        pick: LongPick | None,
+        longs: list[WaitingView],
+        now_s: float,
+    ) -> BatchChoice:
+        alternative_s = 0.0
+        if pick is not None:
+            tokens = min(pick.view.new_tokens, self._chunk(pick, longs, now_s) or pick.view.new_tokens)
+            alternative_s = self.model.step_s(tokens, pick.view.history_tokens)
+        return self.awd.decide(
+            shorts,
+            now_s,
+            budget_tokens=view.pass_budget_tokens,
+            slots=view.slots,
+            model=self.model,
+            rate_per_s=self.short_rate.per_second(now_s),
+            alternative_s=alternative_s,
+        )
+
+    def _long(
+        self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float, reason: Reason
+    ) -> PassDecision:
+        selected = () if pick.running else (pick.view,)
+        if pick.overtakes:
+            return PassDecision(Action.LONG, reason, selected, chunk_tokens=None, park=True)
+        return PassDecision(Action.LONG, reason, selected, chunk_tokens=self._chunk(pick, longs, now_s))
+
+    def _short(
+        self,
+        choice: BatchChoice,
+        reason: Reason,
+        view: PassView,
+        pick: LongPick | None,
+        longs: list[WaitingView],
+        now_s: float,
+    ) -> PassDecision:
+        if self.knobs.mix and view.chunk is not None and pick is not None and pick.running:
+            return PassDecision(Action.SHORT, reason, choice.batch, chunk_tokens=self._chunk(pick, longs, now_s))
+        return PassDecision(Action.SHORT, reason, choice.batch, park=view.chunk is not None)
+
+    def _chunk(self, pick: LongPick, longs: list[WaitingView], now_s: float) -> int | None:
+        return chunk_tokens(
+            pick.view,
+            longs=max(1, len(longs) + (1 if pick.running else 0)),
+            passing_rate_per_s=self.passing_rate.per_second(now_s),
+            passing_tokens=self.passing_rate.mean_tokens(default=64.0),
+            model=self.model,
+            knobs=self.knobs.longs,
+        )
+
+    # -- small questions ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _outranks(pick: LongPick, shorts: list[WaitingView]) -> bool:
+        return pick.view.priority_rank < min(short.priority_rank for short in shorts)
+
+    def _is_blocked(self, cls: PrefillClass, view: PassView) -> bool:
+        blocked = self._blocked.get(cls)
+        if blocked is None:
+            return False
+        # With nothing running nothing can be freed, so refusing to try would be a deadlock.
+        if view.running > 0 and blocked.still(view):
+            return True
+        del self._blocked[cls]
+        return False
+
+    def _track_ageing(self, pick: LongPick | None) -> None:
+        if pick is None or not pick.aged:
+            self._aged_use_s = None
+        elif self._aged_use_s is None:
+            self._aged_use_s = dict.fromkeys(PrefillClass, 0.0)
+
+    def _long_is_owed(self) -> bool:
+        assert self._aged_use_s is not None, "tracked while some long is aged"
+        share = self.knobs.longs.share
+        long_s, short_s = self._aged_use_s[PrefillClass.LONG], self._aged_use_s[PrefillClass.SHORT]
+        return long_s * (1 - share) <= short_s * share
+
+    def _must_leave_headroom(self, pick: LongPick, view: PassView, now_s: float) -> bool:
+        """Starting this long would leave no KV cache for the shorts that are expected while it runs."""
+        if pick.running or pick.aged or view.running == 0 or self.short_rate.per_second(now_s) <= 0:
+            return False
+        headroom = self._footprint_tokens * self.knobs.headroom_requests
+        return view.kv_free_tokens - pick.view.footprint_tokens < headroom

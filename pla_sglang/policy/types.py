@@ -1,0 +1,129 @@
+"""What a prefill policy sees and what it answers.
+
+Views are mutable and slotted on purpose: the engine keeps one ``WaitingView`` per waiting request and refreshes two
+fields per pass, because building a thousand objects in every scheduling pass would cost more than the decision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class PrefillClass(enum.Enum):
+    SHORT = "short"
+    LONG = "long"
+
+
+class Action(enum.Enum):
+    """What the next prefill pass runs."""
+
+    SHORT = "short"  # only requests of the short class; a running long chunk stays parked
+    LONG = "long"  # one long advances by one chunk, or one long that fits a single pass overtakes it
+    HOLD = "hold"  # no prefill in this pass: decode runs, or the device waits
+
+
+class Reason(enum.Enum):
+    """Why a pass was decided the way it was. Every decision carries exactly one."""
+
+    # SHORT passes (AWD, PLA-Serve Algorithm 1)
+    DEPTH = "depth"  # target depth D reached
+    TOKENS = "tokens"  # the batch is full: token budget (M_s) or request slots
+    WINDOW = "window"  # the waiting window W, or the hard cap on the head's wait, is over
+    SLACK = "slack"  # the least slack of the batch is at or below sigma
+    NO_GAIN = "no_gain"  # waiting for one more request would cost more than it saves
+    RESUMED = "resumed"  # holds a retracted request: its user already sees a stream
+    LONG_BLOCKED = "long_blocked"  # the long class could not run; shorts go on
+    # LONG passes
+    NO_SHORT = "no_short"  # no short is waiting
+    SHORT_HELD = "short_held"  # shorts are waiting for a fuller batch
+    SHORT_BLOCKED = "short_blocked"  # the short class could not run (KV cache, slots)
+    AGE = "age"  # a long is near its age bound and is owed device time
+    PRIORITY = "priority"  # the long has a better priority than every short
+    # HOLD
+    WAIT_FOR_DEPTH = "wait_for_depth"  # waiting pays, the expected gain is stated
+    KV_DRAIN = "kv_drain"  # an aged long needs KV cache that running requests will free
+    KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected shorts
+    BLOCKED = "blocked"  # nothing that waits can run before memory or slots are freed
+    EMPTY = "empty"  # nothing waits
+
+
+@dataclasses.dataclass(slots=True)
+class WaitingView:
+    """One request that waits for its prefill. Times are on the one clock that all ranks share.
+
+    Attributes:
+        rid: request id.
+        new_tokens: prompt (and replayed output) tokens that are not in the prefix cache.
+        history_tokens: tokens that are in the prefix cache (device and host).
+        arrival_s: when the engine first saw the request.
+        deadline_s: first token wanted by then; None without a TTFT target.
+        priority_rank: 0 is the best priority among the waiting requests; equal for all without priorities.
+        resumed: retracted or preempted, so it has already been served tokens.
+        output_tokens: upper estimate of KV tokens its decode will add.
+        seen: reported to the policy as an arrival already.
+    """
+
+    rid: str
+    new_tokens: int
+    history_tokens: int
+    arrival_s: float
+    deadline_s: float | None = None
+    priority_rank: int = 0
+    resumed: bool = False
+    output_tokens: int = 0
+    seen: bool = False
+
+    @property
+    def footprint_tokens(self) -> int:
+        """KV tokens this request may come to hold beyond what is cached already."""
+        return self.new_tokens + self.output_tokens
+
+
+@dataclasses.dataclass(slots=True)
+class PassView:
+    """Snapshot for one scheduling pass.
+
+    ``waiting`` is in the host's order (priority, longest prefix match, ...), which policies keep within a class.
+
+    Attributes:
+        waiting: requests that wait, complete.
+        chunk: the long whose prefill is under way (parked between two of its chunks); None without one.
+        pass_budget_tokens: new tokens that one pass may hold.
+        slots: requests that may still be added to the running batch.
+        kv_free_tokens: KV tokens free or evictable, less what running requests are expected to add.
+        running: requests that are decoding.
+        device_idle: nothing would run if this pass held back.
+    """
+
+    waiting: list[WaitingView]
+    chunk: WaitingView | None
+    pass_budget_tokens: int
+    slots: int
+    kv_free_tokens: int
+    running: int
+    device_idle: bool
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class PassDecision:
+    """Answer for one pass.
+
+    Attributes:
+        action: what runs.
+        reason: why.
+        selected: SHORT: the requests to admit, in host order. LONG: the one long to start or to let overtake; empty
+            when the running chunk continues. HOLD: empty.
+        chunk_tokens: LONG: new tokens this pass may take from the long; None: the whole rest in one pass.
+        park: a running chunk sits out this pass.
+        release_s: HOLD: when to decide again at the latest; None: when something changes.
+        expected_gain_s: HOLD for depth: request-seconds that waiting is expected to save.
+    """
+
+    action: Action
+    reason: Reason
+    selected: tuple[WaitingView, ...] = ()
+    chunk_tokens: int | None = None
+    park: bool = False
+    release_s: float | None = None
+    expected_gain_s: float = 0.0
