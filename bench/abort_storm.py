@@ -51,9 +51,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = make_parser("abort_storm", (__doc__ or "").partition("\n")[0], rounds=1, arms=OURS)
     work = parser.add_argument_group("workload")
     work.add_argument("--requests", type=int, default=2000)
-    work.add_argument(
-        "--rate", type=float, default=40.0, help="requests per second, Poisson; above capacity on purpose"
-    )
+    work.add_argument("--rate", type=float, default=40.0, help="requests per second; above capacity on purpose")
     work.add_argument("--long-tokens", type=int, default=3000, help="longest prompt")
     work.add_argument("--chunk-tokens", type=int, default=1024, help="--chunked-prefill-size")
     work.add_argument("--settle-timeout-s", type=float, default=90.0, help="how long gauges may take to reach 0")

@@ -50,7 +50,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     work.add_argument(
         "--burst-s",
         type=float,
-        help="window in which the longs (or all) arrive; default: a tenth of their work, at most 1",
+        help="window in which the longs (or all) arrive; default: work / 10, at most 1",
     )
     work.add_argument("--spread-s", type=float, help="window of the shorts; default: what the longs take, measured")
     work.add_argument("--chunk-tokens", type=int, help="--chunked-prefill-size of every arm; default: 8192 / scale")
