@@ -163,13 +163,9 @@ async def kv_pressure(args: argparse.Namespace) -> int:
         crash = {"bench": "kv_pressure", "crashed": True, "valid": False, "problems": [died[:500]]}
         report.emit(crash, args.out, "kv_pressure")
         return 1
-    workload = {"name": "kv_pressure", "scale": args.scale, "pool_tokens": args.kv_tokens, "chunk_tokens": chunk_tokens}
-    workload |= {
-        "long_tokens": shape.long_tokens,
-        "short_tokens": shape.short_tokens,
-        "max_new_tokens": shape.max_new_tokens,
-        "pattern": "burst",
-    }
+    workload = {"name": "kv_pressure", "pattern": "burst", "scale": args.scale, "pool_tokens": args.kv_tokens}
+    workload |= {"long_tokens": shape.long_tokens, "short_tokens": shape.short_tokens}
+    workload |= {"chunk_tokens": chunk_tokens, "max_new_tokens": shape.max_new_tokens}
     result = comparison_result("kv_pressure", args, workload, runs, state, solo=solo) | kv_pressure_result(runs)
     print_kv(result, runs)
     headline(result, runs)

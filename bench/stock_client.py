@@ -96,7 +96,7 @@ async def _one(args: argparse.Namespace, fleet: Fleet, member: Member, index: in
 
 def compared(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, float | None]:
     """Our first figure over stock's, per figure, of the first round."""
-    arm = headline_arm(found)  # type: ignore[arg-type]  # only the names are looked at
+    arm = headline_arm(found)
     if arm is None or STOCK not in found:
         return {}
     pairs = {name: (found[arm][0].get(name), found[STOCK][0].get(name)) for name in FIGURES}

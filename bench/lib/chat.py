@@ -159,10 +159,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise DatasetError(f"--dataset {path} is not a file")
     if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
-            yield from batch.to_pylist()
+        yield from _parquet_records(path)
         return
     try:
         if path.suffix == ".jsonl":
@@ -172,6 +169,15 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield from json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise DatasetError(f"{path} is not JSON: {error}") from None
+
+
+def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import parquet  # type: ignore[import-untyped]
+    except ImportError:
+        raise DatasetError(f"{path}: parquet needs the package pyarrow (pip install pyarrow)") from None
+    for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
+        yield from batch.to_pylist()
 
 
 def _message(message: dict[str, str]) -> tuple[str, str]:

@@ -12,9 +12,7 @@ from bench.lib.client import Client
 
 # Gauges of SGLang and of ours that count requests somewhere inside the server.
 _REQUEST_GAUGE = re.compile(r"^(?:sglang|pla):\w*(?:running_req|queue_req|waiting|parked|held|queue_depth)\w*$")
-_ERROR_LINE = re.compile(
-    r"\bERROR\b|Traceback \(most recent call last\)|\bleak|Exception in|Scheduler hit an exception"
-)
+_ERROR_LINE = re.compile(r"\bERROR\b|Traceback \(most recent call last\)|\bleak|hit an exception")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +29,8 @@ def errors_in(log: str) -> list[str]:
 
 def busy_counts(load: dict[str, Any]) -> dict[str, float]:
     """The counters of one ``/v1/loads`` entry that have to be 0 on an empty server, as far as they are not."""
-    counts = {
-        name: load.get(name, 0) for name in ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens")
-    }
+    names = ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens")
+    counts = {name: load.get(name, 0) for name in names}
     counts |= {f"queues.{name}": count for name, count in (load.get("queues") or {}).items()}
     return {name: float(count) for name, count in counts.items() if count}
 

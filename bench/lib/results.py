@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bench.lib import report
@@ -23,13 +23,14 @@ def ratios_to_stock(runs: Runs) -> dict[str, dict[str, Spread]]:
     return {arm: ratios(runs[STOCK], of_arm) for arm, of_arm in runs.items() if arm != STOCK}
 
 
-def headline_arm(runs: Runs) -> str | None:
-    """The arm that the top-level figures are about: ours, else the first that is not stock."""
-    if OURS in runs:
+def headline_arm(arms: Iterable[str]) -> str | None:
+    """The arm that the top-level figures are about: ours, else the first that is not stock, else None."""
+    names = list(arms)
+    if OURS in names:
         return OURS
-    mine = [arm for arm in runs if arm in OUR_PRESETS]
-    others = [arm for arm in runs if arm != STOCK]
-    return (mine or others or [None])[0]
+    mine = [arm for arm in names if arm in OUR_PRESETS]
+    others = [arm for arm in names if arm != STOCK]
+    return next(iter(mine or others), None)
 
 
 def identity_of(runs: Runs, solo: Mapping[str, Solo] | None) -> Identity:
