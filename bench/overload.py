@@ -53,7 +53,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if min(args.durations) <= 0 or args.load <= 0:
         parser.error("--durations-s and --load have to be above 0")
     if args.quick:
-        args.durations, args.scale = [2.0, 4.0], max(args.scale, 20.0)
+        args.durations, args.scale = [1.0, 2.0], max(args.scale, 20.0)
     if not args.kv_pressure:
         args.our_flags += f" --pla-long-max-age-ms {args.long_max_age_s * 1e3:g}"
     return args

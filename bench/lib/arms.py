@@ -50,8 +50,8 @@ class ArmError(ValueError):
 class Arm:
     name: str
     title: str
+    module: str
     python: str = sys.executable
-    module: str = STOCK_MODULE
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     foreign_python: bool = False  # another environment, which does not have our package installed
@@ -82,6 +82,7 @@ def parse_peer(text: str, device: str) -> Arm:
     return Arm(
         name=name,
         title=flags or "default flags",
+        module=STOCK_MODULE,
         python=python,
         flags=tuple(shlex.split(flags)),
         env=stock_env(device),
@@ -103,7 +104,7 @@ def build_arms(
     arms = []
     for name in sorted(wanted, key=lambda name: name != STOCK):
         if name == STOCK:
-            arms.append(Arm(STOCK, "stock SGLang, same flags", env=stock_env(device)))
+            arms.append(Arm(STOCK, "stock SGLang, same flags", module=STOCK_MODULE, env=stock_env(device)))
         elif name in OUR_PRESETS:
             flags, title = OUR_PRESETS[name]
             extra = () if name == "off" else tuple(our_flags)

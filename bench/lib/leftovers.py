@@ -17,6 +17,7 @@ _ERROR_LINE = re.compile(r"\bERROR\b|Traceback \(most recent call last\)|\bleak|
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
+    checked: list[str]  # what was looked at: a check of nothing would pass too
     nonzero: dict[str, float]
     kv_used: int
     flushed: bool  # SGLang flushes its cache only when no request holds anything
@@ -27,23 +28,22 @@ def errors_in(log: str) -> list[str]:
     return [line[:300] for line in log.splitlines() if _ERROR_LINE.search(line)]
 
 
-def busy_counts(load: dict[str, Any]) -> dict[str, float]:
-    """The counters of one ``/v1/loads`` entry that have to be 0 on an empty server, as far as they are not."""
+def load_counts(load: dict[str, Any]) -> dict[str, float]:
+    """The counters of one ``/v1/loads`` entry that have to be 0 on an empty server."""
     names = ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens")
-    counts = {name: load.get(name, 0) for name in names}
-    counts |= {f"queues.{name}": count for name, count in (load.get("queues") or {}).items()}
-    return {name: float(count) for name, count in counts.items() if count}
+    counts = {name: float(load[name]) for name in names if name in load}
+    return counts | {f"queues.{name}": float(count) for name, count in (load.get("queues") or {}).items()}
 
 
-def nonzero_gauges(metrics: str) -> dict[str, float]:
-    """Request-counting gauges of a Prometheus page that are not 0, summed over labels."""
+def request_gauges(metrics: str) -> dict[str, float]:
+    """The request-counting gauges of a Prometheus page, summed over labels."""
     found: dict[str, float] = {}
     gauges = {line.split()[2] for line in metrics.splitlines() if line.startswith("# TYPE") and line.endswith(" gauge")}
     for line in metrics.splitlines():
         name = re.split(r"[{ ]", line, maxsplit=1)[0]
         if name in gauges and _REQUEST_GAUGE.match(name):
             found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
-    return {name: value for name, value in found.items() if value}
+    return found
 
 
 async def _loads(client: Client) -> list[dict[str, Any]]:
@@ -61,21 +61,23 @@ async def kv_used(client: Client) -> int:
     return sum(int(load["num_used_tokens"]) for load in await _loads(client))
 
 
-async def _nonzero(client: Client) -> dict[str, float]:
-    busy: dict[str, float] = {}
+async def _counts(client: Client) -> dict[str, float]:
+    found = request_gauges(await _metrics(client))
     for load in await _loads(client):
-        busy |= busy_counts(load)
-    return busy | nonzero_gauges(await _metrics(client))
+        for name, count in load_counts(load).items():
+            found[name] = found.get(name, 0.0) + count
+    return found
 
 
 async def wait_until_empty(client: Client, timeout_s: float) -> None:
     """Returns once nothing is counted any more, or at the timeout; SGLang refreshes idle gauges every 30 s."""
     end_s = time.monotonic() + timeout_s
-    while await _nonzero(client) and time.monotonic() < end_s:
+    while any((await _counts(client)).values()) and time.monotonic() < end_s:
         await asyncio.sleep(0.5)
 
 
 async def leftovers(client: Client) -> Leftovers:
     # In this order: flushing would hide KV tokens that an aborted request still held.
-    nonzero, used = await _nonzero(client), await kv_used(client)
-    return Leftovers(nonzero, used, await client.flush_cache())
+    counts, used = await _counts(client), await kv_used(client)
+    nonzero = {name: count for name, count in counts.items() if count}
+    return Leftovers(sorted(counts), nonzero, used, await client.flush_cache())
