@@ -149,8 +149,7 @@ class PrefillAdapter:
         views = self._refresh_views(queue)
         context.view = snapshot.pass_view(self.scheduler, context.running_batch, queue, views)
         context.decision = self.policy.decide(context.view, self.now_s)
-        requests = self._requests(context.decision, queue, views)
-        apply.enter(context, self.scheduler, queue, requests)
+        apply.enter(context, self.scheduler, queue)
         self.telemetry.hook_s += time.perf_counter() - started_s
 
     def _refresh_views(self, queue: list[Any]) -> list[WaitingView]:
@@ -164,21 +163,12 @@ class PrefillAdapter:
                 view = req.pla_view
             matched = req.num_matched_prefix_tokens
             if matched != view.history_tokens:
-                view.new_tokens += view.history_tokens - matched
-                view.history_tokens = matched
+                view.set_history(matched)
             if not view.seen:
                 view.seen = True
                 self.policy.on_arrival(view, self.now_s)
             views.append(view)
         return views
-
-    @staticmethod
-    def _requests(decision: PassDecision, queue: list[Any], views: list[WaitingView]) -> dict[int, Any]:
-        """Request by id of its view, for the selected few only."""
-        wanted = set(map(id, decision.selected))
-        if not wanted:
-            return {}
-        return {id(view): req for req, view in zip(queue, views, strict=True) if id(view) in wanted}
 
     def _account(self, context: apply.PassContext, batch: Any) -> None:
         decision, view = context.decision, context.view

@@ -63,6 +63,7 @@ def make_view(req: Any, now_s: float, default_slo_ms: float | None) -> WaitingVi
         deadline_s=None if target_s is None else arrival_s + target_s,
         resumed=bool(req.retracted_stain and len(req.output_ids)),
         output_tokens=output_tokens(req),
+        handle=req,
     )
 
 

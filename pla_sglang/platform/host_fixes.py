@@ -13,6 +13,6 @@ def without_gpu_communicators(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Before ``GroupCoordinator.__init__``: ask for no CUDA communicator.
 
-    SGLang passes these flags by keyword. Should a caller pass one by position, Python reports it as given twice.
+    SGLang passes these flags by keyword; only those that a caller names are switched off, as hosts differ in their set.
     """
-    return (coordinator, *args), keywords | dict.fromkeys(GPU_COMMUNICATORS, False)
+    return (coordinator, *args), keywords | {name: False for name in GPU_COMMUNICATORS if name in keywords}

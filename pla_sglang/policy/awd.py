@@ -109,8 +109,7 @@ class Awd:
         Args:
             alternative_s: what the device would do instead of this batch takes at least so long (a long's chunk).
         """
-        mode = AwdMode.SLA if any(view.deadline_s is not None for view in shorts) else AwdMode.TOKEN_MAX
-        if mode is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
+        if self._mode(shorts) is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
             budget_tokens = min(budget_tokens, self.knobs.token_max)
         batch, full = take_batch(shorts, budget_tokens, min(slots, self.knobs.depth_max))
         step_s = batch_step_s(batch, model)
@@ -131,6 +130,11 @@ class Awd:
         if now_s - oldest_s >= window_s:
             return BatchChoice(batch, True, Reason.WINDOW)
         return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=oldest_s + window_s, gain_s=gain_s)
+
+    def _mode(self, shorts: Sequence[WaitingView]) -> AwdMode:
+        """By the requests that could be in the next batch; the queue behind them may be long."""
+        head = shorts[: self.knobs.depth_max]
+        return AwdMode.SLA if any(view.deadline_s is not None for view in head) else AwdMode.TOKEN_MAX
 
     def _window_s(self, depth: int, slack_s: float | None, rate_per_s: float) -> float:
         graph_s = max(0, self.depth - depth) / rate_per_s if rate_per_s > 0 else 0.0

@@ -87,55 +87,82 @@ def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
     return view.arrival_s + max(0.0, knobs.max_age_s - service_s / knobs.share)
 
 
-def pick_long(
-    longs: Sequence[WaitingView],
-    chunk: WaitingView | None,
-    now_s: float,
-    model: StepModel,
-    knobs: LongKnobs,
-) -> LongPick | None:
-    """The long that advances next, or None where there is none. ``longs`` are in host order.
+class LongQueue:
+    """Chooses among the longs. Remembers when each becomes aged, as that is asked of every long in every pass."""
 
-    Only longs of the best priority among the waiting ones are considered; a chunk under way counts with them.
-    """
-    best = min((view.priority_rank for view in longs), default=0)
-    waiting = [view for view in longs if view.priority_rank == best]
-    if chunk is None:
-        if not waiting:
-            return None
-        return _first(waiting, None, now_s, model, knobs)
-    one_pass = knobs.chunk_max_tokens
-    overtakers = [
-        view
-        for view in waiting
-        if one_pass is not None and view.new_tokens <= one_pass and view.new_tokens < chunk.new_tokens
-    ]
-    if not knobs.least_remaining or not overtakers:
-        return resume_chunk(chunk, now_s, model, knobs)
-    return _first([chunk, *overtakers], chunk, now_s, model, knobs)
+    def __init__(self, knobs: LongKnobs, model: StepModel) -> None:
+        self._stamp = 0
+        self.set(knobs, model)
 
+    def set(self, knobs: LongKnobs, model: StepModel) -> None:
+        self.knobs = knobs
+        self.model = model
+        self._stamp += 1
 
-def resume_chunk(chunk: WaitingView, now_s: float, model: StepModel, knobs: LongKnobs) -> LongPick:
-    """The chunk under way goes on."""
-    return LongPick(chunk, running=True, overtakes=False, aged=aged_at_s(chunk, model, knobs) <= now_s)
+    def _aged_at_s(self, view: WaitingView) -> float:
+        if view.aged_stamp != self._stamp:
+            view.aged_at_s = aged_at_s(view, self.model, self.knobs)
+            view.aged_stamp = self._stamp
+        return view.aged_at_s
 
+    def pick(self, longs: Sequence[WaitingView], chunk: WaitingView | None, now_s: float) -> LongPick | None:
+        """The long that advances next, or None where there is none. ``longs`` are in host order.
 
-def _first(
-    candidates: Sequence[WaitingView],
-    chunk: WaitingView | None,
-    now_s: float,
-    model: StepModel,
-    knobs: LongKnobs,
-) -> LongPick:
-    aged = [view for view in candidates if aged_at_s(view, model, knobs) <= now_s]
-    if aged:
-        view = min(aged, key=lambda long: long.arrival_s)
-    elif knobs.least_remaining:
-        view = min(candidates, key=lambda long: (long.new_tokens, long.arrival_s))
-    else:
-        view = candidates[0]  # host order
-    running = view is chunk
-    return LongPick(view, running=running, overtakes=chunk is not None and not running, aged=bool(aged))
+        Only longs of the best priority among the waiting ones are considered; a chunk under way counts with them.
+        """
+        if chunk is None:
+            return self._first(longs, None, now_s, largest_tokens=None)
+        largest = self.knobs.chunk_max_tokens
+        if largest is None or not self.knobs.least_remaining:
+            return self.resume(chunk, now_s)
+        return self._first(longs, chunk, now_s, largest_tokens=min(largest, chunk.new_tokens - 1))
+
+    def resume(self, chunk: WaitingView, now_s: float) -> LongPick:
+        """The chunk under way goes on."""
+        return LongPick(chunk, running=True, overtakes=False, aged=self._is_aged(chunk, now_s))
+
+    def _is_aged(self, chunk: WaitingView, now_s: float) -> bool:
+        # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
+        return aged_at_s(chunk, self.model, self.knobs) <= now_s
+
+    def _first(
+        self,
+        longs: Sequence[WaitingView],
+        chunk: WaitingView | None,
+        now_s: float,
+        *,
+        largest_tokens: int | None,
+    ) -> LongPick | None:
+        """One pass over the longs: the earliest aged one, else the one with the least work, else host order."""
+        oldest = least = first = None
+        rank: int | None = None
+        for view in longs:
+            if largest_tokens is not None and view.new_tokens > largest_tokens:
+                continue
+            if rank is None or view.priority_rank < rank:
+                oldest = least = None
+                first, rank = view, view.priority_rank
+            elif view.priority_rank > rank:
+                continue
+            if self._aged_at_s(view) <= now_s and (oldest is None or view.arrival_s < oldest.arrival_s):
+                oldest = view
+            if least is None or (view.new_tokens, view.arrival_s) < (least.new_tokens, least.arrival_s):
+                least = view
+        if chunk is not None:
+            return self._against_chunk(chunk, oldest, least, now_s)
+        chosen = oldest or (least if self.knobs.least_remaining else first)
+        return None if chosen is None else LongPick(chosen, running=False, overtakes=False, aged=oldest is not None)
+
+    def _against_chunk(
+        self, chunk: WaitingView, oldest: WaitingView | None, least: WaitingView | None, now_s: float
+    ) -> LongPick:
+        """The chunk under way against those that would need one pass only."""
+        chunk_aged = self._is_aged(chunk, now_s)
+        if oldest is not None and (not chunk_aged or oldest.arrival_s < chunk.arrival_s):
+            return LongPick(oldest, running=False, overtakes=True, aged=True)
+        if chunk_aged or least is None:
+            return LongPick(chunk, running=True, overtakes=False, aged=chunk_aged)
+        return LongPick(least, running=False, overtakes=True, aged=False)
 
 
 def chunk_tokens(

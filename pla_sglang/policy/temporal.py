@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from pla_sglang.policy.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
 from pla_sglang.policy.boundary import Boundary, StepModel
-from pla_sglang.policy.longs import LongKnobs, LongPick, chunk_tokens, pick_long, resume_chunk
+from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, chunk_tokens
 from pla_sglang.policy.rate import ArrivalRate
 from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
 
@@ -70,6 +70,7 @@ class TemporalPolicy:
             fixed_tokens=knobs.boundary_tokens, cap_tokens=knobs.boundary_cap_tokens, model=model
         )
         self.awd = Awd(knobs.awd)
+        self.longs = LongQueue(knobs.longs, model)
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
         self._blocked: dict[PrefillClass, _Blocked] = {}
@@ -82,11 +83,13 @@ class TemporalPolicy:
     def set_knobs(self, knobs: TemporalKnobs) -> None:
         self.knobs = knobs
         self.awd.set_knobs(knobs.awd)
+        self.longs.set(knobs.longs, self.model)
         self.boundary.set_fixed(knobs.boundary_tokens, self.model)
 
     def set_model(self, model: StepModel) -> None:
         self.model = model
         self.boundary.update(model)
+        self.longs.set(self.knobs.longs, model)
 
     def on_arrival(self, view: WaitingView, now_s: float) -> None:
         """A request was seen for the first time; its new tokens are those after prefix match."""
@@ -136,11 +139,11 @@ class TemporalPolicy:
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         shorts, longs = self.classify(view.waiting)
-        pick = pick_long(longs, view.chunk, now_s, self.model, self.knobs.longs)
+        pick = self.longs.pick(longs, view.chunk, now_s)
         long_stuck = pick is not None and not pick.running and self._is_blocked(PrefillClass.LONG, view)
         if pick is not None and long_stuck and view.chunk is not None:
             # What would overtake does not fit; the chunk under way holds its memory already and goes on.
-            pick, long_stuck = resume_chunk(view.chunk, now_s, self.model, self.knobs.longs), False
+            pick, long_stuck = self.longs.resume(view.chunk, now_s), False
         self._track_ageing(pick)
         if pick is not None and shorts and not long_stuck and self._outranks(pick, shorts):
             return self._long(pick, view, longs, now_s, Reason.PRIORITY)
@@ -239,7 +242,8 @@ class TemporalPolicy:
 
     @staticmethod
     def _outranks(pick: LongPick, shorts: list[WaitingView]) -> bool:
-        return pick.view.priority_rank < min(short.priority_rank for short in shorts)
+        rank = pick.view.priority_rank
+        return not any(short.priority_rank <= rank for short in shorts)
 
     def _is_blocked(self, cls: PrefillClass, view: PassView) -> bool:
         blocked = self._blocked.get(cls)

@@ -61,7 +61,9 @@ class WaitingView:
         priority_rank: 0 is the best priority among the waiting requests; equal for all without priorities.
         resumed: retracted or preempted, so it has already been served tokens.
         output_tokens: upper estimate of KV tokens its decode will add.
+        handle: the driver's own object for this request; no policy looks at it.
         seen: reported to the policy as an arrival already.
+        aged_at_s, aged_stamp: cache of the long policy, valid for the stamp it was computed under.
     """
 
     rid: str
@@ -72,7 +74,16 @@ class WaitingView:
     priority_rank: int = 0
     resumed: bool = False
     output_tokens: int = 0
+    handle: object = None
     seen: bool = False
+    aged_at_s: float = 0.0
+    aged_stamp: int = -1
+
+    def set_history(self, history_tokens: int) -> None:
+        """The prefix match has changed; the sum of new and history tokens has not."""
+        self.new_tokens += self.history_tokens - history_tokens
+        self.history_tokens = history_tokens
+        self.aged_stamp = -1
 
     @property
     def footprint_tokens(self) -> int:
