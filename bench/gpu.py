@@ -75,7 +75,8 @@ def run_one(bench: str, extra: tuple[str, ...], *, model: Path, out: Path, devic
     """Run one bench as a process; its JSON line, or what went wrong. Never raises for a bench that fails."""
     command = [sys.executable, "-m", f"bench.{bench}", *extra]
     command += ["--model-path", str(model), "--device", device, "--out", str(out)]
-    command += ["--server-flags", "--load-format dummy --dtype bfloat16"]
+    if device == "cuda":
+        command += ["--server-flags", "--load-format dummy --dtype bfloat16"]
     print(f"== {bench}, at most {limit_s:.0f} s: {' '.join(command)}", flush=True)
     started_s = time.monotonic()
     with (out / f"{bench}.log").open("w", encoding="utf-8") as log:
