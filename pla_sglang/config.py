@@ -90,7 +90,7 @@ def _check_choice(flag: str, value: object, allowed: tuple[str, ...]) -> None:
 def _check_range(flag: str, value: object, low: float, high: float, *, unit: str) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high:  # type: ignore[operator]
-        raise ConfigError(f"{flag} {value!r} is out of range; allowed: {low:g} to {high:g} {unit}")
+        raise ConfigError(f"{flag} {value!r} is out of range; allowed: {low:.0f} to {high:.0f} {unit}")
 
 
 def parse_boundary(text: str) -> int | None:

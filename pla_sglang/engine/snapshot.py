@@ -26,7 +26,7 @@ def check_slo_ms(value: Any, where: str) -> float:
     except (TypeError, ValueError):
         number = float("nan")
     if isinstance(value, bool) or not low <= number <= high:
-        raise ConfigError(f"{where} must be a number of milliseconds from {low:g} to {high:g}, got {value!r}")
+        raise ConfigError(f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r}")
     return number
 
 

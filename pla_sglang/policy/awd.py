@@ -2,8 +2,8 @@
 
 Line by line, and where this differs from the paper with the reason:
 
-* line 1, W and D at the start: D is the largest depth that captured shapes and memory allow. W starts at 0, not at the
-  clipped slack: a window that has not been seen to pay delays every request of a quiet server.
+* line 1, W and D at the start: D is the largest depth that captured shapes and memory allow. W starts at W_min, not at
+  the clipped slack: a window that has not been seen to pay delays every request of a quiet server.
 * lines 3-6, the accumulation loop: the loop is the engine's scheduling loop; each pass asks ``decide`` again with what
   waits by then. The batch is taken in host order. "Bucket-first" grouping by length saves padding only for graphs on a
   length grid; kernels with variable lengths have none, so order stays fair.
@@ -12,8 +12,9 @@ Line by line, and where this differs from the paper with the reason:
 * lines 12-15, update: tau is the time the batch took to fill. The paper only ever lowers D; here a batch that reached D
   raises it again towards the maximum, else one quiet minute would disable batching for good.
 
-W(t) = clip(min(W_SLA, W_GR), [W_min, W_max]) as in section 3.2, mode (a). Without any deadline W_GR alone counts, mode
-(b), and a batch is also full at M_s tokens ("token-max").
+W(t) = clip(min(W_SLA, W_GR), [W_min, W_max]) as in section 3.2, mode (a), where W_GR is held to the W of line 13 plus one
+arrival, so that windows grow from what was observed. Without any deadline W_GR alone counts, mode (b), and a batch is
+also full at M_s tokens ("token-max").
 
 One rule is added: waiting has to pay. With B waiting and the next arrival expected in 1/r seconds, dispatching now costs
 the B their step and the newcomer the rest of that step plus its own; waiting costs everyone the wait and one fuller
@@ -137,7 +138,9 @@ class Awd:
         return AwdMode.SLA if any(view.deadline_s is not None for view in head) else AwdMode.TOKEN_MAX
 
     def _window_s(self, depth: int, slack_s: float | None, rate_per_s: float) -> float:
-        graph_s = max(0, self.depth - depth) / rate_per_s if rate_per_s > 0 else 0.0
+        missing = max(0, self.depth - depth)
+        # W_GR, but at most one arrival longer than batches have been seen to take to fill: slow start from W = 0.
+        graph_s = min(missing, self.window_s * rate_per_s + 1) / rate_per_s if rate_per_s > 0 else 0.0
         wanted_s = graph_s if slack_s is None else min(graph_s, max(0.0, slack_s - self.knobs.margin_s))
         return _clip(wanted_s, self.knobs.wait_min_s, self.knobs.wait_max_s)
 

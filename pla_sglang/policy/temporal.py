@@ -140,19 +140,19 @@ class TemporalPolicy:
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         shorts, longs = self.classify(view.waiting)
         pick = self.longs.pick(longs, view.chunk, now_s)
-        long_stuck = pick is not None and not pick.running and self._is_blocked(PrefillClass.LONG, view)
-        if pick is not None and long_stuck and view.chunk is not None:
-            # What would overtake does not fit; the chunk under way holds its memory already and goes on.
-            pick, long_stuck = self.longs.resume(view.chunk, now_s), False
+        stuck = None if pick is None else self._stuck(pick, view, now_s)
+        if stuck is not None and view.chunk is not None:
+            # What would overtake cannot run; the chunk under way holds its memory already and goes on.
+            pick, stuck = self.longs.resume(view.chunk, now_s), None
         self._track_ageing(pick)
-        if pick is not None and shorts and not long_stuck and self._outranks(pick, shorts):
-            return self._long(pick, view, longs, now_s, Reason.PRIORITY)
-        if pick is not None and pick.aged:
-            if long_stuck and view.running > 0:
-                return PassDecision(Action.HOLD, Reason.KV_DRAIN)
-            if shorts and not long_stuck and self._long_is_owed():
+        if pick is not None and stuck is None and shorts:
+            if self._outranks(pick, shorts):
+                return self._long(pick, view, longs, now_s, Reason.PRIORITY)
+            if pick.aged and self._long_is_owed():
                 return self._long(pick, view, longs, now_s, Reason.AGE)
-        return self._by_shorts(view, shorts, longs, pick, now_s, long_stuck)
+        if pick is not None and pick.aged and stuck is not None and view.running > 0:
+            return PassDecision(Action.HOLD, Reason.KV_DRAIN)
+        return self._by_shorts(view, shorts, longs, pick, now_s, stuck)
 
     def _by_shorts(
         self,
@@ -161,29 +161,25 @@ class TemporalPolicy:
         longs: list[WaitingView],
         pick: LongPick | None,
         now_s: float,
-        long_stuck: bool,
+        stuck: Reason | None,
     ) -> PassDecision:
         choice = self._choose_shorts(view, shorts, pick, longs, now_s) if shorts else None
         short_stuck = choice is not None and (view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view))
-        if choice is not None and not short_stuck and (choice.due or (long_stuck and view.device_idle)):
+        if choice is not None and not short_stuck and (choice.due or (stuck is not None and view.device_idle)):
             reason = choice.reason if choice.due else Reason.LONG_BLOCKED
             return self._short(choice, reason, view, pick, longs, now_s)
-        if pick is not None and not long_stuck:
-            if self._must_leave_headroom(pick, view, now_s):
-                if choice is None or short_stuck:
-                    return PassDecision(Action.HOLD, Reason.KV_HEADROOM)
-            else:
-                reason = Reason.NO_SHORT
-                if choice is not None:
-                    reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
-                return self._long(pick, view, longs, now_s, reason)
-        if choice is None and pick is None:
-            return PassDecision(Action.HOLD, Reason.EMPTY)
+        if pick is not None and stuck is None:
+            reason = Reason.NO_SHORT
+            if choice is not None:
+                reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
+            return self._long(pick, view, longs, now_s, reason)
         if choice is not None and not short_stuck:
             return PassDecision(
                 Action.HOLD, Reason.WAIT_FOR_DEPTH, release_s=choice.release_s, expected_gain_s=choice.gain_s
             )
-        return PassDecision(Action.HOLD, Reason.BLOCKED)
+        if choice is None and pick is None:
+            return PassDecision(Action.HOLD, Reason.EMPTY)
+        return PassDecision(Action.HOLD, stuck or Reason.BLOCKED)
 
     def _choose_shorts(
         self,
@@ -245,6 +241,14 @@ class TemporalPolicy:
         rank = pick.view.priority_rank
         return not any(short.priority_rank <= rank for short in shorts)
 
+    def _stuck(self, pick: LongPick, view: PassView, now_s: float) -> Reason | None:
+        """Why ``pick`` cannot be started now; None when it can. A chunk under way is never stuck."""
+        if pick.running:
+            return None
+        if self._is_blocked(PrefillClass.LONG, view):
+            return Reason.BLOCKED
+        return Reason.KV_HEADROOM if self._must_leave_headroom(pick, view, now_s) else None
+
     def _is_blocked(self, cls: PrefillClass, view: PassView) -> bool:
         blocked = self._blocked.get(cls)
         if blocked is None:
@@ -269,7 +273,7 @@ class TemporalPolicy:
 
     def _must_leave_headroom(self, pick: LongPick, view: PassView, now_s: float) -> bool:
         """Starting this long would leave no KV cache for the shorts that are expected while it runs."""
-        if pick.running or pick.aged or view.running == 0 or self.short_rate.per_second(now_s) <= 0:
+        if pick.aged or view.running == 0 or self.short_rate.per_second(now_s) <= 0:
             return False
         headroom = self._footprint_tokens * self.knobs.headroom_requests
         return view.kv_free_tokens - pick.view.footprint_tokens < headroom
