@@ -71,7 +71,9 @@ def make_model(size: str, folder: Path) -> Path:
     return folder
 
 
-def run_one(bench: str, extra: tuple[str, ...], *, model: Path, out: Path, device: str, limit_s: float) -> dict[str, Any]:
+def run_one(
+    bench: str, extra: tuple[str, ...], *, model: Path, out: Path, device: str, limit_s: float
+) -> dict[str, Any]:
     """Run one bench as a process; its JSON line, or what went wrong. Never raises for a bench that fails."""
     command = [sys.executable, "-m", f"bench.{bench}", *extra]
     command += ["--model-path", str(model), "--device", device, "--out", str(out)]
@@ -104,7 +106,13 @@ def _last_json(output: str) -> dict[str, Any] | None:
 
 def note(results: dict[str, dict[str, Any]], size: str) -> str:
     """A short page about what was measured."""
-    keys = ("short_ttft_p99_gain", "short_ttft_p50_ratio", "long_ttft_p90_ratio", "throughput_ratio", "outputs_identical")
+    keys = (
+        "short_ttft_p99_gain",
+        "short_ttft_p50_ratio",
+        "long_ttft_p90_ratio",
+        "throughput_ratio",
+        "outputs_identical",
+    )
     lines = [f"# Random-weight Qwen2.5-{size.upper()}: stock SGLang (best flags) against pla_sglang", ""]
     lines += ["| bench | " + " | ".join(keys) + " |", "| --- |" + " --- |" * len(keys)]
     for bench, result in results.items():
@@ -112,7 +120,10 @@ def note(results: dict[str, dict[str, Any]], size: str) -> str:
         lines.append(f"| {bench} | " + " | ".join(cells) + " |")
         if "failed" in result:
             lines.append(f"| {bench} | failed: {result['failed']} |" + " |" * (len(keys) - 1))
-    lines += ["", "Ratios are ours / stock; the gain is stock / ours. Details: the JSON files and pictures beside this page."]
+    lines += [
+        "",
+        "Ratios are ours / stock; the gain is stock / ours. Details: the JSON files and pictures beside this page.",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -121,7 +132,9 @@ def main() -> int:
     parser.add_argument("--size", choices=sorted(SIZES), default="7b", help="architecture (default 7b)")
     parser.add_argument("--out", type=Path, default=Path("bench/results/gpu"), help="folder for results")
     parser.add_argument("--minutes", type=float, default=25.0, help="time for everything (default 25)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu proves the script with the demo model")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu proves the script with the demo model"
+    )
     args = parser.parse_args()
     if args.minutes <= 0:
         parser.error(f"--minutes {args.minutes:g} is out of range; allowed: above 0")

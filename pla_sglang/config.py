@@ -1,8 +1,8 @@
 """The knobs of pla_sglang: one frozen, self-checking dataclass, its command line, its way into child processes.
 
-The only place that reads the command line and the environment. A checked config travels from the process that parsed
-the command line to every process SGLang spawns as JSON in one environment variable, because SGLang's own ``ServerArgs``
-takes no foreign fields.
+The only place where our flags are read from the command line and the environment. A checked config travels from the
+process that parsed the command line to every process SGLang spawns as JSON in one environment variable, because
+SGLang's own ``ServerArgs`` takes no foreign fields.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "wait_max_ms": (
         "--pla-wait-max-ms",
-        {"type": float, "help": "Upper bound of the adaptive wait for a fuller short batch (AWD W_max). 0: never wait."},
+        {
+            "type": float,
+            "help": "Upper bound of the adaptive wait for a fuller short batch (AWD W_max). 0: never wait.",
+        },
     ),
     "long_chunk_tokens": (
         "--pla-long-chunk-tokens",

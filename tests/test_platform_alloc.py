@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pla_kernels import paged_alloc
 from pla_kernels.paged_alloc import reference
-
 from pla_sglang import platform
 from pla_sglang.errors import ConfigError
 

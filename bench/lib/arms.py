@@ -127,6 +127,7 @@ def shared_flags(
     flags += ["--random-seed", "0", "--log-level-http", "warning"]
     if device == "cpu":
         # A CPU forward is synchronous, so overlapping only delays a first token by one whole chunk. Best for stock too.
+        flags += ["--dtype", "float32"]  # said aloud, because peers of other versions would choose another one
         flags += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"]
     if kv_tokens is not None:
         flags += ["--max-total-tokens", str(kv_tokens)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from pla_kernels import paged_alloc
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.utils import get_num_new_pages
+
+from pla_kernels import paged_alloc
 
 
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
