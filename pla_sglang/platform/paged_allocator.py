@@ -18,6 +18,8 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     None, and changes nothing, when the free pages do not suffice.
     """
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,
