@@ -86,7 +86,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
 
-    def get_device(self, local_rank: int | None = None) -> str:  # type: ignore[override]
+    def get_device(self, local_rank: int | None = None) -> str:
         # A string, not a torch.device: SGLang puts the answer into ServerArgs.device and compares it with "cpu".
         return "cpu"
 

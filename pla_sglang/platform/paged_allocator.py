@@ -17,6 +17,8 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     None, and changes nothing, when the free pages do not suffice.
     """
 
+    free_pages: torch.Tensor  # [free] int64, page ids
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,
