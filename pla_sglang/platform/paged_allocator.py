@@ -18,7 +18,11 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     None, and changes nothing, when the free pages do not suffice.
     """
 
+<<<<<<< HEAD
     free_pages: torch.Tensor
+=======
+    free_pages: torch.Tensor  # [free] int64, page ids
+>>>>>>> platform
 
     def alloc_extend(
         self,

@@ -140,7 +140,10 @@ class TemporalPolicy:
         """
         shorts, longs = self.classify(view.waiting)
         pick = self.longs.pick(longs, view.chunk, now_s)
-        stuck = None if pick is None else self._stuck(pick, view, now_s)
+        if view.running == 0 and view.chunk is None and len(self._blocked) == len(PrefillClass):
+            self._blocked.clear()  # each class has let the other try; begin again
+        other = bool(shorts) or view.chunk is not None
+        stuck = None if pick is None else self._stuck(pick, view, now_s, other=other)
         if stuck is not None and view.chunk is not None:
             # What would overtake cannot run; the chunk under way holds its memory already and goes on.
             pick, stuck = self.longs.resume(view.chunk, longs, now_s), None
@@ -164,7 +167,9 @@ class TemporalPolicy:
         stuck: Reason | None,
     ) -> PassDecision:
         choice = self._choose_shorts(view, shorts, pick, longs, now_s) if shorts else None
-        short_stuck = choice is not None and (view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view))
+        short_stuck = choice is not None and (
+            view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view, other=pick is not None)
+        )
         if choice is not None and choice.due and not short_stuck:
             return self._short(choice, view, pick, longs, now_s)
         if pick is not None and stuck is None:
@@ -239,20 +244,22 @@ class TemporalPolicy:
         rank = pick.view.priority_rank
         return not any(short.priority_rank <= rank for short in shorts)
 
-    def _stuck(self, pick: LongPick, view: PassView, now_s: float) -> Reason | None:
+    def _stuck(self, pick: LongPick, view: PassView, now_s: float, *, other: bool) -> Reason | None:
         """Why ``pick`` cannot be started now; None when it can. A chunk under way is never stuck."""
         if pick.running:
             return None
-        if self._is_blocked(PrefillClass.LONG, view):
+        if self._is_blocked(PrefillClass.LONG, view, other=other):
             return Reason.BLOCKED
         return Reason.KV_HEADROOM if self._must_leave_headroom(pick, view, now_s) else None
 
-    def _is_blocked(self, cls: PrefillClass, view: PassView) -> bool:
+    def _is_blocked(self, cls: PrefillClass, view: PassView, *, other: bool) -> bool:
+        """Whether trying ``cls`` again is pointless. ``other``: something else waits that could run instead."""
         blocked = self._blocked.get(cls)
         if blocked is None:
             return False
-        # With nothing running nothing can be freed, so refusing to try would be a deadlock.
-        if view.running > 0 and blocked.still(view):
+        # With nothing running nothing will be freed. If nothing else can run either, refusing would be a deadlock; if
+        # something can, insisting would be one.
+        if blocked.still(view) and (view.running > 0 or other):
             return True
         del self._blocked[cls]
         return False
