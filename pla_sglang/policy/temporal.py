@@ -137,7 +137,10 @@ class TemporalPolicy:
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         shorts, longs = self.classify(view.waiting)
         pick = pick_long(longs, view.chunk, now_s, self.model, self.knobs.longs)
-        long_stuck = pick is not None and not pick.running and self._is_blocked(PrefillClass.LONG, view)
+        if view.running == 0 and view.chunk is None and len(self._blocked) == len(PrefillClass):
+            self._blocked.clear()  # each class has let the other try; begin again
+        other = bool(shorts) or view.chunk is not None
+        long_stuck = pick is not None and not pick.running and self._is_blocked(PrefillClass.LONG, view, other=other)
         if pick is not None and long_stuck and view.chunk is not None:
             # What would overtake does not fit; the chunk under way holds its memory already and goes on.
             pick, long_stuck = resume_chunk(view.chunk, now_s, self.model, self.knobs.longs), False
@@ -161,7 +164,9 @@ class TemporalPolicy:
         long_stuck: bool,
     ) -> PassDecision:
         choice = self._choose_shorts(view, shorts, pick, longs, now_s) if shorts else None
-        short_stuck = choice is not None and (view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view))
+        short_stuck = choice is not None and (
+            view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view, other=pick is not None)
+        )
         if choice is not None and not short_stuck and (choice.due or (long_stuck and view.device_idle)):
             reason = choice.reason if choice.due else Reason.LONG_BLOCKED
             return self._short(choice, reason, view, pick, longs, now_s)
@@ -241,12 +246,14 @@ class TemporalPolicy:
     def _outranks(pick: LongPick, shorts: list[WaitingView]) -> bool:
         return pick.view.priority_rank < min(short.priority_rank for short in shorts)
 
-    def _is_blocked(self, cls: PrefillClass, view: PassView) -> bool:
+    def _is_blocked(self, cls: PrefillClass, view: PassView, *, other: bool) -> bool:
+        """Whether trying ``cls`` again is pointless. ``other``: something else waits that could run instead."""
         blocked = self._blocked.get(cls)
         if blocked is None:
             return False
-        # With nothing running nothing can be freed, so refusing to try would be a deadlock.
-        if view.running > 0 and blocked.still(view):
+        # With nothing running nothing will be freed. If nothing else can run either, refusing would be a deadlock; if
+        # something can, insisting would be one.
+        if blocked.still(view) and (view.running > 0 or other):
             return True
         del self._blocked[cls]
         return False
