@@ -18,11 +18,7 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     None, and changes nothing, when the free pages do not suffice.
     """
 
-<<<<<<< HEAD
-    free_pages: torch.Tensor
-=======
     free_pages: torch.Tensor  # [free] int64, page ids
->>>>>>> platform
 
     def alloc_extend(
         self,
