@@ -142,12 +142,13 @@ class Fleet:
         Raises:
             ServerError: the server is dead, or something still runs in it.
         """
-        if not member.server.is_alive():
-            raise ServerError(f"{member.name} has died; the end of its log:\n{member.server.log_tail()}")
         member.server.resume()
         try:
             if not await member.client.flush_cache():
-                raise ServerError(f"{member.name} is not idle: it refuses to flush its cache")
+                raise ServerError(
+                    f"{member.name} is dead or still busy: it does not flush its cache; the end of its log:\n"
+                    f"{member.server.log_tail()}"
+                )
             await asyncio.sleep(_WAKE_SETTLE_S)
             yield member.client
         finally:
