@@ -105,7 +105,7 @@ def test_low_load_reports_the_off_arm(model: Path, tmp_path: Path, capsys: pytes
 
 def test_overload_shows_starvation(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--long-max-age-s", "0.05", "--load", "1.5", "--server-flags=--fake-us-per-token 200"]
-    assert overload.main(common(model, tmp_path / "out", *flags)) in (0, 1)  # a busy machine makes the client late
+    assert overload.main(common(model, tmp_path / "out", *flags)) == 0
     result = last_json(capsys)
     assert set(result["long_ttft_s"]) == {"1", "2"}
     # The fake knows no ageing: its longs wait for the end of the stream, and the bench says so.

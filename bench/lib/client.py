@@ -228,8 +228,11 @@ class Client:
     async def flush_cache(self, *, attempts: int = 50) -> bool:
         """Empty the prefix cache. SGLang refuses while anything still runs, so a short retry; False if it stays so."""
         for _ in range(attempts):
-            async with self.session.post("/flush_cache") as response:
-                if response.status == 200:
-                    return True
+            try:
+                async with self.session.post("/flush_cache") as response:
+                    if response.status == 200:
+                        return True
+            except aiohttp.ClientError:  # a server that has just died; the caller sees that it has
+                return False
             await asyncio.sleep(0.1)
         return False

@@ -18,6 +18,7 @@ from bench.lib.report import say
 from bench.lib.server import PausableServer, ServerError
 
 _WAKE_SETTLE_S = 0.2
+_STOP_TIMEOUT_S = 3.0  # nothing is left to drain when a bench stops its servers
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class Fleet:
                 python=arm.python,
                 env={"HF_HUB_OFFLINE": "1", **self._overlay_env(arm), **arm.env},
                 start_timeout_s=start_timeout_s,
+                stop_timeout_s=_STOP_TIMEOUT_S,
                 log_path=log_dir / f"server-{arm.name}.log",
             )
             client = Client(server.url, timeout_s=request_timeout_s)
@@ -140,12 +142,13 @@ class Fleet:
         Raises:
             ServerError: the server is dead, or something still runs in it.
         """
-        if not member.server.is_alive():
-            raise ServerError(f"{member.name} has died; the end of its log:\n{member.server.log_tail()}")
         member.server.resume()
         try:
             if not await member.client.flush_cache():
-                raise ServerError(f"{member.name} is not idle: it refuses to flush its cache")
+                raise ServerError(
+                    f"{member.name} is dead or still busy: it does not flush its cache; the end of its log:\n"
+                    f"{member.server.log_tail()}"
+                )
             await asyncio.sleep(_WAKE_SETTLE_S)
             yield member.client
         finally:

@@ -51,6 +51,10 @@ def ms(value: Mapping[str, float] | None) -> str:
     return f"{value['median'] * 1e3:,.0f} ({value['low'] * 1e3:,.0f} .. {value['high'] * 1e3:,.0f})"
 
 
+def _milliseconds(value: Mapping[str, float] | None) -> str:
+    return "-" if value is None else f"{value['median'] * 1e3:,.0f}"
+
+
 def times(value: Spread | None) -> str:
     return "-" if value is None else f"{value.median:.2f}x ({value.low:.2f} .. {value.high:.2f})"
 
@@ -58,13 +62,15 @@ def times(value: Spread | None) -> str:
 def print_latency_table(title: str, runs: Runs) -> None:
     """TTFT per class and arm, medians over rounds with their range."""
     table = Table(title=title, title_justify="left", caption="median over rounds (lowest .. highest round), ms")
-    for column in ("class", "arm", "TTFT p50", "p90", "p99", "worst"):
+    for column in ("class", "arm", "TTFT p50", "p90", "p99", "worst", "last token p50"):
         table.add_column(column, justify="left" if column in ("class", "arm") else "right")
     for kind in ("short", "long"):
         for arm, of_arm in runs.items():
-            figures = arm_figures(of_arm).get(f"{kind}_ttft_s")
-            if figures is not None:
-                table.add_row(kind, arm, *(ms(figures[name]) for name in ("p50", "p90", "p99", "max")))
+            figures = arm_figures(of_arm)
+            first = figures.get(f"{kind}_ttft_s")
+            if first is not None:
+                last = ms(figures[f"{kind}_e2e_s"]["p50"])
+                table.add_row(kind, arm, *(ms(first[name]) for name in ("p50", "p90", "p99", "max")), last)
         table.add_section()
     stdout.print(table)
 
@@ -73,7 +79,16 @@ def print_arm_table(runs: Runs, ratios: Mapping[str, Mapping[str, Spread]]) -> N
     """TPOT, throughput and the paired ratios against stock, one row per arm."""
     table = Table(title="against stock, paired by round", title_justify="left")
     table.add_column("arm")
-    names = ("TPOT p50 ms", "tokens/s", "short p99 gain", "short p50 ratio", "long p90 ratio", "throughput", "failed")
+    names = (
+        "short TPOT ms",
+        "long TPOT ms",
+        "tokens/s",
+        "short p99 gain",
+        "short p50 ratio",
+        "long p90 ratio",
+        "throughput",
+        "failed",
+    )
     for column in names:
         table.add_column(column, justify="right")
     keys = ("short_ttft_p99_gain", "short_ttft_p50_ratio", "long_ttft_p90_ratio", "throughput_ratio")
@@ -81,7 +96,8 @@ def print_arm_table(runs: Runs, ratios: Mapping[str, Mapping[str, Spread]]) -> N
         figures = arm_figures(of_arm)
         speed = figures["tokens_per_s"]
         against = [times(ratios.get(arm, {}).get(key)) for key in keys]
-        table.add_row(arm, ms(figures.get("tpot_s")), f"{speed['median']:,.0f}", *against, str(figures["failed"]))
+        tpot = [_milliseconds(figures.get(f"{kind}_tpot_s")) for kind in ("short", "long")]
+        table.add_row(arm, *tpot, f"{speed['median']:,.0f}", *against, str(figures["failed"]))
     stdout.print(table)
 
 
@@ -97,9 +113,11 @@ def print_identity(identity: Identity) -> None:
         stdout.print(f"OUTPUTS DIFFER in {identity.different_count} of {identity.compared} prompts: {some} ...")
 
 
-def print_problems(found: list[str]) -> None:
-    for problem in found:
-        stdout.print(f"INVALID: {problem}")
+def print_problems(problems: list[str], warnings: list[str]) -> None:
+    for problem in problems:
+        stdout.print(f"INVALID: {problem}", markup=False)
+    for warning in warnings:
+        stdout.print(f"WARNING: {warning}", markup=False)
 
 
 def environment() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from bench.lib import report
 from bench.lib.arms import OUR_PRESETS, OURS, STOCK
 from bench.lib.client import Run
 from bench.lib.compare import Solo
-from bench.lib.stats import Identity, Runs, arm_figures, as_json, compare_outputs, problems, ratios
+from bench.lib.stats import Identity, Runs, arm_figures, as_json, compare_outputs, problems, ratios, warnings
 from pla_sglang.metrics.latency import Spread
 
 HEADLINE = ("short_ttft_p99_gain", "short_ttft_p50_ratio", "long_ttft_p90_ratio", "throughput_ratio")
@@ -66,6 +66,7 @@ def comparison_result(
         "workload": dict(workload),
         "valid": not found,
         "problems": found,
+        "warnings": warnings(runs),
         "figures_of": arm,
         "outputs_compared": identity.compared,
         "outputs_different": identity.different_count,
@@ -92,7 +93,7 @@ def headline(result: Mapping[str, Any], runs: Runs) -> None:
             distinct=result["outputs_distinct"],
         )
     )
-    report.print_problems(result["problems"])
+    report.print_problems(result["problems"], result["warnings"])
     cached = {arm: figures["cached_tokens"] for arm, figures in result["figures"].items()}
     if len(set(cached.values())) > 1:
         report.stdout.print(f"note: the arms took different numbers of tokens from their prefix caches: {cached}")

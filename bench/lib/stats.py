@@ -43,10 +43,16 @@ def per_round(runs: Sequence[Run], kind: str, quantile: str) -> list[float]:
     return [getattr(summarise(sample), quantile) for sample in samples if sample]
 
 
-def tpot_per_round(runs: Sequence[Run]) -> list[float]:
+def tpot_per_round(runs: Sequence[Run], kind: str) -> list[float]:
     """Median seconds per output token after the first, per round."""
-    samples = [[o.tpot_s for o in run.outcomes if o.tpot_s is not None] for run in runs]
+    samples = [[o.tpot_s for o in run.of_kind(kind) if o.tpot_s is not None] for run in runs]
     return [percentile(sample, 50) for sample in samples if sample]
+
+
+def e2e_per_round(runs: Sequence[Run], kind: str, q: float) -> list[float]:
+    """A percentile of the time from arrival to the last token, per round."""
+    samples = [[outcome.e2e_s for outcome in run.of_kind(kind)] for run in runs]
+    return [percentile(sample, q) for sample in samples if sample]
 
 
 def arm_figures(runs: Sequence[Run]) -> dict[str, Any]:
@@ -58,9 +64,10 @@ def arm_figures(runs: Sequence[Run]) -> dict[str, Any]:
             figures[f"{kind}_ttft_s"] = {name: as_json(spread(rounds)) for name, rounds in values.items()}
             figures[f"{kind}_ttft_s"]["p99_rounds"] = rounded(values["p99"])
             figures[f"{kind}_ttft_s"]["p90_rounds"] = rounded(values["p90"])
-    tpot = tpot_per_round(runs)
-    if tpot:
-        figures["tpot_s"] = as_json(spread(tpot))
+            figures[f"{kind}_e2e_s"] = {f"p{q}": as_json(spread(e2e_per_round(runs, kind, q))) for q in (50, 99)}
+        tpot = tpot_per_round(runs, kind)
+        if tpot:
+            figures[f"{kind}_tpot_s"] = as_json(spread(tpot))
     throughput = [run.tokens_per_s for run in runs]
     figures["tokens_per_s"] = as_json(spread(throughput))
     figures["makespan_s"] = as_json(spread([run.makespan_s for run in runs]))
@@ -106,19 +113,31 @@ def compare_outputs(runs: Runs) -> Identity:
 
 
 def problems(runs: Runs) -> list[str]:
-    """What makes the result invalid, in words. Empty for a valid one."""
-    found = []
-    for arm, of_arm in runs.items():
-        for index, run in enumerate(of_arm):
-            where = f"{arm}, round {index + 1}"
-            if run.failed:
-                first = run.failed[0]
-                found.append(f"{where}: {len(run.failed)} of {len(run.outcomes)} requests failed, first: {first.error}")
-            if run.max_lag_s > LAG_LIMIT_S:
-                found.append(f"{where}: the client sent up to {run.max_lag_s * 1e3:.0f} ms late")
-            if run.client_cpu_share > CPU_SHARE_LIMIT:
-                found.append(f"{where}: the client took {run.client_cpu_share:.0%} of a core")
-    return found
+    """What makes the result invalid, in words: requests that failed or were lost."""
+    return [
+        f"{where}: {len(run.failed)} of {len(run.outcomes)} requests failed, first: {run.failed[0].error}"
+        for where, run in _each(runs)
+        if run.failed
+    ]
+
+
+def warnings(runs: Runs) -> list[str]:
+    """What casts doubt on the figures: a client that was late or that took the machine from the server."""
+    late = [f"{where}: the client sent up to {r.max_lag_s * 1e3:.0f} ms late" for where, r in _each(runs) if _late(r)]
+    busy = [
+        f"{where}: the client took {run.client_cpu_share:.0%} of a core"
+        for where, run in _each(runs)
+        if run.client_cpu_share > CPU_SHARE_LIMIT
+    ]
+    return late + busy
+
+
+def _each(runs: Runs) -> list[tuple[str, Run]]:
+    return [(f"{arm}, round {index + 1}", run) for arm, of_arm in runs.items() for index, run in enumerate(of_arm)]
+
+
+def _late(run: Run) -> bool:
+    return run.max_lag_s > LAG_LIMIT_S
 
 
 def rounded(values: Sequence[float], digits: int = 4) -> list[float]:
