@@ -64,7 +64,13 @@ def test_best_priority_first_and_only() -> None:
         ("two passes: the host holds one chunk at a time", 4000, 1001, KNOBS, False),
         ("not less work than the chunk", 800, 900, KNOBS, False),
         ("first come first served never overtakes", 4000, 900, FCFS, False),
-        ("without chunking everything is one pass", 4000, 900, dataclasses.replace(KNOBS, chunk_max_tokens=None), False),
+        (
+            "without chunking everything is one pass",
+            4000,
+            900,
+            dataclasses.replace(KNOBS, chunk_max_tokens=None),
+            False,
+        ),
     ],
 )
 def test_overtaking(name: str, chunk_left: int, waiting: int, knobs: LongKnobs, overtakes: bool) -> None:
@@ -194,9 +200,7 @@ def test_a_model_without_slope_gives_whole_chunks() -> None:
     assert size(100.0, model=StepModel(0.01, 0.0, 0.0, 0.0, 0.0, 0.0)) == 8192
 
 
-@pytest.mark.parametrize(
-    "bad", [{"max_age_s": 0.0}, {"share": 0.0}, {"share": 1.1}, {"chunk_max_tokens": 0}], ids=str
-)
+@pytest.mark.parametrize("bad", [{"max_age_s": 0.0}, {"share": 0.0}, {"share": 1.1}, {"chunk_max_tokens": 0}], ids=str)
 def test_bad_knobs(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         LongKnobs(**bad)
