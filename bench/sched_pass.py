@@ -1,8 +1,9 @@
 """Time that our seams add to one scheduling pass, with many requests waiting.
 
 Builds a real SGLang scheduler in this process (no event loop), fills its queue, and times passes: each pass is SGLang's
-own ``_get_new_batch_prefill_raw`` with our hooks around it, and is undone afterwards, so every pass sees the same queue.
-The added time is the time in our wrappers less the time in SGLang's function inside them, plus our step within it.
+own ``_get_new_batch_prefill_raw`` with our hooks around it, and is undone afterwards, so every pass sees the same
+queue. The added time is the time in our wrappers less the time in SGLang's function inside them, plus our step within
+it.
 
     python -m bench.sched_pass --waiting 1000 --passes 300
 """

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pla_kernels import paged_alloc
 from pla_kernels.paged_alloc import reference
-
 from pla_sglang import platform
 from pla_sglang.errors import ConfigError
 
@@ -269,13 +269,10 @@ def test_defaults_leave_the_user_alone() -> None:
 
 
 def test_seams_fit_the_host() -> None:
-    from pla_sglang.platform.seams import CPU_SEAMS
+    from pla_patches import verify
+    from pla_sglang.platform.seams import CPU
 
-    assert len({seam.id for seam in CPU_SEAMS}) == len(CPU_SEAMS)
-    for seam in CPU_SEAMS:
-        owner, name = seam.target.rsplit(".", 1)
-        assert callable(getattr(pkgutil.resolve_name(owner), name)), seam.id
-        assert callable(pkgutil.resolve_name(seam.handler)), seam.id
+    assert verify.host_reasons(CPU) == []
 
 
 def test_communicator_flags_exist_in_the_host() -> None:

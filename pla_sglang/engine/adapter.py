@@ -21,11 +21,12 @@ from pla_sglang.policy.boundary import CPU_START, GPU_START
 from pla_sglang.policy.fit import StepFit
 from pla_sglang.policy.longs import LongKnobs
 from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
-from pla_sglang.policy.types import Action, PassDecision, PrefillClass, WaitingView
+from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, WaitingView
 
 HOLD_NAP_S = 2e-4
 HOLD_RECHECK_S = 0.02  # a hold that waits for freed memory looks again this often
 HOLD_PUBLISH_S = 0.05
+MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,7 +78,7 @@ class PrefillAdapter:
             longs=LongKnobs(
                 max_age_s=config.long_max_age_ms / 1e3,
                 chunk_max_tokens=chunk,
-                chunk_min_tokens=max(64, scheduler.page_size),
+                chunk_min_tokens=max(scheduler.page_size, (chunk or 0) // MOST_CUTS, 1),
                 least_remaining=config.long_order == "least-remaining",
             ),
             mix=config.mixing == "allow",
@@ -146,7 +147,15 @@ class PrefillAdapter:
             apply.leave(context, scheduler, chunk_size, batch)
         if context.decision is not None:
             self._account(context, batch)
+        else:
+            self._on_undecided()
         return result
+
+    def _on_undecided(self) -> None:
+        """The host had nothing to schedule. An open hold ends here uncounted, and finished requests can be let go."""
+        self.telemetry.end_hold()
+        if not self.scheduler.waiting_queue:
+            self.views.clear()
 
     def on_ordered(self, queue: list[Any]) -> None:
         """The host has ordered its queue and refreshed prefix matches: decide, and show it only what was selected."""
@@ -167,16 +176,24 @@ class PrefillAdapter:
     def _account(self, context: apply.PassContext, batch: Any) -> None:
         decision, view = context.decision, context.view
         assert decision is not None and view is not None
-        admitted = 0 if batch is None else len(batch.reqs)
-        if decision.action is Action.SHORT and decision.chunk_tokens is not None:
-            admitted -= 1  # a mixed pass carries the chunk as well
+        admitted = self._admitted(decision, view, batch)
         self.policy.on_pass(decision, view, admitted, self.now_s)
-        parked = decision.park or (decision.action is Action.HOLD and view.chunk is not None)
-        self.telemetry.on_pass(decision, view, batch, self.now_s, parked=parked)
+        self.telemetry.on_pass(decision, admitted, batch, self.now_s)
         if batch is None:
             self._remember_hold(decision, context)
         elif batch.prefill_stats is not None:
             batch.prefill_stats.num_pending_tokens += apply.held_tokens(decision, view.waiting)
+
+    @staticmethod
+    def _admitted(decision: PassDecision, view: PassView, batch: Any) -> tuple[WaitingView, ...]:
+        """Whom of the chosen the host really admitted; a continued chunk is chosen without being selected."""
+        if batch is None:
+            return ()
+        if decision.action is Action.LONG and not decision.selected:
+            assert view.chunk is not None, "only a chunk advances without being selected"
+            return (view.chunk,)
+        ran = set(map(id, batch.reqs))
+        return tuple(chosen for chosen in decision.selected if id(chosen.handle) in ran)
 
     # -- holding without spinning --------------------------------------------------------------------------------
 
@@ -187,7 +204,7 @@ class PrefillAdapter:
         if not queue or scheduler.chunked_req is not None or scheduler.enable_hierarchical_cache:
             return
         if decision.action is not Action.HOLD and view.running == 0:
-            return
+            return  # nothing will be freed, so only trying again can help
         release_s = self.now_s + HOLD_RECHECK_S if decision.release_s is None else decision.release_s
         self._hold = _Hold(release_s, len(queue), queue[-1], view.running)
 

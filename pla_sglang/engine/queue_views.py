@@ -30,6 +30,11 @@ class QueueViews:
         view = self._views[id(req)] = self._make_view(req)
         return view
 
+    def clear(self) -> None:
+        """Let go of every request."""
+        if self._views:
+            self._views = {}
+
     def get(self, req: Any) -> WaitingView:
         return self._views.get(id(req)) or self.add(req)
 

@@ -15,8 +15,9 @@ from pla_sglang.config import PlaConfig
 
 def build_scheduler(arguments: list[str], config: PlaConfig) -> Any:
     """A ``Scheduler`` for the given launcher arguments, with our seams in place. One per process."""
-    from pla_patches.install import install_scheduler
     from sglang.srt.plugins import load_plugins
+
+    from pla_patches.install import install_scheduler
 
     load_plugins()
     pla_config.publish(config)

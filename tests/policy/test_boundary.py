@@ -1,0 +1,186 @@
+"""The paper's closed forms against values computed by hand, the step model's crossing, the table of the hot path."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pla_sglang.policy.boundary import (
+    BOUNDARY_MAX_TOKENS,
+    BOUNDARY_MIN_TOKENS,
+    CPU_START,
+    GPU_START,
+    Boundary,
+    StepModel,
+    head_of_line_penalty_s,
+    prefill_boundary,
+    reprefill_boundary,
+    smallest_holding,
+)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "gamma_w", "expected"),
+    [
+        (2e-8, 1e-5, 2e-5, 500.0),  # 1e-5 / 2e-8
+        (1.0, 1.0, 4.0, 3.0),
+        (1.0, 4.0, 4.0, 0.0),  # equal linear terms: compute-bound from the first token
+        (1.0, 9.0, 4.0, 0.0),  # never negative
+    ],
+)
+def test_prefill_boundary(alpha: float, beta: float, gamma_w: float, expected: float) -> None:
+    assert prefill_boundary(alpha, beta, gamma_w) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "gamma_w", "gamma_r", "history", "expected"),
+    [
+        (2e-8, 1e-5, 2e-5, 1e-6, 0, 500.0),  # without history it is the first prefill's boundary
+        (1.0, 0.0, 1.0, 5.0, 2, 2.0),  # L^2 + 3L - 10 = 0
+        (1.0, 3.0, 1.0, 4.5, 4, math.sqrt(43) - 5),  # L^2 + 10L - 18 = 0
+    ],
+)
+def test_reprefill_boundary(
+    alpha: float, beta: float, gamma_w: float, gamma_r: float, history: float, expected: float
+) -> None:
+    assert reprefill_boundary(alpha, beta, gamma_w, gamma_r, history) == pytest.approx(expected)
+
+
+def test_reprefill_boundary_saturates_at_half_of_gamma_r_over_alpha() -> None:
+    alpha, gamma_r = 2e-8, 4e-6
+    limit = gamma_r / (2 * alpha)
+    assert limit == pytest.approx(100.0)
+    # The square root cancels ever more digits as the history grows, hence the tolerance.
+    assert reprefill_boundary(alpha, 1e-5, 2e-5, gamma_r, 1e7) == pytest.approx(limit, rel=0.01)
+    assert reprefill_boundary(alpha, 3e-5, 2e-5, gamma_r, 1e7) == pytest.approx(limit, rel=0.01)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1e-9])
+def test_closed_forms_need_a_quadratic_term(alpha: float) -> None:
+    with pytest.raises(ValueError, match="alpha"):
+        prefill_boundary(alpha, 1.0, 2.0)
+    with pytest.raises(ValueError, match="alpha"):
+        reprefill_boundary(alpha, 1.0, 2.0, 1.0, 10.0)
+
+
+def test_head_of_line_penalty() -> None:
+    # 2/s, half of them short, load 0.5, 3 s against 1 s: 2 * 0.25 / (2 * 0.5) * 4
+    assert head_of_line_penalty_s(2.0, 0.5, 0.5, 3.0, 1.0) == pytest.approx(2.0)
+    assert head_of_line_penalty_s(2.0, 1.0, 0.5, 3.0, 1.0) == 0.0  # one class only
+    assert head_of_line_penalty_s(2.0, 0.5, 0.5, 3.0, 3.0) == 0.0  # equal sizes
+
+
+@pytest.mark.parametrize("load", [1.0, 1.5, -0.1])
+def test_head_of_line_penalty_needs_a_stable_queue(load: float) -> None:
+    with pytest.raises(ValueError, match="load"):
+        head_of_line_penalty_s(1.0, 0.5, load, 2.0, 1.0)
+
+
+def model(**changes: float) -> StepModel:
+    return StepModel(**{name: 0.0 for name in ("g0_s", "gw_s", "gr_s", "k0_s", "b_s", "a_s")} | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficients", "history", "expected"),
+    [
+        ("quadratic", {"g0_s": 8.0, "b_s": 2.0, "a_s": 1.0}, 0, 2.0),  # L^2 + 2L = 8
+        ("linear", {"g0_s": 8.0, "b_s": 2.0}, 0, 4.0),
+        ("gw counts against b", {"g0_s": 8.0, "b_s": 3.0, "gw_s": 1.0}, 0, 4.0),
+        ("k0 counts against g0", {"g0_s": 8.0, "k0_s": 4.0, "b_s": 2.0}, 0, 2.0),
+        ("history", {"gr_s": 2.2, "a_s": 1.0}, 5, 1.0),  # L^2 + 10L = 11
+        ("compute never catches up", {"g0_s": 8.0, "gw_s": 3.0, "b_s": 2.0}, 0, math.inf),
+        ("compute is larger from the start", {"g0_s": 1.0, "k0_s": 1.0, "b_s": 1.0}, 0, 0.0),
+    ],
+)
+def test_crossing(name: str, coefficients: dict[str, float], history: float, expected: float) -> None:
+    assert model(**coefficients).crossing_tokens(history) == pytest.approx(expected)
+
+
+@given(
+    g0=st.floats(1e-3, 1e-1),
+    gr=st.floats(0, 1e-6),
+    k0_share=st.floats(0, 0.9),
+    b=st.floats(1e-6, 1e-3),
+    a=st.floats(1e-12, 1e-7),
+    history=st.integers(0, 100_000),
+)
+def test_both_terms_are_equal_at_the_crossing(
+    g0: float, gr: float, k0_share: float, b: float, a: float, history: int
+) -> None:
+    step = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0_share * g0, b_s=b, a_s=a)
+    tokens = step.crossing_tokens(history)
+    compute_s = step.compute_s(tokens, tokens * (tokens + 2 * history))
+    assert compute_s == pytest.approx(step.memory_s(tokens, history), rel=1e-5)
+
+
+def test_step_is_the_larger_of_the_two_terms() -> None:
+    step = model(g0_s=10.0, gr_s=1.0, k0_s=1.0, b_s=2.0, a_s=1.0)
+    assert step.step_s(1, 2) == 12.0  # memory 10 + 2, compute 1 + 2 + 1 * (1 + 4)
+    assert step.step_s(4, 0) == 25.0  # memory 10, compute 1 + 8 + 16
+    assert step.step_s(4, 0, attention=8.0) == 17.0  # two requests of 2: 2 * 4 instead of 16
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficients", "tokens", "chunk", "expected"),
+    [
+        ("each chunk pays its launch", {"k0_s": 1.0, "b_s": 1.0}, 10, 4, 13.0),
+        ("attention does not depend on the cut", {"a_s": 1.0}, 10, 1, 100.0),
+        ("memory-bound chunks", {"g0_s": 100.0, "b_s": 1.0}, 10, 4, 300.0),
+        ("one chunk", {"k0_s": 1.0, "b_s": 1.0}, 10, 10, 11.0),
+        ("nothing left", {"k0_s": 1.0, "b_s": 1.0}, 0, 4, 0.0),
+        ("a chunk below one token counts as one token", {"k0_s": 1.0}, 3, 0.5, 3.0),
+    ],
+)
+def test_chunked(name: str, coefficients: dict[str, float], tokens: int, chunk: float, expected: float) -> None:
+    assert model(**coefficients).chunked_s(tokens, 0, chunk) == pytest.approx(expected)
+
+
+def test_fixed_boundary_ignores_the_model() -> None:
+    boundary = Boundary(fixed_tokens=300, model=GPU_START)
+    boundary.update(CPU_START)
+    assert {boundary.tokens(0), boundary.tokens(10_000), boundary.tokens(10_000_000)} == {300}
+    boundary.set_fixed(None, GPU_START)
+    assert boundary.tokens(0) == round(GPU_START.crossing_tokens(0))
+    boundary.set_fixed(64, GPU_START)
+    assert boundary.tokens(0) == 64
+
+
+def test_a_request_at_the_boundary_is_long() -> None:
+    boundary = Boundary(fixed_tokens=300)
+    assert boundary.is_short(299, 0)
+    assert not boundary.is_short(300, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed", "cap", "coefficients", "expected"),
+    [
+        ("clipped from below", None, None, {"k0_s": 1.0, "b_s": 1.0}, BOUNDARY_MIN_TOKENS),
+        ("clipped from above", None, None, {"g0_s": 1.0}, BOUNDARY_MAX_TOKENS),
+        ("cap on the fitted", None, 256, {"g0_s": 1.0}, 256),
+        ("cap on the fixed", 2000, 256, {}, 256),
+        ("cap below the least", None, 16, {"k0_s": 1.0, "b_s": 1.0}, 16),
+        ("in range", None, 1024, {"g0_s": 10.0, "b_s": 0.1}, 100),
+    ],
+)
+def test_range_and_cap(
+    name: str, fixed: int | None, cap: int | None, coefficients: dict[str, float], expected: int
+) -> None:
+    assert Boundary(fixed_tokens=fixed, cap_tokens=cap, model=model(**coefficients)).tokens(0) == expected
+
+
+@given(history=st.integers(0, 400_000))
+def test_table_agrees_with_the_formula(history: int) -> None:
+    step = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-7, k0_s=0.0, b_s=2e-5, a_s=4e-10)
+    boundary = Boundary(model=step)
+    index = min(history // Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1)
+    exact = step.crossing_tokens(index * Boundary.STEP_TOKENS)
+    assert boundary.tokens(history) == round(min(max(exact, BOUNDARY_MIN_TOKENS), BOUNDARY_MAX_TOKENS))
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(0, 4), (4, 4), (5, 16), (64, 64), (65, None)])
+def test_smallest_holding(wanted: int, expected: int | None) -> None:
+    assert smallest_holding((4, 16, 64), wanted) == expected
+    assert smallest_holding((), wanted) is None

@@ -1,0 +1,449 @@
+"""The temporal policy, rule by rule. FLAT model, boundary at 100 tokens, chunks of 1000.
+
+Names of the columns: queue and chunk are what waits, then what shall run and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
+
+from pla_sglang.policy.awd import AwdKnobs
+from pla_sglang.policy.boundary import GPU_START
+from pla_sglang.policy.longs import LongKnobs
+from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
+
+KNOBS = TemporalKnobs(
+    boundary_tokens=BOUNDARY_TOKENS,
+    awd=AwdKnobs(depth_max=16),
+    longs=LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000),
+)
+NOW_S = 100.0
+RECENT_S = NOW_S - 0.001  # arrival a moment ago
+AGED_S = NOW_S - 60.0
+FREE = {"kv_free": 100_000}
+
+
+def policy(*, busy: bool = False, **changes: object) -> TemporalPolicy:
+    """``busy``: shorts have been coming at 1000 a second, so that waiting for a fuller batch pays."""
+    made = TemporalPolicy(dataclasses.replace(KNOBS, **changes), FLAT)  # type: ignore[arg-type]
+    if busy:
+        for index in range(64):
+            made.on_arrival(short(), NOW_S - 0.064 + index / 1000)
+    return made
+
+
+def blocked(made: TemporalPolicy, cls: PrefillClass, view: PassView) -> TemporalPolicy:
+    """A pass of ``cls`` has just come back empty in the state of ``view``."""
+    action = Action.SHORT if cls is PrefillClass.SHORT else Action.LONG
+    made.on_pass(PassDecision(action, Reason.NO_SHORT, (short(),)), view, 0, NOW_S)
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    view: PassView
+    action: Action
+    reason: Reason
+    selected: tuple[int, ...] = ()  # indices into the queue
+    park: bool = False
+    make: Callable[[], TemporalPolicy] = policy
+    one_pass: bool = False  # LONG: chunk_tokens is None
+
+
+S, L, H = Action.SHORT, Action.LONG, Action.HOLD
+
+
+def lone_short() -> WaitingView:
+    return short(RECENT_S)
+
+
+CASES = [
+    # nothing, or one class only
+    Case("nothing waits", pass_view(), H, Reason.EMPTY),
+    Case("a lone short on an idle server", pass_view([lone_short()]), S, Reason.NO_GAIN, (0,)),
+    Case("a lone long", pass_view([long(RECENT_S)]), L, Reason.NO_SHORT, (0,)),
+    Case("a running chunk goes on", pass_view([], long(RECENT_S)), L, Reason.NO_SHORT),
+    Case("other longs wait for it", pass_view([long(RECENT_S)], long(RECENT_S, 3000)), L, Reason.NO_SHORT),
+    Case(
+        "one that fits a single pass overtakes",
+        pass_view([long(RECENT_S, 900)], long(RECENT_S)),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        park=True,
+        one_pass=True,
+    ),
+    # both classes
+    Case("due shorts before a long", pass_view([long(RECENT_S), lone_short()]), S, Reason.NO_GAIN, (1,)),
+    Case("due shorts park the chunk", pass_view([lone_short()], long(RECENT_S)), S, Reason.NO_GAIN, (0,), park=True),
+    Case(
+        "shorts of the queue only, in its order",
+        pass_view([lone_short(), long(RECENT_S), lone_short(), long(RECENT_S)]),
+        S,
+        Reason.NO_GAIN,
+        (0, 2),
+    ),
+    # The chunk of 0.1 s between would cost more than a fuller batch saves: never held for a long.
+    Case(
+        "shorts are not held when a long's chunk would come between",
+        pass_view([lone_short()], long(RECENT_S)),
+        S,
+        Reason.NO_GAIN,
+        (0,),
+        park=True,
+        make=lambda: policy(busy=True),
+    ),
+    Case(
+        "shorts held by W_min, a long runs meanwhile",
+        pass_view([lone_short()], long(RECENT_S)),
+        L,
+        Reason.SHORT_HELD,
+        make=lambda: policy(awd=AwdKnobs(wait_min_s=0.005, depth_max=16)),
+    ),
+    Case(
+        "shorts wait for a fuller batch",
+        pass_view([lone_short(), lone_short()]),
+        H,
+        Reason.WAIT_FOR_DEPTH,
+        make=lambda: policy(busy=True),
+    ),
+    Case("depth", pass_view([lone_short() for _ in range(16)]), S, Reason.DEPTH, tuple(range(16))),
+    Case("full", pass_view([lone_short() for _ in range(17)]), S, Reason.TOKENS, tuple(range(16))),
+    Case("resumed", pass_view([short(RECENT_S, resumed=True)]), S, Reason.RESUMED, (0,)),
+    Case("slack", pass_view([short(RECENT_S, deadline_s=NOW_S)]), S, Reason.SLACK, (0,)),
+    Case(
+        "window",
+        pass_view([short(NOW_S - 0.5), lone_short()]),
+        S,
+        Reason.WINDOW,
+        (0, 1),
+        make=lambda: policy(busy=True),
+    ),
+    # priority
+    Case(
+        "a long with the better priority",
+        pass_view([long(RECENT_S, priority_rank=0), short(RECENT_S, priority_rank=1)]),
+        L,
+        Reason.PRIORITY,
+        (0,),
+    ),
+    Case(
+        "a chunk with the better priority",
+        pass_view([short(RECENT_S, priority_rank=1)], long(RECENT_S, priority_rank=0)),
+        L,
+        Reason.PRIORITY,
+    ),
+    Case(
+        "a short of equal priority goes first",
+        pass_view([long(RECENT_S, priority_rank=0), short(RECENT_S), short(RECENT_S, priority_rank=1)]),
+        S,
+        Reason.NO_GAIN,
+        (1, 2),
+    ),
+    Case(
+        "a better priority does not help a long that does not fit",
+        pass_view([long(RECENT_S, priority_rank=0), short(RECENT_S, priority_rank=1)], running=4, **FREE),
+        S,
+        Reason.NO_GAIN,
+        (1,),
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4, **FREE)),
+    ),
+    # age
+    Case("an aged long is owed the device", pass_view([long(AGED_S), lone_short()]), L, Reason.AGE, (0,)),
+    Case("an aged chunk", pass_view([lone_short()], long(AGED_S)), L, Reason.AGE),
+    Case(
+        "age within the class of the best priority only",
+        pass_view([long(AGED_S, priority_rank=1), long(RECENT_S), short(RECENT_S, priority_rank=1)]),
+        L,
+        Reason.PRIORITY,
+        (1,),
+    ),
+    # memory and slots
+    Case(
+        "an aged long that does not fit: nobody else takes memory",
+        pass_view([long(AGED_S), lone_short()], running=4, **FREE),
+        H,
+        Reason.KV_DRAIN,
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4, **FREE)),
+    ),
+    Case(
+        "a young long that does not fit: due shorts go on",
+        pass_view([long(RECENT_S), lone_short()], running=4, **FREE),
+        S,
+        Reason.NO_GAIN,
+        (1,),
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4, **FREE)),
+    ),
+    Case(
+        "a long that does not fit, alone",
+        pass_view([long(RECENT_S)], running=4, **FREE),
+        H,
+        Reason.BLOCKED,
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4, **FREE)),
+    ),
+    Case(
+        "it is tried again once memory is free",
+        pass_view([long(RECENT_S)], running=4, kv_free=100_001),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4, **FREE)),
+    ),
+    Case(
+        "it is tried again once a request has ended",
+        pass_view([long(RECENT_S)], running=3, **FREE),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4, **FREE)),
+    ),
+    Case(
+        "with nothing running nothing can be freed: it is tried",
+        pass_view([long(RECENT_S)], running=0, **FREE),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4, **FREE)),
+    ),
+    Case(
+        "an overtaker that does not fit leaves the chunk to go on",
+        pass_view([long(RECENT_S, 900)], long(RECENT_S), running=4, **FREE),
+        L,
+        Reason.NO_SHORT,
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4, **FREE)),
+    ),
+    Case(
+        "shorts that do not fit leave the device to a long",
+        pass_view([lone_short(), long(RECENT_S)], running=4, **FREE),
+        L,
+        Reason.SHORT_BLOCKED,
+        (1,),
+        make=lambda: blocked(policy(), PrefillClass.SHORT, pass_view(running=4, **FREE)),
+    ),
+    Case(
+        "shorts that do not fit beside the parked chunk let it go on, with nothing else running",
+        pass_view([lone_short()], long(RECENT_S), running=0, **FREE),
+        L,
+        Reason.SHORT_BLOCKED,
+        make=lambda: blocked(policy(), PrefillClass.SHORT, pass_view(running=0, **FREE)),
+    ),
+    Case(
+        "an overtaker that does not fit leaves the chunk to go on, with nothing else running",
+        pass_view([long(RECENT_S, 900)], long(RECENT_S), running=0, **FREE),
+        L,
+        Reason.NO_SHORT,
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=0, **FREE)),
+    ),
+    Case(
+        "neither class fits beside the chunk, with nothing else running",
+        pass_view([lone_short(), long(RECENT_S, 900)], long(RECENT_S), running=0, **FREE),
+        L,
+        Reason.SHORT_BLOCKED,
+        make=lambda: blocked(
+            blocked(policy(), PrefillClass.SHORT, pass_view(running=0, **FREE)),
+            PrefillClass.LONG,
+            pass_view(running=0, **FREE),
+        ),
+    ),
+    Case(
+        "neither class fits",
+        pass_view([lone_short(), long(RECENT_S)], running=4, **FREE),
+        H,
+        Reason.BLOCKED,
+        make=lambda: blocked(
+            blocked(policy(), PrefillClass.SHORT, pass_view(running=4, **FREE)),
+            PrefillClass.LONG,
+            pass_view(running=4, **FREE),
+        ),
+    ),
+    Case("no slot for shorts", pass_view([lone_short()], slots=0, running=4), H, Reason.BLOCKED),
+    Case(
+        "no slot for shorts, the chunk has its own",
+        pass_view([lone_short()], long(RECENT_S), slots=0),
+        L,
+        Reason.SHORT_BLOCKED,
+    ),
+    Case(
+        "a long may not take the memory that expected shorts need",
+        pass_view([long(RECENT_S, 4000)], running=4, kv_free=4050),
+        H,
+        Reason.KV_HEADROOM,
+        make=lambda: policy(busy=True),
+    ),
+    Case(
+        "enough memory for both",
+        pass_view([long(RECENT_S, 4000)], running=4, kv_free=4081),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        make=lambda: policy(busy=True),
+    ),
+    Case(
+        "headroom is for shorts that are expected",
+        pass_view([long(RECENT_S, 4000)], running=4, kv_free=4050),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+    ),
+    Case(
+        "headroom does not hold an idle device",
+        pass_view([long(RECENT_S, 4000)], running=0, kv_free=4050),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        make=lambda: policy(busy=True),
+    ),
+    Case(
+        "shorts held for depth go when the long is blocked and the device would idle",
+        dataclasses.replace(pass_view([lone_short(), long(RECENT_S)], running=4, **FREE), device_idle=True),
+        S,
+        Reason.LONG_BLOCKED,
+        (0,),
+        make=lambda: blocked(
+            policy(awd=AwdKnobs(wait_min_s=0.005, depth_max=16)), PrefillClass.LONG, pass_view(running=4, **FREE)
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_decide(case: Case) -> None:
+    decision = case.make().decide(case.view, NOW_S)
+    assert (decision.action, decision.reason) == (case.action, case.reason)
+    assert decision.selected == tuple(case.view.waiting[index] for index in case.selected)
+    assert decision.park is case.park
+    if case.action is L:
+        assert (decision.chunk_tokens is None) == case.one_pass
+
+
+def test_every_reason_is_in_the_table() -> None:
+    assert {case.reason for case in CASES} == set(Reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "gain", "release"),
+    [("for depth", Reason.WAIT_FOR_DEPTH, True, True), ("blocked", Reason.BLOCKED, False, False)],
+)
+def test_a_hold_says_what_it_gains_and_until_when(name: str, reason: Reason, gain: bool, release: bool) -> None:
+    case = next(case for case in CASES if case.reason is reason)
+    decision = case.make().decide(case.view, NOW_S)
+    assert (decision.expected_gain_s > 0) is gain
+    assert (decision.release_s is not None) is release
+
+
+def test_deciding_does_not_change_what_is_decided() -> None:
+    for case in CASES:
+        made = case.make()
+        assert made.decide(case.view, NOW_S) == made.decide(case.view, NOW_S), case.name
+
+
+# -- age: the share of the device --------------------------------------------------------------------------------------
+
+
+def run(made: TemporalPolicy, view: PassView, now_s: float = NOW_S) -> PassDecision:
+    """Decide and report the pass as carried out."""
+    decision = made.decide(view, now_s)
+    made.on_pass(decision, view, max(1, len(decision.selected)), now_s)
+    return decision
+
+
+def test_an_aged_long_and_shorts_alternate_by_time() -> None:
+    made = policy()
+    view = pass_view([lone_short()], long(AGED_S, 40_000))
+    actions = [run(made, view).action for _ in range(200)]
+    # A chunk takes 0.1 s (1000 tokens, or less under pressure), a short batch 0.01 s: half of the device for each.
+    seconds = {Action.LONG: 0.0, Action.SHORT: 0.0}
+    for action in actions:
+        seconds[action] += 0.01 if action is Action.SHORT else 0.1
+    assert actions[0] is Action.LONG
+    assert seconds[Action.LONG] == pytest.approx(seconds[Action.SHORT], abs=0.1)
+
+
+def test_ageing_is_counted_anew_when_it_begins_anew() -> None:
+    made = policy()
+    aged = pass_view([lone_short()], long(AGED_S))
+    assert run(made, aged).reason is Reason.AGE
+    assert run(made, aged).action is Action.SHORT  # the long has had its share
+    assert run(made, pass_view([lone_short()], long(RECENT_S))).action is Action.SHORT
+    assert run(made, aged).reason is Reason.AGE
+
+
+def test_priority_of_shorts_does_not_starve_an_aged_long() -> None:
+    view = pass_view([short(RECENT_S, priority_rank=0), long(AGED_S, priority_rank=1)])
+    assert policy().decide(view, NOW_S).reason is Reason.AGE
+
+
+# -- nothing running: a class that cannot run lets the other try -------------------------------------------------------
+
+
+def test_a_short_that_does_not_fit_on_an_idle_device_lets_a_long_try() -> None:
+    """The host may refuse for reasons that no figure of the view shows, such as a prompt still being prefetched."""
+    made, view = policy(), pass_view([lone_short(), long(RECENT_S)])
+    tried = []
+    for _ in range(4):
+        decision = made.decide(view, NOW_S)
+        made.on_pass(decision, view, 0, NOW_S)
+        tried.append(decision.action)
+    assert set(tried) == {Action.SHORT, Action.LONG}
+
+
+def test_a_class_alone_on_an_idle_device_is_tried_again_and_again() -> None:
+    for queue in ([lone_short()], [long(RECENT_S)]):
+        made, view = policy(), pass_view(queue)
+        for _ in range(3):
+            decision = made.decide(view, NOW_S)
+            assert decision.action is not Action.HOLD
+            made.on_pass(decision, view, 0, NOW_S)
+
+
+# -- ablation, knobs, classes ------------------------------------------------------------------------------------------
+
+
+def test_mix_lets_due_shorts_share_the_chunks_pass() -> None:
+    view = pass_view([lone_short()], long(RECENT_S))
+    decision = policy(mix=True).decide(view, NOW_S)
+    assert (decision.action, decision.park) == (Action.SHORT, False)
+    assert decision.chunk_tokens == 1000
+
+
+def test_mix_without_a_chunk_changes_nothing() -> None:
+    view = pass_view([lone_short(), long(RECENT_S)])
+    assert policy(mix=True).decide(view, NOW_S) == policy().decide(view, NOW_S)
+
+
+def test_classes_are_by_new_tokens_not_by_prompt() -> None:
+    hit = short(RECENT_S, new_tokens=10, history_tokens=50_000)
+    shorts, longs = policy().classify([hit, long(RECENT_S), short(RECENT_S, BOUNDARY_TOKENS)])
+    assert shorts == [hit]
+    assert len(longs) == 2
+
+
+def test_fitted_boundary_follows_the_model() -> None:
+    made = policy(boundary_tokens=None)
+    assert made.boundary.tokens(0) == 100
+    made.set_model(GPU_START)
+    assert made.boundary.tokens(0) == round(GPU_START.crossing_tokens(0))
+
+
+def test_new_knobs_take_effect() -> None:
+    made = policy()
+    made.set_knobs(dataclasses.replace(KNOBS, boundary_tokens=10, awd=AwdKnobs(depth_max=4)))
+    assert made.boundary.tokens(0) == 10
+    assert made.awd.depth == 4
+    assert made.decide(pass_view([lone_short()]), NOW_S).action is Action.LONG
+
+
+def test_rates_count_who_would_pass() -> None:
+    made = policy()
+    for index in range(10):
+        made.on_arrival(short(), index / 10)
+        made.on_arrival(long(new_tokens=900), index / 10)  # fits one pass, so it passes between chunks too
+        made.on_arrival(long(new_tokens=4000), index / 10)
+    assert made.short_rate.per_second(1.0) == pytest.approx(9.0)
+    assert made.passing_rate.per_second(1.0) == pytest.approx(19.0)
