@@ -1,25 +1,30 @@
 #!/usr/bin/env bash
 # Resolve the dependencies of setup.py afresh and pin the result in constraints.txt. One file serves both Pythons: the
 # set is resolved for 3.11, the older one, and checked to resolve for 3.12 as well. Nothing is installed for good.
+# PYTHON311 and PYTHON312 name the interpreters where they are not on the path.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 SCRATCH=$(mktemp -d)
 trap 'rm -rf "$SCRATCH"' EXIT
 
+PYTHON311=${PYTHON311:-python3.11}
+PYTHON312=${PYTHON312:-python3.12}
+
 resolve() { # interpreter, report file, further pip arguments
-    local python=$1 report=$2
+    local python=$1 report=$2 venv
     shift 2
-    "$python" -m venv "$SCRATCH/$python"
-    "$SCRATCH/$python/bin/python" -m pip install --quiet --upgrade pip
-    "$SCRATCH/$python/bin/python" "$ROOT/scripts/requirements.py" >"$SCRATCH/requirements.txt"
-    "$SCRATCH/$python/bin/python" -m pip install --quiet --dry-run --ignore-installed \
+    venv=$(mktemp -d -p "$SCRATCH")
+    "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install --quiet --upgrade pip
+    "$venv/bin/python" "$ROOT/scripts/requirements.py" >"$SCRATCH/requirements.txt"
+    "$venv/bin/python" -m pip install --quiet --dry-run --ignore-installed \
         --report "$report" --requirement "$SCRATCH/requirements.txt" "$@"
 }
 
 echo "resolving for Python 3.11 (a minute or two)"
-resolve python3.11 "$SCRATCH/report.json"
-python3.11 - "$SCRATCH/report.json" >"$SCRATCH/constraints.txt" <<'PY'
+resolve "$PYTHON311" "$SCRATCH/report.json"
+"$PYTHON311" - "$SCRATCH/report.json" >"$SCRATCH/constraints.txt" <<'PY'
 import json
 import sys
 
@@ -30,6 +35,6 @@ for name, version in sorted((item["name"].lower().replace("_", "-"), item["versi
 PY
 
 echo "checking the same set for Python 3.12"
-resolve python3.12 "$SCRATCH/report312.json" --constraint "$SCRATCH/constraints.txt"
+resolve "$PYTHON312" "$SCRATCH/report312.json" --constraint "$SCRATCH/constraints.txt"
 mv "$SCRATCH/constraints.txt" "$ROOT/constraints.txt"
 echo "wrote constraints.txt: $(grep -c == "$ROOT/constraints.txt") packages"

@@ -96,8 +96,12 @@ own_state() { # shared folder: what .venv was made for
 
 make_own() { # shared folder
     local shared=$1 site log
+    if [[ -e $VENV && ! -e $VENV/.pla_own ]]; then
+        die "$VENV exists and was not made by this script. Move it away first."
+    fi
     say "linking this checkout to it (.venv)"
     rm -rf "$VENV"
+    mkdir "$VENV" && touch "$VENV/.pla_own"
     "$shared/bin/python" -m venv --without-pip "$VENV"
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     # addsitedir, unlike a bare path, also reads the .pth files of the shared layer.
