@@ -126,9 +126,9 @@ class Awd:
             return BatchChoice(batch, True, Reason.SLACK)
         window_s = self._window_s(len(batch), slack_s, rate_per_s)
         gain_s = waiting_gain_s(batch, model, rate_per_s, alternative_s)
-        if gain_s <= 0 and now_s - oldest_s >= self.knobs.wait_min_s:
+        if gain_s <= 0 and now_s >= oldest_s + self.knobs.wait_min_s:
             return BatchChoice(batch, True, Reason.NO_GAIN)
-        if now_s - oldest_s >= window_s:
+        if now_s >= oldest_s + window_s:  # as release_s is written, so that a decision at release_s is never "later"
             return BatchChoice(batch, True, Reason.WINDOW)
         return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=oldest_s + window_s, gain_s=gain_s)
 

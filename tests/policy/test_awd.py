@@ -67,7 +67,13 @@ CASES = [
     Case("window not over", shorts(2, age_s=0.0099), False, Reason.WAIT_FOR_DEPTH),
     # One is missing at 1000/s: a window of 1 ms.
     Case("window by the rate", shorts(3, age_s=0.0011), True, Reason.WINDOW, knobs=AwdKnobs(depth_max=4)),
-    Case("window by the rate not over", shorts(3, age_s=0.0009), False, Reason.WAIT_FOR_DEPTH, knobs=AwdKnobs(depth_max=4)),
+    Case(
+        "window by the rate not over",
+        shorts(3, age_s=0.0009),
+        False,
+        Reason.WAIT_FOR_DEPTH,
+        knobs=AwdKnobs(depth_max=4),
+    ),
     Case("W_max 0: never wait", shorts(2, age_s=0.0), True, Reason.WINDOW, knobs=AwdKnobs(wait_max_s=0.0)),
     Case(
         "W_min holds although nothing is gained",
@@ -100,7 +106,9 @@ CASES = [
         release_s=NOW_S - 0.001 + 0.003,
     ),
     Case("W_SLA over", shorts(2, age_s=0.004, **due_in(0.015)), True, Reason.WINDOW),
-    Case("loose deadline: W_GR counts", shorts(2, **due_in(5.0)), False, Reason.WAIT_FOR_DEPTH, release_s=NOW_S + 0.009),
+    Case(
+        "loose deadline: W_GR counts", shorts(2, **due_in(5.0)), False, Reason.WAIT_FOR_DEPTH, release_s=NOW_S + 0.009
+    ),
     # mode (b), token-max: M_s applies without deadlines only
     Case("M_s", shorts(4), True, Reason.TOKENS, batch=2, knobs=dataclasses.replace(K16, token_max=50)),
     Case(
@@ -138,7 +146,7 @@ def test_every_reason_of_awd_is_in_the_table() -> None:
 
 def test_waiting_states_its_gain() -> None:
     choice = Awd(K16).decide(shorts(2), NOW_S, budget_tokens=1000, slots=100, model=FLAT, rate_per_s=FAST)
-    # Now: two at 10 ms, and the third waits the other 9 ms and runs 10 ms. Waiting: 1 ms each, then 10 ms for all three.
+    # Now: two at 10 ms, the third waits the other 9 ms and runs 10 ms. Waiting: 1 ms for two, then 10 ms for all three.
     assert choice.gain_s == pytest.approx((2 * 0.010 + 0.009 + 0.010) - (2 * 0.011 + 0.010))
 
 
@@ -180,9 +188,7 @@ def test_gain_falls_with_the_time_to_the_next_arrival() -> None:
         ("missed: D is at least one", 8, 0, 0.004, 0.002, 1),
     ],
 )
-def test_update(
-    name: str, depth_before: int, dispatched: int, fill_s: float, window_s: float, depth: int
-) -> None:
+def test_update(name: str, depth_before: int, dispatched: int, fill_s: float, window_s: float, depth: int) -> None:
     awd = Awd(AwdKnobs(wait_min_s=0.002, wait_max_s=0.010, depth_max=16))
     awd.depth = depth_before
     awd.on_dispatch(dispatched, fill_s)

@@ -48,9 +48,7 @@ def worst_error(model: StepModel) -> float:
     [("exact", 0.0, 0.0, 0.01), ("noise", 0.05, 0.0, 0.05), ("noise and outliers", 0.05, 0.05, 0.10)],
 )
 @pytest.mark.parametrize("start", [GPU_START, CPU_START], ids=["gpu start", "cpu start"])
-def test_recovers_a_known_model(
-    name: str, noise: float, outliers: float, tolerance: float, start: StepModel
-) -> None:
+def test_recovers_a_known_model(name: str, noise: float, outliers: float, tolerance: float, start: StepModel) -> None:
     fit = fitted(samples(256, noise=noise, outliers=outliers), start)
     assert worst_error(fit.model) < tolerance
     assert fit.error is not None

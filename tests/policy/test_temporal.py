@@ -263,7 +263,12 @@ CASES = [
         ),
     ),
     Case("no slot for shorts", pass_view([lone_short()], slots=0, running=4), H, Reason.BLOCKED),
-    Case("no slot for shorts, the chunk has its own", pass_view([lone_short()], long(RECENT_S), slots=0), L, Reason.SHORT_BLOCKED),
+    Case(
+        "no slot for shorts, the chunk has its own",
+        pass_view([lone_short()], long(RECENT_S), slots=0),
+        L,
+        Reason.SHORT_BLOCKED,
+    ),
     Case(
         "a long may not take the memory that expected shorts need",
         pass_view([long(RECENT_S, 4000)], running=4, kv_free=4050),
