@@ -3,6 +3,8 @@
 Four packages from four top-level folders. ``kernels/``, ``patches/`` and ``graphs/`` themselves are not packages:
 SGLang depends on a PyPI package named ``kernels``, and a regular package of that name in the repository root would
 hide it for every process started there.
+
+``scripts/requirements.py`` reads the dependency lists from this file's text: keep them literal.
 """
 
 from pathlib import Path
@@ -10,13 +12,14 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+README = ROOT / "README.md"
 PACKAGE_ROOTS = {"pla_kernels": "kernels", "pla_patches": "patches", "pla_graphs": "graphs"}
 
 
 def packages() -> list[str]:
-    found = find_packages(include=["pla_sglang", "pla_sglang.*"])
+    found = find_packages(str(ROOT), include=["pla_sglang", "pla_sglang.*"])
     for name, folder in PACKAGE_ROOTS.items():
-        found += find_packages(folder, include=[name, f"{name}.*"])
+        found += find_packages(str(ROOT / folder), include=[name, f"{name}.*"])
     return found
 
 
@@ -24,9 +27,10 @@ setup(
     name="pla-sglang",
     version="0.1.0",
     description="Prefill-length-aware scheduling for stock SGLang, as a plugin",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",
     packages=packages(),
     package_dir={name: f"{folder}/{name}" for name, folder in PACKAGE_ROOTS.items()},
@@ -34,7 +38,8 @@ setup(
     install_requires=["sglang==0.5.17", "nixl==1.5.1", "scipy", "numpy", "prometheus-client", "pyzmq", "msgspec"],
     extras_require={
         "bench": ["aiohttp", "matplotlib", "rich"],
-        "test": ["pytest", "hypothesis", "ruff", "mypy", "aiohttp", "matplotlib", "rich"],
+        "test": ["pytest", "hypothesis", "aiohttp", "matplotlib", "rich"],
+        "dev": ["ruff", "mypy"],
     },
     entry_points={
         "sglang.srt.plugins": ["pla_sglang = pla_sglang.plugin:register"],

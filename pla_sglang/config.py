@@ -1,8 +1,8 @@
 """The knobs of pla_sglang: one frozen, self-checking dataclass, its command line, its way into child processes.
 
-The only place that reads the command line and the environment. A checked config travels from the process that parsed
-the command line to every process SGLang spawns as JSON in one environment variable, because SGLang's own ``ServerArgs``
-takes no foreign fields.
+The only place where our flags are read from the command line and the environment. A checked config travels from the
+process that parsed the command line to every process SGLang spawns as JSON in one environment variable, because
+SGLang's own ``ServerArgs`` takes no foreign fields.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -88,9 +87,9 @@ def _check_choice(flag: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _check_range(flag: str, value: object, low: float, high: float, *, unit: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high:  # type: ignore[operator]
-        raise ConfigError(f"{flag} {value!r} is out of range; allowed: {low:g} to {high:g} {unit}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high:  # type: ignore[operator]  # false for nan too
+        raise ConfigError(f"{flag} {value!r} is out of range; allowed: {low:.0f} to {high:.0f} {unit}")
 
 
 def parse_boundary(text: str) -> int | None:
@@ -136,7 +135,10 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "wait_max_ms": (
         "--pla-wait-max-ms",
-        {"type": float, "help": "Upper bound of the adaptive wait for a fuller short batch (AWD W_max). 0: never wait."},
+        {
+            "type": float,
+            "help": "Upper bound of the adaptive wait for a fuller short batch (AWD W_max). 0: never wait.",
+        },
     ),
     "long_chunk_tokens": (
         "--pla-long-chunk-tokens",

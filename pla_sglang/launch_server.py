@@ -1,7 +1,7 @@
 """``python -m pla_sglang.launch_server``: SGLang's launcher with our plugin loaded for sure.
 
-Takes every flag of ``python -m sglang.launch_server`` and passes it on. Without ``--model-path`` on a machine without an
-accelerator it serves the embedded demo model.
+Takes every flag of ``python -m sglang.launch_server`` and passes it on. Without ``--model-path`` on a machine without
+an accelerator it serves the embedded demo model.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ def with_model(arguments: list[str]) -> list[str]:
 def _require_plugin() -> None:
     """The plugin must be installed, not merely importable: child processes find it by its entry point."""
     from pla_patches.install import install_launcher, installed
-
     from pla_sglang.errors import HostMismatchError
 
     try:
         if not installed():
             raise HostMismatchError(
-                ["the plugin did not load: install pla-sglang with pip, and let SGLANG_PLUGINS (if set) name pla_sglang"]
+                ["the plugin did not load: install pla-sglang with pip; SGLANG_PLUGINS, if set, must name pla_sglang"]
             )
         install_launcher()
     except HostMismatchError as error:

@@ -43,6 +43,19 @@ def install_for_this_process() -> None:
     _register(seams)
 
 
+def install_scheduler() -> None:
+    """Seams of a scheduler that lives in this very process, as benches and tests build one.
+
+    Raises:
+        HostMismatchError: with every reason.
+    """
+    seams = of_group(Group.SCHEDULER)
+    if reasons := verify.all_reasons(seams):
+        raise HostMismatchError(reasons)
+    _register(seams)
+    _apply()
+
+
 def install_frontend() -> None:
     """Seams of the HTTP process of a server whose scheduling is on.
 

@@ -44,7 +44,7 @@ FRONTEND = (
         Hook.BEFORE,
         _FRONT + "before_generate_request",
         "self, obj, request",
-        "TTFT target from a header or custom_params; a bad one is answered with 400.",
+        "TTFT target from a header or custom_params; a bad one is refused as SGLang refuses bad parameters.",
         "e2e: SLO header tests",
         "When SGLang carries a TTFT target per request.",
     ),

@@ -14,17 +14,19 @@ from pla_graphs.captured import captured_depth
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import apply, snapshot
 from pla_sglang.engine.clock import PlaTick, pack_model, unpack_model
+from pla_sglang.engine.queue_views import QueueViews
 from pla_sglang.engine.telemetry import Telemetry
 from pla_sglang.policy.awd import AwdKnobs
 from pla_sglang.policy.boundary import CPU_START, GPU_START
 from pla_sglang.policy.fit import StepFit
 from pla_sglang.policy.longs import LongKnobs
 from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
-from pla_sglang.policy.types import Action, PassDecision, PrefillClass, WaitingView
+from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, WaitingView
 
 HOLD_NAP_S = 2e-4
 HOLD_RECHECK_S = 0.02  # a hold that waits for freed memory looks again this often
 HOLD_PUBLISH_S = 0.05
+MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +49,7 @@ class PrefillAdapter:
         self.policy = TemporalPolicy(self._knobs(config), start)
         self.fit = StepFit(start)
         self.telemetry = Telemetry()
+        self.views = QueueViews(self._make_view, self._on_arrival)
         self.context: apply.PassContext | None = None  # set only within a prefill pass
         self.now_s = 0.0  # rank 0's clock as last broadcast
         self.changes = 0
@@ -75,7 +78,7 @@ class PrefillAdapter:
             longs=LongKnobs(
                 max_age_s=config.long_max_age_ms / 1e3,
                 chunk_max_tokens=chunk,
-                chunk_min_tokens=max(64, scheduler.page_size),
+                chunk_min_tokens=max(scheduler.page_size, (chunk or 0) // MOST_CUTS, 1),
                 least_remaining=config.long_order == "least-remaining",
             ),
             mix=config.mixing == "allow",
@@ -114,9 +117,15 @@ class PrefillAdapter:
     # -- a request enters the queue ------------------------------------------------------------------------------
 
     def on_queued(self, req: Any) -> None:
+        self.views.add(req)
+
+    def _make_view(self, req: Any) -> WaitingView:
         view = snapshot.make_view(req, self.now_s, self.config.slo_ttft_ms)
         view.seen = view.resumed  # a request that comes back is no new arrival
-        setattr(req, snapshot.VIEW_ATTRIBUTE, view)
+        return view
+
+    def _on_arrival(self, view: WaitingView) -> None:
+        self.policy.on_arrival(view, self.now_s)
 
     # -- one scheduling pass -------------------------------------------------------------------------------------
 
@@ -138,7 +147,15 @@ class PrefillAdapter:
             apply.leave(context, scheduler, chunk_size, batch)
         if context.decision is not None:
             self._account(context, batch)
+        else:
+            self._on_undecided()
         return result
+
+    def _on_undecided(self) -> None:
+        """The host had nothing to schedule. An open hold ends here uncounted, and finished requests can be let go."""
+        self.telemetry.end_hold()
+        if not self.scheduler.waiting_queue:
+            self.views.clear()
 
     def on_ordered(self, queue: list[Any]) -> None:
         """The host has ordered its queue and refreshed prefix matches: decide, and show it only what was selected."""
@@ -146,53 +163,37 @@ class PrefillAdapter:
         if context is None:
             return
         started_s = time.perf_counter()
-        views = self._refresh_views(queue)
-        context.view = snapshot.pass_view(self.scheduler, context.running_batch, queue, views)
+        views = self.views.of_queue(queue)
+        chunk = self.scheduler.chunked_req
+        chunk_view = None if chunk is None else self.views.get(chunk)
+        context.view = snapshot.pass_view(self.scheduler, context.running_batch, views, chunk_view)
         context.decision = self.policy.decide(context.view, self.now_s)
-        requests = self._requests(context.decision, queue, views)
-        apply.enter(context, self.scheduler, queue, requests)
+        if self.views.refresh(context.decision.selected):
+            context.decision = self.policy.decide(context.view, self.now_s)
+        apply.enter(context, self.scheduler, queue)
         self.telemetry.hook_s += time.perf_counter() - started_s
-
-    def _refresh_views(self, queue: list[Any]) -> list[WaitingView]:
-        """Views of the queue, prefix matches carried over. On the hot path: two reads and a compare per request."""
-        views = []
-        for req in queue:
-            try:
-                view = req.pla_view
-            except AttributeError:  # entered by a path of the host that the table has no seam for
-                self.on_queued(req)
-                view = req.pla_view
-            matched = req.num_matched_prefix_tokens
-            if matched != view.history_tokens:
-                view.new_tokens += view.history_tokens - matched
-                view.history_tokens = matched
-            if not view.seen:
-                view.seen = True
-                self.policy.on_arrival(view, self.now_s)
-            views.append(view)
-        return views
-
-    @staticmethod
-    def _requests(decision: PassDecision, queue: list[Any], views: list[WaitingView]) -> dict[int, Any]:
-        """Request by id of its view, for the selected few only."""
-        wanted = set(map(id, decision.selected))
-        if not wanted:
-            return {}
-        return {id(view): req for req, view in zip(queue, views, strict=True) if id(view) in wanted}
 
     def _account(self, context: apply.PassContext, batch: Any) -> None:
         decision, view = context.decision, context.view
         assert decision is not None and view is not None
-        admitted = 0 if batch is None else len(batch.reqs)
-        if decision.action is Action.SHORT and decision.chunk_tokens is not None:
-            admitted -= 1  # a mixed pass carries the chunk as well
+        admitted = self._admitted(decision, view, batch)
         self.policy.on_pass(decision, view, admitted, self.now_s)
-        parked = decision.park or (decision.action is Action.HOLD and view.chunk is not None)
-        self.telemetry.on_pass(decision, view, batch, self.now_s, parked=parked)
+        self.telemetry.on_pass(decision, admitted, batch, self.now_s)
         if batch is None:
             self._remember_hold(decision, context)
         elif batch.prefill_stats is not None:
             batch.prefill_stats.num_pending_tokens += apply.held_tokens(decision, view.waiting)
+
+    @staticmethod
+    def _admitted(decision: PassDecision, view: PassView, batch: Any) -> tuple[WaitingView, ...]:
+        """Whom of the chosen the host really admitted; a continued chunk is chosen without being selected."""
+        if batch is None:
+            return ()
+        if decision.action is Action.LONG and not decision.selected:
+            assert view.chunk is not None, "only a chunk advances without being selected"
+            return (view.chunk,)
+        ran = set(map(id, batch.reqs))
+        return tuple(chosen for chosen in decision.selected if id(chosen.handle) in ran)
 
     # -- holding without spinning --------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class PrefillAdapter:
         if not queue or scheduler.chunked_req is not None or scheduler.enable_hierarchical_cache:
             return
         if decision.action is not Action.HOLD and view.running == 0:
-            return
+            return  # nothing will be freed, so only trying again can help
         release_s = self.now_s + HOLD_RECHECK_S if decision.release_s is None else decision.release_s
         self._hold = _Hold(release_s, len(queue), queue[-1], view.running)
 
@@ -269,8 +270,7 @@ class PrefillAdapter:
             self.telemetry.on_queue(cls, reqs, tokens)
 
     def _queue_by_class(self) -> dict[PrefillClass, tuple[int, int]]:
-        views = [view for req in self.scheduler.waiting_queue if (view := self._view(req)) is not None]
-        shorts, longs = self.policy.classify(views)
+        shorts, longs = self.policy.classify([self.views.get(req) for req in self.scheduler.waiting_queue])
         return {
             PrefillClass.SHORT: (len(shorts), sum(view.new_tokens for view in shorts)),
             PrefillClass.LONG: (len(longs), sum(view.new_tokens for view in longs)),
@@ -302,7 +302,3 @@ class PrefillAdapter:
 
     def fits_and_error(self) -> dict[str, Any]:
         return {"fits": self.fit.fits, "samples": len(self.fit), "mean_relative_error": self.fit.error}
-
-    @staticmethod
-    def _view(req: Any) -> WaitingView | None:
-        return getattr(req, snapshot.VIEW_ATTRIBUTE, None)

@@ -27,6 +27,7 @@ class PassContext:
         running_batch: the host's running batch of this pass.
         full_before: its ``batch_is_full`` on entry.
         order: the complete queue as ordered by the host; None until the decision.
+        shown: ids of the requests that the host may choose from in this pass.
         view, decision: what was seen and decided; None until then.
         parked: the chunk that is hidden in this pass; owned by the context until ``leave``.
         reserve_tokens: KV tokens that the parked chunk will still take.
@@ -37,6 +38,7 @@ class PassContext:
     running_batch: Any
     full_before: bool
     order: list[Any] | None = None
+    shown: set[int] = dataclasses.field(default_factory=set)
     view: PassView | None = None
     decision: PassDecision | None = None
     parked: Any = None
@@ -51,17 +53,13 @@ def align_chunk(tokens: int, page_size: int, align: int | None) -> int:
     return max(grid, tokens // grid * grid)
 
 
-def enter(context: PassContext, scheduler: Any, queue: list[Any], requests: dict[int, Any]) -> None:
-    """Make the host carry out ``context.decision``.
-
-    Args:
-        queue: the host's list object, changed in place.
-        requests: request by ``id`` of its view.
-    """
+def enter(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
+    """Make the host carry out ``context.decision``. ``queue`` is the host's list object, changed in place."""
     decision = context.decision
     assert decision is not None, "a decision precedes its application"
     context.order = list(queue)
-    queue[:] = [requests[id(view)] for view in decision.selected]
+    queue[:] = [view.handle for view in decision.selected]
+    context.shown = set(map(id, queue))
     if decision.park:
         _park(context, scheduler)
     if decision.action is Action.SHORT and decision.chunk_tokens is not None:
@@ -112,13 +110,13 @@ def _restore_queue(context: PassContext, scheduler: Any, batch: Any) -> None:
     """The complete queue in the host's order, without what was admitted, with what came in during the pass."""
     order = context.order
     assert order is not None
-    known = set(map(id, order))
-    added = [req for req in scheduler.waiting_queue if id(req) not in known]
-    if batch is None:
-        scheduler.waiting_queue = order + added
-        return
-    gone = set(map(id, batch.reqs))
-    scheduler.waiting_queue = [req for req in order if id(req) not in gone] + added
+    # The host saw the selected ones only; whatever else stands in its queue now was added by it (preempted requests).
+    shown = context.shown
+    added = [req for req in scheduler.waiting_queue if id(req) not in shown]
+    if batch is not None:
+        gone = set(map(id, batch.reqs))
+        order = [req for req in order if id(req) not in gone]
+    scheduler.waiting_queue = order + added if added else order
 
 
 def reserve_for_parked(context: PassContext, adder: Any) -> None:

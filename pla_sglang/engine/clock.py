@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import BaseReq
 from pla_sglang.policy.boundary import StepModel
 
 
-class PlaTick(BaseReq, kw_only=True):
+class PlaTick(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec class that mypy is told to skip
     """Rank 0's clock, and the coefficients of a new step model (empty: unchanged). Never crosses a socket."""
 
     now_s: float

@@ -25,8 +25,8 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
     def is_set(name: str) -> bool:
         return bool(getattr(args, name, None))
 
-    chunk = getattr(args, "chunked_prefill_size", None)
-    chunking = chunk is not None and chunk > 0
+    chunk: int = getattr(args, "chunked_prefill_size", None) or -1
+    chunking = chunk > 0
     boundary = config.boundary_tokens
     return [
         (is_set("enable_mixed_chunk"), "--enable-mixed-chunk (decode tokens would share batches with shorts)"),
@@ -51,6 +51,10 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
         (
             chunking and config.long_chunk_tokens is not None and config.long_chunk_tokens > chunk,
             f"--pla-long-chunk-tokens {config.long_chunk_tokens} above --chunked-prefill-size {chunk}",
+        ),
+        (
+            not chunking and config.long_chunk_tokens is not None,
+            f"--pla-long-chunk-tokens {config.long_chunk_tokens} while chunked prefill is off",
         ),
     ]
 

@@ -14,6 +14,7 @@ from pla_sglang.errors import ConfigError
 
 PREFIX = "pla."
 AUTO = "auto"
+LARGEST = 1e18  # beyond it an integer may be too large for a float; every knob's own range ends far below
 _NUMBERS = ("wait_min_ms", "wait_max_ms", "long_max_age_ms")
 _OPTIONAL_NUMBERS = ("slo_ttft_ms",)
 _OPTIONAL_INTEGERS = ("boundary_tokens", "long_chunk_tokens")
@@ -47,6 +48,8 @@ def _parse(name: str, value: Any) -> Any:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} must be a number{_or_auto(name)}, got {value!r}")
+    if not -LARGEST <= value <= LARGEST:  # false for nan too
+        raise ConfigError(f"{name} must be a finite number below {LARGEST:.0e}, got {value!r}")
     if name in _OPTIONAL_INTEGERS:
         if value != int(value):
             raise ConfigError(f"{name} must be a whole number{_or_auto(name)}, got {value!r}")
@@ -79,12 +82,9 @@ def decode(wire: Mapping[str, float], current: PlaConfig) -> PlaConfig:
             if number not in range(len(choices)):
                 raise ConfigError(f"{name} {number!r} is out of range; allowed: 0 to {len(choices) - 1}")
             changes[name] = choices[int(number)]
-        elif name in _OPTIONAL_INTEGERS:
-            changes[name] = int(number) or None
-        elif name in _OPTIONAL_NUMBERS:
-            changes[name] = float(number) or None
         else:
-            changes[name] = float(number)
+            optional = name in _OPTIONAL_INTEGERS + _OPTIONAL_NUMBERS
+            changes[name] = None if optional and number == 0 else _parse(name, number)
     return current.replace(**changes)
 
 

@@ -95,6 +95,7 @@ def add_routes() -> None:
         current = pla_config.PlaConfig.from_mapping((await states())[0]["config"])
         try:
             wire = control.encode(values, current)
+            compat.check(http_server._global_state.tokenizer_manager.server_args, control.decode(wire, current))
         except ConfigError as error:
             return _error(str(error))
         manager = http_server._global_state.tokenizer_manager

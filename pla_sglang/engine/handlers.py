@@ -127,7 +127,9 @@ def around_set_internal_state(original: Any, scheduler: Any, recv_req: Any) -> A
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     try:
-        scheduler.pla.set_config(control.decode(mine, scheduler.pla.config))
+        config = control.decode(mine, scheduler.pla.config)
+        compat.check(scheduler.server_args, config)
+        scheduler.pla.set_config(config)
     except ConfigError as error:
         logger.warning("pla_sglang: run-time change refused: %s", error)
         return SetInternalStateReqOutput(updated=False)

@@ -13,7 +13,6 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.policy.fit import StepSample
 from pla_sglang.policy.types import PassView, WaitingView
 
-VIEW_ATTRIBUTE = "pla_view"
 ARRIVAL_ATTRIBUTE = "pla_arrival_s"
 SLO_KEY = "slo_ttft_ms"
 SLO_RANGE_MS = (1.0, 3_600_000.0)
@@ -24,10 +23,10 @@ def check_slo_ms(value: Any, where: str) -> float:
     low, high = SLO_RANGE_MS
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if isinstance(value, bool) or not low <= number <= high:
-        raise ConfigError(f"{where} must be a number of milliseconds from {low:g} to {high:g}, got {value!r}")
+        raise ConfigError(f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r}")
     return number
 
 
@@ -63,16 +62,14 @@ def make_view(req: Any, now_s: float, default_slo_ms: float | None) -> WaitingVi
         deadline_s=None if target_s is None else arrival_s + target_s,
         resumed=bool(req.retracted_stain and len(req.output_ids)),
         output_tokens=output_tokens(req),
+        handle=req,
     )
 
 
-def chunk_view(req: Any) -> WaitingView:
-    """The request whose prefill is under way, with what it still has to prefill."""
-    view: WaitingView = getattr(req, VIEW_ATTRIBUTE)
-    done = req.extend_range.end
-    view.new_tokens = len(req.full_untruncated_fill_ids) - done
-    view.history_tokens = done
-    return view
+def update_chunk_view(req: Any, view: WaitingView) -> None:
+    """What the request whose prefill is under way still has to prefill."""
+    view.history_tokens = req.extend_range.end
+    view.new_tokens = len(req.full_untruncated_fill_ids) - view.history_tokens
 
 
 def chunk_remaining_tokens(req: Any) -> int:
@@ -100,34 +97,33 @@ def free_slots(scheduler: Any, running_batch: Any, chunk: Any) -> int:
     return max(1, slots) if scheduler.enable_priority_preemption else slots
 
 
-def priority_ranks(queue: list[Any], views: list[WaitingView], chunk: Any, *, low_first: bool) -> None:
-    """Rank 0 is the best priority among queue and chunk."""
+def set_priority_ranks(views: list[WaitingView], *, low_first: bool) -> None:
+    """Rank 0 is the best priority among ``views``."""
     sign = 1 if low_first else -1
-    requests = [*queue, chunk] if chunk is not None else queue
-    order = sorted({req.priority * sign for req in requests})
-    rank = {value: index for index, value in enumerate(order)}
-    for req, view in zip(queue, views, strict=True):
-        view.priority_rank = rank[req.priority * sign]
-    if chunk is not None:
-        getattr(chunk, VIEW_ATTRIBUTE).priority_rank = rank[chunk.priority * sign]
+    priorities = [view.handle.priority * sign for view in views]  # type: ignore[attr-defined]
+    rank = {value: index for index, value in enumerate(sorted(set(priorities)))}
+    for view, priority in zip(views, priorities, strict=True):
+        view.priority_rank = rank[priority]
 
 
-def pass_view(scheduler: Any, running_batch: Any, queue: list[Any], views: list[WaitingView]) -> PassView:
-    """Snapshot for one pass. ``queue`` is in the order that the host's policy has just made, prefix matches fresh."""
+def pass_view(scheduler: Any, running_batch: Any, views: list[WaitingView], chunk_view: WaitingView | None) -> PassView:
+    """Snapshot for one pass. ``views`` are in the order that the host's policy has just made."""
     chunk = scheduler.chunked_req
+    if chunk_view is not None:
+        update_chunk_view(chunk, chunk_view)
     if scheduler.enable_priority_scheduling:
-        priority_ranks(queue, views, chunk, low_first=scheduler.schedule_low_priority_values_first)
+        everyone = views if chunk_view is None else [*views, chunk_view]
+        set_priority_ranks(everyone, low_first=scheduler.schedule_low_priority_values_first)
     budget = scheduler.max_prefill_tokens
     if scheduler.chunked_prefill_size is not None:
         budget = min(budget, scheduler.chunked_prefill_size)
     return PassView(
         waiting=views,
-        chunk=None if chunk is None else chunk_view(chunk),
+        chunk=chunk_view,
         pass_budget_tokens=budget,
         slots=free_slots(scheduler, running_batch, chunk),
         kv_free_tokens=kv_free_tokens(scheduler, running_batch),
         running=len(running_batch.reqs),
-        device_idle=device_idle(scheduler, running_batch),
     )
 
 

@@ -1,11 +1,12 @@
-"""Counters of one scheduler's prefill decisions: always for ``/pla/state``, as ``pla:*`` series where metrics are on."""
+"""Counters of one scheduler's prefill decisions: for ``/pla/state``, and as ``pla:*`` series where metrics are on."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass
+from pla_sglang.policy.types import Action, PassDecision, PrefillClass, WaitingView
 
 _WAIT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -42,7 +43,7 @@ class Telemetry:
             self._series.queue_reqs.at(cls.value).set(reqs)
             self._series.queue_tokens.at(cls.value).set(tokens)
 
-    def on_pass(self, decision: PassDecision, view: PassView, batch: Any, now_s: float, *, parked: bool) -> None:
+    def on_pass(self, decision: PassDecision, admitted: Sequence[WaitingView], batch: Any, now_s: float) -> None:
         """Count one decided pass. ``batch`` is the host's batch, or None when nothing was admitted."""
         self.decisions[f"{decision.action.value}:{decision.reason.value}"] += 1
         self._count_hold(decision, now_s)
@@ -55,19 +56,17 @@ class Telemetry:
         self.batches[cls] += 1
         self.requests[cls] += len(batch.reqs)
         self.tokens[cls] += new_tokens
-        self.parks += parked
+        self.parks += decision.park
         self.overtakes += decision.action is Action.LONG and decision.park
-        self._count_mixed(decision, view, batch)
-        missed = sum(v.deadline_s is not None and v.deadline_s < now_s for v in decision.selected)
+        self.mixed_batches += len(batch.reqs) > len(admitted)
+        missed = sum(v.deadline_s is not None and v.deadline_s < now_s for v in admitted)
         self.slo_misses += missed
         if self._series is not None:
-            self._series.on_batch(cls, decision, len(batch.reqs), new_tokens, now_s, parked=parked, missed=missed)
+            self._series.on_batch(cls, decision, admitted, new_tokens, now_s, missed=missed)
 
-    def _count_mixed(self, decision: PassDecision, view: PassView, batch: Any) -> None:
-        wanted = {v.rid for v in decision.selected}
-        if decision.action is Action.LONG and not decision.selected and view.chunk is not None:
-            wanted = {view.chunk.rid}
-        self.mixed_batches += any(req.rid not in wanted for req in batch.reqs)
+    def end_hold(self) -> None:
+        """What was held is gone (aborted); the time since the last pass is no hold."""
+        self._held_since_s = None
 
     def _count_hold(self, decision: PassDecision, now_s: float) -> None:
         if self._held_since_s is not None:
@@ -124,14 +123,22 @@ class _Series:
         self.hold_s = total("pla:hold_seconds", "Time in which prefills were held back.")
 
     def on_batch(
-        self, cls: str, decision: PassDecision, reqs: int, tokens: int, now_s: float, *, parked: bool, missed: int
+        self,
+        cls: str,
+        decision: PassDecision,
+        admitted: Sequence[WaitingView],
+        tokens: int,
+        now_s: float,
+        *,
+        missed: int,
     ) -> None:
         self.dispatch.at(cls, decision.reason.value).inc()
-        self.batch_reqs.at(cls).observe(reqs)
+        self.batch_reqs.at(cls).observe(len(admitted))
         self.tokens.at(cls).inc(tokens)
-        for view in decision.selected:
-            self.wait_s.at(cls).observe(max(0.0, now_s - view.arrival_s))
-        if parked:
+        if decision.selected:  # a continued chunk was counted when it started
+            for view in admitted:
+                self.wait_s.at(cls).observe(max(0.0, now_s - view.arrival_s))
+        if decision.park:
             self.parks.at().inc()
         if missed:
             self.slo_miss.at(cls).inc(missed)

@@ -85,12 +85,14 @@ def _other_platform_installed() -> bool:
 
 
 def publish(environ: MutableMapping[str, str]) -> None:
-    """Write the decision for every process that this one will start.
+    """Write the decision for every process that this one will start, and what has to be set before torch wakes up.
 
-    TORCHDYNAMO_DISABLE rides along: SGLang decorates small functions with ``torch.compile``, and compiling them for a
-    CPU takes minutes at their first use. It has to be set before torch._dynamo is imported, which is now or never.
+    GPUs are hidden: half of SGLang asks the platform for the device, the other half asks torch whether there is CUDA.
+    TorchDynamo is off unless the user said otherwise: SGLang decorates small functions with ``torch.compile``, and
+    compiling them for a CPU takes minutes at their first use.
     """
     environ[PLATFORM_ENV] = "cpu"
+    environ["CUDA_VISIBLE_DEVICES"] = environ["HIP_VISIBLE_DEVICES"] = ""
     environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 

@@ -35,7 +35,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         """Fill in what the user left open. Values given on the command line stay, except an AMX backend."""
-        if server_args.dtype == "auto":
+        # Hosts from 0.5.20 on cannot tell the model's shape yet at this point; there the user names dtype and KV size.
+        knows_model = hasattr(server_args, "get_model_config")
+        if server_args.dtype == "auto" and knows_model:
             keep_full_precision(server_args)
         if server_args.attention_backend in (None, "intel_amx"):
             # SGLang puts "intel_amx" on every x86 CPU; its kernels are not in the official wheel.
@@ -47,7 +49,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.mem_fraction_static is None:
             # A share of host memory would depend on whatever else runs here; a number of tokens does not.
             server_args.mem_fraction_static = 0.9
-            if server_args.max_total_tokens is None:
+            if server_args.max_total_tokens is None and knows_model:
                 server_args.max_total_tokens = default_kv_tokens(
                     bytes_per_token(server_args.get_model_config()), self.get_device_total_memory()
                 )
@@ -69,6 +71,10 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
         return MHATokenToKVPool
 
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """What hosts from 0.5.20 on ask instead of the three methods around; they resolve every kind up front."""
+        return self.get_mha_kv_pool_cls() if kind == "mha" else None
+
     def get_mla_kv_pool_cls(self) -> type:
         raise NotImplementedError(_ONLY_DENSE.format(what="multi-head latent attention"))
 
@@ -86,7 +92,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"
 
-    def get_device(self, local_rank: int | None = None) -> str:  # type: ignore[override]
+    def get_device(self, local_rank: int | None = None) -> str:
         # A string, not a torch.device: SGLang puts the answer into ServerArgs.device and compares it with "cpu".
         return "cpu"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from pla_kernels import paged_alloc
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.utils import get_num_new_pages
+
+from pla_kernels import paged_alloc
 
 
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
@@ -16,6 +17,8 @@ class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     Owns the free pages exactly as its base does; only the computation of the slots differs. Like the base it answers
     None, and changes nothing, when the free pages do not suffice.
     """
+
+    free_pages: torch.Tensor  # [free] int64, page ids
 
     def alloc_extend(
         self,

@@ -2,8 +2,8 @@
 
 Line by line, and where this differs from the paper with the reason:
 
-* line 1, W and D at the start: D is the largest depth that captured shapes and memory allow. W starts at 0, not at the
-  clipped slack: a window that has not been seen to pay delays every request of a quiet server.
+* line 1, W and D at the start: D is the largest depth that captured shapes and request slots allow. W starts at W_min,
+  not at the clipped slack: a window that has not been seen to pay delays every request of a quiet server.
 * lines 3-6, the accumulation loop: the loop is the engine's scheduling loop; each pass asks ``decide`` again with what
   waits by then. The batch is taken in host order. "Bucket-first" grouping by length saves padding only for graphs on a
   length grid; kernels with variable lengths have none, so order stays fair.
@@ -12,12 +12,13 @@ Line by line, and where this differs from the paper with the reason:
 * lines 12-15, update: tau is the time the batch took to fill. The paper only ever lowers D; here a batch that reached D
   raises it again towards the maximum, else one quiet minute would disable batching for good.
 
-W(t) = clip(min(W_SLA, W_GR), [W_min, W_max]) as in section 3.2, mode (a). Without any deadline W_GR alone counts, mode
-(b), and a batch is also full at M_s tokens ("token-max").
+W(t) = clip(min(W_SLA, W_GR), [W_min, W_max]) as in section 3.2, mode (a), counted from the moment of the decision. The
+wait of the oldest request is held to the W of line 13 plus one arrival, so that windows grow from what was observed.
+Without any deadline W_GR alone counts, mode (b), and a batch is also full at M_s tokens ("token-max").
 
-One rule is added: waiting has to pay. With B waiting and the next arrival expected in 1/r seconds, dispatching now costs
-the B their step and the newcomer the rest of that step plus its own; waiting costs everyone the wait and one fuller
-step. Unless the difference is positive, the batch goes at once (reason NO_GAIN). W_min > 0 overrides this.
+One rule is added: waiting has to pay. With B waiting and the next arrival expected in 1/r seconds, dispatching now
+costs the B their step and the newcomer the rest of that step plus its own; waiting costs everyone the wait and one
+fuller step. Unless the difference is positive, the batch goes at once (reason NO_GAIN). W_min > 0 overrides this.
 """
 
 from __future__ import annotations
@@ -107,10 +108,11 @@ class Awd:
         """Choose a batch from the non-empty ``shorts`` (host order) and whether it goes now.
 
         Args:
+            budget_tokens, slots: what one pass may hold.
+            rate_per_s: arrivals of shorts.
             alternative_s: what the device would do instead of this batch takes at least so long (a long's chunk).
         """
-        mode = AwdMode.SLA if any(view.deadline_s is not None for view in shorts) else AwdMode.TOKEN_MAX
-        if mode is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
+        if self._mode(shorts) is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
             budget_tokens = min(budget_tokens, self.knobs.token_max)
         batch, full = take_batch(shorts, budget_tokens, min(slots, self.knobs.depth_max))
         step_s = batch_step_s(batch, model)
@@ -122,23 +124,35 @@ class Awd:
         if len(batch) >= self.depth:
             return BatchChoice(batch, True, Reason.DEPTH)
         slack_s = least_slack_s(batch, now_s, step_s)
-        if slack_s is not None and slack_s <= self.knobs.slack_s:
+        if slack_s is not None and slack_s <= max(self.knobs.slack_s, self.knobs.margin_s):
             return BatchChoice(batch, True, Reason.SLACK)
-        window_s = self._window_s(len(batch), slack_s, rate_per_s)
         gain_s = waiting_gain_s(batch, model, rate_per_s, alternative_s)
         if gain_s <= 0 and now_s >= oldest_s + self.knobs.wait_min_s:
             return BatchChoice(batch, True, Reason.NO_GAIN)
-        if now_s >= oldest_s + window_s:  # as release_s is written, so that a decision at release_s is never "later"
+        end_s = oldest_s + self._longest_wait_s(rate_per_s)
+        if now_s >= end_s:
             return BatchChoice(batch, True, Reason.WINDOW)
-        return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=oldest_s + window_s, gain_s=gain_s)
+        release_s = min(end_s, now_s + self._window_s(len(batch), slack_s, rate_per_s))
+        return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=release_s, gain_s=gain_s)
+
+    def _mode(self, shorts: Sequence[WaitingView]) -> AwdMode:
+        """By the requests that could be in the next batch; the queue behind them may be long."""
+        head = shorts[: self.knobs.depth_max]
+        return AwdMode.SLA if any(view.deadline_s is not None for view in head) else AwdMode.TOKEN_MAX
+
+    def _longest_wait_s(self, rate_per_s: float) -> float:
+        """From the arrival of the oldest: at most one arrival longer than batches have been seen to take to fill."""
+        one_arrival_s = 1 / rate_per_s if rate_per_s > 0 else 0.0
+        return _clip(self.window_s + one_arrival_s, self.knobs.wait_min_s, self.knobs.wait_max_s)
 
     def _window_s(self, depth: int, slack_s: float | None, rate_per_s: float) -> float:
+        """W(t) of section 3.2, from now on."""
         graph_s = max(0, self.depth - depth) / rate_per_s if rate_per_s > 0 else 0.0
         wanted_s = graph_s if slack_s is None else min(graph_s, max(0.0, slack_s - self.knobs.margin_s))
         return _clip(wanted_s, self.knobs.wait_min_s, self.knobs.wait_max_s)
 
     def on_dispatch(self, depth: int, fill_s: float) -> None:
-        """Lines 12-15: ``depth`` requests went out, the first of them ``fill_s`` after its arrival."""
+        """Lines 12-15: ``depth`` requests went out, the oldest of them ``fill_s`` seconds after its arrival."""
         if depth >= self.depth:
             self.window_s = _clip(fill_s, self.knobs.wait_min_s, self.knobs.wait_max_s)
             self.depth = min(self.knobs.depth_max, max(depth + 1, self.depth + self.depth // 2))
@@ -146,9 +160,7 @@ class Awd:
             self.depth = max(1, depth)
 
 
-def take_batch(
-    shorts: Sequence[WaitingView], budget_tokens: int, slots: int
-) -> tuple[tuple[WaitingView, ...], bool]:
+def take_batch(shorts: Sequence[WaitingView], budget_tokens: int, slots: int) -> tuple[tuple[WaitingView, ...], bool]:
     """The longest prefix of ``shorts`` within budget and slots (at least one), and whether it left any behind."""
     taken = 0
     tokens = 0
@@ -179,7 +191,10 @@ def least_slack_s(batch: Sequence[WaitingView], now_s: float, step_s: float) -> 
 def waiting_gain_s(
     batch: Sequence[WaitingView], model: StepModel, rate_per_s: float, alternative_s: float = 0.0
 ) -> float:
-    """Request-seconds saved by waiting for one more arrival of the batch's mean size; negative when waiting costs."""
+    """Request-seconds saved by waiting for one more arrival of the batch's mean size (our rule, not the paper's).
+
+    Negative when waiting costs; -1.0 when no arrival is expected.
+    """
     if rate_per_s <= 0:
         return -1.0
     depth = len(batch)

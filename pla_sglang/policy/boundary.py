@@ -13,7 +13,6 @@ below some 256 tokens that only the maximum reproduces, and the boundary (where 
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 
@@ -22,14 +21,20 @@ BOUNDARY_MAX_TOKENS = 4096
 
 
 def prefill_boundary(alpha: float, beta: float, gamma_w: float) -> float:
-    """L_m of a first prefill: ``max(0, (gamma_w - beta) / alpha)``. Raises ValueError unless ``alpha > 0``."""
+    """L_m in tokens of a first prefill: ``max(0, (gamma_w - beta) / alpha)`` (section 2.1).
+
+    ``alpha`` is in s/token^2, ``beta`` and ``gamma_w`` in s/token. Raises ValueError unless ``alpha > 0``.
+    """
     if alpha <= 0:
         raise ValueError(f"alpha must be positive, got {alpha}")
     return max(0.0, (gamma_w - beta) / alpha)
 
 
 def reprefill_boundary(alpha: float, beta: float, gamma_w: float, gamma_r: float, history_tokens: float) -> float:
-    """L_m of a re-prefill on ``history_tokens`` cached tokens; tends to ``gamma_r / (2 * alpha)`` for long histories."""
+    """L_m in tokens of a re-prefill on ``history_tokens`` cached tokens (section 2.1).
+
+    Tends to ``gamma_r / (2 * alpha)`` for long histories. Units as above. Raises ValueError unless ``alpha > 0``.
+    """
     if alpha <= 0:
         raise ValueError(f"alpha must be positive, got {alpha}")
     linear = 2 * alpha * history_tokens + beta - gamma_w
@@ -37,7 +42,7 @@ def reprefill_boundary(alpha: float, beta: float, gamma_w: float, gamma_r: float
 
 
 def _positive_root(square: float, linear: float, constant: float) -> float:
-    """The larger root of ``square*x^2 + linear*x = constant``, all but ``linear`` non-negative, without cancellation."""
+    """The larger root of ``square*x^2 + linear*x = constant``, without cancellation. Only ``linear`` may be negative."""
     root = math.sqrt(linear * linear + 4 * square * constant)
     if linear > 0:
         return 2 * constant / (linear + root)
@@ -56,7 +61,7 @@ def head_of_line_penalty_s(rate: float, short_share: float, load: float, long_s:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepModel:
-    """Coefficients of the roofline, seconds and tokens. All are non-negative."""
+    """Coefficients of the roofline above: g0, k0 in s; gw, gr, b in s/token; a in s/token^2. None is negative."""
 
     g0_s: float
     gw_s: float
@@ -81,7 +86,8 @@ class StepModel:
     def chunked_s(self, new_tokens: float, history_tokens: float, chunk_tokens: float) -> float:
         """Predicted device time of one long prefill of ``new_tokens`` in chunks of ``chunk_tokens``.
 
-        The attention term does not depend on the cut; each chunk pays the launch and reads its history once more.
+        The attention term does not depend on the cut; each chunk pays the launch and reads the history once more. The
+        history that the request itself builds up is left out of the memory term.
         """
         if new_tokens <= 0:
             return 0.0
@@ -99,7 +105,7 @@ class StepModel:
 
 
 # Start values until the fit has samples: about a 7B model on a Hopper GPU, and a toy model on two CPU cores.
-GPU_START = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-8, k0_s=0.0, b_s=2e-5, a_s=4e-10)
+GPU_START = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-8, k0_s=1e-3, b_s=2e-5, a_s=4e-10)
 CPU_START = StepModel(g0_s=12e-3, gw_s=0.0, gr_s=1e-7, k0_s=4e-3, b_s=8e-5, a_s=4e-9)
 
 
@@ -142,9 +148,3 @@ class Boundary:
 
 def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
-
-
-def smallest_holding(sizes: tuple[int, ...], wanted: int) -> int | None:
-    """The smallest of the ascending ``sizes`` that holds ``wanted``; None where none does."""
-    index = bisect.bisect_left(sizes, wanted)
-    return sizes[index] if index < len(sizes) else None

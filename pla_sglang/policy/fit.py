@@ -2,8 +2,8 @@
 
 Only total step times can be observed, never the two terms apart. The split follows from the roofline: a sample belongs
 to the term that the present model finds larger, each term is fitted to its own samples by non-negative least squares on
-relative errors, and the two steps alternate until no sample changes sides. A cost that grows with L alone cannot be told
-apart between the terms (gw and b); all of it goes to the compute term, so gw = 0 in fitted models.
+relative errors, and the two steps alternate until no sample changes sides. A cost that grows with L alone cannot be
+told apart between the terms (gw and b); all of it goes to the compute term, so gw = 0 in fitted models.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class StepSample:
 
 @dataclasses.dataclass(frozen=True)
 class FitKnobs:
+    """Sizes in samples. A sample is an outlier when its error is ``outlier_mads`` median deviations off the median."""
+
     window: int = 256
     refit_every: int = 16
     min_samples: int = 12
@@ -66,6 +68,7 @@ class StepFit:
         return self._refit()
 
     def _refit(self) -> bool:
+        """Fit, drop outliers, fit again; True when the model changed."""
         table = np.array(
             [(s.new_tokens, s.history_tokens, s.attention, s.step_s) for s in self._samples], dtype=np.float64
         )

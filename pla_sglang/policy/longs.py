@@ -1,7 +1,7 @@
 """The long class: which long advances, by how much, and when it may no longer be passed.
 
-PLA-Serve section 3.2 advances one long by fixed-size chunks C_l and says nothing of order, of the size under load, or of
-starvation. This module adds the three.
+PLA-Serve section 3.2 advances one long by fixed-size chunks C_l and says nothing of order, of the size under load, or
+of starvation. This module adds the three.
 
 **Order.** Least remaining new tokens as a soft key: the long with the least work goes first, because that minimises the
 mean, until a long nears its age bound; then the earliest arrival goes first. A long that is under way is overtaken only
@@ -13,22 +13,23 @@ aged longs have had less than their share since ageing began. Shorts keep the re
 other, and a permanent stream of shorts delays a long by at most ``max_age`` (for R up to ``share * max_age``; by
 ``R / share`` beyond).
 
-**Chunk size.** A short that arrives during a chunk waits half of it on average; each further cut costs the long one more
-launch. With passing requests arriving at rate r, slowdown (wait over own service time) as the common measure, S_s and
-S_l the service times, n longs delayed, g seconds a launch and t seconds a token,
+**Chunk size.** A short that arrives during a chunk waits half of it on average; each further cut costs the long one
+more launch. With passing requests arriving at rate r, slowdown (wait over own service time) as the common measure, S_s
+and S_l the service times, n longs delayed, g seconds a launch and t seconds a token,
 
     cost(C) = r * t * C / (2 * S_s) + n * g / (t * C * S_l)      is least at
     C* = sqrt(2 * n * g * S_s / (r * t^2 * S_l))
 
-clipped from below so that cutting never costs the long more than ``overhead_max`` of its speed, and from above by the
-configured chunk, which is also what is used when no short is expected.
+clipped from below three times, so that cutting never costs the long more than ``overhead_max`` of its speed, never goes
+under twice the ridge of the roofline (below it a smaller chunk is no faster) and never under ``chunk_min``; and from
+above by the configured chunk, which is also what is used when no short is expected.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pla_sglang.policy.boundary import StepModel
 from pla_sglang.policy.types import WaitingView
@@ -36,7 +37,7 @@ from pla_sglang.policy.types import WaitingView
 
 @dataclasses.dataclass(frozen=True)
 class LongKnobs:
-    """Knobs of the long class.
+    """Knobs of the long class. Raises ValueError for a value that makes no sense.
 
     Attributes:
         max_age_s: a long gets its first token about this long after its arrival, however many shorts come.
@@ -61,6 +62,10 @@ class LongKnobs:
             raise ValueError(f"share must be in (0, 1], got {self.share}")
         if self.chunk_max_tokens is not None and self.chunk_max_tokens < 1:
             raise ValueError(f"chunk_max_tokens must be at least 1, got {self.chunk_max_tokens}")
+        if self.chunk_min_tokens < 1:
+            raise ValueError(f"chunk_min_tokens must be at least 1, got {self.chunk_min_tokens}")
+        if self.overhead_max <= 0:
+            raise ValueError(f"overhead_max must be positive, got {self.overhead_max}")
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -81,61 +86,87 @@ class LongPick:
 
 
 def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
-    """When ``view`` becomes aged."""
+    """When ``view`` becomes aged, in seconds on the shared clock."""
     chunk = knobs.chunk_max_tokens or view.new_tokens
     service_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
     return view.arrival_s + max(0.0, knobs.max_age_s - service_s / knobs.share)
 
 
-def pick_long(
-    longs: Sequence[WaitingView],
-    chunk: WaitingView | None,
-    now_s: float,
-    model: StepModel,
-    knobs: LongKnobs,
-) -> LongPick | None:
-    """The long that advances next, or None where there is none. ``longs`` are in host order.
+class LongQueue:
+    """Chooses among the longs. Remembers when each becomes aged, as that is asked of every long in every pass."""
 
-    Only longs of the best priority among the waiting ones are considered; a chunk under way counts with them.
-    """
-    best = min((view.priority_rank for view in longs), default=0)
-    waiting = [view for view in longs if view.priority_rank == best]
-    if chunk is None:
-        if not waiting:
-            return None
-        return _first(waiting, None, now_s, model, knobs)
-    one_pass = knobs.chunk_max_tokens
-    overtakers = [
-        view
-        for view in waiting
-        if one_pass is not None and view.new_tokens <= one_pass and view.new_tokens < chunk.new_tokens
-    ]
-    if not knobs.least_remaining or not overtakers:
-        return resume_chunk(chunk, now_s, model, knobs)
-    return _first([chunk, *overtakers], chunk, now_s, model, knobs)
+    def __init__(self, knobs: LongKnobs, model: StepModel) -> None:
+        self._stamp = 0
+        self.set(knobs, model)
+
+    def set(self, knobs: LongKnobs, model: StepModel) -> None:
+        self.knobs = knobs
+        self.model = model
+        self._stamp += 1
+
+    def _aged_at_s(self, view: WaitingView) -> float:
+        if view.aged_stamp != self._stamp:
+            view.aged_at_s = aged_at_s(view, self.model, self.knobs)
+            view.aged_stamp = self._stamp
+        return view.aged_at_s
+
+    def pick(self, longs: Sequence[WaitingView], chunk: WaitingView | None, now_s: float) -> LongPick | None:
+        """The long that advances next, or None where there is none. ``longs`` are in host order.
+
+        Only longs of the best priority among the waiting ones are considered. A chunk under way is overtaken by those
+        alone that one pass finishes and whose priority is no worse.
+        """
+        best = _Best()
+        if chunk is None:
+            best.scan(longs, self._aged_at_s, now_s)
+            chosen = best.oldest or (best.least if self.knobs.least_remaining else best.first)
+            aged = best.oldest is not None
+            return None if chosen is None else LongPick(chosen, running=False, overtakes=False, aged=aged)
+        rivals = self._overtakers(longs, chunk)
+        best.scan(rivals, self._aged_at_s, now_s)
+        chunk_aged = self._is_aged(chunk, now_s)
+        if best.oldest is not None and (not chunk_aged or best.oldest.arrival_s < chunk.arrival_s):
+            return LongPick(best.oldest, running=False, overtakes=True, aged=True)
+        if best.least is not None and not chunk_aged:
+            return LongPick(best.least, running=False, overtakes=True, aged=False)
+        return self.resume(chunk, longs, now_s)
+
+    def resume(self, chunk: WaitingView, longs: Sequence[WaitingView], now_s: float) -> LongPick:
+        """The chunk under way goes on. It inherits the age of those that can only run after it."""
+        aged = self._is_aged(chunk, now_s) or any(self._aged_at_s(view) <= now_s for view in longs)
+        return LongPick(chunk, running=True, overtakes=False, aged=aged)
+
+    def _is_aged(self, chunk: WaitingView, now_s: float) -> bool:
+        # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
+        return aged_at_s(chunk, self.model, self.knobs) <= now_s
+
+    def _overtakers(self, longs: Sequence[WaitingView], chunk: WaitingView) -> list[WaitingView]:
+        """Longs that one pass finishes, with less work than the chunk has left and no worse priority."""
+        largest = self.knobs.chunk_max_tokens
+        if largest is None or not self.knobs.least_remaining:
+            return []
+        limit, rank = min(largest, chunk.new_tokens - 1), chunk.priority_rank
+        return [view for view in longs if view.new_tokens <= limit and view.priority_rank <= rank]
 
 
-def resume_chunk(chunk: WaitingView, now_s: float, model: StepModel, knobs: LongKnobs) -> LongPick:
-    """The chunk under way goes on."""
-    return LongPick(chunk, running=True, overtakes=False, aged=aged_at_s(chunk, model, knobs) <= now_s)
+@dataclasses.dataclass(slots=True)
+class _Best:
+    """The earliest aged long, the one with the least work, and the first in host order, of the best priority."""
 
+    oldest: WaitingView | None = None
+    least: WaitingView | None = None
+    first: WaitingView | None = None
 
-def _first(
-    candidates: Sequence[WaitingView],
-    chunk: WaitingView | None,
-    now_s: float,
-    model: StepModel,
-    knobs: LongKnobs,
-) -> LongPick:
-    aged = [view for view in candidates if aged_at_s(view, model, knobs) <= now_s]
-    if aged:
-        view = min(aged, key=lambda long: long.arrival_s)
-    elif knobs.least_remaining:
-        view = min(candidates, key=lambda long: (long.new_tokens, long.arrival_s))
-    else:
-        view = candidates[0]  # host order
-    running = view is chunk
-    return LongPick(view, running=running, overtakes=chunk is not None and not running, aged=bool(aged))
+    def scan(self, longs: Sequence[WaitingView], aged_at: Callable[[WaitingView], float], now_s: float) -> None:
+        for view in longs:
+            if self.first is None or view.priority_rank < self.first.priority_rank:
+                self.first, self.oldest, self.least = view, None, None
+            elif view.priority_rank > self.first.priority_rank:
+                continue
+            if aged_at(view) <= now_s and (self.oldest is None or view.arrival_s < self.oldest.arrival_s):
+                self.oldest = view
+            if self.least is None or (view.new_tokens, view.arrival_s) < (self.least.new_tokens, self.least.arrival_s):
+                self.least = view
 
 
 def chunk_tokens(
@@ -147,7 +178,7 @@ def chunk_tokens(
     model: StepModel,
     knobs: LongKnobs,
 ) -> int | None:
-    """New tokens the next chunk of ``view`` may take; None where chunking is off.
+    """New tokens the next chunk of ``view`` may take, by the rule above; None where chunking is off.
 
     Args:
         longs: longs in the system, all of which a cut delays.

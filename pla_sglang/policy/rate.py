@@ -8,8 +8,8 @@ from collections import deque
 class ArrivalRate:
     """Arrivals per second (the r-hat of PLA-Serve section 3.2) and the mean size of what arrived.
 
-    The last ``window`` arrivals no older than ``horizon_s`` count. Fewer than three arrivals give a rate of zero: nothing
-    is expected until there is evidence, so a lone request on an idle server never waits.
+    The last ``window`` arrivals no older than ``horizon_s`` count. Fewer than three arrivals give a rate of zero:
+    nothing is expected until there is evidence, so a lone request on an idle server never waits.
     """
 
     MIN_ARRIVALS = 3
@@ -19,6 +19,7 @@ class ArrivalRate:
         self._horizon_s = horizon_s
 
     def observe(self, now_s: float, tokens: int) -> None:
+        """One arrival with this many new tokens."""
         self._arrivals.append((now_s, tokens))
 
     def _expire(self, now_s: float) -> None:

@@ -6,11 +6,12 @@ Order of the rules in ``decide``, first match wins:
 2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, shorts stop taking memory
    until it fits (KV_DRAIN);
 3. shorts that are due run (AWD's reason);
-4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED);
-5. shorts wait for a fuller batch (WAIT_FOR_DEPTH).
+4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected shorts no memory
+   (KV_HEADROOM);
+5. shorts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED) or waits (EMPTY).
 
-A class whose pass came back empty is *blocked* until memory or slots are freed, and the other class goes on: a blocked
-class never blocks the other.
+A class whose pass came back empty is *blocked* until memory or slots are freed, and the other class goes on. The one
+exception is KV_DRAIN: without it a stream of shorts would take every freed token and the aged long never fit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 
 from pla_sglang.policy.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
 from pla_sglang.policy.boundary import Boundary, StepModel
-from pla_sglang.policy.longs import LongKnobs, LongPick, chunk_tokens, pick_long, resume_chunk
+from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, chunk_tokens
 from pla_sglang.policy.rate import ArrivalRate
 from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
 
@@ -55,9 +56,7 @@ class _Blocked:
 
     def still(self, view: PassView) -> bool:
         """Nothing has been freed since, so trying again would fail again."""
-        return (
-            view.kv_free_tokens <= self.kv_free_tokens and view.slots <= self.slots and view.running >= self.running
-        )
+        return view.kv_free_tokens <= self.kv_free_tokens and view.slots <= self.slots and view.running >= self.running
 
 
 class TemporalPolicy:
@@ -66,10 +65,9 @@ class TemporalPolicy:
     def __init__(self, knobs: TemporalKnobs, model: StepModel) -> None:
         self.knobs = knobs
         self.model = model
-        self.boundary = Boundary(
-            fixed_tokens=knobs.boundary_tokens, cap_tokens=knobs.boundary_cap_tokens, model=model
-        )
+        self.boundary = Boundary(fixed_tokens=knobs.boundary_tokens, cap_tokens=knobs.boundary_cap_tokens, model=model)
         self.awd = Awd(knobs.awd)
+        self.longs = LongQueue(knobs.longs, model)
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
         self._blocked: dict[PrefillClass, _Blocked] = {}
@@ -82,11 +80,13 @@ class TemporalPolicy:
     def set_knobs(self, knobs: TemporalKnobs) -> None:
         self.knobs = knobs
         self.awd.set_knobs(knobs.awd)
+        self.longs.set(knobs.longs, self.model)
         self.boundary.set_fixed(knobs.boundary_tokens, self.model)
 
     def set_model(self, model: StepModel) -> None:
         self.model = model
         self.boundary.update(model)
+        self.longs.set(self.knobs.longs, model)
 
     def on_arrival(self, view: WaitingView, now_s: float) -> None:
         """A request was seen for the first time; its new tokens are those after prefix match."""
@@ -98,26 +98,24 @@ class TemporalPolicy:
         if largest is None or view.new_tokens <= largest:
             self.passing_rate.observe(now_s, view.new_tokens)
 
-    def on_pass(self, decision: PassDecision, view: PassView, admitted: int, now_s: float) -> None:
-        """The pass that ``decision`` asked for admitted ``admitted`` requests (a continued chunk counts as one)."""
+    def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
+        """The pass that ``decision`` asked for admitted these requests; a continued chunk is one of them."""
         if decision.action is Action.HOLD:
             return
         cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
-        if admitted == 0:
+        if not admitted:
             self._blocked[cls] = _Blocked(view.kv_free_tokens, view.slots, view.running)
             return
         self._blocked.pop(cls, None)
         if cls is PrefillClass.SHORT:
-            batch = decision.selected[:admitted]
-            self.awd.on_dispatch(len(batch), now_s - min(short.arrival_s for short in batch))
+            self.awd.on_dispatch(len(admitted), now_s - min(short.arrival_s for short in admitted))
         if self._aged_use_s is not None:
-            self._aged_use_s[cls] += self._pass_s(decision, view)
+            self._aged_use_s[cls] += self._pass_s(decision, admitted)
 
-    def _pass_s(self, decision: PassDecision, view: PassView) -> float:
+    def _pass_s(self, decision: PassDecision, admitted: Sequence[WaitingView]) -> float:
         if decision.action is Action.SHORT:
-            return batch_step_s(decision.selected, self.model)
-        long = decision.selected[0] if decision.selected else view.chunk
-        assert long is not None, "a LONG pass has a long"
+            return batch_step_s(admitted, self.model)
+        long = admitted[0]
         tokens = min(long.new_tokens, decision.chunk_tokens or long.new_tokens)
         return self.model.step_s(tokens, long.history_tokens)
 
@@ -135,24 +133,29 @@ class TemporalPolicy:
         return shorts, longs
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
+        """The next pass, by the rules above.
+
+        Changes nothing that another call could see in its answer, so a driver may ask twice in a pass, as ours does
+        when a prefix match turns out to have changed. ``on_pass`` reports what became of the answer.
+        """
         shorts, longs = self.classify(view.waiting)
-        pick = pick_long(longs, view.chunk, now_s, self.model, self.knobs.longs)
+        pick = self.longs.pick(longs, view.chunk, now_s)
         if view.running == 0 and view.chunk is None and len(self._blocked) == len(PrefillClass):
             self._blocked.clear()  # each class has let the other try; begin again
         other = bool(shorts) or view.chunk is not None
-        long_stuck = pick is not None and not pick.running and self._is_blocked(PrefillClass.LONG, view, other=other)
-        if pick is not None and long_stuck and view.chunk is not None:
-            # What would overtake does not fit; the chunk under way holds its memory already and goes on.
-            pick, long_stuck = resume_chunk(view.chunk, now_s, self.model, self.knobs.longs), False
+        stuck = None if pick is None else self._stuck(pick, view, now_s, other=other)
+        if stuck is not None and view.chunk is not None:
+            # What would overtake cannot run; the chunk under way holds its memory already and goes on.
+            pick, stuck = self.longs.resume(view.chunk, longs, now_s), None
         self._track_ageing(pick)
-        if pick is not None and shorts and not long_stuck and self._outranks(pick, shorts):
-            return self._long(pick, view, longs, now_s, Reason.PRIORITY)
-        if pick is not None and pick.aged:
-            if long_stuck and view.running > 0:
-                return PassDecision(Action.HOLD, Reason.KV_DRAIN)
-            if shorts and not long_stuck and self._long_is_owed():
+        if pick is not None and stuck is None and shorts:
+            if self._outranks(pick, shorts):
+                return self._long(pick, view, longs, now_s, Reason.PRIORITY)
+            if pick.aged and self._long_is_owed():
                 return self._long(pick, view, longs, now_s, Reason.AGE)
-        return self._by_shorts(view, shorts, longs, pick, now_s, long_stuck)
+        if pick is not None and pick.aged and stuck is not None and view.running > 0:
+            return PassDecision(Action.HOLD, Reason.KV_DRAIN)
+        return self._by_shorts(view, shorts, longs, pick, now_s, stuck)
 
     def _by_shorts(
         self,
@@ -161,31 +164,26 @@ class TemporalPolicy:
         longs: list[WaitingView],
         pick: LongPick | None,
         now_s: float,
-        long_stuck: bool,
+        stuck: Reason | None,
     ) -> PassDecision:
         choice = self._choose_shorts(view, shorts, pick, longs, now_s) if shorts else None
         short_stuck = choice is not None and (
             view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view, other=pick is not None)
         )
-        if choice is not None and not short_stuck and (choice.due or (long_stuck and view.device_idle)):
-            reason = choice.reason if choice.due else Reason.LONG_BLOCKED
-            return self._short(choice, reason, view, pick, longs, now_s)
-        if pick is not None and not long_stuck:
-            if self._must_leave_headroom(pick, view, now_s):
-                if choice is None or short_stuck:
-                    return PassDecision(Action.HOLD, Reason.KV_HEADROOM)
-            else:
-                reason = Reason.NO_SHORT
-                if choice is not None:
-                    reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
-                return self._long(pick, view, longs, now_s, reason)
-        if choice is None and pick is None:
-            return PassDecision(Action.HOLD, Reason.EMPTY)
+        if choice is not None and choice.due and not short_stuck:
+            return self._short(choice, view, pick, longs, now_s)
+        if pick is not None and stuck is None:
+            reason = Reason.NO_SHORT
+            if choice is not None:
+                reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
+            return self._long(pick, view, longs, now_s, reason)
         if choice is not None and not short_stuck:
             return PassDecision(
                 Action.HOLD, Reason.WAIT_FOR_DEPTH, release_s=choice.release_s, expected_gain_s=choice.gain_s
             )
-        return PassDecision(Action.HOLD, Reason.BLOCKED)
+        if choice is None and pick is None:
+            return PassDecision(Action.HOLD, Reason.EMPTY)
+        return PassDecision(Action.HOLD, stuck or Reason.BLOCKED)
 
     def _choose_shorts(
         self,
@@ -220,15 +218,14 @@ class TemporalPolicy:
     def _short(
         self,
         choice: BatchChoice,
-        reason: Reason,
         view: PassView,
         pick: LongPick | None,
         longs: list[WaitingView],
         now_s: float,
     ) -> PassDecision:
         if self.knobs.mix and view.chunk is not None and pick is not None and pick.running:
-            return PassDecision(Action.SHORT, reason, choice.batch, chunk_tokens=self._chunk(pick, longs, now_s))
-        return PassDecision(Action.SHORT, reason, choice.batch, park=view.chunk is not None)
+            return PassDecision(Action.SHORT, choice.reason, choice.batch, chunk_tokens=self._chunk(pick, longs, now_s))
+        return PassDecision(Action.SHORT, choice.reason, choice.batch, park=view.chunk is not None)
 
     def _chunk(self, pick: LongPick, longs: list[WaitingView], now_s: float) -> int | None:
         return chunk_tokens(
@@ -244,7 +241,16 @@ class TemporalPolicy:
 
     @staticmethod
     def _outranks(pick: LongPick, shorts: list[WaitingView]) -> bool:
-        return pick.view.priority_rank < min(short.priority_rank for short in shorts)
+        rank = pick.view.priority_rank
+        return not any(short.priority_rank <= rank for short in shorts)
+
+    def _stuck(self, pick: LongPick, view: PassView, now_s: float, *, other: bool) -> Reason | None:
+        """Why ``pick`` cannot be started now; None when it can. A chunk under way is never stuck."""
+        if pick.running:
+            return None
+        if self._is_blocked(PrefillClass.LONG, view, other=other):
+            return Reason.BLOCKED
+        return Reason.KV_HEADROOM if self._must_leave_headroom(pick, view, now_s) else None
 
     def _is_blocked(self, cls: PrefillClass, view: PassView, *, other: bool) -> bool:
         """Whether trying ``cls`` again is pointless. ``other``: something else waits that could run instead."""
@@ -272,7 +278,7 @@ class TemporalPolicy:
 
     def _must_leave_headroom(self, pick: LongPick, view: PassView, now_s: float) -> bool:
         """Starting this long would leave no KV cache for the shorts that are expected while it runs."""
-        if pick.running or pick.aged or view.running == 0 or self.short_rate.per_second(now_s) <= 0:
+        if pick.aged or view.running == 0 or self.short_rate.per_second(now_s) <= 0:
             return False
         headroom = self._footprint_tokens * self.knobs.headroom_requests
         return view.kv_free_tokens - pick.view.footprint_tokens < headroom

@@ -11,6 +11,8 @@ import enum
 
 
 class PrefillClass(enum.Enum):
+    """Side of the boundary on which a request's new tokens lie."""
+
     SHORT = "short"
     LONG = "long"
 
@@ -33,7 +35,6 @@ class Reason(enum.Enum):
     SLACK = "slack"  # the least slack of the batch is at or below sigma
     NO_GAIN = "no_gain"  # waiting for one more request would cost more than it saves
     RESUMED = "resumed"  # holds a retracted request: its user already sees a stream
-    LONG_BLOCKED = "long_blocked"  # the long class could not run; shorts go on
     # LONG passes
     NO_SHORT = "no_short"  # no short is waiting
     SHORT_HELD = "short_held"  # shorts are waiting for a fuller batch
@@ -61,7 +62,9 @@ class WaitingView:
         priority_rank: 0 is the best priority among the waiting requests; equal for all without priorities.
         resumed: retracted or preempted, so it has already been served tokens.
         output_tokens: upper estimate of KV tokens its decode will add.
+        handle: the driver's own object for this request; no policy looks at it.
         seen: reported to the policy as an arrival already.
+        aged_at_s, aged_stamp: cache of the long policy, valid for the stamp it was computed under.
     """
 
     rid: str
@@ -72,7 +75,16 @@ class WaitingView:
     priority_rank: int = 0
     resumed: bool = False
     output_tokens: int = 0
+    handle: object = None
     seen: bool = False
+    aged_at_s: float = 0.0
+    aged_stamp: int = -1
+
+    def set_history(self, history_tokens: int) -> None:
+        """The prefix match has changed; the sum of new and history tokens has not."""
+        self.new_tokens += self.history_tokens - history_tokens
+        self.history_tokens = history_tokens
+        self.aged_stamp = -1
 
     @property
     def footprint_tokens(self) -> int:
@@ -93,7 +105,6 @@ class PassView:
         slots: requests that may still be added to the running batch.
         kv_free_tokens: KV tokens free or evictable, less what running requests are expected to add.
         running: requests that are decoding.
-        device_idle: nothing would run if this pass held back.
     """
 
     waiting: list[WaitingView]
@@ -102,7 +113,6 @@ class PassView:
     slots: int
     kv_free_tokens: int
     running: int
-    device_idle: bool
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -114,7 +124,8 @@ class PassDecision:
         reason: why.
         selected: SHORT: the requests to admit, in host order. LONG: the one long to start or to let overtake; empty
             when the running chunk continues. HOLD: empty.
-        chunk_tokens: LONG: new tokens this pass may take from the long; None: the whole rest in one pass.
+        chunk_tokens: LONG: new tokens this pass may take from the long; None: the whole rest in one pass. SHORT: None,
+            but with mixing allowed (an ablation) the token budget that the running chunk shares with the shorts.
         park: a running chunk sits out this pass.
         release_s: HOLD: when to decide again at the latest; None: when something changes.
         expected_gain_s: HOLD for depth: request-seconds that waiting is expected to save.

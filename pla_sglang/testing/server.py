@@ -100,7 +100,7 @@ class Server:
         self._command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(self.port), *args]
         if model_path is not None:
             self._command += ["--model-path", str(model_path)]
-        if "prefill" in args and "--disaggregation-bootstrap-port" not in args:
+        if _is_prefill_server(args) and "--disaggregation-bootstrap-port" not in args:
             self.bootstrap_port = free_port()
             self._command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         self._env = os.environ | {name: value for name, value in (env or {}).items() if value is not None}
@@ -280,6 +280,16 @@ def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
     finally:
         for server in servers:
             server.stop()
+
+
+def _is_prefill_server(args: Sequence[str]) -> bool:
+    return "--disaggregation-mode prefill" in " ".join(args).replace("--disaggregation-mode=", "--disaggregation-mode ")
+
+
+def greedy_body(input_ids: Sequence[int], new_tokens: int, **sampling: Any) -> dict[str, Any]:
+    """Body of a ``/generate`` request for exactly ``new_tokens`` greedy tokens."""
+    parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **sampling}
+    return {"input_ids": list(input_ids), "sampling_params": parameters}
 
 
 # The environment may name a proxy for the outside world; a server on this machine is not reached through it.

@@ -71,5 +71,6 @@ def _make_weights(folder: Path, dtype: str, seed: int, hidden_size: int, layers:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.save_pretrained(folder)
+        # Made in float32 and then rounded, so that every dtype of one seed is the same model.
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)

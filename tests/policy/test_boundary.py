@@ -18,7 +18,6 @@ from pla_sglang.policy.boundary import (
     head_of_line_penalty_s,
     prefill_boundary,
     reprefill_boundary,
-    smallest_holding,
 )
 
 
@@ -177,9 +176,3 @@ def test_table_agrees_with_the_formula(history: int) -> None:
     index = min(history // Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1)
     exact = step.crossing_tokens(index * Boundary.STEP_TOKENS)
     assert boundary.tokens(history) == round(min(max(exact, BOUNDARY_MIN_TOKENS), BOUNDARY_MAX_TOKENS))
-
-
-@pytest.mark.parametrize(("wanted", "expected"), [(0, 4), (4, 4), (5, 16), (64, 64), (65, None)])
-def test_smallest_holding(wanted: int, expected: int | None) -> None:
-    assert smallest_holding((4, 16, 64), wanted) == expected
-    assert smallest_holding((), wanted) is None

@@ -158,7 +158,7 @@ class VirtualEngine:
         batch = self._admit(decision)
         self._log(decision, view, batch)
         for policy in self.policies:
-            policy.on_pass(decision, view, len(batch), self.now_s)
+            policy.on_pass(decision, view, [request.view for request, _ in batch], self.now_s)
         if not batch:
             self._fruitless += 1
             assert self.running or self._fruitless < MAX_FRUITLESS_PASSES, f"livelock at {self.now_s}: {decision}"
@@ -178,7 +178,6 @@ class VirtualEngine:
             slots=self.slots - len(self.running) - (self.chunk is not None),
             kv_free_tokens=self._kv_free(),
             running=len(self.running),
-            device_idle=not self.running,
         )
 
     def _kv_free(self) -> int:
@@ -296,7 +295,7 @@ class VirtualEngine:
                 reason=decision.reason,
                 gain_s=decision.expected_gain_s,
                 release_s=decision.release_s,
-                device_idle=view.device_idle,
+                device_idle=not self.running,
                 head_arrival_s=next(heads, None),
                 chunk=None if view.chunk is None else view.chunk.rid,
                 ran=tuple(

@@ -1,0 +1,183 @@
+"""Head-of-line blocking: 18 long and 11 short prompts, after SGLang issue #22831, on stock SGLang and on ours.
+
+    python -m bench.hol                      scaled to the machine
+    python -m bench.hol --scale 1            the issue's own lengths, for a GPU
+    python -m bench.hol --ablation           which part brings what
+    python -m bench.hol --peer 'spf=/path/to/python:--schedule-policy shortest-prefill-first'
+
+"short" in every figure means the issue's 2K prompts, "long" its 24K prompts, whatever class a boundary gives them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bench.lib import report
+from bench.lib.arms import STOCK
+from bench.lib.cli import arms_of, check_common, make_fleet, make_parser, run_bench, vocabulary_of
+from bench.lib.compare import Solo, final_state, measure_solo, run_request_rounds
+from bench.lib.fleet import Fleet
+from bench.lib.plot import plot_comparison
+from bench.lib.results import comparison_result, headline, ratios_to_stock
+from bench.lib.stats import Runs, per_round
+from bench.lib.workload import PATTERNS, HolShape, Request, hol_requests
+from pla_sglang.metrics.latency import spread
+
+# On the demo model and one core: a long takes 0.7 to 1.0 s alone, a comparison of two arms under six minutes.
+CPU_SCALE = 5.0
+QUICK_SCALE = 20.0
+
+
+class Windows(NamedTuple):
+    """Over which the longs and the shorts of one round arrive."""
+
+    burst_s: float
+    spread_s: float
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = make_parser("hol", (__doc__ or "").partition("\n")[0], rounds=5)
+    work = parser.add_argument_group("workload")
+    work.add_argument(
+        "--scale", type=float, help=f"divides prompt lengths and chunk; default: {CPU_SCALE:g} on a CPU, 1 on a GPU"
+    )
+    work.add_argument(
+        "--pattern", choices=PATTERNS, default="stream", help="shorts spread over the longs' work, or all at once"
+    )
+    work.add_argument(
+        "--burst-s",
+        type=float,
+        help="window in which the longs (or all) arrive; default: work / 10, at most 1",
+    )
+    work.add_argument("--spread-s", type=float, help="window of the shorts; default: what the longs take, measured")
+    work.add_argument("--chunk-tokens", type=int, help="--chunked-prefill-size of every arm; default: 8192 / scale")
+    work.add_argument("--max-new-tokens", type=int, default=8, help="output length of every request")
+    args = parser.parse_args(argv)
+    check_common(args, parser)
+    if args.scale is None:
+        args.scale = (QUICK_SCALE if args.quick else CPU_SCALE) if args.device == "cpu" else 1.0
+    if args.scale <= 0:
+        parser.error(f"--scale {args.scale:g} is out of range; allowed: above 0")
+    if args.quick:
+        args.rounds = min(args.rounds, 2)
+    return args
+
+
+def shape_of(args: argparse.Namespace) -> HolShape:
+    shape = HolShape.of_issue(args.scale, max_new_tokens=args.max_new_tokens)
+    return shape.with_counts(6, 4) if args.quick else shape
+
+
+def workload_json(args: argparse.Namespace, shape: HolShape, windows: Windows) -> dict[str, Any]:
+    return {
+        "name": "hol",
+        "pattern": args.pattern,
+        "scale": args.scale,
+        "longs": f"{shape.long_count} x {shape.long_tokens} tokens",
+        "shorts": f"{shape.short_count} x {shape.short_tokens} tokens",
+        "chunk_tokens": args.chunk_tokens or shape.chunk_tokens,
+        "max_new_tokens": shape.max_new_tokens,
+        "burst_s": round(windows.burst_s, 2),
+        "spread_s": round(windows.spread_s, 2),
+    }
+
+
+def windows_of(args: argparse.Namespace, long_work_s: float) -> Windows:
+    """What the user gave, else from the time that the longs of one round need one after the other."""
+    return Windows(
+        burst_s=args.burst_s if args.burst_s is not None else min(1.0, long_work_s / 10),
+        spread_s=args.spread_s if args.spread_s is not None else long_work_s,
+    )
+
+
+async def measure(args: argparse.Namespace, fleet: Fleet, shape: HolShape) -> tuple[dict[str, Solo], Runs, Windows]:
+    vocabulary = vocabulary_of(args)
+    solo = await measure_solo(fleet, shape, vocabulary, seed=args.seed)
+    # The fastest lone long of any arm: if the machine is slower later, shorts still meet running longs.
+    fastest_s = min(o.ttft_s for one in solo.values() for o in one.outcomes if o.request.kind == "long")
+    windows = windows_of(args, shape.long_count * fastest_s)
+
+    def requests_of_round(index: int) -> list[Request]:
+        return hol_requests(
+            shape,
+            vocabulary,
+            seed=args.seed,
+            round_index=index,
+            pattern=args.pattern,
+            burst_s=windows.burst_s,
+            spread_s=windows.spread_s,
+        )
+
+    return solo, await run_request_rounds(fleet, args.rounds, requests_of_round), windows
+
+
+def solo_bound(solo: Solo, shape: HolShape, chunk_tokens: int, p99_s: float) -> dict[str, Any]:
+    """The p99 of shorts may be five times their solo value plus one chunk of a long (its share of a long's solo)."""
+    chunk_s = solo.ttft_s["long"] * min(1.0, chunk_tokens / shape.long_tokens)
+    bound_s = 5 * solo.ttft_s["short"] + chunk_s
+    return {
+        "short_solo_ttft_s": round(solo.ttft_s["short"], 4),
+        "long_solo_ttft_s": round(solo.ttft_s["long"], 4),
+        "long_chunk_s": round(chunk_s, 4),
+        "short_ttft_p99_bound_s": round(bound_s, 4),
+        "short_ttft_p99_s": round(p99_s, 4),
+        "short_ttft_p99_within_bound": p99_s <= bound_s,
+    }
+
+
+def bounds(solo: Mapping[str, Solo], runs: Runs, shape: HolShape, chunk_tokens: int) -> dict[str, Any]:
+    return {
+        arm: solo_bound(solo[arm], shape, chunk_tokens, spread(per_round(of_arm, "short", "p99")).median)
+        for arm, of_arm in runs.items()
+        if per_round(of_arm, "short", "p99")
+    }
+
+
+def print_bounds(found: Mapping[str, Mapping[str, Any]]) -> None:
+    for arm, bound in found.items():
+        report.stdout.print(
+            f"{arm}: short p99 {bound['short_ttft_p99_s'] * 1e3:,.0f} ms; "
+            f"5 x solo ({bound['short_solo_ttft_s'] * 1e3:,.0f} ms)"
+            f" + one chunk ({bound['long_chunk_s'] * 1e3:,.0f} ms) = {bound['short_ttft_p99_bound_s'] * 1e3:,.0f} ms:"
+            f" {'within' if bound['short_ttft_p99_within_bound'] else 'above'}"
+        )
+
+
+async def bench(args: argparse.Namespace) -> int:
+    shape = shape_of(args)
+    chunk_tokens = args.chunk_tokens or shape.chunk_tokens
+    # Room for all of it twice: this bench is about time, not about memory (bench.overload --kv-pressure is).
+    kv_tokens = 2 * shape.total_input_tokens + 4096
+    arms = arms_of(args)
+    async with make_fleet(args, arms, chunk_tokens=chunk_tokens, kv_tokens=kv_tokens, bench="hol") as fleet:
+        solo, runs, windows = await measure(args, fleet, shape)
+        state = await final_state(fleet)
+    workload = workload_json(args, shape, windows)
+    found_bounds = bounds(solo, runs, shape, chunk_tokens)
+    result = comparison_result("hol", args, workload, runs, state, solo=solo) | {"solo": found_bounds}
+    title = (
+        f"Head-of-line blocking, {args.pattern}: {workload['longs']}, {workload['shorts']}, chunk {chunk_tokens}, "
+        f"{args.rounds} rounds, {args.model_path.name}, SGLang {state['sglang_version']}"
+    )
+    report.print_latency_table(title, runs)
+    report.print_arm_table(runs, ratios_to_stock(runs))
+    print_bounds(found_bounds)
+    headline(result, runs)
+    reference = solo[STOCK if STOCK in solo else arms[0].name].ttft_s
+    plot_comparison(runs, args.out / "hol.png", title=title, solo_s=dict(reference))
+    report.say(f"picture: {args.out / 'hol.png'}")
+    report.write_requests(runs, args.out / "hol.requests.jsonl")
+    report.emit(result, args.out, "hol")
+    return 0 if result["valid"] else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    return run_bench(lambda: bench(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the benchmarks share: workloads, the client, server arms, statistics, reports."""

@@ -1,0 +1,163 @@
+"""Arms of a comparison: which server, on which Python, with which flags.
+
+Everything that decides what "stock" and "ours" mean stands in this file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+STOCK = "stock"
+OURS = "ours"
+FCFS = STOCK  # stock's default policy is first come, first served
+
+# SGLang's SGLANG_PLUGINS names the entry points that may load, of platforms and of plugins alike. A stock server loads
+# no entry point of ours except, on a machine without GPU, the CPU platform: official SGLang cannot serve there alone.
+# The platform knows nothing of our scheduler. An empty value means "all", so a GPU host names one that is not there.
+STOCK_PLUGINS = {"cpu": "pla_cpu", "cuda": "none"}
+
+STOCK_MODULE = "sglang.launch_server"
+OUR_MODULE = "pla_sglang.launch_server"
+_TEMPORAL = ("--prefill-disagg", "temporal")
+
+# Our arms beyond the default one, so that one sees which part brings what.
+OUR_PRESETS: dict[str, tuple[tuple[str, ...], str]] = {
+    OURS: (_TEMPORAL, "all parts, default knobs"),
+    "full": (_TEMPORAL, "all parts, default knobs"),
+    "off": (("--prefill-disagg", "off"), "our launcher and plugin, switched off"),
+    "interleave-mix": (
+        (*_TEMPORAL, "--pla-mixing", "allow", "--pla-wait-max-ms", "0"),
+        "shorts pass between chunks and may share a long's pass",
+    ),
+    "no-window": ((*_TEMPORAL, "--pla-wait-max-ms", "0"), "never mixed, never waits for a fuller batch"),
+    "fcfs-long": ((*_TEMPORAL, "--pla-long-order", "fcfs"), "longs first come, first served"),
+}
+ABLATION = ("interleave-mix", "no-window", "full", "fcfs-long")
+ARM_NAMES = (STOCK, *OUR_PRESETS)
+
+
+class ArmError(ValueError):
+    """An arm that cannot be built. The message says which, and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    name: str
+    title: str
+    module: str
+    python: str = sys.executable
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    foreign_python: bool = False  # another environment, which does not have our package installed
+
+
+def detect_device() -> str:
+    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def stock_env(device: str) -> dict[str, str]:
+    return {"SGLANG_PLUGINS": STOCK_PLUGINS[device]}
+
+
+def parse_peer(text: str, device: str) -> Arm:
+    """``NAME=PYTHON:FLAGS``, for example ``spf=/opt/v23/bin/python:--schedule-policy shortest-prefill-first``.
+
+    Raises:
+        ArmError: the text does not have this form, or there is no such Python.
+    """
+    name, equals, rest = text.partition("=")
+    python, _, flags = rest.partition(":")
+    if not equals or not name or not python:
+        raise ArmError(f"--peer {text!r} is not of the form NAME=PYTHON:FLAGS")
+    if name in ARM_NAMES:
+        raise ArmError(f"--peer {name!r}: this name is taken; taken are {', '.join(ARM_NAMES)}")
+    if not os.access(python, os.X_OK):
+        raise ArmError(f"--peer {name}: {python!r} is not an executable file")
+    return Arm(
+        name=name,
+        title=flags or "default flags",
+        module=STOCK_MODULE,
+        python=python,
+        flags=tuple(shlex.split(flags)),
+        env=stock_env(device),
+        foreign_python=Path(python).absolute() != Path(sys.executable).absolute(),
+    )
+
+
+def build_arms(
+    names: Sequence[str], peers: Sequence[str], *, device: str, our_flags: Sequence[str] = (), ablation: bool = False
+) -> list[Arm]:
+    """The arms by name, the ablation presets if asked for, then the peers. Stock is always first.
+
+    Raises:
+        ArmError: an arm is unknown or appears twice, or a peer cannot be parsed.
+    """
+    wanted = list(names) + [name for name in ABLATION if ablation and name not in names]
+    if ablation and OURS in wanted and "full" in wanted:
+        wanted.remove("full")  # the same server under another name
+    arms = []
+    for name in sorted(wanted, key=lambda name: name != STOCK):
+        if name == STOCK:
+            arms.append(Arm(STOCK, "stock SGLang, same flags", module=STOCK_MODULE, env=stock_env(device)))
+        elif name in OUR_PRESETS:
+            flags, title = OUR_PRESETS[name]
+            extra = () if name == "off" else tuple(our_flags)
+            arms.append(Arm(name, title, module=OUR_MODULE, flags=(*flags, *extra)))
+        else:
+            raise ArmError(f"arm {name!r} is not known; allowed: {', '.join(ARM_NAMES)}, or --peer")
+    arms += [parse_peer(text, device) for text in peers]
+    seen = [arm.name for arm in arms]
+    twice = {name for name in seen if seen.count(name) > 1}
+    if twice:
+        raise ArmError(f"arm given twice: {', '.join(sorted(twice))}")
+    return arms
+
+
+def shared_flags(
+    *, model_path: Path, device: str, chunk_tokens: int, kv_tokens: int | None, extra: Sequence[str] = ()
+) -> list[str]:
+    """What every arm gets. On the CPU the best flags for stock too; ``extra`` comes last and wins."""
+    flags = ["--model-path", str(model_path), "--device", device, "--chunked-prefill-size", str(chunk_tokens)]
+    flags += ["--random-seed", "0", "--log-level-http", "warning"]
+    if device == "cpu":
+        # A CPU forward is synchronous, so overlapping only delays a first token by one whole chunk. Best for stock too.
+        flags += ["--dtype", "float32"]  # said aloud, because peers of other versions would choose another one
+        flags += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"]
+    if kv_tokens is not None:
+        flags += ["--max-total-tokens", str(kv_tokens)]
+    return [*flags, *extra]
+
+
+def memory_flags(device: str, position: int, arms: int) -> list[str]:
+    """On a GPU each server may take an equal share of what the earlier ones left; they start one after the other."""
+    if device == "cpu" or arms == 1:
+        return []
+    return ["--mem-fraction-static", f"{0.88 / (arms - position):.3f}"]
+
+
+def platform_overlay(folder: Path) -> dict[str, str]:
+    """Give another environment our CPU platform, and nothing else of ours, without installing anything there.
+
+    Links the packages into ``folder`` beside a distribution record that names only the platform's entry point.
+    Returns the environment variables to start such a server with.
+
+    Raises:
+        ArmError: our packages are not installed in this environment.
+    """
+    record = folder / "pla_sglang-0.1.0.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: pla-sglang\nVersion: 0.1.0\n", encoding="utf-8")
+    entry_points = "[sglang.srt.platforms]\npla_cpu = pla_sglang.platform:activate\n"
+    (record / "entry_points.txt").write_text(entry_points, encoding="utf-8")
+    for name in ("pla_sglang", "pla_kernels"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            raise ArmError(f"{name} is not installed here, so the peer cannot be given our CPU platform")
+        (folder / name).symlink_to(Path(spec.submodule_search_locations[0]).absolute())
+    return {"PYTHONPATH": str(folder)}

@@ -1,0 +1,122 @@
+"""The loop of every comparison: solo latencies first, then rounds in which the arms take turns on the same arrivals."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.lib.client import Client, Outcome, Run
+from bench.lib.fleet import Fleet
+from bench.lib.report import progress_bar, say
+from bench.lib.server import ServerError
+from bench.lib.stats import KINDS, ttfts_s
+from bench.lib.workload import HolShape, Request, Vocabulary, solo_requests
+from pla_sglang.metrics.latency import percentile
+
+_WARMUPS = 2
+SOLO_COUNTS = {"short": 5, "long": 3}
+
+Play = Callable[[Client, int, Callable[[], None]], Awaitable[Run]]
+
+
+@dataclass(frozen=True, slots=True)
+class Solo:
+    """What one arm needs for one request when nothing else runs: median TTFT per class, and all answers."""
+
+    ttft_s: Mapping[str, float]
+    outcomes: tuple[Outcome, ...]
+
+    def as_run(self) -> Run:
+        return Run(self.outcomes, 0.0)
+
+
+async def measure_solo(
+    fleet: Fleet, shape: HolShape, vocabulary: Vocabulary, *, seed: int, kinds: Sequence[str] = KINDS
+) -> dict[str, Solo]:
+    """Also the warm-up: SGLang allocates and compiles at the first request of each size.
+
+    Raises:
+        ServerError: a request to an idle server failed, so there is no sense in going on.
+    """
+    found: dict[str, Solo] = {}
+    for member in fleet.members:
+        ttft_s, outcomes = {}, []
+        async with fleet.awake(member) as client:
+            for kind in kinds:
+                count = SOLO_COUNTS[kind]
+                await client.solo(solo_requests(shape, vocabulary, kind=kind, count=_WARMUPS, salt=f"warm-{seed}"))
+                measured = await client.solo(solo_requests(shape, vocabulary, kind=kind, count=count, salt=f"{seed}"))
+                failed = [outcome for outcome in measured if not outcome.ok]
+                if failed:
+                    raise ServerError(f"{member.name}: a lone {kind} request failed: {failed[0].error}")
+                ttft_s[kind] = statistics.median(outcome.ttft_s for outcome in measured)
+                outcomes += measured
+        found[member.name] = Solo(ttft_s, tuple(outcomes))
+        alone = ", ".join(f"{kind} {value * 1e3:.0f} ms" for kind, value in ttft_s.items())
+        say(f"{member.name} alone: TTFT {alone}")
+    return found
+
+
+async def run_rounds(fleet: Fleet, rounds: int, play: Play, size_of: Callable[[int], int]) -> dict[str, list[Run]]:
+    """``play`` sends the workload of one round to one server; every arm gets every round.
+
+    Each round starts with another arm, so that a drift of the machine hits all alike.
+    """
+    runs: dict[str, list[Run]] = {member.name: [] for member in fleet.members}
+    started_s = time.monotonic()
+    for index in range(rounds):
+        shift = index % len(fleet.members)
+        for member in [*fleet.members[shift:], *fleet.members[:shift]]:
+            label = f"round {index + 1}/{rounds} {member.name}"
+            async with fleet.awake(member) as client:
+                with progress_bar(label, size_of(index)) as advance:
+                    run = await play(client, index, advance)
+            runs[member.name].append(run)
+            say(f"{label}: {describe(run)}")
+        left_s = (time.monotonic() - started_s) / (index + 1) * (rounds - index - 1)
+        if left_s > 5:
+            say(f"about {left_s:.0f} s left")
+    return runs
+
+
+async def run_request_rounds(
+    fleet: Fleet, rounds: int, requests_of_round: Callable[[int], Sequence[Request]]
+) -> dict[str, list[Run]]:
+    """``run_rounds`` with requests at fixed times."""
+    planned = [requests_of_round(index) for index in range(rounds)]
+
+    async def play(client: Client, index: int, advance: Callable[[], None]) -> Run:
+        return await client.run(planned[index], on_done=advance)
+
+    return await run_rounds(fleet, rounds, play, lambda index: len(planned[index]))
+
+
+async def final_state(fleet: Fleet) -> dict[str, Any]:
+    """Versions, pools and hook status, read after the work: a hook that has failed since then shows."""
+    for member in fleet.members:
+        async with fleet.awake(member):
+            await fleet.refresh_info(member)
+    ours = [member.hooks for member in fleet.members if member.hooks is not None]
+    return {
+        "sglang_version": fleet.members[0].version,
+        "versions": {member.name: member.version for member in fleet.members},
+        "hooks": ours[0] if ours else None,
+        "kv_tokens": {member.name: member.kv_tokens for member in fleet.members},
+        "arms": {member.name: " ".join([member.arm.module, *member.arm.flags]) for member in fleet.members},
+    }
+
+
+def describe(run: Run) -> str:
+    """One line about one run."""
+    parts = []
+    for kind in KINDS:
+        values = ttfts_s(run, kind)
+        if values:
+            parts.append(f"{kind} TTFT p50 {percentile(values, 50):.3f} s, p99 {percentile(values, 99):.3f} s")
+    parts.append(f"{run.tokens_per_s:,.0f} tokens/s in {run.makespan_s:.1f} s")
+    if run.failed:
+        parts.append(f"[bold red]{len(run.failed)} FAILED[/bold red] ({run.failed[0].error})")
+    return "; ".join(parts)

@@ -1,0 +1,90 @@
+"""Real servers for end-to-end tests: one model, one oracle, and the log of every live server where a test fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from pla_sglang.testing.server import Server, running
+from pla_sglang.testing.tiny_model import VOCABULARY_SIZE, make_tiny_model
+
+NEW_TOKENS = 24
+PROMPT_LENGTHS = (1, 5, 16, 17, 63, 200, 450, 700)
+
+_live: list[Server] = []
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of the tiny model in a dtype; made at the first call."""
+    made: dict[str, Path] = {}
+
+    def folder(dtype: str) -> Path:
+        if dtype not in made:
+            made[dtype] = make_tiny_model(tmp_path_factory.mktemp(f"tiny-{dtype}"), dtype=dtype)
+        return made[dtype]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Token ids of random prompts. The last two share a prefix of 400 tokens."""
+    rng = random.Random(7)
+    made = [[rng.randrange(3, VOCABULARY_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
+    made.append(made[-1][:400] + [rng.randrange(3, VOCABULARY_SIZE) for _ in range(50)])
+    return made
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_model: Callable[[str], Path], prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy continuation of every prompt in float32, by transformers: no KV cache, no chunks, no batches.
+
+    The gap between the two best logits must be far above float32 rounding, or equality would be luck.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # Two threads on busy cores wait for each other: 60 s instead of 2 s.
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("float32"), dtype=torch.float32).eval()
+    outputs = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            tokens = list(prompt)
+            for _ in range(NEW_TOKENS):
+                best = torch.topk(model(torch.tensor([tokens])).logits[0, -1], 2)
+                assert best.values[0] - best.values[1] > 1e-3, "the model is too flat for exact comparison"
+                tokens.append(int(best.indices[0]))
+            outputs.append(tokens[len(prompt) :])
+    return outputs
+
+
+@pytest.fixture(scope="session")
+def serving() -> Callable[..., AbstractContextManager[tuple[Server, ...]]]:
+    """``with serving(Server(...), ...) as (...)``: as ``running``, and failing tests show the servers' logs."""
+
+    @contextmanager
+    def start(*servers: Server) -> Iterator[tuple[Server, ...]]:
+        with running(*servers):
+            _live.extend(servers)
+            try:
+                yield servers
+            finally:
+                for server in servers:
+                    _live.remove(server)
+
+    return start
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.failed:
+        for server in _live:
+            report.sections.append((f"log of the server on port {server.port}", server.log_tail()))

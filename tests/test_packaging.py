@@ -1,0 +1,165 @@
+"""What an installation must offer: entry points, the demo model, pins, and the name ``kernels`` left to its owner."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pla_sglang.demo import demo_model_path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_MODEL_BYTES = 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "target"),
+    [
+        ("sglang.srt.plugins", "pla_sglang", "pla_sglang.plugin:register"),
+        ("sglang.srt.platforms", "pla_cpu", "pla_sglang.platform:activate"),
+    ],
+)
+def test_entry_point_is_registered_and_loads(group: str, name: str, target: str) -> None:
+    found = [point for point in importlib.metadata.entry_points(group=group) if point.name == name]
+    assert [point.value for point in found] == [target]
+    assert callable(found[0].load())
+
+
+def test_this_checkout_is_the_installed_one() -> None:
+    # Several checkouts share one environment of dependencies; none may see another's code.
+    script = "import pla_sglang, pla_kernels, pla_patches, pla_graphs; print(pla_sglang.__file__, pla_patches.__file__)"
+    out = _python(script, cwd=Path("/"))
+    assert [Path(path).is_relative_to(ROOT) for path in out.split()] == [True, True]
+
+
+@pytest.mark.parametrize("folder", ["kernels", "patches", "graphs"])
+def test_top_level_folder_is_not_a_package(folder: str) -> None:
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_kernels_in_the_repository_root_is_sglangs_dependency() -> None:
+    found = Path(_python("import kernels; print(kernels.__file__)", cwd=ROOT).strip())
+    assert not found.is_relative_to(ROOT) or ".venv" in found.parts
+
+
+def test_wheel_holds_the_four_packages_and_the_demo_model(tmp_path: Path) -> None:
+    command = [
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        tmp_path,
+        _copy(tmp_path),
+    ]
+    subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {
+        "pla_sglang/plugin.py",
+        "pla_kernels/__init__.py",
+        "pla_patches/__init__.py",
+        "pla_graphs/__init__.py",
+        "pla_sglang/demo/model/model.safetensors",
+    } <= names
+    assert not [name for name in names if name.startswith(("kernels/", "patches/", "graphs/", "tests/", "bench/"))]
+
+
+def test_every_requirement_is_pinned() -> None:
+    pinned = {line.split("==")[0] for line in _constraints()}
+    script = ROOT / "scripts" / "requirements.py"
+    wanted = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout.split()
+    names = {re.split(r"[=<>\[]", requirement)[0] for requirement in wanted}
+    assert names - pinned == set()
+    assert not [line for line in _constraints() if not re.fullmatch(r"[a-z0-9.-]+==[0-9][a-z0-9.]*", line)]
+
+
+def test_demo_model_is_small_and_complete() -> None:
+    files = {path.name: path.stat().st_size for path in demo_model_path().iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "MODEL_CARD.md"} <= set(
+        files
+    )
+    assert sum(files.values()) < MAX_MODEL_BYTES
+    config = json.loads((demo_model_path() / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert config["dtype"] == "float32"
+    assert config["max_position_embeddings"] >= 32768
+
+
+def test_demo_tokenizer_loses_nothing_and_writes_chatml() -> None:
+    tokenizer = _tokenizer()
+    text = "Hello  World's  12345\n\n  def f(x):\n\tπ — “quoted”"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert chat == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert len(tokenizer("<|im_start|>")["input_ids"]) == 1
+
+
+@pytest.mark.parametrize("question", ["What is json?", "What does threading do?", "Hello"])
+def test_demo_model_answers_a_chat_with_words_and_ends(question: str) -> None:
+    import torch
+
+    tokenizer, model = _tokenizer(), _model()
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        output = model.generate(**prompt, max_new_tokens=120, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    answer = tokenizer.decode(output, skip_special_tokens=True)
+    words = re.findall(r"[A-Za-z]{2,}", answer)
+    assert len(words) >= 4, answer
+    assert output[-1] == tokenizer.eos_token_id, answer
+
+
+def test_demo_model_takes_the_last_position_of_its_context() -> None:
+    import torch
+
+    model = _model()
+    last = model.config.max_position_embeddings - 1
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[last - 1, last]])).logits
+    assert torch.isfinite(logits).all()
+
+
+def _python(script: str, *, cwd: Path) -> str:
+    return subprocess.run([sys.executable, "-c", script], cwd=cwd, check=True, capture_output=True, text=True).stdout
+
+
+def _constraints() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _copy(tmp_path: Path) -> Path:
+    """The sources that make a wheel, elsewhere: building in the checkout would leave files in it."""
+    import shutil
+
+    target = tmp_path / "sources"
+    target.mkdir()
+    for folder in ("pla_sglang", "kernels", "patches", "graphs"):
+        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, target)
+    return target
+
+
+def _tokenizer():  # type: ignore[no-untyped-def]
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(demo_model_path())
+
+
+def _model():  # type: ignore[no-untyped-def]
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(demo_model_path())
