@@ -23,7 +23,7 @@ def check_slo_ms(value: Any, where: str) -> float:
     low, high = SLO_RANGE_MS
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if isinstance(value, bool) or not low <= number <= high:
         raise ConfigError(f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r}")

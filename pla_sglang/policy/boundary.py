@@ -38,7 +38,15 @@ def reprefill_boundary(alpha: float, beta: float, gamma_w: float, gamma_r: float
     if alpha <= 0:
         raise ValueError(f"alpha must be positive, got {alpha}")
     linear = 2 * alpha * history_tokens + beta - gamma_w
-    return max(0.0, (-linear + math.sqrt(linear * linear + 4 * alpha * gamma_r * history_tokens)) / (2 * alpha))
+    return max(0.0, _positive_root(alpha, linear, gamma_r * history_tokens))
+
+
+def _positive_root(square: float, linear: float, constant: float) -> float:
+    """The larger root of ``square*x^2 + linear*x = constant``, without cancellation. Only ``linear`` may be negative."""
+    root = math.sqrt(linear * linear + 4 * square * constant)
+    if linear > 0:
+        return 2 * constant / (linear + root)
+    return (root - linear) / (2 * square) if square > 0 else math.inf
 
 
 def head_of_line_penalty_s(rate: float, short_share: float, load: float, long_s: float, short_s: float) -> float:
@@ -98,9 +106,7 @@ class StepModel:
         gap = self.g0_s - self.k0_s + self.gr_s * history_tokens
         if gap <= 0:
             return 0.0
-        if self.a_s <= 0:
-            return gap / linear if linear > 0 else math.inf
-        return (-linear + math.sqrt(linear * linear + 4 * self.a_s * gap)) / (2 * self.a_s)
+        return _positive_root(self.a_s, linear, gap)
 
 
 # Start values until the fit has samples: about a 7B model on a Hopper GPU, and a toy model on two CPU cores.

@@ -45,5 +45,4 @@ def pass_view(
         slots=slots,
         kv_free_tokens=kv_free,
         running=running,
-        device_idle=running == 0,
     )
