@@ -110,7 +110,7 @@ def test_both_terms_are_equal_at_the_crossing(
 ) -> None:
     step = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0_share * g0, b_s=b, a_s=a)
     tokens = step.crossing_tokens(history)
-    compute_s = step.compute_s(tokens, tokens * (tokens + 2 * history))
+    compute_s = step.compute_s(tokens, history, tokens * (tokens + 2 * history))
     assert compute_s == pytest.approx(step.memory_s(tokens, history), rel=1e-5)
 
 

@@ -299,6 +299,29 @@ CASES = [
         (0,),
         make=lambda: policy(busy=True),
     ),
+    # decode turns
+    Case(
+        "running requests have waited for their turn",
+        pass_view([lone_short()], long(AGED_S), running=4, decode_wait_s=0.5),
+        H,
+        Reason.DECODE_TURN,
+        make=lambda: policy(decode_gap_s=0.5),
+    ),
+    Case(
+        "not yet",
+        pass_view([lone_short()], running=4, decode_wait_s=0.4),
+        S,
+        Reason.NO_GAIN,
+        (0,),
+        make=lambda: policy(decode_gap_s=0.5),
+    ),
+    Case(
+        "switched off",
+        pass_view([lone_short()], running=4, decode_wait_s=100.0),
+        S,
+        Reason.NO_GAIN,
+        (0,),
+    ),
 ]
 
 
