@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +39,7 @@ class PlaConfig:
     wait_max_ms: float = 10.0
     long_chunk_tokens: int | None = None  # None: the server's --chunked-prefill-size
     long_max_age_ms: float = 10_000.0
+    decode_gap_ms: float = 500.0
     long_order: str = "least-remaining"
     mixing: str = "never"
 
@@ -61,6 +61,7 @@ class PlaConfig:
         if self.long_chunk_tokens is not None:
             _check_range("--pla-long-chunk-tokens", self.long_chunk_tokens, 1, 1 << 20, unit="tokens")
         _check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
+        _check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
 
     @property
     def enabled(self) -> bool:
@@ -88,8 +89,8 @@ def _check_choice(flag: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _check_range(flag: str, value: object, low: float, high: float, *, unit: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high:  # type: ignore[operator]
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high:  # type: ignore[operator]  # false for nan too
         raise ConfigError(f"{flag} {value!r} is out of range; allowed: {low:.0f} to {high:.0f} {unit}")
 
 
@@ -155,6 +156,14 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
             "type": float,
             "help": "Starvation bound: shorts give way early enough for a long to get its first token about this "
             "long after its arrival.",
+        },
+    ),
+    "decode_gap_ms": (
+        "--pla-decode-gap-ms",
+        {
+            "type": float,
+            "help": "While prefills go on, running requests still get a decode step at least this often. "
+            "0: decode only when no prefill can run, as SGLang does.",
         },
     ),
     "long_order": (

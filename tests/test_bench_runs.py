@@ -50,7 +50,7 @@ def test_hol_shows_the_gain_of_shortest_first(model: Path, tmp_path: Path, capsy
     result = last_json(capsys)
     assert result["valid"] is True
     assert result["outputs_identical"] is True
-    assert result["outputs_compared"] == 2 * 10 + 8  # two rounds and the solo requests
+    assert result["outputs_by_arm"]["ours"]["compared"] == 2 * 10 + 8  # two rounds and the solo requests
     assert result["short_ttft_p99_gain"] > 1
     assert result["hooks"] == "3 seams verified"
     assert result["sglang_version"] == "0.5.17"
@@ -68,7 +68,7 @@ def test_different_answers_of_a_peer_are_reported(
     assert hol.main(common(model, tmp_path / "out", "--arms", "stock", "--peer", peer)) == 0
     result = last_json(capsys)
     assert result["outputs_identical"] is False
-    assert result["outputs_different"] == result["outputs_compared"]
+    assert result["outputs_by_arm"]["odd"]["different"] == 28
     assert result["figures_of"] == "odd"
 
 

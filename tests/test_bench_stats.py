@@ -6,7 +6,7 @@ import pytest
 
 from bench.lib.client import Outcome, Run, parse_stream, settle
 from bench.lib.leftovers import errors_in, load_counts, request_gauges
-from bench.lib.results import headline_arm
+from bench.lib.results import all_identical, headline_arm, identity_to_first
 from bench.lib.stats import arm_figures, compare_outputs, per_round, problems, ratios, warnings
 from bench.lib.workload import Request
 
@@ -91,16 +91,24 @@ def test_throughput_counts_both_directions_over_the_makespan() -> None:
     assert run.tokens_per_s == pytest.approx(24 / 3.0)
 
 
-def test_identity_over_all_arms() -> None:
-    same = {"stock": [run_of(outcome("a", "short", 1))], "ours": [run_of(outcome("a", "short", 2))]}
-    assert compare_outputs(same).identical is True
-    other = {**same, "peer": [run_of(outcome("a", "short", 1, output=(1, 3)))]}
-    found = compare_outputs(other)
-    assert (found.identical, found.different, found.compared, found.distinct) == (False, ("a",), 1, 2)
+def test_identity_is_per_arm_and_ours_decide() -> None:
+    stock, ours = [run_of(outcome("a", "short", 1))], [run_of(outcome("a", "short", 2))]
+    peer = [run_of(outcome("a", "short", 1, output=(1, 3)), outcome("b", "short", 1))]
+    found = identity_to_first({"stock": stock, "ours": ours, "spf": peer}, None)
+    assert (found["ours"].identical, found["ours"].compared) == (True, 1)
+    assert (found["spf"].identical, found["spf"].different) == (False, ("a",))
+    assert all_identical(found) is True
+    assert all_identical({"spf": found["spf"]}) is False
 
 
 def test_one_arm_has_nothing_to_compare() -> None:
-    assert compare_outputs({"stock": [run_of(outcome("a", "short", 1))]}).identical is None
+    assert all_identical(identity_to_first({"stock": [run_of(outcome("a", "short", 1))]}, None)) is None
+
+
+def test_answers_of_failed_requests_are_not_compared() -> None:
+    bad = outcome("a", "short", 1, output=(9,))
+    bad.error = "status 500"
+    assert compare_outputs([run_of(bad)], [run_of(outcome("a", "short", 1))]).identical is None
 
 
 def test_failed_requests_count_as_problem_and_not_as_latency() -> None:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.lib.client import Outcome
-from bench.lib.stats import Identity, Runs, arm_figures
+from bench.lib.stats import Runs, arm_figures
 from pla_sglang.metrics.latency import Spread
 
 _STARTED_S = time.monotonic()
@@ -101,16 +101,17 @@ def print_arm_table(runs: Runs, ratios: Mapping[str, Mapping[str, Spread]]) -> N
     stdout.print(table)
 
 
-def print_identity(identity: Identity) -> None:
-    if identity.identical is None:
-        stdout.print("outputs: nothing to compare")
-    elif identity.identical:
-        stdout.print(
-            f"outputs: token-identical in all arms, {identity.compared} prompts, {identity.distinct} distinct answers"
-        )
-    else:
-        some = ", ".join(identity.different)
-        stdout.print(f"OUTPUTS DIFFER in {identity.different_count} of {identity.compared} prompts: {some} ...")
+def print_identity(by_arm: Mapping[str, Mapping[str, Any]], first: str, distinct: int) -> None:
+    """``distinct``: how many different answers there were; few of them would make the check weak."""
+    for arm, found in by_arm.items():
+        of = f"{found['compared']} prompts, {distinct} distinct answers"
+        if found["identical"]:
+            stdout.print(f"outputs of {arm}: token-identical to {first}, {of}")
+        elif found["identical"] is None:
+            stdout.print(f"outputs of {arm}: nothing to compare")
+        else:
+            some = ", ".join(found["different_rids"])
+            stdout.print(f"OUTPUTS of {arm} DIFFER from {first} in {found['different']} of {of}: {some}", markup=False)
 
 
 def print_problems(problems: list[str], warnings: list[str]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 from bench.lib import report
 from bench.lib.arms import OUR_PRESETS, OURS, STOCK
-from bench.lib.client import Run
 from bench.lib.compare import Solo
-from bench.lib.stats import Identity, Runs, arm_figures, as_json, compare_outputs, problems, ratios, warnings
+from bench.lib.stats import Identity, Runs, answers, arm_figures, as_json, compare_outputs, problems, ratios, warnings
 from pla_sglang.metrics.latency import Spread
 
 HEADLINE = ("short_ttft_p99_gain", "short_ttft_p50_ratio", "long_ttft_p90_ratio", "throughput_ratio")
@@ -33,12 +32,30 @@ def headline_arm(arms: Iterable[str]) -> str | None:
     return next(iter(mine or others), None)
 
 
-def identity_of(runs: Runs, solo: Mapping[str, Solo] | None) -> Identity:
-    """Solo answers count too: they differ from the others by running in no batch with anybody."""
-    if solo is None:
-        return compare_outputs(runs)
-    everything: dict[str, list[Run]] = {arm: [*of_arm, solo[arm].as_run()] for arm, of_arm in runs.items()}
-    return compare_outputs(everything)
+def identity_to_first(runs: Runs, solo: Mapping[str, Solo] | None) -> dict[str, Identity]:
+    """Every arm against the first one. Solo answers count too: they ran in no batch with anybody."""
+    whole = {arm: [*of_arm, solo[arm].as_run()] if solo else list(of_arm) for arm, of_arm in runs.items()}
+    first, *others = whole
+    return {arm: compare_outputs(whole[first], whole[arm]) for arm in others}
+
+
+def all_identical(identities: Mapping[str, Identity]) -> bool | None:
+    """Over our arms. A peer with another torch may round another way; it counts only where there is no arm of ours."""
+    mine = [found for arm, found in identities.items() if arm in OUR_PRESETS] or list(identities.values())
+    known = [found.identical for found in mine if found.identical is not None]
+    return all(known) if known else None
+
+
+def identity_json(identities: Mapping[str, Identity]) -> dict[str, Any]:
+    return {
+        arm: {
+            "identical": found.identical,
+            "compared": found.compared,
+            "different": len(found.different),
+            "different_rids": list(found.different[:5]),
+        }
+        for arm, found in identities.items()
+    }
 
 
 def comparison_result(
@@ -54,13 +71,13 @@ def comparison_result(
     against = ratios_to_stock(runs)
     arm = headline_arm(runs)
     chosen = against.get(arm, {}) if arm is not None else {}
-    identity = identity_of(runs, solo)
+    identities = identity_to_first(runs, solo)
     found = problems(runs)
     figures = {arm: arm_figures(of_arm) for arm, of_arm in runs.items()}
     return {
         "bench": bench,
         **{key: round(chosen[key].median, 4) if key in chosen else None for key in HEADLINE},
-        "outputs_identical": identity.identical,
+        "outputs_identical": all_identical(identities),
         "rounds": args.rounds,
         "seed": args.seed,
         "workload": dict(workload),
@@ -68,10 +85,8 @@ def comparison_result(
         "problems": found,
         "warnings": warnings(runs),
         "figures_of": arm,
-        "outputs_compared": identity.compared,
-        "outputs_different": identity.different_count,
-        "outputs_distinct": identity.distinct,
-        "outputs_different_rids": list(identity.different),
+        "outputs_by_arm": identity_json(identities),
+        "outputs_distinct": len({answer for of_arm in runs.values() for answer in answers(of_arm).values()}),
         "ratios": {arm: {key: as_json(value) for key, value in of.items()} for arm, of in against.items()},
         "figures": figures,
         **state,
@@ -85,14 +100,7 @@ def comparison_result(
 
 def headline(result: Mapping[str, Any], runs: Runs) -> None:
     """Identity and validity, in words, under the tables."""
-    report.print_identity(
-        Identity(
-            compared=result["outputs_compared"],
-            different=tuple(result["outputs_different_rids"]),
-            different_count=result["outputs_different"],
-            distinct=result["outputs_distinct"],
-        )
-    )
+    report.print_identity(result["outputs_by_arm"], next(iter(runs)), result["outputs_distinct"])
     report.print_problems(result["problems"], result["warnings"])
     cached = {arm: figures["cached_tokens"] for arm, figures in result["figures"].items()}
     if len(set(cached.values())) > 1:

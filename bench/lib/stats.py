@@ -20,17 +20,15 @@ Runs = Mapping[str, Sequence[Run]]  # arm -> one run per round
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whether all arms gave the same tokens to the same prompts."""
+    """Whether two arms gave the same tokens to the same prompts."""
 
     compared: int
-    different: tuple[str, ...]  # request ids, at most a few
-    different_count: int
-    distinct: int  # how many different answers there were: few of them would make the check weak
+    different: tuple[str, ...]  # request ids
 
     @property
     def identical(self) -> bool | None:
         """None when there was nothing to compare."""
-        return self.different_count == 0 if self.compared else None
+        return not self.different if self.compared else None
 
 
 def ttfts_s(run: Run, kind: str) -> list[float]:
@@ -98,18 +96,15 @@ def ratios(base: Sequence[Run], arm: Sequence[Run]) -> dict[str, Spread]:
     return found
 
 
-def compare_outputs(runs: Runs) -> Identity:
-    """Token by token, between all arms, over every request of every round that succeeded in at least two arms."""
-    answers: dict[str, list[tuple[int, ...]]] = {}
-    for of_arm in runs.values():
-        for run in of_arm:
-            for outcome in run.outcomes:
-                if outcome.ok:
-                    answers.setdefault(outcome.request.rid, []).append(outcome.output_ids)
-    shared = {rid: given for rid, given in answers.items() if len(given) > 1}
-    different = [rid for rid, given in shared.items() if any(answer != given[0] for answer in given)]
-    distinct = len({answer for given in answers.values() for answer in given})
-    return Identity(len(shared), tuple(different[:5]), len(different), distinct)
+def answers(runs: Sequence[Run]) -> dict[str, tuple[int, ...]]:
+    return {o.request.rid: o.output_ids for run in runs for o in run.outcomes if o.ok}
+
+
+def compare_outputs(base: Sequence[Run], arm: Sequence[Run]) -> Identity:
+    """Token by token, over every request of every round that succeeded in both arms."""
+    of_base, of_arm = answers(base), answers(arm)
+    shared = [rid for rid in of_base if rid in of_arm]
+    return Identity(len(shared), tuple(rid for rid in shared if of_base[rid] != of_arm[rid]))
 
 
 def problems(runs: Runs) -> list[str]:

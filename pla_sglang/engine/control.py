@@ -6,7 +6,6 @@ data-parallel ranks, and its values are numbers. Names carry the prefix ``pla.``
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,8 @@ from pla_sglang.errors import ConfigError
 
 PREFIX = "pla."
 AUTO = "auto"
-_NUMBERS = ("wait_min_ms", "wait_max_ms", "long_max_age_ms")
+LARGEST = 1e18  # beyond it an integer may be too large for a float; every knob's own range ends far below
+_NUMBERS = ("wait_min_ms", "wait_max_ms", "long_max_age_ms", "decode_gap_ms")
 _OPTIONAL_NUMBERS = ("slo_ttft_ms",)
 _OPTIONAL_INTEGERS = ("boundary_tokens", "long_chunk_tokens")
 _CHOICES = {"long_order": LONG_ORDERS}
@@ -48,8 +48,8 @@ def _parse(name: str, value: Any) -> Any:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} must be a number{_or_auto(name)}, got {value!r}")
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} must be finite, got {value!r}")
+    if not -LARGEST <= value <= LARGEST:  # false for nan too
+        raise ConfigError(f"{name} must be a finite number below {LARGEST:.0e}, got {value!r}")
     if name in _OPTIONAL_INTEGERS:
         if value != int(value):
             raise ConfigError(f"{name} must be a whole number{_or_auto(name)}, got {value!r}")

@@ -127,7 +127,7 @@ class Awd:
         if slack_s is not None and slack_s <= max(self.knobs.slack_s, self.knobs.margin_s):
             return BatchChoice(batch, True, Reason.SLACK)
         gain_s = waiting_gain_s(batch, model, rate_per_s, alternative_s)
-        if gain_s <= 0 and now_s - oldest_s >= self.knobs.wait_min_s:
+        if gain_s <= 0 and now_s >= oldest_s + self.knobs.wait_min_s:
             return BatchChoice(batch, True, Reason.NO_GAIN)
         end_s = oldest_s + self._longest_wait_s(rate_per_s)
         if now_s >= end_s:

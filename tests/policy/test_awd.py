@@ -47,6 +47,7 @@ class Case:
     slots: int = 100
     alternative_s: float = 0.0
     release_s: float | None = None
+    window_s: float = 0.010  # W as learnt so far; it starts at 0
 
 
 K16 = AwdKnobs(depth_max=16)
@@ -65,14 +66,23 @@ CASES = [
     Case("one that exceeds the budget alone goes alone", shorts(2, new_tokens=90), True, Reason.TOKENS, 1, budget=50),
     Case("window over", shorts(2, age_s=0.0101), True, Reason.WINDOW),
     Case("window not over", shorts(2, age_s=0.0099), False, Reason.WAIT_FOR_DEPTH),
-    # One is missing at 1000/s: a window of 1 ms.
-    Case("window by the rate", shorts(3, age_s=0.0011), True, Reason.WINDOW, knobs=AwdKnobs(depth_max=4)),
+    Case("nothing learnt yet: one arrival, 1 ms", shorts(2, age_s=0.0011), True, Reason.WINDOW, window_s=0.0),
     Case(
-        "window by the rate not over",
-        shorts(3, age_s=0.0009),
+        "nothing learnt yet, the next may still come",
+        shorts(2, age_s=0.0009),
+        False,
+        Reason.WAIT_FOR_DEPTH,
+        window_s=0.0,
+        release_s=NOW_S + 0.0001,
+    ),
+    Case("learnt 3 ms, and one arrival", shorts(2, age_s=0.0041), True, Reason.WINDOW, window_s=0.003),
+    Case(
+        "one is missing: W_GR is 1 ms from now",
+        shorts(3, age_s=0.0011),
         False,
         Reason.WAIT_FOR_DEPTH,
         knobs=AwdKnobs(depth_max=4),
+        release_s=NOW_S + 0.001,
     ),
     Case("W_max 0: never wait", shorts(2, age_s=0.0), True, Reason.WINDOW, knobs=AwdKnobs(wait_max_s=0.0)),
     Case(
@@ -83,6 +93,7 @@ CASES = [
         knobs=AwdKnobs(wait_min_s=0.005, wait_max_s=0.01),
         rate_per_s=0.0,
         release_s=NOW_S - 0.001 + 0.005,
+        window_s=0.005,
     ),
     Case(
         "W_min over, nothing gained",
@@ -103,9 +114,9 @@ CASES = [
         shorts(2, **due_in(0.015)),
         False,
         Reason.WAIT_FOR_DEPTH,
-        release_s=NOW_S - 0.001 + 0.003,
+        release_s=NOW_S + 0.003,
     ),
-    Case("W_SLA over", shorts(2, age_s=0.004, **due_in(0.015)), True, Reason.WINDOW),
+    Case("W_SLA over: slack at delta", shorts(2, **due_in(0.0129)), True, Reason.SLACK, knobs=AwdKnobs(margin_s=0.003)),
     Case(
         "loose deadline: W_GR counts", shorts(2, **due_in(5.0)), False, Reason.WAIT_FOR_DEPTH, release_s=NOW_S + 0.009
     ),
@@ -123,7 +134,9 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_decide(case: Case) -> None:
-    choice = Awd(case.knobs).decide(
+    awd = Awd(case.knobs)
+    awd.window_s = case.window_s
+    choice = awd.decide(
         case.queue,
         NOW_S,
         budget_tokens=case.budget,
@@ -145,8 +158,10 @@ def test_every_reason_of_awd_is_in_the_table() -> None:
 
 
 def test_waiting_states_its_gain() -> None:
-    choice = Awd(K16).decide(shorts(2), NOW_S, budget_tokens=1000, slots=100, model=FLAT, rate_per_s=FAST)
-    # Now: two at 10 ms, and the third waits the other 9 ms and runs 10 ms. Waiting: 1 ms each, then 10 ms for all three.
+    awd = Awd(K16)
+    awd.window_s = 0.010
+    choice = awd.decide(shorts(2), NOW_S, budget_tokens=1000, slots=100, model=FLAT, rate_per_s=FAST)
+    # Now: two at 10 ms, the third waits the other 9 ms and runs 10 ms. Waiting: 1 ms for two, then 10 ms for all three.
     assert choice.gain_s == pytest.approx((2 * 0.010 + 0.009 + 0.010) - (2 * 0.011 + 0.010))
 
 

@@ -11,27 +11,36 @@ from hypothesis import strategies as st
 from support.views import FLAT, long
 
 from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.longs import LongKnobs, aged_at_s, chunk_tokens, pick_long, resume_chunk
+from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens
+from pla_sglang.policy.types import WaitingView
 
-# Under FLAT a long of 4000 tokens in chunks of 1000 takes 0.4 s: with half of the device it is aged 9.2 s after arrival.
+# Under FLAT a long of 4000 tokens in chunks of 1000 takes 0.4 s: with half of the device it is aged after 9.2 s.
 KNOBS = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000)
 FCFS = dataclasses.replace(KNOBS, least_remaining=False)
 
 
+def picks(
+    longs: list[WaitingView], chunk: WaitingView | None, now_s: float, knobs: LongKnobs = KNOBS
+) -> tuple[LongPick, LongPick | None]:
+    by_order, aged = LongQueue(knobs, FLAT).pick(longs, chunk, now_s)
+    assert by_order is not None
+    return by_order, aged
+
+
 def test_without_longs_there_is_no_pick() -> None:
-    assert pick_long([], None, 0.0, FLAT, KNOBS) is None
+    assert LongQueue(KNOBS, FLAT).pick([], None, 0.0) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("name", "sizes_and_arrivals", "now_s", "knobs", "picked", "aged"),
     [
-        ("least work first", [(4000, 0.0), (2000, 1.0), (3000, 2.0)], 3.0, KNOBS, 1, False),
-        ("ties by arrival", [(4000, 2.0), (4000, 1.0)], 3.0, KNOBS, 1, False),
-        ("first come first served", [(4000, 0.0), (2000, 1.0)], 3.0, FCFS, 0, False),
-        ("aged one before less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 0, True),
-        ("not aged yet", [(4000, 0.0), (2000, 5.0)], 9.1, KNOBS, 1, False),
-        ("among aged the earliest arrival", [(4000, 1.0), (2000, 0.5), (9000, 0.0)], 30.0, KNOBS, 2, True),
-        ("aged under first come first served", [(4000, 1.0), (2000, 0.0)], 30.0, FCFS, 1, True),
+        ("least work first", [(4000, 0.0), (2000, 1.0), (3000, 2.0)], 3.0, KNOBS, 1, None),
+        ("ties by arrival", [(4000, 2.0), (4000, 1.0)], 3.0, KNOBS, 1, None),
+        ("first come first served", [(4000, 0.0), (2000, 1.0)], 3.0, FCFS, 0, None),
+        ("aged beside less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 1, 0),
+        ("not aged yet", [(4000, 0.0), (2000, 5.0)], 9.1, KNOBS, 1, None),
+        ("among aged the earliest arrival", [(4000, 1.0), (2000, 0.5), (9000, 0.0)], 30.0, KNOBS, 1, 2),
+        ("aged under first come first served", [(4000, 1.0), (2000, 0.0)], 30.0, FCFS, 0, 1),
     ],
 )
 def test_order(
@@ -40,20 +49,20 @@ def test_order(
     now_s: float,
     knobs: LongKnobs,
     picked: int,
-    aged: bool,
+    aged: int | None,
 ) -> None:
     longs = [long(arrival, size) for size, arrival in sizes_and_arrivals]
-    pick = pick_long(longs, None, now_s, FLAT, knobs)
-    assert pick is not None
-    assert pick.view is longs[picked]
-    assert (pick.running, pick.overtakes, pick.aged) == (False, False, aged)
+    by_order, oldest = picks(longs, None, now_s, knobs)
+    assert by_order == LongPick(longs[picked], running=False, overtakes=False)
+    assert (None if oldest is None else oldest.view) is (None if aged is None else longs[aged])
 
 
 def test_best_priority_first_and_only() -> None:
     longs = [long(0.0, 2000, priority_rank=1), long(5.0, 9000, priority_rank=0)]
-    pick = pick_long(longs, None, 30.0, FLAT, KNOBS)
-    assert pick is not None
-    assert pick.view is longs[1]  # although the other is older, aged and smaller
+    by_order, aged = picks(longs, None, 30.0)
+    assert by_order.view is longs[1]  # although the other is older, aged and smaller
+    assert aged is not None
+    assert aged.view is longs[1]
 
 
 @pytest.mark.parametrize(
@@ -75,23 +84,32 @@ def test_best_priority_first_and_only() -> None:
 )
 def test_overtaking(name: str, chunk_left: int, waiting: int, knobs: LongKnobs, overtakes: bool) -> None:
     chunk, other = long(0.0, chunk_left), long(1.0, waiting)
-    pick = pick_long([other], chunk, 2.0, FLAT, knobs)
-    assert pick is not None
-    assert pick.view is (other if overtakes else chunk)
-    assert (pick.running, pick.overtakes) == (not overtakes, overtakes)
+    by_order, _ = picks([other], chunk, 2.0, knobs)
+    assert by_order == LongPick(other if overtakes else chunk, running=not overtakes, overtakes=overtakes)
 
 
-def test_an_aged_chunk_is_not_overtaken_by_younger_ones() -> None:
+def test_worse_priority_does_not_overtake() -> None:
+    chunk, other = long(0.0, 4000, priority_rank=0), long(1.0, 900, priority_rank=1)
+    assert picks([other], chunk, 2.0)[0].running
+
+
+def test_an_aged_chunk_has_its_own_time_beside_younger_overtakers() -> None:
     chunk, other = long(0.0, 4000), long(9.0, 900)
-    pick = pick_long([other], chunk, 9.5, FLAT, KNOBS)
-    assert pick is not None
-    assert pick.running
-    assert pick.aged
+    by_order, aged = picks([other], chunk, 9.5)
+    assert by_order.view is other
+    assert aged is not None
+    assert aged.running
 
 
-def test_resume_states_its_age() -> None:
-    assert not resume_chunk(long(0.0, 4000), 9.1, FLAT, KNOBS).aged
-    assert resume_chunk(long(0.0, 4000), 9.3, FLAT, KNOBS).aged
+@pytest.mark.parametrize(("now_s", "aged"), [(9.1, False), (9.3, True)])
+def test_a_chunk_becomes_aged(now_s: float, aged: bool) -> None:
+    assert (picks([], long(0.0, 4000), now_s)[1] is not None) is aged
+
+
+def test_a_young_chunk_inherits_the_age_of_who_must_wait_for_it() -> None:
+    chunk, older = long(9.0, 4000), long(0.0, 5000)  # five passes: it cannot overtake
+    _, aged = picks([older], chunk, 9.5)
+    assert aged == LongPick(chunk, running=True, overtakes=False)
 
 
 # -- age bound ---------------------------------------------------------------------------------------------------------
@@ -145,7 +163,7 @@ def test_no_chunking_stays_off() -> None:
 
 
 def test_size_against_the_closed_form() -> None:
-    # sqrt(2 * n * g * S_s / (r * t^2 * S_l)), S_s = 3 ms, S_l = 20,000 * 0.1 ms + 3 launches = 2.003 s; overhead allowed
+    # sqrt(2 * n * g * S_s / (r * t^2 * S_l)) with S_s = 3 ms, S_l = 20,000 * 0.1 ms + 3 launches = 2.003 s
     knobs = dataclasses.replace(BIG, overhead_max=1.0)
     expected = (2 * 0.001 * 0.003 / (0.01 * 1e-8 * 2.003)) ** 0.5
     assert size(0.01, knobs=knobs) == int(expected) == 173
@@ -168,7 +186,7 @@ def test_grows_with_the_longs(rate: float, few: int, more: int) -> None:
 
 
 @given(
-    rate=st.floats(0, 1e5),
+    rate=st.one_of(st.just(0.0), st.floats(0.1, 1e5)),
     longs=st.integers(1, 100),
     history=st.integers(0, 100_000),
     largest=st.integers(1, 10_000),
@@ -178,13 +196,13 @@ def test_grows_with_the_longs(rate: float, few: int, more: int) -> None:
 def test_within_limits_and_overhead_cap(
     rate: float, longs: int, history: int, largest: int, k0: float, a: float
 ) -> None:
-    model = dataclasses.replace(LAUNCH, k0_s=k0, a_s=a, gr_s=1e-8)
+    model = dataclasses.replace(LAUNCH, k0_s=k0, a_s=a, kr_s=1e-8)
     knobs = dataclasses.replace(BIG, chunk_max_tokens=largest)
     got = size(rate, longs=longs, model=model, knobs=knobs, history_tokens=history)
     assert got is not None
     assert 1 <= got <= largest
     token_s = model.b_s + 2 * model.a_s * history
-    launch_s = model.k0_s + model.gr_s * history
+    launch_s = model.k0_s + model.kr_s * history
     if got < largest:
         assert got >= knobs.chunk_min_tokens
         # One token of rounding.

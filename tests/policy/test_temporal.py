@@ -40,7 +40,7 @@ def policy(*, busy: bool = False, **changes: object) -> TemporalPolicy:
 def blocked(made: TemporalPolicy, cls: PrefillClass, view: PassView) -> TemporalPolicy:
     """A pass of ``cls`` has just come back empty in the state of ``view``."""
     action = Action.SHORT if cls is PrefillClass.SHORT else Action.LONG
-    made.on_pass(PassDecision(action, Reason.NO_SHORT, (short(),)), view, 0, NOW_S)
+    made.on_pass(PassDecision(action, Reason.NO_SHORT, (short(),)), view, (), NOW_S)
     return made
 
 
@@ -299,15 +299,28 @@ CASES = [
         (0,),
         make=lambda: policy(busy=True),
     ),
+    # decode turns
     Case(
-        "shorts held for depth go when the long is blocked and the device would idle",
-        dataclasses.replace(pass_view([lone_short(), long(RECENT_S)], running=4, **FREE), device_idle=True),
+        "running requests have waited for their turn",
+        pass_view([lone_short()], long(AGED_S), running=4, decode_wait_s=0.5),
+        H,
+        Reason.DECODE_TURN,
+        make=lambda: policy(decode_gap_s=0.5),
+    ),
+    Case(
+        "not yet",
+        pass_view([lone_short()], running=4, decode_wait_s=0.4),
         S,
-        Reason.LONG_BLOCKED,
+        Reason.NO_GAIN,
         (0,),
-        make=lambda: blocked(
-            policy(awd=AwdKnobs(wait_min_s=0.005, depth_max=16)), PrefillClass.LONG, pass_view(running=4, **FREE)
-        ),
+        make=lambda: policy(decode_gap_s=0.5),
+    ),
+    Case(
+        "switched off",
+        pass_view([lone_short()], running=4, decode_wait_s=100.0),
+        S,
+        Reason.NO_GAIN,
+        (0,),
     ),
 ]
 
@@ -349,7 +362,8 @@ def test_deciding_does_not_change_what_is_decided() -> None:
 def run(made: TemporalPolicy, view: PassView, now_s: float = NOW_S) -> PassDecision:
     """Decide and report the pass as carried out."""
     decision = made.decide(view, now_s)
-    made.on_pass(decision, view, max(1, len(decision.selected)), now_s)
+    chunk = () if view.chunk is None else (view.chunk,)
+    made.on_pass(decision, view, decision.selected or chunk, now_s)
     return decision
 
 
@@ -388,7 +402,7 @@ def test_a_short_that_does_not_fit_on_an_idle_device_lets_a_long_try() -> None:
     tried = []
     for _ in range(4):
         decision = made.decide(view, NOW_S)
-        made.on_pass(decision, view, 0, NOW_S)
+        made.on_pass(decision, view, (), NOW_S)
         tried.append(decision.action)
     assert set(tried) == {Action.SHORT, Action.LONG}
 
@@ -399,7 +413,7 @@ def test_a_class_alone_on_an_idle_device_is_tried_again_and_again() -> None:
         for _ in range(3):
             decision = made.decide(view, NOW_S)
             assert decision.action is not Action.HOLD
-            made.on_pass(decision, view, 0, NOW_S)
+            made.on_pass(decision, view, (), NOW_S)
 
 
 # -- ablation, knobs, classes ------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ def pass_view(
     slots: int = 100,
     kv_free: int = 100_000,
     running: int = 0,
+    decode_wait_s: float = 0.0,
 ) -> PassView:
     return PassView(
         waiting=list(queue),
@@ -45,5 +46,5 @@ def pass_view(
         slots=slots,
         kv_free_tokens=kv_free,
         running=running,
-        device_idle=running == 0,
+        decode_wait_s=decode_wait_s,
     )

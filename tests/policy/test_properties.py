@@ -1,0 +1,212 @@
+"""What must hold for every workload, checked on a virtual engine with generated arrivals.
+
+The engine asserts the contract of each decision by itself: one chunk at a time, one long at a time, no livelock, no
+hold that never ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.virtual_engine import DECODE_STEP_S, Arrival, VirtualEngine
+
+from pla_sglang.policy.awd import AwdKnobs
+from pla_sglang.policy.boundary import StepModel
+from pla_sglang.policy.longs import LongKnobs
+from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.types import Action, Reason
+
+MODEL = StepModel(g0_s=0.008, gw_s=0.0, gr_s=1e-8, k0_s=0.001, b_s=5e-5, a_s=1e-9)
+KV_TOKENS = 8200  # the largest request fits, and little beside it
+EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
+
+arrival = st.builds(
+    Arrival,
+    at_s=st.floats(0, 3).map(lambda value: round(value, 4)),
+    new_tokens=st.one_of(st.integers(1, 140), st.integers(141, 1500), st.integers(1500, 6000)),
+    output_tokens=st.sampled_from((1, 1, 2, 20, 60)),
+    limit_tokens=st.sampled_from((None, None, 1500)),
+    history_tokens=st.sampled_from((0, 0, 0, 600)),
+    slo_s=st.sampled_from((None, None, 0.02, 1.0)),
+    priority=st.sampled_from((0, 0, 0, 1)),
+)
+workload = st.lists(arrival, min_size=4, max_size=30)
+knobs = st.builds(
+    TemporalKnobs,
+    boundary_tokens=st.sampled_from((None, 100, 700)),
+    boundary_cap_tokens=st.just(1000),
+    awd=st.builds(
+        AwdKnobs,
+        wait_min_s=st.sampled_from((0.0, 0.0, 0.003)),
+        wait_max_s=st.sampled_from((0.003, 0.01, 0.05)),
+        depth_max=st.sampled_from((1, 4, 64)),
+    ),
+    longs=st.builds(
+        LongKnobs,
+        max_age_s=st.sampled_from((0.2, 2.0, 10.0)),
+        chunk_max_tokens=st.sampled_from((256, 1000)),
+        least_remaining=st.booleans(),
+    ),
+)
+# SGLang's new-token ratio: below 1 the pool can run out while decoding.
+pool = st.sampled_from(({}, {"kv_tokens": KV_TOKENS}, {"kv_tokens": KV_TOKENS, "growth": 0.1, "slots": 6}))
+
+
+def engine(arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float], ranks: int = 1) -> VirtualEngine:
+    policies = [TemporalPolicy(settings, MODEL) for _ in range(ranks)]
+    return VirtualEngine(policies, arrivals, MODEL, **limits)  # type: ignore[arg-type]
+
+
+@EXAMPLES
+@given(workload, knobs, pool)
+def test_long_and_short_never_share_a_pass(
+    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
+) -> None:
+    run = engine(arrivals, settings, limits)
+    run.run()
+    for line in run.log:
+        if line.action is Action.SHORT:
+            assert all(one.new_tokens < one.boundary_tokens for one in line.ran)
+        elif line.action is Action.LONG:
+            assert len(line.ran) <= 1
+            # The end of a long may be short; it stays long.
+            assert all(one.rid == line.chunk or one.new_tokens >= one.boundary_tokens for one in line.ran)
+
+
+@EXAMPLES
+@given(workload, knobs, pool)
+def test_every_request_gets_all_its_tokens_once(
+    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
+) -> None:
+    run = engine(arrivals, settings, limits)
+    requests = run.run()
+    assert all(request.finished_s is not None for request in requests)
+    assert [request.done_tokens for request in requests] == [one.output_tokens for one in arrivals]
+    assert (run.waiting, run.running, run.chunk) == ([], [], None)
+    assert sum(request.kv_tokens for request in requests) == 0
+
+
+@EXAMPLES
+@given(workload, knobs, pool)
+def test_never_idle_while_work_waits_unless_waiting_pays(
+    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
+) -> None:
+    run = engine(arrivals, settings, limits)
+    run.run()
+    for line in run.log:
+        if line.action is not Action.HOLD or not line.device_idle:
+            continue
+        assert line.reason is Reason.WAIT_FOR_DEPTH
+        assert line.head_arrival_s is not None
+        assert line.gain_s > 0 or line.now_s - line.head_arrival_s < settings.awd.wait_min_s
+
+
+@EXAMPLES
+@given(workload, knobs, pool)
+def test_no_head_is_made_to_wait_longer_than_wait_max(
+    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
+) -> None:
+    """Waiting by choice, that is: the device or the memory may be busy for longer."""
+    run = engine(arrivals, settings, limits)
+    run.run()
+    for line in run.log:
+        if line.reason is Reason.WAIT_FOR_DEPTH:
+            assert line.release_s is not None
+        elif line.reason is not Reason.SHORT_HELD:
+            continue
+        assert line.head_arrival_s is not None
+        assert line.now_s - line.head_arrival_s < settings.awd.wait_max_s
+
+
+@EXAMPLES
+@given(workload, knobs, pool, st.integers(2, 4))
+def test_all_ranks_decide_alike_and_runs_repeat(
+    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float], ranks: int
+) -> None:
+    """The engine asserts that each rank gives the same decision in each pass."""
+    first = engine(arrivals, settings, limits, ranks)
+    first.run()
+    second = engine(arrivals, settings, limits)
+    second.run()
+    assert first.log == second.log
+
+
+def test_the_tight_pool_is_tight() -> None:
+    """Of these tests, not of the policy: there are retractions in the runs above."""
+    run = engine([Arrival(0.0, 120, 300)] * 12, TemporalKnobs(), {"kv_tokens": 2000, "growth": 0.1})
+    assert sum(request.retractions for request in run.run()) > 0
+
+
+# -- starvation --------------------------------------------------------------------------------------------------------
+
+
+def flood(rate_per_s: float, tokens: int, seconds: float) -> list[Arrival]:
+    return [Arrival(index / rate_per_s, tokens) for index in range(int(rate_per_s * seconds))]
+
+
+# Slow, so that overload needs few requests.
+SLOW = StepModel(g0_s=0.032, gw_s=0.0, gr_s=1e-8, k0_s=0.004, b_s=2e-4, a_s=1e-9)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    tokens=st.integers(1, 99),
+    overload=st.floats(1.1, 4.0),
+    long_tokens=st.integers(200, 9000),
+    arrival_s=st.floats(0, 2),
+    least_remaining=st.booleans(),
+)
+def test_a_permanent_stream_of_shorts_delays_a_long_by_its_bound(
+    tokens: int, overload: float, long_tokens: int, arrival_s: float, least_remaining: bool
+) -> None:
+    """First token within ``max_age`` plus the grain of the sharing: a short pass and a launch for each chunk.
+
+    For longs whose own time is within ``share * max_age``.
+    """
+    longs = LongKnobs(max_age_s=4.0, share=0.5, chunk_max_tokens=1000, least_remaining=least_remaining)
+    knobs = TemporalKnobs(boundary_tokens=100, boundary_cap_tokens=1000, awd=AwdKnobs(depth_max=4), longs=longs)
+    service_s = SLOW.chunked_s(long_tokens, 0, 1000)
+    assert service_s <= longs.share * longs.max_age_s
+    short_pass_s = SLOW.step_s(4 * tokens, 0, 4 * tokens**2)
+    end_s = arrival_s + longs.max_age_s + 2.0
+    shorts = flood(overload * 4 / short_pass_s, tokens, end_s)
+    run = VirtualEngine([TemporalPolicy(knobs, SLOW)], [*shorts, Arrival(arrival_s, long_tokens)], SLOW)
+    target = run.run(until_s=end_s)[-1]
+    chunks = sum(any(one.rid == target.rid for one in line.ran) for line in run.log)
+    grain_s = (chunks + 1) * short_pass_s + chunks * SLOW.memory_s(0, long_tokens)
+    assert target.first_token_s is not None
+    assert target.first_token_s - arrival_s <= longs.max_age_s + grain_s
+    # And the other way round: while the long is aged, shorts go on at the border of each chunk or two.
+    starts = [line.now_s for line in run.log if line.action is Action.SHORT]
+    gaps = [after - before for before, after in itertools.pairwise(starts)]
+    assert max(gaps) <= 2 * SLOW.step_s(1000, long_tokens) + short_pass_s
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(long_tokens=st.integers(1500, 8000), count=st.integers(2, 12), gap_s=st.floats(0.0, 0.3))
+def test_a_short_among_longs_waits_one_chunk(long_tokens: int, count: int, gap_s: float) -> None:
+    """Whatever waits of the long class, a lone short goes at the next border of a chunk."""
+    longs = [Arrival(index * gap_s, long_tokens) for index in range(count)]
+    shorts = [Arrival(0.05 + 0.5 * index, 20) for index in range(6)]
+    settings = TemporalKnobs(boundary_tokens=100, longs=LongKnobs(max_age_s=1e6, chunk_max_tokens=1000))
+    requests = engine([*longs, *shorts], settings, {}).run()
+    chunk_s = MODEL.step_s(1000, 8000)
+    for request in requests[count:]:
+        assert request.first_token_s is not None
+        assert request.first_token_s - request.arrival.at_s <= chunk_s + MODEL.step_s(20, 0) + 1e-9
+
+
+def test_decode_goes_on_while_shorts_are_held() -> None:
+    """A hold never stops decoding: it is a pass without prefill, and the device is not idle."""
+    knobs = TemporalKnobs(boundary_tokens=100, awd=AwdKnobs(wait_min_s=0.05, wait_max_s=0.05))
+    # Two at first, so that the target depth is two when the third arrives.
+    arrivals = [Arrival(0.0, 20, 100), Arrival(0.0, 20), Arrival(0.5, 20)]
+    first, _, third = VirtualEngine([TemporalPolicy(knobs, MODEL)], arrivals, MODEL).run()
+    assert first.finished_s is not None
+    assert third.first_token_s is not None
+    alone_s = 0.05 + MODEL.step_s(40, 0, 800) + 99 * DECODE_STEP_S
+    assert math.isclose(first.finished_s, alone_s + MODEL.step_s(20, 0), rel_tol=1e-9)
+    assert 0.55 <= third.first_token_s <= 0.55 + DECODE_STEP_S + MODEL.step_s(20, 0)

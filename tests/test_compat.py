@@ -1,0 +1,111 @@
+"""Combinations that cannot work are refused before anything starts, all of them at once, each with its reason."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pla_sglang.config import PlaConfig
+from pla_sglang.engine import compat
+from pla_sglang.errors import ConfigError
+
+TEMPORAL = PlaConfig(prefill_disagg="temporal")
+STOCK: dict[str, Any] = {
+    "enable_mixed_chunk": False,
+    "enable_prefill_delayer": False,
+    "enable_dp_attention": False,
+    "enable_pdmux": False,
+    "enable_hisparse": False,
+    "dllm_algorithm": None,
+    "optimistic_prefill_attempts": 0,
+    "pp_size": 1,
+    "disaggregation_mode": "null",
+    "chunked_prefill_size": 2048,
+}
+
+CASES = [
+    ({"enable_mixed_chunk": True}, {}, "--enable-mixed-chunk"),
+    ({"enable_prefill_delayer": True}, {}, "--enable-prefill-delayer"),
+    ({"enable_dp_attention": True}, {}, "--enable-dp-attention"),
+    ({"enable_pdmux": True}, {}, "--enable-pdmux"),
+    ({"enable_hisparse": True}, {}, "--enable-hisparse"),
+    ({"dllm_algorithm": "LowConfidence"}, {}, "--dllm-algorithm"),
+    ({"optimistic_prefill_attempts": 2}, {}, "--optimistic-prefill-attempts"),
+    ({"pp_size": 2}, {}, "--pipeline-parallel-size"),
+    ({"disaggregation_mode": "decode"}, {}, "--disaggregation-mode decode"),
+    ({}, {"boundary_tokens": 2049}, "--pla-boundary 2049 above --chunked-prefill-size 2048"),
+    ({}, {"long_chunk_tokens": 4096}, "--pla-long-chunk-tokens 4096 above --chunked-prefill-size 2048"),
+    (
+        {"chunked_prefill_size": -1},
+        {"long_chunk_tokens": 64},
+        "--pla-long-chunk-tokens 64 while chunked prefill is off",
+    ),
+]
+
+
+@pytest.mark.parametrize(("server", "mine", "named"), CASES, ids=lambda value: str(value))
+def test_contradiction(server: dict[str, Any], mine: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compat.check(SimpleNamespace(**STOCK | server), TEMPORAL.replace(**mine))
+    message = str(caught.value)
+    assert named in message
+    assert message.startswith("--prefill-disagg temporal cannot be combined with: ")
+    assert "\n" not in message
+
+
+def test_all_contradictions_are_listed_at_once() -> None:
+    server = STOCK | {"enable_mixed_chunk": True, "pp_size": 2}
+    with pytest.raises(ConfigError) as caught:
+        compat.check(SimpleNamespace(**server), TEMPORAL.replace(boundary_tokens=4000))
+    assert all(name in str(caught.value) for name in ("--enable-mixed-chunk", "--pipeline", "--pla-boundary"))
+
+
+def test_off_allows_everything() -> None:
+    for server, _, _ in CASES:
+        compat.check(SimpleNamespace(**STOCK | server), PlaConfig(boundary_tokens=4000, long_chunk_tokens=4000))
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {},
+        {"disaggregation_mode": "prefill"},
+        {"chunked_prefill_size": -1},  # SGLang's way to turn chunking off
+        {"chunked_prefill_size": None},
+        {"optimistic_prefill_attempts": None},
+    ],
+    ids=str,
+)
+def test_allowed(server: dict[str, Any]) -> None:
+    compat.check(SimpleNamespace(**STOCK | server), TEMPORAL.replace(boundary_tokens=100))
+
+
+def test_without_chunking_no_boundary_is_too_large() -> None:
+    compat.check(SimpleNamespace(**STOCK | {"chunked_prefill_size": -1}), TEMPORAL.replace(boundary_tokens=9000))
+
+
+def test_spatial_is_not_there_yet() -> None:
+    with pytest.raises(ConfigError, match="allowed: off, temporal"):
+        compat.check(SimpleNamespace(**STOCK), PlaConfig(prefill_disagg="spatial"))
+
+
+def test_rules_name_attributes_that_the_host_has() -> None:
+    """A renamed flag would silently switch its rule off."""
+    from sglang.srt.server_args import ServerArgs
+
+    names = {name for name in STOCK if name not in ServerArgs.__dataclass_fields__}
+    assert not names
+
+
+@pytest.mark.parametrize(
+    ("mamba", "window", "refused"), [(False, None, False), (True, None, True), (False, 4096, True), (False, 0, False)]
+)
+def test_model(mamba: bool, window: int | None, refused: bool) -> None:
+    cache = SimpleNamespace(supports_mamba=lambda: mamba, sliding_window_size=window)
+    if not refused:
+        compat.check_model(cache)
+        return
+    with pytest.raises(ConfigError, match="sliding-window or state-space"):
+        compat.check_model(cache)

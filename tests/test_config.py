@@ -1,0 +1,137 @@
+"""Knobs: ranges, command line, the way into child processes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+
+from pla_sglang import config
+from pla_sglang.config import PlaConfig
+from pla_sglang.errors import ConfigError
+
+
+def parse(*arguments: str) -> PlaConfig:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    config.add_cli_args(parser)
+    return config.from_namespace(parser.parse_args(list(arguments)))
+
+
+def test_everything_is_off_by_default() -> None:
+    assert parse() == PlaConfig()
+    assert not PlaConfig().enabled
+
+
+def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
+    assert set(config._FLAGS) == {field.name for field in dataclasses.fields(PlaConfig)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--prefill-disagg", "temporal"], {"prefill_disagg": "temporal"}),
+        (["--pla-boundary", "auto"], {"boundary_tokens": None}),
+        (["--pla-boundary", "256"], {"boundary_tokens": 256}),
+        (["--pla-slo-ttft-ms", "200"], {"slo_ttft_ms": 200.0}),
+        (["--pla-wait-min-ms", "1.5", "--pla-wait-max-ms", "2"], {"wait_min_ms": 1.5, "wait_max_ms": 2.0}),
+        (["--pla-long-chunk-tokens", "512"], {"long_chunk_tokens": 512}),
+        (["--pla-long-max-age-ms", "3000"], {"long_max_age_ms": 3000.0}),
+        (["--pla-long-order", "fcfs"], {"long_order": "fcfs"}),
+        (["--pla-mixing=allow"], {"mixing": "allow"}),
+    ],
+)
+def test_command_line(arguments: list[str], expected: dict[str, Any]) -> None:
+    assert parse(*arguments) == PlaConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prefill-disagg", "both"],
+        ["--pla-boundary", "many"],
+        ["--pla-boundary", "2.5"],
+        ["--pla-wait-max-ms", "soon"],
+        ["--pla-long-chunk-tokens", "1.5"],
+        ["--pla-mixing", "sometimes"],
+    ],
+)
+def test_argparse_refuses_wrong_types(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((argparse.ArgumentError, SystemExit)) as caught:
+        parse(*arguments)
+    assert arguments[1] in str(caught.value) + capsys.readouterr().err
+
+
+BAD = [
+    ("prefill_disagg", "both", "off, temporal, spatial"),
+    ("long_order", "random", "least-remaining, fcfs"),
+    ("mixing", None, "never, allow"),
+    ("boundary_tokens", 0, "1 to"),
+    ("boundary_tokens", -5, "1 to"),
+    ("boundary_tokens", 1 << 30, "1 to"),
+    ("slo_ttft_ms", 0, "1 to"),
+    ("slo_ttft_ms", math.nan, "1 to"),
+    ("slo_ttft_ms", math.inf, "1 to"),
+    ("slo_ttft_ms", 10**400, "1 to"),
+    ("slo_ttft_ms", "200", "1 to"),
+    ("slo_ttft_ms", True, "1 to"),
+    ("wait_min_ms", -1.0, "0 to"),
+    ("wait_max_ms", 60_001, "0 to"),
+    ("long_chunk_tokens", 0, "1 to"),
+    ("long_max_age_ms", 0, "1 to"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), BAD, ids=lambda part: str(part)[:20])
+def test_bad_value_is_named_with_what_is_allowed(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PlaConfig(**{field: value})
+    message = str(caught.value)
+    assert message.startswith(config._FLAGS[field][0])
+    assert repr(value) in message
+    assert allowed in message
+
+
+def test_minimum_above_maximum() -> None:
+    with pytest.raises(ConfigError, match="--pla-wait-min-ms 5 is above --pla-wait-max-ms 2"):
+        PlaConfig(wait_min_ms=5.0, wait_max_ms=2.0)
+
+
+def test_replace_checks_and_keeps_the_rest() -> None:
+    first = PlaConfig(prefill_disagg="temporal", boundary_tokens=100)
+    assert first.replace(wait_max_ms=20.0) == dataclasses.replace(first, wait_max_ms=20.0)
+    with pytest.raises(ConfigError, match="unknown knob 'speed'"):
+        first.replace(speed=1)
+    with pytest.raises(ConfigError, match="--pla-wait-min-ms"):
+        first.replace(wait_min_ms=11.0)
+
+
+def test_config_error_is_a_value_error() -> None:
+    """SGLang's handlers answer a ValueError with status 400."""
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_travels_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(config.CONFIG_ENV, raising=False)
+    assert config.current() == PlaConfig()
+    mine = PlaConfig(prefill_disagg="temporal", boundary_tokens=300, slo_ttft_ms=250.0, long_order="fcfs")
+    monkeypatch.setenv(config.CONFIG_ENV, "")  # so that monkeypatch removes what publish writes
+    config.publish(mine)
+    assert config.current() == mine
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('{"speed": 1}', ConfigError),
+        ('{"wait_max_ms": -1}', ConfigError),
+        ("not json", json.JSONDecodeError),
+    ],
+)
+def test_a_broken_environment_is_an_error(text: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.CONFIG_ENV, text)
+    with pytest.raises(error):
+        config.current()

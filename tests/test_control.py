@@ -1,0 +1,129 @@
+"""Run-time knobs: what travels, what is refused, and that both ends agree."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pla_sglang.config import PlaConfig
+from pla_sglang.engine import control
+from pla_sglang.errors import ConfigError
+
+NOW = PlaConfig(prefill_disagg="temporal", boundary_tokens=300, slo_ttft_ms=100.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "wire", "after"),
+    [
+        ({"wait_max_ms": 20}, {"pla.wait_max_ms": 20.0}, {"wait_max_ms": 20.0}),
+        ({"boundary_tokens": 512}, {"pla.boundary_tokens": 512}, {"boundary_tokens": 512}),
+        ({"boundary_tokens": "auto"}, {"pla.boundary_tokens": 0}, {"boundary_tokens": None}),
+        ({"boundary_tokens": None}, {"pla.boundary_tokens": 0}, {"boundary_tokens": None}),
+        ({"long_chunk_tokens": 128.0}, {"pla.long_chunk_tokens": 128}, {"long_chunk_tokens": 128}),
+        ({"slo_ttft_ms": None}, {"pla.slo_ttft_ms": 0}, {"slo_ttft_ms": None}),
+        ({"long_order": "fcfs"}, {"pla.long_order": 1}, {"long_order": "fcfs"}),
+        (
+            {"wait_min_ms": 20, "wait_max_ms": 30},  # only valid together
+            {"pla.wait_min_ms": 20.0, "pla.wait_max_ms": 30.0},
+            {"wait_min_ms": 20.0, "wait_max_ms": 30.0},
+        ),
+    ],
+)
+def test_there_and_back(values: dict[str, Any], wire: dict[str, float], after: dict[str, Any]) -> None:
+    assert control.encode(values, NOW) == wire
+    assert control.decode(wire, NOW) == NOW.replace(**after)
+
+
+number = st.floats(1, 1000, allow_nan=False)
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "wait_max_ms": number,
+            "long_max_age_ms": number,
+            "slo_ttft_ms": st.none() | number,
+            "boundary_tokens": st.none() | st.just("auto") | st.integers(1, 1 << 20),
+            "long_chunk_tokens": st.none() | st.integers(1, 1 << 20),
+            "long_order": st.sampled_from(("least-remaining", "fcfs")),
+        },
+    ).filter(bool)
+)
+def test_decode_is_the_inverse_of_encode(values: dict[str, Any]) -> None:
+    expected = {name: None if value == "auto" else value for name, value in values.items()}
+    assert control.decode(control.encode(values, NOW), NOW) == NOW.replace(**expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({}, "at least one of"),
+        ([], "at least one of"),
+        ("wait_max_ms", "at least one of"),
+        (None, "at least one of"),
+        ({"prefill_disagg": "off"}, "'prefill_disagg' cannot be changed at run time"),
+        ({"mixing": "allow"}, "'mixing' cannot be changed at run time"),
+        ({"speed": 1}, "'speed'"),
+        ({"wait_max_ms": "20"}, "wait_max_ms must be a number, got '20'"),
+        ({"wait_max_ms": None}, "wait_max_ms must be a number"),
+        ({"wait_max_ms": True}, "wait_max_ms must be a number"),
+        ({"wait_max_ms": [1]}, "wait_max_ms must be a number"),
+        ({"wait_max_ms": -1}, "--pla-wait-max-ms -1"),
+        ({"wait_max_ms": math.nan}, "wait_max_ms must be a finite number below 1e+18, got nan"),
+        ({"wait_max_ms": math.inf}, "wait_max_ms must be a finite number below 1e+18, got inf"),
+        ({"wait_max_ms": 10**400}, "wait_max_ms"),
+        ({"wait_min_ms": 50}, "above --pla-wait-max-ms"),
+        ({"boundary_tokens": 0}, "--pla-boundary 0"),
+        ({"boundary_tokens": -1}, "--pla-boundary -1"),
+        ({"boundary_tokens": 1.5}, "boundary_tokens must be a whole number or 'auto', got 1.5"),
+        ({"boundary_tokens": math.nan}, "boundary_tokens must be a finite number"),
+        ({"boundary_tokens": math.inf}, "boundary_tokens must be a finite number"),
+        ({"boundary_tokens": "many"}, "boundary_tokens must be a number or 'auto', got 'many'"),
+        ({"slo_ttft_ms": "fast"}, "slo_ttft_ms must be a number or null, got 'fast'"),
+        ({"long_order": "lifo"}, "long_order 'lifo' is not known; allowed: least-remaining, fcfs"),
+        ({"long_order": 1}, "long_order 1 is not known"),
+        ({"long_order": ["fcfs"]}, "long_order"),
+    ],
+    ids=lambda part: repr(part)[:50],
+)
+def test_encode_refuses(values: Any, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        control.encode(values, NOW)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {"pla.speed": 1},
+        {"pla.prefill_disagg": 0},
+        {"pla.wait_max_ms": -1},
+        {"pla.wait_max_ms": math.nan},
+        {"pla.wait_min_ms": 50},
+        {"pla.boundary_tokens": -1},
+        {"pla.boundary_tokens": 1.5},
+        {"pla.boundary_tokens": math.nan},
+        {"pla.boundary_tokens": math.inf},
+        {"pla.boundary_tokens": 1e300},
+        {"pla.long_order": 2},
+        {"pla.long_order": 0.5},
+        {"pla.long_order": -1},
+    ],
+    ids=lambda part: repr(part)[:50],
+)
+def test_decode_refuses(wire: dict[str, float]) -> None:
+    """The raw route is open to everyone with the admin key, and an exception in a scheduler ends the server."""
+    with pytest.raises(ConfigError):
+        control.decode(wire, NOW)
+
+
+def test_split_takes_ours_and_leaves_the_rest() -> None:
+    request = {"pla.wait_max_ms": 1.0, "max_running_requests": 4.0}
+    assert control.split(request) == {"pla.wait_max_ms": 1.0}
+    assert request == {"max_running_requests": 4.0}
+    assert control.split(request) == {}

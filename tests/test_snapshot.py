@@ -1,0 +1,89 @@
+"""What the engine driver reads of a request: TTFT targets given by clients, and the view made of it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pla_sglang.engine import snapshot
+from pla_sglang.errors import ConfigError
+
+
+@pytest.mark.parametrize("value", [1, 250, 3_600_000, 99.5, "250", "1e3", " 20 "], ids=repr)
+def test_good_target(value: Any) -> None:
+    assert snapshot.check_slo_ms(value, "header x") == float(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -5, 0.5, 3_600_001, "fast", "", "12ms", math.nan, "nan", math.inf, "-inf", 10**400, True, None, [], {}, "0x10"],
+    ids=lambda value: repr(value)[:20],
+)
+def test_bad_target_is_named_with_what_is_allowed(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        snapshot.check_slo_ms(value, "header x")
+    message = str(caught.value)
+    assert message.startswith("header x must be a number of milliseconds from 1 to 3600000, got ")
+    assert repr(value) in message
+
+
+def request(**changes: Any) -> Any:
+    sampling = {"max_new_tokens": 16, "custom_params": None} | changes.pop("sampling", {})
+    fields = {"rid": "a", "origin_input_ids": [1] * 10, "output_ids": [], "retracted_stain": False}
+    return SimpleNamespace(**fields | changes, sampling_params=SimpleNamespace(**sampling))
+
+
+@pytest.mark.parametrize(
+    ("custom", "default_ms", "expected"),
+    [
+        (None, None, None),
+        (None, 200.0, 0.2),
+        ({}, 200.0, 0.2),
+        ({"slo_ttft_ms": 50}, 200.0, 0.05),
+        ({"slo_ttft_ms": 50}, None, 0.05),
+        ({"other": 1}, None, None),
+        ("text", 200.0, 0.2),
+        ({"slo_ttft_ms": "nonsense"}, 200.0, None),  # refused at the front; a worker without plugins lets it through
+    ],
+)
+def test_target_of_a_request(custom: Any, default_ms: float | None, expected: float | None) -> None:
+    assert snapshot.slo_s(request(sampling={"custom_params": custom}), default_ms) == expected
+
+
+def test_view_of_a_new_request() -> None:
+    req = request()
+    view = snapshot.make_view(req, 5.0, 100.0)
+    assert (view.new_tokens, view.history_tokens, view.output_tokens) == (10, 0, 16)
+    assert (view.arrival_s, view.deadline_s, view.resumed) == (5.0, pytest.approx(5.1), False)
+    assert view.handle is req
+
+
+def test_a_retracted_request_keeps_its_arrival() -> None:
+    req = request()
+    snapshot.make_view(req, 5.0, 100.0)
+    req.output_ids, req.retracted_stain = [1, 2, 3], True
+    view = snapshot.make_view(req, 9.0, 100.0)
+    assert (view.new_tokens, view.output_tokens, view.arrival_s, view.resumed) == (13, 13, 5.0, True)
+    assert view.deadline_s == pytest.approx(5.1)
+
+
+def test_output_is_counted_as_the_host_counts_it() -> None:
+    assert snapshot.output_tokens(request(sampling={"max_new_tokens": 1 << 30})) == snapshot.CLIP_MAX_NEW_TOKENS
+    assert snapshot.output_tokens(request(sampling={"max_new_tokens": 2}, output_ids=[1, 2, 3])) == 0
+
+
+@pytest.mark.parametrize(("low_first", "ranks"), [(False, [1, 0, 2, 1]), (True, [1, 2, 0, 1])])
+def test_priority_ranks(low_first: bool, ranks: list[int]) -> None:
+    views = [snapshot.make_view(request(priority=value), 0.0, None) for value in (5, 9, -1, 5)]
+    snapshot.set_priority_ranks(views, low_first=low_first)
+    assert [view.priority_rank for view in views] == ranks
+
+
+def test_step_sample_sums_over_the_batch() -> None:
+    batch = SimpleNamespace(extend_lens=[2, 3], prefix_lens=[10, 0])
+    sample = snapshot.step_sample(batch, 0.5)
+    assert (sample.new_tokens, sample.history_tokens, sample.step_s) == (5, 10, 0.5)
+    assert sample.attention == 2 * (2 + 20) + 3 * 3
