@@ -39,6 +39,7 @@ class PlaConfig:
     wait_max_ms: float = 10.0
     long_chunk_tokens: int | None = None  # None: the server's --chunked-prefill-size
     long_max_age_ms: float = 10_000.0
+    decode_gap_ms: float = 500.0
     long_order: str = "least-remaining"
     mixing: str = "never"
 
@@ -60,6 +61,7 @@ class PlaConfig:
         if self.long_chunk_tokens is not None:
             _check_range("--pla-long-chunk-tokens", self.long_chunk_tokens, 1, 1 << 20, unit="tokens")
         _check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
+        _check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
 
     @property
     def enabled(self) -> bool:
@@ -154,6 +156,14 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
             "type": float,
             "help": "Starvation bound: shorts give way early enough for a long to get its first token about this "
             "long after its arrival.",
+        },
+    ),
+    "decode_gap_ms": (
+        "--pla-decode-gap-ms",
+        {
+            "type": float,
+            "help": "While prefills go on, running requests still get a decode step at least this often. "
+            "0: decode only when no prefill can run, as SGLang does.",
         },
     ),
     "long_order": (

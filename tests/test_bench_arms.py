@@ -60,9 +60,11 @@ def test_an_arm_twice_is_refused() -> None:
         build_arms(["off", "off"], [], device="cpu")
 
 
-def test_cpu_flags_and_the_last_word_of_the_user() -> None:
-    flags = shared_flags(model_path=Path("m"), device="cpu", chunk_tokens=7, kv_tokens=99, extra=["--page-size", "16"])
+def test_cpu_flags_and_the_last_word_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
+    flags = shared_flags(model_path=tmp_path, device="cpu", chunk_tokens=7, kv_tokens=99, extra=["--page-size", "16"])
     assert "--disable-overlap-schedule" in flags
+    assert flags[flags.index("--dtype") + 1] == "float32"
     assert flags[flags.index("--chunked-prefill-size") + 1] == "7"
     assert flags[flags.index("--max-total-tokens") + 1] == "99"
     assert flags[-2:] == ["--page-size", "16"]

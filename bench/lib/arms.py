@@ -6,6 +6,7 @@ Everything that decides what "stock" and "ours" mean stands in this file.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -129,9 +130,17 @@ def shared_flags(
         # A CPU forward is synchronous, so overlapping only delays a first token by one whole chunk. Best for stock too.
         flags += ["--dtype", "float32"]  # said aloud, because peers of other versions would choose another one
         flags += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"]
+        # "auto" means float32 to one SGLang and float16 to the next, which a CPU computes three times slower.
+        flags += ["--dtype", stored_dtype(model_path)]
     if kv_tokens is not None:
         flags += ["--max-total-tokens", str(kv_tokens)]
     return [*flags, *extra]
+
+
+def stored_dtype(model_path: Path) -> str:
+    """The type of the weights as the model's ``config.json`` names it; older ones call the field torch_dtype."""
+    config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
 
 
 def memory_flags(device: str, position: int, arms: int) -> list[str]:

@@ -58,6 +58,8 @@ class PrefillAdapter:
         self._launched: deque[tuple[float, float]] = deque()  # (launch, synchronous duration) of batches in flight
         self._last_done_s = 0.0
         self._published_s = 0.0
+        self._decoded = True  # a decode step may have run since the last decision
+        self._decoded_s = 0.0
         self._queue_shown: dict[PrefillClass, tuple[int, int]] | None = None
 
     def _knobs(self, config: PlaConfig) -> TemporalKnobs:
@@ -82,6 +84,7 @@ class PrefillAdapter:
                 least_remaining=config.long_order == "least-remaining",
             ),
             mix=config.mixing == "allow",
+            decode_gap_s=config.decode_gap_ms / 1e3,
         )
 
     def set_config(self, config: PlaConfig) -> None:
@@ -145,11 +148,19 @@ class PrefillAdapter:
         finally:
             self.context = None
             apply.leave(context, scheduler, chunk_size, batch)
+        self._decoded = self._decoded or batch is None  # without a prefill the host decodes
         if context.decision is not None:
             self._account(context, batch)
         else:
             self._on_undecided()
         return result
+
+    def _decode_wait_s(self, running_batch: Any) -> float:
+        """Since when running requests have gone without a decode step, by the shared clock."""
+        if self._decoded or running_batch.is_empty():
+            self._decoded = False
+            self._decoded_s = self.now_s
+        return self.now_s - self._decoded_s
 
     def _on_undecided(self) -> None:
         """The host had nothing to schedule. An open hold ends here uncounted, and finished requests can be let go."""
@@ -166,7 +177,8 @@ class PrefillAdapter:
         views = self.views.of_queue(queue)
         chunk = self.scheduler.chunked_req
         chunk_view = None if chunk is None else self.views.get(chunk)
-        context.view = snapshot.pass_view(self.scheduler, context.running_batch, views, chunk_view)
+        decode_wait_s = self._decode_wait_s(context.running_batch)
+        context.view = snapshot.pass_view(self.scheduler, context.running_batch, views, chunk_view, decode_wait_s)
         context.decision = self.policy.decide(context.view, self.now_s)
         if self.views.refresh(context.decision.selected):
             context.decision = self.policy.decide(context.view, self.now_s)
@@ -223,6 +235,7 @@ class PrefillAdapter:
         ):
             return False
         self.telemetry.passes_skipped += 1
+        self._decoded = True
         if snapshot.device_idle(scheduler, running_batch):
             time.sleep(HOLD_NAP_S)
         self._publish_load()

@@ -7,6 +7,8 @@ step model travels the same way, since only rank 0's measurements count.
 
 from __future__ import annotations
 
+import dataclasses
+
 from sglang.srt.managers.io_struct import BaseReq
 
 from pla_sglang.policy.boundary import StepModel
@@ -20,7 +22,7 @@ class PlaTick(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec cla
 
 
 def pack_model(model: StepModel) -> tuple[float, ...]:
-    return (model.g0_s, model.gw_s, model.gr_s, model.k0_s, model.b_s, model.a_s)
+    return dataclasses.astuple(model)
 
 
 def unpack_model(values: tuple[float, ...]) -> StepModel:

@@ -15,7 +15,7 @@ from pla_sglang.errors import ConfigError
 PREFIX = "pla."
 AUTO = "auto"
 LARGEST = 1e18  # beyond it an integer may be too large for a float; every knob's own range ends far below
-_NUMBERS = ("wait_min_ms", "wait_max_ms", "long_max_age_ms")
+_NUMBERS = ("wait_min_ms", "wait_max_ms", "long_max_age_ms", "decode_gap_ms")
 _OPTIONAL_NUMBERS = ("slo_ttft_ms",)
 _OPTIONAL_INTEGERS = ("boundary_tokens", "long_chunk_tokens")
 _CHOICES = {"long_order": LONG_ORDERS}

@@ -106,7 +106,9 @@ def set_priority_ranks(views: list[WaitingView], *, low_first: bool) -> None:
         view.priority_rank = rank[priority]
 
 
-def pass_view(scheduler: Any, running_batch: Any, views: list[WaitingView], chunk_view: WaitingView | None) -> PassView:
+def pass_view(
+    scheduler: Any, running_batch: Any, views: list[WaitingView], chunk_view: WaitingView | None, decode_wait_s: float
+) -> PassView:
     """Snapshot for one pass. ``views`` are in the order that the host's policy has just made."""
     chunk = scheduler.chunked_req
     if chunk_view is not None:
@@ -124,6 +126,7 @@ def pass_view(scheduler: Any, running_batch: Any, views: list[WaitingView], chun
         slots=free_slots(scheduler, running_batch, chunk),
         kv_free_tokens=kv_free_tokens(scheduler, running_batch),
         running=len(running_batch.reqs),
+        decode_wait_s=decode_wait_s,
     )
 
 

@@ -3,8 +3,8 @@
 Two things live here: the paper's closed forms, and the step-time model that the scheduler uses for the boundary and for
 every prediction. The model is a roofline:
 
-    memory(L, H)  = g0 + gw*L + gr*H            weights, launch, KV write, KV read
-    compute(L, H) = k0 + b*L + a*L*(L + 2*H)    launch of large kernels, linear layers, causal attention
+    memory(L, H)  = g0 + gw*L + gr*H                   weights, launch, KV write, KV read
+    compute(L, H) = k0 + kr*H + b*L + a*L*(L + 2*H)    launch, KV read, linear layers, causal attention
     step(L, H)    = max(memory, compute)
 
 L is new tokens, H history tokens. The paper adds the two terms and has g0 = k0 = 0; measured step times have a floor
@@ -61,52 +61,57 @@ def head_of_line_penalty_s(rate: float, short_share: float, load: float, long_s:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepModel:
-    """Coefficients of the roofline above: g0, k0 in s; gw, gr, b in s/token; a in s/token^2. None is negative."""
+    """Coefficients of the roofline above: g0, k0 in s; gw, gr, kr, b in s/token; a in s/token^2. None is negative."""
 
     g0_s: float
     gw_s: float
     gr_s: float
     k0_s: float
+    kr_s: float
     b_s: float
     a_s: float
 
     def memory_s(self, new_tokens: float, history_tokens: float) -> float:
         return self.g0_s + self.gw_s * new_tokens + self.gr_s * history_tokens
 
-    def compute_s(self, new_tokens: float, attention: float) -> float:
+    def compute_s(self, new_tokens: float, history_tokens: float, attention: float) -> float:
         """``attention`` is the sum of L*(L + 2*H) over the requests of the batch."""
-        return self.k0_s + self.b_s * new_tokens + self.a_s * attention
+        return self.k0_s + self.kr_s * history_tokens + self.b_s * new_tokens + self.a_s * attention
 
     def step_s(self, new_tokens: float, history_tokens: float, attention: float | None = None) -> float:
         """Predicted duration of one prefill pass. Without ``attention`` the batch is taken as one request."""
         if attention is None:
             attention = new_tokens * (new_tokens + 2 * history_tokens)
-        return max(self.memory_s(new_tokens, history_tokens), self.compute_s(new_tokens, attention))
+        return max(self.memory_s(new_tokens, history_tokens), self.compute_s(new_tokens, history_tokens, attention))
 
     def chunked_s(self, new_tokens: float, history_tokens: float, chunk_tokens: float) -> float:
         """Predicted device time of one long prefill of ``new_tokens`` in chunks of ``chunk_tokens``.
 
-        The attention term does not depend on the cut; each chunk pays the launch and reads the history once more. The
-        history that the request itself builds up is left out of the memory term.
+        Linear layers and attention do not depend on the cut; each chunk pays the launch and reads the history anew, on
+        average with half of the prompt in it.
         """
         if new_tokens <= 0:
             return 0.0
         passes = max(1, math.ceil(new_tokens / max(1.0, chunk_tokens)))
         whole = self.b_s * new_tokens + self.a_s * new_tokens * (new_tokens + 2 * history_tokens)
-        return max(whole + passes * self.k0_s, passes * self.memory_s(new_tokens / passes, history_tokens))
+        read = history_tokens + new_tokens * (passes - 1) / (2 * passes)
+        return max(whole + passes * (self.k0_s + self.kr_s * read), passes * self.memory_s(new_tokens / passes, read))
 
     def crossing_tokens(self, history_tokens: float) -> float:
-        """New tokens at which compute overtakes memory, unclipped; infinite where it never does."""
+        """New tokens at which compute overtakes memory, unclipped; infinite where it never does.
+
+        kr stays out: reading the history again in each pass is a cost of cutting, not computation on new tokens.
+        """
         linear = self.b_s - self.gw_s + 2 * self.a_s * history_tokens
-        gap = self.g0_s + self.gr_s * history_tokens - self.k0_s
+        gap = self.g0_s - self.k0_s + self.gr_s * history_tokens
         if gap <= 0:
             return 0.0
         return _positive_root(self.a_s, linear, gap)
 
 
 # Start values until the fit has samples: about a 7B model on a Hopper GPU, and a toy model on two CPU cores.
-GPU_START = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-8, k0_s=1e-3, b_s=2e-5, a_s=4e-10)
-CPU_START = StepModel(g0_s=12e-3, gw_s=0.0, gr_s=1e-7, k0_s=4e-3, b_s=8e-5, a_s=4e-9)
+GPU_START = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-8, k0_s=1e-3, kr_s=1e-8, b_s=2e-5, a_s=4e-10)
+CPU_START = StepModel(g0_s=12e-3, gw_s=0.0, gr_s=1e-6, k0_s=4e-3, kr_s=1e-6, b_s=8e-5, a_s=4e-9)
 
 
 class Boundary:

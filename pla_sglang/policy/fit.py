@@ -88,7 +88,7 @@ class StepFit:
 
 def _predict(table: np.ndarray, model: StepModel) -> np.ndarray:
     memory = model.g0_s + model.gw_s * table[:, 0] + model.gr_s * table[:, 1]
-    compute = model.k0_s + model.b_s * table[:, 0] + model.a_s * table[:, 2]
+    compute = model.k0_s + model.kr_s * table[:, 1] + model.b_s * table[:, 0] + model.a_s * table[:, 2]
     return np.maximum(memory, compute)
 
 
@@ -100,12 +100,12 @@ def _alternate(table: np.ndarray, start: StepModel, rounds: int) -> StepModel:
     model = start
     for _ in range(rounds):
         memory = _nnls(np.column_stack((ones, table[:, 1])), table[:, 3], ~in_compute)
-        compute = _nnls(np.column_stack((ones, table[:, 0], table[:, 2])), table[:, 3], in_compute)
+        compute = _nnls(np.column_stack((ones, table[:, 1], table[:, 0], table[:, 2])), table[:, 3], in_compute)
         g0, gr = memory if memory is not None else (model.g0_s, model.gr_s)
-        k0, b, a = compute if compute is not None else (model.k0_s, model.b_s, model.a_s)
-        model = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0, b_s=b, a_s=a)
+        k0, kr, b, a = compute if compute is not None else (model.k0_s, model.kr_s, model.b_s, model.a_s)
+        model = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0, kr_s=kr, b_s=b, a_s=a)
         by_memory = model.g0_s + model.gr_s * table[:, 1]
-        by_compute = model.k0_s + model.b_s * table[:, 0] + model.a_s * table[:, 2]
+        by_compute = model.k0_s + model.kr_s * table[:, 1] + model.b_s * table[:, 0] + model.a_s * table[:, 2]
         split = by_compute > by_memory
         if np.array_equal(split, in_compute):
             break

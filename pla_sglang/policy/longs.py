@@ -70,19 +70,17 @@ class LongKnobs:
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class LongPick:
-    """The long that would advance next.
+    """A long that could advance next.
 
     Attributes:
         view: the long.
         running: it is the chunk under way.
         overtakes: it runs whole in one pass while the chunk under way is parked.
-        aged: it is near its age bound.
     """
 
     view: WaitingView
     running: bool
     overtakes: bool
-    aged: bool
 
 
 def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
@@ -110,35 +108,29 @@ class LongQueue:
             view.aged_stamp = self._stamp
         return view.aged_at_s
 
-    def pick(self, longs: Sequence[WaitingView], chunk: WaitingView | None, now_s: float) -> LongPick | None:
-        """The long that advances next, or None where there is none. ``longs`` are in host order.
+    def pick(
+        self, longs: Sequence[WaitingView], chunk: WaitingView | None, now_s: float
+    ) -> tuple[LongPick | None, LongPick | None]:
+        """Who advances by order, and who advances in the time that is set aside for aged longs; None for nobody.
 
-        Only longs of the best priority among the waiting ones are considered. A chunk under way is overtaken by those
-        alone that one pass finishes and whose priority is no worse.
+        ``longs`` are in host order. Only those of the best priority among them are considered. A chunk under way is
+        overtaken by those alone that one pass finishes and whose priority is no worse. It is aged, too, where an aged
+        long can only run after it.
         """
         best = _Best()
         if chunk is None:
             best.scan(longs, self._aged_at_s, now_s)
-            chosen = best.oldest or (best.least if self.knobs.least_remaining else best.first)
-            aged = best.oldest is not None
-            return None if chosen is None else LongPick(chosen, running=False, overtakes=False, aged=aged)
-        rivals = self._overtakers(longs, chunk)
-        best.scan(rivals, self._aged_at_s, now_s)
-        chunk_aged = self._is_aged(chunk, now_s)
-        if best.oldest is not None and (not chunk_aged or best.oldest.arrival_s < chunk.arrival_s):
-            return LongPick(best.oldest, running=False, overtakes=True, aged=True)
-        if best.least is not None and not chunk_aged:
-            return LongPick(best.least, running=False, overtakes=True, aged=False)
-        return self.resume(chunk, longs, now_s)
-
-    def resume(self, chunk: WaitingView, longs: Sequence[WaitingView], now_s: float) -> LongPick:
-        """The chunk under way goes on. It inherits the age of those that can only run after it."""
-        aged = self._is_aged(chunk, now_s) or any(self._aged_at_s(view) <= now_s for view in longs)
-        return LongPick(chunk, running=True, overtakes=False, aged=aged)
-
-    def _is_aged(self, chunk: WaitingView, now_s: float) -> bool:
+            return _start(best.least if self.knobs.least_remaining else best.first), _start(best.oldest)
+        best.scan(self._overtakers(longs, chunk), self._aged_at_s, now_s)
+        resumed = resume(chunk)
+        by_order: LongPick | None = resumed if best.least is None else _overtake(best.least)
         # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
-        return aged_at_s(chunk, self.model, self.knobs) <= now_s
+        chunk_aged = aged_at_s(chunk, self.model, self.knobs) <= now_s
+        if best.oldest is not None and (not chunk_aged or best.oldest.arrival_s < chunk.arrival_s):
+            return by_order, _overtake(best.oldest)
+        if chunk_aged or any(self._aged_at_s(view) <= now_s for view in longs):
+            return by_order, resumed
+        return by_order, None
 
     def _overtakers(self, longs: Sequence[WaitingView], chunk: WaitingView) -> list[WaitingView]:
         """Longs that one pass finishes, with less work than the chunk has left and no worse priority."""
@@ -147,6 +139,19 @@ class LongQueue:
             return []
         limit, rank = min(largest, chunk.new_tokens - 1), chunk.priority_rank
         return [view for view in longs if view.new_tokens <= limit and view.priority_rank <= rank]
+
+
+def resume(chunk: WaitingView) -> LongPick:
+    """The chunk under way goes on."""
+    return LongPick(chunk, running=True, overtakes=False)
+
+
+def _start(view: WaitingView | None) -> LongPick | None:
+    return None if view is None else LongPick(view, running=False, overtakes=False)
+
+
+def _overtake(view: WaitingView) -> LongPick:
+    return LongPick(view, running=False, overtakes=True)
 
 
 @dataclasses.dataclass(slots=True)
@@ -190,7 +195,7 @@ def chunk_tokens(
         return largest
     # Slope and launch of a chunk at the present history: the last tokens of a long prompt cost more than the first.
     token_s = model.b_s + 2 * model.a_s * view.history_tokens
-    launch_s = model.k0_s + model.gr_s * view.history_tokens
+    launch_s = model.k0_s + model.kr_s * view.history_tokens
     if token_s <= 0:
         return largest
     # A chunk below the roofline's ridge is memory-bound: halving it would not make it shorter.

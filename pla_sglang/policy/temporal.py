@@ -2,8 +2,10 @@
 
 Order of the rules in ``decide``, first match wins:
 
+0. running requests that have not stepped for ``decode_gap_s`` decode once (DECODE_TURN): SGLang prefers prefill to
+   decode, so without this rule a short's second token would wait for the longs that its first token has passed;
 1. a long with a better priority than every waiting short advances (PRIORITY);
-2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, shorts stop taking memory
+2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, the others stop taking memory
    until it fits (KV_DRAIN);
 3. shorts that are due run (AWD's reason);
 4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected shorts no memory
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 
 from pla_sglang.policy.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
 from pla_sglang.policy.boundary import Boundary, StepModel
-from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, chunk_tokens
+from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, resume
 from pla_sglang.policy.rate import ArrivalRate
 from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
 
@@ -35,6 +37,8 @@ class TemporalKnobs:
         awd, longs: knobs of the two classes.
         boundary_cap_tokens: nothing above is short, whatever the boundary says (it would not fit one pass).
         headroom_requests: typical shorts for which starting a long must leave KV cache.
+        decode_gap_s: running requests get a decode step at least this often while prefills go on; 0: only when no
+            prefill can run, as in SGLang.
         mix: let due shorts share the pass with the running chunk (ablation; what newer stock SGLang does).
     """
 
@@ -43,6 +47,7 @@ class TemporalKnobs:
     awd: AwdKnobs = dataclasses.field(default_factory=AwdKnobs)
     longs: LongKnobs = dataclasses.field(default_factory=LongKnobs)
     headroom_requests: int = 4
+    decode_gap_s: float = 0.0
     mix: bool = False
 
 
@@ -71,8 +76,9 @@ class TemporalPolicy:
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
         self._blocked: dict[PrefillClass, _Blocked] = {}
-        # Predicted device seconds of both classes since some long became aged; None while none is.
-        self._aged_use_s: dict[PrefillClass, float] | None = None
+        # Predicted device seconds of aged longs and of all others since some long became aged; None while none is.
+        self._aged_use_s: tuple[float, float] | None = None
+        self._aged: WaitingView | None = None  # the aged long of the last decision
         self._footprint_tokens = 0.0
 
     # -- what the engine reports -----------------------------------------------------------------------------------
@@ -110,7 +116,10 @@ class TemporalPolicy:
         if cls is PrefillClass.SHORT:
             self.awd.on_dispatch(len(admitted), now_s - min(short.arrival_s for short in admitted))
         if self._aged_use_s is not None:
-            self._aged_use_s[cls] += self._pass_s(decision, admitted)
+            aged_s, others_s = self._aged_use_s
+            step_s = self._pass_s(decision, admitted)
+            mine = admitted[0] is self._aged
+            self._aged_use_s = (aged_s + step_s, others_s) if mine else (aged_s, others_s + step_s)
 
     def _pass_s(self, decision: PassDecision, admitted: Sequence[WaitingView]) -> float:
         if decision.action is Action.SHORT:
@@ -138,23 +147,27 @@ class TemporalPolicy:
         Changes nothing that another call could see in its answer, so a driver may ask twice in a pass, as ours does
         when a prefix match turns out to have changed. ``on_pass`` reports what became of the answer.
         """
+        if view.running > 0 and 0 < self.knobs.decode_gap_s <= view.decode_wait_s and (view.waiting or view.chunk):
+            return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
         shorts, longs = self.classify(view.waiting)
-        pick = self.longs.pick(longs, view.chunk, now_s)
+        by_order, aged = self.longs.pick(longs, view.chunk, now_s)
+        self._track_ageing(aged)
+        owed = aged is not None and self._aged_are_owed()
+        pick = aged if owed else by_order
         if view.running == 0 and view.chunk is None and len(self._blocked) == len(PrefillClass):
             self._blocked.clear()  # each class has let the other try; begin again
         other = bool(shorts) or view.chunk is not None
-        stuck = None if pick is None else self._stuck(pick, view, now_s, other=other)
+        stuck = None if pick is None else self._stuck(pick, view, now_s, owed=owed, other=other)
         if stuck is not None and view.chunk is not None:
             # What would overtake cannot run; the chunk under way holds its memory already and goes on.
-            pick, stuck = self.longs.resume(view.chunk, longs, now_s), None
-        self._track_ageing(pick)
-        if pick is not None and stuck is None and shorts:
-            if self._outranks(pick, shorts):
-                return self._long(pick, view, longs, now_s, Reason.PRIORITY)
-            if pick.aged and self._long_is_owed():
+            pick, stuck = resume(view.chunk), None
+        if pick is not None and stuck is None and shorts and self._outranks(pick, shorts):
+            return self._long(pick, view, longs, now_s, Reason.PRIORITY)
+        if pick is not None and owed:
+            if stuck is None and (shorts or pick is not by_order):
                 return self._long(pick, view, longs, now_s, Reason.AGE)
-        if pick is not None and pick.aged and stuck is not None and view.running > 0:
-            return PassDecision(Action.HOLD, Reason.KV_DRAIN)
+            if stuck is not None and view.running > 0:
+                return PassDecision(Action.HOLD, Reason.KV_DRAIN)
         return self._by_shorts(view, shorts, longs, pick, now_s, stuck)
 
     def _by_shorts(
@@ -244,13 +257,13 @@ class TemporalPolicy:
         rank = pick.view.priority_rank
         return not any(short.priority_rank <= rank for short in shorts)
 
-    def _stuck(self, pick: LongPick, view: PassView, now_s: float, *, other: bool) -> Reason | None:
+    def _stuck(self, pick: LongPick, view: PassView, now_s: float, *, owed: bool, other: bool) -> Reason | None:
         """Why ``pick`` cannot be started now; None when it can. A chunk under way is never stuck."""
         if pick.running:
             return None
         if self._is_blocked(PrefillClass.LONG, view, other=other):
             return Reason.BLOCKED
-        return Reason.KV_HEADROOM if self._must_leave_headroom(pick, view, now_s) else None
+        return Reason.KV_HEADROOM if not owed and self._must_leave_headroom(pick, view, now_s) else None
 
     def _is_blocked(self, cls: PrefillClass, view: PassView, *, other: bool) -> bool:
         """Whether trying ``cls`` again is pointless. ``other``: something else waits that could run instead."""
@@ -264,21 +277,22 @@ class TemporalPolicy:
         del self._blocked[cls]
         return False
 
-    def _track_ageing(self, pick: LongPick | None) -> None:
-        if pick is None or not pick.aged:
+    def _track_ageing(self, aged: LongPick | None) -> None:
+        self._aged = None if aged is None else aged.view
+        if aged is None:
             self._aged_use_s = None
         elif self._aged_use_s is None:
-            self._aged_use_s = dict.fromkeys(PrefillClass, 0.0)
+            self._aged_use_s = (0.0, 0.0)
 
-    def _long_is_owed(self) -> bool:
+    def _aged_are_owed(self) -> bool:
         assert self._aged_use_s is not None, "tracked while some long is aged"
         share = self.knobs.longs.share
-        long_s, short_s = self._aged_use_s[PrefillClass.LONG], self._aged_use_s[PrefillClass.SHORT]
-        return long_s * (1 - share) <= short_s * share
+        aged_s, others_s = self._aged_use_s
+        return aged_s * (1 - share) <= others_s * share
 
     def _must_leave_headroom(self, pick: LongPick, view: PassView, now_s: float) -> bool:
         """Starting this long would leave no KV cache for the shorts that are expected while it runs."""
-        if pick.aged or view.running == 0 or self.short_rate.per_second(now_s) <= 0:
+        if view.running == 0 or self.short_rate.per_second(now_s) <= 0:
             return False
         headroom = self._footprint_tokens * self.knobs.headroom_requests
         return view.kv_free_tokens - pick.view.footprint_tokens < headroom

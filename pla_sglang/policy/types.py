@@ -42,6 +42,7 @@ class Reason(enum.Enum):
     AGE = "age"  # a long is near its age bound and is owed device time
     PRIORITY = "priority"  # the long has a better priority than every short
     # HOLD
+    DECODE_TURN = "decode_turn"  # running requests have waited long enough for their next token
     WAIT_FOR_DEPTH = "wait_for_depth"  # waiting pays, the expected gain is stated
     KV_DRAIN = "kv_drain"  # an aged long needs KV cache that running requests will free
     KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected shorts
@@ -105,6 +106,7 @@ class PassView:
         slots: requests that may still be added to the running batch.
         kv_free_tokens: KV tokens free or evictable, less what running requests are expected to add.
         running: requests that are decoding.
+        decode_wait_s: time since they last did; 0 without any.
     """
 
     waiting: list[WaitingView]
@@ -113,6 +115,7 @@ class PassView:
     slots: int
     kv_free_tokens: int
     running: int
+    decode_wait_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
