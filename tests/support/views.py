@@ -9,7 +9,7 @@ from pla_sglang.policy.boundary import StepModel
 from pla_sglang.policy.types import PassView, WaitingView
 
 # 10 ms floor, 0.1 ms a token, no attention term: numbers that can be checked in the head. Ridge: 100 tokens.
-FLAT = StepModel(g0_s=0.010, gw_s=0.0, gr_s=0.0, k0_s=0.0, b_s=1e-4, a_s=0.0)
+FLAT = StepModel(g0_s=0.010, gw_s=0.0, gr_s=0.0, k0_s=0.0, kr_s=0.0, b_s=1e-4, a_s=0.0)
 BOUNDARY_TOKENS = 100
 
 _names = itertools.count()
@@ -37,6 +37,7 @@ def pass_view(
     slots: int = 100,
     kv_free: int = 100_000,
     running: int = 0,
+    decode_wait_s: float = 0.0,
 ) -> PassView:
     return PassView(
         waiting=list(queue),
@@ -45,4 +46,5 @@ def pass_view(
         slots=slots,
         kv_free_tokens=kv_free,
         running=running,
+        decode_wait_s=decode_wait_s,
     )
