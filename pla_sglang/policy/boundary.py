@@ -67,9 +67,9 @@ class StepModel:
     gw_s: float
     gr_s: float
     k0_s: float
-    kr_s: float
     b_s: float
     a_s: float
+    kr_s: float = 0.0
 
     def memory_s(self, new_tokens: float, history_tokens: float) -> float:
         return self.g0_s + self.gw_s * new_tokens + self.gr_s * history_tokens
