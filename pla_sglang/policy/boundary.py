@@ -42,7 +42,7 @@ def reprefill_boundary(alpha: float, beta: float, gamma_w: float, gamma_r: float
 
 
 def _positive_root(square: float, linear: float, constant: float) -> float:
-    """The larger root of ``square*x^2 + linear*x = constant``, without cancellation. Only ``linear`` may be negative."""
+    """The larger root of ``square*x^2 + linear*x = constant``, without cancellation. Only ``linear`` may be below 0."""
     root = math.sqrt(linear * linear + 4 * square * constant)
     if linear > 0:
         return 2 * constant / (linear + root)

@@ -78,7 +78,7 @@ def test_head_of_line_penalty_needs_a_stable_queue(load: float) -> None:
 
 
 def model(**changes: float) -> StepModel:
-    return StepModel(**dict.fromkeys(("g0_s", "gw_s", "gr_s", "k0_s", "b_s", "a_s"), 0.0) | changes)
+    return StepModel(**dict.fromkeys(("g0_s", "gw_s", "gr_s", "k0_s", "kr_s", "b_s", "a_s"), 0.0) | changes)
 
 
 @pytest.mark.parametrize(
@@ -108,15 +108,16 @@ def test_crossing(name: str, coefficients: dict[str, float], history: float, exp
 def test_both_terms_are_equal_at_the_crossing(
     g0: float, gr: float, k0_share: float, b: float, a: float, history: int
 ) -> None:
-    step = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0_share * g0, b_s=b, a_s=a)
+    step = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0_share * g0, kr_s=0.0, b_s=b, a_s=a)
     tokens = step.crossing_tokens(history)
     compute_s = step.compute_s(tokens, history, tokens * (tokens + 2 * history))
     assert compute_s == pytest.approx(step.memory_s(tokens, history), rel=1e-5)
 
 
 def test_step_is_the_larger_of_the_two_terms() -> None:
-    step = model(g0_s=10.0, gr_s=1.0, k0_s=1.0, b_s=2.0, a_s=1.0)
-    assert step.step_s(1, 2) == 12.0  # memory 10 + 2, compute 1 + 2 + 1 * (1 + 4)
+    step = model(g0_s=10.0, gr_s=1.0, k0_s=1.0, kr_s=0.5, b_s=2.0, a_s=1.0)
+    assert step.step_s(1, 2) == 12.0  # memory 10 + 2, compute 1 + 1 + 2 + 1 * (1 + 4)
+    assert step.step_s(2, 2) == 18.0  # memory 10 + 2, compute 1 + 1 + 4 + 2 * (2 + 4)
     assert step.step_s(4, 0) == 25.0  # memory 10, compute 1 + 8 + 16
     assert step.step_s(4, 0, attention=8.0) == 17.0  # two requests of 2: 2 * 4 instead of 16
 
@@ -128,12 +129,15 @@ def test_step_is_the_larger_of_the_two_terms() -> None:
         ("attention does not depend on the cut", {"a_s": 1.0}, 10, 1, 100.0),
         ("memory-bound chunks", {"g0_s": 100.0, "b_s": 1.0}, 10, 4, 300.0),
         ("one chunk", {"k0_s": 1.0, "b_s": 1.0}, 10, 10, 11.0),
+        # 8 tokens in 4 passes read 0, 2, 4 and 6 of their own and, each, the 100 from before
+        ("each chunk reads the history anew", {"kr_s": 1.0}, 8, 2, 412.0),
         ("nothing left", {"k0_s": 1.0, "b_s": 1.0}, 0, 4, 0.0),
         ("a chunk below one token counts as one token", {"k0_s": 1.0}, 3, 0.5, 3.0),
     ],
 )
 def test_chunked(name: str, coefficients: dict[str, float], tokens: int, chunk: float, expected: float) -> None:
-    assert model(**coefficients).chunked_s(tokens, 0, chunk) == pytest.approx(expected)
+    history = 100 if "kr_s" in coefficients else 0
+    assert model(**coefficients).chunked_s(tokens, history, chunk) == pytest.approx(expected)
 
 
 def test_fixed_boundary_ignores_the_model() -> None:
@@ -171,7 +175,7 @@ def test_range_and_cap(
 
 @given(history=st.integers(0, 400_000))
 def test_table_agrees_with_the_formula(history: int) -> None:
-    step = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-7, k0_s=0.0, b_s=2e-5, a_s=4e-10)
+    step = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-7, k0_s=0.0, kr_s=0.0, b_s=2e-5, a_s=4e-10)
     boundary = Boundary(model=step)
     index = min(history // Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1)
     exact = step.crossing_tokens(index * Boundary.STEP_TOKENS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pla_sglang.policy.boundary import CPU_START, GPU_START, StepModel
 from pla_sglang.policy.fit import FitKnobs, StepFit, StepSample
 
-TRUTH = StepModel(g0_s=6e-3, gw_s=0.0, gr_s=2e-8, k0_s=1e-3, b_s=3e-5, a_s=5e-10)
+TRUTH = StepModel(g0_s=6e-3, gw_s=0.0, gr_s=2e-8, k0_s=1e-3, kr_s=0.0, b_s=3e-5, a_s=5e-10)
 
 
 def sample(new: int, history: int, model: StepModel = TRUTH, *, factor: float = 1.0) -> StepSample:
@@ -64,8 +65,7 @@ def test_coefficients_are_never_negative() -> None:
     rng = random.Random(3)
     noise_only = [StepSample(rng.randrange(1, 4000), 0, rng.random(), rng.uniform(1e-3, 1)) for _ in range(128)]
     model = fitted(noise_only).model
-    values = (model.g0_s, model.gw_s, model.gr_s, model.k0_s, model.b_s, model.a_s)
-    assert min(values) >= 0
+    assert min(dataclasses.astuple(model)) >= 0
 
 
 def test_same_samples_give_the_same_model() -> None:
@@ -86,7 +86,7 @@ def test_refits_every_few_samples() -> None:
 
 
 def test_window_forgets_the_past() -> None:
-    slow = StepModel(g0_s=6e-2, gw_s=0.0, gr_s=2e-7, k0_s=1e-2, b_s=3e-4, a_s=5e-9)
+    slow = StepModel(g0_s=6e-2, gw_s=0.0, gr_s=2e-7, k0_s=1e-2, kr_s=0.0, b_s=3e-4, a_s=5e-9)
     old = [sample(one.new_tokens, one.history_tokens, slow) for one in samples(256)]
     assert worst_error(fitted(old + samples(256, seed=5)).model) < 0.01
 

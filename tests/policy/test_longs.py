@@ -19,25 +19,23 @@ KNOBS = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000)
 FCFS = dataclasses.replace(KNOBS, least_remaining=False)
 
 
-def picks(
+def pick(
     longs: list[WaitingView], chunk: WaitingView | None, now_s: float, knobs: LongKnobs = KNOBS
-) -> tuple[LongPick, LongPick | None]:
-    by_order, aged = LongQueue(knobs, FLAT).pick(longs, chunk, now_s)
-    assert by_order is not None
-    return by_order, aged
+) -> tuple[LongPick | None, LongPick | None]:
+    return LongQueue(knobs, FLAT).pick(longs, chunk, now_s)
 
 
 def test_without_longs_there_is_no_pick() -> None:
-    assert LongQueue(KNOBS, FLAT).pick([], None, 0.0) == (None, None)
+    assert pick([], None, 0.0) == (None, None)
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes_and_arrivals", "now_s", "knobs", "picked", "aged"),
+    ("name", "sizes_and_arrivals", "now_s", "knobs", "by_order", "aged"),
     [
         ("least work first", [(4000, 0.0), (2000, 1.0), (3000, 2.0)], 3.0, KNOBS, 1, None),
         ("ties by arrival", [(4000, 2.0), (4000, 1.0)], 3.0, KNOBS, 1, None),
         ("first come first served", [(4000, 0.0), (2000, 1.0)], 3.0, FCFS, 0, None),
-        ("aged beside less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 1, 0),
+        ("an aged one beside one with less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 1, 0),
         ("not aged yet", [(4000, 0.0), (2000, 5.0)], 9.1, KNOBS, 1, None),
         ("among aged the earliest arrival", [(4000, 1.0), (2000, 0.5), (9000, 0.0)], 30.0, KNOBS, 1, 2),
         ("aged under first come first served", [(4000, 1.0), (2000, 0.0)], 30.0, FCFS, 0, 1),
@@ -48,68 +46,75 @@ def test_order(
     sizes_and_arrivals: list[tuple[int, float]],
     now_s: float,
     knobs: LongKnobs,
-    picked: int,
+    by_order: int,
     aged: int | None,
 ) -> None:
     longs = [long(arrival, size) for size, arrival in sizes_and_arrivals]
-    by_order, oldest = picks(longs, None, now_s, knobs)
-    assert by_order == LongPick(longs[picked], running=False, overtakes=False)
-    assert (None if oldest is None else oldest.view) is (None if aged is None else longs[aged])
+    first, owed = pick(longs, None, now_s, knobs)
+    assert first == LongPick(longs[by_order], running=False, overtakes=False)
+    assert owed == (None if aged is None else LongPick(longs[aged], running=False, overtakes=False))
 
 
 def test_best_priority_first_and_only() -> None:
     longs = [long(0.0, 2000, priority_rank=1), long(5.0, 9000, priority_rank=0)]
-    by_order, aged = picks(longs, None, 30.0)
-    assert by_order.view is longs[1]  # although the other is older, aged and smaller
-    assert aged is not None
-    assert aged.view is longs[1]
+    first, aged = pick(longs, None, 9.5)
+    assert first is not None
+    assert first.view is longs[1]  # although the other is older and smaller
+    assert aged is None  # and aged
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk_left", "waiting", "knobs", "overtakes"),
+    ("name", "chunk_left", "waiting", "rank", "knobs", "overtakes"),
     [
-        ("one pass and less work than the chunk", 4000, 900, KNOBS, True),
-        ("exactly one pass", 4000, 1000, KNOBS, True),
-        ("two passes: the host holds one chunk at a time", 4000, 1001, KNOBS, False),
-        ("not less work than the chunk", 800, 900, KNOBS, False),
-        ("first come first served never overtakes", 4000, 900, FCFS, False),
-        (
-            "without chunking everything is one pass",
-            4000,
-            900,
-            dataclasses.replace(KNOBS, chunk_max_tokens=None),
-            False,
-        ),
+        ("one pass and less work than the chunk", 4000, 900, 1, KNOBS, True),
+        ("exactly one pass", 4000, 1000, 1, KNOBS, True),
+        ("two passes: the host holds one chunk at a time", 4000, 1001, 1, KNOBS, False),
+        ("not less work than the chunk", 800, 900, 1, KNOBS, False),
+        ("equal work", 900, 900, 1, KNOBS, False),
+        ("better priority", 4000, 900, 0, KNOBS, True),
+        ("worse priority", 4000, 900, 2, KNOBS, False),
+        ("first come first served never overtakes", 4000, 900, 1, FCFS, False),
+        ("no chunking: all is one pass", 4000, 900, 1, dataclasses.replace(KNOBS, chunk_max_tokens=None), False),
     ],
 )
-def test_overtaking(name: str, chunk_left: int, waiting: int, knobs: LongKnobs, overtakes: bool) -> None:
-    chunk, other = long(0.0, chunk_left), long(1.0, waiting)
-    by_order, _ = picks([other], chunk, 2.0, knobs)
-    assert by_order == LongPick(other if overtakes else chunk, running=not overtakes, overtakes=overtakes)
+def test_overtaking(name: str, chunk_left: int, waiting: int, rank: int, knobs: LongKnobs, overtakes: bool) -> None:
+    chunk, other = long(0.0, chunk_left, priority_rank=1), long(1.0, waiting, priority_rank=rank)
+    first, aged = pick([other], chunk, 2.0, knobs)
+    expected = LongPick(other, running=False, overtakes=True) if overtakes else LongPick(chunk, True, False)
+    assert (first, aged) == (expected, None)
 
 
-def test_worse_priority_does_not_overtake() -> None:
-    chunk, other = long(0.0, 4000, priority_rank=0), long(1.0, 900, priority_rank=1)
-    assert picks([other], chunk, 2.0)[0].running
+@pytest.mark.parametrize(
+    ("name", "chunk_arrival_s", "waiting", "now_s", "expected"),
+    [
+        ("nobody is aged", 5.0, (5.0, 4000), 9.3, None),
+        ("the chunk", 0.0, (9.0, 900), 9.3, "chunk"),
+        ("one that would have to wait for the chunk hands its age on", 5.0, (0.0, 4000), 9.3, "chunk"),
+        ("one that can overtake", 5.0, (0.0, 900), 9.9, "other"),
+        ("both, the chunk came first", 0.0, (1.0, 900), 30.0, "chunk"),
+        ("both, the other came first", 1.0, (0.0, 900), 30.0, "other"),
+    ],
+)
+def test_who_advances_in_the_time_of_the_aged(
+    name: str, chunk_arrival_s: float, waiting: tuple[float, int], now_s: float, expected: str | None
+) -> None:
+    chunk, other = long(chunk_arrival_s, 4000), long(*waiting)
+    picks = {
+        None: None,
+        "chunk": LongPick(chunk, running=True, overtakes=False),
+        "other": LongPick(other, running=False, overtakes=True),
+    }
+    assert pick([other], chunk, now_s)[1] == picks[expected]
 
 
-def test_an_aged_chunk_has_its_own_time_beside_younger_overtakers() -> None:
-    chunk, other = long(0.0, 4000), long(9.0, 900)
-    by_order, aged = picks([other], chunk, 9.5)
-    assert by_order.view is other
-    assert aged is not None
-    assert aged.running
-
-
-@pytest.mark.parametrize(("now_s", "aged"), [(9.1, False), (9.3, True)])
-def test_a_chunk_becomes_aged(now_s: float, aged: bool) -> None:
-    assert (picks([], long(0.0, 4000), now_s)[1] is not None) is aged
-
-
-def test_a_young_chunk_inherits_the_age_of_who_must_wait_for_it() -> None:
-    chunk, older = long(9.0, 4000), long(0.0, 5000)  # five passes: it cannot overtake
-    _, aged = picks([older], chunk, 9.5)
-    assert aged == LongPick(chunk, running=True, overtakes=False)
+def test_ages_are_not_remembered_beyond_a_change_of_knobs_or_model() -> None:
+    queue, view = LongQueue(KNOBS, FLAT), long(0.0, 4000)
+    assert queue.pick([view], None, 9.3)[1] is not None
+    queue.set(dataclasses.replace(KNOBS, max_age_s=20.0), FLAT)
+    assert queue.pick([view], None, 9.3)[1] is None
+    queue.set(KNOBS, FLAT)
+    view.set_history(3900)  # a prefix hit: 10 ms of work left
+    assert queue.pick([view], None, 9.3)[1] is None
 
 
 # -- age bound ---------------------------------------------------------------------------------------------------------
@@ -139,7 +144,7 @@ def test_progress_makes_younger() -> None:
 # -- chunk size --------------------------------------------------------------------------------------------------------
 
 # A launch of 1 ms and 0.1 ms a token, floor of 2 ms: ridge at 10 tokens, and 3 % of overhead at 334 tokens.
-LAUNCH = StepModel(g0_s=0.002, gw_s=0.0, gr_s=0.0, k0_s=0.001, b_s=1e-4, a_s=0.0)
+LAUNCH = StepModel(g0_s=0.002, gw_s=0.0, gr_s=0.0, k0_s=0.001, kr_s=0.0, b_s=1e-4, a_s=0.0)
 BIG = LongKnobs(chunk_max_tokens=8192)
 
 
@@ -196,7 +201,7 @@ def test_grows_with_the_longs(rate: float, few: int, more: int) -> None:
 def test_within_limits_and_overhead_cap(
     rate: float, longs: int, history: int, largest: int, k0: float, a: float
 ) -> None:
-    model = dataclasses.replace(LAUNCH, k0_s=k0, a_s=a, kr_s=1e-8)
+    model = dataclasses.replace(LAUNCH, k0_s=k0, a_s=a, gr_s=1e-8, kr_s=1e-8)
     knobs = dataclasses.replace(BIG, chunk_max_tokens=largest)
     got = size(rate, longs=longs, model=model, knobs=knobs, history_tokens=history)
     assert got is not None
@@ -215,7 +220,7 @@ def test_never_below_twice_the_ridge() -> None:
 
 
 def test_a_model_without_slope_gives_whole_chunks() -> None:
-    assert size(100.0, model=StepModel(0.01, 0.0, 0.0, 0.0, 0.0, 0.0)) == 8192
+    assert size(100.0, model=StepModel(0.01, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)) == 8192
 
 
 @pytest.mark.parametrize("bad", [{"max_age_s": 0.0}, {"share": 0.0}, {"share": 1.1}, {"chunk_max_tokens": 0}], ids=str)

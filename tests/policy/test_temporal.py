@@ -164,6 +164,37 @@ CASES = [
         Reason.PRIORITY,
         (1,),
     ),
+    Case(
+        "an aged long, not the smallest one, in its time",
+        pass_view([long(RECENT_S, 2000), long(AGED_S, 4000)]),
+        L,
+        Reason.AGE,
+        (1,),
+    ),
+    # decode
+    Case(
+        "running requests have waited long enough",
+        pass_view([lone_short()], running=1, decode_wait_s=0.05),
+        H,
+        Reason.DECODE_TURN,
+        make=lambda: policy(decode_gap_s=0.05),
+    ),
+    Case(
+        "running requests wait beside a chunk alone",
+        pass_view([], long(RECENT_S), running=1, decode_wait_s=0.05),
+        H,
+        Reason.DECODE_TURN,
+        make=lambda: policy(decode_gap_s=0.05),
+    ),
+    Case(
+        "running requests have not waited long",
+        pass_view([lone_short()], running=1, decode_wait_s=0.049),
+        S,
+        Reason.NO_GAIN,
+        (0,),
+        make=lambda: policy(decode_gap_s=0.05),
+    ),
+    Case("decode turns are off", pass_view([lone_short()], running=1, decode_wait_s=9.0), S, Reason.NO_GAIN, (0,)),
     # memory and slots
     Case(
         "an aged long that does not fit: nobody else takes memory",
@@ -298,29 +329,6 @@ CASES = [
         Reason.NO_SHORT,
         (0,),
         make=lambda: policy(busy=True),
-    ),
-    # decode turns
-    Case(
-        "running requests have waited for their turn",
-        pass_view([lone_short()], long(AGED_S), running=4, decode_wait_s=0.5),
-        H,
-        Reason.DECODE_TURN,
-        make=lambda: policy(decode_gap_s=0.5),
-    ),
-    Case(
-        "not yet",
-        pass_view([lone_short()], running=4, decode_wait_s=0.4),
-        S,
-        Reason.NO_GAIN,
-        (0,),
-        make=lambda: policy(decode_gap_s=0.5),
-    ),
-    Case(
-        "switched off",
-        pass_view([lone_short()], running=4, decode_wait_s=100.0),
-        S,
-        Reason.NO_GAIN,
-        (0,),
     ),
 ]
 

@@ -9,7 +9,7 @@ from pla_sglang.policy.boundary import StepModel
 from pla_sglang.policy.types import PassView, WaitingView
 
 # 10 ms floor, 0.1 ms a token, no attention term: numbers that can be checked in the head. Ridge: 100 tokens.
-FLAT = StepModel(g0_s=0.010, gw_s=0.0, gr_s=0.0, k0_s=0.0, b_s=1e-4, a_s=0.0)
+FLAT = StepModel(g0_s=0.010, gw_s=0.0, gr_s=0.0, k0_s=0.0, kr_s=0.0, b_s=1e-4, a_s=0.0)
 BOUNDARY_TOKENS = 100
 
 _names = itertools.count()

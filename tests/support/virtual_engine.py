@@ -106,6 +106,8 @@ class VirtualEngine:
         self.running: list[Request] = []
         self.log: list[Pass] = []
         self._fruitless = 0
+        self._decoded_s = 0.0
+        self.longest_decode_wait_s = 0.0
 
     @staticmethod
     def _request(index: int, arrival: Arrival) -> Request:
@@ -178,6 +180,7 @@ class VirtualEngine:
             slots=self.slots - len(self.running) - (self.chunk is not None),
             kv_free_tokens=self._kv_free(),
             running=len(self.running),
+            decode_wait_s=self.now_s - self._decoded_s if self.running else 0.0,
         )
 
     def _kv_free(self) -> int:
@@ -260,6 +263,8 @@ class VirtualEngine:
             self.running.remove(request)
         assert request.finished_s is None, "finished twice"
         if request.done_tokens < request.arrival.output_tokens:
+            if not self.running:
+                self._decoded_s = self.now_s
             self.running.append(request)
         else:
             request.finished_s = self.now_s
@@ -270,10 +275,12 @@ class VirtualEngine:
         rest = 0 if self.chunk is None else self.chunk.view.new_tokens
         while held + len(self.running) + rest > self.kv_tokens and len(self.running) > 1:
             held -= self._retract(self.running.pop())
+        self.longest_decode_wait_s = max(self.longest_decode_wait_s, self.now_s - self._decoded_s)
         self.now_s += DECODE_STEP_S
         for request in list(self.running):
             request.kv_tokens += 1
             self._emit(request)
+        self._decoded_s = self.now_s
 
     def _retract(self, request: Request) -> int:
         held, request.kv_tokens = request.kv_tokens, 0
