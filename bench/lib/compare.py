@@ -36,18 +36,22 @@ class Solo:
 async def measure_solo(
     fleet: Fleet, shape: HolShape, vocabulary: Vocabulary, *, seed: int, kinds: Sequence[str] = KINDS
 ) -> dict[str, Solo]:
-    """Also the warm-up: SGLang allocates and compiles at the first request of each size.
+    """Also sets the requests that warm up a server whenever it wakes: its first one of each size is slower.
 
     Raises:
         ServerError: a request to an idle server failed, so there is no sense in going on.
     """
+    fleet.wake_requests = [
+        request
+        for kind in kinds
+        for request in solo_requests(shape, vocabulary, kind=kind, count=_WARMUPS, salt=f"wake-{seed}")
+    ]
     found: dict[str, Solo] = {}
     for member in fleet.members:
         ttft_s, outcomes = {}, []
         async with fleet.awake(member) as client:
             for kind in kinds:
                 count = SOLO_COUNTS[kind]
-                await client.solo(solo_requests(shape, vocabulary, kind=kind, count=_WARMUPS, salt=f"warm-{seed}"))
                 measured = await client.solo(solo_requests(shape, vocabulary, kind=kind, count=count, salt=f"{seed}"))
                 failed = [outcome for outcome in measured if not outcome.ok]
                 if failed:

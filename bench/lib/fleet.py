@@ -17,6 +17,7 @@ from bench.lib.arms import Arm, memory_flags, platform_overlay
 from bench.lib.client import Client
 from bench.lib.report import say
 from bench.lib.server import PausableServer, ServerError
+from bench.lib.workload import Request
 
 _WAKE_SETTLE_S = 0.2
 _STOP_TIMEOUT_S = 3.0  # nothing is left to drain when a bench stops its servers
@@ -62,6 +63,7 @@ class Fleet:
         start_timeout_s: float = 600.0,
         request_timeout_s: float = 300.0,
     ) -> None:
+        self.wake_requests: Sequence[Request] = ()
         self._device = device
         self._log_dir = log_dir
         self._stack = contextlib.AsyncExitStack()
@@ -139,13 +141,17 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def awake(self, member: Member) -> AsyncIterator[Client]:
-        """Only this server runs inside the block. Its prefix cache is empty.
+        """Only this server runs inside the block. Its memory is warm, its prefix cache is empty.
+
+        ``wake_requests`` are sent first, unmeasured: pages of a frozen process grow cold, and fetching them back can
+        take seconds on a machine that reclaims memory.
 
         Raises:
             ServerError: the server is dead, or something still runs in it.
         """
         member.server.resume()
         try:
+            await member.client.solo(self.wake_requests)
             if not await member.client.flush_cache():
                 raise ServerError(
                     f"{member.name} is dead or still busy: it does not flush its cache; the end of its log:\n"
