@@ -13,10 +13,13 @@ things are changed for a pass and restored at its end, whatever happens in it:
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 from pla_sglang.engine.snapshot import chunk_remaining_tokens, output_tokens
 from pla_sglang.policy.types import Action, PassDecision, PassView, WaitingView
+
+_NEW_TOKENS = operator.attrgetter("new_tokens")
 
 
 @dataclasses.dataclass(slots=True)
@@ -28,6 +31,7 @@ class PassContext:
         full_before: its ``batch_is_full`` on entry.
         order: the complete queue as ordered by the host; None until the decision.
         shown: ids of the requests that the host may choose from in this pass.
+        places: where they stand in ``order``, ascending.
         view, decision: what was seen and decided; None until then.
         parked: the chunk that is hidden in this pass; owned by the context until ``leave``.
         reserve_tokens: KV tokens that the parked chunk will still take.
@@ -39,12 +43,26 @@ class PassContext:
     full_before: bool
     order: list[Any] | None = None
     shown: set[int] = dataclasses.field(default_factory=set)
+    places: list[int] = dataclasses.field(default_factory=list)
     view: PassView | None = None
     decision: PassDecision | None = None
     parked: Any = None
     reserve_tokens: int = 0
     lora_id: str | None = None
     mixed_chunk_tokens: int | None = None
+
+
+def _places(order: list[Any], wanted: set[int]) -> list[int]:
+    """Indices of the ``wanted`` requests, by id. They mostly stand near the head, so the search ends early."""
+    places: list[int] = []
+    missing = len(wanted)
+    for index, req in enumerate(order):
+        if not missing:
+            break
+        if id(req) in wanted:
+            places.append(index)
+            missing -= 1
+    return places
 
 
 def align_chunk(tokens: int, page_size: int, align: int | None) -> int:
@@ -60,6 +78,7 @@ def enter(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
     context.order = list(queue)
     queue[:] = [view.handle for view in decision.selected]
     context.shown = set(map(id, queue))
+    context.places = _places(context.order, context.shown)
     if decision.park:
         _park(context, scheduler)
     if decision.action is Action.SHORT and decision.chunk_tokens is not None:
@@ -115,7 +134,9 @@ def _restore_queue(context: PassContext, scheduler: Any, batch: Any) -> None:
     added = [req for req in scheduler.waiting_queue if id(req) not in shown]
     if batch is not None:
         gone = set(map(id, batch.reqs))
-        order = [req for req in order if id(req) not in gone]
+        for place in reversed(context.places):
+            if id(order[place]) in gone:
+                del order[place]
     scheduler.waiting_queue = order + added if added else order
 
 
@@ -147,4 +168,4 @@ def add_chunk(original: Any, context: PassContext | None, adder: Any, req: Any) 
 
 def held_tokens(decision: PassDecision, views: list[WaitingView]) -> int:
     """New tokens that wait but were left out of this pass, for the host's pending-token figure."""
-    return sum(view.new_tokens for view in views) - sum(view.new_tokens for view in decision.selected)
+    return sum(map(_NEW_TOKENS, views)) - sum(map(_NEW_TOKENS, decision.selected))

@@ -12,7 +12,7 @@ from typing import Any
 
 from pla_sglang.policy.types import WaitingView
 
-REFRESH_PER_PASS = 256
+REFRESH_PER_PASS = 64
 SPARE_VIEWS = 256
 
 
@@ -42,14 +42,15 @@ class QueueViews:
         """Views in the order of ``queue``, prefix matches fresh for new requests and for this pass's turn."""
         known = self._views
         try:
-            views = [known[id(req)] for req in queue]
+            views = list(map(known.__getitem__, map(id, queue)))
         except KeyError:  # entered by a path of the host that the table has no seam for
             views = [self.get(req) for req in queue]
         if len(known) > len(queue) + SPARE_VIEWS:
             self._views = {id(view.handle): view for view in views}
-        for view in views[-REFRESH_PER_PASS:]:  # new requests stand at the end, unless the host sorts
-            if not view.seen:
-                self._arrive(view)
+        for view in reversed(views):  # new requests stand at the end, unless the host sorts: then their turn comes
+            if view.seen:
+                break
+            self._arrive(view)
         self._take_turn(views)
         return views
 

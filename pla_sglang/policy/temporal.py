@@ -135,9 +135,12 @@ class TemporalPolicy:
         table, step, last = self.boundary.table, Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1
         shorts: list[WaitingView] = []
         longs: list[WaitingView] = []
+        bound_without_history = table[0]
         for view in waiting:
-            index = view.history_tokens // step
-            bound = table[index if index < last else last]
+            bound = bound_without_history
+            if view.history_tokens:
+                index = view.history_tokens // step
+                bound = table[index if index < last else last]
             (shorts if view.new_tokens < bound else longs).append(view)
         return shorts, longs
 

@@ -265,7 +265,12 @@ class Server:
         )
 
     def _read_log(self) -> str:
-        return self._log_path.read_text(encoding="utf-8", errors="replace") if self._log_path is not None else ""
+        if self._log_path is None:
+            return ""
+        try:
+            return self._log_path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:  # cleaned away by somebody; whatever failed should be reported, not this
+            return f"(the log {self._log_path} is gone)"
 
 
 @contextlib.contextmanager
