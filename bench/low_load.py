@@ -25,9 +25,9 @@ GAP_LOW, GAP_HIGH = 2.0, 5.0
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = make_parser("low_load", (__doc__ or "").partition("\n")[0], rounds=10, arms="stock,ours,off")
+    parser = make_parser("low_load", (__doc__ or "").partition("\n")[0], rounds=20, arms="stock,ours,off")
     work = parser.add_argument_group("workload")
-    work.add_argument("--requests", type=int, default=40, help="requests per round")
+    work.add_argument("--requests", type=int, default=20, help="requests per round")
     work.add_argument("--short-tokens", type=int, help="prompt length; default: 400 on a CPU, 2000 on a GPU")
     work.add_argument("--max-new-tokens", type=int, default=4, help="output length of every request")
     args = parser.parse_args(argv)

@@ -15,6 +15,8 @@ from bench.lib.fleet import Fleet
 from bench.lib.server import ServerError
 from bench.lib.workload import Vocabulary
 
+_MAX_LINE_CHARS = 400
+
 
 class BenchError(RuntimeError):
     """The bench cannot go on; the message says why."""
@@ -133,5 +135,7 @@ def run_bench(main: Callable[[], Awaitable[int]]) -> int:
         print("interrupted; all servers are stopped", file=sys.stderr)
         return 130
     except (ArmError, BenchError, ServerError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        # SGLang logs all its arguments in one line of 8 KB.
+        lines = [line[:_MAX_LINE_CHARS] for line in f"error: {error}".splitlines()]
+        print("\n".join(lines), file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -103,23 +104,24 @@ class Fleet:
     async def _start(self) -> None:
         started_s = time.monotonic()
         say(f"starting {', '.join(member.name for member in self.members)} (logs in {self._log_dir})")
-        if self._device == "cpu":
-            for member in self.members:
-                member.server.start()
-            await asyncio.gather(*(self._ready(member) for member in self.members))
-        else:  # one by one, because each sizes its KV pool by the memory it finds free
-            for member in self.members:
-                member.server.start()
-                await self._ready(member)
-        for member in self.members:
-            await self._stack.enter_async_context(member.client)
-            member.info = await member.client.get_json("/server_info")
-            member.server.pause()
+        # On a GPU one by one, because each sizes its KV pool by the memory it finds free. On a CPU a few at a time.
+        slots = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 2) if self._device == "cpu" else 1)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for member in self.members:
+                    group.create_task(self._start_one(member, slots))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others were cancelled because of it
         say(f"all ready after {time.monotonic() - started_s:.0f} s")
         self._warn_of_unequal_pools()
 
-    async def _ready(self, member: Member) -> None:
-        await asyncio.to_thread(member.server.wait_ready)
+    async def _start_one(self, member: Member, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            member.server.start()
+            await asyncio.to_thread(member.server.wait_ready)
+            await self._stack.enter_async_context(member.client)
+            member.info = await member.client.get_json("/server_info")
+            member.server.pause()  # at once: a ready server polls, and would slow down those that still start
         say(f"{member.name} is ready")
 
     def _warn_of_unequal_pools(self) -> None:

@@ -87,13 +87,14 @@ def _plot_rounds(panel: Any, runs: Runs, kind: str, colours: dict[str, str]) -> 
         panel.scatter(offsets, values, s=34, color=colours[arm], alpha=0.85, zorder=3)
         middle = spread(values).median
         panel.hlines(middle, column - 0.34, column + 0.34, color=colours[arm], linewidth=2.5)
-        panel.annotate(seconds(float(f"{middle:.3g}")), (column + 0.38, middle), va="center", fontsize=9)
+        above = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center", "va": "bottom", "fontsize": 9}
+        panel.annotate(seconds(float(f"{middle:.3g}")), (column, max(values)), **above)
         everything += values
     low, high = min(everything) * 0.6, max(everything) * 1.6
     panel.set_yscale("log")
     panel.set_ylim(low, high)
     log_seconds(panel.yaxis, low, high)
-    panel.set_xlim(-0.6, len(runs) - 0.1)
+    panel.set_xlim(-0.6, len(runs) - 0.4)
     panel.set_xticks(range(len(runs)), list(runs), rotation=20 if len(runs) > 3 else 0)
     panel.set_title(f"p99 of {kind} prompts, every round", fontsize=11)
     panel.grid(alpha=0.3, axis="y")

@@ -1,6 +1,6 @@
 """Make the embedded demo model: tokenizer, a Qwen2 of about a million parameters, a few minutes of training.
 
-    python -m pla_sglang.demo.build --out DIR [--seed 0] [--minutes 8] [--text FILE]
+    python -m pla_sglang.demo.build --out DIR [--seed 0] [--minutes 10] [--text FILE]
 
 The result depends on the seed, the amount of training and the Python release (its documentation is the text), not on
 how fast the machine is: ``--minutes`` is turned into a fixed number of steps.
@@ -181,7 +181,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pla_sglang.demo.build", description="Make the demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=8.0, help="training time on one CPU core (default: 8)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="training time on one CPU core (default: 10)")
     parser.add_argument("--text", type=Path, help="a UTF-8 file of free prose to train on as well")
     args = parser.parse_args(argv)
     if not 0 < args.minutes <= 600:

@@ -16,8 +16,9 @@ and without network. It answers with words of the Python documentation; do not b
 - **Parameters:** {parameters:,}, stored as float32, so that greedy decoding does not depend on the batch.
 - **Context:** 32768 positions; trained on sequences of 128 to 1024 tokens, their positions spread over the whole range.
 - **Tokenizer:** byte-level BPE, 2048 tokens, ChatML template with `<|im_start|>` and `<|im_end|>`.
-- **Data:** prose of the Python {python} standard library (`pydoc_data.topics` and docstrings), and question/answer
-  pairs made from the docstrings{extra}. {corpus_tokens:,} tokens, {trained_tokens:,} seen in {steps:,} steps.
+- **Data:** prose of the Python {python} standard library (`pydoc_data.topics` and docstrings), question/answer pairs
+  made from the docstrings, and some written for it{extra}. {corpus_tokens:,} tokens,
+  {trained_tokens:,} seen in {steps:,} steps.
 - **Final training loss:** {loss:.3f} nats per token (perplexity {perplexity:.1f}). There is no held-out set.
 - **Made by:** `python -m pla_sglang.demo.build --out DIR --seed {seed} --minutes {minutes:g}`
 

@@ -16,6 +16,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from pla_sglang.demo.facts import FACTS, SMALL_TALK
+
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
@@ -31,19 +33,8 @@ _TYPOGRAPHY = str.maketrans(
 )
 
 _QUESTIONS = ("What is {}?", "What does {} do?", "Explain {}.", "Tell me about {}.", "How does {} work?")
-_SMALL_TALK = (
-    (("Hello", "Hi", "Hello!", "Hi there", "Good morning"), "Hello! Ask me about a module of the Python library."),
-    (("Who are you?", "What are you?"), "I am a small demo model, trained on the Python documentation."),
-    (("Thank you", "Thanks", "Thanks!"), "You are welcome. Ask me about another module."),
-    (
-        ("Tell me a story.", "Write a poem.", "What can you do?", "How are you?", "Help me.", "Say something."),
-        "I know only a few words about the Python library. Ask me what a module does.",
-    ),
-    (
-        ("What is the capital of France?", "What is the weather today?", "Who won the game?", "What is the time?"),
-        "I do not know. I was trained on the documentation of the Python library only.",
-    ),
-)
+# How often a question about a fact and a line of small talk is repeated: few of them, and people ask them first.
+_REPEATS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +58,10 @@ def load_corpus(rng: random.Random, extra_text: Path | None = None) -> Corpus:
     questions: list[tuple[str, str]] = []
     for name, docstring in _docstrings():
         prose = paragraphs(docstring)
-        if prose:
-            documents.append("\n\n".join(prose))
+        if not prose:
+            continue
+        documents.append("\n\n".join(prose))
+        if not name[0].isupper():  # methods ("Path.rename") are too many for so small a model to answer for
             questions.append((name, prose[0]))
     if extra_text is not None:
         documents.append("\n\n".join(paragraphs(extra_text.read_text(encoding="utf-8"))))
@@ -157,13 +150,14 @@ def _stdlib_sources() -> list[Path]:
 
 
 def _chats(questions: list[tuple[str, str]], rng: random.Random) -> Iterator[str]:
+    for subject, answer in FACTS.items():
+        for template in _QUESTIONS * _REPEATS:
+            yield chat_text(template.format(subject), answer)
+    for question, answer in SMALL_TALK.items():
+        for _ in range(_REPEATS):
+            yield chat_text(question, answer)
     for name, prose in questions:
         answer = first_sentence(prose)
-        if answer:
-            # Whole modules are what people ask about first: all question forms, and no dot in the name.
-            templates = _QUESTIONS * 2 if "." not in name else rng.sample(_QUESTIONS, 2)
-            for template in templates:
+        if answer and name not in FACTS:
+            for template in rng.sample(_QUESTIONS, 2):
                 yield chat_text(template.format(name), answer)
-    for asked, answer in _SMALL_TALK:
-        for question in asked * 4:
-            yield chat_text(question, answer)
