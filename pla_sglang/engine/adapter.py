@@ -49,7 +49,7 @@ class PrefillAdapter:
         self.policy = TemporalPolicy(self._knobs(config), start)
         self.fit = StepFit(start)
         self.telemetry = Telemetry()
-        self.views = QueueViews(self._make_view, self._on_arrival)
+        self.views = QueueViews(self._make_view, self._on_arrival, self._match_prefix)
         self.context: apply.PassContext | None = None  # set only within a prefill pass
         self.now_s = 0.0  # rank 0's clock as last broadcast
         self.changes = 0
@@ -130,6 +130,9 @@ class PrefillAdapter:
     def _on_arrival(self, view: WaitingView) -> None:
         self.policy.on_arrival(view, self.now_s)
 
+    def _match_prefix(self, req: Any) -> None:
+        snapshot.match_prefix(self.scheduler, req)
+
     # -- one scheduling pass -------------------------------------------------------------------------------------
 
     def run_pass(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +177,7 @@ class PrefillAdapter:
         if context is None:
             return
         started_s = time.perf_counter()
-        views = self.views.of_queue(queue)
+        views = self.views.of_queue(queue, by_host=snapshot.host_matches(self.scheduler, queue))
         chunk = self.scheduler.chunked_req
         chunk_view = None if chunk is None else self.views.get(chunk)
         decode_wait_s = self._decode_wait_s(context.running_batch)

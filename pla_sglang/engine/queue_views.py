@@ -1,8 +1,12 @@
 """One view per waiting request, kept from pass to pass.
 
 With a thousand requests waiting, reading two attributes of every request object costs more than the decision itself:
-the objects are large and cold. So views are found by the identity of their request, and prefix matches are copied from
-the requests in turns when the queue is long. What a pass is about to run is always read afresh (``refresh``).
+the objects are large and cold. So views are found by the identity of their request, and prefix matches are brought up
+to date in turns when the queue is long. What a pass is about to run is always brought up to date (``refresh``).
+
+SGLang 0.5.17 matches prefixes before admission only where its schedule policy sorts by them (lpm, dfs-weight). With
+fcfs, the default, ``num_matched_prefix_tokens`` stays 0 in the queue. There we match ourselves: each request when it is
+first seen and when it is chosen, and a few more in each pass.
 """
 
 from __future__ import annotations
@@ -13,17 +17,26 @@ from typing import Any
 from pla_sglang.policy.types import WaitingView
 
 REFRESH_PER_PASS = 64
+MATCHES_PER_PASS = 4  # a match walks the radix tree, which costs some ten times as much as reading the host's
 SPARE_VIEWS = 256
 
 
 class QueueViews:
     """Views by ``id`` of their request. A view holds its request, so an id cannot be reused while the view is here."""
 
-    def __init__(self, make_view: Callable[[Any], WaitingView], on_arrival: Callable[[WaitingView], None]) -> None:
+    def __init__(
+        self,
+        make_view: Callable[[Any], WaitingView],
+        on_arrival: Callable[[WaitingView], None],
+        match: Callable[[Any], None],
+    ) -> None:
         self._make_view = make_view
         self._on_arrival = on_arrival
+        self._match = match  # brings num_matched_prefix_tokens of a request up to date
         self._views: dict[int, WaitingView] = {}
         self._turn = 0
+        self._by_host = True  # the host has matched every request of this pass
+        self._matched: set[int] = set()  # requests that we have matched in this pass
 
     def add(self, req: Any) -> WaitingView:
         """A request enters the queue (again, when it was retracted)."""
@@ -38,8 +51,14 @@ class QueueViews:
     def get(self, req: Any) -> WaitingView:
         return self._views.get(id(req)) or self.add(req)
 
-    def of_queue(self, queue: list[Any]) -> list[WaitingView]:
-        """Views in the order of ``queue``, prefix matches fresh for new requests and for this pass's turn."""
+    def of_queue(self, queue: list[Any], *, by_host: bool) -> list[WaitingView]:
+        """Views in the order of ``queue``, prefix matches fresh for new requests and for this pass's turn.
+
+        Args:
+            by_host: the host has matched every request of ``queue`` in this pass.
+        """
+        self._by_host = by_host
+        self._matched.clear()
         known = self._views
         try:
             views = list(map(known.__getitem__, map(id, queue)))
@@ -55,33 +74,33 @@ class QueueViews:
         return views
 
     def _take_turn(self, views: list[WaitingView]) -> None:
-        count = len(views)
-        if count <= REFRESH_PER_PASS:
-            self._match(views)
+        count, part = len(views), REFRESH_PER_PASS if self._by_host else MATCHES_PER_PASS
+        if count <= part:
+            self.refresh(views)
             return
         start = self._turn if self._turn < count else 0
-        self._match(views[start : start + REFRESH_PER_PASS])
-        self._turn = start + REFRESH_PER_PASS
-
-    def _match(self, views: Iterable[WaitingView]) -> None:
-        for view in views:
-            if not view.seen:
-                self._arrive(view)
-            matched = view.handle.num_matched_prefix_tokens  # type: ignore[attr-defined]
-            if matched != view.history_tokens:
-                view.set_history(matched)
+        self.refresh(views[start : start + part])
+        self._turn = start + part
 
     def _arrive(self, view: WaitingView) -> None:
         view.seen = True
-        view.set_history(view.handle.num_matched_prefix_tokens)  # type: ignore[attr-defined]
+        view.set_history(self._matched_tokens(view.handle))
         self._on_arrival(view)
 
-    @staticmethod
-    def refresh(views: Iterable[WaitingView]) -> bool:
-        """Read the prefix matches of ``views`` afresh; True when one has changed."""
+    def _matched_tokens(self, req: Any) -> int:
+        if not self._by_host and id(req) not in self._matched:
+            self._matched.add(id(req))
+            self._match(req)
+        matched: int = req.num_matched_prefix_tokens
+        return matched
+
+    def refresh(self, views: Iterable[WaitingView]) -> bool:
+        """Bring the prefix matches of ``views`` up to date; True when one has changed."""
         changed = False
         for view in views:
-            matched = view.handle.num_matched_prefix_tokens  # type: ignore[attr-defined]
+            if not view.seen:
+                self._arrive(view)
+            matched = self._matched_tokens(view.handle)
             if matched != view.history_tokens:
                 view.set_history(matched)
                 changed = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAwarePolicy, match_prefix_for_req
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.fit import StepSample
@@ -70,6 +70,19 @@ def update_chunk_view(req: Any, view: WaitingView) -> None:
     """What the request whose prefill is under way still has to prefill."""
     view.history_tokens = req.extend_range.end
     view.new_tokens = len(req.full_untruncated_fill_ids) - view.history_tokens
+
+
+def host_matches(scheduler: Any, queue: list[Any]) -> bool:
+    """Whether the host, in ordering ``queue``, has brought the prefix match of every request up to date."""
+    tree, policy = scheduler.tree_cache, scheduler.policy
+    if tree.disable or tree.supports_fast_match_prefix():
+        return True
+    return isinstance(policy._determine_active_policy(queue), CacheAwarePolicy)
+
+
+def match_prefix(scheduler: Any, req: Any) -> None:
+    """What the host's own ordering does to each request where it sorts by prefixes; admission repeats it anyway."""
+    match_prefix_for_req(scheduler.tree_cache, req, include_req=True)
 
 
 def chunk_remaining_tokens(req: Any) -> int:

@@ -43,6 +43,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             # SGLang puts "intel_amx" on every x86 CPU; its kernels are not in the official wheel.
             server_args.attention_backend = "torch_native"
         server_args.sampling_backend = "pytorch"
+        if server_args.grammar_backend is None:
+            # SGLang's default, xgrammar, pins host memory for a CUDA device and stops the scheduler without one.
+            server_args.grammar_backend = "llguidance"
         if server_args.chunked_prefill_size is None:
             # SGLang derives it from device memory. Host memory says nothing about speed, so one value for all hosts.
             server_args.chunked_prefill_size = CHUNKED_PREFILL_TOKENS

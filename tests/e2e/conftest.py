@@ -6,8 +6,12 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.bad_requests import BAD, refusal
+from support.load import FLAGS, Reference, ask_all
+from support.serving import Client
 
 from pla_sglang.testing.server import Server, running
 from pla_sglang.testing.tiny_model import VOCABULARY_SIZE, make_tiny_model
@@ -88,3 +92,32 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.failed:
         for server in _live:
             report.sections.append((f"log of the server on port {server.port}", server.log_tail()))
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model: Callable[[str], Path], serving: Callable[..., Any]) -> Reference:
+    """What stock SGLang answers, one request after the other. Its server is gone before any other starts."""
+    server = Server(tiny_model("float32"), ("--device", "cpu", "--chunked-prefill-size", "256"), stop_timeout_s=0.5)
+    with serving(server):
+        client = Client(server)
+        answers = ask_all(client)
+        answers.refusals = {name: refusal(client, name) for name in BAD}
+    return answers
+
+
+@pytest.fixture(scope="session")
+def temporal(tiny_model: Callable[[str], Path], serving: Callable[..., Any]) -> Callable[..., AbstractContextManager]:
+    """``with temporal("--flag", ...) as client``: a server with temporal disaggregation, checked for leftovers."""
+
+    @contextmanager
+    def start(*flags: str, **options: Any) -> Iterator[Client]:
+        admin_key = options.pop("admin_key", None)
+        keys = () if admin_key is None else ("--admin-api-key", admin_key)
+        options = {"module": "pla_sglang.launch_server", "stop_timeout_s": 0.5} | options
+        server = Server(tiny_model("float32"), (*FLAGS, *flags, *keys), **options)
+        with serving(server):
+            client = Client(server, admin_key)
+            yield client
+            client.assert_at_rest()
+
+    return start
