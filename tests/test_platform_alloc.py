@@ -259,6 +259,7 @@ def test_defaults_leave_the_user_alone() -> None:
         "max_total_tokens": None,
         "tp_size": 1,
         "sampling_backend": None,
+        "grammar_backend": "xgrammar",
     }
     args = SimpleNamespace(**chosen)
     CpuPlatform().apply_server_args_defaults(args)

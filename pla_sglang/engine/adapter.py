@@ -177,7 +177,8 @@ class PrefillAdapter:
         if context is None:
             return
         started_s = time.perf_counter()
-        views = self.views.of_queue(queue, by_host=snapshot.host_matches(self.scheduler, queue))
+        by_host = snapshot.host_matches(self.scheduler, queue)
+        views = self.views.of_queue(queue, by_host=by_host, tree_stamp=snapshot.tree_stamp(self.scheduler))
         chunk = self.scheduler.chunked_req
         chunk_view = None if chunk is None else self.views.get(chunk)
         decode_wait_s = self._decode_wait_s(context.running_batch)

@@ -36,10 +36,12 @@ class QueueViews:
         self._views: dict[int, WaitingView] = {}
         self._turn = 0
         self._by_host = True  # the host has matched every request of this pass
-        self._matched: set[int] = set()  # requests that we have matched in this pass
+        self._matched: set[int] = set()  # requests that we have matched since the prefix cache last changed
+        self._tree_stamp: object = None
 
     def add(self, req: Any) -> WaitingView:
         """A request enters the queue (again, when it was retracted)."""
+        self._matched.discard(id(req))  # the id may have belonged to a request that is gone
         view = self._views[id(req)] = self._make_view(req)
         return view
 
@@ -51,14 +53,17 @@ class QueueViews:
     def get(self, req: Any) -> WaitingView:
         return self._views.get(id(req)) or self.add(req)
 
-    def of_queue(self, queue: list[Any], *, by_host: bool) -> list[WaitingView]:
+    def of_queue(self, queue: list[Any], *, by_host: bool, tree_stamp: object = None) -> list[WaitingView]:
         """Views in the order of ``queue``, prefix matches fresh for new requests and for this pass's turn.
 
         Args:
             by_host: the host has matched every request of ``queue`` in this pass.
+            tree_stamp: changes whenever the prefix cache does; our own matches hold until then. None: unknown.
         """
         self._by_host = by_host
-        self._matched.clear()
+        if tree_stamp is None or tree_stamp != self._tree_stamp:
+            self._tree_stamp = tree_stamp
+            self._matched.clear()
         known = self._views
         try:
             views = list(map(known.__getitem__, map(id, queue)))

@@ -80,6 +80,12 @@ def host_matches(scheduler: Any, queue: list[Any]) -> bool:
     return isinstance(policy._determine_active_policy(queue), CacheAwarePolicy)
 
 
+def tree_stamp(scheduler: Any) -> tuple[int, int]:
+    """Changes with what the prefix cache holds: every insertion and eviction moves one of its two sizes."""
+    tree = scheduler.tree_cache
+    return tree.evictable_size(), tree.protected_size()
+
+
 def match_prefix(scheduler: Any, req: Any) -> None:
     """What the host's own ordering does to each request where it sorts by prefixes; admission repeats it anyway."""
     match_prefix_for_req(scheduler.tree_cache, req, include_req=True)
