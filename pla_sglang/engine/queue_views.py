@@ -71,9 +71,10 @@ class QueueViews:
             views = [self.get(req) for req in queue]
         if len(known) > len(queue) + SPARE_VIEWS:
             self._views = {id(view.handle): view for view in views}
-        for view in reversed(views):  # new requests stand at the end, unless the host sorts: then their turn comes
-            if view.seen:
-                break
+        first_new = len(views)
+        while first_new and not views[first_new - 1].seen:
+            first_new -= 1
+        for view in views[first_new:]:  # new requests stand at the end, unless the host sorts: then their turn comes
             self._arrive(view)
         self._take_turn(views)
         return views
