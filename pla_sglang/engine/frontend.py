@@ -41,6 +41,15 @@ def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: 
     Raises:
         ConfigError: a ValueError, which SGLang's handlers answer with status 400.
     """
+    try:
+        _carry_target(obj, request)
+    except ConfigError:
+        # SGLang aborts what a refused stream may have started, and for that it has to know whether it was a batch.
+        obj.normalize_batch_and_arguments()
+        raise
+
+
+def _carry_target(obj: Any, request: Any) -> None:
     from pla_sglang.engine.snapshot import SLO_KEY, check_slo_ms
 
     header = None if request is None else request.headers.get(SLO_HEADER)

@@ -113,8 +113,11 @@ def temporal(tiny_model: Callable[[str], Path], serving: Callable[..., Any]) -> 
     def start(*flags: str, **options: Any) -> Iterator[Client]:
         admin_key = options.pop("admin_key", None)
         keys = () if admin_key is None else ("--admin-api-key", admin_key)
+        subcommand = options.pop("subcommand", None)
         options = {"module": "pla_sglang.launch_server", "stop_timeout_s": 0.5} | options
         server = Server(tiny_model("float32"), (*FLAGS, *flags, *keys), **options)
+        if subcommand is not None:  # SGLang's own command wants it before every flag
+            server._command.insert(3, subcommand)
         with serving(server):
             client = Client(server, admin_key)
             yield client

@@ -74,12 +74,10 @@ def test_new_tokens_make_the_class(client: Client, reference: Reference) -> None
 
 def test_constrained_output(client: Client, reference: Reference) -> None:
     """A request that waits for its grammar enters the queue by another door."""
-    schema = json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]})
     with busy_neighbours(client, reference):
+        sampling = {"temperature": 0, "max_new_tokens": 8, "regex": "(yes|no) (1|2)"}
         for prompt in (SHORTS[4], LONGS[3]):
-            body = {"sampling_params": {"temperature": 0, "max_new_tokens": 48, "json_schema": schema}}
-            answer = client.ask(prompt, 1, **body)
-            assert isinstance(json.loads(answer["text"])["ok"], bool)
+            assert client.ask(prompt, 1, sampling_params=sampling)["text"] in ("yes 1", "yes 2", "no 1", "no 2")
 
 
 # -- aborts and disconnects --------------------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ def test_ttft_target_in_custom_params(client: Client, path: str) -> None:
         return ENDPOINTS[path] | {"sampling_params": {"max_new_tokens": 3, **custom}}
 
     assert client.status(path, body(250))[0] == 200
-    for bad in ("fast", -1, True, [], {"a": 1}, 10**400):
+    for bad in ("fast", -1, True, [], {"a": 1}, 1e300):
         status, answer = client.status(path, body(bad))
         assert status == 400, bad
         assert "custom_params.slo_ttft_ms must be a number of milliseconds" in json.dumps(answer)
@@ -256,9 +254,9 @@ def restore(client: Client) -> None:
     [
         (b'{"wait_max_ms": -1}', "--pla-wait-max-ms -1"),
         (b'{"wait_max_ms": "soon"}', "wait_max_ms must be a number"),
-        (b'{"wait_max_ms": NaN}', "finite"),
-        (b'{"boundary_tokens": Infinity}', "finite"),
-        (b'{"boundary_tokens": 1e999}', "finite"),
+        (b'{"wait_max_ms": NaN}', "not valid JSON"),
+        (b'{"boundary_tokens": 1e300}', "finite"),
+        (b'{"boundary_tokens": 1e999}', "not valid JSON"),
         (b'{"boundary_tokens": 100000}', "--pla-boundary 100000 above --chunked-prefill-size 256"),
         (b'{"speed": 1}', "'speed'"),
         (b'{"prefill_disagg": "off"}', "cannot be changed at run time"),

@@ -138,7 +138,8 @@ class Client:
             raise AssertionError(f"gauges that do not return to zero: {gauges}") from None
         assert len(_GAUGES.findall(self.metrics())) >= 2, "no gauges to check"
         assert self.server.is_alive()
-        assert "Traceback" not in self.server.log_text()
+        log = self.server.log_text()
+        assert "Traceback" not in log, log[log.index("Traceback") - 500 :][:6000]
 
 
 def outputs(answers: Iterable[Future[dict[str, Any]]]) -> list[list[int]]:

@@ -1,0 +1,61 @@
+"""Other launchers and other flags: the same answers, no mixed batches, nothing left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from support.load import LONGS, Reference, run_mixed
+
+pytestmark = pytest.mark.e2e
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    flags: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    mixes: bool = False
+
+
+VARIANTS = (
+    Variant(
+        "sglang serve, no radix cache, least waits, first come first served",
+        ("--disable-radix-cache", "--pla-wait-min-ms", "5", "--pla-wait-max-ms", "20", "--pla-long-order", "fcfs"),
+        {"module": "sglang.cli.main", "subcommand": "serve"},
+    ),
+    Variant(
+        "sglang.launch_server, fitted boundary, default target, mixing allowed for ablation",
+        ("--pla-boundary", "auto", "--pla-slo-ttft-ms", "100", "--pla-mixing", "allow"),
+        {"module": "sglang.launch_server"},
+        mixes=True,
+    ),
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_mixed_load(variant: Variant, reference: Reference, temporal: Callable[..., Any]) -> None:
+    with temporal(*variant.flags, **variant.options) as client:
+        for _ in range(2):
+            run_mixed(client, reference)
+        state = client.state()
+        assert state["hooks"].endswith("seams verified on sglang 0.5.17")
+        assert state["batches"]["long"] > len(LONGS)
+        if variant.mixes:
+            assert state["mixed_batches"] > 0, "the ablation does nothing"
+        else:
+            assert state["mixed_batches"] == 0
+            assert state["parks"] > 0
+
+
+def test_two_ranks_decide_alike(reference: Reference, temporal: Callable[..., Any]) -> None:
+    """Ranks that decided differently would hang in their collectives."""
+    with temporal("--tp-size", "2") as client:
+        run_mixed(client, reference)
+        client.configure(wait_min_ms=2, long_chunk_tokens=100)
+        run_mixed(client, reference)
+        state = client.state()
+        assert state["mixed_batches"] == 0
+        assert state["parks"] > 0
