@@ -174,7 +174,7 @@ async def bench(args: argparse.Namespace) -> int:
         report.stdout.print(f"{key}: {result[key]}", markup=False)
     report.stdout.print(f"KV tokens in use: {before} before, {left.kv_used} after; cache flushed: {left.flushed}")
     report.stdout.print(f"errors in the log: {len(errors)} {errors[:3] if errors else ''}", markup=False)
-    result |= {"seed": args.seed, "rate_per_s": args.rate, "model": args.model_path.name, **state}
+    result |= {"seed": args.seed, "rate_per_s": args.rate, "model": args.model_name, **state}
     report.emit(result | report.environment(), args.out, "abort_storm")
     return 0 if result["valid"] else 1
 

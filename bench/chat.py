@@ -146,7 +146,7 @@ async def bench(args: argparse.Namespace) -> int:
     result = comparison_result("chat", args, workload, runs, state, solo=solo)
     title = (
         f"Chat, {workload['lengths']}: {args.sessions} sessions at {args.rate:g}/s, {args.rounds} rounds, "
-        f"{args.model_path.name}, SGLang {state['sglang_version']}"
+        f"{args.model_name}, SGLang {state['sglang_version']}"
     )
     report.print_latency_table(title, runs)
     report.print_arm_table(runs, ratios_to_stock(runs))

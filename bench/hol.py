@@ -160,7 +160,7 @@ async def bench(args: argparse.Namespace) -> int:
     result = comparison_result("hol", args, workload, runs, state, solo=solo) | {"solo": found_bounds}
     title = (
         f"Head-of-line blocking, {args.pattern}: {workload['longs']}, {workload['shorts']}, chunk {chunk_tokens}, "
-        f"{args.rounds} rounds, {args.model_path.name}, SGLang {state['sglang_version']}"
+        f"{args.rounds} rounds, {args.model_name}, SGLang {state['sglang_version']}"
     )
     report.print_latency_table(title, runs)
     report.print_arm_table(runs, ratios_to_stock(runs))

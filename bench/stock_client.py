@@ -114,7 +114,7 @@ async def bench(args: argparse.Namespace) -> int:
     workload = {"name": "bench_serving random-ids", "num_prompts": args.num_prompts, "input_len": args.input_len}
     workload |= {"output_len": args.output_len, "range_ratio": args.range_ratio, "request_rate": args.request_rate}
     result = {"bench": "stock_client", **compared(found), "figures": found, "valid": complete}
-    result |= {"rounds": args.rounds, "seed": args.seed, "workload": workload, "model": args.model_path.name, **state}
+    result |= {"rounds": args.rounds, "seed": args.seed, "workload": workload, "model": args.model_name, **state}
     report.emit(result | report.environment(), args.out, "stock_client")
     return 0 if complete else 1
 

@@ -71,6 +71,7 @@ def check_common(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds} is out of range; allowed: at least 1")
     args.device = detect_device() if args.device == "auto" else args.device
+    args.model_name = "demo model" if args.model_path is None else args.model_path.name
     if args.model_path is None:
         args.model_path = _demo_model()
     if not (args.model_path / "config.json").is_file():

@@ -88,7 +88,7 @@ def _plot_rounds(panel: Any, runs: Runs, kind: str, colours: dict[str, str]) -> 
         middle = spread(values).median
         panel.hlines(middle, column - 0.34, column + 0.34, color=colours[arm], linewidth=2.5)
         above = {"textcoords": "offset points", "xytext": (0, 7), "ha": "center", "va": "bottom", "fontsize": 9}
-        panel.annotate(seconds(float(f"{middle:.3g}")), (column, max(values)), **above)
+        panel.annotate(f"median {seconds(float(f'{middle:.3g}'))}", (column, max(values)), **above)
         everything += values
     low, high = min(everything) * 0.6, max(everything) * 1.6
     panel.set_yscale("log")

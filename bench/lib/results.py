@@ -91,7 +91,7 @@ def comparison_result(
         "figures": figures,
         **state,
         "device": args.device,
-        "model": args.model_path.name,
+        "model": args.model_name,
         "server_flags": args.server_flags,
         "idle_arms": "frozen (SIGSTOP) while another arm is measured",
         **report.environment(),

@@ -26,6 +26,7 @@ from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass
 HOLD_NAP_S = 2e-4
 HOLD_RECHECK_S = 0.02  # a hold that waits for freed memory looks again this often
 HOLD_PUBLISH_S = 0.05
+AGE_MARGIN = 1.5  # the step model errs, and decode steps fall between the chunks of an aged long
 MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
 
 
@@ -79,6 +80,7 @@ class PrefillAdapter:
             ),
             longs=LongKnobs(
                 max_age_s=config.long_max_age_ms / 1e3,
+                margin=AGE_MARGIN,
                 chunk_max_tokens=chunk,
                 chunk_min_tokens=max(scheduler.page_size, (chunk or 0) // MOST_CUTS, 1),
                 least_remaining=config.long_order == "least-remaining",

@@ -83,9 +83,9 @@ def enter(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
         _park(context, scheduler)
     if decision.action is Action.SHORT and decision.chunk_tokens is not None:
         _mix(context, scheduler)
-    elif decision.action is Action.SHORT or decision.park:
-        scheduler.chunked_prefill_size = None
-    elif decision.chunk_tokens is not None:
+    elif decision.chunk_tokens is None:
+        scheduler.chunked_prefill_size = None  # whole requests only
+    else:
         scheduler.chunked_prefill_size = align_chunk(
             decision.chunk_tokens, scheduler.page_size, scheduler.truncation_align_size
         )

@@ -28,11 +28,14 @@ above by the configured chunk, which is also what is used when no short is expec
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections.abc import Callable, Sequence
 
 from pla_sglang.policy.boundary import StepModel
 from pla_sglang.policy.types import WaitingView
+
+MOST_COMPANIONS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,7 @@ class LongKnobs:
     Attributes:
         max_age_s: a long gets its first token about this long after its arrival, however many shorts come.
         share: device share of aged longs.
+        margin: how much longer than predicted a long may take, for errors of the model and for decode steps between.
         chunk_max_tokens: largest chunk; None: no chunking (one pass per long).
         chunk_min_tokens: smallest chunk.
         overhead_max: speed that cutting into smaller chunks may cost a long.
@@ -50,6 +54,7 @@ class LongKnobs:
 
     max_age_s: float = 10.0
     share: float = 0.5
+    margin: float = 1.0
     chunk_max_tokens: int | None = 8192
     chunk_min_tokens: int = 64
     overhead_max: float = 0.03
@@ -87,7 +92,7 @@ def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
     """When ``view`` becomes aged, in seconds on the shared clock."""
     chunk = knobs.chunk_max_tokens or view.new_tokens
     service_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
-    return view.arrival_s + max(0.0, knobs.max_age_s - service_s / knobs.share)
+    return view.arrival_s + max(0.0, knobs.max_age_s - knobs.margin * service_s / knobs.share)
 
 
 class LongQueue:
@@ -172,6 +177,42 @@ class _Best:
                 self.oldest = view
             if self.least is None or (view.new_tokens, view.arrival_s) < (self.least.new_tokens, self.least.arrival_s):
                 self.least = view
+
+
+def companions(
+    pick: WaitingView,
+    longs: Sequence[WaitingView],
+    *,
+    budget_tokens: int,
+    slots: int,
+    model: StepModel,
+    knobs: LongKnobs,
+) -> tuple[WaitingView, ...]:
+    """Other longs that share the pass of ``pick``, where it and they fit one pass whole.
+
+    Alone in its pass a long gets its token soonest, so the paper's one long at a time is right while few wait. With
+    many waiting, each launch that is saved shortens the wait of all behind: one more joins if k0 times those behind it
+    outweighs its own computation times those it delays.
+    """
+    if pick.new_tokens >= budget_tokens:
+        return ()
+    room = budget_tokens - pick.new_tokens
+    fitting = [
+        view
+        for view in longs
+        if view is not pick and view.new_tokens <= room and view.priority_rank <= pick.priority_rank
+    ]
+    if knobs.least_remaining:
+        fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=lambda view: (view.new_tokens, view.arrival_s))
+    taken: list[WaitingView] = []
+    for view in fitting[:MOST_COMPANIONS]:
+        behind = len(longs) - 2 - len(taken)
+        own_s = model.b_s * view.new_tokens + model.a_s * view.new_tokens * (view.new_tokens + 2 * view.history_tokens)
+        if view.new_tokens > room or len(taken) + 1 >= slots or model.k0_s * behind <= own_s * (1 + len(taken)):
+            break
+        taken.append(view)
+        room -= view.new_tokens
+    return tuple(taken)
 
 
 def chunk_tokens(

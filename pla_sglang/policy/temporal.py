@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from pla_sglang.policy.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
 from pla_sglang.policy.boundary import Boundary, StepModel
-from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, resume
+from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, companions, resume
 from pla_sglang.policy.rate import ArrivalRate
 from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
 
@@ -122,7 +122,7 @@ class TemporalPolicy:
             self._aged_use_s = (aged_s + step_s, others_s) if mine else (aged_s, others_s + step_s)
 
     def _pass_s(self, decision: PassDecision, admitted: Sequence[WaitingView]) -> float:
-        if decision.action is Action.SHORT:
+        if decision.action is Action.SHORT or len(admitted) > 1:
             return batch_step_s(admitted, self.model)
         long = admitted[0]
         tokens = min(long.new_tokens, decision.chunk_tokens or long.new_tokens)
@@ -168,7 +168,7 @@ class TemporalPolicy:
             return self._long(pick, view, longs, now_s, Reason.PRIORITY)
         if pick is not None and owed:
             if stuck is None and (shorts or pick is not by_order):
-                return self._long(pick, view, longs, now_s, Reason.AGE)
+                return self._aged_pass(pick)
             if stuck is not None and view.running > 0:
                 return PassDecision(Action.HOLD, Reason.KV_DRAIN)
         return self._by_shorts(view, shorts, longs, pick, now_s, stuck)
@@ -226,10 +226,26 @@ class TemporalPolicy:
     def _long(
         self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float, reason: Reason
     ) -> PassDecision:
+        if pick.running:
+            return PassDecision(Action.LONG, reason, chunk_tokens=self._chunk(pick, longs, now_s))
+        others = companions(
+            pick.view,
+            longs,
+            budget_tokens=view.pass_budget_tokens,
+            slots=view.slots,
+            model=self.model,
+            knobs=self.knobs.longs,
+        )
+        if pick.overtakes or others:
+            selected = (pick.view, *others)
+            return PassDecision(Action.LONG, reason, selected, chunk_tokens=None, park=view.chunk is not None)
+        return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=self._chunk(pick, longs, now_s))
+
+    def _aged_pass(self, pick: LongPick) -> PassDecision:
+        """Whole chunks: its time is reckoned with them, and the others have time of their own."""
         selected = () if pick.running else (pick.view,)
-        if pick.overtakes:
-            return PassDecision(Action.LONG, reason, selected, chunk_tokens=None, park=True)
-        return PassDecision(Action.LONG, reason, selected, chunk_tokens=self._chunk(pick, longs, now_s))
+        chunk = None if pick.overtakes else self.knobs.longs.chunk_max_tokens
+        return PassDecision(Action.LONG, Reason.AGE, selected, chunk_tokens=chunk, park=pick.overtakes)
 
     def _short(
         self,

@@ -125,8 +125,8 @@ class PassDecision:
     Attributes:
         action: what runs.
         reason: why.
-        selected: SHORT: the requests to admit, in host order. LONG: the one long to start or to let overtake; empty
-            when the running chunk continues. HOLD: empty.
+        selected: SHORT: the requests to admit, in host order. LONG: the long to start or to let overtake, and others
+            that share its pass; empty when the running chunk continues. HOLD: empty.
         chunk_tokens: LONG: new tokens this pass may take from the long; None: the whole rest in one pass. SHORT: None,
             but with mixing allowed (an ablation) the token budget that the running chunk shares with the shorts.
         park: a running chunk sits out this pass.

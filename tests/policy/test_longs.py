@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.views import FLAT, long
 
 from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens
+from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens, companions
 from pla_sglang.policy.types import WaitingView
 
 # Under FLAT a long of 4000 tokens in chunks of 1000 takes 0.4 s: with half of the device it is aged after 9.2 s.
@@ -115,6 +115,34 @@ def test_ages_are_not_remembered_beyond_a_change_of_knobs_or_model() -> None:
     queue.set(KNOBS, FLAT)
     view.set_history(3900)  # a prefix hit: 10 ms of work left
     assert queue.pick([view], None, 9.3)[1] is None
+
+
+# -- company in one pass -----------------------------------------------------------------------------------------------
+
+# A launch of 10 ms; a long of 200 tokens computes for 20 ms.
+PASS = StepModel(g0_s=0.010, gw_s=0.0, gr_s=0.0, k0_s=0.010, b_s=1e-4, a_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "waiting", "budget", "slots", "together"),
+    [
+        ("few wait: alone is soonest", 4, 1000, 9, 1),
+        ("2 more launches saved behind than computation before", 6, 1000, 9, 2),
+        ("many wait: the pass is filled", 40, 1000, 9, 5),
+        ("slots are the limit", 40, 1000, 3, 3),
+        ("no room", 40, 399, 9, 1),
+    ],
+)
+def test_companions(name: str, waiting: int, budget: int, slots: int, together: int) -> None:
+    longs = [long(float(index), 200) for index in range(waiting)]
+    found = companions(longs[0], longs, budget_tokens=budget, slots=slots, model=PASS, knobs=KNOBS)
+    assert found == tuple(longs[1:together])
+
+
+def test_companions_fit_whole_and_rank_no_worse() -> None:
+    pick = long(0.0, 200)
+    longs = [pick, long(1.0, 900), *(long(2.0, 200, priority_rank=1) for _ in range(40))]
+    assert companions(pick, longs, budget_tokens=1000, slots=9, model=PASS, knobs=KNOBS) == ()
 
 
 # -- age bound ---------------------------------------------------------------------------------------------------------

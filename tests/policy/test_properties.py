@@ -72,7 +72,8 @@ def test_long_and_short_never_share_a_pass(
         if line.action is Action.SHORT:
             assert all(one.new_tokens < one.boundary_tokens for one in line.ran)
         elif line.action is Action.LONG:
-            assert len(line.ran) <= 1
+            # Several share a pass only where it holds them whole.
+            assert len(line.ran) <= 1 or sum(one.new_tokens for one in line.ran) <= settings.boundary_cap_tokens
             # The end of a long may be short; it stays long.
             assert all(one.rid == line.chunk or one.new_tokens >= one.boundary_tokens for one in line.ran)
 

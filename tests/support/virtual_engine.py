@@ -213,7 +213,8 @@ class VirtualEngine:
             assert self.chunk is not None, "a LONG pass has a long"
             assert not decision.park
             return [(self.chunk, self._part(self.chunk, decision))]
-        assert len(selected) == 1, "one long advances"
+        whole = decision.chunk_tokens is None
+        assert len(selected) == 1 or whole, "longs share a pass only where it holds them whole"
         assert self.chunk is None or (decision.park and decision.chunk_tokens is None), "the host holds one chunk"
         return [(request, self._part(request, decision)) for request in self._fitting(selected)]
 
