@@ -65,8 +65,8 @@ def test_a_long_with_a_better_priority_goes_first(client: Client) -> None:
     client.flush()
     first = client.submit(prompt_of(2000), 1)
     client.wait_for_chunk()
-    queued = [client.submit(prompt_of(40), 1, priority=1) for _ in range(30)]
-    urgent = client.submit(prompt_of(300), 1, priority=9)
+    queued = [client.submit(prompt_of(100), 1, priority=1) for _ in range(40)]  # two fit a pass
+    urgent = client.submit(prompt_of(200), 1, priority=9)  # one pass, so it may overtake
     outputs([first, urgent, *queued])
     assert client.state()["decisions"].get("long:priority", 0) > 0
 
