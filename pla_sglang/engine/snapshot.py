@@ -74,10 +74,10 @@ def update_chunk_view(req: Any, view: WaitingView) -> None:
 
 def host_matches(scheduler: Any, queue: list[Any]) -> bool:
     """Whether the host, in ordering ``queue``, has brought the prefix match of every request up to date."""
-    tree, policy = scheduler.tree_cache, scheduler.policy
+    tree = scheduler.tree_cache
     if tree.disable or tree.supports_fast_match_prefix():
         return True
-    return isinstance(policy._determine_active_policy(queue), CacheAwarePolicy)
+    return isinstance(scheduler.policy._determine_active_policy(queue), CacheAwarePolicy)
 
 
 def tree_stamp(scheduler: Any) -> tuple[int, int]:

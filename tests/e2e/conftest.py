@@ -116,8 +116,8 @@ def temporal(tiny_model: Callable[[str], Path], serving: Callable[..., Any]) -> 
         subcommand = options.pop("subcommand", None)
         options = {"module": "pla_sglang.launch_server", "stop_timeout_s": 0.5} | options
         server = Server(tiny_model("float32"), (*FLAGS, *flags, *keys), **options)
-        if subcommand is not None:  # SGLang's own command wants it before every flag
-            server._command.insert(3, subcommand)
+        if subcommand is not None:  # the console script ``sglang``, whose module does nothing under ``python -m``
+            server._command[1:3] = ["-c", "from sglang.cli.main import main; main()", subcommand]
         with serving(server):
             client = Client(server, admin_key)
             yield client

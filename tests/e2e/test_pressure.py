@@ -1,4 +1,4 @@
-"""A server that is short of KV cache: retraction, pages, priorities, no overlap, prefix-sorted queue, admin key."""
+"""A server that is short of KV cache: retraction, pages, priorities, no overlap, admin key."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ def client(reference: Reference, temporal: Callable[..., Any]) -> Iterator[Clien
         "--page-size",
         "16",
         "--disable-overlap-schedule",
-        "--schedule-policy",
-        "lpm",
         "--enable-priority-scheduling",
     )
     # SGLang's guess of how long outputs get; far too low, so that the pool runs out while decoding.

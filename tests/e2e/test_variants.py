@@ -22,13 +22,23 @@ class Variant:
 
 VARIANTS = (
     Variant(
-        "sglang serve, no radix cache, least waits, first come first served",
-        ("--disable-radix-cache", "--pla-wait-min-ms", "5", "--pla-wait-max-ms", "20", "--pla-long-order", "fcfs"),
-        {"module": "sglang.cli.main", "subcommand": "serve"},
+        "sglang serve, no radix cache, fitted boundary, least waits, first come first served",
+        (
+            "--disable-radix-cache",
+            "--pla-boundary",
+            "auto",
+            "--pla-wait-min-ms",
+            "5",
+            "--pla-wait-max-ms",
+            "20",
+            "--pla-long-order",
+            "fcfs",
+        ),
+        {"subcommand": "serve"},
     ),
     Variant(
-        "sglang.launch_server, fitted boundary, default target, mixing allowed for ablation",
-        ("--pla-boundary", "auto", "--pla-slo-ttft-ms", "100", "--pla-mixing", "allow"),
+        "sglang.launch_server, default target, prefix-sorted queue, mixing allowed for ablation",
+        ("--schedule-policy", "lpm", "--pla-slo-ttft-ms", "100", "--pla-mixing", "allow"),
         {"module": "sglang.launch_server"},
         mixes=True,
     ),
