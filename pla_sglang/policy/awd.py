@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pla_sglang.policy.boundary import StepModel
 from pla_sglang.policy.types import Reason, WaitingView
@@ -103,14 +103,15 @@ class Awd:
         slots: int,
         model: StepModel,
         rate_per_s: float,
-        alternative_s: float = 0.0,
+        alternative_s: Callable[[], float] | float = 0.0,
     ) -> BatchChoice:
         """Choose a batch from the non-empty ``shorts`` (host order) and whether it goes now.
 
         Args:
             budget_tokens, slots: what one pass may hold.
             rate_per_s: arrivals of shorts.
-            alternative_s: what the device would do instead of this batch takes at least so long (a long's chunk).
+            alternative_s: what the device would do instead of this batch takes at least so long (a long's chunk); a
+                function is asked only where the answer matters.
         """
         if self._mode(shorts) is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
             budget_tokens = min(budget_tokens, self.knobs.token_max)
@@ -126,7 +127,8 @@ class Awd:
         slack_s = least_slack_s(batch, now_s, step_s)
         if slack_s is not None and slack_s <= max(self.knobs.slack_s, self.knobs.margin_s):
             return BatchChoice(batch, True, Reason.SLACK)
-        gain_s = waiting_gain_s(batch, model, rate_per_s, alternative_s)
+        instead_s = alternative_s() if callable(alternative_s) else alternative_s
+        gain_s = waiting_gain_s(batch, model, rate_per_s, instead_s)
         if gain_s <= 0 and now_s >= oldest_s + self.knobs.wait_min_s:
             return BatchChoice(batch, True, Reason.NO_GAIN)
         end_s = oldest_s + self._longest_wait_s(rate_per_s)

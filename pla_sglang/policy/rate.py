@@ -15,16 +15,24 @@ class ArrivalRate:
     MIN_ARRIVALS = 3
 
     def __init__(self, *, window: int = 64, horizon_s: float = 10.0) -> None:
-        self._arrivals: deque[tuple[float, int]] = deque(maxlen=window)
+        self._arrivals: deque[tuple[float, int]] = deque()
+        self._tokens = 0  # sum over the arrivals kept
+        self._window = window
         self._horizon_s = horizon_s
 
     def observe(self, now_s: float, tokens: int) -> None:
         """One arrival with this many new tokens."""
         self._arrivals.append((now_s, tokens))
+        self._tokens += tokens
+        if len(self._arrivals) > self._window:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._tokens -= self._arrivals.popleft()[1]
 
     def _expire(self, now_s: float) -> None:
         while self._arrivals and now_s - self._arrivals[0][0] > self._horizon_s:
-            self._arrivals.popleft()
+            self._drop_oldest()
 
     def per_second(self, now_s: float) -> float:
         self._expire(now_s)
@@ -37,4 +45,4 @@ class ArrivalRate:
     def mean_tokens(self, default: float) -> float:
         if not self._arrivals:
             return default
-        return sum(tokens for _, tokens in self._arrivals) / len(self._arrivals)
+        return self._tokens / len(self._arrivals)

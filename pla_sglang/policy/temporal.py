@@ -209,10 +209,12 @@ class TemporalPolicy:
         longs: list[WaitingView],
         now_s: float,
     ) -> BatchChoice:
-        alternative_s = 0.0
-        if pick is not None:
+        def alternative_s() -> float:
+            if pick is None:
+                return 0.0
             tokens = min(pick.view.new_tokens, self._chunk(pick, longs, now_s) or pick.view.new_tokens)
-            alternative_s = self.model.step_s(tokens, pick.view.history_tokens)
+            return self.model.step_s(tokens, pick.view.history_tokens)
+
         return self.awd.decide(
             shorts,
             now_s,
