@@ -145,6 +145,39 @@ def test_companions_fit_whole_and_rank_no_worse() -> None:
     assert companions(pick, longs, budget_tokens=1000, slots=9, model=PASS, knobs=KNOBS) == ()
 
 
+# -- longs that share a pass -------------------------------------------------------------------------------------------
+
+# A launch of 10 ms and 0.1 ms a token: 200 tokens cost 20 ms, so one joins when it saves a launch to three behind it.
+SHARED = StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.010, b_s=1e-4, a_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "changes", "expected"),
+    [
+        ("few behind: alone it gets its token soonest", [200, 200, 200, 200], {}, []),
+        ("three behind the first that joins", [200] * 5, {}, [1]),
+        ("more behind", [200] * 12, {}, [1, 2, 3]),
+        ("the least work joins first", [200, 400, 400, 400, 400, 100], {}, [5]),
+        ("in host order under first come first served", [200, 210, 200, 200, 200, 200], {"knobs": FCFS}, [1]),
+        ("what does not fit the pass stays out", [900] + [200] * 9, {}, []),
+        ("the pick fills the pass", [1000] + [1] * 9, {}, []),
+        ("slots", [200] * 12, {"slots": 2}, [1]),
+        ("no slot but its own", [200] * 12, {"slots": 1}, []),
+    ],
+)
+def test_who_shares_a_pass(name: str, sizes: list[int], changes: dict[str, Any], expected: list[int]) -> None:
+    longs = [long(index / 100, size) for index, size in enumerate(sizes)]
+    options: dict[str, Any] = {"budget_tokens": 1000, "slots": 64, "model": SHARED, "knobs": KNOBS} | changes
+    assert companions(longs[0], longs, **options) == tuple(longs[index] for index in expected)
+
+
+def test_who_shares_a_pass_has_no_worse_priority() -> None:
+    longs = [long(0.0, 200, priority_rank=1), *(long(1.0, 200, priority_rank=index % 3) for index in range(12))]
+    chosen = companions(longs[0], longs, budget_tokens=1000, slots=64, model=SHARED, knobs=KNOBS)
+    assert chosen
+    assert {view.priority_rank for view in chosen} <= {0, 1}
+
+
 # -- age bound ---------------------------------------------------------------------------------------------------------
 
 

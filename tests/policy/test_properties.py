@@ -52,6 +52,9 @@ knobs = st.builds(
     ),
     decode_gap_s=st.sampled_from((0.0, 0.03)),
 )
+# Many longs of one pass each, with a launch that is worth sharing.
+crowd = st.lists(st.builds(Arrival, at_s=st.floats(0, 0.2), new_tokens=st.integers(100, 500)), min_size=30, max_size=60)
+LAUNCH = StepModel(g0_s=0.008, gw_s=0.0, gr_s=0.0, k0_s=0.008, b_s=1e-5, a_s=0.0)
 # SGLang's new-token ratio: below 1 the pool can run out while decoding.
 pool = st.sampled_from(({}, {"kv_tokens": KV_TOKENS}, {"kv_tokens": KV_TOKENS, "growth": 0.1, "slots": 6}))
 
@@ -76,6 +79,16 @@ def test_long_and_short_never_share_a_pass(
             assert len(line.ran) <= 1 or sum(one.new_tokens for one in line.ran) <= settings.boundary_cap_tokens
             # The end of a long may be short; it stays long.
             assert all(one.rid == line.chunk or one.new_tokens >= one.boundary_tokens for one in line.ran)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(crowd, st.booleans())
+def test_longs_that_share_a_pass_fit_it_whole(arrivals: list[Arrival], least_remaining: bool) -> None:
+    """The engine asserts that they do, and that none is cut."""
+    knobs = TemporalKnobs(boundary_tokens=100, longs=LongKnobs(chunk_max_tokens=1000, least_remaining=least_remaining))
+    run = VirtualEngine([TemporalPolicy(knobs, LAUNCH)], arrivals, LAUNCH)
+    assert all(request.finished_s is not None for request in run.run())
+    assert max(len(line.ran) for line in run.log) > 1, "no pass was shared"
 
 
 @EXAMPLES

@@ -213,9 +213,10 @@ class VirtualEngine:
             assert self.chunk is not None, "a LONG pass has a long"
             assert not decision.park
             return [(self.chunk, self._part(self.chunk, decision))]
-        whole = decision.chunk_tokens is None
-        assert len(selected) == 1 or whole, "longs share a pass only where it holds them whole"
-        assert self.chunk is None or (decision.park and decision.chunk_tokens is None), "the host holds one chunk"
+        assert decision.park == (self.chunk is not None), "the host holds one chunk"
+        if decision.park or len(selected) > 1:
+            assert decision.chunk_tokens is None, "what shares a pass or overtakes is not cut"
+            assert sum(request.view.new_tokens for request in selected) <= self.budget_tokens
         return [(request, self._part(request, decision)) for request in self._fitting(selected)]
 
     @staticmethod
