@@ -41,7 +41,7 @@ def with_model(arguments: list[str]) -> list[str]:
     if not is_active():
         return arguments
     path = demo_model_path()
-    print(f"pla_sglang: no --model-path and no accelerator: serving the embedded demo model", flush=True)
+    print("pla_sglang: no --model-path and no accelerator: serving the embedded demo model", flush=True)
     return ["--model-path", str(path), *arguments]
 
 
