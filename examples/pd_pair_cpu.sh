@@ -31,10 +31,10 @@ trap stop EXIT
 setsid "$PYTHON" -m pla_sglang.launch_server "${COMMON[@]}" --port "$PREFILL_PORT" --disaggregation-mode prefill \
     --disaggregation-bootstrap-port "$BOOTSTRAP_PORT" --chunked-prefill-size 512 \
     --prefill-disagg temporal >"$LOGS/prefill.log" 2>&1 &
-SERVERS+=($!)
+SERVERS+=($!) && disown # or the shell reports their end
 setsid "$PYTHON" -m sglang.launch_server "${COMMON[@]}" --port "$DECODE_PORT" --disaggregation-mode decode \
     >"$LOGS/decode.log" 2>&1 &
-SERVERS+=($!)
+SERVERS+=($!) && disown # or the shell reports their end
 
 wait_ready() { # port, process id, log
     until call "http://127.0.0.1:$1/health" >/dev/null 2>&1; do
@@ -56,12 +56,13 @@ ask() { # prompt (no quotes in it)
     local body room prefill
     ROOM=$((ROOM + 1))
     room="\"bootstrap_host\": \"127.0.0.1\", \"bootstrap_port\": $BOOTSTRAP_PORT, \"bootstrap_room\": $ROOM"
-    body="{\"text\": \"$1\", \"sampling_params\": {\"max_new_tokens\": 24, \"temperature\": 0}, $room}"
+    body="{\"model\": \"default\", \"messages\": [{\"role\": \"user\", \"content\": \"$1\"}], \"max_tokens\": 24,"
+    body+=" \"temperature\": 0, $room}"
     call -H 'Content-Type: application/json' --data "$body" --output /dev/null \
-        "http://127.0.0.1:$PREFILL_PORT/generate" &
+        "http://127.0.0.1:$PREFILL_PORT/v1/chat/completions" &
     prefill=$!
-    call -H 'Content-Type: application/json' --data "$body" "http://127.0.0.1:$DECODE_PORT/generate" |
-        "$PYTHON" -c 'import json, sys; print("answer:", json.load(sys.stdin)["text"])'
+    call -H 'Content-Type: application/json' --data "$body" "http://127.0.0.1:$DECODE_PORT/v1/chat/completions" |
+        "$PYTHON" -c 'import json, sys; print("answer:", json.load(sys.stdin)["choices"][0]["message"]["content"])'
     wait "$prefill"
 }
 

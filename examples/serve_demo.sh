@@ -26,7 +26,7 @@ stop() {
 # Without --model-path the launcher serves the demo model. Small chunks, so that a long prompt has several.
 setsid "$PYTHON" -m pla_sglang.launch_server --device cpu --port "$PORT" --prefill-disagg "$MODE" \
     --chunked-prefill-size 1024 --disable-overlap-schedule >"$LOG" 2>&1 &
-SERVER=$!
+SERVER=$! && disown # or the shell reports its end
 trap stop EXIT
 
 echo "starting (log: $LOG)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.lib.client import Client, Outcome, Run
@@ -17,7 +17,7 @@ from bench.lib.workload import HolShape, Request, Vocabulary, solo_requests
 from pla_sglang.metrics.latency import percentile
 
 _WARMUPS = 2
-SOLO_COUNTS = {"short": 5, "long": 3}
+SOLO_COUNTS = {"short": 9, "long": 3}
 
 Play = Callable[[Client, int, Callable[[], None]], Awaitable[Run]]
 
@@ -61,6 +61,27 @@ async def measure_solo(
         found[member.name] = Solo(ttft_s, tuple(outcomes))
         alone = ", ".join(f"{kind} {value * 1e3:.0f} ms" for kind, value in ttft_s.items())
         say(f"{member.name} alone: TTFT {alone}")
+    return found
+
+
+async def measure_last_chunk(
+    fleet: Fleet, shape: HolShape, vocabulary: Vocabulary, solo: Mapping[str, Solo], *, chunk_tokens: int, seed: int
+) -> dict[str, float]:
+    """Seconds that the last chunk of a lone long takes, by arm: with the longest history it is the longest one.
+
+    It is what a lone long takes, less what one takes that ends before that chunk.
+    """
+    head_tokens = (shape.long_tokens - 1) // chunk_tokens * chunk_tokens
+    if not head_tokens:
+        return {arm: of_arm.ttft_s["long"] for arm, of_arm in solo.items()}
+    head = replace(shape, long_tokens=head_tokens, jitter=0.0)
+    found: dict[str, float] = {}
+    for member in fleet.members:
+        requests = solo_requests(head, vocabulary, kind="long", count=SOLO_COUNTS["long"], salt=f"head-{seed}")
+        async with fleet.awake(member) as client:
+            measured = await client.solo(requests)
+        head_s = statistics.median(outcome.ttft_s for outcome in measured)
+        found[member.name] = solo[member.name].ttft_s["long"] - head_s
     return found
 
 
