@@ -141,11 +141,12 @@ def bounds(solo: Mapping[str, Solo], chunk_s: Mapping[str, float], runs: Runs) -
 
 def print_bounds(found: Mapping[str, Mapping[str, Any]]) -> None:
     for arm, bound in found.items():
+        verdict = "within" if bound["short_ttft_p99_within_bound"] else "above"
         report.stdout.print(
             f"{arm}: short p99 {bound['short_ttft_p99_s'] * 1e3:,.0f} ms; "
             f"5 x solo ({bound['short_solo_ttft_s'] * 1e3:,.0f} ms)"
             f" + the longest chunk ({bound['long_chunk_s'] * 1e3:,.0f} ms)"
-            f" = {bound['short_ttft_p99_bound_s'] * 1e3:,.0f} ms: {'within' if bound['short_ttft_p99_within_bound'] else 'above'}"
+            f" = {bound['short_ttft_p99_bound_s'] * 1e3:,.0f} ms: {verdict}"
         )
 
 
