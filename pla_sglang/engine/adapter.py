@@ -283,12 +283,12 @@ class PrefillAdapter:
             return
         launch = self._launched.popleft()
         if batch.forward_mode.is_extend() and batch.extend_lens and not batch.forward_mode.is_mixed():
-            step_s = self._step_s(launch, done_s)
-            if self.fit.observe(snapshot.step_sample(batch, step_s)):
+            changed = self.fit.observe(snapshot.step_sample(batch, *self._cost_s(launch, done_s)))
+            if changed:
                 self._model_to_send = pack_model(self.fit.model)
         self._last_done_s = done_s
 
-    def _step_s(self, launch: _Launch, done_s: float) -> float:
+    def _cost_s(self, launch: _Launch, done_s: float) -> tuple[float, float]:
         """What one more pass costs: the device's time, and the host's where the device waits for it.
 
         A CPU computes inside the launch; a GPU from the launch, or the end of the batch before, to the result.
@@ -296,9 +296,8 @@ class PrefillAdapter:
         overlap = self.scheduler.enable_overlap
         if self.scheduler.device == "cpu":
             processing_s = 0.0 if overlap else done_s - launch.at_s - launch.synchronous_s
-            return launch.scheduling_s + launch.synchronous_s + processing_s
-        device_s = done_s - max(launch.at_s, self._last_done_s)
-        return device_s if overlap else device_s + launch.scheduling_s
+            return launch.synchronous_s, launch.scheduling_s + processing_s
+        return done_s - max(launch.at_s, self._last_done_s), 0.0 if overlap else launch.scheduling_s
 
     # -- queue gauges --------------------------------------------------------------------------------------------
 

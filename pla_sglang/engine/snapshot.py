@@ -149,9 +149,9 @@ def pass_view(
     )
 
 
-def step_sample(batch: Any, step_s: float) -> StepSample:
-    """What one prefill pass did and how long it took."""
+def step_sample(batch: Any, device_s: float, host_s: float) -> StepSample:
+    """What one prefill pass did, and how long the device worked and waited for its host."""
     attention = 0.0
     for new, history in zip(batch.extend_lens, batch.prefix_lens, strict=True):
         attention += new * (new + 2 * history)
-    return StepSample(sum(batch.extend_lens), sum(batch.prefix_lens), attention, step_s)
+    return StepSample(sum(batch.extend_lens), sum(batch.prefix_lens), attention, device_s + host_s, host_s)

@@ -5,6 +5,10 @@ to the term that the present model finds larger, each term is fitted to its own 
 relative errors, and the two steps alternate until no sample changes sides. A cost that grows with L alone cannot be
 told apart between the terms (gw and b); all of it goes to the compute term, so gw = 0 in fitted models.
 
+A pass also costs its host a fixed time where the device waits for it. That part is measured by itself and is added to
+both terms after the fit: over a few lengths of prompts a floor and an intercept look alike, and a fit that takes the
+launch for free would cut every prompt to pieces.
+
 What the window does not say is taken from the start model: a few of its predictions, scaled to the measured level,
 stand among the samples with next to no weight. A server that sees prompts of one length only keeps a sane boundary.
 """
@@ -24,13 +28,15 @@ from pla_sglang.policy.boundary import StepModel
 class StepSample:
     """One measured prefill pass: sums over its requests, and its duration.
 
-    ``attention`` is the sum of L*(L + 2*H), L new and H history tokens of each request.
+    ``attention`` is the sum of L*(L + 2*H), L new and H history tokens of each request. ``host_s`` is the part of
+    ``step_s`` in which the device waited for its host.
     """
 
     new_tokens: int
     history_tokens: int
     attention: float
     step_s: float
+    host_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,7 @@ class StepFit:
     def __init__(self, start: StepModel, knobs: FitKnobs | None = None) -> None:
         self.model = start
         self._start = start
+        self._device = start  # the last fit without the host's part
         self.fits = 0
         self.error: float | None = None  # mean absolute relative error of the last fit on its window
         self._knobs = knobs or FitKnobs()
@@ -65,7 +72,7 @@ class StepFit:
 
     def observe(self, sample: StepSample) -> bool:
         """Take one sample; True when the model changed. Samples without tokens or time say nothing and are dropped."""
-        if sample.new_tokens <= 0 or sample.step_s <= 0:
+        if sample.new_tokens <= 0 or sample.step_s <= sample.host_s:
             return False
         self._samples.append(sample)
         self._fresh += 1
@@ -78,9 +85,10 @@ class StepFit:
     def _refit(self) -> bool:
         """Fit, drop outliers, fit again; True when the model changed."""
         table = np.array(
-            [(s.new_tokens, s.history_tokens, s.attention, s.step_s) for s in self._samples], dtype=np.float64
+            [(s.new_tokens, s.history_tokens, s.attention, s.step_s - s.host_s) for s in self._samples],
+            dtype=np.float64,
         )
-        model = self._fit(table, self.model)
+        model = self._fit(table, self._device)
         error = np.abs(_predict(table, model) / table[:, 3] - 1)
         spread = float(np.median(np.abs(error - np.median(error)))) + 1e-9
         kept = table[error <= float(np.median(error)) + self._knobs.outlier_mads * spread]
@@ -89,9 +97,10 @@ class StepFit:
             table = kept
         self.error = float(np.mean(np.abs(_predict(table, model) / table[:, 3] - 1)))
         self.fits += 1
-        changed = model != self.model
-        self.model = model
-        return changed
+        self._device = model
+        host_s = float(np.median([sample.host_s for sample in self._samples]))
+        before, self.model = self.model, dataclasses.replace(model, g0_s=model.g0_s + host_s, k0_s=model.k0_s + host_s)
+        return self.model != before
 
     def _fit(self, table: np.ndarray, model: StepModel) -> StepModel:
         level = float(np.median(table[:, 3] / _predict(table, self._start)))

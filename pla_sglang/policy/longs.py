@@ -32,6 +32,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 
+from pla_sglang.policy.awd import batch_step_s
 from pla_sglang.policy.boundary import StepModel
 from pla_sglang.policy.types import WaitingView
 
@@ -191,8 +192,8 @@ def companions(
     """Other longs that share the pass of ``pick``, where it and they fit one pass whole.
 
     Alone in its pass a long gets its token soonest, so the paper's one long at a time is right while few wait. With
-    many waiting, each launch that is saved shortens the wait of all behind: one more joins if k0 times those behind it
-    outweighs its own computation times those it delays.
+    many waiting, what a shared pass saves shortens the wait of all behind: one more joins if that, times those behind
+    it, outweighs what it adds to the pass times those it delays.
     """
     if pick.new_tokens >= budget_tokens:
         return ()
@@ -205,13 +206,18 @@ def companions(
     if knobs.least_remaining:
         fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=lambda view: (view.new_tokens, view.arrival_s))
     taken: list[WaitingView] = []
+    pass_s = batch_step_s((pick,), model)
     for view in fitting[:MOST_COMPANIONS]:
+        if view.new_tokens > room or len(taken) + 1 >= slots:
+            break
         behind = len(longs) - 2 - len(taken)
-        own_s = model.b_s * view.new_tokens + model.a_s * view.new_tokens * (view.new_tokens + 2 * view.history_tokens)
-        if view.new_tokens > room or len(taken) + 1 >= slots or model.k0_s * behind <= own_s * (1 + len(taken)):
+        joint_s = batch_step_s((pick, *taken, view), model)
+        saved_s = pass_s + batch_step_s((view,), model) - joint_s
+        if saved_s * behind <= (joint_s - pass_s) * (1 + len(taken)):
             break
         taken.append(view)
         room -= view.new_tokens
+        pass_s = joint_s
     return tuple(taken)
 
 

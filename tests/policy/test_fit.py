@@ -124,3 +124,19 @@ def test_without_any_history_its_costs_stay_in_proportion() -> None:
     observed = [sample(new, 0) for new in (8, 32, 128, 512, 2048, 8192) for _ in range(20)]
     model = fitted(observed).model
     assert 0 < model.gr_s < 5 * GPU_START.gr_s
+
+
+def test_the_hosts_part_is_never_taken_for_a_floor() -> None:
+    """Prompts of two lengths and a tenth of noise: a floor without launch cost fits as well as the truth does."""
+    rng = random.Random(4)
+    truth = StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.0, kr_s=0.0, b_s=4e-5, a_s=0.0)
+    observed = []
+    for _ in range(256):
+        new = rng.choice((400, 1600))
+        device_s = truth.step_s(new, 0) * rng.uniform(0.9, 1.1)
+        host_s = 0.004 * rng.uniform(0.8, 1.2)
+        observed.append(StepSample(new, 0, float(new * new), device_s + host_s, host_s))
+    model = fitted(observed, CPU_START).model
+    assert model.k0_s >= 0.0035
+    for new in (400, 1600):
+        assert model.step_s(new, 0) == pytest.approx(truth.step_s(new, 0) + 0.004, rel=0.05)
