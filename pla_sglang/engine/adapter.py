@@ -27,6 +27,7 @@ HOLD_NAP_S = 2e-4
 HOLD_RECHECK_S = 0.02  # a hold that waits for freed memory looks again this often
 HOLD_PUBLISH_S = 0.05
 AGE_MARGIN = 1.5  # the step model errs, and decode steps fall between the chunks of an aged long
+DECODE_WEIGHT = 0.3  # of the latest decode step in the running mean
 MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
 
 
@@ -61,13 +62,14 @@ class PrefillAdapter:
         self.telemetry = Telemetry()
         self.views = QueueViews(self._make_view, self._on_arrival, self._match_prefix)
         self.context: apply.PassContext | None = None  # set only within a prefill pass
-        self.now_s = 0.0  # rank 0's clock as last broadcast
+        self.now_s = self.decode_step_s = 0.0  # of rank 0, as last broadcast
         self.changes = 0
         self._model_to_send: tuple[float, ...] = ()
         self._hold: _Hold | None = None
         self._launched: deque[_Launch] = deque()  # batches in flight
         self._pass_started_s = 0.0  # the last scheduling pass
         self._last_done_s = 0.0
+        self._measured_decode_s = 0.0  # this rank's own; rank 0's is broadcast
         self._published_s = 0.0
         self._decoded = True  # a decode step may have run since the last decision
         self._decoded_s = 0.0
@@ -112,10 +114,10 @@ class PrefillAdapter:
     def make_tick(self) -> PlaTick:
         """Rank 0 only."""
         model, self._model_to_send = self._model_to_send, ()
-        return PlaTick(now_s=time.perf_counter(), model=model)
+        return PlaTick(now_s=time.perf_counter(), decode_step_s=self._measured_decode_s, model=model)
 
     def on_tick(self, tick: PlaTick) -> None:
-        self.now_s = tick.now_s
+        self.now_s, self.decode_step_s = tick.now_s, tick.decode_step_s
         if tick.model:
             self.policy.set_model(unpack_model(tick.model))
 
@@ -197,6 +199,7 @@ class PrefillAdapter:
         chunk_view = None if chunk is None else self.views.get(chunk)
         decode_wait_s = self._decode_wait_s(context.running_batch)
         context.view = snapshot.pass_view(self.scheduler, context.running_batch, views, chunk_view, decode_wait_s)
+        context.view.decode_step_s = self.decode_step_s
         context.decision = self.policy.decide(context.view, self.now_s)
         if self.views.refresh(context.decision.selected):
             context.decision = self.policy.decide(context.view, self.now_s)
@@ -286,6 +289,9 @@ class PrefillAdapter:
             changed = self.fit.observe(snapshot.step_sample(batch, *self._cost_s(launch, done_s)))
             if changed:
                 self._model_to_send = pack_model(self.fit.model)
+        elif batch.forward_mode.is_decode():
+            device_s, _ = self._cost_s(launch, done_s)
+            self._measured_decode_s += DECODE_WEIGHT * (device_s - self._measured_decode_s)
         self._last_done_s = done_s
 
     def _cost_s(self, launch: _Launch, done_s: float) -> tuple[float, float]:

@@ -3,7 +3,8 @@
 Order of the rules in ``decide``, first match wins:
 
 0. running requests that have not stepped for ``decode_gap_s`` decode once (DECODE_TURN): SGLang prefers prefill to
-   decode, so without this rule a short's second token would wait for the longs that its first token has passed;
+   decode, so without this rule a short's second token would wait for the longs that its first token has passed. Where
+   steps are so long that this would take more than ``decode_share`` of the device, the gap is longer;
 1. a long with a better priority than every waiting short advances (PRIORITY);
 2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, the others stop taking memory
    until it fits (KV_DRAIN);
@@ -39,6 +40,7 @@ class TemporalKnobs:
         headroom_requests: typical shorts for which starting a long must leave KV cache.
         decode_gap_s: running requests get a decode step at least this often while prefills go on; 0: only when no
             prefill can run, as in SGLang.
+        decode_share: of the device, at most, for these steps.
         mix: let due shorts share the pass with the running chunk (ablation; what newer stock SGLang does).
     """
 
@@ -48,6 +50,7 @@ class TemporalKnobs:
     longs: LongKnobs = dataclasses.field(default_factory=LongKnobs)
     headroom_requests: int = 4
     decode_gap_s: float = 0.0
+    decode_share: float = 0.05
     mix: bool = False
 
 
@@ -153,7 +156,7 @@ class TemporalPolicy:
         Changes nothing that another call could see in its answer, so a driver may ask twice in a pass, as ours does
         when a prefix match turns out to have changed. ``on_pass`` reports what became of the answer.
         """
-        if view.running > 0 and 0 < self.knobs.decode_gap_s <= view.decode_wait_s and (view.waiting or view.chunk):
+        if self._decode_is_due(view):
             return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
         shorts, longs = self.classify(view.waiting)
         by_order, aged = self.longs.pick(longs, view.chunk, now_s)
@@ -279,6 +282,11 @@ class TemporalPolicy:
         )
 
     # -- small questions ---------------------------------------------------------------------------------------------
+
+    def _decode_is_due(self, view: PassView) -> bool:
+        if view.running == 0 or self.knobs.decode_gap_s <= 0 or not (view.waiting or view.chunk):
+            return False
+        return view.decode_wait_s >= max(self.knobs.decode_gap_s, view.decode_step_s / self.knobs.decode_share)
 
     @staticmethod
     def _outranks(pick: LongPick, shorts: list[WaitingView]) -> bool:

@@ -107,6 +107,7 @@ class PassView:
         kv_free_tokens: KV tokens free or evictable, less what running requests are expected to add.
         running: requests that are decoding.
         decode_wait_s: time since they last did; 0 without any.
+        decode_step_s: how long their decode steps take of late; 0: not known.
     """
 
     waiting: list[WaitingView]
@@ -116,6 +117,7 @@ class PassView:
     kv_free_tokens: int
     running: int
     decode_wait_s: float = 0.0
+    decode_step_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

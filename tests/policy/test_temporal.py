@@ -194,6 +194,21 @@ CASES = [
         (0,),
         make=lambda: policy(decode_gap_s=0.05),
     ),
+    Case(
+        "decode steps of 20 ms may take a twentieth of the device",
+        pass_view([lone_short()], running=1, decode_wait_s=0.39, decode_step_s=0.02),
+        S,
+        Reason.NO_GAIN,
+        (0,),
+        make=lambda: policy(decode_gap_s=0.05),
+    ),
+    Case(
+        "after twenty of their own steps they run",
+        pass_view([lone_short()], running=1, decode_wait_s=0.4, decode_step_s=0.02),
+        H,
+        Reason.DECODE_TURN,
+        make=lambda: policy(decode_gap_s=0.05),
+    ),
     Case("decode turns are off", pass_view([lone_short()], running=1, decode_wait_s=9.0), S, Reason.NO_GAIN, (0,)),
     # memory and slots
     Case(

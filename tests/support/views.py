@@ -38,6 +38,7 @@ def pass_view(
     kv_free: int = 100_000,
     running: int = 0,
     decode_wait_s: float = 0.0,
+    decode_step_s: float = 0.0,
 ) -> PassView:
     return PassView(
         waiting=list(queue),
@@ -47,4 +48,5 @@ def pass_view(
         kv_free_tokens=kv_free,
         running=running,
         decode_wait_s=decode_wait_s,
+        decode_step_s=decode_step_s,
     )
