@@ -46,13 +46,14 @@ STDLIB = frozenset(sys.stdlib_module_names)
 POLICY_EXTRA = {
     "pla_sglang/policy/fit.py": {"numpy", "scipy"},
     "pla_sglang/policy/fleet.py": {"numpy"},
+    "pla_sglang/policy/arrow/curve.py": {"numpy", "scipy"},
 }
 # No clock, no randomness, no ambient input in anything that decides.
 POLICY_FORBIDDEN = {"time", "random", "os", "asyncio", "threading", "datetime", "secrets", "socket", "subprocess"}
 
 # package -> our packages that it may import
 OURS = {
-    "pla_sglang.policy": {"pla_sglang.policy"},
+    "pla_sglang.policy": {"pla_sglang.policy", "pla_sglang.errors"},
     "pla_sglang.metrics": {"pla_sglang.metrics", "pla_sglang.errors"},
     "pla_sglang.config": {"pla_sglang.errors"},
     "pla_sglang.errors": set(),
