@@ -47,6 +47,7 @@ POLICY_EXTRA = {
     "pla_sglang/policy/fit.py": {"numpy", "scipy"},
     "pla_sglang/policy/fleet.py": {"numpy"},
     "pla_sglang/policy/arrow/curve.py": {"numpy", "scipy"},
+    "pla_sglang/policy/dopd/arima.py": {"numpy", "statsmodels"},
 }
 # No clock, no randomness, no ambient input in anything that decides.
 POLICY_FORBIDDEN = {"time", "random", "os", "asyncio", "threading", "datetime", "secrets", "socket", "subprocess"}
