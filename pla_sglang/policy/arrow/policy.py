@@ -120,10 +120,10 @@ class ArrowPolicy(Observer):
         if here and source is not None and source.role in (Role.DECODE, Role.PREFILL_TO_DECODE, Role.MIXED):
             return Placement(source, FleetReason.DECODE_IN_PLACE)
         first = least_running(fleet.by_role[Role.DECODE])
-        if first is not None and self._has_room(first):
+        if first is not None and self.has_room(first):
             return Placement(first, FleetReason.DECODE_SLO)
         second = least_running(fleet.by_role[Role.PREFILL_TO_DECODE])
-        if second is not None and self._has_room(second):
+        if second is not None and self.has_room(second):
             return Placement(second, FleetReason.DECODE_SLO_MIXED)
         move = self.try_move_prefill_to_decode(fleet, now_s, FleetReason.FLIP_NO_ROOM)
         if isinstance(move, SetRole):
@@ -225,7 +225,8 @@ class ArrowPolicy(Observer):
         found = limits.get(instance.profile)
         return limits[""] if found is None else found
 
-    def _has_room(self, instance: InstanceView) -> bool:
+    def has_room(self, instance: InstanceView) -> bool:
+        """The test of Algorithm 2: at most Max Running Tokens, and tokens at the wanted pace."""
         interval_s = instance.token_interval_s
         return instance.decode_tokens() <= self.limit_tokens(instance) and (
             interval_s is None or interval_s <= self.knobs.tpot_slo_s
