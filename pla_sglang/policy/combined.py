@@ -115,9 +115,10 @@ class CombinedPolicy(Observer):
     def _in_place(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
         """DOPD's answer where it is in place, the decode instance has room, and the target is kept."""
         local = self.parts.local
-        if local is None or request.input_tokens > local.knobs.local_max_tokens + max(
-            request.cached.values(), default=0
-        ):
+        if local is None:
+            return None
+        most_cached = max(request.cached.values(), default=0)
+        if request.input_tokens > local.knobs.local_max_tokens + most_cached:
             return None
         answer = local.dispatch(request, fleet, now_s)
         if answer.reason is not FleetReason.DOPD_LOCAL or not self._on_time(answer, request, now_s):

@@ -11,6 +11,7 @@ from support.fleets import LinearSteps
 from support.fluid import FluidFleet
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.fleet import Role
 from pla_sglang.policy.registry import Setup, build, policy_names
 from pla_sglang.policy.types import PrefillClass
@@ -41,6 +42,22 @@ def test_constant_load_settles(name: str, rate: float, prompt: int, output: int)
     fleet = FluidFleet(build(name, SETUP))
     fleet.run(7200.0, rate_per_s=rate, input_tokens=prompt, output_tokens=output, rng=Random(7))
     assert fleet.moves(since_s=3600.0) <= 1
+
+
+def test_damping_is_what_keeps_an_overloaded_fleet_from_swinging() -> None:
+    """3.3 instances of prefill and about 3 of decode on six: no split serves both, so each side calls for flips."""
+    moves = {}
+    for damped in (True, False):
+        policy = build("arrow", SETUP)
+        if not damped:
+            assert isinstance(policy.dispatcher, ArrowPolicy)
+            guard = policy.dispatcher.guard
+            guard.knobs = dataclasses.replace(guard.knobs, cool_down_max_s=1.0, regret_s=1e-3)
+        fleet = FluidFleet(policy)
+        fleet.run(900.0, rate_per_s=5.5, input_tokens=600, output_tokens=400, rng=Random(7))
+        moves[damped] = fleet.moves(since_s=300.0)
+    assert moves[False] > 20
+    assert moves[True] < moves[False] / 3
 
 
 def test_roles_at_the_start() -> None:
