@@ -115,7 +115,7 @@ def _read(path: Path, header: tuple[str, ...], columns: Columns, one: Callable[[
             )
         for row in reader:
             line = reader.line_num
-            row["#line"] = line  # type: ignore[assignment]
+            row["#line"] = line
             try:
                 one(row)
             except RowError as error:

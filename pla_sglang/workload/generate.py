@@ -141,5 +141,10 @@ def hol_trace(*, longs: int = 18, long_tokens: int = 24_000, shorts: int = 11, s
         raise TraceError(f"{longs} longs and {shorts} shorts; allowed: 0 and more, not both 0")
     count = longs + shorts
     lengths = [long_tokens] * longs + [short_tokens] * shorts
-    trace = Trace("hol", np.arange(count) * 1e-3, np.array(lengths, dtype=np.int64), np.full(count, 16, dtype=np.int64))
-    return dataclasses.replace(trace, client=np.array([0] * longs + [1] * shorts, dtype=np.int64))
+    return Trace(
+        "hol",
+        np.arange(count, dtype=np.float64) * 1e-3,
+        np.array(lengths, dtype=np.int64),
+        np.full(count, 16, dtype=np.int64),
+        client=np.array([0] * longs + [1] * shorts, dtype=np.int64),
+    )
