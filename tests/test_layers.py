@@ -53,6 +53,7 @@ OURS = {
     "pla_sglang.metrics": {"pla_sglang.metrics", "pla_sglang.errors"},
     "pla_sglang.config": {"pla_sglang.errors"},
     "pla_sglang.errors": set(),
+    "pla_sglang.profiles": {"pla_sglang.profiles", "pla_sglang.errors"},
     "pla_sglang.engine": {
         "pla_sglang.engine",
         "pla_sglang.policy",
