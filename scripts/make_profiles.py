@@ -137,7 +137,8 @@ def main(arguments: list[str]) -> None:
         error = profile.fit_error
         print(
             f"{profile.name:28} prefill mean {error.prefill_mean:6.1%} max {error.prefill_max:6.1%}   "
-            f"decode mean {error.decode_mean:6.1%} max {error.decode_max:6.1%}   KV {profile.kv_capacity_tokens:,} tokens"
+            f"decode mean {error.decode_mean:6.1%} max {error.decode_max:6.1%}   "
+            f"KV {profile.kv_capacity_tokens:,} tokens"
         )
 
 

@@ -5,8 +5,8 @@ summed history, R requests::
 
     prefill = [max(floor, base + token*N + attention*A + request*R)] * correction(N) + read*H
 
-that is a roofline: below ``floor`` the step streams the weights, above it computes (PLA-Serve section 2.1, with the floor
-that measured tables show). Decode, with B requests and C tokens of context in all::
+that is a roofline: below ``floor`` the step streams the weights, above it computes (PLA-Serve section 2.1, with the
+floor that measured tables show). Decode, with B requests and C tokens of context in all::
 
     decode = [base + request*B + read*C] * correction(B, C/B)
 
@@ -17,6 +17,7 @@ profile made from a table reproduces the table and still has a sane answer far f
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -239,7 +240,7 @@ def _check_numbers(owner: str, terms: object) -> None:
 
 
 def _check_axis(owner: str, axis: Sequence[float]) -> None:
-    if any(not math.isfinite(x) for x in axis) or any(b <= a for a, b in zip(axis, axis[1:], strict=False)):
+    if any(not math.isfinite(x) for x in axis) or any(b <= a for a, b in itertools.pairwise(axis)):
         raise ProfileError(f"{owner}: points {list(axis)} must be finite and rise")
 
 
