@@ -43,7 +43,10 @@ SGLANG_IMPORTERS = {
 }
 
 STDLIB = frozenset(sys.stdlib_module_names)
-POLICY_EXTRA = {"pla_sglang/policy/fit.py": {"numpy", "scipy"}}
+POLICY_EXTRA = {
+    "pla_sglang/policy/fit.py": {"numpy", "scipy"},
+    "pla_sglang/policy/fleet.py": {"numpy"},
+}
 # No clock, no randomness, no ambient input in anything that decides.
 POLICY_FORBIDDEN = {"time", "random", "os", "asyncio", "threading", "datetime", "secrets", "socket", "subprocess"}
 
@@ -62,6 +65,7 @@ OURS = {
     },
     "pla_sglang.config": {"pla_sglang.errors"},
     "pla_sglang.errors": set(),
+    "pla_sglang.profiles": {"pla_sglang.profiles", "pla_sglang.errors"},
     "pla_sglang.engine": {
         "pla_sglang.engine",
         "pla_sglang.policy",
