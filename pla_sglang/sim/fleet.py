@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
+from pla_sglang.sim import observe
 from pla_sglang.sim.cache_index import CacheIndex
 from pla_sglang.sim.config import Flip, InstanceSpec, Policies, SimConfig
 from pla_sglang.sim.costs import StepCosts
@@ -193,7 +194,7 @@ class Fleet:
 
     def _decodes(self, view: InstanceView) -> DecodeBatch:
         predict = self._policies.predict
-        rows: list[tuple[Any, int, int]] = list(self.of(view).rows())
+        rows: list[tuple[Any, int, int]] = list(observe.rows(self.of(view), self._kernel.now_s))
         remaining = [
             None if predict is None else predict(request.input_tokens, done, request.output_tokens - done)
             for request, _, done in rows

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pla_sglang.metrics.goodput import Served
 from pla_sglang.policy.decisions import Controller
+from pla_sglang.sim import observe
 from pla_sglang.sim.cluster import Cluster
 from pla_sglang.sim.config import InstanceFault, LinkFault, Policies, SimConfig
 from pla_sglang.sim.errors import SimConfigError, SimError
@@ -39,7 +40,7 @@ class RunResult:
         counts: migrations, restarts and the like.
         gpu_hours: of all instances from start to end of the run.
         end_s: virtual time of the last event that was not a tick.
-        events: handled by the kernel; wall_s: how long that took.
+        events: handled by the kernel; wall_s, cpu_s: how long that took.
     """
 
     name: str
@@ -59,6 +60,7 @@ class RunResult:
     end_s: float
     events: int
     wall_s: float
+    cpu_s: float
 
     def digest(self) -> str:
         """A hash over what happened to every request: equal for equal runs, on any machine with IEEE doubles."""
@@ -116,11 +118,11 @@ class Simulation:
     def run(self, progress: Progress | None = None) -> RunResult:
         """To the end of all requests. Raises SimError when policies leave requests where they are for ever."""
         self._progress = progress
-        started_s = time.perf_counter()  # only for the report; nothing in the run depends on it
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()  # for the report; nothing depends on them
         self.kernel.run()
         if not self.cluster.ledger.complete:
             raise SimError(self._stuck())
-        return self._result(time.perf_counter() - started_s)
+        return self._result(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -166,8 +168,8 @@ class Simulation:
         for instance in fleet.instances:
             if not instance.alive:
                 continue
-            instance.sync()
-            interval_s = instance.interval_s()
+            observe.sync(instance, now_s)
+            interval_s = observe.interval_s(instance, now_s)
             instance.view.token_interval_s = interval_s
             if interval_s is not None:
                 for observer in observers:
@@ -209,7 +211,7 @@ class Simulation:
 
     # -- result ------------------------------------------------------------------------------------------------------
 
-    def _result(self, wall_s: float) -> RunResult:
+    def _result(self, wall_s: float, cpu_s: float) -> RunResult:
         requests, cluster = self._requests, self.cluster
 
         def column(values: list[int]) -> npt.NDArray[np.int64]:
@@ -248,6 +250,7 @@ class Simulation:
             end_s=self._active[1] if math.isnan(_last(requests)) else _last(requests),
             events=self.kernel.events,
             wall_s=wall_s,
+            cpu_s=cpu_s,
         )
 
 
