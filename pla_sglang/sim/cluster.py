@@ -110,6 +110,30 @@ class Cluster:
         request.target = target
         request.reserved = False
         target.reserve(request)
+        if not request.reserved:
+            request.epoch += 1
+            at_s = self._kernel.now_s + self._config.handoff_wait_s
+            self._kernel.at(at_s, Priority.END, self._waited, (request, request.epoch))
+
+    def _waited(self, event: tuple[SimRequest, int]) -> None:
+        """No room came in time. The KV is given up and computed anew at the target: two engines that wait for each
+        other's memory would wait for ever."""
+        request, epoch = event
+        if request.epoch != epoch:
+            return
+        source, target = request.home, request.target
+        assert source is not None and target is not None
+        self._detach_from_target(request)
+        source.release(request)
+        request.restart()
+        self.counts["handoffs_redone"] += 1
+        request.move(Stage.PENDING)
+        if not self.fleet.is_ready(target):
+            self._dispatch(request)
+            return
+        request.move(Stage.PREFILL)
+        request.planned = target
+        target.submit(request)
 
     # -- what instances report (Host) --------------------------------------------------------------------------------
 

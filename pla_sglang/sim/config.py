@@ -133,6 +133,8 @@ class SimConfig:
             sent, and what it heard of (first tokens, ends), it knows at once.
         sample_s: distance of the samples that reports plot.
         startup_s: from the decision to a ready instance; None: 10 s and reading the weights at 2 GB/s.
+        handoff_wait_s: how long a prefilled or migrating request waits for room at its target before its KV is given up
+            and computed anew there.
         retries: how often a request is started anew after its instance died.
         output_limit_tokens: ``max_tokens`` that clients send; None: just what the answer has.
         ttft_slo_s, tpot_slo_s: targets that requests carry; None: none.
@@ -152,6 +154,7 @@ class SimConfig:
     report_interval_s: float = 0.25
     sample_s: float = 5.0
     startup_s: float | None = None
+    handoff_wait_s: float = 30.0
     retries: int = 3
     output_limit_tokens: int | None = None
     ttft_slo_s: float | None = None
@@ -168,7 +171,7 @@ class SimConfig:
     def __post_init__(self) -> None:
         if not self.fleet:
             raise SimConfigError("the fleet has zero instances; allowed: at least one")
-        for name in ("report_interval_s", "sample_s"):
+        for name in ("report_interval_s", "sample_s", "handoff_wait_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise SimConfigError(f"{name} is {value}; allowed: finite, above 0")

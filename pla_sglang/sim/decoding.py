@@ -7,7 +7,6 @@ were run. Between the two, ``steps_now`` tells how many have ended.
 from __future__ import annotations
 
 from pla_sglang.sim.costs import Segment, StepCosts
-from pla_sglang.sim.errors import SimError
 from pla_sglang.sim.growth import GrowthRatio
 from pla_sglang.sim.interfaces import EngineKnobs
 from pla_sglang.sim.meter import Meter
@@ -98,8 +97,11 @@ class Decoding:
         return int(self.growth.value * self.running.growth_tokens())
 
     def must_retract(self, reserved_tokens: int) -> bool:
-        """The pool has no room for one more token of every running request."""
-        return len(self.running) > 1 and self._pool.available_tokens - reserved_tokens < len(self.running)
+        """The pool has no room for one more token of every running request.
+
+        Then even the last one may have to go: KV that waits to be sent elsewhere, or is on its way here, stays.
+        """
+        return len(self.running) > 0 and self._pool.available_tokens - reserved_tokens < len(self.running)
 
     def retract(self) -> SimRequest:
         """Takes out whom SGLang retracts first; what it holds is the caller's to free."""
@@ -107,13 +109,11 @@ class Decoding:
         self.running.leave(request)
         return request
 
-    def on_retracted(self, name: str) -> None:
-        """After retractions. Raises SimError when not even one request can go on (it was refused on arrival)."""
+    def on_retracted(self) -> None:
+        """After retractions: admission counts on more growth."""
         running = self.running
         limit = sum(request.limit_tokens for request in running.members)
         self.growth.on_retract(decoded_tokens=running.decoded_tokens(), requests=len(running), limit_tokens=limit)
-        if self._pool.available_tokens < len(running):
-            raise SimError(f"{name}: one request alone outgrows the KV pool")
 
 
 def first_at_or_after(segment: Segment, elapsed_s: float) -> int:

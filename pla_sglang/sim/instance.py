@@ -329,6 +329,9 @@ class Instance:
 
     def _decode(self, release_s: float | None) -> None:
         self._make_room()
+        if not self.running.members:
+            self.wake()  # all were retracted; they wait for their prefill again
+            return
         now_s = self._kernel.now_s
         self._schedule_boundary(
             self.decoding.open(now_s, reserved_tokens=self.queue.chunk_rest_tokens, release_s=release_s)
@@ -378,7 +381,7 @@ class Instance:
             request.home = self
             self.queue.push(request, first=True)
         if retracted:
-            self.decoding.on_retracted(self.view.name)
+            self.decoding.on_retracted()
 
     def check_integrity(self) -> None:
         """Asserts that all sums agree; holds between events."""

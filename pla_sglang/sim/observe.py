@@ -1,4 +1,4 @@
-"""What can be seen of an engine from outside: its view brought up to date, its token intervals, its running requests."""
+"""What can be seen of an engine from outside: its view, its token intervals, its running requests, as of now."""
 
 from __future__ import annotations
 

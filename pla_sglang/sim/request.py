@@ -101,8 +101,7 @@ class SimRequest:
         *,
         limit_tokens: int,
         hash_ids: tuple[int, ...] = (),
-        ttft_slo_s: float | None = None,
-        tpot_slo_s: float | None = None,
+        slo_s: tuple[float | None, float | None] = (None, None),
     ) -> None:
         self.row = row
         self.rid = f"r{row}"
@@ -111,6 +110,7 @@ class SimRequest:
         self.output_tokens = output_tokens
         self.limit_tokens = limit_tokens
         self.hash_ids = hash_ids
+        ttft_slo_s, tpot_slo_s = slo_s
         deadline_s = None if ttft_slo_s is None else arrival_s + ttft_slo_s
         self.waiting = WaitingView(
             self.rid, input_tokens, 0, arrival_s, deadline_s=deadline_s, output_tokens=limit_tokens, handle=self

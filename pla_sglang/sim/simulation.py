@@ -148,8 +148,7 @@ class Simulation:
             output,
             limit_tokens=max(output, config.output_limit_tokens or 0),
             hash_ids=() if ids is None else ids[row],
-            ttft_slo_s=config.ttft_slo_s,
-            tpot_slo_s=config.tpot_slo_s,
+            slo_s=(config.ttft_slo_s, config.tpot_slo_s),
         )
 
     def _kill(self, fault: InstanceFault) -> None:

@@ -133,12 +133,12 @@ def simulation(
     *,
     route: Route | None = None,
     controllers: Sequence[Controller] = (),
-    engine: Callable[[], Fcfs] = Fcfs,
+    policy: Callable[[], Fcfs] = Fcfs,
     **config: object,
 ) -> Simulation:
     """A simulation with the small policies above; a profile alone is one unified instance."""
     specs = [InstanceSpec(fleet)] if isinstance(fleet, StepProfile) else list(fleet)
-    policies = Policies(route or Route(), lambda _profile, _knobs: engine(), controllers, name="test")
+    policies = Policies(route or Route(), lambda _profile, _knobs: policy(), controllers, name="test")
     return Simulation(workload, SimConfig(specs, **config), policies)  # type: ignore[arg-type]
 
 
