@@ -46,13 +46,19 @@ STDLIB = frozenset(sys.stdlib_module_names)
 POLICY_EXTRA = {
     "pla_sglang/policy/fit.py": {"numpy", "scipy"},
     "pla_sglang/policy/fleet.py": {"numpy"},
+    "pla_sglang/policy/arrow/curve.py": {"numpy", "scipy"},
+    "pla_sglang/policy/dopd/arima.py": {"numpy", "statsmodels"},
+    "pla_sglang/policy/star/horizon.py": {"numpy"},
+    "pla_sglang/policy/star/select.py": {"numpy"},
+    "pla_sglang/policy/star/predictors.py": {"numpy"},
+    "pla_sglang/policy/star/policy.py": {"numpy"},
 }
 # No clock, no randomness, no ambient input in anything that decides.
 POLICY_FORBIDDEN = {"time", "random", "os", "asyncio", "threading", "datetime", "secrets", "socket", "subprocess"}
 
 # package -> our packages that it may import
 OURS = {
-    "pla_sglang.policy": {"pla_sglang.policy"},
+    "pla_sglang.policy": {"pla_sglang.policy", "pla_sglang.errors"},
     "pla_sglang.metrics": {"pla_sglang.metrics", "pla_sglang.errors"},
     "pla_sglang.workload": {"pla_sglang.workload", "pla_sglang.errors"},
     "pla_sglang.sim": {
@@ -82,6 +88,7 @@ OURS = {
     "pla_patches": {"pla_patches", "pla_sglang.config", "pla_sglang.errors", "pla_sglang.platform"},
     "bench": {
         "bench",
+        "pla_sglang.policy",
         "pla_sglang.metrics",
         "pla_sglang.workload",
         "pla_sglang.sim",
@@ -136,7 +143,8 @@ def test_policy_is_pure(file: str) -> None:
     names = set(imports_of(file))
     foreign = {root_of(name) for name in names} - STDLIB - {"pla_sglang"} - POLICY_EXTRA.get(file, set())
     assert foreign == set()
-    assert {root_of(name) for name in names} & POLICY_FORBIDDEN == set()
+    # ``from random import Random`` names the type of a seeded generator that is passed in
+    assert {root_of(name) for name in names - {"random.Random"}} & POLICY_FORBIDDEN == set()
 
 
 @pytest.mark.parametrize("file", CODE)

@@ -234,6 +234,9 @@ class FleetView:
         if state is InstanceState.READY:
             self._list(instance)
 
+    def is_ready(self, instance: InstanceView) -> bool:
+        return instance.state is InstanceState.READY
+
     def decodes(self, instance: InstanceView) -> DecodeBatch:
         """Raises RuntimeError where the driver does not list running requests."""
         if self._decodes is None:
