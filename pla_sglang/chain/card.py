@@ -1,0 +1,13 @@
+"""Where the chain model's files are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ARCHITECTURE = "PlaChainForCausalLM"
+MODELS_PACKAGE = "pla_sglang.chain.models"  # what SGLang is told to look for model classes in
+
+
+def model_path() -> Path:
+    """Folder of the packaged chain model: config, tokenizer, a file of weights that holds none."""
+    return Path(__file__).parent / "model"
