@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 ARCHITECTURE = "PlaChainForCausalLM"
-MODELS_PACKAGE = "pla_sglang.chain.models"  # what SGLang is told to look for model classes in
 
 
 def model_path() -> Path:
