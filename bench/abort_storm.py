@@ -71,7 +71,8 @@ def make_shots(shape: StormShape, vocabulary: Vocabulary, seed: int) -> list[Sho
         kind = "long" if rng.random() < LONG_SHARE else "short"
         tokens = rng.randint(*(shape.long_tokens if kind == "long" else shape.short_tokens))
         prompt = vocabulary.draw(rng, tokens)
-        request = Request(f"storm-{seed}-{index}", kind, at_s, prompt, rng.randint(*shape.max_new_tokens))
+        # Fixed width: SGLang aborts every request whose id *starts with* the one given.
+        request = Request(f"storm-{seed}-{index:06d}", kind, at_s, prompt, rng.randint(*shape.max_new_tokens))
         shots.append(Shot(request, _fate(rng), rng.uniform(0, _MAX_DELAY_S)))
     return shots
 

@@ -11,7 +11,9 @@ from support.fake_scheduler import CHUNK_TOKENS, TEMPORAL, FakeBatch, FakeReq, F
 from pla_sglang.engine import adapter, apply, handlers
 from pla_sglang.engine.clock import PlaTick, pack_model, unpack_model
 from pla_sglang.policy.boundary import CPU_START, GPU_START
-from pla_sglang.policy.types import Action, PassDecision, Reason
+from pla_sglang.policy.types import Action, PassDecision, PassView, Reason
+
+EMPTY_VIEW = PassView([], None, CHUNK_TOKENS, 1, 1000, 0)
 
 
 def shorts(count: int, tokens: int = 20) -> list[FakeReq]:
@@ -139,7 +141,7 @@ def test_one_that_fits_a_pass_overtakes_uncut() -> None:
 def test_a_second_chunk_beside_a_parked_one_is_an_error() -> None:
     scheduler = FakeScheduler(shorts(1), started())
     decision = PassDecision(Action.SHORT, Reason.NO_GAIN, park=True)
-    context = apply.PassContext(scheduler.running, False, decision=decision)
+    context = apply.PassContext(scheduler.running, False, view=EMPTY_VIEW, decision=decision)
     apply.enter(context, scheduler, scheduler.waiting_queue)
     scheduler.chunked_req = long("second")
     with pytest.raises(AssertionError, match="cut a request"):
@@ -474,7 +476,8 @@ def test_nothing_is_applied_without_a_decision() -> None:
 def test_a_held_chunk_is_parked_too() -> None:
     chunk = started()
     scheduler = FakeScheduler([], chunk)
-    context = apply.PassContext(scheduler.running, False, decision=PassDecision(Action.HOLD, Reason.DECODE_TURN))
+    decision = PassDecision(Action.HOLD, Reason.DECODE_TURN)
+    context = apply.PassContext(scheduler.running, False, view=EMPTY_VIEW, decision=decision)
     apply.enter(context, scheduler, scheduler.waiting_queue)
     assert scheduler.chunked_req is None
     apply.leave(context, scheduler, CHUNK_TOKENS, None)

@@ -63,6 +63,7 @@ OURS = {
         "pla_sglang.profiles",
         "pla_sglang.config",
         "pla_sglang.errors",
+        "pla_patches.install",  # an engine that lost a seam would answer at once
     },
     "pla_sglang.engine": {
         "pla_sglang.engine",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pla_sglang.engine import queue_views
 from pla_sglang.engine.queue_views import MATCHES_PER_PASS, REFRESH_PER_PASS, SPARE_VIEWS, QueueViews
@@ -146,3 +148,52 @@ def test_a_request_that_entered_by_another_door_gets_its_view() -> None:
     driver = Driver()
     assert [view.rid for view in driver.views.of_queue([Req("a")], by_host=True)] == ["a"]
     assert queue_views.QueueViews.get(driver.views, Req("b")).rid == "b"
+
+
+def test_a_request_that_comes_back_within_the_pass() -> None:
+    """Preemption: while the pass admits some, a running request returns to the queue."""
+    driver, queue, running = Driver(), [Req("a"), Req("b")], Req("running")
+    driver.views.of_queue([running], by_host=True)
+    driver.views.leave([0])
+    driver.views.of_queue(queue, by_host=True)
+    driver.views.add(running)
+    driver.views.leave([0])
+    assert [view.rid for view in driver.views.of_queue([queue[1], running], by_host=True)] == ["b", "running"]
+    assert driver.views.waiting_tokens == 200
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["arrive", "serve", "abort", "shuffle", "retract", "cache", "strange"]), st.randoms()),
+    max_size=40,
+)
+
+
+@given(STEPS, st.booleans())
+def test_views_follow_the_queue_whatever_happens_to_it(steps: list[tuple[str, Any]], by_host: bool) -> None:
+    driver, queue, served = Driver(), list[Req](), list[Req]()
+    for count, (step, rng) in enumerate(steps):
+        if step == "arrive":
+            queue += [Req(f"{count}.{index}", rng.randrange(100)) for index in range(rng.randint(1, 5))]
+            for req in queue[-1:]:
+                driver.views.add(req)  # the seam; it need not have seen all of them
+        elif step == "serve" and queue:
+            places = sorted(rng.sample(range(len(queue)), rng.randint(1, len(queue))))
+            served += [queue[place] for place in places]
+            driver.views.leave(places)
+            queue = [req for req in queue if req not in served]
+        elif step == "abort" and queue:
+            queue.pop(rng.randrange(len(queue)))
+        elif step == "shuffle":
+            rng.shuffle(queue)
+        elif step == "retract" and served:
+            queue.append(served.pop())
+            driver.views.add(queue[-1])
+        elif step == "strange" and served:
+            queue.insert(0, served.pop())  # by a door without a seam
+        for req in queue if step == "cache" else []:
+            req.cached = rng.randrange(100)
+        host_matches(*queue)
+        views = driver.views.of_queue(queue, by_host=by_host)
+        assert [view.handle for view in views] == queue
+        assert all(driver.views.get(view.handle) is view for view in views)
+        assert driver.views.waiting_tokens == sum(view.new_tokens for view in views)

@@ -159,6 +159,7 @@ class PrefillAdapter:
             self._account(context, batch)
         else:
             self._on_undecided()
+        self.views.leave(context.places)
         return result
 
     def _decode_wait_s(self, running_batch: Any) -> float:
@@ -189,6 +190,8 @@ class PrefillAdapter:
         context.decision = self.policy.decide(context.view, self.now_s)
         if self.views.refresh(context.decision.selected):
             context.decision = self.policy.decide(context.view, self.now_s)
+        selected_tokens = sum(chosen.new_tokens for chosen in context.decision.selected)
+        context.held_tokens = self.views.waiting_tokens - selected_tokens
         apply.enter(context, self.scheduler, queue)
         self.telemetry.hook_s += time.perf_counter() - started_s
 
@@ -201,7 +204,7 @@ class PrefillAdapter:
         if batch is None:
             self._remember_hold(decision, context)
         elif batch.prefill_stats is not None:
-            batch.prefill_stats.num_pending_tokens += apply.held_tokens(decision, view.waiting)
+            batch.prefill_stats.num_pending_tokens += context.held_tokens
 
     @staticmethod
     def _admitted(decision: PassDecision, view: PassView, batch: Any) -> tuple[WaitingView, ...]:

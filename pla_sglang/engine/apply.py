@@ -13,13 +13,11 @@ things are changed for a pass and restored at its end, whatever happens in it:
 from __future__ import annotations
 
 import dataclasses
-import operator
+from collections.abc import Sequence
 from typing import Any
 
 from pla_sglang.engine.snapshot import chunk_remaining_tokens, output_tokens
 from pla_sglang.policy.types import Action, PassDecision, PassView, WaitingView
-
-_NEW_TOKENS = operator.attrgetter("new_tokens")
 
 
 @dataclasses.dataclass(slots=True)
@@ -29,9 +27,10 @@ class PassContext:
     Attributes:
         running_batch: the host's running batch of this pass.
         full_before: its ``batch_is_full`` on entry.
-        order: the complete queue as ordered by the host; None until the decision.
+        order: the host's list, complete and in its order, kept aside; None until the decision.
         shown: ids of the requests that the host may choose from in this pass.
-        places: where they stand in ``order``, ascending.
+        places: where they stand in ``order``, ascending; after ``leave`` where those stood that were admitted.
+        held_tokens: new tokens that wait but were left out of this pass.
         view, decision: what was seen and decided; None until then.
         parked: the chunk that is hidden in this pass; owned by the context until ``leave``.
         reserve_tokens: KV tokens that the parked chunk will still take.
@@ -44,6 +43,7 @@ class PassContext:
     order: list[Any] | None = None
     shown: set[int] = dataclasses.field(default_factory=set)
     places: list[int] = dataclasses.field(default_factory=list)
+    held_tokens: int = 0
     view: PassView | None = None
     decision: PassDecision | None = None
     parked: Any = None
@@ -52,16 +52,16 @@ class PassContext:
     mixed_chunk_tokens: int | None = None
 
 
-def _places(order: list[Any], wanted: set[int]) -> list[int]:
-    """Indices of the ``wanted`` requests, by id. They mostly stand near the head, so the search ends early."""
+def _places(waiting: Sequence[WaitingView], wanted: Sequence[WaitingView]) -> list[int]:
+    """Indices of the ``wanted`` in ``waiting``. They mostly stand near the head, so the search ends early."""
+    missing = set(map(id, wanted))
     places: list[int] = []
-    missing = len(wanted)
-    for index, req in enumerate(order):
+    for index, view in enumerate(waiting):
         if not missing:
             break
-        if id(req) in wanted:
+        if id(view) in missing:
             places.append(index)
-            missing -= 1
+            missing.remove(id(view))
     return places
 
 
@@ -72,13 +72,17 @@ def align_chunk(tokens: int, page_size: int, align: int | None) -> int:
 
 
 def enter(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
-    """Make the host carry out ``context.decision``. ``queue`` is the host's list object, changed in place."""
-    decision = context.decision
-    assert decision is not None, "a decision precedes its application"
-    context.order = list(queue)
-    queue[:] = [view.handle for view in decision.selected]
-    context.shown = set(map(id, queue))
-    context.places = _places(context.order, context.shown)
+    """Make the host carry out ``context.decision``. ``queue`` is the host's list; it gets another one for the pass.
+
+    The host reads its attribute again after it has ordered the queue, so nothing of a long queue need be copied.
+    """
+    decision, view = context.decision, context.view
+    assert decision is not None and view is not None, "a decision precedes its application"
+    assert queue is scheduler.waiting_queue, "the host ordered something other than its queue"
+    context.order = queue
+    scheduler.waiting_queue = [view.handle for view in decision.selected]
+    context.shown = set(map(id, scheduler.waiting_queue))
+    context.places = _places(view.waiting, decision.selected)
     if decision.park:
         _park(context, scheduler)
     if decision.action is Action.SHORT and decision.chunk_tokens is not None:
@@ -132,12 +136,12 @@ def _restore_queue(context: PassContext, scheduler: Any, batch: Any) -> None:
     # The host saw the selected ones only; whatever else stands in its queue now was added by it (preempted requests).
     shown = context.shown
     added = [req for req in scheduler.waiting_queue if id(req) not in shown]
-    if batch is not None:
-        gone = set(map(id, batch.reqs))
-        for place in reversed(context.places):
-            if id(order[place]) in gone:
-                del order[place]
-    scheduler.waiting_queue = order + added if added else order
+    gone = set() if batch is None else set(map(id, batch.reqs))
+    context.places = [place for place in context.places if id(order[place]) in gone]
+    for place in reversed(context.places):
+        del order[place]
+    order += added
+    scheduler.waiting_queue = order
 
 
 def reserve_for_parked(context: PassContext, adder: Any) -> None:
@@ -164,8 +168,3 @@ def add_chunk(original: Any, context: PassContext | None, adder: Any, req: Any) 
         return original(adder, req)
     finally:
         adder.rem_chunk_tokens += whole - part
-
-
-def held_tokens(decision: PassDecision, views: list[WaitingView]) -> int:
-    """New tokens that wait but were left out of this pass, for the host's pending-token figure."""
-    return sum(map(_NEW_TOKENS, views)) - sum(map(_NEW_TOKENS, decision.selected))

@@ -1,8 +1,10 @@
 """One view per waiting request, kept from pass to pass.
 
-With a thousand requests waiting, reading two attributes of every request object costs more than the decision itself:
-the objects are large and cold. So views are found by the identity of their request, and prefix matches are brought up
-to date in turns when the queue is long. What a pass is about to run is always brought up to date (``refresh``).
+With a thousand requests waiting, touching every request object costs more than the decision itself: the objects are
+large and cold. So the order of the last pass is kept beside its views. Where the queue is the same but for arrivals at
+its end, which one comparison of pointers tells, no request is touched; else views are found by the identity of their
+request. Prefix matches are brought up to date in turns when the queue is long. What a pass is about to run is always
+brought up to date (``refresh``).
 
 SGLang 0.5.17 matches prefixes before admission only where its schedule policy sorts by them (lpm, dfs-weight). With
 fcfs, the default, ``num_matched_prefix_tokens`` stays 0 in the queue. There we match ourselves: each request when it is
@@ -11,6 +13,7 @@ first seen and when it is chosen, and a few more in each pass.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +22,8 @@ from pla_sglang.policy.types import WaitingView
 REFRESH_PER_PASS = 64
 MATCHES_PER_PASS = 4  # a match walks the radix tree, which costs some ten times as much as reading the host's
 SPARE_VIEWS = 256
+
+_NEW_TOKENS = operator.attrgetter("new_tokens")
 
 
 class QueueViews:
@@ -34,6 +39,9 @@ class QueueViews:
         self._on_arrival = on_arrival
         self._match = match  # brings num_matched_prefix_tokens of a request up to date
         self._views: dict[int, WaitingView] = {}
+        self._order: list[Any] = []  # requests of the queue as last seen
+        self._in_order: list[WaitingView] = []  # invariant: the views of ``_order``
+        self.waiting_tokens = 0  # invariant: the sum of new tokens over ``_in_order``
         self._turn = 0
         self._by_host = True  # the host has matched every request of this pass
         self._matched: set[int] = set()  # requests that we have matched since the prefix cache last changed
@@ -42,6 +50,8 @@ class QueueViews:
     def add(self, req: Any) -> WaitingView:
         """A request enters the queue (again, when it was retracted)."""
         self._matched.discard(id(req))  # the id may have belonged to a request that is gone
+        if id(req) in self._views:
+            self._forget_order()  # it may stand there with the view that it had before
         view = self._views[id(req)] = self._make_view(req)
         return view
 
@@ -49,6 +59,18 @@ class QueueViews:
         """Let go of every request."""
         if self._views:
             self._views = {}
+            self._forget_order()
+
+    def _forget_order(self) -> None:
+        self._order, self._in_order, self.waiting_tokens = [], [], 0
+
+    def leave(self, places: list[int]) -> None:
+        """The requests at these places (ascending) of the queue, as last seen, have left it."""
+        if not self._order:
+            return  # forgotten meanwhile: a preempted request came back in the same pass
+        for place in reversed(places):
+            self.waiting_tokens -= self._in_order[place].new_tokens
+            del self._order[place], self._in_order[place]
 
     def get(self, req: Any) -> WaitingView:
         return self._views.get(id(req)) or self.add(req)
@@ -64,12 +86,8 @@ class QueueViews:
         if tree_stamp is None or tree_stamp != self._tree_stamp:
             self._tree_stamp = tree_stamp
             self._matched.clear()
-        known = self._views
-        try:
-            views = list(map(known.__getitem__, map(id, queue)))
-        except KeyError:  # entered by a path of the host that the table has no seam for
-            views = [self.get(req) for req in queue]
-        if len(known) > len(queue) + SPARE_VIEWS:
+        views = self._follow(queue)
+        if len(self._views) > len(views) + SPARE_VIEWS:
             self._views = {id(view.handle): view for view in views}
         first_new = len(views)
         while first_new and not views[first_new - 1].seen:
@@ -77,6 +95,30 @@ class QueueViews:
         for view in views[first_new:]:  # new requests stand at the end, unless the host sorts: then their turn comes
             self._arrive(view)
         self._take_turn(views)
+        return views
+
+    def _follow(self, queue: list[Any]) -> list[WaitingView]:
+        """Views of ``queue``. Keeps the order; what it returns is valid until the next call of a method."""
+        order, views = self._order, self._in_order
+        for req in queue[len(order) :]:
+            view = self.get(req)
+            if order is not self._order:
+                break  # that was an old acquaintance
+            order.append(req)
+            views.append(view)
+            self.waiting_tokens += view.new_tokens
+        if order != queue or order is not self._order:
+            views = self._find(queue)
+        return views
+
+    def _find(self, queue: list[Any]) -> list[WaitingView]:
+        known = self._views
+        try:
+            views = list(map(known.__getitem__, map(id, queue)))
+        except KeyError:  # entered by a path of the host that the table has no seam for
+            views = [self.get(req) for req in queue]
+        self._order, self._in_order = list(queue), views
+        self.waiting_tokens = sum(map(_NEW_TOKENS, views))
         return views
 
     def _take_turn(self, views: list[WaitingView]) -> None:
@@ -90,8 +132,13 @@ class QueueViews:
 
     def _arrive(self, view: WaitingView) -> None:
         view.seen = True
-        view.set_history(self._matched_tokens(view.handle))
+        self._set_history(view, self._matched_tokens(view.handle))
         self._on_arrival(view)
+
+    def _set_history(self, view: WaitingView, history_tokens: int) -> None:
+        """Of a view in the order."""
+        self.waiting_tokens += view.history_tokens - history_tokens
+        view.set_history(history_tokens)
 
     def _matched_tokens(self, req: Any) -> int:
         if not self._by_host and id(req) not in self._matched:
@@ -108,6 +155,6 @@ class QueueViews:
                 self._arrive(view)
             matched = self._matched_tokens(view.handle)
             if matched != view.history_tokens:
-                view.set_history(matched)
+                self._set_history(view, matched)
                 changed = True
         return changed

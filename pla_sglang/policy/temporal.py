@@ -135,13 +135,16 @@ class TemporalPolicy:
         table, step, last = self.boundary.table, Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1
         shorts: list[WaitingView] = []
         longs: list[WaitingView] = []
-        bound_without_history = table[0]
+        add_short, add_long, bound_without_history = shorts.append, longs.append, table[0]
         for view in waiting:
             bound = bound_without_history
             if view.history_tokens:
                 index = view.history_tokens // step
                 bound = table[index if index < last else last]
-            (shorts if view.new_tokens < bound else longs).append(view)
+            if view.new_tokens < bound:
+                add_short(view)
+            else:
+                add_long(view)
         return shorts, longs
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
