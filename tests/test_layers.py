@@ -45,7 +45,10 @@ SGLANG_IMPORTERS = {
 }
 
 STDLIB = frozenset(sys.stdlib_module_names)
-POLICY_EXTRA = {"pla_sglang/policy/fit.py": {"numpy", "scipy"}}
+POLICY_EXTRA = {
+    "pla_sglang/policy/fit.py": {"numpy", "scipy"},
+    "pla_sglang/policy/fleet.py": {"numpy"},
+}
 # No clock, no randomness, no ambient input in anything that decides.
 POLICY_FORBIDDEN = {"time", "random", "os", "asyncio", "threading", "datetime", "secrets", "socket", "subprocess"}
 
@@ -53,6 +56,15 @@ POLICY_FORBIDDEN = {"time", "random", "os", "asyncio", "threading", "datetime", 
 OURS = {
     "pla_sglang.policy": {"pla_sglang.policy"},
     "pla_sglang.metrics": {"pla_sglang.metrics", "pla_sglang.errors"},
+    "pla_sglang.workload": {"pla_sglang.workload", "pla_sglang.errors"},
+    "pla_sglang.sim": {
+        "pla_sglang.sim",
+        "pla_sglang.policy",
+        "pla_sglang.profiles",
+        "pla_sglang.workload",
+        "pla_sglang.metrics",
+        "pla_sglang.errors",
+    },
     "pla_sglang.config": {"pla_sglang.errors"},
     "pla_sglang.errors": set(),
     "pla_sglang.profiles": {"pla_sglang.profiles", "pla_sglang.errors"},
@@ -83,6 +95,8 @@ OURS = {
     "bench": {
         "bench",
         "pla_sglang.metrics",
+        "pla_sglang.workload",
+        "pla_sglang.sim",
         "pla_sglang.testing",
         "pla_sglang.demo",
         "pla_sglang.config",
@@ -148,9 +162,8 @@ def test_direction_of_our_own_imports(file: str) -> None:
     module = module_of(file)
     package = next((name for name in OURS if starts_with(module, {name})), None)
     if package is None:  # entry points and test helpers tie the packages together
-        assert starts_with(module, {"pla_sglang.plugin", "pla_sglang.launch_server", "pla_sglang.testing"}) or (
-            module == "pla_sglang"
-        )
+        entries = {"pla_sglang.plugin", "pla_sglang.launch_server", "pla_sglang.simulate", "pla_sglang.testing"}
+        assert starts_with(module, entries) or module == "pla_sglang"
         return
     ours = {name for name in imports_of(file) if root_of(name) in OUR_ROOTS}
     # ``from pla_sglang import config`` names the module itself
