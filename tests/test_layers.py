@@ -37,6 +37,7 @@ SGLANG_IMPORTERS = {
     "pla_sglang/engine/frontend.py": "adds routes to the host's HTTP server",
     "pla_sglang/launch_server.py": "starts the host",
     "pla_sglang/chain/models/chain.py": "is one of the host's model classes",
+    "pla_sglang/cluster/forking.py": "lets the host load its plugins once more after a fork",
     "pla_sglang/emulate/handlers.py": "knows the host's states of a KV transfer",
     "pla_sglang/platform/__init__.py": "asks which platform the host has chosen",
     "pla_sglang/platform/cpu.py": "is one of the host's platform classes",
@@ -89,6 +90,7 @@ OURS = {
     },
     "pla_sglang.platform": {"pla_sglang.platform", "pla_sglang.errors", "pla_kernels", "pla_patches.seam"},
     "pla_sglang.demo": {"pla_sglang.demo", "pla_sglang.errors"},
+    "pla_sglang.cluster": {"pla_sglang.cluster", "pla_sglang.errors", "pla_sglang.launch_server"},
     "pla_kernels": {"pla_kernels"},
     "pla_graphs": {"pla_graphs"},
     "pla_patches": {"pla_patches", "pla_sglang.config", "pla_sglang.errors", "pla_sglang.platform"},
@@ -102,6 +104,13 @@ OURS = {
         "pla_sglang.config",
         "pla_sglang.errors",
     },
+}
+ENTRY_POINTS = {  # they tie the packages together
+    "pla_sglang.plugin",
+    "pla_sglang.launch_server",
+    "pla_sglang.launch_cluster",
+    "pla_sglang.profile",
+    "pla_sglang.testing",
 }
 OUR_ROOTS = {"pla_sglang", "pla_kernels", "pla_patches", "pla_graphs", "bench", "tests", "support"}
 
@@ -193,6 +202,8 @@ def test_the_environment_is_read_in_few_places() -> None:
         "pla_sglang/config.py",
         "pla_sglang/platform/__init__.py",  # runs before there is a config
         "pla_sglang/platform/cpu.py",  # OMP_NUM_THREADS, and a variable of SGLang's
+        "pla_sglang/cluster/children.py",  # as testing/server.py
+        "pla_sglang/cluster/zygote.py",  # as testing/server.py
         "pla_sglang/testing/server.py",  # hands it to the processes it starts
     }
 

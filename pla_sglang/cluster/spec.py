@@ -66,9 +66,7 @@ class ClusterConfig:
         if (pair[0] == 0) != (pair[1] == 0):
             raise ConfigError(f"--prefill {pair[0]} --decode {pair[1]}: a router needs at least one of each")
         if pair[0] and self.counts.get("unified", 0) and self.router != "pla":
-            raise ConfigError(
-                "SGLang's router cannot mix unified with prefill and decode instances; allowed: --router pla"
-            )
+            raise ConfigError("SGLang's router cannot mix unified instances with others; allowed: --router pla")
 
     def _check_router(self) -> None:
         module = ROUTER_MODULES[self.router]

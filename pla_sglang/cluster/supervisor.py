@@ -104,6 +104,7 @@ class Supervisor:
     # -- start -----------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
+        self._write_state()
         self._say(f"importing SGLang once, for {len(self.engines)} engine(s)")
         async with aiohttp.ClientSession(trust_env=False) as http:
             await self._wait_for(lambda: self._forked, "the fork server")
@@ -115,7 +116,7 @@ class Supervisor:
                 await asyncio.gather(*(self._wait_ready(member, http) for member in group))
         pss_bytes = tree_pss_bytes(os.getpid())
         self._say(
-            f"all {len(self.members)} ready after {self._elapsed_s():.1f} s, {pss_bytes / 2**30:.2f} GiB of memory (PSS)"
+            f"all {len(self.members)} ready after {self._elapsed_s():.1f} s, memory (PSS) {pss_bytes / 2**30:.2f} GiB"
         )
         self._write_state(pss_bytes)
 

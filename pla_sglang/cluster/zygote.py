@@ -8,7 +8,7 @@ FD is one end of a SOCK_SEQPACKET pair; a message is one JSON object. Requests::
 
 Answers: ``{"event": "ready"}`` once, ``{"event": "started", "name": N, "pid": P}``, ``{"event": "exited", "name": N,
 "pid": P, "status": S}``. When the other end is closed, for whatever reason, everything is killed and the process ends:
-a launcher that is killed leaves nothing behind. Children die with this process, as SGLang's own children die with theirs.
+a launcher that is killed leaves nothing behind. Children die with this process, as SGLang's children die with theirs.
 
 Single-threaded, and nothing that it imports may start a thread: a fork copies only the thread that forks.
 """
