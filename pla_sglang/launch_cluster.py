@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from pla_sglang.cluster.children import ClusterError
+from pla_sglang.cluster.lean import lean_environment
 from pla_sglang.cluster.spec import KINDS, ROUTERS, ClusterConfig
 from pla_sglang.cluster.supervisor import Supervisor, control
 from pla_sglang.emulate.arguments import with_emulation
@@ -71,7 +72,8 @@ async def run(config: ClusterConfig, options: argparse.Namespace) -> None:
         if not options.quiet or name == "cluster":
             print(f"[{name}] {line}", flush=True)
 
-    supervisor = Supervisor(config, free_port=free_port, sink=show, environment={}, state_file=options.state_file)
+    lean = lean_environment([[*config.common, *config.own.get(kind, ())] for kind in KINDS if config.counts[kind]])
+    supervisor = Supervisor(config, free_port=free_port, sink=show, environment=lean, state_file=options.state_file)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)

@@ -90,13 +90,22 @@ OURS = {
     },
     "pla_sglang.platform": {"pla_sglang.platform", "pla_sglang.errors", "pla_kernels", "pla_patches.seam"},
     "pla_sglang.demo": {"pla_sglang.demo", "pla_sglang.errors"},
-    "pla_sglang.cluster": {"pla_sglang.cluster", "pla_sglang.errors", "pla_sglang.launch_server"},
+    "pla_sglang.cluster": {
+        "pla_sglang.cluster",
+        "pla_sglang.chain",
+        "pla_sglang.emulate.arguments",
+        "pla_sglang.errors",
+        "pla_sglang.launch_server",
+    },
     "pla_kernels": {"pla_kernels"},
     "pla_graphs": {"pla_graphs"},
     "pla_patches": {"pla_patches", "pla_sglang.config", "pla_sglang.errors", "pla_sglang.platform"},
     "bench": {
         "bench",
+        "pla_sglang.chain",
+        "pla_sglang.launch_cluster",
         "pla_sglang.metrics",
+        "pla_sglang.profiles",
         "pla_sglang.workload",
         "pla_sglang.sim",
         "pla_sglang.testing",
@@ -110,6 +119,7 @@ ENTRY_POINTS = {  # they tie the packages together
     "pla_sglang.launch_server",
     "pla_sglang.launch_cluster",
     "pla_sglang.profile",
+    "pla_sglang.simulate",
     "pla_sglang.testing",
 }
 OUR_ROOTS = {"pla_sglang", "pla_kernels", "pla_patches", "pla_graphs", "bench", "tests", "support"}
@@ -171,8 +181,7 @@ def test_direction_of_our_own_imports(file: str) -> None:
     module = module_of(file)
     package = next((name for name in OURS if starts_with(module, {name})), None)
     if package is None:  # entry points and test helpers tie the packages together
-        entries = {"pla_sglang.plugin", "pla_sglang.launch_server", "pla_sglang.simulate", "pla_sglang.testing"}
-        assert starts_with(module, entries) or module == "pla_sglang"
+        assert starts_with(module, ENTRY_POINTS) or module == "pla_sglang"
         return
     ours = {name for name in imports_of(file) if root_of(name) in OUR_ROOTS}
     # ``from pla_sglang import config`` names the module itself
