@@ -129,7 +129,6 @@ def shared_flags(
     if device == "cpu":
         # A CPU forward is synchronous, so overlapping only delays a first token. Best for stock too: its p99 of shorts
         # is 4 % lower than with the overlap schedule, its longs are 5 % faster (bench.hol, 5 rounds, two cores).
-        flags += ["--dtype", "float32"]  # said aloud, because peers of other versions would choose another one
         flags += ["--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"]
         # "auto" means float32 to one SGLang and float16 to the next, which a CPU computes three times slower.
         flags += ["--dtype", stored_dtype(model_path)]

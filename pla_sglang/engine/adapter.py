@@ -46,7 +46,8 @@ class PrefillAdapter:
     def __init__(self, scheduler: Any, config: PlaConfig) -> None:
         self.scheduler = scheduler
         self.config = config
-        start = CPU_START if scheduler.device == "cpu" else GPU_START
+        self._synchronous = scheduler.device == "cpu" and config.emulate is None  # an emulated device is asynchronous
+        start = CPU_START if self._synchronous else GPU_START
         self.policy = TemporalPolicy(self._knobs(config), start)
         self.fit = StepFit(start)
         self.telemetry = Telemetry()
@@ -272,8 +273,7 @@ class PrefillAdapter:
         launched_s, synchronous_s = self._launched.popleft()
         if batch.forward_mode.is_extend() and batch.extend_lens and not batch.forward_mode.is_mixed():
             # A CPU computes inside the launch; a GPU from the launch, or the end of the batch before, to the result.
-            on_cpu = self.scheduler.device == "cpu"
-            step_s = synchronous_s if on_cpu else done_s - max(launched_s, self._last_done_s)
+            step_s = synchronous_s if self._synchronous else done_s - max(launched_s, self._last_done_s)
             if self.fit.observe(snapshot.step_sample(batch, step_s)):
                 self._model_to_send = pack_model(self.fit.model)
         self._last_done_s = done_s

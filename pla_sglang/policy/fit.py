@@ -4,6 +4,9 @@ Only total step times can be observed, never the two terms apart. The split foll
 to the term that the present model finds larger, each term is fitted to its own samples by non-negative least squares on
 relative errors, and the two steps alternate until no sample changes sides. A cost that grows with L alone cannot be
 told apart between the terms (gw and b); all of it goes to the compute term, so gw = 0 in fitted models.
+
+What the window does not say is taken from the start model: a few of its predictions, scaled to the measured level,
+stand among the samples with next to no weight. A server that sees prompts of one length only keeps a sane boundary.
 """
 
 from __future__ import annotations
@@ -32,13 +35,17 @@ class StepSample:
 
 @dataclasses.dataclass(frozen=True)
 class FitKnobs:
-    """Sizes in samples. A sample is an outlier when its error is ``outlier_mads`` median deviations off the median."""
+    """Sizes in samples. A sample is an outlier when its error is ``outlier_mads`` median deviations off the median.
+
+    ``anchor_weight`` is that of one prediction of the start model, a sample's being 1.
+    """
 
     window: int = 256
     refit_every: int = 16
     min_samples: int = 12
     outlier_mads: float = 6.0
     rounds: int = 8
+    anchor_weight: float = 0.01
 
 
 class StepFit:
@@ -46,6 +53,7 @@ class StepFit:
 
     def __init__(self, start: StepModel, knobs: FitKnobs | None = None) -> None:
         self.model = start
+        self._start = start
         self.fits = 0
         self.error: float | None = None  # mean absolute relative error of the last fit on its window
         self._knobs = knobs or FitKnobs()
@@ -72,18 +80,34 @@ class StepFit:
         table = np.array(
             [(s.new_tokens, s.history_tokens, s.attention, s.step_s) for s in self._samples], dtype=np.float64
         )
-        model = _alternate(table, self.model, self._knobs.rounds)
+        model = self._fit(table, self.model)
         error = np.abs(_predict(table, model) / table[:, 3] - 1)
         spread = float(np.median(np.abs(error - np.median(error)))) + 1e-9
         kept = table[error <= float(np.median(error)) + self._knobs.outlier_mads * spread]
         if len(kept) >= self._knobs.min_samples and len(kept) < len(table):
-            model = _alternate(kept, model, self._knobs.rounds)
+            model = self._fit(kept, model)
             table = kept
         self.error = float(np.mean(np.abs(_predict(table, model) / table[:, 3] - 1)))
         self.fits += 1
         changed = model != self.model
         self.model = model
         return changed
+
+    def _fit(self, table: np.ndarray, model: StepModel) -> StepModel:
+        level = float(np.median(table[:, 3] / _predict(table, self._start)))
+        anchors = ANCHORS.copy()
+        anchors[:, 3] = level * _predict(ANCHORS, self._start)
+        weights = np.concatenate((np.ones(len(table)), np.full(len(anchors), self._knobs.anchor_weight)))
+        return _alternate(np.vstack((table, anchors)), weights, model, self._knobs.rounds)
+
+
+def _anchors() -> np.ndarray:
+    """Rows of new tokens, history, L*(L + 2*H), and room for a duration: from launch-bound to compute-bound."""
+    points = [(new, history) for new in (1, 16, 64, 256, 1024, 4096, 8192) for history in (0, 4096)]
+    return np.array([(new, history, new * (new + 2 * history), 0.0) for new, history in points], dtype=np.float64)
+
+
+ANCHORS = _anchors()
 
 
 def _predict(table: np.ndarray, model: StepModel) -> np.ndarray:
@@ -92,15 +116,17 @@ def _predict(table: np.ndarray, model: StepModel) -> np.ndarray:
     return np.maximum(memory, compute)
 
 
-def _alternate(table: np.ndarray, start: StepModel, rounds: int) -> StepModel:
+def _alternate(table: np.ndarray, weights: np.ndarray, start: StepModel, rounds: int) -> StepModel:
     """Assign samples to terms, fit each term, repeat. A term without samples keeps its former coefficients."""
     ones = np.ones(len(table))
     # The first split is by size: the small passes are where a floor would show.
-    in_compute = table[:, 0] > np.median(table[:, 0])
+    in_compute = table[:, 0] > np.median(table[weights == 1, 0])
     model = start
     for _ in range(rounds):
-        memory = _nnls(np.column_stack((ones, table[:, 1])), table[:, 3], ~in_compute)
-        compute = _nnls(np.column_stack((ones, table[:, 1], table[:, 0], table[:, 2])), table[:, 3], in_compute)
+        memory = _nnls(np.column_stack((ones, table[:, 1])), table[:, 3], weights, ~in_compute)
+        compute = _nnls(
+            np.column_stack((ones, table[:, 1], table[:, 0], table[:, 2])), table[:, 3], weights, in_compute
+        )
         g0, gr = memory if memory is not None else (model.g0_s, model.gr_s)
         k0, kr, b, a = compute if compute is not None else (model.k0_s, model.kr_s, model.b_s, model.a_s)
         model = StepModel(g0_s=g0, gw_s=0.0, gr_s=gr, k0_s=k0, kr_s=kr, b_s=b, a_s=a)
@@ -113,13 +139,13 @@ def _alternate(table: np.ndarray, start: StepModel, rounds: int) -> StepModel:
     return model
 
 
-def _nnls(columns: np.ndarray, seconds: np.ndarray, rows: np.ndarray) -> tuple[float, ...] | None:
+def _nnls(columns: np.ndarray, seconds: np.ndarray, weights: np.ndarray, rows: np.ndarray) -> tuple[float, ...] | None:
     """Non-negative coefficients by relative least squares on ``rows``; None with fewer rows than coefficients."""
     if int(rows.sum()) < columns.shape[1]:
         return None
-    weight = 1.0 / seconds[rows]
-    scaled = columns[rows] * weight[:, None]
+    weight = weights[rows]
+    scaled = columns[rows] * (weight / seconds[rows])[:, None]
     scale = np.linalg.norm(scaled, axis=0)
     scale[scale == 0] = 1.0
-    coefficients, _ = nnls(scaled / scale, np.ones(len(weight)))
+    coefficients, _ = nnls(scaled / scale, weight)
     return tuple(float(value) for value in coefficients / scale)

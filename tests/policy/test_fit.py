@@ -110,3 +110,17 @@ def test_one_regime_predicts_what_it_saw(name: str, sizes: tuple[int, ...]) -> N
     model = fitted([sample(size, 0) for _ in range(40) for size in sizes]).model
     for size in sizes:
         assert model.step_s(size, 0) == pytest.approx(TRUTH.step_s(size, 0), rel=0.05)
+
+
+@pytest.mark.parametrize("size", [40, 400, 3000])
+def test_one_size_keeps_the_boundary_of_the_start(size: int) -> None:
+    """Nothing is known but one point; without the start model's shape every class would be as good as another."""
+    model = fitted([sample(size, 0, factor=1.7)] * 100, CPU_START).model
+    assert model.step_s(size, 0) == pytest.approx(1.7 * TRUTH.step_s(size, 0), rel=0.02)
+    assert model.crossing_tokens(0) == pytest.approx(CPU_START.crossing_tokens(0), rel=0.25)
+
+
+def test_without_any_history_its_costs_stay_in_proportion() -> None:
+    observed = [sample(new, 0) for new in (8, 32, 128, 512, 2048, 8192) for _ in range(20)]
+    model = fitted(observed).model
+    assert 0 < model.gr_s < 5 * GPU_START.gr_s
