@@ -10,8 +10,8 @@ What each part does:
 Where they want different things, the first of this list wins:
 
 1. liveness: a phase without instance is repaired before anything else (Arrow's REPAIR);
-2. targets now: a flip for a predicted TTFT or a measured TPOT violation; while one is fresh (``quiet_s``), DOPD does not
-   drain instances and the pressure controller does not move any: both would work with counts that are about to change;
+2. targets now: a flip for a predicted TTFT or a measured TPOT violation; while one is fresh (``quiet_s``), DOPD does
+   not drain instances and the pressure controller does not move any: both would work with counts about to change;
 3. plan: DOPD's scaling and, on a fleet of fixed size, nothing else of it - Arrow's triggers own the ratio there;
 4. comfort: PLA's length classes, then STAR's moves. STAR never moves a request to an instance that Arrow is emptying
    (D->P), and it stops while decode is being flipped.
@@ -115,9 +115,10 @@ class CombinedPolicy(Observer):
     def _in_place(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
         """DOPD's answer where it is in place, the decode instance has room, and the target is kept."""
         local = self.parts.local
-        if local is None or request.input_tokens > local.knobs.local_max_tokens + max(
-            request.cached.values(), default=0
-        ):
+        if local is None:
+            return None
+        most_cached = max(request.cached.values(), default=0)
+        if request.input_tokens > local.knobs.local_max_tokens + most_cached:
             return None
         answer = local.dispatch(request, fleet, now_s)
         if answer.reason is not FleetReason.DOPD_LOCAL or not self._on_time(answer, request, now_s):

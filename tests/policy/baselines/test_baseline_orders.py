@@ -67,8 +67,8 @@ CASES: list[tuple[str, Any, PassView, Expected]] = [
     (
         "hrrn: long waits weigh by service",
         Hrrn(FLAT),
-        pass_view([*lengths(1000), *lengths(100, arrival_s=9.0)]),  # at 10 s: 1 + 10/0.1 and 1 + 1/0.01
-        (Action.LONG, [1000], 1000, False),
+        pass_view([*lengths(1000), *lengths(100, arrival_s=9.9)]),  # at 10 s: 1 + 10/0.1 and 1 + 0.1/0.01
+        (Action.SHORT, [1000], None, False),
     ),
     (
         "hrrn: a short overtakes",
