@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import platform
 import random
 import sys
@@ -109,8 +110,10 @@ def read_trace(args: argparse.Namespace) -> Trace:
     arrivals = Arrivals(args.sessions_per_s, random.Random(args.seed))
     trace = load_trace(args.trace, kind=args.trace_kind, bad_rows=args.bad_rows, sort=args.sort, arrivals=arrivals)
     if args.window:
-        start_s, end_s = numbers(args.window, "--window")[:2]
-        trace = trace.window(start_s, end_s)
+        bounds_s = numbers(args.window, "--window")
+        if len(bounds_s) != 2:
+            raise ConfigError(f"--window is {args.window!r}; allowed: START,END in seconds")
+        trace = trace.window(*bounds_s)
     if args.head is not None:
         trace = trace.head(args.head)
     return trace.require_requests()
@@ -130,7 +133,11 @@ def experiments(args: argparse.Namespace) -> list[Experiment]:
     values["bandwidth_bytes_per_s"] = args.bandwidth_gb_s * 1e9
     slo = Slo(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
     rates: list[float | None] = [None]
-    if args.rates:
+    if args.command == "find-capacity":
+        unused = [flag for flag in ("rates", "report", "out") if getattr(args, flag)]
+        if unused:
+            raise ConfigError(f"--{unused[0]} is for run; find-capacity takes --low, --high, --target, --tolerance")
+    elif args.rates:
         rates = [*numbers(args.rates, "--rates")]
     names = args.compare.split(",") if args.compare else [args.policy]
     for name in names:
@@ -151,7 +158,7 @@ def setting(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
         "workload": {
             "name": trace.name,
             "requests": len(trace),
-            "rate_per_s": trace.rate_per_s,
+            "rate_per_s": trace.rate_per_s if math.isfinite(trace.rate_per_s) else None,
             "mean_input_tokens": float(trace.input_tokens.mean()),
             "mean_output_tokens": float(trace.output_tokens.mean()),
             "skipped_rows": len(trace.skipped),

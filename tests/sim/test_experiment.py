@@ -122,6 +122,7 @@ def test_find_capacity_on_the_command_line(trace_file: Path, capsys: pytest.Capt
         (("--slo-ttft-ms", "0"), "SLO ttft_s is 0.0; allowed: above 0"),
         (("--instances", "0"), "instances is 0; allowed: 1 and more"),
         (("--window", "900,901"), "is empty; allowed: at least one request"),
+        (("--window", "900"), "--window is '900'; allowed: START,END"),
         (("--jobs", "0"), "jobs is 0; allowed: 1 and more"),
     ],
 )
@@ -130,3 +131,16 @@ def test_bad_flags_are_named_and_end_with_2(
 ) -> None:
     assert simulate.main(cli(trace_file, *flags)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_flags_that_a_search_does_not_use_are_refused(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["find-capacity", *cli(trace_file, "--rates", "5")]) == 2
+    assert "--rates is for run" in capsys.readouterr().err
+
+
+def test_a_single_request_has_no_rate_and_still_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_plain(workload(1), tmp_path / "one.csv")
+    assert simulate.main(cli(tmp_path / "one.csv")) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["workload"]["rate_per_s"] is None
+    assert last["runs"][0]["finished"] == 1

@@ -72,6 +72,17 @@ def test_a_decode_waits_for_room_and_keeps_its_memory_at_the_source_until_then()
     assert second > first + 0.2, "the second decodes after the first has left"
 
 
+def test_a_hand_off_that_waits_too_long_is_computed_anew_at_its_target() -> None:
+    small = InstanceSpec(HAND, role=Role.DECODE, kv_capacity_tokens=250)
+    rows = trace((0.0, 100, 101), (0.0, 100, 101))
+    result = run(rows, [P, small], route=to_decode_pool(), handoff_wait_s=0.5)
+    assert result.counts["handoffs_redone"] == 1
+    assert result.prefill_instance.tolist() == [0, 1]
+    assert result.stage == ["finished", "finished"]
+    first, second = result.served.finish_s
+    assert second >= first + 0.1 + 0.99, "after the first has left: 101 tokens of prefill, then the rest"
+
+
 def test_a_broken_link_repeats_the_transfer() -> None:
     fault = LinkFault(at_s=0.15, source=0, target=1, down_s=1.0)
     result = run(trace((0.0, 100, 11)), [P, D], route=to_decode_pool(), network=SLOW, link_faults=[fault])
