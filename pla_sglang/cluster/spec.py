@@ -117,6 +117,7 @@ def router_command(config: ClusterConfig, engines: Sequence[InstanceSpec], port:
         command.append("--mini-lb")
     else:
         command += ["--policy", config.policy, "--prometheus-port", str(metrics_port), "--log-level", "warn"]
+        command += ["--worker-startup-check-interval", "1"]  # it looks every 30 s by default
     unified = [one.url for one in engines if one.kind == "unified"]
     if unified:
         return [*command, "--worker-urls", *unified, *config.router_arguments]

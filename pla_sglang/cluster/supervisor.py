@@ -197,8 +197,8 @@ class Supervisor:
         expected = member.state is State.STOPPING
         member.to(State.DEAD)
         member.exit_status, member.pid = status, None
-        if not expected:
-            self._say(f"{member.name} ended with status {status}; restart it with --restart {member.name}")
+        if not expected and not self._stop.is_set():
+            self._say(f"{member.name} ended with status {status}")
         if member.restart_wanted:
             member.restart_wanted = False
             member.restarts += 1
