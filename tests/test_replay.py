@@ -102,7 +102,7 @@ def run(engine: FakeEngine, planned: list[Planned]) -> list[Record]:
     return asyncio.run(both())
 
 
-SLO = Slo(1.0, 0.5)
+SLO = Slo(20.0, 5.0)  # whatever else the machine does
 
 
 @pytest.mark.parametrize("incremental", [True, False])

@@ -82,11 +82,11 @@ class Zygote:
         self._send({"event": "ready"})
         try:
             while True:
-                readable, _, _ = select.select([self._channel, wake_read], [], [])
+                readable, _, _ = select.select([self._channel.fileno(), wake_read], [], [])
                 if wake_read in readable:
                     os.read(wake_read, 4096)
                 self._reap()
-                if self._channel in readable and not self._receive():
+                if self._channel.fileno() in readable and not self._receive():
                     return
         finally:
             self._kill_all()

@@ -83,7 +83,7 @@ class PrefillAdapter:
                 max_age_s=config.long_max_age_ms / 1e3,
                 margin=AGE_MARGIN,
                 chunk_max_tokens=chunk,
-                chunk_min_tokens=max(scheduler.page_size, (chunk or 0) // MOST_CUTS, 1),
+                chunk_min_tokens=max(scheduler.page_size, config.long_chunk_min_tokens or (chunk or 0) // MOST_CUTS, 1),
                 least_remaining=config.long_order == "least-remaining",
             ),
             mix=config.mixing == "allow",
