@@ -19,7 +19,7 @@ from pla_sglang.cluster.children import Children, ClusterError
 from pla_sglang.cluster.instance import Instance, State
 from pla_sglang.cluster.logs import LineReader
 from pla_sglang.cluster.memory import tree_pss_bytes
-from pla_sglang.cluster.spec import ClusterConfig, instances, router_command
+from pla_sglang.cluster.spec import ROUTER_MODULES, ClusterConfig, instances, router_arguments
 
 HEALTH_INTERVAL_S = 0.25
 HEALTH_TIMEOUT_S = 10.0
@@ -68,7 +68,7 @@ class Supervisor:
             return None
         port = self.config.router_port or free_port()
         specs = [engine.spec for engine in self.engines if engine.spec is not None]
-        command = router_command(self.config, specs, port, free_port())
+        command = router_arguments(self.config, specs, port, free_port())
         return Instance(ROUTER, f"http://{self.config.host}:{port}", command=tuple(command))
 
     @property
@@ -156,7 +156,7 @@ class Supervisor:
             if member.spec is not None:
                 self._children.fork(member.name, member.spec.argv, {}, writing)
             else:
-                self._children.execute(member.name, member.command, {}, writing)
+                self._children.run(member.name, ROUTER_MODULES[self.config.router], member.command, {}, writing)
         finally:
             os.close(writing)
         self._readers.append(LineReader(member.name, reading, self._sink))

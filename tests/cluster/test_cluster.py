@@ -16,7 +16,7 @@ from pla_sglang.cluster.instance import Instance, State
 from pla_sglang.cluster.lean import DISABLED_ENV, lean_environment
 from pla_sglang.cluster.logs import LONGEST_LINE, LineReader
 from pla_sglang.cluster.memory import pss_bytes, tree_pss_bytes
-from pla_sglang.cluster.spec import ClusterConfig, instances, router_command
+from pla_sglang.cluster.spec import ClusterConfig, instances, router_arguments
 from pla_sglang.cluster.supervisor import control
 from pla_sglang.errors import ConfigError
 from pla_sglang.launch_cluster import EXIT_BAD_ARGUMENTS, EXIT_FAILED, config_of, main, parser
@@ -41,9 +41,9 @@ def test_instances_get_names_ports_and_roles() -> None:
 
 
 def test_routers_are_told_who_does_what() -> None:
-    pair = ClusterConfig({"prefill": 1, "decode": 1}, policy="bucket", router_arguments=("--z",))
-    command = router_command(pair, instances(pair, ports()), 30_000, 30_001)
-    assert command[1:3] == ["-m", "sglang_router.launch_router"]
+    pair = ClusterConfig({"prefill": 1, "decode": 1}, policy="bucket", router_extra=("--z",))
+    command = router_arguments(pair, instances(pair, ports()), 30_000, 30_001)
+    assert command[:4] == ["--host", "127.0.0.1", "--port", "30000"]
     assert command[command.index("--policy") + 1] == "bucket"
     assert command[-7:] == [
         "--pd-disaggregation",
@@ -52,7 +52,7 @@ def test_routers_are_told_who_does_what() -> None:
         "--z",
     ]
     unified = ClusterConfig({"unified": 2}, router="mini-lb")
-    command = router_command(unified, instances(unified, ports()), 30_000, 30_001)
+    command = router_arguments(unified, instances(unified, ports()), 30_000, 30_001)
     assert "--mini-lb" in command
     assert command[-3:] == ["--worker-urls", "http://127.0.0.1:20000", "http://127.0.0.1:20001"]
 
