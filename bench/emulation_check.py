@@ -152,7 +152,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.emulation_check", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--dopd-scale", type=float, default=10.0, help="time scale for DOPD's table")
+    made.add_argument("--dopd-scale", type=float, default=14.0, help="time scale for DOPD's table")
     made.add_argument("--time-scale", type=float, default=4.0, help="time scale for the step errors")
     made.add_argument("--duration-s", type=float, default=30.0, help="of the mixed load")
     made.add_argument("--rate", type=float, default=3.0, help="requests per second of the mixed load")
