@@ -57,7 +57,7 @@ class Check:
     def ask(self, prompts: list[tuple[float, list[int], int]]) -> list[Record]:
         """(time, prompt, answer length) each, open loop. Raises ServerError when a request fails."""
         planned = [Planned(index, at_s, ids, answer) for index, (at_s, ids, answer) in enumerate(prompts)]
-        records = asyncio.run(Replay(self._server.url, model="default", timeout_s=300.0).run(planned))
+        records = asyncio.run(Replay(self._server.url, timeout_s=300.0).run(planned))
         for record in records:
             if record.error is not None:
                 raise ServerError(f"a request failed: {record.error}")

@@ -90,7 +90,7 @@ async def run_all(servers: Sequence[Server], options: argparse.Namespace) -> lis
     collected: list[list[Record]] = [[] for _ in servers]
     for seed in range(1, options.seeds + 1):
         plans = [planned(options.load, options.duration_s, seed, options.time_scale) for _ in servers]
-        runs = [Replay(server.url, model="default", timeout_s=600) for server in servers]
+        runs = [Replay(server.url, timeout_s=600) for server in servers]
         done = await asyncio.gather(*(run.run(one) for run, one in zip(runs, plans, strict=True)))
         for records, own in zip(done, collected, strict=True):
             own += records

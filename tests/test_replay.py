@@ -95,7 +95,7 @@ def run(engine: FakeEngine, planned: list[Planned]) -> list[Record]:
         await site.start()
         host, port = runner.addresses[0][:2]
         try:
-            return await Replay(f"http://{host}:{port}", model="default", timeout_s=20).run(planned)
+            return await Replay(f"http://{host}:{port}", timeout_s=20).run(planned)
         finally:
             await runner.cleanup()
 

@@ -61,6 +61,8 @@ class Supervisor:
         self._children: Children | None = None
         self._readers: list[LineReader] = []
         self._failure: str | None = None
+        self._forked = False  # the zygote can fork
+        self._measured: dict[str, Any] = {}  # what the state file says about the start
         self._started_s = 0.0
 
     def _make_router(self, free_port: Callable[[], int]) -> Instance | None:
@@ -119,8 +121,6 @@ class Supervisor:
             f"all {len(self.members)} ready after {self._elapsed_s():.1f} s, memory (PSS) {pss_bytes / 2**30:.2f} GiB"
         )
         self._write_state(pss_bytes)
-
-    _forked = False
 
     async def _wait_for(self, done: Callable[[], bool], what: str) -> None:
         while not done():
@@ -272,8 +272,6 @@ class Supervisor:
         temporary = self._state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._measured | state, indent=1) + "\n", encoding="utf-8")
         temporary.replace(self._state_file)
-
-    _measured: dict[str, Any] = {}  # noqa: RUF012  # replaced, never changed
 
     # -- end -------------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,7 @@ def ask(url: str, count: int, *, seed: int, gap_s: float = 0.05) -> None:
         answer = rng.randint(1, 40)
         prompt = chain.prompt_of(rng.choice((5, 60, 900, 3000, 9000)), answer, rng)
         planned.append(Planned(index, index * gap_s, shared + prompt if index % 3 == 0 else prompt, answer))
-    records = asyncio.run(Replay(url, model="default", timeout_s=200).run(planned))
+    records = asyncio.run(Replay(url, timeout_s=200).run(planned))
     assert [record.error for record in records if record.error] == []
     assert sum(map(count_wrong, records)) == 0
     assert all(record.finish == "stop" for record in records)
@@ -129,7 +129,7 @@ def test_a_kv_transfer_takes_its_bandwidth(cluster: dict[str, Any]) -> None:
 
     tokens = 20_000
     prompt = chain.prompt_of(tokens, 3, random.Random(9))
-    [record] = asyncio.run(Replay(cluster["url"], model="default", timeout_s=200).run([Planned(0, 0.0, prompt, 3)]))
+    [record] = asyncio.run(Replay(cluster["url"], timeout_s=200).run([Planned(0, 0.0, prompt, 3)]))
     assert record.error is None
     profile = load_profile(PROFILE)
     transfer_s = tokens * profile.kv_bytes_per_token * 8 / 100e9
