@@ -51,7 +51,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 PLAN: tuple[tuple[str, tuple[str, ...], float], ...] = (
     ("hol", ("--scale", "1", "--rounds", "5"), 0.45),
     ("chat", ("--rounds", "3"), 0.3),
-    ("low_load", ("--rounds", "3"), 0.25),
+    ("low_load", ("--rounds", "3", "--starts", "1"), 0.25),
 )
 
 

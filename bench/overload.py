@@ -106,7 +106,7 @@ def joined(runs: Mapping[float, Mapping[str, list[Run]]]) -> dict[str, list[Run]
 async def overload(args: argparse.Namespace) -> int:
     shape = HolShape.of_issue(args.scale, max_new_tokens=4)
     chunk_tokens = args.chunk_tokens or shape.chunk_tokens
-    kv_tokens = 2 * shape.total_input_tokens
+    kv_tokens = 4 * shape.total_input_tokens  # so that memory is no part of the question
     async with make_fleet(
         args, arms_of(args), chunk_tokens=chunk_tokens, kv_tokens=kv_tokens, bench="overload"
     ) as fleet:

@@ -81,7 +81,7 @@ def check_server(url: str) -> None:
 def replay(url: str, planned: list[Planned], *, timeout_s: float) -> list[Record]:
     """Run the plan. uvloop where it is installed: it halves what an event costs the client."""
     with progress_bar("replay", len(planned)) as advance:
-        client = Replay(url, model="default", timeout_s=timeout_s)
+        client = Replay(url, timeout_s=timeout_s)
         try:
             import uvloop
 

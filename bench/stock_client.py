@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,12 +96,16 @@ async def _one(args: argparse.Namespace, fleet: Fleet, member: Member, index: in
 
 
 def compared(found: Mapping[str, list[dict[str, Any]]]) -> dict[str, float | None]:
-    """Our first figure over stock's, per figure, of the first round."""
+    """Our figure over stock's, paired by round, the median over rounds."""
     arm = headline_arm(found)
     if arm is None or STOCK not in found:
         return {}
-    pairs = {name: (found[arm][0].get(name), found[STOCK][0].get(name)) for name in FIGURES}
-    return {f"{name}_ratio": round(a / b, 4) if a and b else None for name, (a, b) in pairs.items()}
+    ratios: dict[str, float | None] = {}
+    for name in FIGURES:
+        pairs = [(mine.get(name), stock.get(name)) for mine, stock in zip(found[arm], found[STOCK], strict=True)]
+        of_rounds = [mine / stock for mine, stock in pairs if mine and stock]
+        ratios[f"{name}_ratio"] = round(statistics.median(of_rounds), 4) if of_rounds else None
+    return ratios
 
 
 async def bench(args: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ class PlaConfig:
     wait_min_ms: float = 0.0
     wait_max_ms: float = 10.0
     long_chunk_tokens: int | None = None  # None: the server's --chunked-prefill-size
+    long_chunk_min_tokens: int | None = None  # None: an eighth of the largest
     long_max_age_ms: float = 10_000.0
     decode_gap_ms: float = 500.0
     long_order: str = "least-remaining"
@@ -65,6 +66,8 @@ class PlaConfig:
             )
         if self.long_chunk_tokens is not None:
             _check_range("--pla-long-chunk-tokens", self.long_chunk_tokens, 1, 1 << 20, unit="tokens")
+        if self.long_chunk_min_tokens is not None:
+            _check_range("--pla-long-chunk-min-tokens", self.long_chunk_min_tokens, 1, 1 << 20, unit="tokens")
         _check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
         _check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
         self._check_emulation()
@@ -162,6 +165,14 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
             "type": int,
             "help": "Largest chunk of a long prefill; it shrinks under short pressure. "
             "Default: --chunked-prefill-size.",
+        },
+    ),
+    "long_chunk_min_tokens": (
+        "--pla-long-chunk-min-tokens",
+        {
+            "type": int,
+            "help": "Smallest chunk of a long prefill under short pressure. With the size of the largest, chunks are "
+            "never cut. Default: an eighth of the largest.",
         },
     ),
     "long_max_age_ms": (

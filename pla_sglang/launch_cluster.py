@@ -60,7 +60,7 @@ def config_of(options: argparse.Namespace, rest: list[str]) -> ClusterConfig:
         host=options.host,
         common=tuple(with_emulation(rest)),
         own={kind: tuple(shlex.split(getattr(options, f"{kind}_args"))) for kind in KINDS},
-        router_arguments=tuple(shlex.split(options.router_args)),
+        router_extra=tuple(shlex.split(options.router_args)),
         start_timeout_s=options.start_timeout_s,
     )
 

@@ -482,3 +482,19 @@ def test_a_held_chunk_is_parked_too() -> None:
     assert scheduler.chunked_req is None
     apply.leave(context, scheduler, CHUNK_TOKENS, None)
     assert scheduler.chunked_req is chunk
+
+
+@pytest.mark.parametrize(
+    ("device", "overlap", "expected_s"),
+    [
+        ("cpu", False, 0.001 + 0.020 + 0.004),  # scheduling, computing, processing the result: one after the other
+        ("cpu", True, 0.001 + 0.020),  # the next pass computes before this one's result is processed
+        ("cuda", True, 0.024),  # the host works while the device computes
+        ("cuda", False, 0.001 + 0.024),
+    ],
+)
+def test_a_step_costs_what_the_device_waits_for(device: str, overlap: bool, expected_s: float) -> None:
+    scheduler = FakeScheduler([])
+    scheduler.device, scheduler.enable_overlap = device, overlap
+    launch = adapter._Launch(at_s=5.0, synchronous_s=0.020, scheduling_s=0.001)
+    assert scheduler.pla._step_s(launch, done_s=5.024) == pytest.approx(expected_s)

@@ -44,10 +44,9 @@ class Replay:
     """One run against one server or router."""
 
     def __init__(
-        self, base_url: str, *, model: str, timeout_s: float, body: Callable[[Planned, list[int]], bytes] | None = None
+        self, base_url: str, *, timeout_s: float, body: Callable[[Planned, list[int]], bytes] | None = None
     ) -> None:
         self._url = f"{base_url.rstrip('/')}/generate"
-        self._model = model
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30.0)
         self._body = body or generate_body
         self._done: dict[int, asyncio.Event] = {}

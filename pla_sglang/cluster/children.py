@@ -44,9 +44,10 @@ class Children:
         """Fork an engine. ``output`` is the descriptor that gets its stdout and stderr; the caller closes it."""
         self._request({"op": "fork", "name": name, "argv": list(argv), "env": dict(env)}, [output])
 
-    def execute(self, name: str, command: Sequence[str], env: Mapping[str, str], output: int) -> None:
-        """Start any other program, under the same care."""
-        self._request({"op": "exec", "name": name, "command": list(command), "env": dict(env)}, [output])
+    def run(self, name: str, module: str, argv: Sequence[str], env: Mapping[str, str], output: int) -> None:
+        """Fork ``python -m module argv``, under the same care."""
+        request = {"op": "run", "name": name, "module": module, "argv": list(argv), "env": dict(env)}
+        self._request(request, [output])
 
     def kill(self, name: str, number: int) -> None:
         """Signal the process group of ``name``; nothing happens where it has ended."""

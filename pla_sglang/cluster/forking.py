@@ -18,7 +18,7 @@ def fork_workers() -> None:
     def always_fork(method: Any, force: bool = False) -> None:
         set_method("fork", force=True)
 
-    multiprocessing.set_start_method = always_fork  # type: ignore[assignment]
+    multiprocessing.set_start_method = always_fork
     always_fork("fork")
     os.register_at_fork(after_in_child=_load_plugins_again)
 

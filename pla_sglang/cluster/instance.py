@@ -28,7 +28,7 @@ _LEGAL = {
 
 @dataclasses.dataclass(slots=True)
 class Instance:
-    """An engine (with a spec) or the router (without). ``command`` is what the router executes."""
+    """An engine (with a spec) or the router (without). ``command``: the arguments of the router."""
 
     name: str
     url: str

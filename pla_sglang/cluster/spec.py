@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from pla_sglang.errors import ConfigError
@@ -36,7 +35,7 @@ class ClusterConfig:
     host: str = "127.0.0.1"
     common: tuple[str, ...] = ()  # arguments of every engine
     own: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # further ones by kind
-    router_arguments: tuple[str, ...] = ()
+    router_extra: tuple[str, ...] = ()
     start_timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -107,20 +106,21 @@ def instances(config: ClusterConfig, free_port: Callable[[], int]) -> list[Insta
     return made
 
 
-def router_command(config: ClusterConfig, engines: Sequence[InstanceSpec], port: int, metrics_port: int) -> list[str]:
-    """The command of the router in front of ``engines``."""
-    command = [sys.executable, "-m", ROUTER_MODULES[config.router], "--host", config.host, "--port", str(port)]
+def router_arguments(config: ClusterConfig, engines: Sequence[InstanceSpec], port: int, metrics_port: int) -> list[str]:
+    """What the router in front of ``engines`` is called with."""
+    command = ["--host", config.host, "--port", str(port)]
     if config.router == "pla":
         workers = [part for one in engines for part in ("--worker", one.url)]
-        return [*command, *workers, "--policy", config.policy, *config.router_arguments]
+        return [*command, *workers, "--policy", config.policy, *config.router_extra]
     if config.router == "mini-lb":
         command.append("--mini-lb")
     else:
         command += ["--policy", config.policy, "--prometheus-port", str(metrics_port), "--log-level", "warn"]
+        command += ["--worker-startup-check-interval", "1"]  # it looks every 30 s by default
     unified = [one.url for one in engines if one.kind == "unified"]
     if unified:
-        return [*command, "--worker-urls", *unified, *config.router_arguments]
+        return [*command, "--worker-urls", *unified, *config.router_extra]
     command.append("--pd-disaggregation")
     for one in engines:
         command += ["--" + one.kind, one.url, *([str(one.bootstrap_port)] if one.bootstrap_port else [])]
-    return [*command, *config.router_arguments]
+    return [*command, *config.router_extra]

@@ -19,7 +19,7 @@ from pla_sglang.cluster.children import Children, ClusterError
 from pla_sglang.cluster.instance import Instance, State
 from pla_sglang.cluster.logs import LineReader
 from pla_sglang.cluster.memory import tree_pss_bytes
-from pla_sglang.cluster.spec import ClusterConfig, instances, router_command
+from pla_sglang.cluster.spec import ROUTER_MODULES, ClusterConfig, instances, router_arguments
 
 HEALTH_INTERVAL_S = 0.25
 HEALTH_TIMEOUT_S = 10.0
@@ -61,6 +61,8 @@ class Supervisor:
         self._children: Children | None = None
         self._readers: list[LineReader] = []
         self._failure: str | None = None
+        self._forked = False  # the zygote can fork
+        self._measured: dict[str, Any] = {}  # what the state file says about the start
         self._started_s = 0.0
 
     def _make_router(self, free_port: Callable[[], int]) -> Instance | None:
@@ -68,7 +70,7 @@ class Supervisor:
             return None
         port = self.config.router_port or free_port()
         specs = [engine.spec for engine in self.engines if engine.spec is not None]
-        command = router_command(self.config, specs, port, free_port())
+        command = router_arguments(self.config, specs, port, free_port())
         return Instance(ROUTER, f"http://{self.config.host}:{port}", command=tuple(command))
 
     @property
@@ -120,8 +122,6 @@ class Supervisor:
         )
         self._write_state(pss_bytes)
 
-    _forked = False
-
     async def _wait_for(self, done: Callable[[], bool], what: str) -> None:
         while not done():
             self._changed.clear()
@@ -156,7 +156,7 @@ class Supervisor:
             if member.spec is not None:
                 self._children.fork(member.name, member.spec.argv, {}, writing)
             else:
-                self._children.execute(member.name, member.command, {}, writing)
+                self._children.run(member.name, ROUTER_MODULES[self.config.router], member.command, {}, writing)
         finally:
             os.close(writing)
         self._readers.append(LineReader(member.name, reading, self._sink))
@@ -197,8 +197,8 @@ class Supervisor:
         expected = member.state is State.STOPPING
         member.to(State.DEAD)
         member.exit_status, member.pid = status, None
-        if not expected:
-            self._say(f"{member.name} ended with status {status}; restart it with --restart {member.name}")
+        if not expected and not self._stop.is_set():
+            self._say(f"{member.name} ended with status {status}")
         if member.restart_wanted:
             member.restart_wanted = False
             member.restarts += 1
@@ -272,8 +272,6 @@ class Supervisor:
         temporary = self._state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._measured | state, indent=1) + "\n", encoding="utf-8")
         temporary.replace(self._state_file)
-
-    _measured: dict[str, Any] = {}  # noqa: RUF012  # replaced, never changed
 
     # -- end -------------------------------------------------------------------------------------------------------
 

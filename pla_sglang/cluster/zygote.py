@@ -3,7 +3,7 @@
 FD is one end of a SOCK_SEQPACKET pair; a message is one JSON object. Requests::
 
     {"op": "fork", "name": N, "argv": [...], "env": {...}}   one descriptor attached: where output goes
-    {"op": "exec", "name": N, "command": [...], "env": {...}}   likewise
+    {"op": "run", "name": N, "module": M, "argv": [...], "env": {...}}   likewise: ``python -m M argv``
     {"op": "kill", "name": N, "signal": S}                   to the whole process group of N
 
 Answers: ``{"event": "ready"}`` once, ``{"event": "started", "name": N, "pid": P}``, ``{"event": "exited", "name": N,
@@ -20,6 +20,7 @@ import ctypes
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -58,6 +59,8 @@ def preload() -> None:
 
     for name in PRELOADED:
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # only with the bench extra
+        importlib.import_module("sglang_router.launch_router")
     gc.collect()
     gc.freeze()
     running = threading.enumerate()
@@ -82,11 +85,11 @@ class Zygote:
         self._send({"event": "ready"})
         try:
             while True:
-                readable, _, _ = select.select([self._channel, wake_read], [], [])
+                readable, _, _ = select.select([self._channel.fileno(), wake_read], [], [])
                 if wake_read in readable:
                     os.read(wake_read, 4096)
                 self._reap()
-                if self._channel in readable and not self._receive():
+                if self._channel.fileno() in readable and not self._receive():
                     return
         finally:
             self._kill_all()
@@ -123,9 +126,9 @@ class Zygote:
             for target in (1, 2):
                 os.dup2(output, target)
             os.environ.update(request["env"])
-            if request["op"] == "exec":
-                os.execvpe(request["command"][0], request["command"], os.environ)
-            code = run_engine(request["argv"])
+            code = (
+                run_module(request["module"], request["argv"]) if "module" in request else run_engine(request["argv"])
+            )
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
             if isinstance(stop.code, str):
@@ -165,6 +168,14 @@ def run_engine(argv: list[str]) -> int:
     sys.argv = ["pla_sglang.launch_server", *argv]
     fork_workers()
     launch_server.main(argv)
+    return 0
+
+
+def run_module(module: str, argv: list[str]) -> int:
+    """A router in this forked process; SGLang's imports half of SGLang, which is here already."""
+    sys.argv = [module, *argv]
+    sys.modules.pop(module, None)  # preloaded under its own name; here it is the main program
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
 
 

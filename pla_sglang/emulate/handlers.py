@@ -17,6 +17,9 @@ from pla_sglang.emulate.metrics import Series
 
 logger = logging.getLogger(__name__)
 
+NAP_S = 5e-4  # of device time: small against any step
+MAX_NAP_S = 4e-3
+
 _device: Device | None = None
 _link: KvLink | None = None
 
@@ -48,7 +51,10 @@ def after_copy_to_cpu(result: Any, batch_result: Any, *args: Any, **kwargs: Any)
 
 
 def after_on_idle(result: Any, scheduler: Any) -> None:
-    device().timeline.rest()
+    """Nothing to launch. The host's loops spin then, on a core that other engines of a cluster need: nap a little."""
+    mine = device()
+    mine.timeline.rest()
+    time.sleep(min(MAX_NAP_S, NAP_S * mine.time_scale))
 
 
 def after_send_metadata(result: Any, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> None:

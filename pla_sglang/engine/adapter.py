@@ -40,6 +40,15 @@ class _Hold:
     running: int
 
 
+@dataclasses.dataclass(slots=True)
+class _Launch:
+    """When a batch was launched, how long its launch took, and its scheduling before that."""
+
+    at_s: float
+    synchronous_s: float
+    scheduling_s: float
+
+
 class PrefillAdapter:
     """Temporal disaggregation of one scheduler."""
 
@@ -57,7 +66,8 @@ class PrefillAdapter:
         self.changes = 0
         self._model_to_send: tuple[float, ...] = ()
         self._hold: _Hold | None = None
-        self._launched: deque[tuple[float, float]] = deque()  # (launch, synchronous duration) of batches in flight
+        self._launched: deque[_Launch] = deque()  # batches in flight
+        self._pass_started_s = 0.0  # the last scheduling pass
         self._last_done_s = 0.0
         self._published_s = 0.0
         self._decoded = True  # a decode step may have run since the last decision
@@ -83,7 +93,7 @@ class PrefillAdapter:
                 max_age_s=config.long_max_age_ms / 1e3,
                 margin=AGE_MARGIN,
                 chunk_max_tokens=chunk,
-                chunk_min_tokens=max(scheduler.page_size, (chunk or 0) // MOST_CUTS, 1),
+                chunk_min_tokens=max(scheduler.page_size, config.long_chunk_min_tokens or (chunk or 0) // MOST_CUTS, 1),
                 least_remaining=config.long_order == "least-remaining",
             ),
             mix=config.mixing == "allow",
@@ -145,6 +155,7 @@ class PrefillAdapter:
         if self._hold is not None and self._still_holding(running_batch):
             return None, running_batch
         self._hold = None
+        self._pass_started_s = time.perf_counter()
         chunk_size = scheduler.chunked_prefill_size
         self.context = context = apply.PassContext(running_batch, running_batch.batch_is_full)
         batch = None
@@ -262,21 +273,33 @@ class PrefillAdapter:
     def on_launch(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         launched_s = time.perf_counter()
         result = original(self.scheduler, *args, **kwargs)
-        self._launched.append((launched_s, time.perf_counter() - launched_s))
+        synchronous_s = time.perf_counter() - launched_s
+        self._launched.append(_Launch(launched_s, synchronous_s, launched_s - self._pass_started_s))
         return result
 
     def on_result(self, batch: Any) -> None:
-        """A batch's result has been processed: derive how long the device took."""
+        """A batch's result has been processed: derive what the pass cost."""
         done_s = time.perf_counter()
         if not self._launched:
             return
-        launched_s, synchronous_s = self._launched.popleft()
+        launch = self._launched.popleft()
         if batch.forward_mode.is_extend() and batch.extend_lens and not batch.forward_mode.is_mixed():
-            # A CPU computes inside the launch; a GPU from the launch, or the end of the batch before, to the result.
-            step_s = synchronous_s if self._synchronous else done_s - max(launched_s, self._last_done_s)
+            step_s = self._step_s(launch, done_s)
             if self.fit.observe(snapshot.step_sample(batch, step_s)):
                 self._model_to_send = pack_model(self.fit.model)
         self._last_done_s = done_s
+
+    def _step_s(self, launch: _Launch, done_s: float) -> float:
+        """What one more pass costs: the device's time, and the host's where the device waits for it.
+
+        A CPU computes inside the launch; a GPU from the launch, or the end of the batch before, to the result.
+        """
+        overlap = self.scheduler.enable_overlap
+        if self._synchronous:
+            processing_s = 0.0 if overlap else done_s - launch.at_s - launch.synchronous_s
+            return launch.scheduling_s + launch.synchronous_s + processing_s
+        device_s = done_s - max(launch.at_s, self._last_done_s)
+        return device_s if overlap else device_s + launch.scheduling_s
 
     # -- queue gauges --------------------------------------------------------------------------------------------
 

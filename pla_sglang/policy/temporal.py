@@ -265,11 +265,15 @@ class TemporalPolicy:
         return PassDecision(Action.SHORT, choice.reason, choice.batch, park=view.chunk is not None)
 
     def _chunk(self, pick: LongPick, longs: list[WaitingView], now_s: float) -> int | None:
+        """Cut for the sake of those that would pass it: shorts, and longs where they are typically half as long."""
+        passing = self.passing_rate
+        if pick.view.new_tokens < 2 * passing.mean_tokens(default=0.0):
+            passing = self.short_rate
         return chunk_tokens(
             pick.view,
             longs=max(1, len(longs) + (1 if pick.running else 0)),
-            passing_rate_per_s=self.passing_rate.per_second(now_s),
-            passing_tokens=self.passing_rate.mean_tokens(default=64.0),
+            passing_rate_per_s=passing.per_second(now_s),
+            passing_tokens=passing.mean_tokens(default=64.0),
             model=self.model,
             knobs=self.knobs.longs,
         )

@@ -469,3 +469,15 @@ def test_rates_count_who_would_pass() -> None:
         made.on_arrival(long(new_tokens=4000), index / 10)
     assert made.short_rate.per_second(1.0) == pytest.approx(9.0)
     assert made.passing_rate.per_second(1.0) == pytest.approx(19.0)
+
+
+@pytest.mark.parametrize(("new_tokens", "cut"), [(500, False), (900, False), (1000, True), (4000, True)])
+def test_a_long_is_cut_only_for_those_much_shorter(new_tokens: int, cut: bool) -> None:
+    """Under an overload of equal requests each would be cut for the next, which cannot pass it anyway."""
+    made = policy()
+    made.set_model(dataclasses.replace(FLAT, k0_s=0.001))
+    for index in range(100):
+        made.on_arrival(long(index / 1000, new_tokens=500), index / 1000)
+    decision = made.decide(pass_view([long(RECENT_S, new_tokens=new_tokens)]), 0.1)
+    assert decision.action is Action.LONG
+    assert (decision.chunk_tokens is not None and decision.chunk_tokens < min(new_tokens, 1000)) == cut

@@ -40,7 +40,7 @@ class PlaChainForCausalLM(nn.Module):
         logits = torch.zeros(requests, VOCAB_SIZE)
         if requests:
             batch = self._batch(input_ids, forward_batch)
-            pool = get_attn_backend().token_to_kv_pool  # type: ignore[attr-defined]  # of the torch_native backend
+            pool = get_attn_backend().token_to_kv_pool  # of the torch_native backend
             for layer in range(self.layers):
                 keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
                 tokens = forward(self.tables, _rows(keys), _rows(values), batch, self.audit_tokens // self.layers)
@@ -53,7 +53,7 @@ class PlaChainForCausalLM(nn.Module):
             lengths = torch.ones_like(seq_lens)
         else:
             lengths = forward_batch.extend_seq_lens.long()
-        pool = get_attn_backend().req_to_token_pool  # type: ignore[attr-defined]
+        pool = get_attn_backend().req_to_token_pool
         longest = int(seq_lens.max())
         return Batch(
             ids=input_ids.long(),
