@@ -14,6 +14,7 @@ from support.sim import Fcfs, Route, Script, least, profile, simulation, to_deco
 from pla_sglang.policy.decisions import FleetAction, Migrate, ScaleTo, SetRole
 from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceState, RequestView, Role
 from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.profiles import ProfileError
 from pla_sglang.sim.config import Flip, InstanceFault, InstanceSpec, LinkFault, SimConfig
 from pla_sglang.sim.errors import SimConfigError, SimError
 from pla_sglang.sim.interfaces import EngineKnobs
@@ -336,6 +337,11 @@ def test_bad_input_is_named(make: object, message: str) -> None:
 def test_an_empty_trace_is_refused() -> None:
     with pytest.raises(TraceError, match="is empty; allowed: at least one request"):
         simulation(trace((0.0, 1, 1)).window(5, 6), [P])
+
+
+def test_a_profile_without_decode_is_refused() -> None:
+    with pytest.raises(ProfileError, match="decode takes no time"):
+        profile(decode_base_s=0.0)
 
 
 def test_a_dispatch_to_the_dead_is_an_error_of_the_policy() -> None:

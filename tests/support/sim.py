@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -140,8 +139,3 @@ def simulation(
     specs = [InstanceSpec(fleet)] if isinstance(fleet, StepProfile) else list(fleet)
     policies = Policies(route or Route(), lambda _profile, _knobs: policy(), controllers, name="test")
     return Simulation(workload, SimConfig(specs, **config), policies)  # type: ignore[arg-type]
-
-
-def one_by_one(spec: InstanceSpec) -> InstanceSpec:
-    """The same instance, decoding step by step: see ``stepwise``."""
-    return dataclasses.replace(spec)
