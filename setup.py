@@ -53,6 +53,9 @@ setup(
         "aiohttp",
         "matplotlib",
         "rich",
+        "psutil",
+        "orjson",
+        "tqdm",
     ],
     extras_require={
         "bench": ["sglang-router"],
