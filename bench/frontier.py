@@ -80,6 +80,8 @@ def planned(load: float, duration_s: float, seed: int, time_scale: float) -> lis
 def server_of(arm: str, options: argparse.Namespace) -> Server:
     flags = ["--pla-emulate", "linear", "--pla-time-scale", f"{options.time_scale:g}", *ARMS[arm]]
     flags += ["--chunked-prefill-size", str(CHUNK_TOKENS), "--log-level", "warning"]
+    # As published: with overlap the next chunk is launched while one runs, and a short waits for both.
+    flags.append("--disable-overlap-schedule")
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / f"frontier-{arm}.log"
     return Server(None, flags, module="pla_sglang.launch_server", log_path=log, stop_timeout_s=2.0)
