@@ -22,9 +22,10 @@ from typing import Any
 Result = Mapping[str, Any]
 
 
-def spread(value: Mapping[str, float], digits: int = 3) -> str:
+def spread(value: Mapping[str, float], unit: str = "", digits: int = 3) -> str:
     """Median and range over rounds."""
-    return f"{value['median']:.{digits}g} ({value['low']:.{digits}g} .. {value['high']:.{digits}g})"
+    low, high = f"{value['low']:.{digits}g}", f"{value['high']:.{digits}g}"
+    return f"{value['median']:.{digits}g}{unit} ({low} .. {high})"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -32,9 +33,14 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
+def rounds_of(result: Result) -> str:
+    count = result["rounds"]
+    return f"{count} round" if count == 1 else f"{count} rounds"
+
+
 def conditions(result: Result) -> str:
     return (
-        f"{result['rounds']} rounds, median (lowest .. highest) · {result['hardware']}, {result['device']} · "
+        f"{rounds_of(result)}, median (lowest .. highest) · {result['hardware']}, {result['device']} · "
         f"{result['model']} · SGLang {result['sglang_version']} · commit {result['plugin_commit']} · "
         f"seed {result['seed']} · greedy outputs token-identical: {str(result['outputs_identical']).lower()}"
     )
@@ -48,11 +54,11 @@ def headline(result: Result) -> str:
         ["short prompts, TTFT p50", *_both(stock, ours, "short_ttft_s", "p50")],
         ["short prompts, last token p50", *_both(stock, ours, "short_e2e_s", "p50")],
         ["long prompts, TTFT p90", *_both(stock, ours, "long_ttft_s", "p90")],
-        ["tokens/s", spread(stock["tokens_per_s"], 4), spread(ours["tokens_per_s"], 4)],
+        ["tokens/s", spread(stock["tokens_per_s"], digits=4), spread(ours["tokens_per_s"], digits=4)],
     ]
-    gain = spread(ratio["short_ttft_p99_gain"]) + "x lower"
+    gain = spread(ratio["short_ttft_p99_gain"], "x") + " lower"
     others = ("short_ttft_p50_ratio", None, "long_ttft_p90_ratio", "throughput_ratio")
-    against = [gain, *("-" if key is None else spread(ratio[key]) + "x" for key in others)]
+    against = [gain, *("-" if key is None else spread(ratio[key], "x") for key in others)]
     what = f"longs {work['longs']}, shorts {work['shorts']}, chunk {work['chunk_tokens']}"
     body = [[*row, cell] for row, cell in zip(rows, against, strict=True)]
     shown = table([what, "stock SGLang", "pla_sglang", "ratio"], body)
@@ -60,7 +66,7 @@ def headline(result: Result) -> str:
 
 
 def _both(stock: Result, ours: Result, what: str, quantile: str) -> list[str]:
-    return [spread(of_arm[what][quantile]) + " s" for of_arm in (stock, ours)]
+    return [spread(of_arm[what][quantile], " s") for of_arm in (stock, ours)]
 
 
 def hol(result: Result) -> str:
@@ -89,10 +95,10 @@ def arms(result: Result) -> str:
     rows = []
     for arm, figures in result["figures"].items():
         ratio = result["ratios"].get(arm, {})
-        cells = [arm, *(spread(figures["short_ttft_s"][part]) + " s" for part in ("p50", "p99"))]
-        cells.append(spread(figures["long_ttft_s"]["p90"]) + " s" if "long_ttft_s" in figures else "-")
+        cells = [arm, *(spread(figures["short_ttft_s"][part], " s") for part in ("p50", "p99"))]
+        cells.append(spread(figures["long_ttft_s"]["p90"], " s") if "long_ttft_s" in figures else "-")
         keys = ("short_ttft_p99_gain", "long_ttft_p90_ratio", "throughput_ratio")
-        rows.append([*cells, *(spread(ratio[key]) + "x" if key in ratio else "-" for key in keys)])
+        rows.append([*cells, *(spread(ratio[key], "x") if key in ratio else "-" for key in keys)])
     named = "\n".join(f"- `{arm}`: `{command}`" for arm, command in result["arms"].items())
     return table(header, rows) + "\n\n" + conditions(result) + "\n\n" + named
 
@@ -112,7 +118,7 @@ def overload(result: Result) -> str:
         cells += [f"{shorts[key]:.2f} s" for key in keys]
         rows.append([arm, *cells, ", ".join(f"{ratio[key]:.2f}x" for key in keys)])
     within = "within" if result["long_within_bound"] else "above"
-    e2e = ", ".join(f"{arm} {spread(of['short_e2e_s']['p50'])} s" for arm, of in result["figures"].items())
+    e2e = ", ".join(f"{arm} {spread(of['short_e2e_s']['p50'], ' s')}" for arm, of in result["figures"].items())
     return (
         f"TTFT by length of the stream. Stated bound of ours for a long: {result['bound_s']:.2f} s; {within}. "
         f"Shorts to their last token, median: {e2e}.\n\n" + table(header, rows) + "\n\n" + conditions(result)
@@ -133,11 +139,11 @@ def kv_pressure(result: Result) -> str:
 
 
 def low_load(result: Result) -> str:
-    ratios = {arm: spread(result["ratios"][arm]["short_ttft_p50_ratio"]) for arm in ("ours", "off")}
+    ratios = {arm: spread(result["ratios"][arm]["short_ttft_p50_ratio"], "x") for arm in ("ours", "off")}
     solo = ", ".join(f"{arm} {spread(of['short_ttft_s']['p50'])}" for arm, of in result["figures"].items())
     starts = result["workload"]["starts"]
     return (
-        f"Median TTFT against stock: ours {ratios['ours']}x, off {ratios['off']}x. In seconds: {solo}.\n\n"
+        f"Median TTFT against stock: ours {ratios['ours']}, off {ratios['off']}. In seconds: {solo}.\n\n"
         f"{starts} starts of all servers · {conditions(result)}"
     )
 
@@ -168,9 +174,7 @@ def stock_client(result: Result) -> str:
         ratio = result.get(f"{key}_ratio")
         rows.append([f"`{key}`", *(f"{value:.4g}" for value in medians), "-" if ratio is None else f"{ratio:.2f}x"])
     work = result["workload"]
-    conditions_ = (
-        f"{result['rounds']} rounds, medians · {work['num_prompts']} prompts of up to {work['input_len']} tokens"
-    )
+    conditions_ = f"{rounds_of(result)}, medians · {work['num_prompts']} prompts, input length {work['input_len']}"
     return table(["figure", "stock", "ours", "ours / stock"], rows) + "\n\n" + conditions_
 
 
