@@ -1,4 +1,4 @@
-"""One cluster of real engines on an emulated device: every token, KV transfer, restarts, and an end without leftovers."""
+"""One cluster of real engines on an emulated device: every token, KV transfer, restarts, an end without leftovers."""
 
 from __future__ import annotations
 
