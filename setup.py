@@ -34,7 +34,11 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=packages(),
     package_dir={name: f"{folder}/{name}" for name, folder in PACKAGE_ROOTS.items()},
-    package_data={"pla_sglang.demo": ["model/*"]},
+    package_data={
+        "pla_sglang.demo": ["model/*"],
+        "pla_sglang.profiles": ["data/*.json"],
+        "pla_sglang.chain": ["model/*"],
+    },
     install_requires=[
         "sglang==0.5.17",
         "nixl==1.5.1",
@@ -49,6 +53,9 @@ setup(
         "aiohttp",
         "matplotlib",
         "rich",
+        "psutil",
+        "orjson",
+        "tqdm",
     ],
     extras_require={
         "bench": ["sglang-router"],

@@ -22,6 +22,7 @@ MODES = ("off", "temporal", "spatial")
 LONG_ORDERS = ("least-remaining", "fcfs")
 MIXING = ("never", "allow")
 BOUNDARY_RANGE_TOKENS = (1, 1 << 20)
+LAUNCHES = ("graph", "eager")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,15 @@ class PlaConfig:
     wait_min_ms: float = 0.0
     wait_max_ms: float = 10.0
     long_chunk_tokens: int | None = None  # None: the server's --chunked-prefill-size
+    long_chunk_min_tokens: int | None = None  # None: an eighth of the largest
     long_max_age_ms: float = 10_000.0
     decode_gap_ms: float = 500.0
     long_order: str = "least-remaining"
     mixing: str = "never"
+    emulate: str | None = None  # a profile: the device is emulated
+    time_scale: float = 1.0
+    emulate_launch: str = "graph"
+    emulate_kv_gbps: float | None = None  # None: a KV transfer takes what it takes
 
     def __post_init__(self) -> None:
         _check_choice("--prefill-disagg", self.prefill_disagg, MODES)
@@ -60,8 +66,19 @@ class PlaConfig:
             )
         if self.long_chunk_tokens is not None:
             _check_range("--pla-long-chunk-tokens", self.long_chunk_tokens, 1, 1 << 20, unit="tokens")
+        if self.long_chunk_min_tokens is not None:
+            _check_range("--pla-long-chunk-min-tokens", self.long_chunk_min_tokens, 1, 1 << 20, unit="tokens")
         _check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
         _check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
+        self._check_emulation()
+
+    def _check_emulation(self) -> None:
+        _check_range("--pla-time-scale", self.time_scale, 0.01, 1000, unit="times")
+        _check_choice("--pla-emulate-launch", self.emulate_launch, LAUNCHES)
+        if self.emulate_kv_gbps is not None:
+            _check_range("--pla-emulate-kv-gbps", self.emulate_kv_gbps, 0.001, 100_000, unit="Gbit/s")
+        if self.emulate is None and (self.time_scale != 1.0 or self.emulate_kv_gbps is not None):
+            raise ConfigError("--pla-time-scale and --pla-emulate-kv-gbps need --pla-emulate PROFILE")
 
     @property
     def enabled(self) -> bool:
@@ -150,6 +167,14 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
             "Default: --chunked-prefill-size.",
         },
     ),
+    "long_chunk_min_tokens": (
+        "--pla-long-chunk-min-tokens",
+        {
+            "type": int,
+            "help": "Smallest chunk of a long prefill under short pressure. With the size of the largest, chunks are "
+            "never cut. Default: an eighth of the largest.",
+        },
+    ),
     "long_max_age_ms": (
         "--pla-long-max-age-ms",
         {
@@ -178,6 +203,30 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "choices": MIXING,
             "help": "For ablation: 'allow' lets shorts share a pass with a long's chunk, as stock SGLang does.",
+        },
+    ),
+    "emulate": (
+        "--pla-emulate",
+        {
+            "metavar": "PROFILE",
+            "help": "Emulate a GPU on the CPU platform: each forward pass takes the time that PROFILE (a name, or the "
+            "path of a JSON file) states for its batch. Results are those of the model that is served.",
+        },
+    ),
+    "time_scale": (
+        "--pla-time-scale",
+        {"type": float, "help": "Makes the emulated device this many times slower, so that the host keeps up."},
+    ),
+    "emulate_launch": (
+        "--pla-emulate-launch",
+        {"choices": LAUNCHES, "help": "Whether prefills replay a CUDA graph or pay the profile's eager launch floor."},
+    ),
+    "emulate_kv_gbps": (
+        "--pla-emulate-kv-gbps",
+        {
+            "type": float,
+            "help": "A KV transfer takes the profile's KV bytes at this many Gbit/s (times the time scale), one "
+            "transfer after the other. Default: as long as the real transfer of the model's own KV.",
         },
     ),
 }

@@ -11,13 +11,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-MODEL_FLAGS = ("--model-path", "--model", "--config")
+from pla_sglang.emulate.arguments import MODEL_FLAGS, with_emulation
+from pla_sglang.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> None:
     from sglang.srt.plugins import load_plugins
 
-    arguments = with_model(list(sys.argv[1:] if argv is None else argv))
+    try:
+        arguments = with_model(with_emulation(list(sys.argv[1:] if argv is None else argv)))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
     load_plugins()
     _require_plugin()
     from sglang.launch_server import run_server

@@ -173,7 +173,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        from pyarrow import parquet  # type: ignore[import-untyped]
+        from pyarrow import parquet
     except ImportError:
         raise DatasetError(f"{path}: parquet needs the package pyarrow (pip install pyarrow)") from None
     for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):

@@ -16,6 +16,7 @@ from pla_patches.seams import table
 WHEN = {
     Group.CLI: "always, in every process that loads plugins",
     Group.CPU: "the CPU platform is active",
+    Group.EMULATE: "`--pla-emulate` is given, in scheduler processes",
     Group.FRONTEND: "`--prefill-disagg` is on, in the process that serves HTTP",
     Group.SCHEDULER: "`--prefill-disagg` is on, in scheduler processes",
     Group.LAUNCHER: "under `python -m pla_sglang.launch_server` only",

@@ -2,8 +2,8 @@
 
 Who installs what:
 
-* a process that loads plugins (``register``): CLI; CPU where that platform is active; SCHEDULER in the children of a
-  server whose scheduling is on;
+* a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE and SCHEDULER in the
+  children of a server whose device is emulated, and whose scheduling is on;
 * the process that parsed such a command line: FRONTEND, from the ``cli.parse`` seam;
 * our own launcher: LAUNCHER.
 """
@@ -32,6 +32,8 @@ def install_for_this_process() -> None:
     groups = [Group.CLI]
     if _cpu_platform_active():
         groups.append(Group.CPU)
+    if in_child and config.current().emulate is not None:
+        groups.append(Group.EMULATE)
     if scheduling:
         groups.append(Group.SCHEDULER)
     seams = [seam for group in groups for seam in of_group(group)]

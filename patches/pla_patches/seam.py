@@ -20,6 +20,7 @@ class Group(enum.Enum):
 
     CLI = "cli"  # always, where plugins load: our flags must be known to be refused
     CPU = "cpu"  # the CPU platform is active
+    EMULATE = "emulate"  # a GPU is emulated; scheduler processes
     FRONTEND = "frontend"  # scheduling is on; the process that serves HTTP
     SCHEDULER = "scheduler"  # scheduling is on; scheduler processes
     LAUNCHER = "launcher"  # only under ``python -m pla_sglang.launch_server``

@@ -36,6 +36,88 @@ CLI = (
     ),
 )
 
+_EMULATE = "pla_sglang.emulate.handlers:"
+
+EMULATE = (
+    Seam(
+        "emu.forward",
+        Group.EMULATE,
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        Hook.AROUND,
+        _EMULATE + "around_forward",
+        "self, batch, forward_batch, pp_proxy_tensors, is_verify, skip_attn_backend_init, capture_hidden_mode",
+        "Each forward pass occupies the emulated device for the time of its batch.",
+        "tests/emulate; e2e: step times through HTTP",
+        "With the emulation.",
+    ),
+    Seam(
+        "emu.ready",
+        Group.EMULATE,
+        "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+        Hook.AFTER,
+        _EMULATE + "after_copy_to_cpu",
+        "self, return_logprob, return_hidden_states",
+        "A result is ready when the emulated device is done; the host waits for it where it waits for a GPU's.",
+        "as emu.forward",
+        "With the emulation.",
+    ),
+    Seam(
+        "emu.idle",
+        Group.EMULATE,
+        _SCHEDULER + "on_idle",
+        Hook.AFTER,
+        _EMULATE + "after_on_idle",
+        "self",
+        "Tell a device that waits for work from one that waits for the host.",
+        "tests/emulate",
+        "With the emulation.",
+    ),
+    Seam(
+        "emu.kv_size",
+        Group.EMULATE,
+        "sglang.srt.disaggregation.nixl.conn.NixlKVReceiver.send_metadata",
+        Hook.AFTER,
+        _EMULATE + "after_send_metadata",
+        "self, kv_indices, aux_index, state_indices, decode_prefix_len",
+        "How many KV pages a transfer will bring.",
+        "e2e: KV bandwidth",
+        "With the emulation.",
+    ),
+    Seam(
+        "emu.kv_poll",
+        Group.EMULATE,
+        "sglang.srt.disaggregation.nixl.conn.NixlKVReceiver.poll",
+        Hook.AROUND,
+        _EMULATE + "around_receiver_poll",
+        "self",
+        "A transfer is complete once the emulated link has carried it.",
+        "e2e: KV bandwidth",
+        "With the emulation.",
+    ),
+    Seam(
+        "emu.info",
+        Group.EMULATE,
+        _SCHEDULER + "get_init_info",
+        Hook.AFTER,
+        _EMULATE + "after_get_init_info",
+        "self",
+        "Say in the log and in /server_info that this is no GPU.",
+        "e2e: /server_info",
+        "With the emulation.",
+    ),
+    Seam(
+        "emu.state",
+        Group.EMULATE,
+        _SCHEDULER + "get_internal_state",
+        Hook.AFTER,
+        _EMULATE + "after_get_internal_state",
+        "self, recv_req",
+        "Step errors and host overhead in /server_info.",
+        "e2e: /server_info",
+        "With the emulation.",
+    ),
+)
+
 FRONTEND = (
     Seam(
         "front.request",
@@ -263,7 +345,7 @@ def table() -> tuple[Seam, ...]:
     """All seams. The CPU platform declares its own beside its code."""
     from pla_sglang.platform.seams import CPU
 
-    return (*CLI, *CPU, *FRONTEND, *SCHEDULER, *LAUNCHER)
+    return (*CLI, *CPU, *EMULATE, *FRONTEND, *SCHEDULER, *LAUNCHER)
 
 
 def of_group(group: Group) -> tuple[Seam, ...]:

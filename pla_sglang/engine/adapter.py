@@ -56,7 +56,8 @@ class PrefillAdapter:
     def __init__(self, scheduler: Any, config: PlaConfig) -> None:
         self.scheduler = scheduler
         self.config = config
-        start = CPU_START if scheduler.device == "cpu" else GPU_START
+        self._synchronous = scheduler.device == "cpu" and config.emulate is None  # an emulated device is asynchronous
+        start = CPU_START if self._synchronous else GPU_START
         self.policy = TemporalPolicy(self._knobs(config), start)
         self.fit = StepFit(start)
         self.telemetry = Telemetry()
@@ -94,7 +95,7 @@ class PrefillAdapter:
                 max_age_s=config.long_max_age_ms / 1e3,
                 margin=AGE_MARGIN,
                 chunk_max_tokens=chunk,
-                chunk_min_tokens=max(scheduler.page_size, (chunk or 0) // MOST_CUTS, 1),
+                chunk_min_tokens=max(scheduler.page_size, config.long_chunk_min_tokens or (chunk or 0) // MOST_CUTS, 1),
                 least_remaining=config.long_order == "least-remaining",
             ),
             mix=config.mixing == "allow",
@@ -300,7 +301,7 @@ class PrefillAdapter:
         A CPU computes inside the launch; a GPU from the launch, or the end of the batch before, to the result.
         """
         overlap = self.scheduler.enable_overlap
-        if self.scheduler.device == "cpu":
+        if self._synchronous:
             processing_s = 0.0 if overlap else done_s - launch.at_s - launch.synchronous_s
             return launch.synchronous_s, launch.scheduling_s + processing_s
         return done_s - max(launch.at_s, self._last_done_s), 0.0 if overlap else launch.scheduling_s

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pla_sglang import config as pla_config
+from pla_sglang.emulate import arguments as emulation
 from pla_sglang.engine import compat
 from pla_sglang.errors import ConfigError, HostMismatchError, PlaError
 
@@ -26,6 +27,7 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         config = pla_config.from_namespace(args)
         server_args = original(cls, args)
         compat.check(server_args, config)
+        emulation.check(server_args, config)
         pla_config.publish(config)
         if config.enabled:
             install_frontend()

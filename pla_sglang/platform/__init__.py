@@ -20,6 +20,7 @@ from pla_sglang.errors import ConfigError
 PLATFORM_CLASS = "pla_sglang.platform.cpu.CpuPlatform"
 PLATFORM_NAME = "pla_cpu"  # name of our entry point, as SGLANG_PLATFORM spells it
 PLATFORM_ENV = "SGLANG_PLA_PLATFORM"
+MODELS_PACKAGE = "pla_sglang.chain.models"
 PLATFORM_CHOICES = ("auto", "cpu", "off")
 
 # Packages that bring a torch device of their own. Looking for the package is cheap; importing it may not be.
@@ -89,11 +90,12 @@ def publish(environ: MutableMapping[str, str]) -> None:
 
     GPUs are hidden: half of SGLang asks the platform for the device, the other half asks torch whether there is CUDA.
     TorchDynamo is off unless the user said otherwise: SGLang decorates small functions with ``torch.compile``, and
-    compiling them for a CPU takes minutes at their first use.
+    compiling them for a CPU takes minutes at their first use. SGLang learns where our model classes are.
     """
     environ[PLATFORM_ENV] = "cpu"
     environ["CUDA_VISIBLE_DEVICES"] = environ["HIP_VISIBLE_DEVICES"] = ""
     environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS_PACKAGE)
 
 
 def is_active() -> bool:

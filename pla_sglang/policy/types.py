@@ -34,6 +34,8 @@ class Reason(enum.Enum):
     WINDOW = "window"  # the waiting window W, or the hard cap on the head's wait, is over
     SLACK = "slack"  # the least slack of the batch is at or below sigma
     NO_GAIN = "no_gain"  # waiting for one more request would cost more than it saves
+    QUEUE_END = "queue_end"  # nothing else waits that could fill the batch (DOPD Algorithm 1, line 10)
+    ORDER = "order"  # the next in the order of a baseline policy
     RESUMED = "resumed"  # holds a retracted request: its user already sees a stream
     # LONG passes
     NO_SHORT = "no_short"  # no short is waiting

@@ -1,0 +1,1 @@
+"""Open-loop replay of traces: what ``bench.replay`` is made of."""

@@ -1,0 +1,45 @@
+"""The picture of a replay: distributions against the targets, and latency over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from bench.lib.plot import COLOURS, log_seconds
+from pla_sglang.metrics.goodput import Served, Slo
+
+
+def plot_replay(columns: Served, slo: Slo, path: Path, *, title: str) -> None:
+    """TTFT and TPOT as distributions with their targets, TTFT by arrival time."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13.8, 4.2), layout="constrained")
+    _distribution(left, columns.ttft_s(), slo.ttft_s, "time to first token")
+    _distribution(middle, columns.tpot_s(), slo.tpot_s, "time per further token")
+    missed = ~columns.met(slo)
+    for mask, colour, label in ((~missed, COLOURS[0], "met both targets"), (missed, COLOURS[1], "missed one")):
+        right.plot(columns.arrival_s[mask], columns.ttft_s()[mask], ".", ms=3, color=colour, label=label)
+    right.set(xlabel="arrival, s of device time", ylabel="time to first token, s", yscale="log")
+    right.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _distribution(panel: Any, values: np.ndarray, target_s: float, label: str) -> None:
+    known = np.sort(values[np.isfinite(values)])
+    if not len(known):
+        panel.set_title(f"no {label}")
+        return
+    panel.plot(known, np.arange(1, len(known) + 1) / len(values), color=COLOURS[0])
+    panel.axvline(target_s, color=COLOURS[1], ls="--", lw=1, label=f"target {target_s:g} s")
+    panel.set(xlabel=label, ylabel="share of all requests", xscale="log", ylim=(0, 1))
+    low, high = max(1e-4, min(float(known[0]), target_s) / 1.5), max(float(known[-1]), target_s) * 1.5
+    panel.set_xlim(low, high)
+    log_seconds(panel.xaxis, low, high)
+    panel.legend(frameon=False, fontsize=8)

@@ -1,0 +1,30 @@
+"""SGLang starts its workers by "spawn": each imports everything anew. In a forked engine they are forked instead.
+
+SGLang sets the start method while it launches, so the setter itself is replaced, in this process only. Engines of a
+cluster run on the CPU; a CUDA context would not survive a fork.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+
+def fork_workers() -> None:
+    """From now on every ``multiprocessing.Process`` of this process is a fork."""
+    set_method = multiprocessing.set_start_method
+
+    def always_fork(method: Any, force: bool = False) -> None:
+        set_method("fork", force=True)
+
+    multiprocessing.set_start_method = always_fork
+    always_fork("fork")
+    os.register_at_fork(after_in_child=_load_plugins_again)
+
+
+def _load_plugins_again() -> None:
+    """A worker has other seams than the process that forked it: let SGLang's loader run once more in it."""
+    from sglang.srt import plugins
+
+    plugins._plugins_loaded = False

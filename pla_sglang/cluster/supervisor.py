@@ -1,0 +1,321 @@
+"""Starts a cluster, watches it, restarts what it is told to, and leaves nothing behind. One event loop, one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pla_sglang.cluster.children import Children, ClusterError
+from pla_sglang.cluster.instance import Instance, State
+from pla_sglang.cluster.logs import LineReader
+from pla_sglang.cluster.memory import tree_pss_bytes
+from pla_sglang.cluster.spec import ROUTER_MODULES, ClusterConfig, instances, router_arguments
+
+HEALTH_INTERVAL_S = 0.25
+HEALTH_TIMEOUT_S = 10.0
+STOP_GRACE_S = 3.0
+# What makes the host's device a CPU, before anything asks; and one thread of torch a process, as engines share cores.
+ENVIRONMENT = {
+    "SGLANG_PLA_PLATFORM": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+ROUTER = "router"
+Sink = Callable[[str, str], None]
+
+
+class Supervisor:
+    """One cluster. ``run`` is its whole life; ``stop`` ends it from a signal handler or another task."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        free_port: Callable[[], int],
+        sink: Sink,
+        environment: dict[str, str],
+        state_file: Path | None = None,
+    ) -> None:
+        self.config = config
+        self.engines = [Instance(spec.name, spec.url, spec) for spec in instances(config, free_port)]
+        self.router = self._make_router(free_port)
+        self.ready = asyncio.Event()
+        self._sink = sink
+        self._environment = ENVIRONMENT | environment
+        self._state_file = state_file
+        self._stop = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._children: Children | None = None
+        self._readers: list[LineReader] = []
+        self._failure: str | None = None
+        self._forked = False  # the zygote can fork
+        self._measured: dict[str, Any] = {}  # what the state file says about the start
+        self._started_s = 0.0
+
+    def _make_router(self, free_port: Callable[[], int]) -> Instance | None:
+        if self.config.router == "none":
+            return None
+        port = self.config.router_port or free_port()
+        specs = [engine.spec for engine in self.engines if engine.spec is not None]
+        command = router_arguments(self.config, specs, port, free_port())
+        return Instance(ROUTER, f"http://{self.config.host}:{port}", command=tuple(command))
+
+    @property
+    def members(self) -> list[Instance]:
+        """Engines first: the router starts once they answer."""
+        return [*self.engines, *([self.router] if self.router is not None else [])]
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Start everything, serve until ``stop``, end everything.
+
+        Raises:
+            ClusterError: something ended, or was not ready in time, during the start; or the zygote ended.
+        """
+        self._started_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._children = children = Children(self._environment)
+        self._readers.append(LineReader("zygote", os.dup(children.output), self._sink))
+        loop.add_reader(children.fileno(), self._on_event)
+        control = await self._open_control()
+        try:
+            await self._start()
+            self.ready.set()
+            await self._until_stopped()
+        finally:
+            loop.remove_reader(children.fileno())
+            if control is not None:
+                control.close()
+            await self._end(children)
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._write_state()
+        self._say(f"importing SGLang once, for {len(self.engines)} engine(s)")
+        async with aiohttp.ClientSession(trust_env=False) as http:
+            await self._wait_for(lambda: self._forked, "the fork server")
+            for engine in self.engines:
+                self._launch(engine)
+            for group in (self.engines, [self.router] if self.router is not None else []):
+                if group and group[0].spec is None:
+                    self._launch(group[0])
+                await asyncio.gather(*(self._wait_ready(member, http) for member in group))
+        pss_bytes = tree_pss_bytes(os.getpid())
+        self._say(
+            f"all {len(self.members)} ready after {self._elapsed_s():.1f} s, memory (PSS) {pss_bytes / 2**30:.2f} GiB"
+        )
+        self._write_state(pss_bytes)
+
+    async def _wait_for(self, done: Callable[[], bool], what: str) -> None:
+        while not done():
+            self._changed.clear()
+            self._check_start(what)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), HEALTH_INTERVAL_S)
+
+    async def _wait_ready(self, member: Instance, http: aiohttp.ClientSession) -> None:
+        while not await _healthy(member.url, http):
+            self._check_start(member.name)
+            if member.state is State.DEAD:
+                raise ClusterError(f"{member.name} ended with status {member.exit_status} while starting")
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+        if member.state is State.STARTING:
+            member.to(State.READY)
+        count = sum(one.state is State.READY for one in self.members)
+        self._say(f"{count}/{len(self.members)} ready: {member.name} at {member.url} ({self._elapsed_s():.1f} s)")
+        self._write_state()
+
+    def _check_start(self, what: str) -> None:
+        if self._failure is not None:
+            raise ClusterError(self._failure)
+        if self._stop.is_set():
+            raise asyncio.CancelledError
+        if not self.ready.is_set() and self._elapsed_s() > self.config.start_timeout_s:
+            raise ClusterError(f"{what} is not ready {self.config.start_timeout_s:g} s after the start")
+
+    def _launch(self, member: Instance) -> None:
+        assert self._children is not None
+        reading, writing = os.pipe()
+        try:
+            if member.spec is not None:
+                self._children.fork(member.name, member.spec.argv, {}, writing)
+            else:
+                self._children.run(member.name, ROUTER_MODULES[self.config.router], member.command, {}, writing)
+        finally:
+            os.close(writing)
+        self._readers.append(LineReader(member.name, reading, self._sink))
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def _until_stopped(self) -> None:
+        while not self._stop.is_set():
+            if self._failure is not None:
+                raise ClusterError(self._failure)
+            self._changed.clear()
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, self._changed)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+
+    def _on_event(self) -> None:
+        assert self._children is not None
+        try:
+            event = self._children.event()
+        except (ClusterError, OSError) as error:
+            asyncio.get_running_loop().remove_reader(self._children.fileno())
+            self._failure = str(error)
+            self._changed.set()
+            return
+        if event["event"] == "ready":
+            self._forked = True
+        else:
+            member = next(one for one in self.members if one.name == event["name"])
+            if event["event"] == "started":
+                member.pid = event["pid"]
+            elif event["pid"] == member.pid:
+                self._on_exit(member, event["status"])
+        self._changed.set()
+        self._write_state()
+
+    def _on_exit(self, member: Instance, status: int) -> None:
+        expected = member.state is State.STOPPING
+        member.to(State.DEAD)
+        member.exit_status, member.pid = status, None
+        if not expected and not self._stop.is_set():
+            self._say(f"{member.name} ended with status {status}")
+        if member.restart_wanted:
+            member.restart_wanted = False
+            member.restarts += 1
+            member.to(State.STARTING)
+            self._launch(member)
+
+    async def restart(self, name: str) -> None:
+        """End one member and start it anew on the same ports; returns once it is ready. Raises ClusterError."""
+        member = next((one for one in self.members if one.name == name), None)
+        if member is None:
+            raise ClusterError(f"no instance {name!r}; there are: {', '.join(one.name for one in self.members)}")
+        assert self._children is not None
+        restarts = member.restarts
+        member.restart_wanted = True
+        if member.state is State.DEAD:
+            member.restart_wanted = False
+            member.restarts += 1
+            member.to(State.STARTING)
+            self._launch(member)
+        elif member.state is not State.STOPPING:
+            member.to(State.STOPPING)
+            self._children.kill(name, signal.SIGTERM)
+            await asyncio.sleep(STOP_GRACE_S)
+            if member.restarts == restarts:
+                self._children.kill(name, signal.SIGKILL)
+        while member.restarts == restarts:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+        async with aiohttp.ClientSession(trust_env=False) as http:
+            await self._wait_ready(member, http)
+
+    # -- control and state -----------------------------------------------------------------------------------------
+
+    async def _open_control(self) -> asyncio.AbstractServer | None:
+        if self._state_file is None:
+            return None
+        path = control_path(self._state_file)
+        path.unlink(missing_ok=True)
+        return await asyncio.start_unix_server(self._on_control, path=str(path))
+
+    async def _on_control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One line in, one line out: ``restart NAME`` or ``stop``."""
+        line = (await reader.readline()).decode().split()
+        answer = "ok"
+        try:
+            if line[:1] == ["restart"] and len(line) == 2:
+                await self.restart(line[1])
+            elif line == ["stop"]:
+                self.stop()
+            else:
+                answer = f"error: unknown command {' '.join(line)!r}; known: restart NAME, stop"
+        except ClusterError as error:
+            answer = f"error: {error}"
+        writer.write(answer.encode() + b"\n")
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    def _write_state(self, pss_bytes: int | None = None) -> None:
+        if self._state_file is None:
+            return
+        state = {
+            "pid": os.getpid(),
+            "ready": self.ready.is_set() or pss_bytes is not None,
+            "url": self.router.url if self.router is not None else self.engines[0].url,
+            "router": None if self.router is None else self.router.describe() | {"policy": self.config.policy},
+            "instances": [engine.describe() for engine in self.engines],
+        }
+        if pss_bytes is not None:
+            state |= {"ready_s": round(self._elapsed_s(), 3), "pss_bytes": pss_bytes}
+            self._measured = {"ready_s": state["ready_s"], "pss_bytes": pss_bytes}
+        temporary = self._state_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._measured | state, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self._state_file)
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    async def _end(self, children: Children) -> None:
+        for member in reversed(self.members):
+            if member.pid is not None and self._failure is None:
+                with contextlib.suppress(OSError):
+                    children.kill(member.name, signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(children.close)
+        for reader in self._readers:
+            reader.close()
+        if self._state_file is not None:
+            self._state_file.unlink(missing_ok=True)
+            control_path(self._state_file).unlink(missing_ok=True)
+        self._say("stopped, nothing left running")
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def _say(self, text: str) -> None:
+        self._sink("cluster", text)
+
+
+def control_path(state_file: Path) -> Path:
+    """The control socket of the cluster that writes ``state_file``."""
+    return state_file.with_suffix(".sock")
+
+
+def control(state_file: Path, command: str, timeout_s: float = 300.0) -> str:
+    """Send ``command`` to a running cluster and return its answer. Raises ClusterError where none runs."""
+    try:
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.settimeout(timeout_s)
+            channel.connect(str(control_path(state_file)))
+            channel.sendall(command.encode() + b"\n")
+            return channel.makefile().readline().strip()
+    except OSError as error:
+        raise ClusterError(f"no cluster answers at {control_path(state_file)}: {error}") from None
+
+
+async def _healthy(url: str, http: aiohttp.ClientSession) -> bool:
+    try:
+        async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as answer:
+            return answer.status == 200
+    except (TimeoutError, aiohttp.ClientError, OSError):
+        return False

@@ -1,0 +1,195 @@
+"""A process that imports SGLang once and forks engines from it: ``python -m pla_sglang.cluster.zygote FD``.
+
+FD is one end of a SOCK_SEQPACKET pair; a message is one JSON object. Requests::
+
+    {"op": "fork", "name": N, "argv": [...], "env": {...}}   one descriptor attached: where output goes
+    {"op": "run", "name": N, "module": M, "argv": [...], "env": {...}}   likewise: ``python -m M argv``
+    {"op": "kill", "name": N, "signal": S}                   to the whole process group of N
+
+Answers: ``{"event": "ready"}`` once, ``{"event": "started", "name": N, "pid": P}``, ``{"event": "exited", "name": N,
+"pid": P, "status": S}``. When the other end is closed, for whatever reason, everything is killed and the process ends:
+a launcher that is killed leaves nothing behind. Children die with this process, as SGLang's children die with theirs.
+
+Single-threaded, and nothing that it imports may start a thread: a fork copies only the thread that forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+MESSAGE_BYTES = 1 << 16
+PR_SET_PDEATHSIG = 1
+# What an engine imports; after the fork these pages are shared.
+PRELOADED = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.disaggregation.nixl.conn",
+    "sglang.srt.models.registry",
+    "pla_sglang.launch_server",
+    "pla_sglang.emulate.handlers",
+    "pla_sglang.platform.cpu",
+    "pla_sglang.platform.paged_allocator",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    channel = socket.socket(fileno=int(arguments[0]))
+    preload()
+    Zygote(channel).serve()
+
+
+def preload() -> None:
+    """Import what engines need and freeze it, so that a collection in a child does not copy every page."""
+    import importlib
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # only with the bench extra
+        importlib.import_module("sglang_router.launch_router")
+    gc.collect()
+    gc.freeze()
+    running = threading.enumerate()
+    if len(running) > 1:
+        raise RuntimeError(f"an import has started threads, forks would be unsafe: {running}")
+
+
+class Zygote:
+    """The loop that forks, reaps and reports."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._children: dict[int, str] = {}  # process id -> name
+
+    def serve(self) -> None:
+        """Until the other end closes."""
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
+        self._send({"event": "ready"})
+        try:
+            while True:
+                readable, _, _ = select.select([self._channel.fileno(), wake_read], [], [])
+                if wake_read in readable:
+                    os.read(wake_read, 4096)
+                self._reap()
+                if self._channel.fileno() in readable and not self._receive():
+                    return
+        finally:
+            self._kill_all()
+
+    def _receive(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
+        if not data:
+            return False
+        request = json.loads(data)
+        if request["op"] == "kill":
+            for pid, name in self._children.items():
+                if name == request["name"]:
+                    _kill_group(pid, request["signal"])
+            return True
+        pid = os.fork()
+        if pid == 0:
+            self._become(request, descriptors[0])
+        os.close(descriptors[0])
+        self._children[pid] = request["name"]
+        self._send({"event": "started", "name": request["name"], "pid": pid})
+        return True
+
+    def _become(self, request: dict[str, Any], output: int) -> NoReturn:
+        """In the child: a session of its own, output to the launcher, then the engine or the program."""
+        code = 1
+        try:
+            parent = os.getppid()
+            self._channel.close()
+            os.setsid()
+            die_with_parent(parent)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            for target in (1, 2):
+                os.dup2(output, target)
+            os.environ.update(request["env"])
+            code = (
+                run_module(request["module"], request["argv"]) if "module" in request else run_engine(request["argv"])
+            )
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+            if isinstance(stop.code, str):
+                print(stop.code, file=sys.stderr)
+        except BaseException as error:  # nothing may get out of here: above is a copy of the server's loop
+            print(f"error: {request['name']}: {error!r}", file=sys.stderr)
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            name = self._children.pop(pid, None)
+            if name is not None:
+                _kill_group(pid, signal.SIGKILL)  # what the engine left in its session
+                self._send({"event": "exited", "name": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _kill_all(self) -> None:
+        for pid in self._children:
+            _kill_group(pid, signal.SIGKILL)
+
+    def _send(self, event: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the end of input says so next
+            self._channel.send(json.dumps(event).encode())
+
+
+def run_engine(argv: list[str]) -> int:
+    """SGLang's server in this forked process, its workers forked as well."""
+    from pla_sglang import launch_server
+    from pla_sglang.cluster.forking import fork_workers
+
+    sys.argv = ["pla_sglang.launch_server", *argv]
+    fork_workers()
+    launch_server.main(argv)
+    return 0
+
+
+def run_module(module: str, argv: list[str]) -> int:
+    """A router in this forked process; SGLang's imports half of SGLang, which is here already."""
+    sys.argv = [module, *argv]
+    sys.modules.pop(module, None)  # preloaded under its own name; here it is the main program
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, and end now if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _kill_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

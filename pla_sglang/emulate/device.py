@@ -1,0 +1,103 @@
+"""The emulated device of one scheduler process: costs batches by a profile, keeps the time line, makes hosts wait."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pla_sglang.config import PlaConfig
+from pla_sglang.emulate.batch import StepShape
+from pla_sglang.emulate.metrics import Series
+from pla_sglang.emulate.steplog import StepLog
+from pla_sglang.emulate.timeline import Span, Timeline
+from pla_sglang.profiles import StepProfile, load_profile
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+class Device:
+    """Launches return at once; results are ready at max(now, device free) + cost. All on the scheduler's thread."""
+
+    def __init__(self, profile: StepProfile, *, time_scale: float, prefill_graph: bool) -> None:
+        self.profile = profile
+        self.time_scale = time_scale
+        self.timeline = Timeline()
+        self.log = StepLog()
+        self.series: Series | None = None
+        self._prefill_graph = prefill_graph
+
+    def cost_s(self, shape: StepShape) -> float:
+        """Seconds of this process's clock that a batch takes."""
+        return self.time_scale * self.profile.step_s(
+            new_tokens=shape.new_tokens,
+            attention=shape.attention,
+            history_tokens=shape.history_tokens,
+            requests=shape.requests,
+            batch=shape.decodes,
+            context_tokens=shape.context_tokens,
+            graph=self._prefill_graph or shape.requests == 0,
+        )
+
+    def launch(self, shape: StepShape, now_s: float) -> Span:
+        span = self.timeline.launch(self.cost_s(shape), now_s)
+        if self.series is not None:
+            self.series.on_step(span)
+        return span
+
+    def state(self) -> dict[str, Any]:
+        """Plain values for /server_info."""
+        p50, p90, p99 = self.log.quantiles(QUANTILES)
+        return {
+            "profile": self.profile.name,
+            "time_scale": self.time_scale,
+            "steps": self.log.steps,
+            "busy_s": self.timeline.busy_s,
+            "host_gap_s": self.timeline.gap_s,
+            "host_overhead_share": self.timeline.overhead_share,
+            "step_error_p50": p50,
+            "step_error_p90": p90,
+            "step_error_p99": p99,
+        }
+
+
+class ResultReady:
+    """Stands in for the CUDA event of a result: ``synchronize`` returns once the device is done with it."""
+
+    def __init__(self, span: Span, log: StepLog) -> None:
+        self._span = span
+        self._log = log
+        self._seen = False
+
+    def synchronize(self) -> None:
+        wait_s = self._span.ready_s - time.perf_counter()
+        if wait_s > 0:
+            time.sleep(wait_s)
+        if not self._seen:
+            self._seen = True
+            self._log.observe(self._span, time.perf_counter())
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self._span.ready_s
+
+    def record(self, stream: Any = None) -> None:
+        """The host records the event behind the work; here the work itself says when it is done."""
+
+
+class KvLink:
+    """One link into this instance: transfers follow each other at a stated bandwidth."""
+
+    def __init__(self, bytes_per_token: int, gbps: float, time_scale: float) -> None:
+        self._token_s = bytes_per_token * 8 / (gbps * 1e9) * time_scale
+        self._timeline = Timeline()
+
+    def done_s(self, tokens: int, now_s: float) -> float:
+        """When a transfer of ``tokens`` that starts now is complete."""
+        return self._timeline.launch(tokens * self._token_s, now_s).ready_s
+
+
+def build(config: PlaConfig) -> Device:
+    """The device that ``config`` asks for. Raises ProfileError."""
+    assert config.emulate is not None
+    return Device(
+        load_profile(config.emulate), time_scale=config.time_scale, prefill_graph=config.emulate_launch == "graph"
+    )

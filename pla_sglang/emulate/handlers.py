@@ -1,0 +1,124 @@
+"""The functions that the seam table names, for scheduler processes whose device is emulated. Thin: see ``device``."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from pla_sglang import config as pla_config
+from pla_sglang.emulate.batch import shape_of
+from pla_sglang.emulate.device import Device, KvLink, ResultReady, build
+from pla_sglang.emulate.metrics import Series
+
+logger = logging.getLogger(__name__)
+
+NAP_S = 5e-4  # of device time: small against any step
+MAX_NAP_S = 4e-3
+
+_device: Device | None = None
+_link: KvLink | None = None
+
+
+def device() -> Device:
+    """This process's device, made at the first use."""
+    global _device
+    if _device is None:
+        _device = build(pla_config.current())
+    return _device
+
+
+def around_forward(original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Run the pass, and say when its result is ready. Time counts from the launch, so computing is part of it."""
+    if batch is None:  # a batch that the host has prepared itself; none on this platform
+        return original(worker, batch, *args, **kwargs)
+    launched_s, shape = time.perf_counter(), shape_of(batch)
+    result = original(worker, batch, *args, **kwargs)
+    result.pla_ready = ResultReady(device().launch(shape, launched_s), device().log)
+    result.copy_done = result.pla_ready  # where the host does not overlap, it waits for this one
+    return result
+
+
+def after_copy_to_cpu(result: Any, batch_result: Any, *args: Any, **kwargs: Any) -> None:
+    """With overlap the host has put an event of its own there, which a CPU fires at once."""
+    ready = getattr(batch_result, "pla_ready", None)
+    if ready is not None:
+        batch_result.copy_done = ready
+
+
+def after_on_idle(result: Any, scheduler: Any) -> None:
+    """Nothing to launch. The host's loops spin then, on a core that other engines of a cluster need: nap a little."""
+    mine = device()
+    mine.timeline.rest()
+    time.sleep(min(MAX_NAP_S, NAP_S * mine.time_scale))
+
+
+def after_send_metadata(result: Any, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+    receiver.pla_tokens = len(kv_indices) * receiver.kv_mgr.kv_args.page_size
+
+
+def around_receiver_poll(original: Callable[..., Any], receiver: Any) -> Any:
+    """Hold back "success" until the link has carried the KV."""
+    status = original(receiver)
+    link = kv_link()
+    if link is None:
+        return status
+    from sglang.srt.disaggregation.base import KVPoll
+
+    if status != KVPoll.Success:
+        return status
+    done_s = getattr(receiver, "pla_done_s", None)
+    if done_s is None:
+        done_s = receiver.pla_done_s = link.done_s(getattr(receiver, "pla_tokens", 0), time.perf_counter())
+    return status if time.perf_counter() >= done_s else KVPoll.Transferring
+
+
+def kv_link() -> KvLink | None:
+    """This process's link; None where no bandwidth was given."""
+    global _link
+    knobs = pla_config.current()
+    if _link is None and knobs.emulate_kv_gbps is not None:
+        _link = KvLink(device().profile.kv_bytes_per_token, knobs.emulate_kv_gbps, knobs.time_scale)
+    return _link
+
+
+def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """The scheduler is ready: say what it is, and start the series where metrics are on.
+
+    Raises HostMismatchError where a seam of this process is not in effect: such an engine would answer at once.
+    """
+    from pla_patches.install import verify_this_process
+
+    verify_this_process()
+    lighten(scheduler.req_to_token_pool)
+    mine = device()
+    profile = mine.profile
+    logger.warning(
+        "pla_sglang: EMULATED device, not a GPU: profile %s, time scale %g (%s)",
+        profile.name,
+        mine.time_scale,
+        profile.source,
+    )
+    if scheduler.metrics_collector_context.enable_metrics:
+        mine.series = Series(dict(scheduler.metrics_collector.labels), profile.name, mine.time_scale)
+    info["pla_emulation"] = {"profile": profile.name, "time_scale": mine.time_scale, "source": profile.source}
+    return info
+
+
+def lighten(pool: Any) -> None:
+    """Replace the pool's table, [requests, context] int32, by one whose pages exist only once they are written.
+
+    SGLang's is filled with zeros: half a gigabyte for 512 requests of 262,144 tokens, of which few are ever used.
+    Nothing is in it yet, and everybody reads it through the pool.
+    """
+    table = pool.req_to_token
+    pool.req_to_token = torch.from_numpy(np.zeros(tuple(table.shape), dtype=np.int32))
+
+
+def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    output.internal_state["pla_emulation"] = device().state()
+    return output

@@ -1,0 +1,59 @@
+"""Arrow's four pools as one state machine (Arrow section 5.2 and the transition diagram of Figure 5).
+
+A pool is the ``role`` of an instance: PREFILL, DECODE, and the two transitional ones, PREFILL_TO_DECODE (gets decodes,
+still finishes prefills) and DECODE_TO_PREFILL. Every move is one of three events; ``transition`` is the only place that
+knows which are legal.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from pla_sglang.policy.fleet import InstanceView, Role
+
+
+class PoolEvent(enum.Enum):
+    TO_PREFILL = "to_prefill"  # Algorithm 3
+    TO_DECODE = "to_decode"  # Algorithm 4
+    SETTLE = "settle"  # the old work of a transitional member is done
+
+
+class IllegalMoveError(ValueError):
+    """The instance is not in a pool that this event may start from."""
+
+
+def transition(role: Role, event: PoolEvent, *, has_prefills: bool, has_decodes: bool) -> Role:
+    """The pool after ``event``, given what the instance still has to finish.
+
+    Raises IllegalMoveError where the diagram has no such edge.
+    """
+    if event is PoolEvent.TO_PREFILL and role in (Role.DECODE, Role.PREFILL_TO_DECODE):
+        return Role.DECODE_TO_PREFILL if has_decodes else Role.PREFILL
+    if event is PoolEvent.TO_DECODE and role in (Role.PREFILL, Role.DECODE_TO_PREFILL):
+        return Role.PREFILL_TO_DECODE if has_prefills else Role.DECODE
+    if event is PoolEvent.SETTLE and role is Role.PREFILL_TO_DECODE and not has_prefills:
+        return Role.DECODE
+    if event is PoolEvent.SETTLE and role is Role.DECODE_TO_PREFILL and not has_decodes:
+        return Role.PREFILL
+    raise IllegalMoveError(
+        f"{event.value} from {role.value} with has_prefills={has_prefills}, has_decodes={has_decodes}"
+    )
+
+
+def after(instance: InstanceView, event: PoolEvent) -> Role:
+    """``transition`` for an instance as it is now."""
+    return transition(
+        instance.role,
+        event,
+        has_prefills=instance.queued_prefills > 0,
+        has_decodes=instance.running > 0 or instance.waiting_decodes > 0,
+    )
+
+
+def can_settle(instance: InstanceView) -> bool:
+    """Whether SETTLE is legal now."""
+    if instance.role is Role.PREFILL_TO_DECODE:
+        return instance.queued_prefills == 0
+    if instance.role is Role.DECODE_TO_PREFILL:
+        return instance.running == 0 and instance.waiting_decodes == 0
+    return False

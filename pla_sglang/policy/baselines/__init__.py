@@ -1,0 +1,1 @@
+"""What the four systems are compared with: plain dispatchers, engine orders, load migration, autoscalers."""

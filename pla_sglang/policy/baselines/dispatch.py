@@ -1,0 +1,219 @@
+"""Plain dispatchers. Each chooses a prefill instance and, when the prefill is done, a decode instance.
+
+Which instances may prefill and which may decode is a matter of roles: on MIXED instances both phases stay together
+(data parallel serving); with PREFILL and DECODE roles the same dispatcher serves a static P/D split. ``split_roles``
+makes such a split.
+
+* round robin: in turn (SGLang's and most gateways' default);
+* least requests: fewest unfinished requests;
+* least tokens: fewest unfinished tokens, prompts to compute plus KV tokens that decode;
+* two choices: the one with fewer tokens of two drawn at random (Mitzenmacher 2001);
+* minimal load: Arrow's section 5.3 without flips, the "Minimal Load" of its Figure 8;
+* cache aware: longest cached prefix unless loads are too far apart, as in SGLang's gateway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from random import Random
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.arrow.flips import least_running
+from pla_sglang.policy.arrow.predictor import TtftPredictor
+from pla_sglang.policy.checks import require
+from pla_sglang.policy.decisions import Dispatch, Observer, Placement, PrefillSample
+from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.reasons import FleetReason
+
+Pool = Sequence[InstanceView]
+
+
+def split_roles(count: int, prefills: int) -> list[Role]:
+    """A static P/D split: ``prefills`` of ``count`` instances prefill. 0 makes all of them MIXED.
+
+    Raises ConfigError unless 0 <= prefills < count.
+    """
+    require("instances", count, 1)
+    require("prefill instances", prefills, 0, count - 1)
+    if prefills == 0:
+        return [Role.MIXED] * count
+    return [Role.PREFILL] * prefills + [Role.DECODE] * (count - prefills)
+
+
+def unfinished_tokens(instance: InstanceView) -> int:
+    """Prompt tokens to compute and KV tokens that decode."""
+    return instance.queued_tokens + instance.context_tokens + instance.waiting_decode_tokens
+
+
+class PoolDispatcher(Observer):
+    """The frame of all plain dispatchers: pools by role, a request stays on a MIXED instance."""
+
+    reason = FleetReason.ROUND_ROBIN
+
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+        """From a pool that is not empty."""
+        raise NotImplementedError
+
+    def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
+        raise NotImplementedError
+
+    def predicted_ttft_s(self, request: RequestView, instance: InstanceView) -> float | None:
+        return None
+
+    def dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:
+        pool = fleet.prefill_capable() or fleet.ready
+        if not pool:
+            return Dispatch(None, None, FleetReason.NO_INSTANCE)
+        chosen, reason = self.choose_prefill(pool, request)
+        decode = chosen if chosen.role is Role.MIXED else None
+        return Dispatch(chosen, decode, reason, self.predicted_ttft_s(request, chosen))
+
+    def place_decode(self, request: RequestView, fleet: FleetView, now_s: float) -> Placement:
+        source = request.prefilled_on
+        if source is not None and source.role is Role.MIXED and fleet.is_ready(source):
+            return Placement(source, FleetReason.KEEP_LOCAL)
+        pool = fleet.decode_capable() or fleet.ready
+        if not pool:
+            return Placement(None, FleetReason.NO_INSTANCE)
+        return Placement(self.choose_decode(pool, request), self.reason)
+
+
+class RoundRobin(PoolDispatcher):
+    """In turn, by index; each phase has its own turn."""
+
+    def __init__(self) -> None:
+        self._last = {"prefill": -1, "decode": -1}
+
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+        return self._next(pool, "prefill"), self.reason
+
+    def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
+        return self._next(pool, "decode")
+
+    def _next(self, pool: Pool, phase: str) -> InstanceView:
+        """The member that follows the last one in the order of indices, whoever has come or gone."""
+        last = self._last[phase]
+        count = max(member.index for member in pool) + 1
+        chosen = min(pool, key=lambda member: (member.index - last - 1) % count)
+        self._last[phase] = chosen.index
+        return chosen
+
+
+class LeastLoad(PoolDispatcher):
+    """Least of any load function, the first of equals."""
+
+    def __init__(self, load: Callable[[InstanceView], float], reason: FleetReason) -> None:
+        self._load = load
+        self.reason = reason
+
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+        return min(pool, key=self._load), self.reason
+
+    def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
+        return min(pool, key=self._load)
+
+
+def least_requests() -> LeastLoad:
+    return LeastLoad(InstanceView.requests, FleetReason.LEAST_REQUESTS)
+
+
+def least_tokens() -> LeastLoad:
+    return LeastLoad(unfinished_tokens, FleetReason.LEAST_TOKENS)
+
+
+class TwoChoices(PoolDispatcher):
+    """O(1): the less loaded of two."""
+
+    reason = FleetReason.TWO_CHOICES
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+        return self._better(pool), self.reason
+
+    def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
+        return self._better(pool)
+
+    def _better(self, pool: Pool) -> InstanceView:
+        if len(pool) == 1:
+            return pool[0]
+        first = self._rng.randrange(len(pool))
+        second = (first + 1 + self._rng.randrange(len(pool) - 1)) % len(pool)  # another one, each as likely
+        return min(pool[first], pool[second], key=unfinished_tokens)
+
+
+class MinimalLoad(PoolDispatcher):
+    """Arrow's request scheduling alone: least predicted prefill delay, least running tokens."""
+
+    reason = FleetReason.MINIMAL_LOAD
+
+    def __init__(self, predictor: TtftPredictor) -> None:
+        self.predictor = predictor
+
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+        chosen = self.predictor.least_delay(pool)
+        assert chosen is not None, "the pool is not empty"
+        return chosen, self.reason
+
+    def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
+        chosen = least_running(pool)
+        assert chosen is not None, "the pool is not empty"
+        return chosen
+
+    def predicted_ttft_s(self, request: RequestView, instance: InstanceView) -> float | None:
+        return self.predictor.ttft_s(request, instance)
+
+    def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
+        self.predictor.on_prefill(sample)
+
+    def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
+        self.predictor.on_first_token(request, now_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheAwareKnobs:
+    """As in SGLang's gateway.
+
+    Attributes:
+        match_share: least cached share of a prompt that is worth following.
+        balance_requests, balance_ratio: loads are out of balance when the largest and the smallest number of requests
+            differ by more than the first and by more than this factor; then the least loaded instance is taken.
+    """
+
+    match_share: float = 0.5
+    balance_requests: int = 32
+    balance_ratio: float = 1.1
+
+    def __post_init__(self) -> None:
+        require("cache match_share", self.match_share, 0, 1)
+        require("cache balance_requests", self.balance_requests, 0)
+        if self.balance_ratio < 1:
+            raise ConfigError(f"cache balance_ratio must be at least 1, got {self.balance_ratio}")
+
+
+class CacheAware(PoolDispatcher):
+    """Follows the prefix while loads are balanced. A miss goes to the least loaded, which fills its cache."""
+
+    reason = FleetReason.LEAST_REQUESTS
+
+    def __init__(self, knobs: CacheAwareKnobs | None = None) -> None:
+        self.knobs = knobs or CacheAwareKnobs()
+
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+        least = min(pool, key=InstanceView.requests)
+        most = max(member.requests() for member in pool)
+        fewest = least.requests()
+        if most - fewest > self.knobs.balance_requests and most > self.knobs.balance_ratio * fewest:
+            return least, FleetReason.CACHE_IMBALANCE
+        best, best_tokens = least, self.knobs.match_share * request.input_tokens
+        hit = False
+        for member in pool:
+            tokens = request.cached.get(member.index, 0)
+            if tokens > best_tokens:
+                best, best_tokens, hit = member, float(tokens), True
+        return best, FleetReason.CACHE_HIT if hit else FleetReason.CACHE_MISS
+
+    def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
+        return min(pool, key=InstanceView.requests)

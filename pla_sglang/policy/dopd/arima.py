@@ -1,0 +1,118 @@
+"""ARIMA one-step forecasts (DOPD Algorithm 2, line 8, and section V-D on refitting).
+
+Parameters are fitted by statsmodels, which costs milliseconds to tens of them, and only when the forecast was far off;
+between two fits each step costs O(p + q), by the recursion of line 8 on the differenced series:
+
+    x[t+1] = mu + sum_j phi_j * (x[t+1-j] - mu) + sum_k theta_k * e[t+1-k]
+
+(statsmodels' constant is the mean mu of a stationary series, so phi applies to deviations; the paper folds both.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import deque
+
+import numpy as np
+from statsmodels.tsa.arima.model import ARIMA
+
+from pla_sglang.policy.checks import require
+
+
+@dataclasses.dataclass(frozen=True)
+class ArimaKnobs:
+    """Order and when to refit.
+
+    Attributes:
+        p, d, q: orders of the autoregression, differencing (0 or 1) and moving average.
+        history: N, values that a fit looks at.
+        first_fit: values before the first fit; until then the last value is the forecast.
+        refit_error: mean relative error of recent forecasts that asks for a new fit.
+        refit_gap: least number of values between two fits.
+    """
+
+    p: int = 2
+    d: int = 1
+    q: int = 1
+    history: int = 96
+    first_fit: int = 12
+    refit_error: float = 0.15
+    refit_gap: int = 6
+
+    def __post_init__(self) -> None:
+        require("arima p", self.p, 0, 8)
+        require("arima d", self.d, 0, 1)
+        require("arima q", self.q, 0, 8)
+        require("arima first_fit", self.first_fit, 2 * (self.p + self.q) + self.d + 2)
+        require("arima history", self.history, self.first_fit)
+        require("arima refit_error", self.refit_error, 0)
+        require("arima refit_gap", self.refit_gap, 1)
+
+
+class ArimaForecaster:
+    """One series. Forecasts are never below 0: the series are lengths, rates and concurrencies."""
+
+    def __init__(self, knobs: ArimaKnobs | None = None) -> None:
+        self.knobs = knobs or ArimaKnobs()
+        self.fits = 0
+        self._values: deque[float] = deque(maxlen=self.knobs.history)
+        self._mean, self._ar, self._ma = 0.0, np.zeros(0), np.zeros(0)
+        self._residuals: deque[float] = deque(maxlen=max(1, self.knobs.q))
+        self._since_fit = 0
+        self._error = 0.0
+
+    def add(self, value: float) -> None:
+        expected = self._raw_next() if self._values else None
+        if expected is not None:
+            self._residuals.appendleft(value - expected)
+            relative = abs(value - max(0.0, expected)) / max(abs(value), 1e-9)
+            self._error += 0.3 * (min(relative, 10.0) - self._error)
+        self._values.append(value)
+        self._since_fit += 1
+        if self._fit_is_due():
+            self._fit()
+
+    def next_value(self) -> float | None:
+        return max(0.0, self._raw_next()) if self._values else None
+
+    def _fit_is_due(self) -> bool:
+        knobs = self.knobs
+        if len(self._values) < knobs.first_fit:
+            return False
+        if self.fits == 0:
+            return True
+        return self._since_fit >= knobs.refit_gap and self._error > knobs.refit_error
+
+    def _fit(self) -> None:
+        """O(N (p + q)^2). A constant series has no parameters to fit: the last value is exact."""
+        knobs, values = self.knobs, np.array(self._values)
+        self.fits += 1
+        self._since_fit = 0
+        self._error = 0.0
+        if np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())):
+            self._mean, self._ar, self._ma = float(values[-1]) * (1 - knobs.d), np.zeros(0), np.zeros(0)
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "non-invertible starting parameters": it then starts from zeros
+            model = ARIMA(values, order=(knobs.p, knobs.d, knobs.q), trend="n" if knobs.d else "c")
+            result = model.fit(method_kwargs={"maxiter": 50})
+        self._mean = 0.0 if knobs.d else float(result.params[0])
+        self._ar, self._ma = np.asarray(result.arparams), np.asarray(result.maparams)
+        self._residuals.extend(reversed(result.resid[-knobs.q :]) if knobs.q else ())
+
+    def _raw_next(self) -> float:
+        """Line 8; the last value before the first fit."""
+        if self.fits == 0:
+            return self._values[-1]
+        lags = len(self._ar) + self.knobs.d
+        recent = np.array([self._values[-1 - back] for back in range(min(lags, len(self._values)))])
+        if self.knobs.d:
+            if len(recent) < 2:
+                return self._values[-1] + self._moving()
+            return float(self._values[-1] + self._ar[: len(recent) - 1] @ -np.diff(recent) + self._moving())
+        return float(self._mean + self._ar[: len(recent)] @ (recent - self._mean) + self._moving())
+
+    def _moving(self) -> float:
+        count = min(len(self._ma), len(self._residuals))
+        return float(sum(self._ma[back] * self._residuals[back] for back in range(count)))

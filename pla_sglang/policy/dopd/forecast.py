@@ -1,0 +1,129 @@
+"""One-step forecasts of a load series, behind one interface (DOPD section V-D).
+
+ARIMA, which needs statsmodels, is in ``arima.py``. DOPD also scales each forecast by how far recent ones were off
+(section II-A); ``Corrected`` does that for any forecaster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from pla_sglang.policy.checks import require
+
+
+class Forecaster(Protocol):
+    """``add`` takes the value of the interval that has ended, ``next_value`` estimates the coming one."""
+
+    def add(self, value: float) -> None: ...
+
+    def next_value(self) -> float | None:
+        """None before there is any data."""
+        ...
+
+
+class LastValue:
+    """Tomorrow is like today: the baseline that a forecast has to beat."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def add(self, value: float) -> None:
+        self._last = value
+
+    def next_value(self) -> float | None:
+        return self._last
+
+
+@dataclasses.dataclass(frozen=True)
+class HoltWintersKnobs:
+    """Smoothing of level, trend and season, damping of the trend, all in (0, 1]; ``season`` in intervals, 0: none."""
+
+    level: float = 0.5
+    trend: float = 0.1
+    seasonal: float = 0.2
+    season: int = 0
+    damping: float = 0.9
+
+    def __post_init__(self) -> None:
+        for name in ("level", "trend", "seasonal", "damping"):
+            require(f"holt-winters {name}", getattr(self, name), 0, 1, above=True)
+        require("holt-winters season", self.season, 0)
+
+
+class HoltWinters:
+    """Additive Holt-Winters with damped trend: O(1) a step."""
+
+    def __init__(self, knobs: HoltWintersKnobs | None = None) -> None:
+        self.knobs = knobs or HoltWintersKnobs()
+        self._level: float | None = None
+        self._trend = 0.0
+        self._season = [0.0] * self.knobs.season
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        knobs = self.knobs
+        seasonal = self._seasonal(self._count)
+        if self._level is None:
+            self._level = value
+        else:
+            before = self._level
+            ahead = before + knobs.damping * self._trend
+            self._level = knobs.level * (value - seasonal) + (1 - knobs.level) * ahead
+            self._trend = knobs.trend * (self._level - before) + (1 - knobs.trend) * knobs.damping * self._trend
+        if knobs.season:
+            slot = self._count % knobs.season
+            self._season[slot] = knobs.seasonal * (value - self._level) + (1 - knobs.seasonal) * seasonal
+        self._count += 1
+
+    def next_value(self) -> float | None:
+        if self._level is None:
+            return None
+        return self._level + self.knobs.damping * self._trend + self._seasonal(self._count)
+
+    def _seasonal(self, count: int) -> float:
+        return self._season[count % self.knobs.season] if self.knobs.season else 0.0
+
+
+class Oracle:
+    """Knows the series: the bound that no forecast can beat. ``future(k)`` is the value of interval k, from 0."""
+
+    def __init__(self, future: Callable[[int], float]) -> None:
+        self._future = future
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+
+    def next_value(self) -> float | None:
+        return self._future(self._count)
+
+
+class Corrected:
+    """Scales a forecaster by a running ratio of observed to forecast (section II-A, "correction factor").
+
+    Args:
+        inner: whose forecasts are scaled.
+        weight: of the newest ratio, in (0, 1].
+        bound: the factor stays within [1/bound, bound].
+    """
+
+    def __init__(self, inner: Forecaster, *, weight: float = 0.2, bound: float = 2.0) -> None:
+        require("correction weight", weight, 0, 1, above=True)
+        require("correction bound", bound, 1)
+        self.inner = inner
+        self.factor = 1.0
+        self._weight = weight
+        self._bound = bound
+
+    def add(self, value: float) -> None:
+        expected = self.inner.next_value()
+        if expected is not None and expected > 0:
+            ratio = min(max(value / expected, 1 / self._bound), self._bound)
+            self.factor += self._weight * (ratio - self.factor)
+        self.inner.add(value)
+
+    def next_value(self) -> float | None:
+        value = self.inner.next_value()
+        return None if value is None else value * self.factor

@@ -1,0 +1,96 @@
+"""What the planner knows of the load: averages over the interval that has ended (DOPD's Resource Monitor)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadSample:
+    """One interval.
+
+    Attributes:
+        input_tokens, output_tokens: means over arrivals and over finished requests; None where there were none.
+        concurrency: requests in the system, averaged over time.
+        rate_per_s: arrivals a second.
+        arrival_cv2, input_cv2: squared coefficients of variation of gaps and of prompt lengths; 1.0 without data.
+    """
+
+    input_tokens: float | None
+    output_tokens: float | None
+    concurrency: float
+    rate_per_s: float
+    arrival_cv2: float = 1.0
+    input_cv2: float = 1.0
+
+
+class _Moments:
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.squares = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.squares += value * value
+
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    def cv2(self) -> float:
+        if self.count < 2 or self.total <= 0:
+            return 1.0
+        mean = self.total / self.count
+        return max(0.0, self.squares / self.count - mean * mean) / (mean * mean)
+
+
+class LoadMeter:
+    """Counts arrivals and ends; ``take`` closes an interval."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._start_s: float | None = None
+        self._area = 0.0  # request-seconds since the interval began
+        self._changed_s = 0.0
+        self._arrived_s: float | None = None
+        self._inputs, self._outputs, self._gaps = _Moments(), _Moments(), _Moments()
+
+    def arrive(self, input_tokens: int, now_s: float) -> None:
+        self._advance(now_s)
+        self.in_flight += 1
+        self._inputs.add(input_tokens)
+        if self._arrived_s is not None:
+            self._gaps.add(now_s - self._arrived_s)
+        self._arrived_s = now_s
+
+    def finish(self, output_tokens: int, now_s: float) -> None:
+        self._advance(now_s)
+        self.in_flight = max(0, self.in_flight - 1)
+        self._outputs.add(output_tokens)
+
+    def take(self, now_s: float) -> LoadSample | None:
+        """Averages since the last call; None if no time has passed."""
+        self._advance(now_s)
+        assert self._start_s is not None
+        span_s = now_s - self._start_s
+        if span_s <= 0 or not math.isfinite(span_s):
+            return None
+        sample = LoadSample(
+            self._inputs.mean(),
+            self._outputs.mean(),
+            self._area / span_s,
+            self._inputs.count / span_s,
+            self._gaps.cv2(),
+            self._inputs.cv2(),
+        )
+        self._start_s, self._area = now_s, 0.0
+        self._inputs, self._outputs, self._gaps = _Moments(), _Moments(), _Moments()
+        return sample
+
+    def _advance(self, now_s: float) -> None:
+        if self._start_s is None:
+            self._start_s = self._changed_s = now_s
+        self._area += self.in_flight * (now_s - self._changed_s)
+        self._changed_s = now_s

@@ -1,0 +1,245 @@
+"""DOPD's PD Manager: how many prefill and decode instances (Algorithm 2, with eq. 10, 14, 15, 17).
+
+Every ``interval_s`` the averages of the ended interval are added to four forecasters, and the forecast is turned into
+instance counts. With r concurrent requests, lengths i and o, and tables corrected by what was observed:
+
+    n_d = ceil(r / CC_max)                                                     line 13
+    R   = (r / n_d) * ttft(i) / (o * tpot(r / n_d, i + o/2))                   line 12, eq. 15
+    n_p = ceil(R * n_d)                                                        line 14
+
+Differences from the paper, with reasons: r is shared by the n_d instances before it enters tpot and eq. 15, which are
+statements about one instance (as printed, line 12 counts the load of all instances once more in line 14). The mean
+context is i + o/2 as in eq. 13; line 11 prints (i + o)/2, which is shorter than the prompt alone. n_p is at least what
+eq. 10 needs to keep waiting within a share of the TTFT target: eq. 15 by itself plans for a utilisation of 1, where the
+wait has no bound. Scaling down waits until the smaller count would hold with a margin, several intervals in a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from pla_sglang.policy.checks import require
+from pla_sglang.policy.decisions import FleetAction, Hold, Observer, PrefillSample, ScaleTo
+from pla_sglang.policy.dopd.forecast import Corrected, Forecaster, LastValue
+from pla_sglang.policy.dopd.load import LoadMeter, LoadSample
+from pla_sglang.policy.dopd.queueing import servers_for_wait
+from pla_sglang.policy.dopd.ratio import optimal_ratio
+from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
+from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.reasons import FleetReason
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannerKnobs:
+    """Targets and damping.
+
+    Attributes:
+        ttft_slo_s: target of requests.
+        concurrency_max: CC_max, what one decode instance serves within its TPOT target (``ratio.decode_concurrency``).
+        interval_s: T.
+        prefill_min, decode_min, instances_max: bounds of the counts; the maximum is for both together.
+        wait_share: share of the TTFT target that prefill may take, waiting included.
+        down_margin: a count goes down only if the forecast times (1 + this) fits the smaller one ...
+        down_intervals: ... so many intervals in a row.
+        correction_weight: of the newest observation in the correction factors of the tables.
+    """
+
+    ttft_slo_s: float
+    concurrency_max: int
+    interval_s: float = 60.0
+    prefill_min: int = 1
+    decode_min: int = 1
+    instances_max: int = 1024
+    wait_share: float = 0.5
+    down_margin: float = 0.15
+    down_intervals: int = 3
+    correction_weight: float = 0.3
+
+    def __post_init__(self) -> None:
+        require("dopd ttft_slo_s", self.ttft_slo_s, 0, above=True)
+        require("dopd concurrency_max", self.concurrency_max, 1)
+        require("dopd interval_s", self.interval_s, 0, above=True)
+        require("dopd prefill_min", self.prefill_min, 1)
+        require("dopd decode_min", self.decode_min, 1)
+        require("dopd instances_max", self.instances_max, self.prefill_min + self.decode_min)
+        require("dopd wait_share", self.wait_share, 0, 1, above=True)
+        require("dopd down_margin", self.down_margin, 0)
+        require("dopd down_intervals", self.down_intervals, 1)
+        require("dopd correction_weight", self.correction_weight, 0, 1, above=True)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Instance counts, the ratio R of eq. 15 behind them, and the forecast they serve."""
+
+    prefill: int
+    decode: int
+    ratio: float
+    load: LoadSample
+
+
+class Planner:
+    """Tables and knobs to counts; no state but the two correction factors."""
+
+    def __init__(self, knobs: PlannerKnobs, prefill: PrefillTable, decode: DecodeTable) -> None:
+        self.knobs = knobs
+        self.prefill_table = prefill
+        self.decode_table = decode
+        self.prefill_factor = 1.0  # observed over tabled ttft
+        self.decode_factor = 1.0
+
+    def plan(self, load: LoadSample) -> Plan:
+        """Lines 10 to 14. ``load`` has both lengths."""
+        assert load.input_tokens is not None, "lengths are known"
+        assert load.output_tokens is not None, "lengths are known"
+        knobs, output = self.knobs, max(1.0, load.output_tokens)
+        prefill_s = self.prefill_s(load.input_tokens)
+        decodes = max(knobs.decode_min, math.ceil(load.concurrency / knobs.concurrency_max - 1e-9))
+        each = max(load.concurrency / decodes, 1e-9)
+        ratio = optimal_ratio(
+            prefill_s=prefill_s,
+            step_s=self.step_s(each, load.input_tokens + output / 2),
+            output_tokens=output,
+            concurrency=each,
+        )
+        waiting = servers_for_wait(
+            load.rate_per_s,
+            prefill_s,
+            budget_s=knobs.wait_share * knobs.ttft_slo_s,
+            arrival_cv2=load.arrival_cv2,
+            service_cv2=load.input_cv2,
+        )
+        prefills = max(knobs.prefill_min, math.ceil(ratio * decodes - 1e-9), waiting)
+        return self._within(prefills, decodes, ratio, load)
+
+    def _within(self, prefills: int, decodes: int, ratio: float, load: LoadSample) -> Plan:
+        """Where the maximum is too small for both, it is shared in proportion."""
+        knobs = self.knobs
+        if prefills + decodes > knobs.instances_max:
+            share = round(knobs.instances_max * prefills / (prefills + decodes))
+            prefills = min(max(share, knobs.prefill_min), knobs.instances_max - knobs.decode_min)
+            decodes = knobs.instances_max - prefills
+        return Plan(prefills, decodes, ratio, load)
+
+    def prefill_s(self, tokens: float) -> float:
+        """Line 10, corrected."""
+        return self.prefill_table.at(tokens) * self.prefill_factor
+
+    def step_s(self, batch: float, context_tokens: float) -> float:
+        """Line 11, corrected."""
+        return self.decode_table.at(batch, context_tokens) * self.decode_factor
+
+    def correct_prefill(self, tokens: float, observed_s: float) -> None:
+        ratio = min(max(observed_s / self.prefill_table.at(tokens), 0.25), 4.0)
+        self.prefill_factor += self.knobs.correction_weight * (ratio - self.prefill_factor)
+
+    def correct_decode(self, batch: float, context_tokens: float, observed_s: float) -> None:
+        ratio = min(max(observed_s / self.decode_table.at(batch, context_tokens), 0.25), 4.0)
+        self.decode_factor += self.knobs.correction_weight * (ratio - self.decode_factor)
+
+
+class DopdController(Observer):
+    """Algorithm 2: forecasts, plans and scales. Any driver-owned fleet of prefill and decode instances.
+
+    Args:
+        forecaster: makes one forecaster a series: input, output, concurrency, rate.
+    """
+
+    def __init__(self, planner: Planner, forecaster: Callable[[], Forecaster] = LastValue) -> None:
+        self.planner = planner
+        self.interval_s = planner.knobs.interval_s
+        self.last_plan: Plan | None = None
+        self._series = [Corrected(forecaster()) for _ in range(4)]
+        self._meter = LoadMeter()
+        self._passes = [0.0, 0.0, 0.0]  # seconds, requests, tokens of the interval's prefill passes
+        self._below = {Role.PREFILL: 0, Role.DECODE: 0}  # intervals in a row with a smaller plan
+
+    def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
+        sample = self._meter.take(now_s)
+        if sample is None:
+            return [Hold(FleetReason.NO_DATA)]
+        self._correct(fleet)
+        load = self.forecast(sample)
+        if load is None:
+            return [Hold(FleetReason.NO_DATA)]
+        self.last_plan = plan = self.planner.plan(load)
+        # What the counts would have to be if the load came out higher; counts go down to this one only.
+        margin = 1 + self.planner.knobs.down_margin
+        higher = dataclasses.replace(load, concurrency=load.concurrency * margin, rate_per_s=load.rate_per_s * margin)
+        careful = self.planner.plan(higher)
+        return [
+            self._scale(fleet, Role.PREFILL, plan.prefill, careful.prefill),
+            self._scale(fleet, Role.DECODE, plan.decode, careful.decode),
+        ]
+
+    def forecast(self, sample: LoadSample) -> LoadSample | None:
+        """Lines 7 to 9. None until both lengths have been seen."""
+        values = (sample.input_tokens, sample.output_tokens, sample.concurrency, sample.rate_per_s)
+        for series, value in zip(self._series, values, strict=True):
+            if value is not None:
+                series.add(value)
+        input_tokens, output_tokens, concurrency, rate = (series.next_value() for series in self._series)
+        if input_tokens is None or output_tokens is None or concurrency is None or rate is None:
+            return None
+        return dataclasses.replace(
+            sample,
+            input_tokens=max(1.0, input_tokens),
+            output_tokens=max(1.0, output_tokens),
+            concurrency=max(0.0, concurrency),
+            rate_per_s=max(0.0, rate),
+        )
+
+    def _correct(self, fleet: FleetView) -> None:
+        """Correction factors of section V-D, from the interval's passes and the instances' token intervals."""
+        seconds, requests, tokens = self._passes
+        if requests:
+            self.planner.correct_prefill(tokens / requests, seconds / requests)
+        self._passes = [0.0, 0.0, 0.0]
+        for instance in fleet.by_role[Role.DECODE]:
+            if instance.token_interval_s is not None and instance.running > 0:
+                length = instance.context_tokens / instance.running
+                self.planner.correct_decode(instance.running, length, instance.token_interval_s)
+
+    def _scale(self, fleet: FleetView, role: Role, wanted: int, careful: int) -> FleetAction:
+        """ADJUST_PD of line 15, for one role."""
+        members = fleet.by_role[role]
+        have = len(members) + fleet.starting[role]
+        if wanted >= have or careful >= have:
+            self._below[role] = 0
+            if wanted <= have:
+                return Hold(FleetReason.DOPD_UNCHANGED if wanted == have else FleetReason.DOPD_HYSTERESIS)
+            return ScaleTo(role, wanted, FleetReason.DOPD_RATIO, start=wanted - have)
+        self._below[role] += 1
+        if self._below[role] < self.planner.knobs.down_intervals:
+            return Hold(FleetReason.DOPD_HYSTERESIS)
+        self._below[role] = 0
+        count = max(careful, wanted)
+        leaving = min(have - count, len(members) - 1)  # starting ones cannot be called back
+        if leaving <= 0:
+            return Hold(FleetReason.DOPD_UNCHANGED)
+        return ScaleTo(role, have - leaving, FleetReason.DOPD_RATIO, drain=least_loaded(members, leaving))
+
+    # -- observations --------------------------------------------------------------------------------------------------
+
+    def on_arrival(self, request: RequestView, now_s: float) -> None:
+        self._meter.arrive(request.input_tokens, now_s)
+
+    def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
+        self._meter.finish(output_tokens, now_s)
+
+    def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
+        """Passes of one request only: the table is about those."""
+        if sample.requests == 1 and sample.new_tokens > 0:
+            for slot, value in enumerate((sample.duration_s, 1.0, float(sample.new_tokens))):
+                self._passes[slot] += value
+
+
+def least_loaded(members: Sequence[InstanceView], count: int) -> tuple[InstanceView, ...]:
+    """The ``count`` instances with the least unfinished work, the newest of equals first."""
+
+    def load(instance: InstanceView) -> tuple[int, int]:
+        return instance.queued_tokens + instance.decode_tokens(), -instance.index
+
+    return tuple(sorted(members, key=load)[:count])

@@ -1,0 +1,118 @@
+"""Buckets of prefill graphs and the nearest one to a batch (PLA-Serve section 3.1, Algorithm 1 lines 7 to 11).
+
+Two layouts. The paper's *grid* has a graph for a length and a batch size, both powers of two: every request is padded
+to the length, and the batch to the size. *Variable length* has a graph for a token count and a number of request slots:
+only the sum is padded. ``waste`` says how many tokens a batch is computed for, over those it has.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+from pla_sglang.errors import ConfigError
+
+PAPER_LENGTHS = (8, 16, 32, 64, 128, 256)
+PAPER_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucket:
+    """A captured shape: ``tokens`` computed in all, for up to ``slots`` requests of up to ``length`` tokens each."""
+
+    tokens: int
+    slots: int
+    length: int
+
+
+def _check(name: str, axis: Sequence[int]) -> None:
+    if not axis or axis[0] < 1 or any(axis[i + 1] <= axis[i] for i in range(len(axis) - 1)):
+        raise ConfigError(f"{name} must be rising values from 1 up, got {list(axis)}")
+
+
+class GridLayout:
+    """The paper's (L, B) grid. Raises ConfigError for axes that do not rise."""
+
+    def __init__(self, lengths: Sequence[int] = PAPER_LENGTHS, batches: Sequence[int] = PAPER_BATCHES) -> None:
+        _check("grid lengths", lengths)
+        _check("grid batches", batches)
+        self.lengths, self.batches = tuple(lengths), tuple(batches)
+
+    def buckets(self) -> list[Bucket]:
+        return [Bucket(length * batch, batch, length) for length in self.lengths for batch in self.batches]
+
+    def nearest(self, lengths: Sequence[int]) -> Bucket | None:
+        """Smallest shape that holds the batch; None for an empty batch or where none does."""
+        if not lengths:
+            return None
+        row = bisect.bisect_left(self.lengths, max(lengths))
+        column = bisect.bisect_left(self.batches, len(lengths))
+        if row == len(self.lengths) or column == len(self.batches):
+            return None
+        length, batch = self.lengths[row], self.batches[column]
+        return Bucket(length * batch, batch, length)
+
+
+class VariableLayout:
+    """Token buckets times request slots; no request may be longer than ``longest``.
+
+    Raises ConfigError for axes that do not rise, or ``longest`` below 1.
+    """
+
+    def __init__(self, tokens: Sequence[int], slots: Sequence[int], longest: int) -> None:
+        _check("token buckets", tokens)
+        _check("request slots", slots)
+        _check("longest request", [longest])
+        self.tokens, self.slots, self.longest = tuple(tokens), tuple(slots), longest
+
+    def buckets(self) -> list[Bucket]:
+        return [Bucket(tokens, slots, self.longest) for tokens in self.tokens for slots in self.slots]
+
+    def nearest(self, lengths: Sequence[int]) -> Bucket | None:
+        """Smallest shape that holds the batch; None for an empty batch or where none does."""
+        if not lengths or max(lengths) > self.longest:
+            return None
+        row = bisect.bisect_left(self.tokens, sum(lengths))
+        column = bisect.bisect_left(self.slots, len(lengths))
+        if row == len(self.tokens) or column == len(self.slots):
+            return None
+        return Bucket(self.tokens[row], self.slots[column], self.longest)
+
+
+def token_steps(largest: int, *, smallest: int = 16, ratio: float = 1.25, multiple: int = 8) -> list[int]:
+    """Rising token buckets from ``smallest`` to ``largest``, each about ``ratio`` times the one before.
+
+    Padding then wastes at most about ``ratio``, and half of the excess on average. Raises ConfigError unless
+    1 <= smallest <= largest, ratio > 1 and multiple >= 1.
+    """
+    if not (1 <= smallest <= largest and ratio > 1 and multiple >= 1):
+        raise ConfigError(f"bad token buckets: smallest={smallest}, largest={largest}, ratio={ratio}, {multiple=}")
+    steps = [smallest]
+    while steps[-1] < largest:
+        wanted = max(steps[-1] + multiple, int(steps[-1] * ratio))
+        steps.append(min(largest, -(-wanted // multiple) * multiple))
+    return steps
+
+
+def waste(bucket: Bucket, lengths: Sequence[int]) -> float:
+    """Tokens computed over tokens wanted, at least 1."""
+    return bucket.tokens / sum(lengths)
+
+
+def group_by_length(lengths: Sequence[int], layout: GridLayout) -> list[list[int]]:
+    """ "Bucket-first": positions grouped by padded length, shortest first, at most one full batch a group.
+
+    Requests that are longer than every bucket are left out.
+    """
+    largest = layout.batches[-1]
+    rows: dict[int, list[int]] = {}
+    for position, length in enumerate(lengths):
+        row = bisect.bisect_left(layout.lengths, length)
+        if row < len(layout.lengths):
+            rows.setdefault(row, []).append(position)
+    return [
+        members[start : start + largest]
+        for _, members in sorted(rows.items())
+        for start in range(0, len(members), largest)
+    ]

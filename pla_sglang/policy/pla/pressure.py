@@ -1,0 +1,116 @@
+"""Instance-pressure controller (PLA-Serve Algorithm 2): moves instances between the short and the long prefill pool.
+
+    psi_k = alpha * q_k + beta * e_k - gamma * u_k          lines 18 to 21
+    P     = 90th percentile of psi over the pool            line 23
+    one instance moves to the pool with more than (1 + tau) times the pressure of the other (lines 26 to 28), unless the
+    other would fall below its minimum, and not within T_cool of the last move (line 23)
+
+q is the queue backlog, e the SLO deviation, u the utilisation. The paper gives neither their units nor the sign rule
+for a negative pressure. Here q is the predicted backlog over the TTFT target, e is max(0, TTFT / target - 1), u is the
+busy share, all without unit; gamma * u lowers the pressure of a pool that is busy without a queue, and a pressure below
+0 counts as 0. Below ``idle_pressure`` nothing moves: the ratio of two numbers near zero means nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from pla_sglang.policy.arrow.predictor import TtftPredictor
+from pla_sglang.policy.checks import require
+from pla_sglang.policy.decisions import FleetAction, Hold, SetLengthClass
+from pla_sglang.policy.fleet import FleetView, InstanceView
+from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.types import PrefillClass
+
+
+@dataclasses.dataclass(frozen=True)
+class PressureKnobs:
+    """Inputs of Algorithm 2.
+
+    Attributes:
+        ttft_slo_s: target that backlog is measured by.
+        alpha, beta, gamma: weights of backlog, SLO deviation and utilisation.
+        tau: hysteresis.
+        cool_down_s: T_cool.
+        minimum: n_min of each pool.
+        percentile: of the robust aggregator A, in (0, 100].
+        idle_pressure: least pressure that asks for an instance.
+        interval_s: control period.
+    """
+
+    ttft_slo_s: float
+    alpha: float = 1.0
+    beta: float = 0.5
+    gamma: float = 0.1
+    tau: float = 0.5
+    cool_down_s: float = 10.0
+    minimum: int = 1
+    percentile: float = 90.0
+    idle_pressure: float = 0.1
+    interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        require("pressure ttft_slo_s", self.ttft_slo_s, 0, above=True)
+        for name in ("alpha", "beta", "gamma", "tau", "cool_down_s", "idle_pressure"):
+            require(f"pressure {name}", getattr(self, name), 0)
+        require("pressure minimum", self.minimum, 1)
+        require("pressure percentile", self.percentile, 0, 100, above=True)
+        require("pressure interval_s", self.interval_s, 0, above=True)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Nearest rank; 0.0 of nothing. With fewer than ten values the 90th percentile is the largest."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share / 100 * len(ordered)) - 1)]
+
+
+class PressureController:
+    """Controller over the ``length_class`` of instances that take prefills."""
+
+    def __init__(self, knobs: PressureKnobs, predictor: TtftPredictor) -> None:
+        self.knobs = knobs
+        self.predictor = predictor
+        self.interval_s = knobs.interval_s
+        self._last_s = float("-inf")
+
+    def pressure(self, instance: InstanceView) -> float:
+        """psi of one instance."""
+        knobs = self.knobs
+        backlog = self.predictor.delay_s(instance) / knobs.ttft_slo_s
+        deviation = 0.0 if instance.ttft_ratio is None else max(0.0, instance.ttft_ratio - 1.0)
+        return knobs.alpha * backlog + knobs.beta * deviation - knobs.gamma * instance.utilisation
+
+    def pool_pressure(self, pool: Sequence[InstanceView]) -> float:
+        """P of one pool, at least 0."""
+        return max(0.0, percentile([self.pressure(instance) for instance in pool], self.knobs.percentile))
+
+    def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
+        members = fleet.prefill_capable()
+        shorts = [instance for instance in members if instance.length_class is PrefillClass.SHORT]
+        longs = [instance for instance in members if instance.length_class is PrefillClass.LONG]
+        if now_s - self._last_s < self.knobs.cool_down_s:
+            return [Hold(FleetReason.COOL_DOWN)]
+        short_pressure, long_pressure = self.pool_pressure(shorts), self.pool_pressure(longs)
+        if self._asks(short_pressure, long_pressure):
+            return [self._move(longs, PrefillClass.SHORT, FleetReason.PRESSURE_SHORT, now_s)]
+        if self._asks(long_pressure, short_pressure):
+            return [self._move(shorts, PrefillClass.LONG, FleetReason.PRESSURE_LONG, now_s)]
+        return [Hold(FleetReason.PRESSURE_BALANCED)]
+
+    def _asks(self, mine: float, other: float) -> bool:
+        return mine > (1 + self.knobs.tau) * other and mine > self.knobs.idle_pressure
+
+    def _move(
+        self, pool: list[InstanceView], to: PrefillClass, reason: FleetReason, now_s: float
+    ) -> SetLengthClass | Hold:
+        """Lines 27 and 28: the instance with the least backlog leaves."""
+        if len(pool) <= self.knobs.minimum:
+            return Hold(FleetReason.PRESSURE_MINIMUM)
+        leaver = self.predictor.least_delay(pool)
+        assert leaver is not None, "the pool has more than its minimum"
+        self._last_s = now_s
+        return SetLengthClass(leaver, to, reason)

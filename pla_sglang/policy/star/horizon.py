@@ -1,0 +1,134 @@
+"""Future token load of an instance, summed up once by the worker (STAR section 5.2, "worker-side functions").
+
+Time is counted in decode steps: a running request r holds N(r) + t tokens at step t while t is below its remaining
+length, and none after. Loads are kept on a grid of steps, 0 = now, with weights: 1 for now and beta_t for later steps
+(eq. 4), the betas summing to 1.
+
+A move of r from s to t changes the load of two instances only and leaves the mean as it is, so it lowers the objective
+
+    sum_j w_j Var({N_i(j)})   by   2/n * sum_{j < k} w_j x_j (N_s(j) - N_t(j) - x_j),   x_j = N(r) + t_j,
+
+where k is the number of grid steps before r ends. ``reduction`` is that sum, O(H). As x_j is linear in t_j, it falls
+into sums over j < k that do not depend on r: with the running sums that a ``Summary`` keeps, a candidate costs O(1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pla_sglang.policy.checks import require
+from pla_sglang.policy.fleet import DecodeBatch
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class HorizonKnobs:
+    """The grid.
+
+    Attributes:
+        steps: H, decode steps looked ahead; 0: only now counts ("usePrediction" off in Algorithm 1).
+        points: grid points over these steps.
+        half_life_steps: beta_t halves every so many steps.
+    """
+
+    steps: int = 2000
+    points: int = 32
+    half_life_steps: float = 1000.0
+
+    def __post_init__(self) -> None:
+        require("star horizon steps", self.steps, 0)
+        require("star horizon points", self.points, 1)
+        require("star half_life_steps", self.half_life_steps, 0, above=True)
+
+
+class Horizon:
+    """Grid steps t_j, weights w_j, and running sums of w, w*t and w*t^2. Shapes [points + 1] and [points + 2]."""
+
+    def __init__(self, knobs: HorizonKnobs) -> None:
+        points = min(knobs.points, knobs.steps)
+        ahead = np.linspace(knobs.steps / points, knobs.steps, points) if points else np.zeros(0)
+        beta = 0.5 ** (ahead / knobs.half_life_steps)
+        self.knobs = knobs
+        self.steps: Floats = np.concatenate([[0.0], np.round(ahead)])
+        self.beta: Floats = beta / beta.sum() if points else beta  # of the later steps
+        self.weights: Floats = np.concatenate([[1.0], self.beta])
+        self.sum_w = running(self.weights)
+        self.sum_wt = running(self.weights * self.steps)
+        self.sum_wtt = running(self.weights * self.steps**2)
+
+
+def running(values: Floats) -> Floats:
+    """Sums of the first k values, k = 0 ... len; shape [len + 1]."""
+    return np.concatenate([[0.0], np.cumsum(values)])
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Summary:
+    """What a worker reports.
+
+    Attributes:
+        loads: predicted token load on the grid, ``loads[0]`` is now; shape [points + 1].
+        sum_wn, sum_wtn: running sums of w*N and w*t*N; shape [points + 2].
+        peak: largest N(j) + t_j over the first k grid steps, 0 for k = 0; shape [points + 2].
+        largest: largest trace value of any request at each grid step; shape [points + 1].
+        weighted: w_i of Algorithm 1 line 13; the load now where there is no prediction.
+        batch: the requests, with predicted remaining lengths.
+        ends: k of each request; shape [requests] int64.
+    """
+
+    loads: Floats
+    sum_wn: Floats
+    sum_wtn: Floats
+    peak: Floats
+    largest: Floats
+    weighted: float
+    batch: DecodeBatch
+    ends: npt.NDArray[np.int64]
+
+
+def summarise(batch: DecodeBatch, horizon: Horizon) -> Summary:
+    """O(R log R + H). A request of unknown remaining length is taken to last beyond the horizon."""
+    steps = horizon.steps
+    remaining = np.where(np.isnan(batch.remaining), np.inf, np.maximum(batch.remaining, 1.0))
+    order = np.argsort(remaining)
+    tokens = batch.tokens[order].astype(np.float64)
+    gone = np.searchsorted(remaining[order], steps, side="right")  # requests with remaining <= t_j
+    left = len(remaining) - gone
+    held = tokens.sum() - running(tokens)[gone]
+    heaviest_left = np.append(np.maximum.accumulate(tokens[::-1])[::-1], 0.0)[gone]
+    loads = held + left * steps
+    weighted = float(horizon.beta @ loads[1:]) if len(steps) > 1 else float(loads[0])
+    return Summary(
+        loads=loads,
+        sum_wn=running(horizon.weights * loads),
+        sum_wtn=running(horizon.weights * steps * loads),
+        largest=np.where(left > 0, heaviest_left + steps, 0.0),
+        peak=np.concatenate([[0.0], np.maximum.accumulate(loads + steps)]),
+        weighted=weighted,
+        batch=batch,
+        ends=np.searchsorted(steps, remaining, side="left"),
+    )
+
+
+def trace(tokens: int, remaining: float, steps: Sequence[float]) -> list[float]:
+    """x_j of one request on the grid."""
+    return [tokens + step if step < remaining else 0.0 for step in steps]
+
+
+def reduction(
+    source: Sequence[float],
+    target: Sequence[float],
+    moved: Sequence[float],
+    weights: Sequence[float],
+    instances: int,
+) -> float:
+    """By how much the move lowers the objective; one pass over the H grid steps. The definition, for tests."""
+    total = 0.0
+    for held, other, part, weight in zip(source, target, moved, weights, strict=True):
+        total += weight * part * (held - other - part)
+    return 2.0 / instances * total

@@ -1,0 +1,130 @@
+"""STAR's rescheduler as a controller: Algorithm 1 lines 1 to 10, once a scheduling interval.
+
+Worker and scheduler side run here one after the other; a driver whose workers report summaries of their own calls
+``select.best_move`` with those. Beyond the paper: up to ``moves`` moves a tick, chosen one after the other, and a
+request that has been moved rests for ``rest_s``, so that a wrong prediction cannot send it round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from pla_sglang.policy.checks import require
+from pla_sglang.policy.decisions import FleetAction, Hold, Migrate, Observer
+from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceView, RequestView
+from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, summarise
+from pla_sglang.policy.star.predictors import Oracle, RemainingPredictor
+from pla_sglang.policy.star.select import Move, SelectKnobs, Worker, best_move
+
+
+@dataclasses.dataclass(frozen=True)
+class StarKnobs:
+    """Attributes:
+    horizon, select: of the two sides.
+    interval_s: scheduling interval; about 20 decode steps in the paper (section 5.3).
+    moves: moves a tick at most; 1 in the paper.
+    rest_s: a moved request is not moved again for so long.
+    step_s: T_exec where an instance has no measured token interval yet.
+    """
+
+    horizon: HorizonKnobs = dataclasses.field(default_factory=HorizonKnobs)
+    select: SelectKnobs = dataclasses.field(default_factory=SelectKnobs)
+    interval_s: float = 0.5
+    moves: int = 1
+    rest_s: float = 5.0
+    step_s: float = 0.02
+
+    def __post_init__(self) -> None:
+        require("star interval_s", self.interval_s, 0, above=True)
+        require("star moves", self.moves, 1)
+        require("star rest_s", self.rest_s, 0)
+        require("star step_s", self.step_s, 0, above=True)
+
+
+class StarRescheduler(Observer):
+    """Controller that answers ``Migrate``."""
+
+    def __init__(self, knobs: StarKnobs, predictor: RemainingPredictor | None = None) -> None:
+        self.knobs = knobs
+        self.predictor = predictor or Oracle()
+        self.horizon = Horizon(knobs.horizon)
+        self.interval_s = knobs.interval_s
+        self._moved_s: dict[str, float] = {}
+
+    def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
+        instances = fleet.decode_capable()
+        workers = [self._worker(instance, fleet, now_s) for instance in instances]
+        actions: list[FleetAction] = []
+        for _ in range(self.knobs.moves):
+            move, overloaded = best_move(workers, self.horizon, self.knobs.select)
+            if move is None:
+                if not actions:
+                    actions.append(Hold(self._why_not(workers, overloaded)))
+                break
+            actions.append(self._migrate(move, instances, workers, now_s))
+            self._carry_out(move, workers)
+        return actions
+
+    def _worker(self, instance: InstanceView, fleet: FleetView, now_s: float) -> Worker:
+        batch = fleet.decodes(instance)
+        known = self.predictor.predict(batch.rids, batch.remaining)
+        rested = [self._is_rested(rid, now_s) for rid in batch.rids]
+        seen = DecodeBatch(batch.rids, batch.tokens, known, batch.movable & np.array(rested, dtype=np.bool_))
+        running = int(batch.tokens.sum())
+        used = max(instance.kv_used_tokens, running + instance.waiting_decode_tokens)
+        return Worker(
+            summarise(seen, self.horizon),
+            room_tokens=instance.kv_capacity_tokens,
+            other_tokens=used - running,
+            step_s=instance.token_interval_s or self.knobs.step_s,
+        )
+
+    def _is_rested(self, rid: str, now_s: float) -> bool:
+        moved_s = self._moved_s.get(rid)
+        return moved_s is None or now_s - moved_s >= self.knobs.rest_s
+
+    def _migrate(self, move: Move, instances: list[InstanceView], workers: list[Worker], now_s: float) -> Migrate:
+        batch = workers[move.source].summary.batch
+        rid = batch.rids[move.request]
+        self._moved_s[rid] = now_s
+        return Migrate(
+            rid,
+            instances[move.source],
+            instances[move.target],
+            int(batch.tokens[move.request]),
+            FleetReason.STAR_MIGRATE,
+            move.gain,
+        )
+
+    def _carry_out(self, move: Move, workers: list[Worker]) -> None:
+        """Both summaries as they will be, for the next move of this tick; the moved request stays put there."""
+        source, target = workers[move.source].summary.batch, workers[move.target].summary.batch
+        stays = np.arange(len(source.rids)) != move.request
+        left = DecodeBatch(
+            [rid for rid, stay in zip(source.rids, stays, strict=True) if stay],
+            source.tokens[stays],
+            source.remaining[stays],
+            source.movable[stays],
+        )
+        joined = DecodeBatch(
+            [*target.rids, source.rids[move.request]],
+            np.append(target.tokens, source.tokens[move.request]),
+            np.append(target.remaining, source.remaining[move.request]),
+            np.append(target.movable, False),
+        )
+        workers[move.source].summary = summarise(left, self.horizon)
+        workers[move.target].summary = summarise(joined, self.horizon)
+
+    def _why_not(self, workers: list[Worker], overloaded: bool) -> FleetReason:
+        if not overloaded:
+            return FleetReason.STAR_BALANCED
+        indifferent = dataclasses.replace(self.knobs.select, min_gain=0.0)
+        found, _ = best_move(workers, self.horizon, indifferent)
+        return FleetReason.STAR_NO_CANDIDATE if found is None else FleetReason.STAR_NO_GAIN
+
+    def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
+        self._moved_s.pop(request.rid, None)
+        self.predictor.forget(request.rid)

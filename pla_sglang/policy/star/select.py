@@ -1,0 +1,225 @@
+"""STAR Algorithm 1, scheduler side: classification, candidates, best feasible move.
+
+Every source-target pair and every request of the source is a candidate. Candidates of one source are evaluated at once
+as a [targets, requests] array from the running sums of ``horizon.py``. Sources, and for each source its targets, are
+taken in order of an upper bound of what a move can bring; the search ends when the bound is below the best found. So
+the answer is exact, and few of the pairs are looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pla_sglang.policy.checks import require
+from pla_sglang.policy.star.horizon import Floats, Horizon, Summary
+
+TARGETS_AT_ONCE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectKnobs:
+    """Limits of Algorithm 1.
+
+    Attributes:
+        theta: an instance is overloaded above (1 + theta) times the mean weighted load (line 14).
+        migrate_base_s, migrate_s_per_token: C_mig, the time to move a request.
+        memory_share: share of a target's KV cache that may be planned full (C_mem).
+        unknown_tokens: room that a request of unknown remaining length must find on its target.
+        min_gain: least reduction, as a share of what two instances have of the objective on average; below, the move is
+            not worth its traffic.
+    """
+
+    theta: float = 0.1
+    migrate_base_s: float = 0.020
+    migrate_s_per_token: float = 5e-6
+    memory_share: float = 0.95
+    unknown_tokens: int = 1024
+    min_gain: float = 0.01
+
+    def __post_init__(self) -> None:
+        require("star theta", self.theta, 0)
+        require("star migrate_base_s", self.migrate_base_s, 0)
+        require("star migrate_s_per_token", self.migrate_s_per_token, 0)
+        require("star memory_share", self.memory_share, 0, 1, above=True)
+        require("star unknown_tokens", self.unknown_tokens, 0)
+        require("star min_gain", self.min_gain, 0, 1)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Worker:
+    """One instance for the selection.
+
+    Attributes:
+        summary: what the worker reported.
+        room_tokens: KV capacity.
+        other_tokens: KV tokens in use beyond those of the running requests (prefills, arrivals on their way).
+        step_s: T_exec, duration of a decode step there.
+    """
+
+    summary: Summary
+    room_tokens: int
+    other_tokens: int = 0
+    step_s: float = 0.02
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Move:
+    """The best feasible move: positions of source, target and request, and the reduction of the objective."""
+
+    source: int
+    target: int
+    request: int
+    gain: float
+
+
+@dataclasses.dataclass(slots=True)
+class Stacked:
+    """The summaries of all instances, one row each; shapes [instances, points + 1 or + 2]."""
+
+    loads: Floats
+    sum_wn: Floats
+    sum_wtn: Floats
+    peak: Floats
+    room: Floats  # [instances]: tokens that may be planned
+
+    @classmethod
+    def of(cls, workers: Sequence[Worker], share: float) -> Stacked:
+        summaries = [worker.summary for worker in workers]
+        return cls(
+            loads=np.stack([summary.loads for summary in summaries]),
+            sum_wn=np.stack([summary.sum_wn for summary in summaries]),
+            sum_wtn=np.stack([summary.sum_wtn for summary in summaries]),
+            peak=np.stack([summary.peak for summary in summaries]),
+            room=np.array([share * worker.room_tokens - worker.other_tokens for worker in workers]),
+        )
+
+
+def classify(workers: Sequence[Worker], theta: float) -> tuple[list[int], list[int]]:
+    """Lines 11 to 16: overloaded and underloaded positions. An instance can be both; it is never its own target."""
+    mean = sum(worker.summary.weighted for worker in workers) / len(workers)
+    limit = (1 + theta) * mean
+    overloaded = [index for index, worker in enumerate(workers) if worker.summary.weighted > limit]
+    underloaded = [index for index, worker in enumerate(workers) if worker.summary.loads[0] < limit]
+    return overloaded, underloaded
+
+
+def objective(loads: Floats, horizon: Horizon) -> float:
+    """Eq. 4: the weighted sum of variances over the instances."""
+    return float(horizon.weights @ loads.var(axis=0))
+
+
+def movable(worker: Worker, knobs: SelectKnobs) -> npt.NDArray[np.bool_]:
+    """Line 20: requests with more steps to come than their move takes. Unknown lengths pass."""
+    batch = worker.summary.batch
+    move_s = knobs.migrate_base_s + knobs.migrate_s_per_token * batch.tokens
+    with np.errstate(invalid="ignore"):
+        pays = batch.remaining > move_s / max(worker.step_s, 1e-9)
+    return batch.movable & (pays | np.isnan(batch.remaining))
+
+
+def fits(
+    stacked: Stacked, targets: npt.NDArray[np.int64], tokens: Floats, remaining: Floats, ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Line 21, [targets, requests]: the target holds the request to its end, and at every grid step until then.
+
+    The paper adds the remaining length to the target's load; the tokens that the request brings along count too.
+    """
+    room = stacked.room[targets][:, None]
+    to_the_end = stacked.loads[targets, 0][:, None] + (tokens + remaining)[None, :] <= room
+    at_all_steps = stacked.peak[targets[:, None], ends[None, :]] + tokens[None, :] <= room
+    return to_the_end & at_all_steps
+
+
+def source_gains(
+    worker: Worker,
+    stacked: Stacked,
+    targets: npt.NDArray[np.int64],
+    chosen: npt.NDArray[np.int64],
+    horizon: Horizon,
+    knobs: SelectKnobs,
+) -> Floats:
+    """Reductions [targets, requests] of the ``chosen`` requests of ``worker``; -inf where a move is not feasible."""
+    summary = worker.summary
+    tokens = summary.batch.tokens[chosen].astype(np.float64)
+    remaining = summary.batch.remaining[chosen]
+    remaining = np.where(np.isnan(remaining), float(knobs.unknown_tokens), remaining)
+    ends = summary.ends[chosen]
+    own = tokens**2 * horizon.sum_w[ends] + 2 * tokens * horizon.sum_wt[ends] + horizon.sum_wtt[ends]
+    held = tokens * summary.sum_wn[ends] + summary.sum_wtn[ends] - own
+    rows, columns = targets[:, None], ends[None, :]
+    other = tokens[None, :] * stacked.sum_wn[rows, columns] + stacked.sum_wtn[rows, columns]
+    gains: Floats = 2.0 / len(stacked.room) * (held[None, :] - other)
+    feasible = fits(stacked, targets, tokens, remaining, ends)
+    return np.where(feasible, gains, -np.inf)
+
+
+def pair_bounds(held: Floats, largest: Floats, others: Floats, horizon: Horizon) -> Floats:
+    """What no move between two instances can exceed; shapes broadcast to [..., points + 1], answer [...].
+
+    At each grid step a request takes x of the distance d, which brings x * (d - x): most at x = d / 2, or at the
+    largest x that any request has.
+    """
+    distance = np.maximum(0.0, held - others)
+    part = np.minimum(distance / 2, largest)
+    bounds: Floats = (part * (distance - part)) @ horizon.weights
+    return bounds
+
+
+def best_move(workers: Sequence[Worker], horizon: Horizon, knobs: SelectKnobs) -> tuple[Move | None, bool]:
+    """Lines 5 to 8 and 24 to 34: the best feasible move, and whether any instance was overloaded.
+
+    None where no candidate is feasible or the best one brings less than ``min_gain``. The answer is a function of the
+    input: of equal moves the first in the order of search is taken.
+    """
+    overloaded, underloaded = classify(workers, knobs.theta) if len(workers) > 1 else ([], [])
+    if not overloaded or not underloaded:
+        return None, bool(overloaded)
+    stacked = Stacked.of(workers, knobs.memory_share)
+    targets = np.array(underloaded, dtype=np.int64)
+    largest = np.stack([workers[source].summary.largest for source in overloaded])
+    scale = 2.0 / len(workers)
+    bounds = scale * pair_bounds(stacked.loads[overloaded], largest, stacked.loads[targets].min(axis=0), horizon)
+    best: Move | None = None
+    least = scale * knobs.min_gain * objective(stacked.loads, horizon)
+    for place in np.argsort(-bounds, kind="stable"):
+        if bounds[place] <= least:
+            break
+        move = _best_from(overloaded[place], workers, stacked, targets, horizon, knobs, least)
+        if move is not None:
+            best, least = move, move.gain
+    return best, True
+
+
+def _best_from(
+    source: int,
+    workers: Sequence[Worker],
+    stacked: Stacked,
+    targets: npt.NDArray[np.int64],
+    horizon: Horizon,
+    knobs: SelectKnobs,
+    least: float,
+) -> Move | None:
+    """The best feasible move from ``source`` that brings more than ``least``."""
+    worker = workers[source]
+    chosen = np.flatnonzero(movable(worker, knobs))
+    targets = targets[targets != source]
+    if not len(chosen) or not len(targets):
+        return None
+    bounds = pair_bounds(worker.summary.loads, worker.summary.largest, stacked.loads[targets], horizon)
+    bounds *= 2.0 / len(workers)
+    order = np.argsort(-bounds, kind="stable")
+    best: Move | None = None
+    for start in range(0, len(order), TARGETS_AT_ONCE):
+        some = order[start : start + TARGETS_AT_ONCE]
+        if bounds[some[0]] <= least:
+            break
+        gains = source_gains(worker, stacked, targets[some], chosen, horizon, knobs)
+        row, column = np.unravel_index(int(np.argmax(gains)), gains.shape)
+        if gains[row, column] > least:
+            least = float(gains[row, column])
+            best = Move(source, int(targets[some[row]]), int(chosen[column]), least)
+    return best

@@ -1,0 +1,93 @@
+"""Profiles as JSON: those in the package by name, any other by path."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pla_sglang.profiles.step import (
+    Curve,
+    DecodeTerms,
+    FitError,
+    Grid,
+    LaunchFloor,
+    PrefillTerms,
+    ProfileError,
+    StepProfile,
+)
+
+FOLDER = Path(__file__).parent / "data"
+# field of StepProfile -> the dataclass that its JSON object becomes
+_PARTS: dict[str, type] = {
+    "prefill": PrefillTerms,
+    "decode": DecodeTerms,
+    "prefill_correction": Curve,
+    "decode_correction": Grid,
+    "launch_floor": LaunchFloor,
+    "fit_error": FitError,
+}
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles in the package, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load_profile(name_or_path: str | Path) -> StepProfile:
+    """A profile of the package by its name, or one from a JSON file by its path.
+
+    Raises:
+        ProfileError: neither a known name nor a file; unreadable; nonsense numbers. The message says which.
+    """
+    name = str(name_or_path)
+    path = FOLDER / f"{name}.json"
+    if "/" in name or name.endswith(".json"):
+        path = Path(name)
+    if not path.is_file():
+        raise ProfileError(f"unknown profile {name!r}; known: {', '.join(profile_names())}; or the path of a JSON file")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ProfileError(f"profile {path}: {error}") from None
+    try:
+        return parse_profile(values)
+    except ProfileError as error:
+        raise ProfileError(f"profile {path}: {error}") from None
+
+
+def parse_profile(values: Mapping[str, Any]) -> StepProfile:
+    """A profile from its JSON object. Raises ProfileError for missing, unknown or bad fields."""
+    if not isinstance(values, Mapping):
+        raise ProfileError(f"expected a JSON object, got {type(values).__name__}")
+    fields = {name: _part(name, value) for name, value in values.items()}
+    return _build("profile", StepProfile, fields)
+
+
+def write_profile(profile: StepProfile, path: Path) -> None:
+    """Write ``profile`` as ``load_profile`` reads it."""
+    path.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n", encoding="utf-8")
+
+
+def _part(name: str, value: Any) -> Any:
+    if name not in _PARTS:
+        return value
+    if not isinstance(value, Mapping):
+        raise ProfileError(f"{name}: expected a JSON object, got {type(value).__name__}")
+    return _build(name, _PARTS[name], {key: _tuples(item) for key, item in value.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _build(owner: str, kind: type, fields: dict[str, Any]) -> Any:
+    known = {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(set(fields) - known):
+        raise ProfileError(f"{owner}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    try:
+        return kind(**fields)
+    except TypeError as error:  # a required field is missing, or a text stands where a number belongs
+        raise ProfileError(f"{owner}: {error}") from None

@@ -1,0 +1,394 @@
+"""One engine in virtual time.
+
+At every step boundary it does what SGLang's loop does: take in who has arrived, ask the engine policy for a prefill
+pass, otherwise decode. Between boundaries nothing is visited: decode steps are summed in closed form (``Segment``) up
+to the next one that can matter (a request ends, memory runs out, a policy wants to be asked), and cut at the next
+boundary when something happens earlier.
+
+State: idle, in a prefill pass (``under_way``), or in a segment of decode steps (``decoding.segment``).
+"""
+
+from __future__ import annotations
+
+from pla_sglang.policy.decisions import PrefillSample
+from pla_sglang.policy.fleet import InstanceView
+from pla_sglang.policy.types import Action, PassView
+from pla_sglang.sim import observe
+from pla_sglang.sim.costs import StepCosts
+from pla_sglang.sim.decoding import Decoding
+from pla_sglang.sim.errors import SimError
+from pla_sglang.sim.interfaces import EngineKnobs, EnginePolicy, Host
+from pla_sglang.sim.kernel import Kernel, Priority
+from pla_sglang.sim.landing import Landing
+from pla_sglang.sim.pool import KvPool
+from pla_sglang.sim.prefill import PrefillPass, PrefillQueue
+from pla_sglang.sim.request import SimRequest, Stage
+from pla_sglang.sim.running import RunningBatch
+
+MAX_FRUITLESS = 8  # passes at one instant that admit nothing while nothing runs: a policy in a loop
+
+
+class Instance:
+    """A simulated engine. ``view`` is kept up to date; ``host`` is told what happens to requests."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        view: InstanceView,
+        *,
+        costs: StepCosts,
+        knobs: EngineKnobs,
+        policy: EnginePolicy,
+        pool: KvPool,
+        host: Host,
+    ) -> None:
+        self.view = view
+        self.pool = pool
+        self.costs = costs
+        self.queue = PrefillQueue(view, pool, knobs)
+        self.decoding = Decoding(pool, costs, knobs)
+        self.landing = Landing(view, pool, self.decoding, self.queue, knobs)
+        self.alive = True
+        self._policy = policy
+        self._knobs = knobs
+        self._kernel = kernel
+        self._host = host
+        self.joining: list[SimRequest] = []
+        self._leaving: list[SimRequest] = []
+        self.under_way: PrefillPass | None = None
+        self._epoch = 0  # of scheduled events; older ones are stale
+        self._looking = False
+        self._fruitless = 0
+
+    # -- what the cluster asks ---------------------------------------------------------------------------------------
+
+    def submit(self, request: SimRequest, *, first: bool = False) -> None:
+        """``request`` is to be prefilled here."""
+        request.home = self
+        self.queue.push(request, first=first)
+        if not request.waiting.seen:
+            request.waiting.seen = True
+            self._policy.on_arrival(request.waiting, self._kernel.now_s)
+        self.wake()
+
+    def reserve(self, request: SimRequest) -> None:
+        """``request`` is to decode here; ``host.on_reserved`` follows as soon as there is room for its KV."""
+        self.landing.expect(request)
+        if self.under_way is None:  # boundaries look as well
+            self._admit_incoming()
+
+    def unreserve(self, request: SimRequest, *, reserved: bool) -> None:
+        """``request`` does not come after all; ``reserved``: it had its room already."""
+        self.landing.give_up(request, reserved=reserved)
+        self.wake()
+
+    def join(self, request: SimRequest) -> None:
+        """The KV of ``request`` is here, in memory that is its own; it decodes from the next boundary on."""
+        request.home = self
+        request.move(Stage.DECODE)
+        self.joining.append(request)
+        self.view.running += 1
+        self.view.context_tokens += request.context_tokens
+        self.wake()
+
+    def arrived(self, request: SimRequest) -> None:
+        """The KV of a request that had reserved here is complete."""
+        self.landing.arrived(request)
+        self.join(request)
+
+    def part_with(self, request: SimRequest) -> None:
+        """A running request is to leave; ``host.on_left`` follows at the next boundary, unless it ends before."""
+        self._leaving.append(request)
+        self.wake()
+
+    def release(self, request: SimRequest) -> None:
+        """The KV of ``request`` is not needed here any more."""
+        self.queue.free(request)
+        self.wake()
+
+    def drop(self, request: SimRequest, stage: Stage) -> None:
+        """``request`` was cancelled: it in ``stage``: it is taken out, and what it holds is freed, at the next boundary
+        if it runs.
+        """
+        if stage is Stage.PREFILL:
+            self.queue.remove(request)
+        elif request in self.running.members:
+            self._leaving.append(request)  # the step under way ends with it
+            self.wake()
+            return
+        else:
+            if request in self.joining:
+                self.joining.remove(request)
+            self.queue.free(request)
+        request.home = None
+        observe.report(self)
+        self.wake()
+
+    def kill(self) -> None:
+        """Everything stops and is forgotten; the cluster knows which requests were here."""
+        self.alive = False
+        self._epoch += 1
+        self.under_way = None
+        self.queue.waiting, self.queue.chunk = [], None
+        self.decoding.clear()
+        self.landing.waiting.clear()
+        self.joining, self._leaving = [], []
+        self.pool.clear()
+        view = self.view
+        view.queued_prefills = view.queued_tokens = view.queued_attention = view.queued_history_tokens = 0
+        view.running = view.context_tokens = view.waiting_decodes = view.waiting_decode_tokens = 0
+        view.kv_used_tokens = 0
+
+    def given_tokens(self, request: SimRequest) -> int:
+        """Answer tokens that ``request`` has got by now."""
+        if request not in self.running.members:
+            return request.done_tokens
+        return self.running.done_of(request, self.decoding.steps_now(self._kernel.now_s))
+
+    def has_room(self, tokens: int) -> bool:
+        """Room for that much KV now, less what running requests are expected to add."""
+        return self.pool.available_tokens - self.decoding.expected_tokens() - self.queue.chunk_rest_tokens >= tokens
+
+    @property
+    def running(self) -> RunningBatch:
+        return self.decoding.running
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is here, under way to here, or kept here for somebody else."""
+        return not (self.queue or self.view.requests() or self.under_way or self.pool.used_tokens)
+
+    def wake(self) -> None:
+        """Something has changed: look for work at the next boundary."""
+        if self.under_way is not None or not self.alive:
+            return
+        if self.decoding.segment is not None:
+            self._cut()
+        elif not self._looking:
+            self._looking = True
+            self._kernel.at(self._kernel.now_s, Priority.WAKE, self._look)
+
+    # -- boundaries --------------------------------------------------------------------------------------------------
+
+    def _look(self, _: object = None) -> None:
+        """At a boundary: leave, join, admit, then a prefill pass or a segment of decode steps, or nothing."""
+        self._looking = False
+        if self.under_way is not None or self.decoding.segment is not None or not self.alive:
+            return
+        self._part()
+        self._join()
+        self._admit_incoming()
+        release_s = None
+        if self.queue:
+            started, release_s = self._try_prefill()
+            if started:
+                observe.report(self)
+                return
+        if self.running.members:
+            self._decode(release_s)
+        else:
+            self.decoding.growth.on_idle()
+            self.decoding.meter.idle()
+            if release_s is not None:
+                self._epoch += 1
+                self._kernel.at(max(release_s, self._kernel.now_s), Priority.WAKE, self._released, self._epoch)
+        observe.report(self)
+
+    def _released(self, epoch: int) -> None:
+        if epoch == self._epoch and not self._looking:
+            self._look()
+
+    def _part(self) -> None:
+        for request in self._leaving:
+            if request not in self.running.members:
+                continue  # it has ended with the last step
+            self.running.leave(request)
+            if request.stage is Stage.CANCELLED:
+                self._forget(request)
+            else:
+                self._host.on_left(request, self)
+        self._leaving.clear()
+
+    def _join(self) -> None:
+        if not self.joining:
+            return
+        if not self.running.members:
+            self.decoding.meter.begin(self._kernel.now_s)
+        for request in self.joining:
+            self.running.join(request)
+        self.joining.clear()
+
+    def _admit_incoming(self) -> None:
+        while self.landing.waiting:
+            request = self.landing.next_with_room(self._kernel.now_s, len(self.joining))
+            if request is None:
+                return
+            if self.decoding.planned_tokens() + self.queue.chunk_rest_tokens > self.pool.available_tokens:
+                self._cut()  # the open segment may not run as far as planned
+            self._host.on_reserved(request, self)
+
+    # -- prefill -----------------------------------------------------------------------------------------------------
+
+    def _try_prefill(self) -> tuple[bool, float | None]:
+        """Whether a pass has started; if not, when the policy wants to be asked again at the latest."""
+        now_s = self._kernel.now_s
+        self.queue.refresh()
+        view = self._pass_view(now_s)
+        decision = self._policy.decide(view, now_s)
+        self._host.on_pass_reason(decision.reason.value)
+        if decision.action is Action.HOLD:
+            return False, decision.release_s
+        parts = self.queue.admit(decision, view, self.decoding.growth.value)
+        self._policy.on_pass(decision, view, [request.waiting for request, _ in parts], now_s)
+        if not parts:
+            return False, self._nothing_admitted(now_s)
+        self._fruitless = 0
+        mixed = self._knobs.mixed and bool(self.running.members)
+        self.under_way = self.queue.start(parts, now_s, mixed=mixed)
+        self._epoch += 1
+        self._kernel.at(now_s + self._pass_s(self.under_way), Priority.END, self._pass_end, self._epoch)
+        return True, None
+
+    def _nothing_admitted(self, now_s: float) -> float | None:
+        """The pass came back empty. With nothing running, the policy is asked once more at once: it may try others."""
+        if self.running.members or self.view.waiting_decodes or self.pool.used_tokens:
+            return None
+        self._fruitless += 1
+        if self._fruitless > MAX_FRUITLESS:
+            raise SimError(f"{self.view.name} is empty, yet its engine policy admits nothing at {now_s} s")
+        return now_s
+
+    def _pass_view(self, now_s: float) -> PassView:
+        running = len(self.running)
+        expected = self.decoding.expected_tokens()
+        budget = self._knobs.chunk_tokens - (running if self._knobs.mixed else 0)
+        queue = self.queue
+        return PassView(
+            waiting=queue.waiting,
+            chunk=None if queue.chunk is None else queue.chunk.waiting,
+            pass_budget_tokens=max(1, budget),
+            slots=self._knobs.slots - running - (queue.chunk is not None) - self.landing.on_the_way,
+            kv_free_tokens=self.pool.available_tokens - expected,
+            running=running,
+            decode_wait_s=self.decoding.meter.waited_s(now_s) if running else 0.0,
+        )
+
+    def _pass_s(self, under_way: PrefillPass) -> float:
+        one = under_way
+        if one.mixed:
+            running = self.running
+            self._make_room()
+            return self.costs.mixed_s(
+                one.new_tokens, one.attention, one.history_tokens, len(one.parts), len(running), running.context_tokens
+            )
+        return self.costs.prefill_s(one.new_tokens, one.attention, one.history_tokens, len(one.parts))
+
+    def _pass_end(self, epoch: int) -> None:
+        if epoch != self._epoch or self.under_way is None:
+            return
+        done, self.under_way = self.under_way, None
+        now_s = self._kernel.now_s
+        self.decoding.meter.busy(now_s - done.started_s)
+        if done.mixed and self.running.members:
+            self._finish_all(self.decoding.stepped(1, now_s))
+        complete = self.queue.end(done)
+        self._host.on_prefill_pass(
+            PrefillSample(
+                self.view, done.new_tokens, done.attention, done.history_tokens, len(done.parts), now_s - done.started_s
+            )
+        )
+        for request in complete:
+            self._first_token(request)
+        self._after_boundary()
+
+    def _first_token(self, request: SimRequest) -> None:
+        request.done_tokens += 1
+        request.prefilled_at = self.view.index
+        if request.first_token_s is None:
+            request.first_token_s = self._kernel.now_s
+            self._host.on_first_token(request, self)
+        if request.done_tokens >= request.output_tokens:
+            self._finish(request)
+        else:
+            self._host.on_prefilled(request, self)
+
+    def _forget(self, request: SimRequest) -> None:
+        self.queue.free(request)
+        request.home = None
+
+    def _finish(self, request: SimRequest) -> None:
+        if request.stage is Stage.CANCELLED:
+            self._forget(request)
+            return
+        self.queue.free(request)
+        request.finish_s = self._kernel.now_s
+        request.move(Stage.FINISHED)
+        self._host.on_finished(request, self)
+
+    # -- decode ------------------------------------------------------------------------------------------------------
+
+    def _decode(self, release_s: float | None) -> None:
+        self._make_room()
+        if not self.running.members:
+            self.wake()  # all were retracted; they wait for their prefill again
+            return
+        now_s = self._kernel.now_s
+        self._schedule_boundary(
+            self.decoding.open(now_s, reserved_tokens=self.queue.chunk_rest_tokens, release_s=release_s)
+        )
+
+    def _schedule_boundary(self, at_s: float) -> None:
+        self._epoch += 1
+        self._kernel.at(max(at_s, self._kernel.now_s), Priority.END, self._boundary, self._epoch)
+
+    def _cut(self) -> None:
+        """The open segment ends with the step that is under way."""
+        if self.decoding.segment is not None:
+            at_s = self.decoding.cut(self._kernel.now_s)
+            if at_s is not None:
+                self._schedule_boundary(at_s)
+
+    def _boundary(self, epoch: int) -> None:
+        if epoch != self._epoch or self.decoding.segment is None:
+            return
+        self._finish_all(self.decoding.settle())
+        self._after_boundary()
+
+    def _finish_all(self, requests: list[SimRequest]) -> None:
+        for request in requests:
+            self._finish(request)
+
+    def _after_boundary(self) -> None:
+        """Looks now, or after what else happens at this instant."""
+        if not self._looking:
+            self._looking = True
+            if self._kernel.quiet():
+                self._look()
+            else:
+                self._kernel.at(self._kernel.now_s, Priority.WAKE, self._look)
+
+    def _make_room(self) -> None:
+        """Retracts requests until every running one has room for its next token."""
+        rest, retracted = self.queue.chunk_rest_tokens, []
+        while self.decoding.must_retract(rest):
+            request = self.decoding.retract()
+            self.queue.free(request)
+            retracted.append(request)
+        for request in retracted:
+            request.retractions += 1
+            request.move(Stage.PREFILL)
+            request.restart()
+            request.home = self
+            self.queue.push(request, first=True)
+        if retracted:
+            self.decoding.on_retracted()
+
+    def check_integrity(self) -> None:
+        """Asserts that all sums agree; holds between events."""
+        self.pool.check_integrity()
+        self.running.check_integrity()
+        self.queue.check_integrity()
+        held = sum(
+            request.private_tokens + self.running.step - (request.join_step or 0) for request in self.running.members
+        )
+        assert held <= self.pool.private_tokens, f"{held} tokens of running requests, {self.pool.private_tokens} in all"

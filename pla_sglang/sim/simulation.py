@@ -1,0 +1,257 @@
+"""One run: a trace through a fleet, from the first arrival to the last end."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from pla_sglang.metrics.goodput import Served
+from pla_sglang.policy.decisions import Controller
+from pla_sglang.sim import observe
+from pla_sglang.sim.cluster import Cluster
+from pla_sglang.sim.config import InstanceFault, LinkFault, Policies, SimConfig
+from pla_sglang.sim.errors import SimConfigError, SimError
+from pla_sglang.sim.kernel import Kernel, Priority
+from pla_sglang.sim.request import SimRequest, Stage
+from pla_sglang.sim.samples import Sampler, Samples
+from pla_sglang.workload.trace import Trace
+
+STALL_S = 3600.0  # virtual time without anything but ticks, with requests open: nothing will ever come
+STAGE_CODES = {stage: place for place, stage in enumerate(Stage)}
+Progress = Callable[[int, int], None]  # requests ended, requests in all
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What a run has to tell.
+
+    Attributes:
+        served: times of every request, rows as in the trace.
+        stage: [n] how each ended, as ``Stage`` values.
+        prefill_instance, decode_instance: [n] int64, where it was last; -1: nowhere.
+        retractions, migrations, retries: [n] int64.
+        reasons, pass_reasons: decisions of the fleet's and of the engines' policies, by reason.
+        counts: migrations, restarts and the like.
+        gpu_hours: of all instances from start to end of the run.
+        end_s: virtual time of the last event that was not a tick.
+        events: handled by the kernel; wall_s, cpu_s: how long that took.
+    """
+
+    name: str
+    seed: int
+    served: Served
+    stage: list[str]
+    prefill_instance: npt.NDArray[np.int64]
+    decode_instance: npt.NDArray[np.int64]
+    retractions: npt.NDArray[np.int64]
+    migrations: npt.NDArray[np.int64]
+    retries: npt.NDArray[np.int64]
+    reasons: dict[str, int]
+    pass_reasons: dict[str, int]
+    counts: dict[str, int]
+    samples: Samples
+    gpu_hours: float
+    end_s: float
+    events: int
+    wall_s: float
+    cpu_s: float
+
+    def digest(self) -> str:
+        """A hash over what happened to every request: equal for equal runs, on any machine with IEEE doubles."""
+        hashed = hashlib.sha256()
+        columns = (self.served.first_token_s, self.served.finish_s, self.prefill_instance, self.decode_instance)
+        for column in columns:
+            hashed.update(np.ascontiguousarray(column).tobytes())
+        hashed.update(",".join(self.stage).encode())
+        hashed.update(repr(sorted(self.reasons.items())).encode())
+        return hashed.hexdigest()
+
+
+class Simulation:
+    """A trace, a fleet and the policies that drive it; ``run`` once.
+
+    Raises:
+        TraceError: the trace is empty.
+        SimConfigError: a cancel names a row that the trace does not have.
+    """
+
+    def __init__(self, trace: Trace, config: SimConfig, policies: Policies) -> None:
+        trace.require_requests()
+        for row in config.cancels:
+            if not 0 <= row < len(trace):
+                raise SimConfigError(f"cancel of row {row}; allowed: 0 to {len(trace) - 1}")
+        self.kernel = Kernel()
+        self.config = config
+        self.cluster = Cluster(self.kernel, config, policies, expected=len(trace), block_tokens=trace.block_tokens)
+        self._policies = policies
+        self._trace = trace
+        self._arrivals = trace.arrival_s.tolist()
+        self._inputs = trace.input_tokens.tolist()
+        self._outputs = trace.output_tokens.tolist()
+        self._requests: list[SimRequest] = []
+        self._sampler = Sampler()
+        self._sampled_s = -math.inf
+        self._ticks = 0
+        self._active = (0, 0.0)  # events that were no ticks, and when they last grew
+        self._progress: Progress | None = None
+        self._schedule()
+
+    def _schedule(self) -> None:
+        kernel = self.kernel
+        kernel.at(self._arrivals[0], Priority.ARRIVAL, self._arrive, 0)
+        kernel.at(0.0, Priority.TICK, self._report)
+        for controller in self._policies.controllers:
+            if not controller.interval_s > 0:
+                raise SimConfigError(f"interval_s of {type(controller).__name__} is {controller.interval_s}; above 0")
+            kernel.at(controller.interval_s, Priority.TICK, self._control, controller)
+        for fault in self.config.instance_faults:
+            kernel.at(fault.at_s, Priority.FAULT, self._kill, fault)
+        for link in self.config.link_faults:
+            kernel.at(link.at_s, Priority.FAULT, self._cut_link, link)
+
+    def run(self, progress: Progress | None = None) -> RunResult:
+        """To the end of all requests. Raises SimError when policies leave requests where they are for ever."""
+        self._progress = progress
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()  # for the report; nothing depends on them
+        self.kernel.run()
+        if not self.cluster.ledger.complete:
+            raise SimError(self._stuck())
+        return self._result(time.perf_counter() - started_s, time.process_time() - started_cpu_s)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, row: int) -> None:
+        request = self._request(row)
+        self._requests.append(request)
+        if row + 1 < len(self._arrivals):
+            self.kernel.at(self._arrivals[row + 1], Priority.ARRIVAL, self._arrive, row + 1)
+        if row in self.config.cancels:
+            self.kernel.at(self.kernel.now_s + self.config.cancels[row], Priority.ARRIVAL, self._cancel, request)
+        self.cluster.arrive(request)
+
+    def _cancel(self, request: SimRequest) -> None:
+        self.cluster.cancel(request)
+
+    def _request(self, row: int) -> SimRequest:
+        config, ids = self.config, self._trace.hash_ids
+        output = self._outputs[row]
+        return SimRequest(
+            row,
+            self._arrivals[row],
+            self._inputs[row],
+            output,
+            limit_tokens=max(output, config.output_limit_tokens or 0),
+            hash_ids=() if ids is None else ids[row],
+            slo_s=(config.ttft_slo_s, config.tpot_slo_s),
+        )
+
+    def _kill(self, fault: InstanceFault) -> None:
+        instances = len(self.cluster.fleet.instances)
+        if fault.index >= instances:
+            raise SimConfigError(f"fault of instance {fault.index}; allowed: 0 to {instances - 1}")
+        self.cluster.kill(fault.index, fault.down_s)
+
+    def _cut_link(self, fault: LinkFault) -> None:
+        self.cluster.cut_link(fault.source, fault.target, fault.down_s)
+
+    def _report(self, _: object) -> None:
+        """Instances report, the router's numbers are fresh, and samples are taken."""
+        now_s, fleet = self.kernel.now_s, self.cluster.fleet
+        observers = self._policies.observers()
+        for instance in fleet.instances:
+            if not instance.alive:
+                continue
+            observe.sync(instance, now_s)
+            interval_s = observe.interval_s(instance, now_s)
+            instance.view.token_interval_s = interval_s
+            if interval_s is not None:
+                for observer in observers:
+                    observer.on_token_interval(instance.view, interval_s, now_s)
+        if now_s >= self._sampled_s + self.config.sample_s:
+            self._sampled_s = now_s
+            self._sampler.take(fleet.view, now_s)
+        if self._progress is not None:
+            self._progress(sum(self.cluster.ledger.ended.values()), len(self._trace))
+        fleet.check_drained()
+        self.cluster.place_waiting()
+        self._again(self.config.report_interval_s, self._report, None)
+
+    def _control(self, controller: Controller) -> None:
+        self.cluster.tick(controller.tick(self.cluster.fleet.view, self.kernel.now_s))
+        self.cluster.place_waiting()
+        self._again(controller.interval_s, self._control, controller)
+
+    def _again(
+        self, after_s: float, call: Callable[[object], None] | Callable[[Controller], None], what: object
+    ) -> None:
+        """The next tick of a kind, as long as there are requests to come or to serve."""
+        self._ticks += 1
+        now_s, others = self.kernel.now_s, self.kernel.events - self._ticks
+        if others != self._active[0]:
+            self._active = (others, now_s)
+        if self.cluster.ledger.complete:
+            return
+        waits = len(self._requests) == len(self._trace)
+        if waits and now_s > self._active[1] + STALL_S:
+            raise SimError(self._stuck())
+        self.kernel.at(now_s + after_s, Priority.TICK, call, what)
+
+    def _stuck(self) -> str:
+        live = list(self.cluster.ledger.live.values())
+        stages = sorted({request.stage.value for request in live})
+        names = ", ".join(request.rid for request in live[:5])
+        return f"{len(live)} requests can never end ({', '.join(stages)}; {names}): no policy moves them on"
+
+    # -- result ------------------------------------------------------------------------------------------------------
+
+    def _result(self, wall_s: float, cpu_s: float) -> RunResult:
+        requests, cluster = self._requests, self.cluster
+
+        def column(values: list[int]) -> npt.NDArray[np.int64]:
+            return np.array(values, dtype=np.int64)
+
+        def times(values: list[float | None]) -> npt.NDArray[np.float64]:
+            return np.array([math.nan if one is None else one for one in values], dtype=np.float64)
+
+        counts = {stage.value: count for stage, count in cluster.ledger.ended.items()}
+        counts |= dict(cluster.counts)
+        counts |= {
+            "flips": cluster.fleet.flips,
+            "transfers": cluster.network.transfers,
+            "retractions": sum(request.retractions for request in requests),
+        }
+        return RunResult(
+            name=self._policies.name,
+            seed=self.config.seed,
+            served=Served(
+                self._trace.arrival_s,
+                times([one.first_token_s for one in requests]),
+                times([one.finish_s for one in requests]),
+                self._trace.output_tokens,
+            ),
+            stage=[one.stage.value for one in requests],
+            prefill_instance=column([one.prefilled_at for one in requests]),
+            decode_instance=column([-1 if one.home is None else one.home.view.index for one in requests]),
+            retractions=column([one.retractions for one in requests]),
+            migrations=column([one.migrations for one in requests]),
+            retries=column([one.retries for one in requests]),
+            reasons=dict(sorted(cluster.reasons.items())),
+            pass_reasons=dict(sorted(cluster.pass_reasons.items())),
+            counts=counts,
+            samples=self._sampler.result(),
+            gpu_hours=cluster.fleet.gpu_hours(),
+            end_s=self._active[1] if math.isnan(_last(requests)) else _last(requests),
+            events=self.kernel.events,
+            wall_s=wall_s,
+            cpu_s=cpu_s,
+        )
+
+
+def _last(requests: list[SimRequest]) -> float:
+    return max((one.finish_s for one in requests if one.finish_s is not None), default=math.nan)

@@ -1,0 +1,142 @@
+"""Traces in JSON and parquet: Mooncake, and conversations (ShareGPT, LMSYS-Chat-1M)."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pla_sglang.workload.generate import Arrivals, Turn, conversation_trace
+from pla_sglang.workload.rows import BadRows, Columns, RowError, number, open_text, whole_number
+from pla_sglang.workload.trace import Trace, TraceError
+
+CountTokens = Callable[[str], int]
+CHARACTERS_PER_TOKEN = 4.1  # English prose with common tokenizers; for exact lengths pass a tokenizer's count
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
+
+
+def estimate_tokens(text: str) -> int:
+    """Tokens of a text by its characters, at least one."""
+    return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
+
+
+def load_mooncake(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False, block_tokens: int = 512) -> Trace:
+    """Mooncake JSONL: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (blocks of 512 tokens)."""
+    columns = Columns(path.name, bad_rows, sort)
+    for line, record in _json_lines(path, columns):
+        try:
+            ids = record.get("hash_ids")
+            if not isinstance(ids, list):
+                raise RowError("no hash_ids")
+            columns.add(
+                number(record.get("timestamp"), "timestamp") / 1000,
+                whole_number(record.get("input_length"), "input_length"),
+                whole_number(record.get("output_length"), "output_length"),
+                hash_ids=tuple(whole_number(one, "hash id") for one in ids),
+            )
+        except RowError as error:
+            columns.bad(line, str(error))
+    return columns.trace(block_tokens=block_tokens)
+
+
+def load_sharegpt(
+    path: Path, *, arrivals: Arrivals, bad_rows: BadRows = "refuse", count_tokens: CountTokens = estimate_tokens
+) -> Trace:
+    """ShareGPT JSON: ``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``.
+
+    It has no times: ``arrivals`` gives them. Every user message with an answer becomes one request, whose prompt holds
+    the turns before it.
+    """
+    columns = Columns(path.name, bad_rows)
+    with open_text(path) as text:
+        try:
+            records = json.load(text)
+        except json.JSONDecodeError as error:
+            raise TraceError(f"{path}: not JSON: {error}") from None
+    if not isinstance(records, list):
+        raise TraceError(f"{path}: expected a list of conversations, got {type(records).__name__}")
+    talks = _conversations(enumerate(records, 1), "conversations", ("from", "value"), columns, count_tokens)
+    return conversation_trace(path.name, talks, arrivals, skipped=tuple(columns.skipped))
+
+
+def load_lmsys(
+    path: Path, *, arrivals: Arrivals, bad_rows: BadRows = "refuse", count_tokens: CountTokens = estimate_tokens
+) -> Trace:
+    """LMSYS-Chat-1M as parquet or JSONL: ``conversation`` is a list of ``{"role": ..., "content": ...}``.
+
+    It has no times: ``arrivals`` gives them.
+    """
+    columns = Columns(path.name, bad_rows)
+    records = _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path, columns)
+    talks = _conversations(records, "conversation", ("role", "content"), columns, count_tokens)
+    return conversation_trace(path.name, talks, arrivals, skipped=tuple(columns.skipped))
+
+
+def _conversations(
+    records: typing.Iterable[tuple[int, typing.Any]],
+    field: str,
+    names: tuple[str, str],
+    columns: Columns,
+    count_tokens: CountTokens,
+) -> list[list[Turn]]:
+    talks = []
+    for line, record in records:
+        try:
+            messages = record.get(field) if isinstance(record, dict) else None
+            if not isinstance(messages, (list, tuple)):
+                raise RowError(f"no list {field!r}")
+            talks.append(_turns(messages, names, count_tokens))
+        except RowError as error:
+            columns.bad(line, str(error))
+    return talks
+
+
+def _turns(messages: typing.Sequence[typing.Any], names: tuple[str, str], count_tokens: CountTokens) -> list[Turn]:
+    """User messages with the answer that follows. What comes before a user message belongs to its new tokens."""
+    role_name, text_name = names
+    turns: list[Turn] = []
+    asked = 0
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get(text_name), str):
+            raise RowError(f"a message without text {text_name!r}")
+        role, tokens = _ROLES.get(str(message.get(role_name))), count_tokens(message[text_name])
+        if role == "assistant" and asked:
+            turns.append(Turn(new_tokens=asked, output_tokens=tokens))
+            asked = 0
+        else:  # a user's message, a system text, or an answer to nothing: context of the next question
+            asked += tokens
+    if not turns:
+        raise RowError("no question with an answer")
+    return turns
+
+
+def _json_lines(path: Path, columns: Columns) -> Iterator[tuple[int, typing.Any]]:
+    with open_text(path) as text:
+        for line, content in enumerate(text, 1):
+            if not content.strip():
+                continue
+            try:
+                record = json.loads(content)
+            except json.JSONDecodeError as error:
+                columns.bad(line, f"not JSON: {error}")
+                continue
+            if isinstance(record, dict):
+                yield line, record
+            else:
+                columns.bad(line, f"expected a JSON object, got {type(record).__name__}")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, typing.Any]]:
+    import pyarrow.parquet as parquet  # only this format needs it, and its import takes a while
+
+    if not path.is_file():
+        raise TraceError(f"trace file {path} does not exist")
+    file = parquet.ParquetFile(path)
+    if "conversation" not in file.schema_arrow.names:
+        raise TraceError(f"{path}: no column conversation; found: {', '.join(file.schema_arrow.names)}")
+    row = 0
+    for batch in file.iter_batches(columns=["conversation"]):
+        for record in batch.to_pylist():
+            row += 1
+            yield row, record

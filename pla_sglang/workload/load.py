@@ -1,0 +1,71 @@
+"""One door to all file formats: by name, or by what the file looks like."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from pla_sglang.workload.csv_formats import (
+    AZURE_HEADER,
+    BURSTGPT_HEADER,
+    PLAIN_HEADER,
+    load_azure,
+    load_burstgpt,
+    load_plain,
+)
+from pla_sglang.workload.generate import Arrivals
+from pla_sglang.workload.json_formats import load_lmsys, load_mooncake, load_sharegpt
+from pla_sglang.workload.rows import BadRows, open_text
+from pla_sglang.workload.trace import Trace, TraceError
+
+TRACE_KINDS = ("plain", "azure", "burstgpt", "mooncake", "sharegpt", "lmsys")
+WITHOUT_TIMES = ("sharegpt", "lmsys")
+
+
+def load_trace(
+    path: str | Path,
+    *,
+    kind: str | None = None,
+    bad_rows: BadRows = "refuse",
+    sort: bool = False,
+    arrivals: Arrivals | None = None,
+) -> Trace:
+    """A trace from a file, packed (.gz) or not.
+
+    Args:
+        kind: one of ``TRACE_KINDS``; None: found out from the file's head.
+        bad_rows: "refuse" raises at the first bad row, "skip" leaves such rows out and lists them in ``skipped``.
+        sort: bring rows into order of arrival instead of calling them bad.
+        arrivals: times for formats that have none; None: Poisson at one conversation a second, seed 0.
+
+    Raises:
+        TraceError: no such file, a format that is not recognised, a bad row, or no request at all.
+    """
+    path = Path(path)
+    kind = kind or guess_kind(path)
+    if kind not in TRACE_KINDS:
+        raise TraceError(f"trace kind {kind!r} is not known; allowed: {', '.join(TRACE_KINDS)}")
+    if kind in WITHOUT_TIMES:
+        times = arrivals or Arrivals(1.0, random.Random(0))
+        talks = load_sharegpt if kind == "sharegpt" else load_lmsys
+        return talks(path, arrivals=times, bad_rows=bad_rows).require_requests()
+    loader = {"plain": load_plain, "azure": load_azure, "burstgpt": load_burstgpt, "mooncake": load_mooncake}[kind]
+    return loader(path, bad_rows=bad_rows, sort=sort).require_requests()
+
+
+def guess_kind(path: Path) -> str:
+    """The format, from the first characters of the file. Raises TraceError when it is none of ours."""
+    if path.suffix == ".parquet":
+        return "lmsys"
+    with open_text(path) as text:
+        head = text.read(4096)
+    if not head.strip():
+        raise TraceError(f"{path} is empty; allowed: at least one request")
+    header = {name.strip() for name in head.splitlines()[0].split(",")}
+    for kind, names in (("plain", PLAIN_HEADER), ("azure", AZURE_HEADER), ("burstgpt", BURSTGPT_HEADER)):
+        if header.issuperset(names):
+            return kind
+    for kind, mark in (("sharegpt", '"conversations"'), ("lmsys", '"conversation"'), ("mooncake", '"input_length"')):
+        if mark in head:
+            return kind
+    raise TraceError(f"{path}: format not recognised; name it with kind: {', '.join(TRACE_KINDS)}")

@@ -1,0 +1,180 @@
+"""What a cluster is made of: arguments, ports, commands, states, log lines. No engine is started here."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pla_sglang.chain import model_path
+from pla_sglang.cluster.children import ClusterError
+from pla_sglang.cluster.instance import Instance, State
+from pla_sglang.cluster.lean import DISABLED_ENV, lean_environment
+from pla_sglang.cluster.logs import LONGEST_LINE, LineReader
+from pla_sglang.cluster.memory import pss_bytes, tree_pss_bytes
+from pla_sglang.cluster.spec import ClusterConfig, instances, router_arguments
+from pla_sglang.cluster.supervisor import control
+from pla_sglang.errors import ConfigError
+from pla_sglang.launch_cluster import EXIT_BAD_ARGUMENTS, EXIT_FAILED, config_of, main, parser
+
+
+def ports() -> Any:
+    return itertools.count(20_000).__next__
+
+
+def test_instances_get_names_ports_and_roles() -> None:
+    config = ClusterConfig({"prefill": 2, "decode": 1}, common=("--x",), own={"decode": ("--y", "1")})
+    first, second, decode = instances(config, ports())
+    assert [one.name for one in (first, second, decode)] == ["prefill-0", "prefill-1", "decode-0"]
+    assert (first.port, first.bootstrap_port, second.port) == (20_000, 20_001, 20_002)
+    assert first.argv[4:] == (
+        "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "nixl",
+        "--disaggregation-bootstrap-port", "20001", "--x",
+    )  # fmt: skip
+    assert decode.bootstrap_port is None
+    assert decode.argv[-3:] == ("--x", "--y", "1")
+    assert decode.url == "http://127.0.0.1:20004"
+
+
+def test_routers_are_told_who_does_what() -> None:
+    pair = ClusterConfig({"prefill": 1, "decode": 1}, policy="bucket", router_extra=("--z",))
+    command = router_arguments(pair, instances(pair, ports()), 30_000, 30_001)
+    assert command[:4] == ["--host", "127.0.0.1", "--port", "30000"]
+    assert command[command.index("--policy") + 1] == "bucket"
+    assert command[-7:] == [
+        "--pd-disaggregation",
+        *("--prefill", "http://127.0.0.1:20000", "20001"),
+        *("--decode", "http://127.0.0.1:20002"),
+        "--z",
+    ]
+    unified = ClusterConfig({"unified": 2}, router="mini-lb")
+    command = router_arguments(unified, instances(unified, ports()), 30_000, 30_001)
+    assert "--mini-lb" in command
+    assert command[-3:] == ["--worker-urls", "http://127.0.0.1:20000", "http://127.0.0.1:20001"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"counts": {"unified": 0}}, "a cluster needs an instance"),
+        ({"counts": {"unified": -1}}, "--unified -1 is out of range"),
+        ({"counts": {"unified": 65}}, "--unified 65 is out of range; allowed: 0 to 64"),
+        ({"counts": {"fast": 1}}, "kind 'fast' is not known"),
+        ({"counts": {"prefill": 1}}, "--prefill 1 --decode 0: a router needs at least one of each"),
+        ({"counts": {"unified": 1, "prefill": 1, "decode": 1}}, "cannot mix unified instances with others"),
+        ({"counts": {"unified": 1}, "router": "nginx"}, "--router 'nginx' is not known"),
+        ({"counts": {"unified": 1}, "policy": "best"}, "--policy 'best' is not known; allowed: random"),
+        ({"counts": {"unified": 1}, "common": ("--port=1",)}, "--port=1 is set for each instance"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClusterConfig(**arguments)
+
+
+def test_a_router_is_optional() -> None:
+    assert len(instances(ClusterConfig({"prefill": 1}, router="none"), ports())) == 1
+
+
+def test_unknown_arguments_go_to_the_engines() -> None:
+    options, rest = parser().parse_known_args(
+        ["--unified", "1", "--unified-args", "--a 'b c'", "--pla-emulate", "linear", "--log-level", "warning"]
+    )
+    config = config_of(options, rest)
+    assert config.own["unified"] == ("--a", "b c")
+    assert config.common[-4:] == ("--pla-emulate", "linear", "--log-level", "warning")
+    assert str(model_path()) in config.common
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["--unified", "1", "--pla-emulate", "gpu9"], EXIT_BAD_ARGUMENTS, "unknown profile 'gpu9'; known:"),
+        ([], EXIT_BAD_ARGUMENTS, "a cluster needs an instance"),
+        (["--stop"], EXIT_FAILED, "need --state-file"),
+        (["--restart", "a", "--state-file", "/nonexistent/state.json"], EXIT_FAILED, "no cluster answers"),
+    ],
+)
+def test_exit_codes(argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == code
+    assert message in capsys.readouterr().err
+
+
+def test_control_without_a_cluster_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="no cluster answers"):
+        control(tmp_path / "state.json", "stop")
+
+
+LEGAL = {
+    (State.STARTING, State.READY),
+    (State.STARTING, State.STOPPING),
+    (State.STARTING, State.DEAD),
+    (State.READY, State.STOPPING),
+    (State.READY, State.DEAD),
+    (State.STOPPING, State.DEAD),
+    (State.DEAD, State.STARTING),
+}
+
+
+@pytest.mark.parametrize("start", State)
+@pytest.mark.parametrize("end", State)
+def test_states_change_only_as_drawn(start: State, end: State) -> None:
+    member = Instance("a", "http://x", state=start)
+    if (start, end) in LEGAL:
+        member.to(end)
+        assert member.state is end
+    else:
+        with pytest.raises(ValueError, match="cannot become"):
+            member.to(end)
+
+
+def test_log_lines_are_whole_and_named() -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def run() -> None:
+        reading, writing = os.pipe()
+        reader = LineReader("one", reading, lambda name, line: seen.append((name, line)))
+        for part in (b"hel", b"lo\nwor", b"ld\n\nlast"):
+            os.write(writing, part)
+            await asyncio.sleep(0)
+        os.close(writing)
+        while len(seen) < 3:
+            await asyncio.sleep(0)
+        reader.close()
+
+    asyncio.run(run())
+    assert seen == [("one", "hello"), ("one", "world"), ("one", "last")]
+
+
+def test_endless_lines_do_not_fill_the_memory() -> None:
+    seen: list[str] = []
+
+    async def run() -> None:
+        reading, writing = os.pipe()
+        reader = LineReader("one", reading, lambda name, line: seen.append(line))
+        os.write(writing, b"x" * (LONGEST_LINE + 10))
+        while not seen:
+            await asyncio.sleep(0)
+        reader.close()
+        os.close(writing)
+
+    asyncio.run(run())
+    assert len(seen[0]) < LONGEST_LINE + 10
+
+
+def test_only_a_cluster_of_chain_models_leaves_the_others_out() -> None:
+    chain_engine = ["--model-path", str(model_path())]
+    disabled = lean_environment([chain_engine])[DISABLED_ENV].split(",")
+    assert "llama" in disabled
+    assert "registry" not in disabled
+    assert lean_environment([chain_engine, ["--model-path", "other"]]) == {}
+
+
+def test_memory_of_this_process_and_of_none() -> None:
+    assert pss_bytes(os.getpid()) > 10 << 20
+    assert tree_pss_bytes(os.getpid()) >= pss_bytes(os.getpid()) * 0.9
+    assert pss_bytes(2**22 + 1) == tree_pss_bytes(2**22 + 1) == 0

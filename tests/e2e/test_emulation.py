@@ -1,0 +1,171 @@
+"""One cluster of real engines on an emulated device: every token, KV transfer, restarts, an end without leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.replaying.client import Replay
+from bench.replaying.plan import Planned
+from bench.replaying.result import count_wrong
+from pla_sglang import chain
+from pla_sglang.profiles import load_profile
+
+pytestmark = pytest.mark.e2e
+
+PROFILE = "h100-llama3.1-8b-tp1"
+SCALE = 8
+START_S = 280
+
+
+def launch(state: Path, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "pla_sglang.launch_cluster", "--state-file", str(state), *arguments]
+    with log.open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def wait_ready(process: subprocess.Popen[bytes], state: Path, log: Path) -> dict[str, Any]:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            described: dict[str, Any] = json.loads(state.read_text())
+            if described.get("pss_bytes"):
+                return described
+        time.sleep(0.3)
+    pytest.fail(f"not ready:\n{log.read_text()[-3000:]}")
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def gone(processes: list[psutil.Process], ports: list[int]) -> None:
+    """No process and no listening port is left."""
+    _, alive = psutil.wait_procs(processes, timeout=25)
+    assert alive == []
+    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert listening.isdisjoint(ports)
+
+
+def ports_of(described: dict[str, Any]) -> list[int]:
+    members = [*described["instances"], *([described["router"]] if described["router"] else [])]
+    bootstrap = [one["bootstrap_port"] for one in described["instances"] if one["bootstrap_port"]]
+    return [int(one["url"].rsplit(":", 1)[1]) for one in members] + bootstrap
+
+
+def get(url: str) -> Any:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    return json.loads(opener.open(url, timeout=60).read())
+
+
+def ask(url: str, count: int, *, seed: int, gap_s: float = 0.05) -> None:
+    """``count`` requests of mixed lengths; every token must be the oracle's."""
+    import asyncio
+
+    rng = random.Random(seed)
+    shared = chain.prompt_of(700, 1, rng)[:600]
+    planned = []
+    for index in range(count):
+        answer = rng.randint(1, 40)
+        prompt = chain.prompt_of(rng.choice((5, 60, 900, 3000, 9000)), answer, rng)
+        planned.append(Planned(index, index * gap_s, shared + prompt if index % 3 == 0 else prompt, answer))
+    records = asyncio.run(Replay(url, timeout_s=200).run(planned))
+    assert [record.error for record in records if record.error] == []
+    assert sum(map(count_wrong, records)) == 0
+    assert all(record.finish == "stop" for record in records)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
+    pytest.importorskip("sglang_router", reason="the bench extra")
+    folder = tmp_path_factory.mktemp("cluster")
+    state, log = folder / "state.json", folder / "log"
+    process = launch(
+        *(state, log, "--prefill", "1", "--decode", "1", "--pla-emulate", PROFILE, "--pla-time-scale", str(SCALE)),
+        *("--incremental-streaming-output", "--enable-metrics", "--decode-args", "--pla-emulate-kv-gbps 100"),
+    )
+    try:
+        yield wait_ready(process, state, log) | {"process": process, "state_file": state, "log": log}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_every_token_of_a_pd_pair_is_right(cluster: dict[str, Any]) -> None:
+    ask(cluster["url"], 60, seed=1)
+
+
+def test_engines_say_that_they_are_no_gpu(cluster: dict[str, Any]) -> None:
+    for one in cluster["instances"]:
+        state = get(one["url"] + "/server_info")["internal_states"][0]["pla_emulation"]
+        assert (state["profile"], state["time_scale"]) == (PROFILE, SCALE)
+        assert state["steps"] > 0
+        assert 0 <= state["host_overhead_share"] < 1
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        series = opener.open(one["url"] + "/metrics", timeout=60).read().decode()
+        assert f'profile="{PROFILE}"' in series
+        assert "pla:emulated_busy_seconds_total" in series
+    assert "EMULATED device, not a GPU" in cluster["log"].read_text()
+
+
+def test_a_kv_transfer_takes_its_bandwidth(cluster: dict[str, Any]) -> None:
+    """A long prompt's second token comes after prefill, transfer and one step."""
+    import asyncio
+
+    tokens = 20_000
+    prompt = chain.prompt_of(tokens, 3, random.Random(9))
+    [record] = asyncio.run(Replay(cluster["url"], timeout_s=200).run([Planned(0, 0.0, prompt, 3)]))
+    assert record.error is None
+    profile = load_profile(PROFILE)
+    transfer_s = tokens * profile.kv_bytes_per_token * 8 / 100e9
+    sizes = [8192, 8192, tokens - 2 * 8192]
+    prefill_s = sum(profile.prefill_s(n, n * (n + 2 * h), h) for n, h in zip(sizes, (0, 8192, 16384), strict=True))
+    assert record.done_s is not None
+    assert record.sent_s is not None
+    assert record.done_s - record.sent_s >= SCALE * (transfer_s + prefill_s)
+
+
+def test_a_restarted_instance_serves_again(cluster: dict[str, Any]) -> None:
+    arguments = ["--restart", "decode-0", "--state-file", str(cluster["state_file"])]
+    done = subprocess.run(
+        [sys.executable, "-m", "pla_sglang.launch_cluster", *arguments], capture_output=True, text=True, timeout=200
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "ok"), done.stdout + done.stderr
+    assert [one["restarts"] for one in json.loads(cluster["state_file"].read_text())["instances"]] == [0, 1]
+    time.sleep(5)  # the router looks at its workers every few seconds
+    ask(cluster["url"], 5, seed=2)
+
+
+def test_ctrl_c_leaves_nothing(cluster: dict[str, Any]) -> None:
+    processes, ports = family(cluster["pid"]), ports_of(cluster)
+    assert len(processes) >= 8
+    os.kill(cluster["pid"], signal.SIGINT)
+    assert cluster["process"].wait(timeout=40) == 0
+    gone(processes, ports)
+    assert not cluster["state_file"].exists()
+
+
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    state, log = tmp_path / "state.json", tmp_path / "log"
+    process = launch(state, log, "--unified", "1", "--router", "none", "--pla-emulate", "linear")
+    described = wait_ready(process, state, log)
+    processes, ports = family(process.pid), ports_of(described)
+    ask(described["url"], 5, seed=3)
+    process.kill()
+    process.wait()
+    gone(processes, ports)

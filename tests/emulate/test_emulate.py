@@ -1,0 +1,196 @@
+"""The emulated device: its time line, its log of errors, the shape of a batch, and what the flag adds."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pla_sglang.config import PlaConfig
+from pla_sglang.emulate.arguments import check, value_of, with_emulation
+from pla_sglang.emulate.batch import StepShape, shape_of
+from pla_sglang.emulate.device import Device, KvLink, ResultReady, build
+from pla_sglang.emulate.steplog import StepLog
+from pla_sglang.emulate.timeline import Span, Timeline
+from pla_sglang.errors import ConfigError
+from pla_sglang.profiles import ProfileError, load_profile
+
+PROFILE = "h100-llama3.1-8b-tp1"
+
+
+def test_work_queues_behind_what_was_launched_before() -> None:
+    line = Timeline()
+    assert line.launch(2.0, now_s=10.0) == Span(10.0, 10.0, 12.0, 0.0)
+    assert line.launch(1.0, now_s=11.0) == Span(11.0, 12.0, 13.0, 0.0)
+    assert line.busy_s == 3.0
+    assert line.overhead_share == 0.0
+
+
+def test_a_gap_is_the_hosts_unless_there_was_no_work() -> None:
+    line = Timeline()
+    line.launch(2.0, now_s=0.0)
+    assert line.launch(2.0, now_s=3.0).gap_s == 1.0
+    line.rest()
+    assert line.launch(1.0, now_s=9.0).gap_s == 0.0
+    assert (line.busy_s, line.gap_s) == (5.0, 1.0)
+    assert line.overhead_share == pytest.approx(1 / 6)
+
+
+def test_the_first_launch_has_no_gap_and_an_unused_line_no_share() -> None:
+    assert Timeline().overhead_share == 0.0
+    assert Timeline().launch(1.0, now_s=5.0).gap_s == 0.0
+
+
+def test_step_errors_run_from_result_to_result() -> None:
+    log = StepLog()
+    log.observe(Span(0.0, 0.0, 1.0, 0.0), seen_s=1.1)  # from its launch: 10 % late
+    log.observe(Span(0.5, 1.0, 2.0, 0.0), seen_s=2.0)  # 0.9 s after the result before
+    log.observe(Span(5.0, 5.0, 6.0, 0.0), seen_s=6.5)  # after a pause: from its launch again
+    assert log.quantiles((0.0, 0.5, 1.0)) == pytest.approx([0.1, 0.1, 0.5])
+    assert log.steps == 3
+    log.clear()
+    assert all(math.isnan(value) for value in log.quantiles((0.5, 0.99)))
+
+
+class Mode:
+    """Stands in for the host's ForwardMode."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_decode(self) -> bool:
+        return self.name == "decode"
+
+    def is_extend(self) -> bool:
+        return self.name in ("extend", "mixed")
+
+    def is_mixed(self) -> bool:
+        return self.name == "mixed"
+
+
+def batch(mode: str, *, extend: list[int], prefix: list[int], seq: list[int], decodes: int = 0) -> Any:
+    return SimpleNamespace(
+        forward_mode=Mode(mode),
+        reqs=[object()] * len(seq),
+        extend_lens=extend,
+        prefix_lens=prefix,
+        seq_lens_cpu=torch.tensor(seq),
+        decoding_reqs=[object()] * decodes or None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        (batch("decode", extend=[], prefix=[], seq=[5, 7]), StepShape(decodes=2, context_tokens=12)),
+        (
+            batch("extend", extend=[10, 4], prefix=[0, 100], seq=[10, 104]),
+            StepShape(new_tokens=14, attention=100 + 4 * 204, history_tokens=100, requests=2),
+        ),
+        (
+            batch("mixed", extend=[10, 1, 1], prefix=[0, 30, 40], seq=[10, 31, 41], decodes=2),
+            StepShape(new_tokens=10, attention=100, requests=1, decodes=2, context_tokens=72),
+        ),
+        (batch("idle", extend=[], prefix=[], seq=[]), StepShape()),
+    ],
+    ids=["decode", "extend", "mixed", "idle"],
+)
+def test_shape_of_a_batch(given: Any, shape: StepShape) -> None:
+    assert shape_of(given) == shape
+
+
+def test_cost_follows_the_profile_and_the_scale() -> None:
+    profile = load_profile(PROFILE)
+    device = Device(profile, time_scale=4.0, prefill_graph=True)
+    eager = Device(profile, time_scale=4.0, prefill_graph=False)
+    assert device.cost_s(StepShape(decodes=8, context_tokens=8000)) == 4 * profile.decode_s(8, 8000)
+    short = StepShape(new_tokens=50, attention=2500, requests=1)
+    assert device.cost_s(short) == 4 * profile.prefill_s(50, 2500)
+    assert eager.cost_s(short) == 4 * profile.launch_floor.eager_s
+    # decodes are captured as graphs in either case
+    assert eager.cost_s(StepShape(decodes=1, context_tokens=10)) == device.cost_s(
+        StepShape(decodes=1, context_tokens=10)
+    )
+    assert device.cost_s(StepShape()) == 0.0
+
+
+def test_a_result_is_waited_for_and_seen_once() -> None:
+    device = Device(load_profile("linear"), time_scale=1.0, prefill_graph=True)
+    started_s = time.perf_counter()
+    ready = ResultReady(device.launch(StepShape(new_tokens=10, attention=100, requests=1), started_s), device.log)
+    assert not ready.query()
+    ready.record()
+    ready.synchronize()
+    ready.synchronize()
+    assert ready.query()
+    assert time.perf_counter() - started_s >= 0.030
+    assert device.log.steps == 1
+    assert device.state()["steps"] == 1
+
+
+def test_transfers_share_a_link() -> None:
+    link = KvLink(bytes_per_token=1000, gbps=8.0, time_scale=2.0)  # 2 us a token
+    assert link.done_s(1000, now_s=1.0) == pytest.approx(1.002)
+    assert link.done_s(1000, now_s=1.001) == pytest.approx(1.004)
+    assert link.done_s(0, now_s=9.0) == 9.0
+
+
+def test_the_flag_adds_what_an_emulated_engine_needs() -> None:
+    given = ["--pla-emulate", PROFILE, "--port", "1"]
+    added = with_emulation(given)
+    assert added[-4:] == given
+    assert value_of(added, "--device") == "cpu"
+    assert value_of(added, "--max-total-tokens") == str(load_profile(PROFILE).kv_capacity_tokens)
+    assert (value_of(added, "--model-path") or "").endswith("chain/model")
+
+
+def test_what_the_user_says_stays() -> None:
+    given = [f"--pla-emulate={PROFILE}", "--model=mine", "--max-total-tokens=5", "--chunked-prefill-size", "7"]
+    added = with_emulation(given)
+    assert value_of(added, "--model-path") is None
+    assert value_of(added, "--max-total-tokens") == "5"
+    assert value_of(added, "--chunked-prefill-size") == "7"
+
+
+def test_without_the_flag_nothing_changes() -> None:
+    assert with_emulation(["--port", "1"]) == ["--port", "1"]
+
+
+def test_an_unknown_profile_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ProfileError, match=f"unknown profile 'gpu9'; known: .*{PROFILE}"):
+        with_emulation(["--pla-emulate", "gpu9"])
+    with pytest.raises(ProfileError, match="unknown profile"):
+        build(PlaConfig(emulate="gpu9"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"device": "cuda"}, "needs --device cpu, got 'cuda'"),
+        ({"device": "cpu", "speculative_algorithm": "EAGLE"}, "cannot be combined with --speculative-algorithm"),
+        ({"device": "cpu", "enable_pdmux": True}, "cannot be combined with --enable-pdmux"),
+    ],
+)
+def test_combinations_that_cannot_work(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(SimpleNamespace(**args), PlaConfig(emulate=PROFILE))
+    check(SimpleNamespace(**args), PlaConfig())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"time_scale": 2.0}, "need --pla-emulate PROFILE"),
+        ({"emulate": PROFILE, "time_scale": 0}, "--pla-time-scale 0 is out of range"),
+        ({"emulate": PROFILE, "time_scale": float("nan")}, "--pla-time-scale nan is out of range"),
+        ({"emulate": PROFILE, "emulate_kv_gbps": -1}, "--pla-emulate-kv-gbps -1 is out of range"),
+        ({"emulate": PROFILE, "emulate_launch": "fast"}, "--pla-emulate-launch 'fast' is not known"),
+    ],
+)
+def test_bad_knobs_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PlaConfig(**knobs)

@@ -1,0 +1,146 @@
+"""Forecasters: closed cases by hand, ARIMA's recursion against statsmodels, refits only when needed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from statsmodels.tsa.arima.model import ARIMA
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.dopd.arima import ArimaForecaster, ArimaKnobs
+from pla_sglang.policy.dopd.forecast import Corrected, Forecaster, HoltWinters, HoltWintersKnobs, LastValue, Oracle
+
+MAKERS: dict[str, Callable[[], Forecaster]] = {
+    "last": LastValue,
+    "holt_winters": HoltWinters,
+    "arima": ArimaForecaster,
+    "corrected": lambda: Corrected(LastValue()),
+}
+
+
+def arma(count: int, *, ar: float, ma: float, mean: float = 50.0, seed: int = 5) -> list[float]:
+    rng = random.Random(seed)
+    values, last, shock = [], mean, 0.0
+    for _ in range(count):
+        fresh = rng.gauss(0.0, 1.0)
+        last = mean + ar * (last - mean) + fresh + ma * shock
+        shock = fresh
+        values.append(last)
+    return values
+
+
+def error_of(forecaster: Forecaster, values: list[float], skip: int) -> float:
+    """Mean absolute one-step error after the first ``skip`` values."""
+    errors = []
+    for index, value in enumerate(values):
+        expected = forecaster.next_value()
+        if index >= skip and expected is not None:
+            errors.append(abs(value - expected))
+        forecaster.add(value)
+    return sum(errors) / len(errors)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_nothing_is_known_before_the_first_value(name: str) -> None:
+    assert MAKERS[name]().next_value() is None
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_constant_series_is_forecast_exactly(name: str) -> None:
+    forecaster = MAKERS[name]()
+    for _ in range(40):
+        forecaster.add(7.0)
+        assert forecaster.next_value() == pytest.approx(7.0)
+
+
+def test_oracle_knows_the_coming_interval() -> None:
+    oracle = Oracle(lambda interval: 10.0 * interval)
+    assert oracle.next_value() == 0.0
+    oracle.add(-1.0)
+    assert oracle.next_value() == 10.0
+
+
+def test_holt_winters_follows_a_line_and_a_season() -> None:
+    line = [100.0 + 3.0 * step for step in range(80)]
+    knobs = HoltWintersKnobs(damping=1.0)
+    assert error_of(HoltWinters(knobs), line, 40) < 0.2 < error_of(LastValue(), line, 40)
+    season = [100.0 + 30.0 * math.sin(2 * math.pi * step / 12) for step in range(240)]
+    seasonal = HoltWintersKnobs(level=0.2, trend=0.01, seasonal=0.5, season=12)
+    assert error_of(HoltWinters(seasonal), season, 120) < 0.3 * error_of(LastValue(), season, 120)
+
+
+def test_arima_by_recursion_is_what_statsmodels_forecasts() -> None:
+    values = arma(110, ar=0.8, ma=0.4)
+    ours = ArimaForecaster(ArimaKnobs(p=1, d=0, q=1, first_fit=90, refit_error=99.0))
+    for value in values[:90]:
+        ours.add(value)
+    theirs = ARIMA(np.array(values[:90]), order=(1, 0, 1), trend="c").fit(method_kwargs={"maxiter": 50})
+    for value in values[90:]:
+        assert ours.next_value() == pytest.approx(float(theirs.forecast(1)[0]), rel=1e-4)
+        ours.add(value)
+        theirs = theirs.append([value])
+
+
+def test_arima_with_differencing_is_what_statsmodels_forecasts() -> None:
+    steps = arma(100, ar=0.6, ma=0.3, mean=0.0)
+    values = [1000.0 + total for total in np.cumsum(steps)]
+    ours = ArimaForecaster(ArimaKnobs(p=2, d=1, q=1, first_fit=80, refit_error=99.0))
+    for value in values[:80]:
+        ours.add(value)
+    theirs = ARIMA(np.array(values[:80]), order=(2, 1, 1), trend="n").fit(method_kwargs={"maxiter": 50})
+    for value in values[80:]:
+        assert ours.next_value() == pytest.approx(float(theirs.forecast(1)[0]), rel=1e-4)
+        ours.add(value)
+        theirs = theirs.append([value])
+
+
+def test_arima_beats_the_last_value_where_there_is_something_to_learn() -> None:
+    values = arma(160, ar=-0.7, ma=0.0)
+    assert error_of(ArimaForecaster(ArimaKnobs(p=1, d=0, q=1)), values, 60) < 0.7 * error_of(LastValue(), values, 60)
+
+
+def test_no_refit_while_forecasts_are_good_and_one_after_a_shift() -> None:
+    forecaster = ArimaForecaster(ArimaKnobs(p=1, d=1, q=1))
+    for value in arma(60, ar=0.5, ma=0.0):
+        forecaster.add(value)
+    assert forecaster.fits == 1
+    for value in arma(20, ar=0.5, ma=0.0, mean=500.0):
+        forecaster.add(value)
+    assert forecaster.fits == 2
+
+
+def test_a_forecast_is_never_negative() -> None:
+    forecaster = ArimaForecaster(ArimaKnobs(p=1, d=1, q=0))
+    for value in range(40, -1, -1):
+        forecaster.add(float(value))
+    assert forecaster.next_value() == 0.0
+
+
+def test_correction_takes_out_a_bias_within_its_bound() -> None:
+    low = Corrected(Oracle(lambda interval: 10.0), weight=0.5)
+    for _ in range(30):
+        low.add(15.0)
+    assert low.next_value() == pytest.approx(15.0)
+    for _ in range(30):
+        low.add(1000.0)
+    assert low.factor == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ArimaKnobs(p=9), "arima p must be at least 0 and at most 8"),
+        (lambda: ArimaKnobs(d=2), "arima d"),
+        (lambda: ArimaKnobs(first_fit=5), "arima first_fit must be at least 9"),
+        (lambda: ArimaKnobs(history=8), "arima history"),
+        (lambda: HoltWintersKnobs(level=0.0), "level must be above 0"),
+        (lambda: Corrected(LastValue(), bound=0.5), "correction bound"),
+    ],
+)
+def test_bad_knobs(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

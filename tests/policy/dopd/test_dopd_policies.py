@@ -1,0 +1,273 @@
+"""DOPD's planner, load meter, dispatcher and Algorithm 1 as tables.
+
+Prefill takes 10 ms + 1 ms a token, a decode step 10 ms + 0.1 ms a request + 1 us a token of context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fleets import LinearSteps, decode, fleet, mixed, predictor, prefill, request
+from support.views import pass_view, waiting
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.decisions import Hold, PrefillSample, ScaleTo
+from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
+from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
+from pla_sglang.policy.dopd.load import LoadMeter, LoadSample
+from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs, least_loaded
+from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
+from pla_sglang.policy.fleet import FleetView, InstanceState, InstanceView, Role
+from pla_sglang.policy.reasons import FleetReason as R
+from pla_sglang.policy.types import Action, PassView, Reason
+
+KNOBS = PlannerKnobs(ttft_slo_s=4.0, concurrency_max=50, interval_s=10.0)
+
+
+def planner(**changes: Any) -> Planner:
+    tables = PrefillTable.profile(LinearSteps()), DecodeTable.profile(LinearSteps())
+    return Planner(dataclasses.replace(KNOBS, **changes), *tables)
+
+
+LOAD = LoadSample(input_tokens=990.0, output_tokens=100.0, concurrency=100.0, rate_per_s=1.0)
+
+
+def test_a_plan_by_hand() -> None:
+    """100 requests on 2 instances: 50 each, 1,040 tokens each, so a step takes 10 + 5 + 52 = 67 ms.
+
+    R = 50 * 1 s / (67 ms * 100) = 7.46; n_p = ceil(2 * 7.46) = 15.
+    """
+    plan = planner().plan(LOAD)
+    assert (plan.decode, plan.prefill) == (2, 15)
+    assert plan.ratio == pytest.approx(50 / 6.7)
+
+
+def test_waiting_asks_for_more_prefill_than_the_ratio() -> None:
+    """3 a second of 1 s each leave, at n instances, rho = 3/n; the wait rho/(1-rho) must be at most 1 s: n = 6."""
+    light = dataclasses.replace(LOAD, concurrency=5.0, rate_per_s=3.0)
+    assert planner().plan(light).ratio == pytest.approx(5 / (0.010 + 0.0005 + 0.0052) / 100, rel=1e-6)  # 3.18
+    assert planner().plan(light).prefill == 6
+
+
+def test_corrections_reach_the_plan() -> None:
+    one = planner(correction_weight=1.0)
+    one.correct_prefill(990.0, 2.0)
+    assert one.plan(LOAD).prefill == 30
+    one.correct_decode(50, 1040.0, 0.134)
+    assert one.plan(LOAD).prefill == 15
+
+
+def test_the_maximum_is_shared_in_proportion() -> None:
+    plan = planner(instances_max=8).plan(LOAD)
+    assert (plan.prefill, plan.decode) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "concurrency", "decodes"), [("one below", 50.0, 1), ("one above", 50.1, 2), ("none", 0.0, 1)]
+)
+def test_line_13(name: str, concurrency: float, decodes: int) -> None:
+    assert planner().plan(dataclasses.replace(LOAD, concurrency=concurrency)).decode == decodes
+
+
+def test_load_meter_by_hand() -> None:
+    meter = LoadMeter()
+    meter.arrive(100, 0.0)
+    meter.arrive(300, 2.0)
+    meter.finish(40, 6.0)
+    sample = meter.take(10.0)
+    assert sample is not None
+    assert (sample.input_tokens, sample.output_tokens) == (200.0, 40.0)
+    assert sample.concurrency == pytest.approx((2 + 4 * 2 + 4) / 10)
+    assert sample.rate_per_s == 0.2
+    assert sample.input_cv2 == pytest.approx(0.25)
+    later = meter.take(20.0)
+    assert later == LoadSample(None, None, 1.0, 0.0)
+    assert meter.take(20.0) is None
+
+
+def feed(controller: DopdController, start_s: float, rate_per_s: int, seconds: int = 10) -> None:
+    """Requests of 990 tokens that stay for one second; those of the interval before end in this one."""
+    for index in range(rate_per_s * seconds):
+        now_s = start_s + index / rate_per_s
+        controller.on_arrival(request(990), now_s)
+        if index >= rate_per_s or start_s > 0:
+            controller.on_finish(request(990), 100, now_s)
+
+
+def counts(view: FleetView) -> tuple[int, int]:
+    return len(view.by_role[Role.PREFILL]), len(view.by_role[Role.DECODE])
+
+
+def apply_scaling(view: FleetView, actions: list[Any]) -> None:
+    for action in actions:
+        if isinstance(action, ScaleTo):
+            for _ in range(action.start):
+                view.add(InstanceView(len(view.instances), "new", role=action.role))
+            for instance in action.drain:
+                view.set_state(instance, InstanceState.DRAINING)
+            assert len(view.by_role[action.role]) == action.count
+
+
+def test_scaling_follows_the_plan_up_at_once_and_down_after_three_intervals() -> None:
+    controller = DopdController(planner(concurrency_max=2))
+    view = fleet(prefill(), decode())
+    assert [action.reason for action in controller.tick(view, 0.0)] == [R.NO_DATA]
+    feed(controller, 0.0, rate_per_s=4)
+    actions = controller.tick(view, 10.0)
+    assert [(type(action), action.reason) for action in actions] == [(ScaleTo, R.DOPD_RATIO)] * 2
+    apply_scaling(view, actions)
+    high = counts(view)
+    for _ in range(4):
+        controller.on_finish(request(990), 100, 10.0)
+    assert high[0] >= 5
+    assert high[1] == 2
+    seen = []
+    for tick in range(2, 9):
+        actions = controller.tick(view, 10.0 * tick)  # nobody comes any more
+        apply_scaling(view, actions)
+        seen.append(counts(view))
+    assert seen[:2] == [high, high]
+    assert seen[2][0] < high[0]
+    assert min(min(pair) for pair in seen) >= 1
+
+
+def test_a_starting_instance_counts() -> None:
+    controller = DopdController(planner(concurrency_max=2))
+    view = fleet(prefill(), decode())
+    for _ in range(20):
+        view.add(InstanceView(len(view.instances), "p", role=Role.PREFILL, state=InstanceState.STARTING))
+    controller.tick(view, 0.0)
+    feed(controller, 0.0, rate_per_s=4)
+    first, _ = controller.tick(view, 10.0)
+    assert isinstance(first, Hold)  # 21 are more than the plan; starting ones are not called back
+
+
+def test_constant_load_settles() -> None:
+    """At most one change an hour after settling, for several loads that lie on or near the border of two counts."""
+    for rate in (2, 3, 4, 5):
+        controller = DopdController(planner(concurrency_max=2))
+        view = fleet(prefill(), decode())
+        changes = []
+        for tick in range(72):
+            actions = controller.tick(view, 10.0 * tick)
+            apply_scaling(view, actions)
+            changes.append(sum(isinstance(action, ScaleTo) for action in actions))
+            feed(controller, 10.0 * tick, rate)
+        assert sum(changes[12:]) <= 1, rate
+
+
+def test_observations_correct_the_tables() -> None:
+    controller = DopdController(planner(correction_weight=1.0))
+    view = fleet(prefill(), decode(running=50, context_tokens=50 * 1040, token_interval_s=0.134))
+    controller.tick(view, 0.0)
+    feed(controller, 0.0, 1)
+    controller.on_prefill(PrefillSample(view.instances[0], 990, 990 * 990, 0, 1, 2.0), 5.0)
+    controller.on_prefill(PrefillSample(view.instances[0], 9900, 0, 0, 10, 99.0), 5.0)  # a batch: not in the table
+    controller.tick(view, 10.0)
+    assert controller.planner.prefill_factor == pytest.approx(2.0)
+    assert controller.planner.decode_factor == pytest.approx(2.0, rel=1e-3)
+
+
+def test_who_is_drained() -> None:
+    view = fleet(decode(context_tokens=5), decode(), decode(), decode(queued_tokens=1))
+    assert [instance.name for instance in least_loaded(view.instances, 3)] == ["i2", "i1", "i3"]
+
+
+DISPATCH: list[tuple[str, FleetView, Any, str, str | None, R]] = [
+    ("remote", fleet(prefill(), decode()), request(300), "i0", "i1", R.DOPD_REMOTE),
+    ("least backlog", fleet(prefill(queued_tokens=9), prefill(), decode()), request(300), "i1", "i2", R.DOPD_REMOTE),
+    (
+        "least decode load",
+        fleet(prefill(), decode(context_tokens=9), decode()),
+        request(300),
+        "i0",
+        "i2",
+        R.DOPD_REMOTE,
+    ),
+    (
+        "cached prefix beats a small difference in load",
+        fleet(prefill(), decode(context_tokens=900, kv_capacity_tokens=10_000), decode(kv_capacity_tokens=10_000)),
+        request(300, cached={1: 297}),
+        "i1",
+        "i1",
+        R.DOPD_LOCAL,
+    ),
+    ("5 tokens: 15 ms in place, hand-over 15.03 ms", fleet(prefill(), decode()), request(5), "i1", "i1", R.DOPD_LOCAL),
+    ("6 tokens: 16 ms in place", fleet(prefill(), decode()), request(6), "i0", "i1", R.DOPD_REMOTE),
+    ("one instance does both", fleet(mixed()), request(300), "i0", "i0", R.DOPD_LOCAL),
+    ("no prefill instance", fleet(decode()), request(300), "i0", "i0", R.DOPD_REMOTE),
+]
+
+
+@pytest.mark.parametrize("case", DISPATCH, ids=[case[0] for case in DISPATCH])
+def test_dispatch(case: tuple[str, FleetView, Any, str, str | None, R]) -> None:
+    _, view, ask, prefilled, decoded, reason = case
+    answer = DopdDispatcher(DopdDispatchKnobs(), predictor()).dispatch(ask, view, 0.0)
+    assert (answer.prefill and answer.prefill.name, answer.decode and answer.decode.name) == (prefilled, decoded)
+    assert answer.reason is reason
+
+
+def test_dispatch_to_nobody_and_a_second_choice() -> None:
+    router = DopdDispatcher(DopdDispatchKnobs(), predictor())
+    assert router.dispatch(request(), fleet(), 0.0).reason is R.NO_INSTANCE
+    assert router.place_decode(request(), fleet(), 0.0).reason is R.NO_INSTANCE
+    view = fleet(prefill())
+    assert router.place_decode(request(), view, 0.0).decode is view.instances[0]
+
+
+def lengths(*tokens: int) -> list[Any]:
+    return [waiting(count, rid=f"{index}:{count}") for index, count in enumerate(tokens)]
+
+
+BATCHING: list[tuple[str, PassView, float, Action, Reason, list[int]]] = [
+    ("empty", pass_view(), 0.0, Action.HOLD, Reason.EMPTY, []),
+    ("a long goes at once, alone", pass_view(lengths(500, 10)), 0.0, Action.LONG, Reason.ORDER, [500]),
+    ("exactly i_next is long", pass_view(lengths(400, 10)), 0.0, Action.LONG, Reason.ORDER, [400]),
+    ("shorts gather to i_next", pass_view(lengths(150, 150, 150, 150)), 0.0, Action.SHORT, Reason.TOKENS, [150] * 3),
+    ("exactly i_next is full", pass_view(lengths(200, 200, 9)), 0.0, Action.SHORT, Reason.TOKENS, [200, 200]),
+    ("queue at its end", pass_view(lengths(150, 150)), 0.0, Action.SHORT, Reason.QUEUE_END, [150, 150]),
+    ("a long met while gathering goes first", pass_view(lengths(9, 500, 9)), 0.0, Action.LONG, Reason.ORDER, [500]),
+    ("unless the timer is over", pass_view(lengths(9, 500, 9)), 0.1, Action.SHORT, Reason.WINDOW, [9]),
+    ("slots", pass_view(lengths(9, 9, 9), slots=2), 0.0, Action.SHORT, Reason.TOKENS, [9, 9]),
+    ("no slots", pass_view(lengths(9), slots=0), 0.0, Action.HOLD, Reason.BLOCKED, []),
+    ("pass budget", pass_view(lengths(60, 60), budget=100), 0.0, Action.SHORT, Reason.TOKENS, [60]),
+    ("a chunk goes on", pass_view(lengths(9), chunk=waiting(700)), 0.0, Action.LONG, Reason.ORDER, []),
+]
+
+
+@pytest.mark.parametrize("case", BATCHING, ids=[case[0] for case in BATCHING])
+def test_algorithm_1(case: tuple[str, PassView, float, Action, Reason, list[int]]) -> None:
+    _, view, later_s, action, reason, taken = case
+    policy = LengthAwareBatching(BatchingKnobs(i_next_tokens=400, timeout_s=0.1))
+    answer = policy.decide(view, 0.0)
+    if later_s:
+        answer = policy.decide(view, later_s)
+    assert (answer.action, answer.reason) == (action, reason)
+    assert [chosen.new_tokens for chosen in answer.selected] == taken
+
+
+@given(st.lists(st.integers(1, 900), max_size=30), st.integers(1, 1000))
+def test_every_request_runs_once_and_shorts_keep_their_order(tokens: list[int], i_next: int) -> None:
+    policy = LengthAwareBatching(BatchingKnobs(i_next_tokens=i_next, timeout_s=0.5))
+    queue, ran, now_s = lengths(*tokens), [], 0.0
+    while queue:
+        answer = policy.decide(pass_view(queue, budget=10_000), now_s)
+        assert answer.selected
+        queue = [view for view in queue if view not in answer.selected]
+        ran += [view.rid for view in answer.selected]
+        now_s += 0.1
+    shorts = [rid for rid in ran if int(rid.split(":")[1]) < i_next]
+    assert shorts == sorted(shorts, key=lambda rid: int(rid.split(":")[0]))
+    assert len(ran) == len(set(ran)) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"ttft_slo_s": 0.0}, {"concurrency_max": 0}, {"instances_max": 1}, {"wait_share": 1.5}, {"down_margin": -1}]
+)
+def test_bad_knobs(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        dataclasses.replace(KNOBS, **bad)

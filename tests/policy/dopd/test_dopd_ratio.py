@@ -1,0 +1,219 @@
+"""DOPD's closed forms against the paper's own figures, and the tables they read.
+
+Table I of the paper: one H100, Llama-70B-FP8; milliseconds of one prefill, and of one decode step at a concurrency.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fleets import LinearSteps
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.dopd.queueing import (
+    batch_timeout_s,
+    expected_cost_s,
+    kingman_wait_s,
+    pareto_moments,
+    servers_for_wait,
+    utilisation,
+)
+from pla_sglang.policy.dopd.ratio import (
+    Device,
+    bandwidth_kv_bytes,
+    choose_decode_parallel,
+    choose_prefill_parallel,
+    decode_concurrency,
+    fastest_prefill_parallel,
+    memory_kv_bytes,
+    optimal_ratio,
+    prefill_latency_s,
+)
+from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
+
+LENGTHS = [100, 200, 700, 1200, 1700]
+TTFT = PrefillTable(LENGTHS, [0.036, 0.046, 0.125, 0.193, 0.269])
+TPOT = DecodeTable(
+    [104, 200, 248],
+    LENGTHS,
+    [
+        [0.028, 0.031, 0.033, 0.035, 0.037],
+        [0.045, 0.046, 0.047, 0.050, 0.053],
+        [0.047, 0.049, 0.053, 0.057, 0.061],
+    ],
+)
+# 80 layers, 8 KV heads of 128, keys and values, 2 bytes: 327,680 bytes a token. M' is not printed in the paper.
+H100 = Device(80e9, 4e9, 3.35e12, 70e9, 327_680)
+
+
+@pytest.mark.parametrize(
+    ("input_tokens", "output_tokens", "concurrency", "paper"), [(1000, 150, 235, 4.58), (3000, 300, 78, 3.18)]
+)
+def test_ratio_of_figure_6(input_tokens: int, output_tokens: int, concurrency: int, paper: float) -> None:
+    """From Table I and the concurrency that section VI-B3 states; 3,000 tokens lie beyond the table."""
+    found = optimal_ratio(
+        prefill_s=TTFT.at(input_tokens),
+        step_s=TPOT.at(concurrency, input_tokens + output_tokens / 2),
+        output_tokens=output_tokens,
+        concurrency=concurrency,
+    )
+    assert found == pytest.approx(paper, rel=0.05)
+
+
+@pytest.mark.parametrize(("input_tokens", "output_tokens", "paper"), [(1000, 150, 235), (3000, 300, 78)])
+def test_concurrency_of_figure_6(input_tokens: int, output_tokens: int, paper: int) -> None:
+    """Eq. 11 to 13 at TP 2, with 4 GB for M': both of the paper's figures at once."""
+    found = decode_concurrency(H100, 2, tpot_slo_s=0.08, input_tokens=input_tokens, output_tokens=output_tokens)
+    assert found == pytest.approx(paper, rel=0.02)
+
+
+def test_memory_and_bandwidth_by_hand() -> None:
+    assert memory_kv_bytes(H100, 1) == 6e9
+    assert memory_kv_bytes(H100, 2) == 82e9
+    assert bandwidth_kv_bytes(H100, 2, 0.08) == pytest.approx(0.08 * 0.6 * 2 * 3.35e12)
+    assert memory_kv_bytes(dataclasses.replace(H100, weights_bytes=140e9), 1) < 0
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("memory binds", {}, 82e9 // (1075 * 327_680)),
+        ("bandwidth binds", {"tpot_slo_s": 0.01}, 0.01 * 0.6 * 2 * 3.35e12 // (1075 * 327_680)),
+        ("graph binds", {"graph_batch": 128}, 128),
+        ("weights do not fit", {"tensor_parallel": 1, "device": dataclasses.replace(H100, weights_bytes=90e9)}, 0),
+    ],
+)
+def test_decode_concurrency(name: str, changes: dict[str, Any], expected: float) -> None:
+    arguments: dict[str, Any] = {
+        "device": H100,
+        "tensor_parallel": 2,
+        "tpot_slo_s": 0.08,
+        "input_tokens": 1000,
+        "output_tokens": 150,
+    }
+    assert decode_concurrency(**arguments | changes) == expected
+
+
+@given(st.floats(1e-3, 10), st.floats(1e-3, 1), st.floats(1, 10_000), st.floats(1, 1000))
+def test_eq_15_balances_both_sides(prefill_s: float, step_s: float, output: float, concurrency: float) -> None:
+    ratio = optimal_ratio(prefill_s=prefill_s, step_s=step_s, output_tokens=output, concurrency=concurrency)
+    assert ratio / prefill_s == pytest.approx(concurrency / (step_s * output))
+
+
+def test_choice_of_tensor_parallel() -> None:
+    decode: dict[str, Any] = {"tpot_slo_s": 0.08, "input_tokens": 1000, "output_tokens": 150}
+    assert choose_decode_parallel(H100, [1, 2, 4], **decode, graph_batch=256) == 2  # 232 >= 0.9 * 256
+    assert choose_decode_parallel(H100, [1, 2, 4], **decode, graph_batch=512) == 4  # 663, capped at 512
+    assert choose_decode_parallel(H100, [1], **decode, graph_batch=256) == 1  # 17, but there is no other
+    assert choose_prefill_parallel(H100, [4, 2, 1], max_sequence_tokens=16_000) == 1
+    assert choose_prefill_parallel(H100, [4, 2, 1], max_sequence_tokens=100_000) == 2
+    big = dataclasses.replace(H100, weights_bytes=400e9)
+    with pytest.raises(ConfigError, match="no tensor-parallel size"):
+        choose_decode_parallel(big, [1, 2], **decode, graph_batch=256)
+    with pytest.raises(ConfigError, match="no tensor-parallel size"):
+        choose_prefill_parallel(big, [1, 2], max_sequence_tokens=10)
+
+
+def test_eq_16_communication_may_outweigh_the_speedup() -> None:
+    assert prefill_latency_s(0.2, 1.8, 0.02) == pytest.approx(0.2 / 1.8 + 0.02)
+    speedups, communication_s = {1: 1.0, 2: 1.8, 4: 3.0}, {1: 0.0, 2: 0.02, 4: 0.04}
+    assert fastest_prefill_parallel(0.010, speedups, communication_s) == 1
+    assert fastest_prefill_parallel(1.000, speedups, communication_s) == 4
+
+
+def test_tables_give_back_what_was_measured() -> None:
+    for length, seconds in zip(LENGTHS, TTFT.seconds, strict=True):
+        assert TTFT.at(length) == pytest.approx(seconds)
+    for batch, row in zip(TPOT.batches, TPOT.seconds, strict=True):
+        for length, seconds in zip(LENGTHS, row, strict=True):
+            assert TPOT.at(batch, length) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(950, 0.159), (2200, 0.345), (50, 0.031), (-10_000, 0.2 * 0.036)], ids=str
+)
+def test_prefill_between_and_beyond(length: float, expected: float) -> None:
+    assert TTFT.at(length) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "expected"),
+    [(152, 700, 0.040), (224, 950, (0.0485 + 0.055) / 2), (104, 2200, 0.039), (8, 700, 0.019), (-99, 100, 0.2 * 0.028)],
+)
+def test_decode_between_and_beyond(batch: float, length: float, expected: float) -> None:
+    assert TPOT.at(batch, length) == pytest.approx(expected, rel=1e-6)
+
+
+def test_tables_from_a_profile() -> None:
+    assert PrefillTable.profile(LinearSteps()).at(1000) == pytest.approx(1.010)
+    assert DecodeTable.profile(LinearSteps()).at(100, 1000) == pytest.approx(0.010 + 0.01 + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("one point", lambda: PrefillTable([1], [1.0]), "two rising values"),
+        ("not rising", lambda: PrefillTable([2, 2], [1.0, 1.0]), "two rising values"),
+        ("other length", lambda: PrefillTable([1, 2], [1.0]), "2 lengths but 1 times"),
+        ("zero time", lambda: PrefillTable([1, 2], [1.0, 0.0]), "above 0"),
+        ("ragged", lambda: DecodeTable([1, 2], [1, 2], [[1.0, 1.0], [1.0]]), "2 rows of 2 times"),
+        ("negative memory", lambda: Device(-1, 0, 1, 1, 1), "memory_bytes must be above 0"),
+        ("reserve", lambda: Device(10, 11, 1, 1, 1), "reserved_bytes must be at least 0 and at most 10"),
+        (
+            "no output",
+            lambda: optimal_ratio(prefill_s=1, step_s=1, output_tokens=0, concurrency=1),
+            "output_tokens must be above 0",
+        ),
+    ],
+)
+def test_bad_values(name: str, make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_kingman_is_exact_where_theory_is() -> None:
+    assert kingman_wait_s(5.0, 0.1, 1.0, 1.0) == pytest.approx(0.1)  # M/M/1: rho/(1-rho) * E[S]
+    assert kingman_wait_s(5.0, 0.1, 1.0, 0.0) == pytest.approx(0.05)  # M/D/1: half of it
+    assert kingman_wait_s(10.0, 0.1, 1.0, 1.0) == float("inf")
+    assert utilisation(5.0, 0.1) == 0.5
+
+
+@given(st.floats(0.1, 50), st.floats(0.01, 1), st.floats(0, 5), st.floats(0, 5))
+def test_servers_are_enough_and_one_less_is_not(rate: float, service_s: float, ca2: float, cs2: float) -> None:
+    budget_s = 1.5 * service_s
+    count = servers_for_wait(rate, service_s, budget_s=budget_s, arrival_cv2=ca2, service_cv2=cs2)
+    assert kingman_wait_s(rate / count, service_s, ca2, cs2) + service_s <= budget_s
+    if count > 1:
+        assert kingman_wait_s(rate / (count - 1), service_s, ca2, cs2) + service_s > budget_s
+
+
+def test_servers_where_the_budget_is_hopeless_or_nobody_comes() -> None:
+    assert servers_for_wait(8.0, 1.0, budget_s=0.5, arrival_cv2=1, service_cv2=1) == 10  # utilisation 0.8
+    assert servers_for_wait(0.0, 1.0, budget_s=0.5, arrival_cv2=1, service_cv2=1) == 1
+
+
+def test_eq_18() -> None:
+    assert batch_timeout_s(0.4, safety=0.5, longest_s=1.0) == 0.2
+    assert batch_timeout_s(float("inf"), safety=0.5, longest_s=1.0) == 1.0
+    with pytest.raises(ConfigError, match="safety"):
+        batch_timeout_s(0.4, safety=1.5, longest_s=1.0)
+
+
+@given(st.lists(st.floats(1, 1e4), min_size=2, max_size=20))
+def test_eq_6_is_the_mean_cost_and_eq_8_its_bound(lengths: list[float]) -> None:
+    mean = sum(lengths) / len(lengths)
+    variance = sum((length - mean) ** 2 for length in lengths) / len(lengths)
+    expected = sum(1e-4 * length + 1e-8 * length**2 for length in lengths) / len(lengths)
+    found = expected_cost_s(mean, variance, 1e-4, 1e-8)
+    assert found == pytest.approx(expected)
+    assert found >= (1e-4 * mean + 1e-8 * mean**2) * (1 - 1e-12)
+
+
+def test_pareto() -> None:
+    assert pareto_moments(100.0, 3.0) == (150.0, 30_000.0)
+    assert pareto_moments(100.0, 1.5) == (300.0, float("inf"))
+    assert pareto_moments(100.0, 1.0) == (float("inf"), float("inf"))

@@ -1,0 +1,305 @@
+"""STAR: summaries against step-by-step simulation, selection against brute force, and what must always hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.fleets import decode, fleet, prefill, request
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.decisions import Migrate
+from pla_sglang.policy.fleet import DecodeBatch, FleetView
+from pla_sglang.policy.reasons import FleetReason as R
+from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summarise, trace
+from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
+from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
+from pla_sglang.policy.star.select import SelectKnobs, Worker, best_move, classify, objective
+
+Rows = list[tuple[str, int, float | None]]
+SMALL = HorizonKnobs(steps=40, points=8, half_life_steps=20.0)
+ANY_GAIN = SelectKnobs(theta=0.1, min_gain=0.0, migrate_base_s=0.02, migrate_s_per_token=0.0)
+
+
+def worker(rows: Rows, horizon: Horizon, room: int = 10**6, **fields: Any) -> Worker:
+    return Worker(summarise(DecodeBatch.of(rows), horizon), room_tokens=room, **fields)
+
+
+LOADS = st.lists(st.tuples(st.integers(1, 500), st.one_of(st.none(), st.integers(1, 60).map(float))), max_size=6).map(
+    lambda pairs: [(f"r{index}", *pair) for index, pair in enumerate(pairs)]
+)
+
+
+@given(LOADS)
+def test_a_summary_is_the_step_by_step_future(rows: Rows) -> None:
+    horizon = Horizon(SMALL)
+    summary = summarise(DecodeBatch.of(rows), horizon)
+    traces = [trace(tokens, float("inf") if left is None else left, list(horizon.steps)) for _, tokens, left in rows]
+    expected = np.sum(traces, axis=0) if traces else np.zeros(len(horizon.steps))
+    assert summary.loads == pytest.approx(expected)
+    assert summary.weighted == pytest.approx(float(horizon.beta @ expected[1:]))
+    assert summary.ends.tolist() == [sum(value > 0 for value in row) for row in traces]
+
+
+def variance_objective(batches: list[Rows], horizon: Horizon) -> float:
+    return objective(np.stack([worker(rows, horizon).summary.loads for rows in batches]), horizon)
+
+
+def brute_force(batches: list[Rows], horizon: Horizon, knobs: SelectKnobs, room: int) -> float:
+    """Best reduction over all feasible moves, by carrying each one out and computing eq. 4 anew."""
+    workers = [worker(rows, horizon, room) for rows in batches]
+    overloaded, underloaded = classify(workers, knobs.theta)
+    best, before = 0.0, variance_objective(batches, horizon)
+    for source, target in itertools.product(overloaded, underloaded):
+        for position, row in enumerate(batches[source]):
+            _, tokens, remaining = row
+            left = float(knobs.unknown_tokens) if remaining is None else remaining
+            if source == target or (remaining is not None and remaining <= knobs.migrate_base_s / 0.02):
+                continue
+            steps = list(horizon.steps)
+            alive = [step for step in steps if remaining is None or step < remaining]
+            loads = workers[target].summary.loads
+            together = [loads[steps.index(step)] + step + tokens for step in alive]
+            limit = knobs.memory_share * room
+            if loads[0] + tokens + left > limit or max(together) > limit:
+                continue
+            after = [list(rows) for rows in batches]
+            after[target].append(after[source].pop(position))
+            best = max(best, before - variance_objective(after, horizon))
+    return best
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(LOADS, min_size=2, max_size=5), st.sampled_from([300, 1500, 10**6]), st.sampled_from([0, 40]))
+def test_the_selection_is_the_best_feasible_move(batches: list[Rows], room: int, steps: int) -> None:
+    horizon = Horizon(dataclasses.replace(SMALL, steps=steps))
+    knobs = dataclasses.replace(ANY_GAIN, unknown_tokens=30)
+    move, _ = best_move([worker(rows, horizon, room) for rows in batches], horizon, knobs)
+    expected = brute_force(batches, horizon, knobs, room)
+    scale = 1e-9 * max(1.0, variance_objective(batches, horizon))
+    assert (0.0 if move is None else move.gain) == pytest.approx(expected, rel=1e-6, abs=scale)
+
+
+@given(st.lists(LOADS, min_size=2, max_size=4))
+def test_the_gain_is_the_definition(batches: list[Rows]) -> None:
+    horizon = Horizon(SMALL)
+    workers = [worker(rows, horizon) for rows in batches]
+    move, _ = best_move(workers, horizon, ANY_GAIN)
+    if move is None:
+        return
+    _, tokens, left = batches[move.source][move.request]
+    moved = trace(tokens, float("inf") if left is None else left, list(horizon.steps))
+    source, target = (list(workers[index].summary.loads) for index in (move.source, move.target))
+    expected = reduction(source, target, moved, list(horizon.weights), len(workers))
+    assert move.gain == pytest.approx(expected, abs=1e-6)
+
+
+class Counted(list[float]):
+    """A list that counts how often an element is read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[float]:
+        for value in super().__iter__():
+            Counted.reads += 1
+            yield value
+
+
+@pytest.mark.parametrize(("points", "requests"), [(16, 4), (32, 4), (64, 4), (16, 256)])
+def test_a_candidate_costs_one_pass_over_the_horizon(points: int, requests: int) -> None:
+    """O(H): reads grow with the horizon, and not with the requests on the instances."""
+    horizon = Horizon(HorizonKnobs(steps=1000, points=points))
+    rows: Rows = [(f"r{index}", 100 + index, 500.0) for index in range(requests)]
+    loads = [Counted(worker(batch, horizon).summary.loads) for batch in (rows, rows[:1])]
+    Counted.reads = 0
+    reduction(*loads, Counted(trace(100, 500.0, list(horizon.steps))), Counted(horizon.weights), 8)
+    assert Counted.reads == 4 * (points + 1)
+
+
+# Worked examples. Without prediction: loads 90 and 10, variance 1,600; moving 40 levels them and takes all of it.
+NOW = Horizon(HorizonKnobs(steps=0))
+
+
+def test_current_load_by_hand() -> None:
+    workers = [worker([("a", 40, None), ("b", 50, None)], NOW), worker([("c", 10, None)], NOW)]
+    knobs = dataclasses.replace(ANY_GAIN, unknown_tokens=0)
+    move, _ = best_move(workers, NOW, knobs)
+    assert move is not None
+    assert (move.source, move.target, move.request) == (0, 1, 0)
+    assert move.gain == pytest.approx(1600.0)
+
+
+def test_prediction_prefers_the_request_that_stays() -> None:
+    """Two requests of equal size: one is about to end, so that moving it would level nothing for long."""
+    horizon = Horizon(HorizonKnobs(steps=100, points=10))
+    workers = [worker([("ends", 500, 3.0), ("stays", 500, 1000.0), ("stays too", 500, 1000.0)], horizon)]
+    workers.append(worker([], horizon))
+    move, _ = best_move(workers, horizon, ANY_GAIN)
+    assert move is not None
+    assert move.request == 1
+
+
+CLASSES: list[tuple[str, list[int], list[int], list[int]]] = [
+    ("level", [100, 100, 100], [], [0, 1, 2]),
+    ("one heavy", [200, 100, 90], [0], [1, 2]),
+    ("within theta", [105, 100, 95], [], [0, 1, 2]),
+    ("empty fleet", [0, 0], [], []),
+]
+
+
+@pytest.mark.parametrize(("name", "loads", "over", "under"), CLASSES, ids=[case[0] for case in CLASSES])
+def test_classification(name: str, loads: list[int], over: list[int], under: list[int]) -> None:
+    workers = [worker([("r", load, None)] if load else [], NOW) for load in loads]
+    assert classify(workers, 0.1) == (over, under)
+
+
+def star(**changes: Any) -> StarRescheduler:
+    knobs = StarKnobs(horizon=SMALL, select=ANY_GAIN)
+    return StarRescheduler(dataclasses.replace(knobs, **changes))
+
+
+def loaded(*batches: Rows, room: int = 10_000, **fields: Any) -> FleetView:
+    view = fleet(*[decode(kv_capacity_tokens=room, **fields) for _ in batches])
+    made = [DecodeBatch.of(rows) for rows in batches]
+    return FleetView(view.instances, decodes=lambda instance: made[instance.index])
+
+
+HEAVY: Rows = [("a", 400, 50.0), ("b", 300, 50.0), ("c", 100, 50.0)]
+TICKS: list[tuple[str, FleetView, SelectKnobs, str | None, R]] = [
+    ("move", loaded(HEAVY, []), ANY_GAIN, "a", R.STAR_MIGRATE),
+    ("balanced", loaded(HEAVY, HEAVY), ANY_GAIN, None, R.STAR_BALANCED),
+    ("one instance", loaded(HEAVY), ANY_GAIN, None, R.STAR_BALANCED),
+    ("nobody", loaded(), ANY_GAIN, None, R.STAR_BALANCED),
+    ("nothing fits", loaded(HEAVY, [], room=100), ANY_GAIN, None, R.STAR_NO_CANDIDATE),
+    ("only the small one fits", loaded(HEAVY, [], room=200), ANY_GAIN, "c", R.STAR_MIGRATE),
+    ("it must hold what is still to come", loaded(HEAVY, [], room=150), ANY_GAIN, None, R.STAR_NO_CANDIDATE),
+    (
+        "arrivals on their way take room",
+        loaded(HEAVY, [], room=500, waiting_decode_tokens=300),
+        ANY_GAIN,
+        "c",
+        R.STAR_MIGRATE,
+    ),
+    (
+        "near completion: 50 steps of 20 ms are less than the move takes",
+        loaded(HEAVY, []),
+        dataclasses.replace(ANY_GAIN, migrate_base_s=1.0),
+        None,
+        R.STAR_NO_CANDIDATE,
+    ),
+    (
+        "too little gain",
+        loaded([("a", 500, 50.0), ("b", 30, 50.0)], [("c", 400, 50.0)]),
+        dataclasses.replace(ANY_GAIN, min_gain=0.9),
+        None,
+        R.STAR_NO_GAIN,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "view", "select", "rid", "reason"), TICKS, ids=[case[0] for case in TICKS])
+def test_tick(name: str, view: FleetView, select: SelectKnobs, rid: str | None, reason: R) -> None:
+    (action,) = star(select=select).tick(view, 0.0)
+    assert action.reason is reason
+    assert (action.rid if isinstance(action, Migrate) else None) == rid
+
+
+def test_several_moves_in_one_tick_see_each_other() -> None:
+    view = loaded([("a", 400, 50.0), ("b", 400, 50.0), ("c", 400, 50.0)], [], [])
+    moves = star(moves=5).tick(view, 0.0)
+    assert [(move.rid, move.target.name) for move in moves if isinstance(move, Migrate)] == [("a", "i1"), ("b", "i2")]
+
+
+def test_a_moved_request_rests() -> None:
+    policy = star(rest_s=5.0)
+    view = loaded([("a", 400, 50.0), ("b", 390, 50.0)], [])
+    asked = [policy.tick(view, now_s)[0] for now_s in (0.0, 4.9, 5.0)]
+    assert [action.rid for action in asked if isinstance(action, Migrate)] == ["a", "b", "a"]
+    policy.on_finish(request(rid="a"), 10, 5.1)
+    again = policy.tick(view, 5.2)[0]
+    assert isinstance(again, Migrate)
+    assert again.rid == "a"  # another request of that name
+
+
+def test_prefill_instances_take_no_part() -> None:
+    made = DecodeBatch.of(HEAVY)
+    view = FleetView(fleet(prefill(), decode()).instances, decodes=lambda instance: made)
+    assert star().tick(view, 0.0)[0].reason is R.STAR_BALANCED
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(LOADS, min_size=2, max_size=5), st.integers(50, 2000))
+def test_never_to_a_target_that_cannot_hold_it(batches: list[Rows], room: int) -> None:
+    view = loaded(*batches, room=room)
+    planned = [sum(row[1] for row in rows) for rows in batches]
+    for move in star(moves=10).tick(view, 0.0):
+        if isinstance(move, Migrate):
+            rows = {row[0]: row for row in batches[move.source.index]}
+            remaining = rows[move.rid][2]
+            planned[move.target.index] += move.tokens
+            planned[move.source.index] -= move.tokens
+            left = ANY_GAIN.unknown_tokens if remaining is None else remaining
+            assert planned[move.target.index] + left <= 0.95 * room
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(LOADS, min_size=2, max_size=5))
+def test_moves_come_to_an_end(batches: list[Rows]) -> None:
+    """Each move lowers the objective, so that a load that stands still is not moved about for ever."""
+    placed = [list(rows) for rows in batches]
+    policy = star(rest_s=0.0)
+    for _ in range(60):
+        view = loaded(*[[(f"{i}/{row[0]}", *row[1:]) for row in rows] for i, rows in enumerate(placed)])
+        (action,) = policy.tick(view, 0.0)
+        if not isinstance(action, Migrate):
+            return
+        source, rid = action.rid.split("/", 1)
+        row = next(row for row in placed[int(source)] if row[0] == rid)
+        placed[int(source)].remove(row)
+        placed[action.target.index].append(row)
+    raise AssertionError("still moving after 60 ticks")
+
+
+def test_predictors() -> None:
+    known = np.array([100.0, 5000.0, 40_000.0, np.nan])
+    rids = ["a", "b", "c", "d"]
+    assert Oracle().predict(rids, known) is known
+    assert np.isnan(NoPrediction().predict(rids, known)).all()
+    assert Binned(PAPER_BINS[2]).predict(rids, known)[:3].tolist() == [4096.0, 4096.0, 20480.0]
+    assert Binned(PAPER_BINS[6]).predict(rids, known)[:3].tolist() == [1024.0, 5120.0, 24576.0]
+    assert np.isnan(Binned(PAPER_BINS[4]).predict(rids, known)[3])
+
+
+def test_noise_has_the_asked_size_and_stays_with_its_request() -> None:
+    noisy = Noisy(1000.0, random.Random(1))
+    rids = [f"r{index}" for index in range(4000)]
+    known = np.full(4000, 50_000.0)
+    first = noisy.predict(rids, known)
+    assert np.abs(first - known).mean() == pytest.approx(1000.0, rel=0.05)
+    assert (noisy.predict(rids, known) == first).all()
+    noisy.forget("r0")
+    assert noisy.predict(["r0"], known[:1])[0] != first[0]
+    assert noisy.predict(["x"], np.array([1.0])).min() >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SelectKnobs(theta=-1), "theta"),
+        (lambda: SelectKnobs(memory_share=1.1), "memory_share"),
+        (lambda: HorizonKnobs(points=0), "points"),
+        (lambda: StarKnobs(moves=0), "moves"),
+        (lambda: Binned([1.0]), "two rising edges"),
+        (lambda: Noisy(-1.0, random.Random(1)), "mae_tokens"),
+    ],
+)
+def test_bad_knobs(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

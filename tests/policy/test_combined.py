@@ -1,0 +1,153 @@
+"""Who gives way to whom in the combined policy.
+
+Prefill takes 10 ms + 1 ms a token; TTFT target 1 s, TPOT 50 ms, Max Running Tokens 1,000.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.fleets import LinearSteps, apply, d2p, decode, fleet, predictor, prefill, request
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
+from pla_sglang.policy.combined import CombinedKnobs, CombinedPolicy, Parts
+from pla_sglang.policy.decisions import Hold, Migrate, ScaleTo, SetLengthClass, SetRole
+from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
+from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
+from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
+from pla_sglang.policy.fleet import DecodeBatch, FleetView, Role
+from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
+from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
+from pla_sglang.policy.reasons import FleetReason as R
+from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
+from pla_sglang.policy.types import PrefillClass
+
+S, L = PrefillClass.SHORT, PrefillClass.LONG
+LATE = {"queued_tokens": 980}
+
+
+def combined(**knobs: Any) -> CombinedPolicy:
+    arrow = ArrowPolicy(ArrowKnobs(1.0, 0.05, {"": 1000}, tpot_window_s=0.0, idle_s=0.0), predictor())
+    tables = PrefillTable.profile(LinearSteps()), DecodeTable.profile(LinearSteps())
+    parts = Parts(
+        arrow,
+        local=DopdDispatcher(DopdDispatchKnobs(), arrow.predictor),
+        spatial=SpatialDispatcher(SpatialKnobs(1.0, boundary_tokens=100), arrow.predictor),
+        pressure=PressureController(PressureKnobs(1.0, cool_down_s=0.0), arrow.predictor),
+        star=StarRescheduler(StarKnobs()),
+        planner=DopdController(Planner(PlannerKnobs(1.0, 50, interval_s=1.0, down_intervals=1), *tables)),
+    )
+    return CombinedPolicy(CombinedKnobs(**knobs), parts)
+
+
+def listed(view: FleetView, *heavy: str) -> FleetView:
+    """The same instances, with three requests on each that is named."""
+    rows: list[tuple[str, int, float | None]] = [("a", 400, 900.0), ("b", 300, 900.0), ("c", 100, 900.0)]
+    full, empty = DecodeBatch.of(rows), DecodeBatch.of([])
+    return FleetView(view.instances, decodes=lambda instance: full if instance.name in heavy else empty)
+
+
+DISPATCH: list[tuple[str, FleetView, Any, str, R]] = [
+    ("ultra-short: in place", fleet(prefill(), decode()), request(5), "i1", R.DOPD_LOCAL),
+    ("not on a full instance", fleet(prefill(), decode(context_tokens=1001)), request(5), "i0", R.PREFILL_SLO),
+    (
+        "short pool",
+        fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S), decode()),
+        request(50),
+        "i2",
+        R.PLA_SHORT,
+    ),
+    (
+        "spill comes before a flip",
+        fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S, **LATE), decode(), decode()),
+        request(50),
+        "i0",
+        R.PLA_SPILL,
+    ),
+    (
+        "all late: flip",
+        fleet(*[prefill(length_class=L, **LATE)] * 2, prefill(length_class=S, **LATE), decode(), decode()),
+        request(50),
+        "i3",
+        R.PREFILL_FLIP,
+    ),
+    ("two are not split", fleet(prefill(), prefill(length_class=S), decode()), request(50), "i0", R.PREFILL_SLO),
+]
+
+
+@pytest.mark.parametrize(("name", "view", "ask", "chosen", "reason"), DISPATCH, ids=[case[0] for case in DISPATCH])
+def test_dispatch(name: str, view: FleetView, ask: Any, chosen: str, reason: R) -> None:
+    answer = combined().dispatch(ask, view, 0.0)
+    assert (answer.prefill and answer.prefill.name, answer.reason) == (chosen, reason)
+
+
+def test_a_repair_comes_alone() -> None:
+    actions = combined().tick(listed(fleet(decode(), decode()), "i0"), 0.0)
+    assert [action.reason for action in actions] == [R.REPAIR]
+
+
+def test_pools_are_made_and_dissolved() -> None:
+    policy, view = combined(), listed(fleet(prefill(), prefill(), prefill(), decode()))
+    apply(view, policy.tick(view, 0.0), 0.0)
+    assert [instance.length_class for instance in view.instances] == [L, S, L, None]
+    view.set_role(view.instances[0], Role.DECODE, 0.0)
+    apply(view, policy.tick(view, 1.0), 1.0)
+    assert [instance.length_class for instance in view.instances] == [None] * 4
+
+
+def test_star_levels_when_nothing_is_urgent() -> None:
+    view = listed(fleet(prefill(), decode(), decode()), "i1")
+    assert any(isinstance(action, Migrate) for action in combined().tick(view, 0.0))
+
+
+def test_star_never_moves_to_an_instance_that_leaves_decode() -> None:
+    view = listed(fleet(d2p(running=1), decode(), decode()), "i1")
+    moves = [action for action in combined().tick(view, 0.0) if isinstance(action, Migrate)]
+    assert [move.target.name for move in moves] == ["i2"]
+
+
+def urgent(policy: CombinedPolicy, view: FleetView) -> None:
+    """A flip for a predicted TTFT, at 0 s."""
+    answer = policy.dispatch(request(100), view, 0.0)
+    assert answer.reason is R.PREFILL_FLIP
+    apply(view, answer.actions, 0.0)
+    for instance in view.instances:
+        instance.queued_prefills = instance.queued_tokens = 0
+
+
+def test_after_an_urgent_flip_star_and_pressure_rest() -> None:
+    policy = combined(quiet_s=2.0, split_from=0)
+    view = listed(fleet(prefill(**LATE), decode(), decode(), decode()), "i2")
+    urgent(policy, view)
+    assert R.VETO in [action.reason for action in policy.tick(view, 1.0)]
+    assert any(isinstance(action, Migrate) for action in policy.tick(view, 2.0))
+
+
+def test_after_an_urgent_flip_nothing_is_drained() -> None:
+    policy = combined(quiet_s=2.0, split_from=0)
+    view = listed(fleet(prefill(**LATE), *[decode()] * 5))
+    policy.tick(view, -1.0)
+    policy.on_arrival(request(100), -0.9)
+    policy.on_finish(request(100), 10, -0.8)
+    urgent(policy, view)
+    held = policy.tick(view, 0.5)
+    assert R.VETO in [action.reason for action in held]
+    assert not any(isinstance(action, ScaleTo) and action.drain for action in held)
+    later = policy.tick(view, 3.0)
+    assert any(isinstance(action, ScaleTo) and action.drain for action in later)
+
+
+def test_one_arrow_decides_all_roles() -> None:
+    policy = combined()
+    view = listed(fleet(prefill(), prefill(queued_tokens=9), decode(context_tokens=900)))
+    actions = policy.tick(view, 0.0)
+    assert [type(action) for action in actions] == [SetRole]
+    assert not any(isinstance(action, (SetLengthClass, Hold)) for action in actions)
+
+
+@pytest.mark.parametrize("bad", [{"quiet_s": -1.0}, {"split_from": -1}, {"interval_s": 0.0}])
+def test_bad_knobs(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        CombinedKnobs(**bad)

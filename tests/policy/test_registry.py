@@ -1,0 +1,96 @@
+"""Every policy by name: it builds, runs a small fleet, and settles under constant load."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+from typing import Any
+
+import pytest
+from support.fleets import LinearSteps
+from support.fluid import FluidFleet
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.arrow.policy import ArrowPolicy
+from pla_sglang.policy.fleet import Role
+from pla_sglang.policy.registry import Setup, build, policy_names
+from pla_sglang.policy.types import PrefillClass
+
+SETUP = Setup(LinearSteps(), kv_capacity_tokens=200_000, ttft_slo_s=2.0, tpot_slo_s=0.1, instances=6, prefills=3)
+LOADS = [
+    # requests a second, prompt, output: prefill work of six instances at 1,000 tokens a second, and how decode fares
+    pytest.param(2.0, 500, 200, id="light"),
+    pytest.param(4.5, 600, 100, id="2.7 instances of prefill"),
+    pytest.param(1.5, 300, 1500, id="decode heavy"),
+]
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_policy_serves_a_fleet(name: str) -> None:
+    fleet = FluidFleet(build(name, SETUP))
+    fleet.run(60.0, rate_per_s=2.0, input_tokens=400, output_tokens=100, rng=Random(3))
+    fleet.run(60.0, rate_per_s=0.01, input_tokens=400, output_tokens=100, rng=Random(4))
+    assert not any(fleet.prefills.values())
+    assert not any(fleet.running.values())
+    fleet.view.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["arrow", "pla", "combined"])
+@pytest.mark.parametrize(("rate", "prompt", "output"), LOADS)
+def test_constant_load_settles(name: str, rate: float, prompt: int, output: int) -> None:
+    """At most one role or class change an hour, after an hour to settle."""
+    fleet = FluidFleet(build(name, SETUP))
+    fleet.run(7200.0, rate_per_s=rate, input_tokens=prompt, output_tokens=output, rng=Random(7))
+    assert fleet.moves(since_s=3600.0) <= 1
+
+
+def test_damping_is_what_keeps_an_overloaded_fleet_from_swinging() -> None:
+    """3.3 instances of prefill and about 3 of decode on six: no split serves both, so each side calls for flips."""
+    moves = {}
+    for damped in (True, False):
+        policy = build("arrow", SETUP)
+        if not damped:
+            assert isinstance(policy.dispatcher, ArrowPolicy)
+            guard = policy.dispatcher.guard
+            guard.knobs = dataclasses.replace(guard.knobs, cool_down_max_s=1.0, regret_s=1e-3)
+        fleet = FluidFleet(policy)
+        fleet.run(900.0, rate_per_s=5.5, input_tokens=600, output_tokens=400, rng=Random(7))
+        moves[damped] = fleet.moves(since_s=300.0)
+    assert moves[False] > 20
+    assert moves[True] < moves[False] / 3
+
+
+def test_roles_at_the_start() -> None:
+    assert build("round-robin", SETUP).roles == (Role.MIXED,) * 6
+    assert build("arrow", SETUP).roles == (Role.PREFILL,) * 3 + (Role.DECODE,) * 3
+    assert build("arrow", dataclasses.replace(SETUP, prefills=None, instances=5)).roles.count(Role.PREFILL) == 2
+    assert build("arrow", dataclasses.replace(SETUP, instances=1)).roles == (Role.MIXED,)
+    classes = build("pla", SETUP).length_classes
+    assert classes == (PrefillClass.LONG, PrefillClass.SHORT, PrefillClass.LONG, None, None, None)
+    assert build("combined", SETUP).length_classes == ()
+
+
+def test_reports_go_to_each_object_once() -> None:
+    arrow = build("arrow", SETUP)
+    assert arrow.observers() == [arrow.dispatcher]
+    assert len(build("dopd", SETUP).observers()) == 2
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"policy must be one of round-robin, .*combined-scaling, got 'arow'"):
+        build("arow", SETUP)
+    with pytest.raises(ConfigError, match="forecaster must be one of arima, last, holt_winters, got 'x'"):
+        build("dopd", dataclasses.replace(SETUP, forecaster="x"))
+
+
+@pytest.mark.parametrize("forecaster", ["last", "holt_winters", "arima"])
+def test_forecasters_by_name(forecaster: str) -> None:
+    made = dataclasses.replace(SETUP, forecaster=forecaster).make_forecaster()()
+    made.add(5.0)
+    assert made.next_value() == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("bad", [{"ttft_slo_s": 0.0}, {"tpot_slo_s": 0.0}, {"instances": 0}, {"kv_capacity_tokens": 0}])
+def test_bad_setups(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(bad))):
+        dataclasses.replace(SETUP, **bad)

@@ -1,0 +1,146 @@
+"""Experiments by name: every policy runs, sweeps agree with single runs, capacity, results as files, command line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+
+from pla_sglang import simulate
+from pla_sglang.errors import ConfigError
+from pla_sglang.metrics.goodput import Slo
+from pla_sglang.policy.registry import policy_names
+from pla_sglang.sim.experiment import Experiment, capacity_of, engine_names, run_experiment
+from pla_sglang.sim.sweep import sweep
+from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
+from pla_sglang.workload.csv_formats import write_plain
+
+SLO = Slo(1.0, 0.05)
+
+
+def workload(count: int = 150, rate: float = 12.0) -> Trace:
+    inputs, outputs = length_model("lmsys_first_turn_prompt"), length_model("sharegpt4_output")
+    return generated_trace(count, Arrivals(rate, random.Random(3)), inputs, outputs)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_policy_serves_everybody(policy: str) -> None:
+    outcome = run_experiment(Experiment(policy, SLO, instances=4), workload())
+    assert outcome.result.counts["finished"] == 150
+    assert outcome.figures.attainment > 0.5
+    assert sum(outcome.result.reasons.values()) >= 150
+
+
+@pytest.mark.parametrize("engine", engine_names())
+def test_every_engine_order_serves_everybody(engine: str) -> None:
+    experiment = Experiment("least-requests", SLO, engine=engine, instances=2, chunk_tokens=512)
+    assert run_experiment(experiment, workload()).result.counts["finished"] == 150
+
+
+def test_a_sweep_in_processes_is_the_runs_one_by_one() -> None:
+    work = [Experiment(policy, SLO, instances=2, rate_per_s=8.0) for policy in ("arrow", "two-choices")]
+    calls: list[tuple[int, int]] = []
+    parallel = sweep(work, workload(60), jobs=2, done=lambda done, total: calls.append((done, total)))
+    single = [run_experiment(one, workload(60)) for one in work]
+    assert [one.result.digest() for one in parallel] == [one.result.digest() for one in single]
+    assert calls == [(1, 2), (2, 2)]
+
+
+def test_more_instances_hold_a_higher_rate() -> None:
+    def held(instances: int) -> float:
+        experiment = Experiment("least-requests", Slo(0.2, 0.02), instances=instances)
+        found = capacity_of(experiment, workload(400), low_per_s=1, high_per_s=400, tolerance=0.1)
+        assert found.held_per_s is not None
+        return found.held_per_s
+
+    assert held(2) > 1.5 * held(1)
+
+
+def test_bad_names_are_answered_with_the_good_ones() -> None:
+    with pytest.raises(ConfigError, match="engine order 'x' is not known; allowed: fcfs"):
+        Experiment("arrow", SLO, engine="x")
+    with pytest.raises(ConfigError, match="instances is 0; allowed: 1 and more"):
+        Experiment("arrow", SLO, instances=0)
+    with pytest.raises(ConfigError, match="unknown profile 'x'"):
+        run_experiment(Experiment("arrow", SLO, profile="x"), workload(2))
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "t.csv"
+    write_plain(workload(80), path)
+    return path
+
+
+def cli(path: Path, *flags: str) -> list[str]:
+    return ["--trace", str(path), "--slo-ttft-ms", "1000", "--slo-tpot-ms", "50", "--instances", "2", *flags]
+
+
+def test_the_command_line_writes_page_pictures_and_tables(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, out = tmp_path / "r.html", tmp_path / "out"
+    flags = ("--compare", "round-robin,arrow", "--rates", "5,10", "--report", str(page), "--out", str(out))
+    assert simulate.main(cli(trace_file, *flags)) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["seed"] == 1
+    assert last["workload"]["requests"] == 80
+    assert [(run["policy"], round(run["rate_per_s"])) for run in last["runs"]] == [
+        ("round-robin", 5),
+        ("round-robin", 10),
+        ("arrow", 5),
+        ("arrow", 10),
+    ]
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 5
+    assert "http://" not in text
+    assert "https://" not in text
+    table = parquet.read_table(out / "arrow_10.parquet")
+    assert table.num_rows == 80
+    assert set(table["stage"].to_pylist()) == {"finished"}
+    assert json.loads((out / "summary.json").read_text())["runs"] == last["runs"]
+    assert (out / "attainment.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_find_capacity_on_the_command_line(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--policy", "least-requests", "--low", "1", "--high", "300", "--tolerance", "0.2")
+    assert simulate.main(["find-capacity", *cli(trace_file, *flags)]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["capacity"]["least-requests"]
+    assert found["tried"][0][0] == 1.0
+    assert found["held_per_s"] is None or found["held_per_s"] >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--policy", "nobody"), "policy 'nobody' is not known; allowed: round-robin"),
+        (("--rates", "fast"), "--rates is 'fast'; allowed: numbers"),
+        (("--rates", "0"), "rate factor is 0.0"),
+        (("--slo-ttft-ms", "0"), "SLO ttft_s is 0.0; allowed: above 0"),
+        (("--instances", "0"), "instances is 0; allowed: 1 and more"),
+        (("--window", "900,901"), "is empty; allowed: at least one request"),
+        (("--window", "900"), "--window is '900'; allowed: START,END"),
+        (("--jobs", "0"), "jobs is 0; allowed: 1 and more"),
+    ],
+)
+def test_bad_flags_are_named_and_end_with_2(
+    trace_file: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
+) -> None:
+    assert simulate.main(cli(trace_file, *flags)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_flags_that_a_search_does_not_use_are_refused(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate.main(["find-capacity", *cli(trace_file, "--rates", "5")]) == 2
+    assert "--rates is for run" in capsys.readouterr().err
+
+
+def test_a_single_request_has_no_rate_and_still_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_plain(workload(1), tmp_path / "one.csv")
+    assert simulate.main(cli(tmp_path / "one.csv")) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["workload"]["rate_per_s"] is None
+    assert last["runs"][0]["finished"] == 1

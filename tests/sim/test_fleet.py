@@ -1,0 +1,358 @@
+"""Several instances: hand-off, network, migration, flips, scaling, failures, cancels; by hand, then at random."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sim import Fcfs, Route, Script, least, profile, simulation, to_decode_pool, trace
+
+from pla_sglang.policy.decisions import FleetAction, Migrate, ScaleTo, SetRole
+from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceState, RequestView, Role
+from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.profiles import ProfileError
+from pla_sglang.sim.config import Flip, InstanceFault, InstanceSpec, LinkFault, SimConfig
+from pla_sglang.sim.errors import SimConfigError, SimError
+from pla_sglang.sim.interfaces import EngineKnobs
+from pla_sglang.sim.network import Network, NetworkKnobs
+from pla_sglang.sim.simulation import RunResult
+from pla_sglang.workload import Arrivals, TraceError, generated_trace, length_model
+from pla_sglang.workload.lengths import fixed
+from pla_sglang.workload.trace import Trace
+
+HAND = profile(token_s=1e-3, decode_base_s=0.01)  # 1,000 KV bytes a token
+P, D = InstanceSpec(HAND, role=Role.PREFILL), InstanceSpec(HAND, role=Role.DECODE)
+SLOW = NetworkKnobs(bandwidth_bytes_per_s=1e6, latency_s=0.0)  # a token takes 1 ms
+WHY = FleetReason.STEADY
+
+
+def run(workload: Trace, fleet: list[InstanceSpec], **options: object) -> RunResult:
+    one = simulation(workload, fleet, **options)  # type: ignore[arg-type]
+    result = one.run()
+    one.cluster.check_integrity()
+    return result
+
+
+# -- hand-off and network ----------------------------------------------------------------------------------------------
+
+
+def test_a_hand_off_takes_its_bytes_over_the_bandwidth() -> None:
+    result = run(trace((0.0, 100, 11)), [P, D], route=to_decode_pool(), network=SLOW)
+    assert result.served.first_token_s[0] == pytest.approx(0.1)
+    assert result.served.finish_s[0] == pytest.approx(0.1 + 0.1 + 0.1)
+    assert (result.prefill_instance[0], result.decode_instance[0]) == (0, 1)
+
+
+def test_transfers_to_one_receiver_queue() -> None:
+    rows = trace((0.0, 100, 2), (0.0, 100, 2))
+    both = Route(
+        lambda fleet, request: least(fleet.by_role[Role.PREFILL]), lambda fleet, request: fleet.by_role[Role.DECODE][0]
+    )
+    result = run(rows, [P, P, D], route=both, network=SLOW)
+    assert result.served.finish_s.tolist() == pytest.approx([0.21, 0.31])
+
+
+def test_links_are_taken_first_come_first_served_and_wait_while_down() -> None:
+    network = Network(NetworkKnobs(1000.0, 0.5))
+    assert network.send(0, 1, 1000, 0.0) == pytest.approx(1.5)
+    assert network.send(0, 2, 1000, 0.0) == pytest.approx(3.0), "the sender is busy"
+    assert network.send(3, 1, 1000, 0.0) == pytest.approx(3.0), "the receiver is busy"
+    assert network.send(4, 5, 1000, 0.0) == pytest.approx(1.5), "others are not"
+    network.cut(6, 7, 10.0)
+    assert network.send(6, 7, 1000, 1.0) == pytest.approx(11.5)
+
+
+def test_a_decode_waits_for_room_and_keeps_its_memory_at_the_source_until_then() -> None:
+    small = InstanceSpec(HAND, role=Role.DECODE, kv_capacity_tokens=150)
+    result = run(trace((0.0, 100, 21), (0.0, 100, 21)), [P, small], route=to_decode_pool())
+    first, second = result.served.finish_s
+    assert second > first + 0.2, "the second decodes after the first has left"
+
+
+def test_a_hand_off_that_waits_too_long_is_computed_anew_at_its_target() -> None:
+    small = InstanceSpec(HAND, role=Role.DECODE, kv_capacity_tokens=250)
+    rows = trace((0.0, 100, 101), (0.0, 100, 101))
+    result = run(rows, [P, small], route=to_decode_pool(), handoff_wait_s=0.5)
+    assert result.counts["handoffs_redone"] == 1
+    assert result.prefill_instance.tolist() == [0, 1]
+    assert result.stage == ["finished", "finished"]
+    first, second = result.served.finish_s
+    assert second >= first + 0.1 + 0.99, "after the first has left: 101 tokens of prefill, then the rest"
+
+
+def test_a_broken_link_repeats_the_transfer() -> None:
+    fault = LinkFault(at_s=0.15, source=0, target=1, down_s=1.0)
+    result = run(trace((0.0, 100, 11)), [P, D], route=to_decode_pool(), network=SLOW, link_faults=[fault])
+    assert result.counts["transfers_repeated"] == 1
+    # The links stay taken for what was to be the first transfer; the way is back at 1.15.
+    assert result.served.finish_s[0] == pytest.approx(1.15 + 0.1 + 0.1)
+
+
+# -- actions of controllers ------------------------------------------------------------------------------------------
+
+
+def move(fleet: FleetView) -> list[FleetAction]:
+    source, target = fleet.instances
+    batch = fleet.decodes(source)
+    return [Migrate(rid, source, target, int(n), WHY) for rid, n in zip(batch.rids, batch.tokens, strict=True)]
+
+
+def on_first(fleet: FleetView, request: RequestView) -> object:
+    return fleet.instances[0]
+
+
+def test_a_migrated_request_stops_at_a_step_and_goes_on_where_its_kv_is() -> None:
+    result = run(
+        trace((0.0, 100, 101)),
+        [InstanceSpec(HAND, count=2)],
+        route=Route(on_first),  # type: ignore[arg-type]
+        controllers=[Script((0.5, move))],
+        network=SLOW,
+    )
+    # 40 tokens by 0.5, one first token before: 140 KV tokens take 0.14 s, 60 tokens are left
+    assert result.migrations[0] == 1
+    assert result.decode_instance[0] == 1
+    assert result.served.finish_s[0] == pytest.approx(0.5 + 0.14 + 0.6, abs=0.011)
+
+
+def test_a_migration_without_room_is_refused_and_costs_nothing() -> None:
+    fleet = [InstanceSpec(HAND), InstanceSpec(HAND, kv_capacity_tokens=201)]
+    rows = trace((0.0, 100, 101))
+    options = {"route": Route(on_first)}  # type: ignore[arg-type]
+    full = Script((0.5, lambda view: [Migrate("r0", view.instances[0], view.instances[1], 5000, WHY)]))
+    result = run(rows, fleet, controllers=[full], **options)
+    assert (result.counts["migrations_refused"], result.counts.get("migrations", 0)) == (1, 0)
+    assert result.served.finish_s[0] == pytest.approx(1.1)
+
+
+def test_a_label_flip_is_at_once_and_old_work_goes_on() -> None:
+    script = Script((0.5, lambda view: [SetRole(view.instances[1], Role.PREFILL, WHY)]))
+    rows = trace((0.0, 100, 101), *[(0.6, 100, 1)] * 3)
+    result = run(rows, [P, D], route=to_decode_pool(), controllers=[script])
+    assert sorted(result.prefill_instance.tolist()) == [0, 0, 0, 1]
+    assert result.counts["flips"] == 1
+    assert result.counts["finished"] == 4
+
+
+KINDS = [
+    InstanceSpec(HAND, kind=InstanceKind.PREFILL, role=Role.PREFILL, count=2),
+    InstanceSpec(HAND, kind=InstanceKind.DECODE, role=Role.DECODE),
+]
+
+
+@pytest.mark.parametrize(("flip", "instances"), [(Flip.DRAIN, 3), (Flip.RESTART, 4)])
+def test_other_flips_finish_old_work_first(flip: Flip, instances: int) -> None:
+    script = Script((0.05, lambda view: [SetRole(view.instances[1], Role.DECODE, WHY)]), interval_s=0.05)
+    rows = trace((0.0, 200, 11), (0.0, 200, 11), (20.0, 100, 11), (20.0, 100, 11))
+    one = simulation(rows, KINDS, route=to_decode_pool(), controllers=[script], flip=flip, startup_s=5.0)
+    result = one.run()
+    one.cluster.check_integrity()
+    views = one.cluster.fleet.view.instances
+    assert len(views) == instances
+    flipped = views[1] if flip is Flip.DRAIN else views[3]
+    assert (flipped.state, flipped.role, flipped.kind) == (InstanceState.READY, Role.DECODE, InstanceKind.DECODE)
+    assert flipped.index in result.decode_instance[2:].tolist()
+    assert result.counts["finished"] == 4
+
+
+def test_scaling_starts_late_drains_first_and_is_paid_for() -> None:
+    def out(view: FleetView) -> list[FleetAction]:
+        return [ScaleTo(Role.MIXED, 2, WHY, start=1)]
+
+    def back(view: FleetView) -> list[FleetAction]:
+        return [ScaleTo(Role.MIXED, 1, WHY, drain=(view.instances[0],))]
+
+    rows = trace((0.0, 1000, 11), (3.0, 1000, 11), (9.0, 1000, 1001))
+    one = simulation(
+        rows, [InstanceSpec(HAND)], controllers=[Script((0.5, out), (9.5, back))], startup_s=4.0, report_interval_s=0.5
+    )
+    result = one.run()
+    one.cluster.check_integrity()
+    states = [view.state for view in one.cluster.fleet.view.instances]
+    assert states[0] is InstanceState.DEAD
+    assert result.served.finish_s[2] == pytest.approx(9.0 + 1.0 + 10.0), "drained, not killed"
+    assert result.prefill_instance.tolist() == [0, 0, 0], "equal load goes to the first"
+    lives = one.cluster.fleet.lives
+    assert (lives[0].end_s, lives[1].start_s) == (pytest.approx(20.0, abs=0.6), pytest.approx(0.5))
+    assert result.gpu_hours * 3600 == pytest.approx(20.0 + 19.5, abs=1.5)
+
+
+# -- what breaks -----------------------------------------------------------------------------------------------------
+
+
+def test_requests_of_a_dead_instance_start_anew_elsewhere_and_keep_their_tokens() -> None:
+    fault = InstanceFault(at_s=0.5, index=0)
+    one = simulation(trace((0.0, 100, 101)), [InstanceSpec(HAND, count=2)], instance_faults=[fault])
+    result = one.run()
+    one.cluster.check_integrity()
+    # 41 tokens given; 141 tokens are prefilled on the other (0.141 s) and give the 42nd; 59 are left
+    assert result.retries[0] == 1
+    assert result.served.first_token_s[0] == pytest.approx(0.1)
+    assert result.served.finish_s[0] == pytest.approx(0.5 + 0.141 + 0.59, abs=0.011)
+
+
+def test_who_may_not_be_retried_fails_once() -> None:
+    route = Route()
+    fault = InstanceFault(at_s=0.5, index=0)
+    fleet = [InstanceSpec(HAND, count=2)]
+    result = run(trace((0.0, 100, 101)), fleet, route=route, instance_faults=[fault], retries=0)
+    assert result.stage == ["failed"]
+    assert math.isnan(result.served.finish_s[0])
+    assert [rid for rid, _ in route.finished] == ["r0"]
+
+
+@pytest.mark.parametrize("at_s", [0.05, 0.15, 0.25])
+def test_a_receiver_that_dies_costs_no_prefill(at_s: float) -> None:
+    fault = InstanceFault(at_s=at_s, index=1)
+    result = run(trace((0.0, 100, 11)), [P, D, D], route=to_decode_pool(), network=SLOW, instance_faults=[fault])
+    assert result.stage == ["finished"]
+    assert result.decode_instance[0] == 2
+    assert (result.retries[0] == 0) == (at_s < 0.2), "only KV that was already there is lost"
+
+
+def test_nobody_left_waits_for_the_replacement() -> None:
+    fault = InstanceFault(at_s=0.05, index=0, down_s=2.0)
+    result = run(trace((0.0, 100, 2)), [InstanceSpec(HAND)], instance_faults=[fault], startup_s=3.0)
+    assert result.served.first_token_s[0] == pytest.approx(5.05 + 0.1)
+
+
+def test_nobody_left_for_ever_is_an_error() -> None:
+    with pytest.raises(SimError, match="1 requests can never end"):
+        run(trace((0.0, 100, 2)), [InstanceSpec(HAND)], instance_faults=[InstanceFault(0.05, 0)])
+
+
+@pytest.mark.parametrize(
+    ("after_s", "where"), [(0.0, "waiting"), (0.05, "prefill"), (0.15, "transfer"), (0.25, "decode"), (0.5, "ended")]
+)
+def test_a_user_may_leave_at_any_time(after_s: float, where: str) -> None:
+    route = to_decode_pool()
+    rows = trace((0.0, 100, 11), (1.0, 100, 11))
+    result = run(rows, [P, D], route=route, network=SLOW, cancels={0: after_s})
+    assert result.stage == ["finished" if where == "ended" else "cancelled", "finished"]
+    assert sorted(rid for rid, _ in route.finished) == ["r0", "r1"]
+    assert result.served.finish_s[1] == pytest.approx(1.3), "the next finds everything free"
+
+
+def test_overload_is_served_in_the_end() -> None:
+    rows = generated_trace(400, Arrivals(100.0, random.Random(0)), fixed(100), fixed(20))
+    result = run(rows, [InstanceSpec(profile(kv_capacity_tokens=600))], engine=EngineKnobs(slots=8))
+    assert result.counts["finished"] == 400
+    assert np.all(np.diff(result.served.first_token_s) >= 0), "first come, first served"
+
+
+# -- everything at once ----------------------------------------------------------------------------------------------
+
+
+def wild(seed: int) -> RunResult:
+    """Random load, flips, migrations, scaling, deaths, cuts and cancels on a fleet with little memory."""
+    rng = random.Random(seed)
+    rows = generated_trace(120, Arrivals(30.0, rng, cv=2.0), length_model("sharegpt4_first_turn_prompt"), fixed(60))
+    ids = tuple(tuple(range(100 * rng.randrange(4), 100 * rng.randrange(4) + int(n) // 64)) for n in rows.input_tokens)
+    rows = Trace("wild", rows.arrival_s, rows.input_tokens, rows.output_tokens, hash_ids=ids, block_tokens=64)
+
+    def anything(fleet: FleetView) -> list[FleetAction]:
+        ready = list(fleet.ready)
+        source, target = rng.choice(fleet.instances), rng.choice(fleet.instances)
+        actions: list[FleetAction] = [
+            Migrate(rid, source, target, int(tokens), WHY)
+            for rid, tokens in zip(fleet.decodes(source).rids, fleet.decodes(source).tokens, strict=True)
+            if rng.random() < 0.3
+        ]
+        if len(ready) > 2 and rng.random() < 0.3:
+            actions.append(SetRole(rng.choice(ready), rng.choice([Role.MIXED, Role.PREFILL, Role.DECODE]), WHY))
+        if rng.random() < 0.1:
+            drain = (rng.choice(ready),) if len(ready) > 3 else ()
+            actions.append(ScaleTo(Role.MIXED, len(ready), WHY, start=1, drain=drain))
+        return actions
+
+    def anyone(fleet: FleetView, request: RequestView) -> object:
+        return rng.choice(fleet.ready) if fleet.ready else None
+
+    fast = profile(token_s=2e-4, decode_base_s=5e-3)
+    fleet = [InstanceSpec(fast, count=3, kv_capacity_tokens=rng.choice([5_000, 8_000, 100_000]))]
+    return run(
+        rows,
+        fleet,
+        route=Route(anyone, anyone),  # type: ignore[arg-type]
+        controllers=[Script(*((0.2 * tick, anything) for tick in range(40)), interval_s=0.1)],
+        engine=EngineKnobs(chunk_tokens=256, slots=16, mixed=rng.random() < 0.5, growth_start=0.3, growth_least=0.1),
+        flip=rng.choice(list(Flip)),
+        network=NetworkKnobs(2e6, 1e-3),
+        startup_s=0.5,
+        instance_faults=[InstanceFault(rng.uniform(0, 5), rng.randrange(3), 1.0) for _ in range(2)],
+        link_faults=[LinkFault(rng.uniform(0, 5), rng.randrange(3), rng.randrange(3), 0.3) for _ in range(3)],
+        cancels={row: rng.uniform(0, 2) for row in range(0, 120, 9)},
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_every_request_ends_once_and_nothing_is_left_behind(seed: int) -> None:
+    """``run`` ends with check_integrity: no KV token, no backlog count, no open request is left."""
+    result = wild(seed)
+    assert len(result.stage) == 120
+    assert set(result.stage) <= {"finished", "cancelled", "refused", "failed"}
+    done = np.array([stage == "finished" for stage in result.stage])
+    served = result.served
+    assert np.isfinite(served.finish_s[done]).all()
+    assert not np.isfinite(served.finish_s[~done]).any()
+    assert (served.first_token_s[done] >= served.arrival_s[done]).all()
+    assert (served.finish_s[done] >= served.first_token_s[done]).all()
+
+
+def test_chaos_is_the_same_twice() -> None:
+    assert wild(5).digest() == wild(5).digest()
+    assert wild(5).digest() != wild(6).digest()
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SimConfig([]), "zero instances; allowed: at least one"),
+        (lambda: InstanceSpec(HAND, count=0), "count of instances is 0; allowed: 1 and more"),
+        (lambda: InstanceSpec(HAND, kv_capacity_tokens=0), "kv_capacity_tokens is 0"),
+        (lambda: SimConfig([P], ttft_slo_s=0.0), "ttft_slo_s is 0.0; allowed: above 0"),
+        (lambda: SimConfig([P], report_interval_s=0.0), "report_interval_s is 0.0"),
+        (lambda: SimConfig([P], retries=-1), "retries is -1"),
+        (lambda: SimConfig([P], startup_s=math.inf), "startup_s is inf"),
+        (lambda: SimConfig([P], cancels={0: -1.0}), "cancel of row 0 is -1.0"),
+        (lambda: InstanceFault(-1.0, 0), "fault at_s is -1.0"),
+        (lambda: NetworkKnobs(0.0), "bandwidth_bytes_per_s is 0.0"),
+        (lambda: NetworkKnobs(1.0, -1.0), "latency_s is -1.0"),
+        (lambda: simulation(trace((0.0, 1, 1)), [P], cancels={5: 1.0}), "cancel of row 5; allowed: 0 to 0"),
+    ],
+)
+def test_bad_input_is_named(make: object, message: str) -> None:
+    with pytest.raises(SimConfigError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_an_empty_trace_is_refused() -> None:
+    with pytest.raises(TraceError, match="is empty; allowed: at least one request"):
+        simulation(trace((0.0, 1, 1)).window(5, 6), [P])
+
+
+def test_a_profile_without_decode_is_refused() -> None:
+    with pytest.raises(ProfileError, match="decode takes no time"):
+        profile(decode_base_s=0.0)
+
+
+def test_a_dispatch_to_the_dead_is_an_error_of_the_policy() -> None:
+    route = Route(on_first)  # type: ignore[arg-type]
+    with pytest.raises(SimError, match="r0 was sent to i0, which is dead"):
+        run(trace((1.0, 10, 1)), [InstanceSpec(HAND, count=2)], route=route, instance_faults=[InstanceFault(0.5, 0)])
+
+
+def test_policies_hear_of_first_tokens_intervals_and_ends() -> None:
+    route = Route()
+    run(trace((0.0, 100, 101)), [InstanceSpec(HAND)], route=route, policy=Fcfs)
+    assert route.first_tokens == ["r0"]
+    assert route.finished == [("r0", 101)]
+    assert [interval for _, interval in route.intervals] == pytest.approx([0.01] * len(route.intervals))

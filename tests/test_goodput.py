@@ -1,0 +1,95 @@
+"""Attainment and goodput against hand-made runs; the capacity search against a known edge."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.metrics.goodput import Served, Slo, find_capacity, goodput
+
+NAN = math.nan
+
+
+def served(*rows: tuple[float, float, float, int]) -> Served:
+    arrival, first, finish, tokens = zip(*rows, strict=True)
+    return Served(np.array(arrival), np.array(first), np.array(finish), np.array(tokens))
+
+
+RUN = served(
+    (0.0, 1.0, 2.0, 11),  # TTFT 1.0, TPOT 0.1: meets both
+    (0.0, 3.0, 4.0, 11),  # first token too late
+    (1.0, 1.5, 9.5, 11),  # TPOT 0.8: too slow
+    (2.0, 2.5, NAN, 11),  # failed after its first token
+    (2.0, NAN, NAN, 5),  # refused
+    (4.0, 4.5, 4.5, 1),  # one token: no TPOT to miss
+)
+
+
+def test_figures_of_a_run() -> None:
+    figures = goodput(RUN, Slo(ttft_s=2.0, tpot_s=0.2))
+    assert RUN.met(Slo(2.0, 0.2)).tolist() == [True, False, False, False, False, True]
+    assert (figures.requests, figures.finished) == (6, 4)
+    assert figures.attainment == pytest.approx(2 / 6)
+    assert figures.ttft_attainment == pytest.approx(3 / 6)
+    assert figures.tpot_attainment == pytest.approx(3 / 6)
+    assert figures.span_s == pytest.approx(9.5)
+    assert figures.goodput_per_s == pytest.approx(2 / 9.5)
+    assert figures.output_tokens_per_s == pytest.approx(34 / 9.5)
+    assert figures.ttft_p50_s == pytest.approx(0.5)
+    assert figures.tpot_p50_s == pytest.approx(0.1)
+
+
+def test_the_edge_of_a_target_is_met() -> None:
+    assert served((0.0, 2.0, 4.0, 11)).met(Slo(2.0, 0.2)).all()
+
+
+def test_a_run_where_nothing_finished() -> None:
+    figures = goodput(served((0.0, NAN, NAN, 3), (1.0, NAN, NAN, 3)), Slo(1.0, 1.0))
+    assert (figures.attainment, figures.finished) == (0.0, 0)
+    assert math.isnan(figures.ttft_p99_s)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN])
+def test_a_target_of_zero_is_refused(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"SLO ttft_s is .*; allowed: above 0"):
+        Slo(value, 1.0)
+    with pytest.raises(ConfigError, match="SLO tpot_s"):
+        Slo(1.0, value)
+
+
+def test_no_requests_and_ragged_columns() -> None:
+    nothing = np.array([])
+    with pytest.raises(ConfigError, match="at least one request"):
+        goodput(Served(nothing, nothing, nothing, nothing.astype(int)), Slo(1, 1))
+    with pytest.raises(ConfigError, match="differ in length"):
+        Served(nothing, nothing, nothing, np.array([1]))
+
+
+def test_capacity_finds_a_known_edge() -> None:
+    found = find_capacity(lambda rate: 1.0 if rate <= 7.3 else 0.5, low_per_s=1, high_per_s=64, tolerance=0.01)
+    assert found.held_per_s is not None
+    assert found.failed_per_s is not None
+    assert found.held_per_s <= 7.3 < found.failed_per_s
+    assert found.failed_per_s / found.held_per_s <= 1.01
+    assert len(found.tried) < 14
+
+
+def test_capacity_outside_the_bounds() -> None:
+    assert find_capacity(lambda rate: 0.0, low_per_s=1, high_per_s=2).held_per_s is None
+    assert find_capacity(lambda rate: 1.0, low_per_s=1, high_per_s=2).failed_per_s is None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"low_per_s": 0, "high_per_s": 1}, "0 < low < high"),
+        ({"low_per_s": 1, "high_per_s": 2, "target": 0}, "attainment target is 0"),
+        ({"low_per_s": 1, "high_per_s": 2, "tolerance": 1}, "tolerance is 1"),
+    ],
+)
+def test_bad_searches(knobs: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_capacity(lambda rate: 1.0, **knobs)

@@ -1,0 +1,90 @@
+"""Trace: checks at construction, windows, scaling, block ids."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pla_sglang.workload import Trace, TraceError
+
+
+def trace(times: list[float], **columns: object) -> Trace:
+    lengths = {"input_tokens": np.full(len(times), 10), "output_tokens": np.full(len(times), 3)}
+    return Trace("t", np.array(times, dtype=float), **{**lengths, **columns})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"input_tokens": np.array([1])}, "input_tokens has 1 rows, arrival_s has 3"),
+        ({"input_tokens": np.array([1, 0, 1])}, "input_tokens of row 1 is 0; allowed: 1 and more"),
+        ({"output_tokens": np.array([1, 1, -4])}, "output_tokens of row 2 is -4"),
+        ({"hash_ids": ((1,),)}, "hash_ids has 1 rows"),
+        ({"block_tokens": 0}, "block_tokens is 0"),
+    ],
+)
+def test_bad_columns_are_named(columns: dict[str, object], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        trace([0.0, 1.0, 2.0], **columns)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ([0.0, -1.0], "row 1 is -1.0; allowed: finite, 0 and more"),
+        ([0.0, math.nan], "row 1 is nan"),
+        ([0.0, 2.0, 1.0], "row 2 is 1.0; allowed: not before the row above"),
+    ],
+)
+def test_bad_times_are_named(times: list[float], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        trace(times)
+
+
+def test_empty_is_legal_until_requests_are_needed() -> None:
+    empty = trace([0.0, 1.0]).window(5, 6)
+    assert len(empty) == 0
+    with pytest.raises(TraceError, match="is empty; allowed: at least one request"):
+        empty.require_requests()
+
+
+def test_window_is_half_open_and_rebased() -> None:
+    part = trace([0.0, 1.0, 2.0, 3.0]).window(1.0, 3.0)
+    assert part.arrival_s.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("start", "end"), [(2.0, 2.0), (-1.0, 2.0), (3.0, 1.0)])
+def test_bad_window(start: float, end: float) -> None:
+    with pytest.raises(TraceError, match="allowed: 0 <= start < end"):
+        trace([0.0]).window(start, end)
+
+
+def test_scaling_divides_the_times() -> None:
+    original = trace([0.0, 2.0, 4.0])
+    assert original.scale_rate(2).arrival_s.tolist() == [0.0, 1.0, 2.0]
+    assert original.at_rate(4.0).rate_per_s == pytest.approx(4.0)
+    with pytest.raises(TraceError, match="rate factor is 0"):
+        original.scale_rate(0)
+    with pytest.raises(TraceError, match="no rate of its own"):
+        trace([1.0, 1.0]).at_rate(2)
+
+
+def test_take_keeps_every_column() -> None:
+    whole = trace([0.0, 1.0, 2.0], session=np.array([7, 8, 7]), hash_ids=((1,), (), (1, 2)))
+    part = whole.take([0, 2])
+    assert part.session is not None
+    assert (part.session.tolist(), part.hash_ids) == ([7, 7], ((1,), (1, 2)))
+    assert part.turn is None
+
+
+def test_session_hashes_are_prefixes_within_a_session_and_disjoint_between() -> None:
+    whole = trace([0.0, 1.0, 2.0], session=np.array([0, 1, 0]), input_tokens=np.array([130, 200, 300]))
+    ids = whole.with_session_hashes(64).hash_ids
+    assert ids is not None
+    assert [len(one) for one in ids] == [2, 3, 4]
+    assert ids[2][:2] == ids[0]
+    assert not set(ids[1]) & set(ids[2])
+    with pytest.raises(TraceError, match="no sessions"):
+        trace([0.0]).with_session_hashes()
