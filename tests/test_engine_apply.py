@@ -495,6 +495,7 @@ def test_a_held_chunk_is_parked_too() -> None:
 )
 def test_a_step_costs_what_the_device_waits_for(device: str, overlap: bool, device_s: float, host_s: float) -> None:
     scheduler = FakeScheduler([])
-    scheduler.device, scheduler.enable_overlap = device, overlap
+    scheduler.enable_overlap = overlap
+    scheduler.pla._synchronous = device == "cpu"
     launch = adapter._Launch(at_s=5.0, synchronous_s=0.020, scheduling_s=0.001)
     assert scheduler.pla._cost_s(launch, done_s=5.024) == pytest.approx((device_s, host_s))

@@ -84,6 +84,7 @@ def test_priority_ranks(low_first: bool, ranks: list[int]) -> None:
 
 def test_step_sample_sums_over_the_batch() -> None:
     batch = SimpleNamespace(extend_lens=[2, 3], prefix_lens=[10, 0])
-    sample = snapshot.step_sample(batch, 0.5)
-    assert (sample.new_tokens, sample.history_tokens, sample.step_s) == (5, 10, 0.5)
+    sample = snapshot.step_sample(batch, device_s=0.5, host_s=0.25)
+    assert (sample.new_tokens, sample.history_tokens) == (5, 10)
+    assert (sample.step_s, sample.host_s) == (0.75, 0.25)
     assert sample.attention == 2 * (2 + 20) + 3 * 3

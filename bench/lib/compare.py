@@ -52,10 +52,8 @@ async def measure_solo(
         async with fleet.awake(member) as client:
             for kind in kinds:
                 count = SOLO_COUNTS[kind]
-                measured = await client.solo(solo_requests(shape, vocabulary, kind=kind, count=count, salt=f"{seed}"))
-                failed = [outcome for outcome in measured if not outcome.ok]
-                if failed:
-                    raise ServerError(f"{member.name}: a lone {kind} request failed: {failed[0].error}")
+                requests = solo_requests(shape, vocabulary, kind=kind, count=count, salt=f"{seed}")
+                measured = await _lone(client, requests, member.name)
                 ttft_s[kind] = statistics.median(outcome.ttft_s for outcome in measured)
                 outcomes += measured
         found[member.name] = Solo(ttft_s, tuple(outcomes))
@@ -64,12 +62,23 @@ async def measure_solo(
     return found
 
 
+async def _lone(client: Client, requests: Sequence[Request], arm: str) -> Sequence[Outcome]:
+    measured = await client.solo(requests)
+    failed = [outcome for outcome in measured if not outcome.ok]
+    if failed:
+        raise ServerError(f"{arm}: a lone {failed[0].request.kind} request failed: {failed[0].error}")
+    return measured
+
+
 async def measure_last_chunk(
     fleet: Fleet, shape: HolShape, vocabulary: Vocabulary, solo: Mapping[str, Solo], *, chunk_tokens: int, seed: int
 ) -> dict[str, float]:
     """Seconds that the last chunk of a lone long takes, by arm: with the longest history it is the longest one.
 
     It is what a lone long takes, less what one takes that ends before that chunk.
+
+    Raises:
+        ServerError: a request to an idle server failed.
     """
     head_tokens = (shape.long_tokens - 1) // chunk_tokens * chunk_tokens
     if not head_tokens:
@@ -79,7 +88,7 @@ async def measure_last_chunk(
     for member in fleet.members:
         requests = solo_requests(head, vocabulary, kind="long", count=SOLO_COUNTS["long"], salt=f"head-{seed}")
         async with fleet.awake(member) as client:
-            measured = await client.solo(requests)
+            measured = await _lone(client, requests, member.name)
         head_s = statistics.median(outcome.ttft_s for outcome in measured)
         found[member.name] = solo[member.name].ttft_s["long"] - head_s
     return found

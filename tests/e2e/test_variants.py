@@ -10,6 +10,7 @@ import pytest
 from support.load import LONGS, Reference, run_mixed
 
 pytestmark = pytest.mark.e2e
+MOST_LOADS = 8
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ VARIANTS = (
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_mixed_load(variant: Variant, reference: Reference, temporal: Callable[..., Any]) -> None:
     with temporal(*variant.flags, **variant.options) as client:
-        for _ in range(2):
+        for load in range(MOST_LOADS):
             run_mixed(client, reference)
-        state = client.state()
+            state = client.state()
+            # Whether a short meets a chunk that nobody else overtakes is a matter of luck.
+            if load > 0 and (state["mixed_batches"] > 0) == variant.mixes:
+                break
         assert state["hooks"].endswith("seams verified on sglang 0.5.17")
         assert state["batches"]["long"] > len(LONGS)
         if variant.mixes:
