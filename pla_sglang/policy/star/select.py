@@ -19,6 +19,8 @@ from pla_sglang.policy.star.horizon import Floats, Horizon, Summary
 
 TARGETS_AT_ONCE = 16
 
+ROUNDING = 1e-12  # of the mean squared load: a gain below is the rounding of the running sums, not a gain
+
 
 @dataclasses.dataclass(frozen=True)
 class SelectKnobs:
@@ -185,6 +187,7 @@ def best_move(workers: Sequence[Worker], horizon: Horizon, knobs: SelectKnobs) -
     bounds = scale * pair_bounds(stacked.loads[overloaded], largest, stacked.loads[targets].min(axis=0), horizon)
     best: Move | None = None
     least = scale * knobs.min_gain * objective(stacked.loads, horizon)
+    least = max(least, ROUNDING * float(horizon.weights @ (stacked.loads**2).mean(axis=0)))
     for place in np.argsort(-bounds, kind="stable"):
         if bounds[place] <= least:
             break

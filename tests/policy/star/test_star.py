@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fleets import decode, fleet, prefill, request
 
@@ -251,6 +251,7 @@ def test_never_to_a_target_that_cannot_hold_it(batches: list[Rows], room: int) -
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(LOADS, min_size=2, max_size=5))
+@example([[], [("r0", 186, None)]])  # a swap brings nothing, and rounding made it 1e-13
 def test_moves_come_to_an_end(batches: list[Rows]) -> None:
     """Each move lowers the objective, so that a load that stands still is not moved about for ever."""
     placed = [list(rows) for rows in batches]
