@@ -48,7 +48,8 @@ async def measure_solo(
     ]
     found: dict[str, Solo] = {}
     for member in fleet.members:
-        ttft_s, outcomes = {}, []
+        ttft_s: dict[str, float] = {}
+        outcomes: list[Outcome] = []
         async with fleet.awake(member) as client:
             for kind in kinds:
                 count = SOLO_COUNTS[kind]
