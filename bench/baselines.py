@@ -29,6 +29,7 @@ from bench.replaying.layouts import PD_POLICIES, Layout, engine_arguments, part,
 from bench.replaying.plan import plan
 from bench.replaying.result import figures
 from bench.replaying.steps import Row, Steps
+from bench.replaying.stopping import end_on_sigterm
 from pla_sglang.errors import ConfigError
 from pla_sglang.testing.server import ServerError
 from pla_sglang.workload import Trace
@@ -204,6 +205,7 @@ def report(rows: Sequence[tuple[Key, Row]], open_points: int, options: argparse.
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
+    end_on_sigterm()
     try:
         arms = arms_of(options)
         traces = read_traces(options.traces, max_input_tokens=options.max_input_tokens)

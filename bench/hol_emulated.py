@@ -29,6 +29,7 @@ from bench.replaying import engines
 from bench.replaying.engines import Arm, Setup
 from bench.replaying.plan import Planned
 from bench.replaying.steps import Row, Steps
+from bench.replaying.stopping import end_on_sigterm
 from pla_sglang import chain
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import ecdf, percentile, spread
@@ -177,6 +178,7 @@ def measure(options: argparse.Namespace, shape: HolShape) -> dict[str, list[Row]
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
+    end_on_sigterm()
     try:
         if not options.scale > 0:
             raise ConfigError(f"--scale {options.scale} is out of range; allowed: above 0")

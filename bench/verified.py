@@ -29,6 +29,7 @@ from bench.replaying.layouts import Layout, engine_arguments, part, read_traces
 from bench.replaying.plan import plan
 from bench.replaying.result import count_wrong
 from bench.replaying.steps import Row, Steps
+from bench.replaying.stopping import end_on_sigterm
 from pla_sglang.errors import ConfigError
 from pla_sglang.testing.server import ServerError
 from pla_sglang.workload import Trace
@@ -145,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
+    end_on_sigterm()
     try:
         layouts = [Layout.parse(text) for text in options.layouts.split(",")]
         traces = read_traces(options.traces, max_input_tokens=options.max_input_tokens)
