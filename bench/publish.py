@@ -77,8 +77,28 @@ def hol(result: Result) -> str:
         f"long {solo['long_solo_ttft_s'] * 1e3:.0f} ms. "
         f"Five solo values plus the longest chunk ({solo['long_chunk_s'] * 1e3:.0f} ms): "
         f"{solo['short_ttft_p99_bound_s'] * 1e3:.0f} ms; "
-        f"p99 of shorts: {solo['short_ttft_p99_s'] * 1e3:.0f} ms, {within}."
+        f"p99 of shorts: {solo['short_ttft_p99_s'] * 1e3:.0f} ms, {within}." + starts(result)
     )
+
+
+def starts(result: Result) -> str:
+    """The headline figures start by start, where the servers were started more than once."""
+    by_start = [of_start["ours"] for of_start in result.get("by_start", ())]
+    if len(by_start) < 2:
+        return ""
+    rows = [
+        [
+            str(index),
+            f"{figures['short_ttft_p99_gain']:.3g}x lower",
+            f"{figures['short_ttft_p99_s'] * 1e3:.0f} ms of {figures['short_ttft_p99_bound_s'] * 1e3:.0f} ms",
+            f"{figures['long_ttft_p90_ratio']:.3g}x",
+            f"{figures['throughput_ratio']:.3g}x",
+        ]
+        for index, figures in enumerate(by_start, start=1)
+    ]
+    header = ["start of all servers", "short p99", "of its bound", "long p90", "tokens/s"]
+    each = rounds_of({"rounds": result["rounds"] // len(by_start)})
+    return f"\n\nStart by start, {each} each:\n\n{table(header, rows)}"
 
 
 def arms(result: Result) -> str:

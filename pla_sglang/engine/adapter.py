@@ -96,6 +96,7 @@ class PrefillAdapter:
                 margin=AGE_MARGIN,
                 chunk_max_tokens=chunk,
                 chunk_min_tokens=max(scheduler.page_size, config.long_chunk_min_tokens or (chunk or 0) // MOST_CUTS, 1),
+                grid_tokens=apply.chunk_grid_tokens(scheduler),
                 least_remaining=config.long_order == "least-remaining",
             ),
             mix=config.mixing == "allow",
