@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import baselines, emulation_check, frontier, hol_emulated, verified
+from bench import baselines, client_load, cluster_start, emulation_check, frontier, hol_emulated, verified
 from bench.lib.workload import HolShape
 from bench.replaying import engines
 from bench.replaying.client import Record
 from bench.replaying.engines import Arm, Setup
 from bench.replaying.layouts import DEFAULT_SLO, Layout, part, read_traces, slo_of
+from bench.replaying.memory import by_kind
 from bench.replaying.plan import Planned
 from pla_sglang import chain
 from pla_sglang.errors import ConfigError
@@ -258,6 +261,73 @@ def test_verified_counts_are_summed_by_layout_and_workload(tmp_path: Path) -> No
     assert [(group["workload"], group["parts"], group["requests"]) for group in groups] == [("a", 2, 4), ("b", 1, 2)]
     verified.plot(groups, tmp_path / "verified.png")
     assert (tmp_path / "verified.png").stat().st_size > 5_000
+
+
+def test_memory_is_told_apart_by_what_holds_it() -> None:
+    parts = by_kind(os.getpid(), [{"pid": os.getpid()}])
+    assert parts["http"] > 10 << 20
+    assert parts["scheduler"] == parts["detokenizer"] == 0
+    assert by_kind(os.getpid(), [{"pid": 2**22 + 1}])["launcher, fork server, router"] > 10 << 20
+
+
+def test_what_a_start_missed_is_said(tmp_path: Path) -> None:
+    rows = [
+        {"layout": "2+2", "engines": 4, "ready_s": 61.0, "pss_gib": 3.0, "pss_by_part_gib": {"http": 3.0}},
+        {"layout": "4+4", "engines": 8, "ready_s": 99.0, "pss_gib": 14.5, "pss_by_part_gib": {"http": 9.0}},
+        {"layout": "1+1", "engines": 2, "ready_s": 99.0, "pss_gib": 99.0, "pss_by_part_gib": {}},
+    ]
+    assert cluster_start.missed(rows) == [
+        "2+2: ready_s 61.0 is above 60",
+        "4+4: pss_gib 14.5 is above 14",
+    ]
+    cluster_start.plot(rows, tmp_path / "start.png")
+    assert (tmp_path / "start.png").stat().st_size > 5_000
+
+
+# -- the load generator's own limits ---------------------------------------------------------------------------------
+
+
+def streams(count: int, seconds: int, per_s: int) -> list[Record]:
+    """``count`` streams over ``seconds``, each with ``per_s`` tokens a second."""
+    answer = seconds * per_s
+    times = [(index + 0.5) / per_s for index in range(answer)]
+    made = []
+    for index in range(count):
+        prompt = chain.prompt_of(20, answer, random.Random(index))
+        one = Record(Planned(index, 0.0, prompt, answer), 0.0, sent_s=0.001, token_s=times, done_s=float(seconds))
+        one.prompt_ids, one.output_ids = prompt, chain.expected(prompt, answer + 1).tokens
+        made.append(one)
+    return made
+
+
+def test_streams_and_events_are_counted_by_second() -> None:
+    open_streams, events = client_load.streams_and_events(streams(7, 3, 4))
+    assert list(open_streams) == [7, 7, 7]
+    assert list(events) == [28, 28, 28]
+
+
+@pytest.mark.parametrize(
+    ("count", "per_s", "late_s", "reached", "valid"),
+    [
+        (300, 10, 0.001, True, True),
+        (300, 9, 0.001, False, True),
+        (299, 11, 0.001, False, True),
+        (300, 10, 0.060, True, False),
+    ],
+)
+def test_the_client_must_reach_the_load_in_time(
+    count: int, per_s: int, late_s: float, *, reached: bool, valid: bool
+) -> None:
+    found = client_load.figures(streams(count, 2, per_s), [late_s] * 100, 0.5)
+    assert (found["reached"], found["valid"]) == (reached, valid)
+    assert found["peak_streams"] == count
+    assert found["peak_events_per_s"] == count * per_s
+    assert found["tokens_wrong"] == 0
+
+
+def test_groups_arrive_together() -> None:
+    given = client_load.parser().parse_args(["--groups", "2", "--group-requests", "3", "--gap-s", "1.5"])
+    assert [one.at_s for one in client_load.requests(given)] == [0, 0, 0, 1.5, 1.5, 1.5]
 
 
 def test_targets_by_workload() -> None:
