@@ -103,6 +103,10 @@ class PrefillAdapter:
             decode_gap_s=config.decode_gap_ms / 1e3,
         )
 
+    def on_host_complete(self) -> None:
+        """The host's ``__init__`` has gone on since ours and knows its grid for chunks now."""
+        self.policy.set_knobs(self._knobs(self.config))
+
     def set_config(self, config: PlaConfig) -> None:
         """Change knobs between two passes. The order of broadcast requests makes this the same pass on all ranks."""
         knobs = self._knobs(config)

@@ -66,8 +66,11 @@ def _places(waiting: Sequence[WaitingView], wanted: Sequence[WaitingView]) -> li
 
 
 def chunk_grid_tokens(scheduler: Any) -> int:
-    """The host cuts a prompt at multiples of this: whole pages, and what its attention backend wants."""
-    return max(scheduler.page_size, scheduler.truncation_align_size or 1)
+    """The host cuts a prompt at multiples of this: whole pages, and under deterministic inference its tiles.
+
+    The second is known late in the host's ``__init__``; until then there are pages only.
+    """
+    return max(scheduler.page_size, getattr(scheduler, "truncation_align_size", None) or 1)
 
 
 def align_chunk(tokens: int, grid_tokens: int) -> int:
