@@ -100,6 +100,7 @@ def measure(described: Mapping[str, Any], key: Key, trace: Trace, steps: Steps, 
         records, slo_of(key["workload"]), time_scale=key["time_scale"], verify=True, max_lag_ms=options.max_lag_ms
     )
     row["host_overhead_share"] = overhead(before, emulation_of(described))
+    row["valid"] = row["valid"] and row["host_overhead_share"] <= options.max_overhead
     steps.add(key, row | {"plugin_commit": environment()["plugin_commit"]})
     return True
 
@@ -116,7 +117,7 @@ def overhead(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mappin
 
 def run_arm(layout: Layout, policy: str, traces: dict[str, Trace], steps: Steps, options: argparse.Namespace) -> None:
     """What is open of one arm, as far as the time goes. Raises ServerError."""
-    left = steps.open(keys_of(options, layout, policy, list(traces)))
+    left = steps.open(keys_of(options, layout, policy, list(traces)), invalid=options.retry_invalid)
     if not left or not steps.has_time(options.start_s + DRAIN_S):
         return
     arguments = [*layout.arguments, "--policy", policy, *engine_arguments(options.profile, options.time_scale)]
@@ -180,6 +181,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
     made.add_argument("--max-lag-ms", type=float, default=50.0)
+    made.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a point invalid")
+    made.add_argument("--retry-invalid", action="store_true", help="run points again that were not valid")
     made.add_argument("--budget-s", type=float, help="no point begins that would not end within this")
     made.add_argument("--start-s", type=float, default=60.0, help="what a cluster takes to start, for the budget")
     made.add_argument("--out", type=Path, default=Path("bench_out"))

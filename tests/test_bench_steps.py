@@ -23,6 +23,16 @@ def test_finished_steps_are_there_after_a_restart(tmp_path: Path) -> None:
     assert again.open(KEYS) == [KEYS[0], KEYS[2]]
 
 
+def test_a_step_that_was_not_valid_may_run_again(tmp_path: Path) -> None:
+    steps = Steps(tmp_path / "x")
+    steps.add(KEYS[0], {"valid": False})
+    steps.add(KEYS[1], {"valid": True})
+    assert steps.open(KEYS) == [KEYS[2]]
+    assert steps.open(KEYS, invalid=True) == [KEYS[0], KEYS[2]]
+    steps.add(KEYS[0], {"valid": True, "second": 1})
+    assert Steps(tmp_path / "x").get(KEYS[0]) == {"valid": True, "second": 1}
+
+
 def test_a_line_cut_short_runs_again_and_a_broken_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     steps = Steps(path)
