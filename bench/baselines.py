@@ -87,7 +87,7 @@ def keys_of(options: argparse.Namespace, layout: Layout, policy: str, names: Seq
     ]
 
 
-def measure(described: Mapping[str, Any], key: Key, trace: Trace, steps: Steps, options: argparse.Namespace) -> bool:
+def measure(described: dict[str, Any], key: Key, trace: Trace, steps: Steps, options: argparse.Namespace) -> bool:
     """Run one point and keep it; False where there is no time left for it."""
     own = part(trace, key["first"], key["limit"]).at_rate(key["rate_rps"])
     planned = plan(own, seed=key["seed"], time_scale=key["time_scale"])
