@@ -175,13 +175,11 @@ def test_a_killed_instance_leaves_nothing_and_can_be_restarted(cluster: dict[str
     gone(processes, ports)
     wait_for_state(cluster, "prefill-0", "dead")
     assert instance(cluster, "decode-0")["state"] == "ready"
-    if victim == "scheduler":
-        restart(cluster, "prefill-0")
+    restart(cluster, "prefill-0")
+    assert int(instance(cluster, "prefill-0")["url"].rsplit(":", 1)[1]) == ports[0]
+    if victim == "scheduler":  # once is enough: the router takes a few seconds to see that the member is back
         time.sleep(5)
         ask(cluster["url"], 5, seed=4)
-    else:  # a state of its own: dead members restart too, on the same ports
-        restart(cluster, "prefill-0")
-        assert int(instance(cluster, "prefill-0")["url"].rsplit(":", 1)[1]) == ports[0]
 
 
 def wait_for_state(cluster: dict[str, Any], name: str, state: str) -> None:
@@ -204,12 +202,16 @@ def assert_fitted(url: str, out: Path) -> None:
     sizes = ["--prefill-tokens", "50,200,400,800", "--decode-batches", "1,4", "--decode-contexts", "20,200"]
     assert profile.main(["--url", url, "--name", "fitted", "--out", str(out), *sizes]) == 0
     fitted, known = load_profile(out), load_profile("linear")
-    for tokens in (50, 200, 400, 800):
-        ratio = fitted.prefill_s(tokens, tokens**2) / known.prefill_s(tokens, tokens**2)
-        assert 0.97 < ratio < 1.25, f"prefill of {tokens}: {ratio:.3f} of the device's own time"
+    prefill = {tokens: fitted.prefill_s(tokens, tokens**2) for tokens in (50, 200, 400, 800)}
+    for tokens, seconds in prefill.items():
+        stated_s = known.prefill_s(tokens, tokens**2)
+        # HTTP and a busy machine add to each request, but nothing makes the device faster.
+        assert 0.97 * stated_s < seconds < stated_s + 0.06, f"prefill of {tokens}: {seconds:.4f} s, stated {stated_s} s"
+    slope_s = (prefill[800] - prefill[50]) / 750
+    assert slope_s == pytest.approx(1e-3, rel=0.06), "what each token costs, whatever a request costs besides"
     for batch in (1, 4):
-        ratio = fitted.decode_s(batch, batch * 20) / known.decode_s(batch, batch * 20)
-        assert 0.97 < ratio < 1.4, f"decode of {batch}: {ratio:.3f} of the device's own time"
+        stated_s = known.decode_s(batch, batch * 20)
+        assert 0.97 * stated_s < fitted.decode_s(batch, batch * 20) < stated_s + 0.02
 
 
 def test_a_profile_is_fitted_and_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
