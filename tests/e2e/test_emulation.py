@@ -218,10 +218,12 @@ def test_a_profile_is_fitted_and_a_killed_launcher_leaves_nothing(tmp_path: Path
     """The fitter meets a real engine, and finds the times that its device was told to take."""
     state, log = tmp_path / "state.json", tmp_path / "log"
     process = launch(state, log, "--unified", "1", "--router", "none", "--pla-emulate", "linear")
-    described = wait_ready(process, state, log)
-    processes, ports = family(process.pid), ports_of(described)
-    ask(described["url"], 5, seed=3)
-    assert_fitted(described["url"], tmp_path / "fitted.json")
-    process.kill()
-    process.wait()
+    try:
+        described = wait_ready(process, state, log)
+        processes, ports = family(process.pid), ports_of(described)
+        ask(described["url"], 5, seed=3)
+        assert_fitted(described["url"], tmp_path / "fitted.json")
+    finally:  # a failure above must not leave an engine behind either
+        process.kill()
+        process.wait()
     gone(processes, ports)
