@@ -25,7 +25,7 @@ from bench.lib.plot import COLOURS
 from bench.lib.report import emit, environment, say, stdout
 from bench.replay import replay
 from bench.replaying.cluster import emulation_of, running_cluster
-from bench.replaying.layouts import PD_POLICIES, Layout, engine_arguments, part, read_traces, slo_of
+from bench.replaying.layouts import PD_POLICIES, Layout, engine_arguments, numbers_of, part, read_traces, slo_of
 from bench.replaying.plan import plan
 from bench.replaying.result import figures
 from bench.replaying.steps import Row, Steps
@@ -67,15 +67,6 @@ def arms_of(options: argparse.Namespace) -> list[tuple[Layout, str]]:
     return arms
 
 
-def rates_of(options: argparse.Namespace, workload: str) -> list[float]:
-    """Rates of one workload: ``--rates 2,4`` for all, or ``--rates azure_code=8,16 mooncake=1`` by name."""
-    own = [text for text in options.rates if "=" not in text or text.partition("=")[0] == workload]
-    try:
-        return [float(rate) for text in own for rate in text.rpartition("=")[2].split(",")]
-    except ValueError:
-        raise ConfigError(f"--rates {' '.join(own)} are not numbers; allowed: 2,4,8 or WORKLOAD=2,4,8") from None
-
-
 def keys_of(options: argparse.Namespace, layout: Layout, policy: str, names: Sequence[str]) -> list[Key]:
     """The points of one arm."""
     settings = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
@@ -83,7 +74,7 @@ def keys_of(options: argparse.Namespace, layout: Layout, policy: str, names: Seq
     return [
         {"layout": layout.name, "policy": policy, "workload": name, "rate_rps": rate} | settings
         for name in names
-        for rate in rates_of(options, name)
+        for rate in numbers_of(options.rates, name, "--rates")
     ]
 
 

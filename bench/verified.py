@@ -25,7 +25,7 @@ from bench.lib.plot import COLOURS
 from bench.lib.report import emit, environment, say, stdout
 from bench.replay import replay
 from bench.replaying.cluster import running_cluster
-from bench.replaying.layouts import Layout, engine_arguments, part, read_traces
+from bench.replaying.layouts import Layout, engine_arguments, numbers_of, part, read_traces
 from bench.replaying.plan import plan
 from bench.replaying.result import count_wrong
 from bench.replaying.steps import Row, Steps
@@ -43,7 +43,7 @@ def keys_of(options: argparse.Namespace, layout: Layout, traces: dict[str, Trace
     """One key per part, the first part of every trace first."""
     keys = []
     for name, trace in traces.items():
-        wanted = min(options.requests, len(trace))
+        wanted = min(int(sum(numbers_of(options.requests, name, "--requests"))), len(trace))
         for index, first in enumerate(range(0, wanted, options.part_requests)):
             count = min(options.part_requests, wanted - first)
             key = {"layout": layout.name, "workload": name, "first": first, "count": count, "seed": options.seed}
@@ -135,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--traces", nargs="+", required=True, metavar="NAME=FILE")
     made.add_argument("--layouts", default="1+1,2+2")
     made.add_argument("--policy", default="round_robin", help="of the router")
-    made.add_argument("--requests", type=int, default=900, help="of each trace, on each layout")
+    made.add_argument("--requests", nargs="+", default=["900"], help="on each layout: 900 of each, or WORKLOAD=900 ...")
     made.add_argument("--part-requests", type=int, default=150)
     made.add_argument("--rate", type=float, default=6.0, help="requests per second; recorded gaps, stretched")
     made.add_argument("--profile", default="h100-llama3.1-8b-tp1")

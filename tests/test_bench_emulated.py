@@ -16,7 +16,7 @@ from bench.lib.workload import HolShape
 from bench.replaying import engines
 from bench.replaying.client import Record
 from bench.replaying.engines import Arm, Setup
-from bench.replaying.layouts import DEFAULT_SLO, Layout, part, read_traces, slo_of
+from bench.replaying.layouts import DEFAULT_SLO, Layout, numbers_of, part, read_traces, slo_of
 from bench.replaying.memory import by_kind
 from bench.replaying.plan import Planned
 from pla_sglang import chain
@@ -218,10 +218,11 @@ def test_arms_that_cannot_differ_are_left_out() -> None:
 
 
 def test_rates_are_the_same_for_all_or_by_workload() -> None:
-    assert baselines.rates_of(options("--rates", "2,4"), "azure_code") == [2.0, 4.0]
+    assert numbers_of(["2,4"], "azure_code", "--rates") == [2.0, 4.0]
     by_name = options("--rates", "azure_code=8,16", "mooncake=1")
-    assert baselines.rates_of(by_name, "azure_code") == [8.0, 16.0]
-    assert baselines.rates_of(by_name, "mooncake") == [1.0]
+    assert numbers_of(by_name.rates, "azure_code", "--rates") == [8.0, 16.0]
+    assert numbers_of(by_name.rates, "mooncake", "--rates") == [1.0]
+    assert numbers_of(by_name.rates, "other", "--rates") == []
     keys = baselines.keys_of(by_name, Layout.parse("1+1"), "round_robin", ["azure_code", "mooncake"])
     assert [(key["workload"], key["rate_rps"]) for key in keys] == [
         ("azure_code", 8.0),

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from bench.replaying.result import count_wrong, lag_s
 from bench.replaying.steps import Row, Steps
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import percentile
-from pla_sglang.testing.server import Server, ServerError, running
+from pla_sglang.testing.server import Server, ServerError
 
 LAUNCHER = "pla_sglang.launch_server"
 MAX_LAG_MS = 50.0
@@ -122,12 +124,26 @@ def collect(
     with tempfile.TemporaryDirectory(prefix="pla-bench-") as overlay:
         servers = [server_of(arm, setup, Path(overlay)) for arm in missing]
         say(f"starting {', '.join(arm.name for arm in missing)} (logs in {setup.out})")
-        with running(*servers):
+        with _running(servers):
             pairs = list(zip(missing, servers, strict=True))
             for key in keys:
                 left = [(arm, server) for arm, server in pairs if steps.get(key | {"arm": arm.name}) is None]
                 if left and steps.has_time():
                     _run(left, key, plan_of(key), setup.time_scale, steps)
+
+
+@contextlib.contextmanager
+def _running(servers: Sequence[Server]) -> Iterator[None]:
+    """All servers up, and in the end stopped all at once: one after the other takes longer than a caller may wait."""
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            server.wait_ready()
+        yield
+    finally:
+        with ThreadPoolExecutor(len(servers)) as pool:
+            list(pool.map(Server.stop, servers))
 
 
 def _run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,15 @@ def read_traces(pairs: Iterable[str], *, max_input_tokens: int | None = None) ->
             trace = trace.take([row for row in range(len(trace)) if trace.input_tokens[row] <= max_input_tokens])
         traces[name] = trace.require_requests()
     return traces
+
+
+def numbers_of(texts: Sequence[str], workload: str, flag: str) -> list[float]:
+    """Numbers for one workload: ``2,4`` is meant for all, ``azure_code=8,16`` for that one. Raises ConfigError."""
+    own = [text for text in texts if "=" not in text or text.partition("=")[0] == workload]
+    try:
+        return [float(number) for text in own for number in text.rpartition("=")[2].split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {' '.join(own)} are not numbers; allowed: 2,4,8 or WORKLOAD=2,4,8") from None
 
 
 def part(trace: Trace, first: int, count: int) -> Trace:
