@@ -1,15 +1,17 @@
 """``python -m bench.baselines --traces NAME=FILE ...``: stock SGLang on an emulated cluster, to compare with.
 
 Layouts: ``unified-N`` (N unified engines), ``P+D`` such as ``1+1`` (prefill and decode engines), each behind SGLang's
-own router with each policy asked for. Every request's tokens are checked. A table and a picture of SLO attainment
-against request rate; the last line of stdout is one JSON object.
+own router with each policy asked for. Every request's tokens are checked. Each point (layout, policy, workload, rate)
+is a step; finished ones are kept in ``--out``, so that a long table can be measured in several runs (``--budget-s``).
+A table, also as Markdown, and a picture of SLO attainment against request rate; the last line of stdout is one JSON
+object.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,16 @@ from bench.lib.plot import COLOURS
 from bench.lib.report import emit, environment, say, stdout
 from bench.replay import replay
 from bench.replaying.cluster import emulation_of, running_cluster
+from bench.replaying.layouts import PD_POLICIES, Layout, engine_arguments, numbers_of, part, read_traces, slo_of
 from bench.replaying.plan import plan
 from bench.replaying.result import figures
+from bench.replaying.steps import Row, Steps
+from bench.replaying.stopping import end_on_sigterm
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import SLOS, Slo
 from pla_sglang.testing.server import ServerError
-from pla_sglang.workload import Trace, load_trace
+from pla_sglang.workload import Trace
 
-ROUTER_POLICIES = ("round_robin", "power_of_two", "cache_aware", "bucket", "random")
+POINT = ("layout", "policy", "workload", "rate_rps")
 SHOWN = (
     "slo_attainment",
     "goodput_rps",
@@ -38,91 +42,117 @@ SHOWN = (
     "ttft_p99_s",
     "tpot_p50_s",
     "tpot_p99_s",
+    "host_overhead_share",
     "tokens_wrong",
     "valid",
 )
-DEFAULT_SLO = Slo(3.0, 0.1)
+COUNTS = ("requests", "completed", "tokens_verified", "tokens_wrong")
+DRAIN_S = 30.0  # of real time, what a point takes beyond its arrivals; only to judge whether there is time for it
+Key = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Engines by kind."""
-
-    name: str
-    arguments: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        """``unified-2`` or ``1+1``. Raises ConfigError."""
-        kind, _, count = text.partition("-")
-        if kind == "unified" and count.isdigit():
-            return cls(text, ("--unified", count))
-        prefill, plus, decode = text.partition("+")
-        if plus and prefill.isdigit() and decode.isdigit():
-            return cls(text, ("--prefill", prefill, "--decode", decode))
-        raise ConfigError(f"layout {text!r} is not known; allowed: unified-N, or P+D such as 1+1")
+def arms_of(options: argparse.Namespace) -> list[tuple[Layout, str]]:
+    """Layout and policy; what a layout's router does not have is left out, said aloud. Raises ConfigError."""
+    arms = []
+    policies = options.policies.split(",")
+    for policy in policies:
+        if policy not in PD_POLICIES:
+            raise ConfigError(f"--policies {policy!r} is not known; allowed: {', '.join(PD_POLICIES)}")
+    for layout in map(Layout.parse, options.layouts.split(",")):
+        # One prefill and one decode engine leave a router nothing to choose.
+        own = policies[:1] if layout.name == "1+1" else [one for one in policies if one in layout.policies]
+        if left_out := [one for one in policies if one not in own]:
+            say(f"{layout.name}: not with {', '.join(left_out)}")
+        arms += [(layout, policy) for policy in own]
+    return arms
 
 
-def workload(name: str, path: Path, options: argparse.Namespace) -> Trace:
-    """Part of a trace with prompts that an engine of the profile can take. Raises ConfigError."""
-    trace = load_trace(path, kind=None, bad_rows="skip")
-    if options.max_input_tokens:
-        trace = trace.take([row for row in range(len(trace)) if trace.input_tokens[row] <= options.max_input_tokens])
-    if options.start_s:
-        trace = trace.window(options.start_s, float(trace.arrival_s[-1]) + 1)
-    trace = trace.head(options.limit)
-    return trace.window(float(trace.arrival_s[0]), float(trace.arrival_s[-1]) + 1).require_requests()
+def keys_of(options: argparse.Namespace, layout: Layout, policy: str, names: Sequence[str]) -> list[Key]:
+    """The points of one arm."""
+    settings = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
+    settings |= {"first": options.first, "limit": options.limit, "max_input": options.max_input_tokens}
+    return [
+        {"layout": layout.name, "policy": policy, "workload": name, "rate_rps": rate} | settings
+        for name in names
+        for rate in numbers_of(options.rates, name, "--rates")
+    ]
 
 
-def slo_of(name: str) -> Slo:
-    """Targets of Arrow's Table 1 where the workload's name begins with one of its traces'."""
-    return next((slo for known, slo in SLOS.items() if name.startswith(known)), DEFAULT_SLO)
+def measure(described: dict[str, Any], key: Key, trace: Trace, steps: Steps, options: argparse.Namespace) -> bool:
+    """Run one point and keep it; False where there is no time left for it."""
+    own = part(trace, key["first"], key["limit"]).at_rate(key["rate_rps"])
+    planned = plan(own, seed=key["seed"], time_scale=key["time_scale"])
+    if not steps.has_time(planned[-1].at_s + DRAIN_S):
+        return False
+    say(f"{' '.join(str(key[name]) for name in POINT)}/s: {len(planned)} requests, {planned[-1].at_s:.0f} s")
+    before = emulation_of(described)
+    records = replay(described["url"], planned, timeout_s=options.timeout_s)
+    row = figures(
+        records, slo_of(key["workload"]), time_scale=key["time_scale"], verify=True, max_lag_ms=options.max_lag_ms
+    )
+    row["host_overhead_share"] = overhead(before, emulation_of(described))
+    row["valid"] = row["valid"] and row["host_overhead_share"] <= options.max_overhead
+    steps.add(key, row | {"plugin_commit": environment()["plugin_commit"]})
+    return True
 
 
-def measure(options: argparse.Namespace, layout: Layout, policy: str, traces: dict[str, Trace]) -> list[dict[str, Any]]:
-    """One row per workload and rate on one cluster. Raises ServerError."""
-    arguments = [*layout.arguments, "--policy", policy, "--pla-emulate", options.profile, "--log-level", "warning"]
-    arguments += ["--pla-time-scale", f"{options.time_scale:g}", "--incremental-streaming-output"]
-    rows = []
+def overhead(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> float:
+    """Share of the time with work at hand in which a device waited for its host; that of the worst engine."""
+    shares = []
+    for name, state in after.items():
+        gap_s = state["host_gap_s"] - before[name]["host_gap_s"]
+        busy_s = state["busy_s"] - before[name]["busy_s"]
+        shares.append(gap_s / (gap_s + busy_s) if gap_s + busy_s > 0 else 0.0)
+    return max(shares)
+
+
+def run_arm(layout: Layout, policy: str, traces: dict[str, Trace], steps: Steps, options: argparse.Namespace) -> None:
+    """What is open of one arm, as far as the time goes. Raises ServerError."""
+    left = steps.open(keys_of(options, layout, policy, list(traces)), invalid=options.retry_invalid)
+    if not left or not steps.has_time(options.start_s + DRAIN_S):
+        return
+    arguments = [*layout.arguments, "--policy", policy, *engine_arguments(options.profile, options.time_scale)]
     with running_cluster(arguments, options.out, f"{layout.name}-{policy}") as described:
-        for name, trace in traces.items():
-            for rate in options.rates:
-                planned = plan(trace.at_rate(rate), seed=options.seed, time_scale=options.time_scale)
-                say(f"{layout.name} {policy} {name} at {rate:g}/s: {len(planned)} requests, {planned[-1].at_s:.0f} s")
-                records = replay(described["url"], planned, timeout_s=options.timeout_s)
-                result = figures(
-                    records, slo_of(name), time_scale=options.time_scale, verify=True, max_lag_ms=options.max_lag_ms
-                )
-                rows.append({"layout": layout.name, "policy": policy, "workload": name, "rate_rps": rate, **result})
-        shares = {one: state["host_overhead_share"] for one, state in emulation_of(described).items()}
-        for row in rows:
-            row["host_overhead_share"] = max(shares.values())
-    return rows
+        for key in left:
+            measure(described, key, traces[key["workload"]], steps, options)
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: Sequence[tuple[Key, Row]], path: Path) -> None:
+    """On stdout, and as Markdown in ``path``."""
     table = Table(title="Stock SGLang, in device time")
-    for column in ("layout", "policy", "workload", "rate_rps", *SHOWN):
+    columns = (*POINT, *SHOWN)
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    for column in columns:
         table.add_column(column)
-    for row in rows:
-        cells = [row[key] for key in ("layout", "policy", "workload", "rate_rps", *SHOWN)]
-        table.add_row(*(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    for key, row in rows:
+        cells = [key[name] for name in POINT] + [row[name] for name in SHOWN]
+        texts = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        table.add_row(*texts)
+        lines.append("| " + " | ".join(texts) + " |")
     stdout.print(table)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: Sequence[tuple[Key, Row]], path: Path) -> None:
     """Attainment against rate: one panel per workload, one line per layout and policy."""
-    names = list(dict.fromkeys(row["workload"] for row in rows))
+    names = list(dict.fromkeys(key["workload"] for key, _ in rows))
     figure, panels = plt.subplots(1, len(names), figsize=(4.8 * len(names), 4), squeeze=False, layout="constrained")
-    arms = list(dict.fromkeys((row["layout"], row["policy"]) for row in rows))
+    arms = list(dict.fromkeys((key["layout"], key["policy"]) for key, _ in rows))
     for panel, name in zip(panels[0], names, strict=True):
         for index, arm in enumerate(arms):
-            own = [row for row in rows if row["workload"] == name and (row["layout"], row["policy"]) == arm]
-            rates, shares = [row["rate_rps"] for row in own], [row["slo_attainment"] for row in own]
-            panel.plot(rates, shares, "o-", color=COLOURS[index % len(COLOURS)], label=" ".join(arm))
+            own = [
+                (key["rate_rps"], row["slo_attainment"])
+                for key, row in rows
+                if key["workload"] == name and (key["layout"], key["policy"]) == arm
+            ]
+            style = "s--" if arm[0].startswith("unified") else "o-"
+            rates, shares = [rate for rate, _ in sorted(own)], [share for _, share in sorted(own)]
+            panel.plot(rates, shares, style, color=COLOURS[index % len(COLOURS)], label=" ".join(arm), alpha=0.8)
         slo = slo_of(name)
         panel.set(title=f"{name} (TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s)", xlabel="requests per second")
         panel.set(ylabel="share that met both targets", ylim=(0, 1.02))
+        panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -132,47 +162,62 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.baselines", description=(__doc__ or "").split("\n\n")[0])
     made.add_argument("--traces", nargs="+", required=True, metavar="NAME=FILE")
     made.add_argument("--layouts", default="unified-2,1+1")
-    made.add_argument("--policies", default="round_robin,cache_aware", help=f"from: {', '.join(ROUTER_POLICIES)}")
-    made.add_argument("--rates", type=lambda text: [float(part) for part in text.split(",")], default=[2.0, 4.0, 8.0])
+    made.add_argument("--policies", default="round_robin,cache_aware", help=f"from: {', '.join(PD_POLICIES)}")
+    made.add_argument("--rates", nargs="+", default=["2,4,8"], help="per second: 2,4,8 or WORKLOAD=2,4,8 ...")
     made.add_argument("--profile", default="h100-llama3.1-8b-tp1")
     made.add_argument("--time-scale", type=float, default=8.0)
+    made.add_argument("--first", type=int, default=0, help="row of the trace to begin with")
     made.add_argument("--limit", type=int, default=200, help="requests per point")
-    made.add_argument("--start-s", type=float, default=0.0, help="where in the trace to begin")
-    made.add_argument("--max-input-tokens", type=int)
+    made.add_argument("--max-input-tokens", type=int, help="leave out longer prompts")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--timeout-s", type=float, default=600.0)
+    made.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
     made.add_argument("--max-lag-ms", type=float, default=50.0)
+    made.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a point invalid")
+    made.add_argument("--retry-invalid", action="store_true", help="run points again that were not valid")
+    made.add_argument("--budget-s", type=float, help="no point begins that would not end within this")
+    made.add_argument("--start-s", type=float, default=60.0, help="what a cluster takes to start, for the budget")
     made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
 
 
+def report(rows: Sequence[tuple[Key, Row]], open_points: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Table, picture and JSON. Returns the sums over all points."""
+    print_table(rows, options.out / "baselines.md")
+    plot(rows, options.out / "baselines.png")
+    totals = {key: sum(row[key] for _, row in rows) for key in COUNTS}
+    settings = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
+    points = {
+        "points": len(rows),
+        "points_open": open_points,
+        "points_invalid": sum(not row["valid"] for _, row in rows),
+    }
+    merged = [{name: key[name] for name in POINT} | row for key, row in rows]
+    result = {"bench": "baselines", **settings, **totals, **points, "rows": merged, "environment": environment()}
+    emit(result, options.out, "baselines")
+    return totals
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
+    end_on_sigterm()
     try:
-        layouts = [Layout.parse(text) for text in options.layouts.split(",")]
-        pairs = [pair.partition("=") for pair in options.traces]
-        traces = {name: workload(name, Path(path), options) for name, _, path in pairs}
-        rows: list[dict[str, Any]] = []
-        for layout in layouts:
-            for policy in options.policies.split(","):
-                rows += measure(options, layout, policy, traces)
+        arms = arms_of(options)
+        traces = read_traces(options.traces, max_input_tokens=options.max_input_tokens)
+        keys = [key for layout, policy in arms for key in keys_of(options, layout, policy, list(traces))]
+        steps = Steps(options.out / "baselines.steps.jsonl", options.budget_s)
+        for layout, policy in arms:
+            run_arm(layout, policy, traces, steps, options)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print_table(rows)
-    plot(rows, options.out / "baselines.png")
-    totals = {
-        key: sum(row[key] for row in rows) for key in ("requests", "completed", "tokens_verified", "tokens_wrong")
-    }
-    settings = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
-    emit(
-        {"bench": "baselines", **settings, **totals, "rows": rows, "environment": environment()},
-        options.out,
-        "baselines",
-    )
+    rows = [(key, row) for key in keys if (row := steps.get(key)) is not None]
+    if not rows:
+        print("error: --budget-s left no time for a single point", file=sys.stderr)
+        return 1
+    totals = report(rows, len(keys) - len(rows), options)
     return 0 if totals["tokens_wrong"] == 0 else 1
 
 

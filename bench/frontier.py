@@ -1,33 +1,42 @@
-"""``python -m bench.frontier``: short TTFT against long TTFT, stock and ours, on real schedulers with linear costs.
+"""``python -m bench.frontier``: short TTFT against long TTFT, stock, ours and a newer SGLang, with linear costs.
 
 The workload of a published comparison of SGLang's prefill policies on issue 22831, its cost model and its sizes:
 profile ``linear`` (20 ms a pass and 1 ms a new token), prompts of 2,400 and 200 tokens +-10 %, one output token,
 Poisson arrivals for a minute at 90 % load, a quarter of the work short; arrivals are redrawn until the load is within
 3 %. Figures are pooled over the seeds. Arms: ``stock``; ``chunk820``, ours with whole chunks; ``adaptive``, ours by
-default. The last line of stdout is one JSON object.
+default; ``fcfs820``, as ``chunk820`` with the longs in order of arrival; with ``--peer-python`` of an SGLang 0.5.23 its
+own shortest-prefill-first with chunks of 820 (``spf820``) and of 256 tokens (``spf256``), the same emulated device
+below. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 from rich.table import Table
 
-from bench.lib.report import emit, environment, say, stdout
-from bench.replaying.client import Record, Replay
+from bench.lib.plot import arm_colours
+from bench.lib.report import emit, environment, stdout
+from bench.replaying import engines
+from bench.replaying.engines import Arm, Setup
 from bench.replaying.plan import Planned
-from bench.replaying.result import count_wrong, lag_s
+from bench.replaying.steps import Row, Steps
+from bench.replaying.stopping import end_on_sigterm
 from pla_sglang import chain
-from pla_sglang.metrics.latency import percentile
+from pla_sglang.errors import ConfigError
+from pla_sglang.metrics.latency import ecdf, percentile
 from pla_sglang.profiles import load_profile
-from pla_sglang.testing.server import Server, ServerError, running
+from pla_sglang.testing.server import ServerError
 
 CHUNK_TOKENS = 820
 LONG_TOKENS, SHORT_TOKENS = 2400, 200
@@ -35,10 +44,26 @@ SPREAD = 0.1
 SHORT_SHARE = 0.25
 LOAD_TOLERANCE = 0.03
 OURS = ("--prefill-disagg", "temporal", "--pla-boundary", "256")
-ARMS: dict[str, tuple[str, ...]] = {
-    "stock": (),
-    "chunk820": (*OURS, "--pla-long-chunk-min-tokens", str(CHUNK_TOKENS)),
-    "adaptive": OURS,
+# Longs in order of arrival cannot starve each other, so the age bound need not watch them this closely.
+FCFS_LONGS = ("--pla-long-order", "fcfs", "--pla-long-max-age-ms", "30000")
+SPF = ("--schedule-policy", "shortest-prefill-first")
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("stock", ()),
+        Arm("chunk820", (*OURS, "--pla-long-chunk-min-tokens", str(CHUNK_TOKENS))),
+        Arm("adaptive", OURS),
+        Arm("fcfs820", (*OURS, "--pla-long-chunk-min-tokens", str(CHUNK_TOKENS), *FCFS_LONGS)),
+        Arm("spf820", SPF, peer=True),
+        Arm("spf256", (*SPF, "--chunked-prefill-size", "256"), peer=True),
+    )
+}
+KEYS = ("short_mean_s", "short_p99_s", "long_mean_s", "long_max_vs_fcfs")
+# Upper bounds of the acceptance, by arm; every arm of ours may reach 1.3 times FCFS's longest wait of a long.
+TARGETS = {
+    "chunk820": {"short_mean_s": 0.60, "short_p99_s": 1.45, "long_mean_s": 7.7, "long_max_vs_fcfs": 1.3},
+    "fcfs820": {"short_mean_s": 0.60, "short_p99_s": 1.45, "long_mean_s": 7.7, "long_max_vs_fcfs": 1.3},
+    "adaptive": {"short_mean_s": 0.38, "short_p99_s": 0.70, "long_mean_s": 8.7, "long_max_vs_fcfs": 1.3},
 }
 
 
@@ -77,95 +102,128 @@ def planned(load: float, duration_s: float, seed: int, time_scale: float) -> lis
     ]
 
 
-def server_of(arm: str, options: argparse.Namespace) -> Server:
-    flags = ["--pla-emulate", "linear", "--pla-time-scale", f"{options.time_scale:g}", *ARMS[arm]]
-    flags += ["--chunked-prefill-size", str(CHUNK_TOKENS), "--log-level", "warning"]
-    # As published: with overlap the next chunk is launched while one runs, and a short waits for both.
-    flags.append("--disable-overlap-schedule")
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = options.out / f"frontier-{arm}.log"
-    return Server(None, flags, module="pla_sglang.launch_server", log_path=log, stop_timeout_s=2.0)
+def ttft_s(rows: Sequence[Row], *, short: bool) -> list[float]:
+    """Of one class, over all seeds, in device time."""
+    limit = (SHORT_TOKENS + LONG_TOKENS) / 2
+    return [first_s for row in rows for tokens, first_s, _ in row["requests"] if (tokens < limit) is short]
 
 
-async def run_all(servers: Sequence[Server], options: argparse.Namespace) -> list[list[Record]]:
-    """Every seed on every server, all servers at the same time; records of each server."""
-    collected: list[list[Record]] = [[] for _ in servers]
-    for seed in range(1, options.seeds + 1):
-        plans = [planned(options.load, options.duration_s, seed, options.time_scale) for _ in servers]
-        runs = [Replay(server.url, timeout_s=600) for server in servers]
-        done = await asyncio.gather(*(run.run(one) for run, one in zip(runs, plans, strict=True)))
-        for records, own in zip(done, collected, strict=True):
-            own += records
-        say(f"seed {seed}: {len(plans[0])} requests")
-    return collected
-
-
-def figures(records: Sequence[Record], time_scale: float) -> dict[str, Any]:
-    """Pooled over the seeds, in seconds of device time. Raises ServerError when a request failed."""
-    ttft_s: dict[bool, list[float]] = {True: [], False: []}  # short?
-    for record in records:
-        if record.error is not None:
-            raise ServerError(f"a request failed: {record.error}")
-        short = len(record.prompt_ids) < (SHORT_TOKENS + LONG_TOKENS) / 2
-        ttft_s[short].append((record.token_s[0] - record.due_s) / time_scale)
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of one arm, pooled over the seeds."""
+    shorts, longs = ttft_s(rows, short=True), ttft_s(rows, short=False)
     return {
-        "short_mean_s": statistics.fmean(ttft_s[True]),
-        "short_p99_s": percentile(ttft_s[True], 99),
-        "long_mean_s": statistics.fmean(ttft_s[False]),
-        "long_max_s": max(ttft_s[False]),
-        "requests": len(records),
-        "tokens_wrong": sum(map(count_wrong, records)),
-        "client_lag_p99_ms": percentile([float(x) * 1e3 for x in lag_s(records)], 99),
-    }
+        "short_mean_s": statistics.fmean(shorts),
+        "short_p99_s": percentile(shorts, 99),
+        "long_mean_s": statistics.fmean(longs),
+        "long_max_s": max(longs),
+        "requests": len(shorts) + len(longs),
+        "seeds": len(rows),
+    } | engines.quality(rows)
 
 
-def print_table(by_arm: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+def against_fcfs(by_arm: dict[str, dict[str, Any]], rows: Mapping[str, Sequence[Row]]) -> None:
+    """Adds each arm's longest wait of a long over stock's (FCFS), where both ran the same seeds."""
+    for arm, own in by_arm.items():
+        if "stock" in rows and len(rows["stock"]) == len(rows[arm]):
+            own["long_max_vs_fcfs"] = own["long_max_s"] / by_arm["stock"]["long_max_s"]
+
+
+def missed(by_arm: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is above its target, in words."""
+    return [
+        f"{arm} {key} {by_arm[arm][key]:.3f} is above {limit:g}"
+        for arm, limits in TARGETS.items()
+        for key, limit in limits.items()
+        if arm in by_arm and by_arm[arm].get(key, 0.0) > limit
+    ]
+
+
+def print_table(by_arm: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> None:
     table = Table(title=f"TTFT in s of device time, load {options.load:.0%}, {options.seeds} seeds")
-    keys = ("short_mean_s", "short_p99_s", "long_mean_s", "long_max_s", "long_max_vs_fcfs", "tokens_wrong")
-    for column in ("arm", *keys):
+    keys = ("short_mean_s", "short_p99_s", "long_mean_s", "long_max_s", "long_max_vs_fcfs", "host_overhead_share")
+    for column in ("arm", *keys, "sglang", "valid"):
         table.add_column(column)
     for arm, row in by_arm.items():
-        table.add_row(arm, *(f"{row[key]:.3f}" if key in row else "-" for key in keys))
+        cells = (f"{row[key]:.3f}" if key in row else "-" for key in keys)
+        table.add_row(arm, *cells, str(row["sglang"]), str(row["valid"]))
     stdout.print(table)
+
+
+def plot(by_arm: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Left: the frontier, mean long against mean short TTFT with p99 as a bar. Right: distribution of the shorts."""
+    colours = arm_colours(list(by_arm))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.4), layout="constrained")
+    for arm, own in by_arm.items():
+        mean_s, p99_s, long_s = own["short_mean_s"], own["short_p99_s"], own["long_mean_s"]
+        left.plot([mean_s, p99_s], [long_s, long_s], "-", color=colours[arm], alpha=0.5)
+        left.plot(mean_s, long_s, "o", color=colours[arm], label=arm)
+        left.plot(p99_s, long_s, "|", color=colours[arm], ms=12)
+        values, shares = ecdf(ttft_s(rows[arm], short=True))
+        right.step(values, shares, where="post", color=colours[arm], label=arm)
+    for arm, limits in TARGETS.items():
+        left.plot(limits["short_mean_s"], limits["long_mean_s"], "x", color=colours.get(arm, "#222222"))
+    left.set(xscale="log", xlabel="short TTFT, s: mean (dot) to p99 (bar); x: target", ylabel="long TTFT, mean, s")
+    right.set(xscale="log", xlabel="short TTFT, s", ylabel="share of shorts", ylim=(0, 1.02))
+    left.legend(frameon=False, fontsize=8)
+    for panel in (left, right):
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.frontier", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--arms", default=",".join(ARMS), help=f"from: {', '.join(ARMS)}")
+    engines.add_arguments(made, ARMS)
     made.add_argument("--load", type=float, default=0.9)
     made.add_argument("--duration-s", type=float, default=60.0, help="of arrivals, in device time, per seed")
     made.add_argument("--seeds", type=int, default=3)
-    made.add_argument("--time-scale", type=float, default=1.0)
-    made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[Row]]:
+    """Rows by arm, as far as the time went; arms without any are left out. Raises ConfigError, ServerError."""
+    chosen = engines.choose(options.arms, ARMS, options.peer_python)
+    # As published: with overlap the next chunk is launched while one runs, and a short waits for both.
+    flags = ("--chunked-prefill-size", str(CHUNK_TOKENS), "--disable-overlap-schedule")
+    setup = Setup("linear", options.time_scale, flags, options.out, "frontier", options.peer_python)
+    settings = {"load": options.load, "duration_s": options.duration_s, "time_scale": options.time_scale}
+    keys = [{"seed": seed} | settings for seed in range(1, options.seeds + 1)]
+    steps = Steps(options.out / "frontier.steps.jsonl", options.budget_s)
+
+    def plan_of(key: dict[str, Any]) -> list[Planned]:
+        return planned(key["load"], key["duration_s"], key["seed"], key["time_scale"])
+
+    engines.collect(chosen, keys, plan_of, setup=setup, steps=steps)
+    rows = {arm.name: [row for key in keys if (row := steps.get(key | {"arm": arm.name}))] for arm in chosen}
+    return {arm: own for arm, own in rows.items() if own}
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
-    arms = [name for name in options.arms.split(",") if name]
-    if unknown := [name for name in arms if name not in ARMS]:
-        print(f"error: --arms {unknown[0]!r} is not known; allowed: {', '.join(ARMS)}", file=sys.stderr)
-        return 2
+    end_on_sigterm()
     try:
-        with running(*(server_of(arm, options) for arm in arms)) as servers:
-            collected = asyncio.run(run_all(servers, options))
-        by_arm = {arm: figures(own, options.time_scale) for arm, own in zip(arms, collected, strict=True)}
+        rows = measure(options)
+        if not rows:
+            raise ServerError("--budget-s left no time for a single step")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if "stock" in by_arm:
-        for row in by_arm.values():
-            row["long_max_vs_fcfs"] = row["long_max_s"] / by_arm["stock"]["long_max_s"]
+    by_arm = {arm: figures(own) for arm, own in rows.items()}
+    against_fcfs(by_arm, rows)
     print_table(by_arm, options)
-    keys = ("short_mean_s", "short_p99_s", "long_mean_s", "long_max_vs_fcfs")
-    result: dict[str, Any] = {key: {arm: row.get(key) for arm, row in by_arm.items()} for key in keys}
+    plot(by_arm, rows, options.out / "frontier.png")
+    misses = missed(by_arm)
+    for miss in misses:
+        stdout.print(f"MISSED: {miss}", markup=False)
+    result: dict[str, Any] = {key: {arm: row.get(key) for arm, row in by_arm.items()} for key in KEYS}
     settings = {"load": options.load, "seeds": options.seeds, "time_scale": options.time_scale}
-    emit(
-        {"bench": "frontier", **settings, **result, "arms": by_arm, "environment": environment()},
-        options.out,
-        "frontier",
-    )
-    return 0
+    valid = all(row["valid"] for row in by_arm.values())
+    outcome = {"targets_missed": misses, "valid": valid, "arms": by_arm, "environment": environment()}
+    emit({"bench": "frontier", **settings, **result, **outcome}, options.out, "frontier")
+    return 0 if valid else 1
 
 
 if __name__ == "__main__":

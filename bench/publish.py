@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.lib import emulated_pages
+
 Result = Mapping[str, Any]
 
 
@@ -212,7 +214,15 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "abort_storm": abort_storm,
     "sched_pass": sched_pass,
     "stock_client": stock_client,
+    **emulated_pages.PAGES,
 }
+
+
+def folder_of(name: str, result: Result) -> str:
+    """Below ``bench/results``: by what the measured device was."""
+    if name in emulated_pages.PAGES:
+        return "emulated"
+    return "cpu" if result.get("device", "cpu") == "cpu" else "gpu"
 
 
 def replace(page: str, start: str, end: str, text: str) -> str:
@@ -234,11 +244,11 @@ def publish(name: str, source: Path, root: Path) -> None:
         readme = root / "README.md"
         marks = "<!-- headline -->", "<!-- /headline -->"
         readme.write_text(replace(readme.read_text(encoding="utf-8"), *marks, headline(result)), encoding="utf-8")
-    kept = root / "bench" / "results" / ("cpu" if result.get("device", "cpu") == "cpu" else "gpu")
+    kept = root / "bench" / "results" / folder_of(name, result)
     kept.mkdir(parents=True, exist_ok=True)
     (kept / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     picture = source.with_suffix(".png")
-    if picture.exists():
+    if picture.exists() and picture != kept / f"{name}.png":
         shutil.copy(picture, kept / f"{name}.png")
 
 

@@ -1,16 +1,93 @@
-"""The benches on emulated engines: workloads, layouts and figures. No engine is started here."""
+"""The benches on emulated engines: workloads, arms, layouts and figures. No engine is started here."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import os
+import random
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from bench import baselines, emulation_check, frontier
+from bench import baselines, client_load, cluster_start, emulation_check, frontier, hol_emulated, verified
+from bench.lib.workload import HolShape
+from bench.replaying import engines
 from bench.replaying.client import Record
+from bench.replaying.engines import Arm, Setup
+from bench.replaying.layouts import DEFAULT_SLO, Layout, numbers_of, part, read_traces, slo_of
+from bench.replaying.memory import by_kind
 from bench.replaying.plan import Planned
 from pla_sglang import chain
 from pla_sglang.errors import ConfigError
 from pla_sglang.profiles import load_profile
 from pla_sglang.testing.server import ServerError
+
+# -- one engine per arm ----------------------------------------------------------------------------------------------
+
+ARMS = {"stock": Arm("stock", ()), "peer": Arm("peer", ("--x",), peer=True)}
+BEFORE = {"busy_s": 10.0, "host_gap_s": 1.0}
+AFTER = {"busy_s": 19.0, "host_gap_s": 2.0, "step_error_p50": 0.001, "step_error_p99": 0.02, "version": "0.5.17"}
+
+
+def record(tokens: int, due_s: float, first_s: float, *, error: str | None = None) -> Record:
+    prompt = [800] * (tokens - 2) + chain.ask_ids(1)
+    made = Record(Planned(0, due_s, prompt, 1), due_s, sent_s=due_s, token_s=[first_s], done_s=first_s + 1, status=200)
+    made.prompt_ids, made.output_ids, made.error = prompt, chain.expected(prompt, 2).tokens, error
+    return made
+
+
+def row(*requests: tuple[int, float], **other: Any) -> dict[str, Any]:
+    """A kept step whose requests have these prompt tokens and TTFTs."""
+    fields = {"output_tokens": 8 * len(requests), "span_s": 10.0, "tokens_wrong": 0, "client_lag_p99_ms": 5.0}
+    fields |= {"host_overhead_share": 0.01, "step_error_p99": 0.02, "sglang": "0.5.17", "plugin_commit": "abc"}
+    return {"requests": [[tokens, first_s, first_s + 1] for tokens, first_s in requests]} | fields | other
+
+
+def test_a_step_is_kept_in_device_time() -> None:
+    kept = engines.row_of([record(200, 0.0, 1.0), record(2400, 2.0, 10.0)], BEFORE, AFTER, 2.0)
+    assert kept["requests"] == [[200, 0.5, 1.0], [2400, 4.0, 4.5]]
+    assert kept["span_s"] == pytest.approx(5.5)
+    assert kept["host_overhead_share"] == pytest.approx(0.1)
+    assert (kept["tokens_wrong"], kept["output_tokens"], kept["sglang"]) == (0, 2, "0.5.17")
+    with pytest.raises(ServerError, match="a request failed: gone"):
+        engines.row_of([record(200, 0.0, 1.0, error="gone")], BEFORE, AFTER, 1.0)
+
+
+def test_a_late_client_or_a_wrong_token_makes_an_arm_invalid() -> None:
+    assert engines.quality([row((1, 1.0)), row((1, 1.0))])["valid"]
+    assert not engines.quality([row((1, 1.0)), row((1, 1.0), client_lag_p99_ms=60.0)])["valid"]
+    assert not engines.quality([row((1, 1.0), tokens_wrong=1)])["valid"]
+
+
+def test_arms_are_chosen_by_name_and_by_what_can_run() -> None:
+    assert engines.choose(None, ARMS, None) == [ARMS["stock"]]
+    assert engines.choose(None, ARMS, "python") == list(ARMS.values())
+    assert engines.choose("peer,stock", ARMS, "python") == [ARMS["peer"], ARMS["stock"]]
+    for named, message in (("peer", "give --peer-python"), ("best", "'best' is not known"), ("", "names no arm")):
+        with pytest.raises(ConfigError, match=message):
+            engines.choose(named, ARMS, None)
+
+
+def test_a_peer_gets_our_emulation_and_nothing_is_installed(tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\n")
+    interpreter.chmod(0o755)
+    setup = Setup("linear", 2.0, ("--chunked-prefill-size", "820"), tmp_path, "test", str(interpreter))
+    server = engines.server_of(ARMS["peer"], setup, tmp_path)
+    assert server.command[:3] == [str(interpreter), "-m", "pla_sglang.launch_server"]
+    assert server.command[-1] == "--x", "an arm's own flags come last and win"
+    entry_points = (tmp_path / "peer" / "pla_sglang-0.1.0.dist-info" / "entry_points.txt").read_text()
+    assert "pla_sglang.plugin:register" in entry_points
+    assert (tmp_path / "peer" / "pla_patches" / "seams.py").is_file()
+    with pytest.raises(ConfigError, match="--peer-python 'nowhere' is not an executable"):
+        Setup("linear", 1.0, (), tmp_path, "test", "nowhere")
+    with pytest.raises(ConfigError, match="--time-scale 0 is out of range"):
+        Setup("linear", 0, (), tmp_path, "test")
+
+
+# -- frontier --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -29,41 +106,235 @@ def test_frontier_solo_times_are_the_published_ones() -> None:
     assert frontier.work_s(2400) == pytest.approx(2.46)
 
 
-def record(tokens: int, due_s: float, first_s: float, *, error: str | None = None) -> Record:
-    prompt = [800] * (tokens - 2) + chain.ask_ids(1)
-    made = Record(Planned(0, due_s, prompt, 1), due_s, sent_s=due_s, token_s=[first_s], done_s=first_s, status=200)
-    made.prompt_ids, made.output_ids, made.error = prompt, chain.expected(prompt, 2).tokens, error
-    return made
+def test_frontier_figures_are_by_class_and_against_fcfs() -> None:
+    stock = [row((200, 3.0), (2400, 6.0)), row((210, 5.0), (2390, 8.0))]
+    ours = [row((200, 0.5), (2400, 9.0)), row((210, 0.6), (2390, 12.0))]
+    by_arm = {"stock": frontier.figures(stock), "chunk820": frontier.figures(ours)}
+    assert by_arm["stock"]["short_mean_s"] == pytest.approx(4.0)
+    assert by_arm["chunk820"]["long_mean_s"] == pytest.approx(10.5)
+    frontier.against_fcfs(by_arm, {"stock": stock, "chunk820": ours})
+    assert by_arm["chunk820"]["long_max_vs_fcfs"] == pytest.approx(1.5)
+    assert frontier.missed(by_arm) == [
+        "chunk820 long_mean_s 10.500 is above 7.7",
+        "chunk820 long_max_vs_fcfs 1.500 is above 1.3",
+    ]
 
 
-def test_frontier_figures_are_in_device_time_by_class() -> None:
-    records = [record(200, 0.0, 1.0), record(210, 0.0, 3.0), record(2400, 2.0, 10.0)]
-    found = frontier.figures(records, 2.0)
-    assert found["short_mean_s"] == pytest.approx(1.0)
-    assert found["long_mean_s"] == found["long_max_s"] == pytest.approx(4.0)
-    assert found["tokens_wrong"] == 0
-    with pytest.raises(ServerError, match="a request failed: gone"):
-        frontier.figures([record(200, 0.0, 1.0, error="gone")], 1.0)
+def test_frontier_picture_and_table(tmp_path: Path) -> None:
+    rows = {"stock": [row((200, 3.0), (2400, 6.0))], "adaptive": [row((200, 0.3), (2400, 7.0))]}
+    by_arm = {arm: frontier.figures(own) for arm, own in rows.items()}
+    frontier.plot(by_arm, rows, tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").stat().st_size > 10_000
 
 
-def test_unknown_arms_and_layouts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+# -- head-of-line blocking at full size ------------------------------------------------------------------------------
+
+HOL = HolShape.of_issue(1.0)
+HOL_KEY = {"seed": 0, "round": 0, "pattern": "stream", "time_scale": 2.0}
+
+
+def test_hol_rounds_have_the_issues_sizes_and_meet() -> None:
+    work_s = hol_emulated.long_work_s(HOL, "h200-qwen2.5-14b-tp1")
+    assert 20 < work_s < 40
+    requests = hol_emulated.planned(HOL, HOL_KEY, work_s)
+    assert sorted(len(one.own_ids) for one in requests) == [2000] * 11 + [24000] * 18
+    assert [one.at_s for one in requests] == sorted(one.at_s for one in requests)
+    longs = [one.at_s for one in requests if len(one.own_ids) == 24000]
+    shorts = [one.at_s for one in requests if len(one.own_ids) == 2000]
+    assert max(longs) <= 2.0, "within a second of device time"
+    assert min(shorts) > 0.05 * work_s
+    assert max(shorts) < 2 * work_s
+    again = hol_emulated.planned(HOL, HOL_KEY | {"round": 1}, work_s)
+    assert [one.own_ids for one in again] != [one.own_ids for one in requests]
+
+
+def test_hol_ratios_are_taken_within_a_round(tmp_path: Path) -> None:
+    stock = [row((2000, 10.0), (24000, 20.0)), row((2000, 20.0), (24000, 20.0))]
+    ours = [row((2000, 1.0), (24000, 22.0)), row((2000, 1.0), (24000, 18.0), span_s=8.0)]
+    rows = {"stock": stock, "ours": ours}
+    found = hol_emulated.ratios(rows, HOL)["ours"]
+    assert found["short_ttft_p99_gain"]["low"] == pytest.approx(10)
+    assert found["short_ttft_p99_gain"]["high"] == pytest.approx(20)
+    assert found["long_ttft_p90_ratio"]["median"] == pytest.approx(1.0)
+    assert found["throughput_ratio"]["high"] == pytest.approx(10 / 8)
+    assert hol_emulated.ratios({"ours": ours}, HOL) == {}
+    figures = hol_emulated.arm_figures(ours, HOL)
+    assert figures["tokens_per_s"]["low"] == pytest.approx((26_000 + 16) / 10)
+    hol_emulated.plot(rows, HOL, tmp_path / "hol.png", "title")
+    assert (tmp_path / "hol.png").stat().st_size > 10_000
+
+
+# -- clusters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    rows = [f"{index * 0.5},{20 + index},{1 + index % 3}" for index in range(10)]
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def options(*argv: str, of: Any = baselines) -> argparse.Namespace:
+    parsed: argparse.Namespace = of.parser().parse_args(["--traces", "a=b", *argv])
+    return parsed
+
+
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str], trace_file: Path) -> None:
     assert frontier.main(["--arms", "best"]) == 2
     assert "--arms 'best' is not known" in capsys.readouterr().err
+    assert hol_emulated.main(["--scale", "0"]) == 2
+    assert "--scale 0.0 is out of range" in capsys.readouterr().err
     assert baselines.main(["--traces", "a=/nonexistent.csv", "--layouts", "3"]) == 2
     assert "layout '3' is not known" in capsys.readouterr().err
+    assert baselines.main(["--traces", "a", "--layouts", "1+1"]) == 2
+    assert "'a' is not of the form NAME=FILE" in capsys.readouterr().err
+    assert baselines.main(["--traces", f"a={trace_file}", "--layouts", "1+1", "--rates", "x"]) == 2
+    assert "--rates x are not numbers" in capsys.readouterr().err
+    assert verified.main(["--traces", "a=/nonexistent.csv"]) == 2
+    assert "nonexistent" in capsys.readouterr().err
 
 
 def test_layouts() -> None:
-    assert baselines.Layout.parse("unified-2").arguments == ("--unified", "2")
-    assert baselines.Layout.parse("2+1").arguments == ("--prefill", "2", "--decode", "1")
-    with pytest.raises(ConfigError, match="layout 'unified-x' is not known"):
-        baselines.Layout.parse("unified-x")
+    assert Layout.parse("unified-2").arguments == ("--unified", "2")
+    assert Layout.parse("2+1").arguments == ("--prefill", "2", "--decode", "1")
+    assert Layout.parse("2+1").engines == 3
+    assert "bucket" not in Layout.parse("unified-2").policies
+    for text in ("unified-x", "unified-0", "0+1", "3"):
+        with pytest.raises(ConfigError, match=f"layout '{text}' is not known".replace("+", r"\+")):
+            Layout.parse(text)
+
+
+def test_arms_that_cannot_differ_are_left_out() -> None:
+    given = options("--layouts", "unified-2,1+1,2+2", "--policies", "round_robin,bucket")
+    assert [(layout.name, policy) for layout, policy in baselines.arms_of(given)] == [
+        ("unified-2", "round_robin"),
+        ("1+1", "round_robin"),
+        ("2+2", "round_robin"),
+        ("2+2", "bucket"),
+    ]
+    with pytest.raises(ConfigError, match="--policies 'best' is not known"):
+        baselines.arms_of(options("--policies", "best"))
+
+
+def test_rates_are_the_same_for_all_or_by_workload() -> None:
+    assert numbers_of(["2,4"], "azure_code", "--rates") == [2.0, 4.0]
+    by_name = options("--rates", "azure_code=8,16", "mooncake=1")
+    assert numbers_of(by_name.rates, "azure_code", "--rates") == [8.0, 16.0]
+    assert numbers_of(by_name.rates, "mooncake", "--rates") == [1.0]
+    assert numbers_of(by_name.rates, "other", "--rates") == []
+    keys = baselines.keys_of(by_name, Layout.parse("1+1"), "round_robin", ["azure_code", "mooncake"])
+    assert [(key["workload"], key["rate_rps"]) for key in keys] == [
+        ("azure_code", 8.0),
+        ("azure_code", 16.0),
+        ("mooncake", 1.0),
+    ]
+
+
+def test_overhead_is_that_of_the_worst_engine_since_the_point_began() -> None:
+    before = {"a": {"busy_s": 5.0, "host_gap_s": 5.0}, "b": {"busy_s": 0.0, "host_gap_s": 0.0}}
+    after = {"a": {"busy_s": 14.0, "host_gap_s": 6.0}, "b": {"busy_s": 10.0, "host_gap_s": 0.5}}
+    assert baselines.overhead(before, after) == pytest.approx(0.1)
+    assert baselines.overhead(before, before) == 0.0
+
+
+def test_parts_of_a_trace_begin_at_zero_and_cover_it(trace_file: Path) -> None:
+    trace = read_traces([f"mine={trace_file}"])["mine"]
+    middle = part(trace, 4, 3)
+    assert list(middle.input_tokens) == [24, 25, 26]
+    assert list(middle.arrival_s) == [0.0, 0.5, 1.0]
+    with pytest.raises(ConfigError, match="is empty"):
+        part(trace, 10, 3)
+    assert len(read_traces([f"mine={trace_file}"], max_input_tokens=23)["mine"]) == 4
+    given = options("--requests", "9", "--part-requests", "4", of=verified)
+    keys = verified.keys_of(given, Layout.parse("1+1"), {"mine": trace, "other": trace})
+    assert [(key["workload"], key["first"], key["count"]) for key in keys] == [
+        *itertools.product(("mine", "other"), (0,), (4,)),
+        *itertools.product(("mine", "other"), (4,), (4,)),
+        *itertools.product(("mine", "other"), (8,), (1,)),
+    ]
+
+
+def test_verified_counts_are_summed_by_layout_and_workload(tmp_path: Path) -> None:
+    counts = dict.fromkeys(verified.COUNTS, 2)
+    rows = [({"layout": "1+1", "workload": name}, counts) for name in ("a", "a", "b")]
+    groups = verified.summed(rows)
+    assert [(group["workload"], group["parts"], group["requests"]) for group in groups] == [("a", 2, 4), ("b", 1, 2)]
+    verified.plot(groups, tmp_path / "verified.png")
+    assert (tmp_path / "verified.png").stat().st_size > 5_000
+
+
+def test_memory_is_told_apart_by_what_holds_it() -> None:
+    parts = by_kind(os.getpid(), [{"pid": os.getpid()}])
+    assert parts["http"] > 10 << 20
+    assert parts["scheduler"] == parts["detokenizer"] == 0
+    assert by_kind(os.getpid(), [{"pid": 2**22 + 1}])["launcher, fork server, router"] > 10 << 20
+
+
+def test_what_a_start_missed_is_said(tmp_path: Path) -> None:
+    rows = [
+        {"layout": "2+2", "engines": 4, "ready_s": 61.0, "pss_gib": 3.0, "pss_by_part_gib": {"http": 3.0}},
+        {"layout": "4+4", "engines": 8, "ready_s": 99.0, "pss_gib": 14.5, "pss_by_part_gib": {"http": 9.0}},
+        {"layout": "1+1", "engines": 2, "ready_s": 99.0, "pss_gib": 99.0, "pss_by_part_gib": {}},
+    ]
+    assert cluster_start.missed(rows) == [
+        "2+2: ready_s 61.0 is above 60",
+        "4+4: pss_gib 14.5 is above 14",
+    ]
+    cluster_start.plot(rows, tmp_path / "start.png")
+    assert (tmp_path / "start.png").stat().st_size > 5_000
+
+
+# -- the load generator's own limits ---------------------------------------------------------------------------------
+
+
+def streams(count: int, seconds: int, per_s: int) -> list[Record]:
+    """``count`` streams over ``seconds``, each with ``per_s`` tokens a second."""
+    answer = seconds * per_s
+    times = [(index + 0.5) / per_s for index in range(answer)]
+    made = []
+    for index in range(count):
+        prompt = chain.prompt_of(20, answer, random.Random(index))
+        one = Record(Planned(index, 0.0, prompt, answer), 0.0, sent_s=0.001, token_s=times, done_s=float(seconds))
+        one.prompt_ids, one.output_ids = prompt, chain.expected(prompt, answer + 1).tokens
+        made.append(one)
+    return made
+
+
+def test_streams_and_events_are_counted_by_second() -> None:
+    open_streams, events = client_load.streams_and_events(streams(7, 3, 4))
+    assert list(open_streams) == [7, 7, 7]
+    assert list(events) == [28, 28, 28]
+
+
+@pytest.mark.parametrize(
+    ("count", "per_s", "late_s", "reached", "valid"),
+    [
+        (300, 10, 0.001, True, True),
+        (300, 9, 0.001, False, True),
+        (299, 11, 0.001, False, True),
+        (300, 10, 0.060, True, False),
+    ],
+)
+def test_the_client_must_reach_the_load_in_time(
+    count: int, per_s: int, late_s: float, *, reached: bool, valid: bool
+) -> None:
+    found = client_load.figures(streams(count, 2, per_s), [late_s] * 100, 0.5)
+    assert (found["reached"], found["valid"]) == (reached, valid)
+    assert found["peak_streams"] == count
+    assert found["peak_events_per_s"] == count * per_s
+    assert found["tokens_wrong"] == 0
+
+
+def test_groups_arrive_together() -> None:
+    given = client_load.parser().parse_args(["--groups", "2", "--group-requests", "3", "--gap-s", "1.5"])
+    assert [one.at_s for one in client_load.requests(given)] == [0, 0, 0, 1.5, 1.5, 1.5]
 
 
 def test_targets_by_workload() -> None:
-    assert baselines.slo_of("azure_code_2x").ttft_s == 3.0
-    assert baselines.slo_of("mooncake_conv").ttft_s == 30.0
-    assert baselines.slo_of("mine") == baselines.DEFAULT_SLO
+    assert slo_of("azure_code_2x").ttft_s == 3.0
+    assert slo_of("mooncake_conv").ttft_s == 30.0
+    assert slo_of("mine") == DEFAULT_SLO
 
 
 def test_the_checked_table_is_the_one_of_the_profile() -> None:

@@ -11,7 +11,8 @@ from bench.publish import PAGES, headline, publish, replace
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "cpu"
-KEPT = sorted(path.stem for path in RESULTS.glob("*.json") if path.stem in PAGES)
+FOLDERS = (RESULTS, RESULTS.with_name("emulated"))
+KEPT = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.json")) if path.stem in PAGES}
 
 
 def between(page: str, name: str) -> str:
@@ -20,7 +21,7 @@ def between(page: str, name: str) -> str:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_page_shows_what_its_result_says(name: str) -> None:
-    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    result = json.loads(KEPT[name].read_text(encoding="utf-8"))
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert between(page, name) == PAGES[name](result), "run python -m bench.publish again"
 

@@ -111,6 +111,7 @@ OURS = {
         "pla_sglang.policy",
         "pla_sglang.chain",
         "pla_sglang.launch_cluster",
+        "pla_sglang.cluster.memory",
         "pla_sglang.metrics",
         "pla_sglang.profiles",
         "pla_sglang.workload",

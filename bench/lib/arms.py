@@ -150,10 +150,11 @@ def memory_flags(device: str, position: int, arms: int) -> list[str]:
     return ["--mem-fraction-static", f"{0.88 / (arms - position):.3f}"]
 
 
-def platform_overlay(folder: Path) -> dict[str, str]:
+def platform_overlay(folder: Path, *, plugin: bool = False) -> dict[str, str]:
     """Give another environment our CPU platform, and nothing else of ours, without installing anything there.
 
-    Links the packages into ``folder`` beside a distribution record that names only the platform's entry point.
+    Links the packages into ``folder`` beside a distribution record that names only the platform's entry point, and
+    with ``plugin`` our plugin's too, for a peer whose device is emulated (its scheduling stays its own).
     Returns the environment variables to start such a server with.
 
     Raises:
@@ -163,8 +164,10 @@ def platform_overlay(folder: Path) -> dict[str, str]:
     record.mkdir(parents=True)
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: pla-sglang\nVersion: 0.1.0\n", encoding="utf-8")
     entry_points = "[sglang.srt.platforms]\npla_cpu = pla_sglang.platform:activate\n"
+    if plugin:
+        entry_points += "[sglang.srt.plugins]\npla_sglang = pla_sglang.plugin:register\n"
     (record / "entry_points.txt").write_text(entry_points, encoding="utf-8")
-    for name in ("pla_sglang", "pla_kernels"):
+    for name in ("pla_sglang", "pla_kernels", *(["pla_patches"] if plugin else [])):
         spec = importlib.util.find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             raise ArmError(f"{name} is not installed here, so the peer cannot be given our CPU platform")

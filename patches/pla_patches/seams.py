@@ -38,6 +38,9 @@ CLI = (
 
 _EMULATE = "pla_sglang.emulate.handlers:"
 
+# A newer host is measured against on the same emulated device; its scheduling stays its own (bench.frontier).
+_PEERS = ("0.5.17", "0.5.23")
+
 EMULATE = (
     Seam(
         "emu.forward",
@@ -49,6 +52,7 @@ EMULATE = (
         "Each forward pass occupies the emulated device for the time of its batch.",
         "tests/emulate; e2e: step times through HTTP",
         "With the emulation.",
+        _PEERS,
     ),
     Seam(
         "emu.ready",
@@ -60,6 +64,7 @@ EMULATE = (
         "A result is ready when the emulated device is done; the host waits for it where it waits for a GPU's.",
         "as emu.forward",
         "With the emulation.",
+        _PEERS,
     ),
     Seam(
         "emu.idle",
@@ -71,6 +76,7 @@ EMULATE = (
         "Tell a device that waits for work from one that waits for the host.",
         "tests/emulate",
         "With the emulation.",
+        _PEERS,
     ),
     Seam(
         "emu.kv_size",
@@ -104,6 +110,7 @@ EMULATE = (
         "Say in the log and in /server_info that this is no GPU.",
         "e2e: /server_info",
         "With the emulation.",
+        _PEERS,
     ),
     Seam(
         "emu.state",
@@ -115,6 +122,7 @@ EMULATE = (
         "Step errors and host overhead in /server_info.",
         "e2e: /server_info",
         "With the emulation.",
+        _PEERS,
     ),
 )
 

@@ -38,10 +38,11 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """One pass. Tensors are int64 on the CPU; requests in the order of their tokens.
+    """One pass. Tensors are int64 on the CPU, but for ``table``; requests in the order of their tokens.
 
     ids, slots: [tokens]; prefix, lengths: [requests] tokens in the cache before the pass, and new ones;
-    table: [requests, context] slot of each position of each request.
+    table: [rows, context] of any integer type, slot of each position, and rows: [requests] which row is whose. Only
+    what a pass looks at is read from the table, as the copy of a whole one would cost more than the pass.
     """
 
     ids: torch.Tensor
@@ -49,6 +50,7 @@ class Batch:
     prefix: torch.Tensor
     lengths: torch.Tensor
     table: torch.Tensor
+    rows: torch.Tensor
 
 
 class ChainTables:
@@ -93,7 +95,7 @@ class _Before:
 
 def _read_before(tables: ChainTables, keys: torch.Tensor, values: torch.Tensor, batch: Batch) -> _Before:
     fresh = batch.prefix == 0
-    slot = batch.table.gather(1, (batch.prefix - 1).clamp(min=0)[:, None])[:, 0]
+    slot = batch.table[batch.rows, (batch.prefix - 1).clamp(min=0)].long()
     row = keys[slot]
     return _Before(
         torch.where(fresh, tables.seed, join(row[:, 0], row[:, 1])),
@@ -172,7 +174,7 @@ def audit(
     starts = torch.cumsum(window, 0) - window
     owner = torch.repeat_interleave(torch.arange(requests), window)
     position = torch.arange(len(owner)) - starts[owner] + first[owner]
-    slots = batch.table[owner, position]
+    slots = batch.table[batch.rows[owner], position].long()
     key, value = keys[slots], values[slots]
     state = join(key[:, 0], key[:, 1])
     at_start = position == first[owner]

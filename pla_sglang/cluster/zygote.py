@@ -95,7 +95,10 @@ class Zygote:
             self._kill_all()
 
     def _receive(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
+        except ConnectionResetError:  # closed with events of ours unread
+            return False
         if not data:
             return False
         request = json.loads(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,11 +29,11 @@ class StepLog:
         if span.cost_s > 0:
             self._errors.append((seen_s - begin_s) / span.cost_s - 1)
 
-    def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Quantiles of the absolute relative error over the window; nan without steps."""
+    def quantiles(self, shares: Sequence[float]) -> list[float | None]:
+        """Quantiles of the absolute relative error over the window; None without steps (JSON has no nan)."""
         ordered = sorted(map(abs, self._errors))
         if not ordered:
-            return [math.nan] * len(shares)
+            return [None] * len(shares)
         return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
 
     def clear(self) -> None:

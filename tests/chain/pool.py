@@ -37,7 +37,8 @@ class Pool:
             slots=torch.cat(slots),
             prefix=torch.tensor(prefix),
             lengths=torch.tensor([len(ids) for _, ids in chunks]),
-            table=self.table[rows],
+            table=self.table,
+            rows=torch.tensor(rows),
         )
         tokens = forward(TABLES, self.keys, self.values, batch, audit_tokens)
         for request, ids in chunks:

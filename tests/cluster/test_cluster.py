@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pla_sglang.cluster.logs import LONGEST_LINE, LineReader
 from pla_sglang.cluster.memory import pss_bytes, tree_pss_bytes
 from pla_sglang.cluster.spec import ClusterConfig, instances, router_arguments
 from pla_sglang.cluster.supervisor import control
+from pla_sglang.cluster.zygote import Zygote
 from pla_sglang.errors import ConfigError
 from pla_sglang.launch_cluster import EXIT_BAD_ARGUMENTS, EXIT_FAILED, config_of, main, parser
 
@@ -148,6 +150,17 @@ def test_log_lines_are_whole_and_named() -> None:
 
     asyncio.run(run())
     assert seen == [("one", "hello"), ("one", "world"), ("one", "last")]
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_launcher_that_is_gone_ends_the_fork_server(unread: bool) -> None:
+    """The kernel says "connection reset" instead of "end" where the launcher had not read everything."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if unread:
+        theirs.send(b"an event")
+    ours.close()
+    with theirs:
+        assert Zygote(theirs)._receive() is False
 
 
 def test_endless_lines_do_not_fill_the_memory() -> None:

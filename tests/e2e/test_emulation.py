@@ -21,7 +21,7 @@ import pytest
 from bench.replaying.client import Replay
 from bench.replaying.plan import Planned
 from bench.replaying.result import count_wrong
-from pla_sglang import chain
+from pla_sglang import chain, profile
 from pla_sglang.profiles import load_profile
 
 pytestmark = pytest.mark.e2e
@@ -140,15 +140,53 @@ def test_a_kv_transfer_takes_its_bandwidth(cluster: dict[str, Any]) -> None:
     assert record.done_s - record.sent_s >= SCALE * (transfer_s + prefill_s)
 
 
-def test_a_restarted_instance_serves_again(cluster: dict[str, Any]) -> None:
-    arguments = ["--restart", "decode-0", "--state-file", str(cluster["state_file"])]
+def restart(cluster: dict[str, Any], name: str) -> None:
+    arguments = ["--restart", name, "--state-file", str(cluster["state_file"])]
     done = subprocess.run(
         [sys.executable, "-m", "pla_sglang.launch_cluster", *arguments], capture_output=True, text=True, timeout=200
     )
     assert (done.returncode, done.stdout.strip()) == (0, "ok"), done.stdout + done.stderr
-    assert [one["restarts"] for one in json.loads(cluster["state_file"].read_text())["instances"]] == [0, 1]
+
+
+def instance(cluster: dict[str, Any], name: str) -> dict[str, Any]:
+    """As the state file has it now."""
+    state = json.loads(cluster["state_file"].read_text())
+    found: dict[str, Any] = next(one for one in state["instances"] if one["name"] == name)
+    return found
+
+
+def test_a_restarted_instance_serves_again(cluster: dict[str, Any]) -> None:
+    restart(cluster, "decode-0")
+    assert (instance(cluster, "prefill-0")["restarts"], instance(cluster, "decode-0")["restarts"]) == (0, 1)
     time.sleep(5)  # the router looks at its workers every few seconds
     ask(cluster["url"], 5, seed=2)
+
+
+@pytest.mark.parametrize("victim", ["engine", "scheduler"])
+def test_a_killed_instance_leaves_nothing_and_can_be_restarted(cluster: dict[str, Any], victim: str) -> None:
+    """Killed as a whole, or only its scheduler, which makes the engine end by itself; the others go on."""
+    killed = instance(cluster, "prefill-0")
+    engine = psutil.Process(killed["pid"])
+    processes, ports = [engine, *engine.children(recursive=True)], [int(killed["url"].rsplit(":", 1)[1])]
+    ports.append(killed["bootstrap_port"])
+    schedulers = [one for one in processes[1:] if "scheduler" in " ".join(one.cmdline())]
+    assert len(schedulers) == 1
+    (engine if victim == "engine" else schedulers[0]).kill()
+    gone(processes, ports)
+    wait_for_state(cluster, "prefill-0", "dead")
+    assert instance(cluster, "decode-0")["state"] == "ready"
+    restart(cluster, "prefill-0")
+    assert int(instance(cluster, "prefill-0")["url"].rsplit(":", 1)[1]) == ports[0]
+    if victim == "scheduler":  # once is enough: the router takes a few seconds to see that the member is back
+        time.sleep(5)
+        ask(cluster["url"], 5, seed=4)
+
+
+def wait_for_state(cluster: dict[str, Any], name: str, state: str) -> None:
+    deadline_s = time.monotonic() + 30
+    while instance(cluster, name)["state"] != state:
+        assert time.monotonic() < deadline_s, f"{name} is {instance(cluster, name)['state']}, not {state}"
+        time.sleep(0.2)
 
 
 def test_ctrl_c_leaves_nothing(cluster: dict[str, Any]) -> None:
@@ -160,12 +198,32 @@ def test_ctrl_c_leaves_nothing(cluster: dict[str, Any]) -> None:
     assert not cluster["state_file"].exists()
 
 
-def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+def assert_fitted(url: str, out: Path) -> None:
+    sizes = ["--prefill-tokens", "50,200,400,800", "--decode-batches", "1,4", "--decode-contexts", "20,200"]
+    assert profile.main(["--url", url, "--name", "fitted", "--out", str(out), *sizes]) == 0
+    fitted, known = load_profile(out), load_profile("linear")
+    prefill = {tokens: fitted.prefill_s(tokens, tokens**2) for tokens in (50, 200, 400, 800)}
+    for tokens, seconds in prefill.items():
+        stated_s = known.prefill_s(tokens, tokens**2)
+        # HTTP and a busy machine add to each request, but nothing makes the device faster.
+        assert 0.97 * stated_s < seconds < stated_s + 0.06, f"prefill of {tokens}: {seconds:.4f} s, stated {stated_s} s"
+    slope_s = (prefill[800] - prefill[50]) / 750
+    assert slope_s == pytest.approx(1e-3, rel=0.06), "what each token costs, whatever a request costs besides"
+    for batch in (1, 4):
+        stated_s = known.decode_s(batch, batch * 20)
+        assert 0.97 * stated_s < fitted.decode_s(batch, batch * 20) < stated_s + 0.02
+
+
+def test_a_profile_is_fitted_and_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    """The fitter meets a real engine, and finds the times that its device was told to take."""
     state, log = tmp_path / "state.json", tmp_path / "log"
     process = launch(state, log, "--unified", "1", "--router", "none", "--pla-emulate", "linear")
-    described = wait_ready(process, state, log)
-    processes, ports = family(process.pid), ports_of(described)
-    ask(described["url"], 5, seed=3)
-    process.kill()
-    process.wait()
+    try:
+        described = wait_ready(process, state, log)
+        processes, ports = family(process.pid), ports_of(described)
+        ask(described["url"], 5, seed=3)
+        assert_fitted(described["url"], tmp_path / "fitted.json")
+    finally:  # a failure above must not leave an engine behind either
+        process.kill()
+        process.wait()
     gone(processes, ports)

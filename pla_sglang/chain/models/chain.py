@@ -54,14 +54,14 @@ class PlaChainForCausalLM(nn.Module):
         else:
             lengths = forward_batch.extend_seq_lens.long()
         pool = get_attn_backend().req_to_token_pool
-        longest = int(seq_lens.max())
         return Batch(
             ids=input_ids.long(),
             slots=forward_batch.out_cache_loc.long(),
             # Not extend_prefix_lens: in mixed batches that counts a decoding request's prefix one short or long.
             prefix=seq_lens - lengths,
             lengths=lengths,
-            table=pool.req_to_token[forward_batch.req_pool_indices, :longest].long(),
+            table=pool.req_to_token,
+            rows=forward_batch.req_pool_indices.long(),
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

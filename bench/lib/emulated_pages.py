@@ -1,0 +1,134 @@
+"""Tables of the benches on emulated engines, made from their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Result = Mapping[str, Any]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "| --- |" + " --- |" * (len(header) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _conditions(result: Result, *further: str) -> str:
+    where = result["environment"]
+    return " · ".join(
+        [*further, where["hardware"], f"commit {where['plugin_commit']}", f"seed {result.get('seed', 1)}"]
+    )
+
+
+def _scale(result: Result) -> str:
+    return f"time scale {result['time_scale']:g}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
+def verified(result: Result) -> str:
+    rows = [
+        [group["layout"], group["workload"], *(f"{group[name]:,}" for name in COUNTS)] for group in result["groups"]
+    ]
+    rows.append(["all", "", *(f"{result[name]:,}" for name in COUNTS)])
+    header = ["layout", "workload", "requests", "completed", "prompt tokens", "tokens checked", "wrong"]
+    return f"{_table(header, rows)}\n\n{_conditions(result, result['profile'], 'router round_robin')}"
+
+
+COUNTS = ("requests", "completed", "input_tokens", "tokens_verified", "tokens_wrong")
+
+
+def baselines(result: Result) -> str:
+    rows = []
+    for row in result["rows"]:
+        shown = [row["slo_attainment"], row["goodput_rps"], row["ttft_p50_s"], row["ttft_p99_s"]]
+        times = [f"{row[name] * 1e3:.1f}" for name in ("tpot_p50_s", "tpot_p99_s")]
+        rows.append(
+            [row["layout"], row["policy"], row["workload"], f"{row['rate_rps']:g}", str(row["requests"])]
+            + [f"{value:.3g}" for value in shown]
+            + [*times, f"{row['host_overhead_share']:.1%}", _yes(row["valid"])]
+        )
+    header = ["layout", "router", "workload", "per s", "requests", "met both targets", "goodput per s"]
+    header += ["TTFT p50, s", "p99", "TPOT p50, ms", "p99", "host in the way", "valid"]
+    totals = f"{result['tokens_verified']:,} tokens checked, {result['tokens_wrong']} wrong"
+    return f"{_table(header, rows)}\n\n{totals} · {_conditions(result, result['profile'], _scale(result))}"
+
+
+def frontier(result: Result) -> str:
+    rows = []
+    for arm, own in result["arms"].items():
+        against = own.get("long_max_vs_fcfs")
+        ratio = "-" if against is None else f"{against:.2f}x"
+        times = [f"{own[name]:.2f}" for name in ("short_mean_s", "short_p99_s", "long_mean_s")]
+        times += [f"{own['long_max_s']:.1f}", ratio]
+        rows.append([f"`{arm}`", own["sglang"], *times, f"{own['host_overhead_share']:.1%}", _yes(own["valid"])])
+    header = ["arm", "SGLang", "short mean, s", "short p99", "long mean", "long max", "against FCFS"]
+    header += ["host in the way", "valid"]
+    misses = "; ".join(result["targets_missed"])
+    verdict = f"Targets missed: {misses}." if misses else "All targets are met."
+    work = f"load {result['load']:.0%}, {result['seeds']} seeds"
+    return f"{_table(header, rows)}\n\n{verdict}\n\n{_conditions(result, work, _scale(result))}"
+
+
+def _spread(value: Mapping[str, float], unit: str = "") -> str:
+    return f"{value['median']:.3g}{unit} ({value['low']:.3g} .. {value['high']:.3g})"
+
+
+def hol_emulated(result: Result) -> str:
+    rows = []
+    for arm, own in result["arms"].items():
+        ratios = result["ratios"].get(arm, {})
+        cells = [_spread(own[name], " s") for name in ("short_ttft_p50_s", "short_ttft_p99_s", "long_ttft_p90_s")]
+        keys = ("short_ttft_p99_gain", "long_ttft_p90_ratio", "throughput_ratio")
+        cells += [_spread(ratios[key], "x") if key in ratios else "-" for key in keys]
+        rows.append([f"`{arm}`", own["sglang"], *cells, f"{own['host_overhead_share']:.1%}", _yes(own["valid"])])
+    header = ["arm", "SGLang", "short TTFT p50", "short TTFT p99", "long TTFT p90", "short p99 gain"]
+    header += ["long p90 ratio", "throughput", "host in the way", "valid"]
+    work = f"{result['rounds']} rounds, median (lowest .. highest)"
+    return f"{_table(header, rows)}\n\n{_conditions(result, work, result['profile'], _scale(result))}"
+
+
+def cluster_start(result: Result) -> str:
+    rows = []
+    for row in result["rows"]:
+        sizes = [f"{row[name]:.2f} GiB" for name in ("pss_gib", "pss_after_requests_gib")]
+        parts = ", ".join(f"{part} {size:.2f}" for part, size in row["pss_by_part_gib"].items())
+        rows.append([row["layout"], str(row["engines"]), f"{row['ready_s']:.1f} s", *sizes, parts])
+    header = ["prefill + decode", "engines", "ready after", "memory (PSS)", "after 24 requests", "of it, in GiB"]
+    return f"{_table(header, rows)}\n\n{_conditions(result, result['profile'])}"
+
+
+def client_load(result: Result) -> str:
+    names = {
+        "peak_streams": "{:,}",
+        "seconds_with_300_streams": "{:,} s",
+        "events_per_s": "{:,.0f}",
+        "peak_events_per_s": "{:,}",
+        "client_cpu_share": "{:.0%}",
+        "client_lag_p99_ms": "{:.1f} ms",
+        "client_loop_late_p99_ms": "{:.1f} ms",
+        "tokens_verified": "{:,}",
+        "tokens_wrong": "{:,}",
+    }
+    header = [
+        "most streams at once",
+        "with 300 or more",
+        "token events per s then",
+        "most in a second",
+        "CPU of a core",
+    ]
+    header += ["lag at sending, p99", "late wake-ups, p99", "tokens checked", "wrong"]
+    cells = [form.format(result[name]) for name, form in names.items()]
+    return f"{_table(header, [cells])}\n\n{_conditions(result, result['profile'], _scale(result))}"
+
+
+PAGES: dict[str, Callable[[Result], str]] = {
+    "verified": verified,
+    "baselines": baselines,
+    "frontier": frontier,
+    "hol_emulated": hol_emulated,
+    "cluster_start": cluster_start,
+    "client_load": client_load,
+}

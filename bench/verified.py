@@ -1,0 +1,185 @@
+"""``python -m bench.verified --traces NAME=FILE ...``: many requests of recorded traces, every token checked.
+
+Real prefill and decode engines on the emulated device, with SGLang's router in front: scheduler, radix cache, chunked
+prefill, KV transfer and streams are the real ones, and the chain model's tokens prove what came through them. Each
+trace is cut into parts, one part is a step, and finished steps are kept in ``--out``, so that the work can be spread
+over several runs (``--budget-s``). Times are not what is shown here: the device is as fast as the host can follow.
+The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from rich.table import Table
+
+from bench.lib.plot import COLOURS
+from bench.lib.report import emit, environment, say, stdout
+from bench.replay import replay
+from bench.replaying.cluster import running_cluster
+from bench.replaying.layouts import Layout, engine_arguments, numbers_of, part, read_traces
+from bench.replaying.plan import plan
+from bench.replaying.result import count_wrong
+from bench.replaying.steps import Row, Steps
+from bench.replaying.stopping import end_on_sigterm
+from pla_sglang.errors import ConfigError
+from pla_sglang.testing.server import ServerError
+from pla_sglang.workload import Trace
+
+COUNTS = ("requests", "completed", "input_tokens", "tokens_verified", "tokens_wrong", "requests_wrong")
+STREAM_INTERVAL = 8
+Key = dict[str, Any]
+
+
+def keys_of(options: argparse.Namespace, layout: Layout, traces: dict[str, Trace]) -> list[Key]:
+    """One key per part, the first part of every trace first."""
+    keys = []
+    for name, trace in traces.items():
+        wanted = min(int(sum(numbers_of(options.requests, name, "--requests"))), len(trace))
+        for index, first in enumerate(range(0, wanted, options.part_requests)):
+            count = min(options.part_requests, wanted - first)
+            key = {"layout": layout.name, "workload": name, "first": first, "count": count, "seed": options.seed}
+            settings = {"profile": options.profile, "policy": options.policy, "max_input": options.max_input_tokens}
+            keys.append((index, key | settings))
+    return [key for _, key in sorted(keys, key=lambda pair: pair[0])]
+
+
+def run_part(url: str, key: Key, trace: Trace, options: argparse.Namespace) -> Row:
+    """Send one part as fast as ``--rate`` says, and check what came back."""
+    own = part(trace, key["first"], key["count"]).at_rate(options.rate)
+    records = replay(url, plan(own, seed=key["seed"] + key["first"]), timeout_s=options.timeout_s)
+    finished = [record for record in records if record.error is None]
+    for record in records:
+        if record.error is not None:
+            say(f"failed: {record.error}")
+    wrong = [count_wrong(record) for record in finished]
+    return {
+        "requests": len(records),
+        "completed": len(finished),
+        "input_tokens": sum(len(record.prompt_ids) for record in finished),
+        "tokens_verified": sum(len(record.output_ids) for record in finished),
+        "tokens_wrong": sum(wrong),
+        "requests_wrong": sum(count > 0 for count in wrong),
+        "time_scale": options.time_scale,
+        "wall_s": round(max(record.done_s or 0.0 for record in records), 1),
+        "plugin_commit": environment()["plugin_commit"],
+    }
+
+
+def run_layout(layout: Layout, traces: dict[str, Trace], steps: Steps, options: argparse.Namespace) -> None:
+    """What is open of one layout, as far as the time goes. Raises ServerError."""
+    left = steps.open(keys_of(options, layout, traces))
+    if not left or not steps.has_time(options.start_s):
+        return
+    arguments = [*layout.arguments, "--policy", options.policy, *engine_arguments(options.profile, options.time_scale)]
+    # Times are not shown here, and a message for each token is most of what two cores are busy with.
+    arguments += ["--stream-interval", str(STREAM_INTERVAL)]
+    with running_cluster(arguments, options.out, f"verified-{layout.name}") as described:
+        for key in left:
+            if not steps.has_time():
+                return
+            row = run_part(described["url"], key, traces[key["workload"]], options)
+            steps.add(key, row)
+            say(f"{layout.name} {key['workload']} from {key['first']}: {row}")
+
+
+def summed(rows: Sequence[tuple[Key, Row]]) -> list[dict[str, Any]]:
+    """Counts by layout and workload."""
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for key, row in rows:
+        name = (key["layout"], key["workload"])
+        group = groups.setdefault(name, {"layout": name[0], "workload": name[1], "parts": 0} | dict.fromkeys(COUNTS, 0))
+        group["parts"] += 1
+        for count in COUNTS:
+            group[count] += row[count]
+    return list(groups.values())
+
+
+def print_table(groups: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="Requests whose every token was checked")
+    for column in ("layout", "workload", "parts", *COUNTS):
+        table.add_column(column)
+    for group in groups:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in group.values()))
+    stdout.print(table)
+
+
+def plot(groups: Sequence[dict[str, Any]], path: Path) -> None:
+    """Requests right and not right, by layout and workload."""
+    names = [f"{group['layout']}\n{group['workload']}" for group in groups]
+    right = [group["completed"] - group["requests_wrong"] for group in groups]
+    others = [group["requests"] - good for group, good in zip(groups, right, strict=True)]
+    figure, panel = plt.subplots(figsize=(1.4 * len(groups) + 2, 4), layout="constrained")
+    panel.bar(names, right, color=COLOURS[2], label="every token right")
+    panel.bar(names, others, bottom=right, color=COLOURS[1], label="failed, or a token wrong")
+    for place, group in enumerate(groups):
+        panel.annotate(
+            f"{group['tokens_verified']:,}\ntokens", (place, right[place]), ha="center", va="bottom", fontsize=8
+        )
+    panel.set(ylabel="requests", ylim=(0, max(group["requests"] for group in groups) * 1.25))
+    panel.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m bench.verified", description=(__doc__ or "").split("\n\n")[1])
+    made.add_argument("--traces", nargs="+", required=True, metavar="NAME=FILE")
+    made.add_argument("--layouts", default="1+1,2+2")
+    made.add_argument("--policy", default="round_robin", help="of the router")
+    made.add_argument("--requests", nargs="+", default=["900"], help="on each layout: 900 of each, or WORKLOAD=900 ...")
+    made.add_argument("--part-requests", type=int, default=150)
+    made.add_argument("--rate", type=float, default=6.0, help="requests per second; recorded gaps, stretched")
+    made.add_argument("--profile", default="h100-llama3.1-8b-tp1")
+    made.add_argument("--time-scale", type=float, default=2.0, help="fewer and larger passes: less work for the host")
+    made.add_argument("--max-input-tokens", type=int, help="leave out longer prompts")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--timeout-s", type=float, default=300.0, help="for one request")
+    made.add_argument("--budget-s", type=float, help="no part begins later than this after the start")
+    made.add_argument("--start-s", type=float, default=60.0, help="a cluster is not started with less than this left")
+    made.add_argument("--out", type=Path, default=Path("bench_out"))
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    end_on_sigterm()
+    try:
+        layouts = [Layout.parse(text) for text in options.layouts.split(",")]
+        traces = read_traces(options.traces, max_input_tokens=options.max_input_tokens)
+        steps = Steps(options.out / "verified.steps.jsonl", options.budget_s)
+        for layout in layouts:
+            run_layout(layout, traces, steps, options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ServerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    keys = [key for layout in layouts for key in keys_of(options, layout, traces)]
+    rows = [(key, row) for key in keys if (row := steps.get(key)) is not None]
+    groups = summed(rows)
+    if not groups:
+        print("error: --budget-s left no time for a single part", file=sys.stderr)
+        return 1
+    print_table(groups)
+    plot(groups, options.out / "verified.png")
+    totals = {count: sum(group[count] for group in groups) for count in COUNTS}
+    settings = {"profile": options.profile, "policy": options.policy, "seed": options.seed}
+    progress = {"steps": len(rows), "steps_open": len(keys) - len(rows)}
+    commits = sorted({row["plugin_commit"] for _, row in rows})
+    result = {"bench": "verified", **settings, **totals, **progress, "groups": groups, "commits": commits}
+    emit(result | {"environment": environment()}, options.out, "verified")
+    return 0 if totals["tokens_wrong"] == 0 and totals["completed"] == totals["requests"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
