@@ -1,7 +1,7 @@
 """A closed loop of users: each sends the next request of the trace when its last one has ended.
 
-Papers that speak of a "concurrency" measure this way. The trace then gives lengths and their order, not times. Users are
-of a kind, the trace's ``client`` (0 where it has none): users of one kind send the rows of that kind only.
+Papers that speak of a "concurrency" measure this way. The trace then gives lengths and their order, not times. Users
+are of a kind, the trace's ``client`` (0 where it has none): users of one kind send the rows of that kind only.
 """
 
 from __future__ import annotations

@@ -1,0 +1,134 @@
+"""``python -m bench.papers``: the figures and tables of the papers on our policies and simulator.
+
+    python -m bench.papers all                 every script at reduced size
+    python -m bench.papers arrow_fig8 --full   one of them, as large as in the paper
+    python -m bench.papers publish             results in --out into docs/papers.md
+
+Prints paper value, our value, their ratio, and why they differ; writes JSON, parquet and PNG. The last stdout line is one
+JSON object: of ``all`` the keys of every script, of one script its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench.lib.report import environment, say
+from bench.papers.context import DATA_VARIABLE, Context
+from bench.papers.figures import ALL, FIGURES, named, script
+from bench.papers.finding import Finding
+from bench.papers.output import publish, show, write
+from pla_sglang.errors import ConfigError
+
+PUBLISH = "publish"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "papers.md"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m bench.papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("names", nargs="+", metavar="NAME", help=f"{ALL}, {PUBLISH}, or of: {', '.join(FIGURES)}")
+    data = os.environ.get(DATA_VARIABLE)
+    made.add_argument(
+        "--data",
+        type=Path,
+        default=Path(data) if data else None,
+        help=f"folder with traces (default: ${DATA_VARIABLE}; without one, workloads are generated)",
+    )
+    made.add_argument("--full", action="store_true", help="the sizes of the papers; hours")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--jobs", type=int, default=1, help="processes")
+    made.add_argument("--out", type=Path, default=Path("bench_out/papers"), help="folder of the results")
+    return made
+
+
+@contextmanager
+def progress_of(name: str, console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, a line a quarter elsewhere."""
+    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
+        task = shown.add_task(name, total=None)
+
+        def done(count: int, total: int) -> None:
+            shown.update(task, completed=count, total=total)
+            if not console.is_terminal and (4 * count) // total != (4 * (count - 1)) // total:
+                say(f"{name}: {count} of {total} runs")
+
+        yield done
+
+
+def about(args: argparse.Namespace, spent_s: float) -> dict[str, Any]:
+    """What a result states of itself."""
+    return {
+        "size": "full" if args.full else "reduced",
+        "seed": args.seed,
+        "traces": "generated" if args.data is None else "recorded",
+        "seconds": round(spent_s, 1),
+        "environment": environment(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("numpy", "scipy")},
+        },
+    }
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Every script that was asked for; returns the last line."""
+    names = named(args.names)
+    say(f"{len(names)} scripts, {'full' if args.full else 'reduced'} size, results in {args.out}")
+    if args.data is None:
+        say(f"no --data and no ${DATA_VARIABLE}: workloads are generated, figures of recorded traces differ")
+    console, found = Console(stderr=True), list[Finding]()
+    for name in names:
+        started_s = time.monotonic()
+        with progress_of(name, console) as done:
+            context = Context(args.data, 2 if args.full else 1, args.seed, args.jobs, done)
+            finding = script(name)(context)
+        show(finding, Console(width=150))
+        write(finding, args.out, about(args, time.monotonic() - started_s))
+        say(f"{name}: {time.monotonic() - started_s:.0f} s")
+        found.append(finding)
+    return last_line(args, found)
+
+
+def last_line(args: argparse.Namespace, found: Sequence[Finding]) -> dict[str, Any]:
+    """The keys of all scripts; of a single one also its rows."""
+    keys = {key: value for finding in found for key, value in finding.keys.items()}
+    fails = [f"{finding.name}: {claim.text}" for finding in found for claim in finding.claims if not claim.holds]
+    last: dict[str, Any] = {**keys, "seed": args.seed, "size": "full" if args.full else "reduced"}
+    last |= {"traces": "generated" if args.data is None else "recorded", "claims_that_fail": fails}
+    if len(found) == 1:
+        last["rows"] = found[0].as_json()["rows"]
+    return last
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 2 for a bad value."""
+    args = parser().parse_args(argv)
+    try:
+        if args.names == [PUBLISH]:
+            publish(args.out, PAGE, list(FIGURES))
+            return 0
+        last = run(args)
+    except ConfigError as error:
+        print(f"papers: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(last, allow_nan=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
