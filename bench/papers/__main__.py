@@ -4,8 +4,8 @@
     python -m bench.papers arrow_fig8 --full   one of them, as large as in the paper
     python -m bench.papers publish             results in --out into docs/papers.md
 
-Prints paper value, our value, their ratio, and why they differ; writes JSON, parquet and PNG. The last stdout line is one
-JSON object: of ``all`` the keys of every script, of one script its rows.
+Prints paper value, our value, their ratio, and why they differ; writes JSON, parquet and PNG. The last stdout line is
+one JSON object: of ``all`` the keys of every script, of one script its rows.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ SYSTEMS = ("Arrow", "vLLM TP8", "vLLM P/D TP4+TP4", "DP, least tokens")
 # trace -> Arrow over vLLM, Arrow over vLLM disaggregated (section 7.2)
 PAPER = {"azure_code": (5.62, 7.78), "burstgpt": (3.60, 5.04), "azure_conv": (3.76, 4.06), "mooncake": (3.73, 4.14)}
 WHY_COLOCATED = (
-    "Ours is the scheduling alone: the same step times on both sides. The paper's vLLM 0.7.3 also spends host time in each"
-    " of its many small passes, which no step profile has."
+    "Ours is the scheduling alone: the same step times on both sides. The paper's vLLM 0.7.3 also spends host time in"
+    " each of its many small passes, which no step profile has."
 )
 WHY_STATIC = (
-    "The paper's vLLM 0.7.3 split had a KV transfer that overran its buffer and a reduced batch size (section 7.1); ours"
-    " has neither fault."
+    "The paper's vLLM 0.7.3 split had a KV transfer that overran its buffer and a reduced batch size (section 7.1);"
+    " ours has neither fault."
 )
 WHY_DP = "Not in the paper. Prefills that share an instance with decodes cost no transfer and leave no instance idle."
 
@@ -42,7 +42,10 @@ def run(context: Context) -> Finding:
         "Arrow, Figure 7",
         "8 GPUs, Llama-3.1-8B, H100 step times; " + "; ".join(described(trace) for trace in traces),
         rows,
-        [claim(trace, times(found, trace, *SYSTEMS[:2]), times(found, trace, SYSTEMS[0], SYSTEMS[2])) for trace in PAPER],
+        [
+            claim(trace, times(found, trace, *SYSTEMS[:2]), times(found, trace, SYSTEMS[0], SYSTEMS[2]))
+            for trace in PAPER
+        ],
         points_of(found),
         draw(panels, "Arrow Fig. 7: share of requests in target against rate"),
         {

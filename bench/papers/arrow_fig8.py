@@ -27,13 +27,9 @@ def run(context: Context) -> Finding:
     found = capacities(context, [(trace, system) for trace in PAPER for system in SYSTEMS])
     plain = dataclasses.replace(context, progress=silent)
     rates = {trace: around(found[trace, "Minimal Load"].held_per_s or 1.0) for trace in PAPER}
-    wanted = [
-        (trace, system, rate) for trace, of_trace in rates.items() for rate in of_trace for system in SYSTEMS[1:]
-    ]
+    wanted = [(trace, system, rate) for trace, of_trace in rates.items() for rate in of_trace for system in SYSTEMS[1:]]
     jobs = [Replay(trace, systems(trace)[system].at_rate(rate), plain) for trace, system, rate in wanted]
-    share = {
-        key: one.figures.attainment for key, one in zip(wanted, context.map(replay, jobs), strict=True)
-    }
+    share = {key: one.figures.attainment for key, one in zip(wanted, context.map(replay, jobs), strict=True)}
     rows, claims, panels = [], [], []
     for trace, (over_minimal, over_robin) in PAPER.items():
         ratio = times(found, trace, *SYSTEMS[:2])

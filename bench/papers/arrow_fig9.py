@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from bench.papers.arrow_cases import Replay, replay, systems
 from bench.papers.charts import draw, lines
@@ -43,7 +44,7 @@ def run(context: Context) -> Finding:
 def claims(share: dict[tuple[str, int], float], sizes: list[int]) -> list[Claim]:
     least = min(share["Arrow", size] - share["Minimal Load", size] for size in sizes)
     shown = ", ".join(f"{size}: {number(share['Arrow', size])}" for size in sizes)
-    rises = all(share["Arrow", b] >= share["Arrow", a] - 0.01 for a, b in zip(sizes, sizes[1:], strict=False))
+    rises = all(share["Arrow", b] >= share["Arrow", a] - 0.01 for a, b in itertools.pairwise(sizes))
     return [
         Claim("SLO-aware is not behind Minimal Load at any number of GPUs", least >= -0.01, f"least gain {least:+.3f}"),
         Claim("attainment of SLO-aware rises with the number of GPUs", rises, shown),

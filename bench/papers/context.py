@@ -52,7 +52,7 @@ class Context:
         return (test, reduced, full)[self.size]
 
     def map(self, call: Callable[[Job], Result], work: Sequence[Job]) -> list[Result]:
-        """``call`` of each, in the order of ``work``, in ``jobs`` processes. ``call`` and ``work`` must be picklable."""
+        """``call`` of each, in the order of ``work``, in ``jobs`` processes. Both must be picklable."""
         if self.jobs == 1 or len(work) < 2:
             found = []
             for count, one in enumerate(work, 1):

@@ -88,5 +88,3 @@ def world(system: str, *, prefills: int, decodes: int, mean_input_tokens: float,
         return Ordered(length_aware(mean_input_tokens).decide)
 
     return World(fleet, DopdDispatcher(DopdDispatchKnobs(), predictor()), engine=engine, config=config)
-
-

@@ -23,10 +23,12 @@ DECODE_MS = {104: (28, 31, 33, 35, 37), 200: (45, 46, 47, 50, 53), 248: (47, 49,
 # 80 GB, M' = 4 GB (not printed), 3.35 TB/s, 70 GB of weights, 327,680 bytes of KV a token
 H100 = Device(80e9, 4e9, 3.35e12, 70e9, 327_680)
 INSTANCES = (1, 2, 3, 4, 5, 6)
-WHY_RATIO = "The paper does not print how it reads between the points of Table I; ours is linear between and beyond them."
+WHY_RATIO = (
+    "The paper does not print how it reads between the points of Table I; ours is linear between and beyond them."
+)
 WHY_BATCH = (
-    "80 x 150 tokens a step cannot give the throughput of 4.58 prefill instances by the paper's own Table I; our batch is"
-    " what balance asks for."
+    "80 x 150 tokens a step cannot give the throughput of 4.58 prefill instances by the paper's own Table I; our"
+    " batch is what balance asks for."
 )
 
 
@@ -115,7 +117,13 @@ def run(context: Context) -> Finding:
         rates = [found[workload, prefills].rate_per_s for prefills in INSTANCES]
         rows += [
             Row(f"{workload.name}: optimal P/D ratio", workload.ratio, ratios[workload.name], "", WHY_RATIO),
-            Row(f"{workload.name}: largest concurrency", workload.concurrency, table_concurrency(workload), "", WHY_RATIO),
+            Row(
+                f"{workload.name}: largest concurrency",
+                workload.concurrency,
+                table_concurrency(workload),
+                "",
+                WHY_RATIO,
+            ),
         ]
         claims.append(knee_claim(workload, rates))
     thousand = WORKLOADS[0]

@@ -18,8 +18,8 @@ from pla_sglang.workload import Trace
 REQUESTS = 1024  # section VI-B4
 VIOLATIONS = 0.05
 WHY_CONCURRENCY = (
-    "Ours replays lengths only; the aggregation's instances here are two of TP 2, and its mixed passes cost what the step"
-    " profile says, without vLLM's host time."
+    "Ours replays lengths only; the aggregation's instances here are two of TP 2, and its mixed passes cost what the"
+    " step profile says, without vLLM's host time."
 )
 
 
@@ -60,9 +60,7 @@ def measure(job: Job) -> Steady:
 Key = tuple[str, int]
 
 
-def sweep(
-    context: Context, deployments: Sequence[Deployment], users: Sequence[int], name: str
-) -> dict[Key, Steady]:
+def sweep(context: Context, deployments: Sequence[Deployment], users: Sequence[int], name: str) -> dict[Key, Steady]:
     """Every deployment at every concurrency."""
     plain = dataclasses.replace(context, progress=silent)
     jobs = [Job(one, count, name, plain) for one in deployments for count in users]
@@ -113,12 +111,14 @@ def run(context: Context) -> Finding:
     vllm, dopd = largest(found, "vLLM, aggregated"), largest(found, "DOPD")
     gain = best_goodput(found, "DOPD") / best_goodput(found, "vLLM, aggregated")
     at = {system: found[system, 72].tpot_p90_s for system in ("vLLM, aggregated", "DOPD")}
-    why_tpot = "At 72 users, where the paper's vLLM is at its limit; the paper does not say at which concurrency it read."
+    why_tpot = (
+        "At 72 users, where the paper's vLLM is at its limit; the paper does not say at which concurrency it read."
+    )
     return Finding(
         "dopd_fig7",
         "DOPD, Figure 7",
-        "step times of DOPD's Table I; vLLM: two instances of TP 2, Dynamo and DOPD: 2 P (TP 1) and 2 D (TP 2), as in the"
-        f" paper; {described(workload(context, 'azure'))}",
+        "step times of DOPD's Table I; vLLM: two instances of TP 2, Dynamo and DOPD: 2 P (TP 1) and 2 D (TP 2), as in"
+        f" the paper; {described(workload(context, 'azure'))}",
         [
             Row("largest concurrency with < 5 % violations, vLLM", 72, vllm, "", WHY_CONCURRENCY),
             Row("largest concurrency with < 5 % violations, DOPD", 112, dopd, "", WHY_CONCURRENCY),
@@ -127,7 +127,11 @@ def run(context: Context) -> Finding:
             Row("goodput, DOPD / vLLM", 1.5, gain, "", WHY_CONCURRENCY),
         ],
         [
-            Claim("DOPD holds a higher concurrency than vLLM", (dopd or 0) > (vllm or 0), f"{number(dopd)}, {number(vllm)}"),
+            Claim(
+                "DOPD holds a higher concurrency than vLLM",
+                (dopd or 0) > (vllm or 0),
+                f"{number(dopd)}, {number(vllm)}",
+            ),
             Claim("DOPD's P90 TPOT is below vLLM's", at["DOPD"] < at["vLLM, aggregated"], "see the rows"),
         ],
         points(found, "azure"),

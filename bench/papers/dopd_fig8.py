@@ -32,7 +32,13 @@ def run(context: Context) -> Finding:
         [
             Row("largest concurrency with < 5 % violations, DistServe", 88, distserve, "", WHY_MODEL),
             Row("largest concurrency with < 5 % violations, DOPD", 104, dopd, "", WHY_MODEL),
-            Row("P90 TTFT at the highest concurrency, DistServe", 7.10, azure["DistServe", top].ttft_p90_s, "s", WHY_MODEL),
+            Row(
+                "P90 TTFT at the highest concurrency, DistServe",
+                7.10,
+                azure["DistServe", top].ttft_p90_s,
+                "s",
+                WHY_MODEL,
+            ),
             Row("P90 TTFT at the highest concurrency, DOPD", 2.31, azure["DOPD", top].ttft_p90_s, "s", WHY_MODEL),
             Row("goodput, DOPD over DistServe", 0.27, gain, "", WHY_MODEL),
             Row("halves of 100 and 1,900: goodput, DOPD / Dynamo", None, mixed_gain, "", "the paper prints no figure"),
@@ -43,5 +49,7 @@ def run(context: Context) -> Finding:
             Claim("with mixed lengths DOPD's goodput is not below Dynamo's", mixed_gain > 0.99, number(mixed_gain)),
         ],
         points(azure, "azure") + points(mixed, "mixed"),
-        draw([*panels(azure, users), *panels(mixed, users)], "DOPD Fig. 8: 1P/1D (first row: azure_conv, second: mixed)"),
+        draw(
+            [*panels(azure, users), *panels(mixed, users)], "DOPD Fig. 8: 1P/1D (first row: azure_conv, second: mixed)"
+        ),
     )

@@ -24,8 +24,8 @@ INTERVAL_S = 15.0
 STARTUP_S = 20.0  # 70 GB of weights at 3.5 GB/s; the paper's elastic resizing has no figure
 INSTANCES_MAX = 6  # 4 P of one GPU and 2 D of two
 WHY = (
-    "BurstGPT's requests are not to be had, so this is a made-up trace of the same burstiness; the knobs of the baselines"
-    " and the interval are not printed."
+    "BurstGPT's requests are not to be had, so this is a made-up trace of the same burstiness; the knobs of the"
+    " baselines and the interval are not printed."
 )
 
 

@@ -19,7 +19,13 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 def show(finding: Finding, console: Console) -> None:
     """Paper value, our value, ratio, and a sentence where they differ; then what had to hold."""
     table = Table(title=f"{finding.title}: {finding.setting}", title_justify="left", width=150)
-    for name, justify in (("quantity", "left"), ("paper", "right"), ("ours", "right"), ("ratio", "right"), ("", "left")):
+    for name, justify in (
+        ("quantity", "left"),
+        ("paper", "right"),
+        ("ours", "right"),
+        ("ratio", "right"),
+        ("", "left"),
+    ):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in finding.rows:
         values = number(row.paper, row.unit), number(row.ours, row.unit), number(row.ratio)
@@ -74,7 +80,9 @@ def publish(folder: Path, page: Path, order: Sequence[str]) -> None:
 
 def with_table(text: str, folder: Path, order: Sequence[str]) -> str:
     """``text`` with the table of the results in ``folder``, in this order; scripts without result are left out."""
-    records = [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in order if _has(folder, name)]
+    records = [
+        json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in order if _has(folder, name)
+    ]
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n\n{markdown(records)}\n\n{END}{rest.split(END)[1]}"
 

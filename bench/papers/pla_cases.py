@@ -92,7 +92,7 @@ def world(
 
 
 def conversations(requests: int, seed: int, dataset: str) -> Trace:
-    """Multi-turn conversations, ``lmsys`` or ``sharegpt`` lengths; answers of one token, for prefill instances alone."""
+    """Multi-turn conversations of ``lmsys`` or ``sharegpt`` lengths; answers of one token, for prefills alone."""
     kind = {"lmsys": "lmsys", "sharegpt": "sharegpt4"}[dataset]
     first, later = (length_model(f"{kind}_{turn}_turn_prompt") for turn in ("first", "later"))
     sessions = max(2, requests // 5)
@@ -106,7 +106,10 @@ def two_kinds(shorts: int, longs: int, seed: int) -> Trace:
     rng = random.Random(seed)
     short = LengthModel((1.0,), (3.4,), (0.5,), least=8, most=63)
     long = LengthModel((1.0,), (7.6,), (0.3,), least=1025, most=4096)
-    parts = [generated_trace(max(1, count), Arrivals(1.0, rng), model, fixed(1)) for count, model in ((shorts, short), (longs, long))]
+    parts = [
+        generated_trace(max(1, count), Arrivals(1.0, rng), model, fixed(1))
+        for count, model in ((shorts, short), (longs, long))
+    ]
     return joined(parts[0], parts[1])
 
 

@@ -40,8 +40,8 @@ def run(context: Context) -> Finding:
     return Finding(
         "star_fig10",
         "STAR, Figure 10",
-        "Poisson arrivals with the lengths of Table 2; small: 3 decode instances (RTX 4090D, 7B W8A8), large: 6 (14B, H100"
-        " step times); vLLM: no migration",
+        "Poisson arrivals with the lengths of Table 2; small: 3 decode instances (RTX 4090D, 7B W8A8), large: 6 (14B,"
+        " H100 step times); vLLM: no migration",
         rows(found),
         claims(found),
         [one.point(cluster=name) for (name, _, _), one in found.items()],

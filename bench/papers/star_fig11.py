@@ -13,8 +13,8 @@ from bench.papers.star_common import pool
 RATE_PER_S = 0.17  # the point of Figure 10 that the paper describes; Figure 11 says "high load" only
 SHOWN_POINTS = 400
 WHY = (
-    "Our rescheduler has moves to spare on three instances (one a decision, a decision every 20 steps), so it keeps them"
-    " closer together than the paper's does."
+    "Our rescheduler has moves to spare on three instances (one a decision, a decision every 20 steps), so it keeps"
+    " them closer together than the paper's does."
 )
 CURVE_ONLY = "the paper shows a trace without numbers"
 

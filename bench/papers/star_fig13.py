@@ -29,7 +29,13 @@ def run(context: Context) -> Finding:
     found = dict(zip(keys, pooled(context, cases, 1), strict=True))
     decisions = decision_times(context)
     rows = [
-        Row(f"{size} instances, {load:g} x the paper's rate: variance, {strategy}", None, one.variance, "ms^2", CURVE_ONLY)
+        Row(
+            f"{size} instances, {load:g} x the paper's rate: variance, {strategy}",
+            None,
+            one.variance,
+            "ms^2",
+            CURVE_ONLY,
+        )
         for (size, load, strategy), one in found.items()
     ]
     why = "The paper gives a bound for its own scheduler; ours sums what workers report (see docs/policies/star.md)."
@@ -62,14 +68,20 @@ def claims(found: dict[Key, Pooled]) -> list[Claim]:
             Claim(f"{setting}: variance falls", *ordered({name: one.variance for name, one in of.items()}, slack=0.05))
         )
         made.append(
-            Claim(f"{setting}: P99 TPOT falls", *ordered({name: one.p99_tpot_ms for name, one in of.items()}, slack=0.02))
+            Claim(
+                f"{setting}: P99 TPOT falls", *ordered({name: one.p99_tpot_ms for name, one in of.items()}, slack=0.02)
+            )
         )
     return made
 
 
 def decision_claims(decisions: dict[int, float]) -> list[Claim]:
     return [
-        Claim(f"a decision at {size} instances takes less than {limit:g} ms", decisions[size] < limit, f"{decisions[size]} ms")
+        Claim(
+            f"a decision at {size} instances takes less than {limit:g} ms",
+            decisions[size] < limit,
+            f"{decisions[size]} ms",
+        )
         for size, limit in DECISION_LIMIT_MS.items()
     ]
 

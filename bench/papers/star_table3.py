@@ -40,9 +40,7 @@ def measured(
     return dict(zip(keys, pooled(context, work, context.pick(1, 2, 6)), strict=True))
 
 
-def compared(
-    found: Mapping[tuple[str, float], Pooled], paper: Mapping[str, tuple[float, float, float]]
-) -> list[Row]:
+def compared(found: Mapping[tuple[str, float], Pooled], paper: Mapping[str, tuple[float, float, float]]) -> list[Row]:
     """The printed columns beside ours at the printed rate."""
     made = []
     for name, (variance, p99, goodput) in paper.items():
@@ -63,7 +61,8 @@ def run(context: Context) -> Finding:
     return Finding(
         "star_table3",
         "STAR, Table 3",
-        "6 decode instances (14B, H100 step times), ShareGPT lengths of Table 2; 0.20 req/s as printed, 0.40 under stress",
+        "6 decode instances (14B, H100 step times), ShareGPT lengths of Table 2; 0.20 req/s as printed, 0.40 under"
+        " stress",
         compared(found, PAPER),
         [
             Claim("variance grows as the prediction gets coarser", *ordered(variance, falling=False, slack=0.1)),

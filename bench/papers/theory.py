@@ -54,7 +54,9 @@ class Job:
 def linear_profile() -> StepProfile:
     """Prefill of exactly 1 ms a token."""
     given = load_profile("linear")
-    return dataclasses.replace(given, prefill=dataclasses.replace(given.prefill, floor_s=0.0, base_s=0.0, token_s=TOKEN_S))
+    return dataclasses.replace(
+        given, prefill=dataclasses.replace(given.prefill, floor_s=0.0, base_s=0.0, token_s=TOKEN_S)
+    )
 
 
 def waits_s(job: Job) -> tuple[float, float]:

@@ -20,7 +20,7 @@ GENERATED = "generated, like"
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A trace: its file, and what a stand-in is drawn from: mean and median of prompts and answers, and the gaps' cv."""
+    """A trace: its file, and what a stand-in is drawn from: mean and median of prompts and answers, cv of gaps."""
 
     file: str
     requests: int
