@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
 import time
@@ -25,8 +24,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.fleets.workloads import DATA_VARIABLE, data_folder
 from bench.lib.report import environment, say
-from bench.papers.context import DATA_VARIABLE, Context
+from bench.papers.context import Context
 from bench.papers.figures import ALL, FIGURES, named, script
 from bench.papers.finding import Finding
 from bench.papers.output import publish, show, write
@@ -41,11 +41,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m bench.papers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("names", nargs="+", metavar="NAME", help=f"{ALL}, {PUBLISH}, or of: {', '.join(FIGURES)}")
-    data = os.environ.get(DATA_VARIABLE)
     made.add_argument(
         "--data",
         type=Path,
-        default=Path(data) if data else None,
         help=f"folder with traces (default: ${DATA_VARIABLE}; without one, workloads are generated)",
     )
     made.add_argument("--full", action="store_true", help="the sizes of the papers; hours")
@@ -122,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.names == [PUBLISH]:
             publish(args.out, PAGE, list(FIGURES))
             return 0
+        args.data = data_folder(args.data)
         last = run(args)
     except ConfigError as error:
         print(f"papers: {error}", file=sys.stderr)

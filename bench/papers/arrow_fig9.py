@@ -6,9 +6,9 @@ import dataclasses
 import itertools
 
 from bench.papers.arrow_cases import Replay, replay, systems
-from bench.papers.charts import draw, lines
+from bench.papers.charts import Panel, draw, lines
 from bench.papers.context import Context, silent
-from bench.papers.finding import Claim, Finding, Row, number
+from bench.papers.finding import Claim, Finding, Point, Row, number
 from bench.papers.traces import described, trace_named
 from pla_sglang.sim.experiment import Outcome
 
@@ -51,7 +51,7 @@ def claims(share: dict[tuple[str, int], float], sizes: list[int]) -> list[Claim]
     ]
 
 
-def point(system: str, size: int, one: Outcome) -> dict[str, float | int | str | bool | None]:
+def point(system: str, size: int, one: Outcome) -> Point:
     figures = one.figures
     return {
         "system": system,
@@ -63,7 +63,7 @@ def point(system: str, size: int, one: Outcome) -> dict[str, float | int | str |
     }
 
 
-def panels(found: dict[tuple[str, int], Outcome], sizes: list[int]) -> list:  # type: ignore[type-arg]
+def panels(found: dict[tuple[str, int], Outcome], sizes: list[int]) -> list[Panel]:
     shown = {
         "P90 TTFT, s": "ttft_p90_s",
         "P90 TPOT, s": "tpot_p90_s",

@@ -14,9 +14,10 @@ import matplotlib.pyplot as plt
 from bench.lib.plot import COLOURS
 
 Line = tuple[Sequence[float], Sequence[float]]  # x, y
+Panel = Callable[[Any], None]  # draws on the axes it is given
 
 
-def draw(panels: Sequence[Callable[[Any], None]], title: str) -> bytes:
+def draw(panels: Sequence[Panel], title: str) -> bytes:
     """One axes a panel, side by side; four a row at most."""
     columns = min(len(panels), 4)
     rows = -(-len(panels) // columns)
@@ -34,7 +35,7 @@ def draw(panels: Sequence[Callable[[Any], None]], title: str) -> bytes:
 
 def lines(
     data: Mapping[str, Line], *, x: str, y: str, log_x: bool = False, log_y: bool = False, mark: float | None = None
-) -> Callable[[Any], None]:
+) -> Panel:
     """A panel with one line a name; ``mark``: a horizontal line (a target, a value of the paper)."""
 
     def panel(axes: Any) -> None:
@@ -55,7 +56,7 @@ def lines(
     return panel
 
 
-def bars(groups: Mapping[str, Mapping[str, float]], *, y: str) -> Callable[[Any], None]:
+def bars(groups: Mapping[str, Mapping[str, float]], *, y: str) -> Panel:
     """A panel with a cluster of bars a group, one bar a name."""
 
     def panel(axes: Any) -> None:

@@ -14,7 +14,6 @@ from pla_sglang.errors import ConfigError
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 Choice = TypeVar("Choice")
-DATA_VARIABLE = "PLA_BENCH_DATA"
 
 
 def silent(done: int, total: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from bench.papers.charts import draw, lines
+from bench.papers.charts import Panel, draw, lines
 from bench.papers.context import Context, silent
 from bench.papers.dopd_cases import SLO, world
 from bench.papers.finding import Claim, Finding, Point, Row, number
@@ -91,7 +91,7 @@ def points(found: Mapping[Key, Steady], name: str) -> list[Point]:
     ]
 
 
-def panels(found: Mapping[Key, Steady], users: Sequence[int]) -> list:  # type: ignore[type-arg]
+def panels(found: Mapping[Key, Steady], users: Sequence[int]) -> list[Panel]:
     systems = list(dict.fromkeys(system for system, _ in found))
     fields = {"tokens/s in target": "tokens_per_s", "P90 TTFT, s": "ttft_p90_s", "P90 TPOT, s": "tpot_p90_s"}
     return [

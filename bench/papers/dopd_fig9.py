@@ -6,14 +6,16 @@ import dataclasses
 
 import numpy as np
 
-from bench.papers.charts import draw, lines
+from bench.papers.charts import Panel, draw, lines
 from bench.papers.context import Context, silent
 from bench.papers.dopd_cases import DECODE_KV_TOKENS, PROFILE, SLO, decode_spec, prefill_spec
 from bench.papers.finding import Claim, Finding, Point, Row, ordered
 from bench.papers.measure import World
 from bench.papers.traces import described, trace_named
 from pla_sglang.metrics.goodput import Goodput, goodput
+from pla_sglang.policy.fleet import Role
 from pla_sglang.policy.registry import Setup, build
+from pla_sglang.sim.samples import ROLE_ORDER
 from pla_sglang.sim.simulation import RunResult
 from pla_sglang.workload import Trace
 
@@ -70,13 +72,10 @@ def scale(job: Job) -> Scaled:
 
 def ready_gpus(result: RunResult) -> list[float]:
     """Per sample: one GPU a prefill instance, two a decode instance."""
-    from pla_sglang.policy.fleet import Role
-    from pla_sglang.sim.samples import ROLE_ORDER
-
-    weight = {ROLE_ORDER.index(Role.PREFILL): 1.0, ROLE_ORDER.index(Role.DECODE): 2.0}
     role = result.samples.role
-    found: list[float] = sum(count * (role == code).sum(axis=1) for code, count in weight.items()).tolist()  # type: ignore[union-attr]
-    return found
+    prefills = (role == ROLE_ORDER.index(Role.PREFILL)).sum(axis=1)
+    decodes = (role == ROLE_ORDER.index(Role.DECODE)).sum(axis=1)
+    return [float(gpus) for gpus in prefills + 2 * decodes]
 
 
 def run(context: Context) -> Finding:
@@ -104,7 +103,7 @@ def point(name: str, at_s: float, gpus: float) -> Point:
     return {"system": name, "at_s": at_s, "gpus": gpus}
 
 
-def panels(found: dict[str, Scaled], trace: Trace) -> list:  # type: ignore[type-arg]
+def panels(found: dict[str, Scaled], trace: Trace) -> list[Panel]:
     bins_s = np.arange(0.0, trace.arrival_s[-1] + 15.0, 15.0)
     rate = np.histogram(trace.arrival_s, bins_s)[0] / 15.0
     return [

@@ -28,6 +28,7 @@ FIGURES: Mapping[str, str] = {
     "pla_fig6": "PLA-Serve Fig. 6: throughput and latency, one and eight instances",
     "pla_fig7": "PLA-Serve Fig. 7: violations, one and eight instances",
     "pla_table2": "PLA-Serve Table 2: a data set without deadlines, 4 P + 4 D",
+    "fleets": "beyond the papers: the combination against each system; forecasts by GPU-hours",
     "theory": "the simulator against Pollaczek and Khinchine",
 }
 ALL = "all"

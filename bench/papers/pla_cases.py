@@ -11,7 +11,7 @@ import dataclasses
 import random
 from collections.abc import Mapping
 
-from bench.papers.measure import World, fcfs
+from bench.papers.measure import MakeEngine, World, fcfs
 from pla_sglang.policy.awd import AwdKnobs
 from pla_sglang.policy.baselines.dispatch import LeastLoad, RoundRobin, least_tokens
 from pla_sglang.policy.decisions import Controller, Dispatcher
@@ -48,7 +48,7 @@ MODES = {
 }
 
 
-def temporal(wait_s: float | None = None, *, boundary_tokens: int | None = None) -> object:
+def temporal(wait_s: float | None = None, *, boundary_tokens: int | None = None) -> MakeEngine:
     """Maker of the engine policy; ``wait_s`` is a fixed window, None the adaptive one."""
     awd = AwdKnobs() if wait_s is None else AwdKnobs(wait_min_s=wait_s, wait_max_s=max(wait_s, 1e-6))
 
@@ -86,9 +86,9 @@ def world(
     fleet = [InstanceSpec(profile, count=instances, role=Role.PREFILL)]
     if mode.split and instances > 1:
         dispatcher, controllers, fleet = spatial(profile, instances)
-        return World(fleet, dispatcher, controllers, engine=engine, knobs=knobs, config=config)  # type: ignore[arg-type]
+        return World(fleet, dispatcher, controllers, engine=engine, knobs=knobs, config=config)
     chosen: LeastLoad | RoundRobin = RoundRobin() if router == "round robin" else least_tokens()
-    return World(fleet, chosen, engine=engine, knobs=knobs, config=config)  # type: ignore[arg-type]
+    return World(fleet, chosen, engine=engine, knobs=knobs, config=config)
 
 
 def conversations(requests: int, seed: int, dataset: str) -> Trace:

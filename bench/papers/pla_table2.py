@@ -49,7 +49,7 @@ def seconds(job: Job) -> float:
     config = {"users": {0: USERS}, "prefill_graph_tokens": GRAPH_TOKENS if mode.graphs else ()}
     engine = temporal() if mode.split else fcfs
     knobs = EngineKnobs(chunk_tokens=CHUNK_TOKENS)
-    result = World(fleet, least_tokens(), engine=engine, knobs=knobs, config=config).run(trace)  # type: ignore[arg-type]
+    result = World(fleet, least_tokens(), engine=engine, knobs=knobs, config=config).run(trace)
     return float(np.nanmax(result.served.finish_s))
 
 
