@@ -15,7 +15,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,6 @@ from bench.fleets.workloads import DATA_VARIABLE, data_folder
 from bench.lib.report import environment, say
 from bench.papers.context import Context
 from bench.papers.figures import ALL, FIGURES, named, script
-from bench.papers.finding import Finding
 from bench.papers.output import publish, show, write
 from pla_sglang.errors import ConfigError
 
@@ -49,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--full", action="store_true", help="the sizes of the papers; hours")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--jobs", type=int, default=1, help="processes")
+    made.add_argument("--resume", action="store_true", help="keep what the same commit has left in --out, run the rest")
     made.add_argument("--out", type=Path, default=Path("bench_out/papers"), help="folder of the results")
     return made
 
@@ -70,17 +70,19 @@ def progress_of(name: str, console: Console) -> Iterator[Callable[[int, int], No
 
 def about(args: argparse.Namespace, spent_s: float) -> dict[str, Any]:
     """What a result states of itself."""
+    versions = {name: metadata.version(name) for name in ("numpy", "scipy")}
     return {
-        "size": "full" if args.full else "reduced",
-        "seed": args.seed,
-        "traces": "generated" if args.data is None else "recorded",
+        **setting(args),
         "seconds": round(spent_s, 1),
         "environment": environment(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("numpy", "scipy")},
-        },
+        "versions": {"python": platform.python_version(), **versions},
     }
+
+
+def setting(args: argparse.Namespace) -> dict[str, Any]:
+    """What decides a result, apart from the code."""
+    traces = "generated" if args.data is None else "recorded"
+    return {"seed": args.seed, "size": "full" if args.full else "reduced", "traces": traces}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -89,27 +91,46 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     say(f"{len(names)} scripts, {'full' if args.full else 'reduced'} size, results in {args.out}")
     if args.data is None:
         say(f"no --data and no ${DATA_VARIABLE}: workloads are generated, figures of recorded traces differ")
-    console, found = Console(stderr=True), list[Finding]()
+    records = []
     for name in names:
-        started_s = time.monotonic()
-        with progress_of(name, console) as done:
-            context = Context(args.data, 2 if args.full else 1, args.seed, args.jobs, done)
-            finding = script(name)(context)
-        show(finding, Console(width=150))
-        write(finding, args.out, about(args, time.monotonic() - started_s))
-        say(f"{name}: {time.monotonic() - started_s:.0f} s")
-        found.append(finding)
-    return last_line(args, found)
+        found = earlier(args, name) if args.resume else None
+        records.append(measured(args, name) if found is None else found)
+    return last_line(args, records)
 
 
-def last_line(args: argparse.Namespace, found: Sequence[Finding]) -> dict[str, Any]:
+def earlier(args: argparse.Namespace, name: str) -> dict[str, Any] | None:
+    """The result that a run of the same setting and commit has left in the folder; None where there is none."""
+    path = args.out / f"{name}.json"
+    if not path.is_file():
+        return None
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    commit = environment()["plugin_commit"]
+    same = all(record["about"][key] == value for key, value in setting(args).items())
+    if not same or record["about"]["environment"]["plugin_commit"] != commit:
+        return None
+    say(f"{name}: taken from {path}")
+    return record
+
+
+def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Runs a script, prints and writes what it found."""
+    started_s = time.monotonic()
+    with progress_of(name, Console(stderr=True)) as done:
+        finding = script(name)(Context(args.data, 2 if args.full else 1, args.seed, args.jobs, done))
+    spent_s = time.monotonic() - started_s
+    show(finding, Console(width=150))
+    write(finding, args.out, about(args, spent_s))
+    say(f"{name}: {spent_s:.0f} s")
+    return finding.as_json()
+
+
+def last_line(args: argparse.Namespace, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The keys of all scripts; of a single one also its rows."""
-    keys = {key: value for finding in found for key, value in finding.keys.items()}
-    fails = [f"{finding.name}: {claim.text}" for finding in found for claim in finding.claims if not claim.holds]
-    last: dict[str, Any] = {**keys, "seed": args.seed, "size": "full" if args.full else "reduced"}
-    last |= {"traces": "generated" if args.data is None else "recorded", "claims_that_fail": fails}
-    if len(found) == 1:
-        last["rows"] = found[0].as_json()["rows"]
+    keys = {key: value for record in records for key, value in record["keys"].items()}
+    fails = [f"{one['name']}: {claim['text']}" for one in records for claim in one["claims"] if not claim["holds"]]
+    last: dict[str, Any] = {**keys, **setting(args), "claims_that_fail": fails}
+    if len(records) == 1:
+        last["rows"] = records[0]["rows"]
     return last
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from bench.papers.arrow_cases import HEADS, Replay, capacities, curve, points_of, replay, systems, times
+from bench.papers.arrow_cases import Replay, capacities, curve, points_of, replay, systems, times
 from bench.papers.charts import draw, lines
 from bench.papers.context import Context, silent
 from bench.papers.finding import Claim, Finding, Row, number
@@ -46,8 +46,7 @@ def run(context: Context) -> Finding:
         "arrow_fig8",
         "Arrow, Figure 8",
         "8 instances, 4 + 4 at the start, Llama-3.1-8B, H100 step times; "
-        + "; ".join(described(trace_named(context, trace)) for trace in PAPER)
-        + ("" if context.size == 2 else f"; reduced: the first {HEADS['azure_conv']} requests of azure_conv"),
+        + "; ".join(described(trace_named(context, trace)) for trace in PAPER),
         rows,
         claims,
         points_of(found),

@@ -18,6 +18,7 @@ from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.fleet import InstanceKind, Role
 from pla_sglang.profiles import StepProfile, load_profile
+from pla_sglang.profiles.step import DecodeTerms
 from pla_sglang.sim.config import InstanceSpec
 from pla_sglang.sim.experiment import Ordered
 from pla_sglang.sim.interfaces import EngineKnobs, EnginePolicy
@@ -38,9 +39,16 @@ def prefill_spec(count: int) -> InstanceSpec:
     return InstanceSpec(PROFILE, count=count, kind=InstanceKind.PREFILL, role=Role.PREFILL)
 
 
-def decode_spec(count: int) -> InstanceSpec:
+def slower_decodes(profile: StepProfile, factor: float) -> StepProfile:
+    """Every decode step takes ``factor`` times as long."""
+    terms = profile.decode
+    slower = DecodeTerms(terms.base_s * factor, terms.request_s * factor, terms.read_s * factor)
+    return dataclasses.replace(profile, decode=slower)
+
+
+def decode_spec(count: int, *, factor: float = 1.0) -> InstanceSpec:
     return InstanceSpec(
-        PROFILE,
+        slower_decodes(PROFILE, factor),
         count=count,
         kind=InstanceKind.DECODE,
         role=Role.DECODE,
@@ -49,7 +57,7 @@ def decode_spec(count: int) -> InstanceSpec:
     )
 
 
-def aggregated_spec(count: int) -> InstanceSpec:
+def aggregated_spec(count: int, *, factor: float = 1.0) -> InstanceSpec:
     terms = PROFILE.prefill
     faster = dataclasses.replace(
         terms,
@@ -59,6 +67,7 @@ def aggregated_spec(count: int) -> InstanceSpec:
         attention_s=terms.attention_s / TP2_SPEEDUP,
     )
     profile = dataclasses.replace(PROFILE, name="h100-llama70b-fp8-tp2", prefill=faster)
+    profile = slower_decodes(profile, factor)
     return InstanceSpec(profile, count=count, tensor_parallel=2, kv_capacity_tokens=DECODE_KV_TOKENS)
 
 
@@ -72,13 +81,18 @@ def one_at_a_time(longest_tokens: int) -> EngineKnobs:
     return EngineKnobs(chunk_tokens=max(1, longest_tokens))
 
 
-def world(system: str, *, prefills: int, decodes: int, mean_input_tokens: float, users: int) -> World:
-    """One of ``SYSTEMS``. DistServe: in turn; Dynamo: least backlog; DOPD: in place and length-aware batches too."""
+def world(
+    system: str, *, prefills: int, decodes: int, mean_input_tokens: float, users: int, factor: float = 1.0
+) -> World:
+    """One of ``SYSTEMS``. DistServe: in turn; Dynamo: least backlog; DOPD: in place and length-aware batches too.
+
+    ``factor``: of decode steps.
+    """
     config = {"users": {0: users}, "ttft_slo_s": SLO.ttft_s, "tpot_slo_s": SLO.tpot_s}
     if system == "vLLM, aggregated":
         knobs = EngineKnobs(chunk_tokens=VLLM_CHUNK_TOKENS, mixed=True)
-        return World([aggregated_spec(decodes)], least_tokens(), knobs=knobs, config=config)
-    fleet = [prefill_spec(prefills), decode_spec(decodes)]
+        return World([aggregated_spec(decodes, factor=factor)], least_tokens(), knobs=knobs, config=config)
+    fleet = [prefill_spec(prefills), decode_spec(decodes, factor=factor)]
     if system == "DistServe":
         return World(fleet, RoundRobin(), knobs=EngineKnobs(chunk_tokens=2048), config=config)
     if system == "Dynamo":

@@ -29,7 +29,7 @@ WHY_SMALL = "Three instances and a decision every 20 steps: moves are not scarce
 
 
 def run(context: Context) -> Finding:
-    arrivals_s = context.pick(400.0, 1500.0, 2000.0)
+    arrivals_s = context.pick(40.0, 1500.0, 2000.0)
     names = context.pick(["small, ShareGPT"], list(CLUSTERS), list(CLUSTERS))
     keys = [(name, rate, strategy) for name in names for rate in CLUSTERS[name][2] for strategy in STRATEGIES]
     cases = [

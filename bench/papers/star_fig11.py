@@ -20,7 +20,7 @@ CURVE_ONLY = "the paper shows a trace without numbers"
 
 
 def run(context: Context) -> Finding:
-    arrivals_s = context.pick(400.0, 2000.0, 2000.0)
+    arrivals_s = context.pick(60.0, 2000.0, 2000.0)
     seeds = range(context.seed, context.seed + context.pick(1, 3, 10))
     cases = [StarCase(SMALL, strategy, RATE_PER_S, arrivals_s, seed) for strategy in STRATEGIES for seed in seeds]
     runs = context.map(run_case, cases)

@@ -20,7 +20,7 @@ Key = tuple[int, float, str]
 
 def run(context: Context) -> Finding:
     sizes = context.pick([8], [8, 16, 32], [8, 16, 32, 64, 128, 256])
-    arrivals_s = context.pick(300.0, 1000.0, 2000.0)
+    arrivals_s = context.pick(30.0, 1000.0, 2000.0)
     keys = [(size, load, strategy) for load in (1.0, STRESS) for size in sizes for strategy in STRATEGIES]
     cases = [
         StarCase(simulated(size), strategy, load * RATE_PER_INSTANCE * size, arrivals_s, context.seed)

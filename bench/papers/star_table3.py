@@ -54,7 +54,7 @@ def compared(found: Mapping[tuple[str, float], Pooled], paper: Mapping[str, tupl
 
 
 def run(context: Context) -> Finding:
-    base = StarCase(LARGE, "prediction", PAPER_RATE, context.pick(300.0, 1500.0, 2000.0), context.seed)
+    base = StarCase(LARGE, "prediction", PAPER_RATE, context.pick(20.0, 1200.0, 2000.0), context.seed)
     found = measured(context, {name: setting(name, base) for name in PAPER}, (PAPER_RATE, STRESS_RATE))
     variance = {name: found[name, PAPER_RATE].variance for name in PAPER}
     goodput = {name: found[name, STRESS_RATE].goodput_per_s for name in PAPER}

@@ -28,7 +28,7 @@ def cases_of(base: StarCase, shortest: int) -> dict[str, StarCase]:
 
 
 def run(context: Context) -> Finding:
-    base = StarCase(LARGE, "prediction", PAPER_RATE, context.pick(300.0, 1500.0, 2000.0), context.seed)
+    base = StarCase(LARGE, "prediction", PAPER_RATE, context.pick(20.0, 1200.0, 2000.0), context.seed)
     shortest = context.pick(EVERY_STEP, EVERY_STEP, 1)
     found = measured(context, cases_of(base, shortest), (PAPER_RATE, STRESS_RATE))
     variance = {name: found[name, PAPER_RATE].variance for name in PAPER}
