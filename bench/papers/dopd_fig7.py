@@ -129,7 +129,7 @@ def run(context: Context) -> Finding:
         "dopd_fig7",
         "DOPD, Figure 7",
         "step times of DOPD's Table I; vLLM: two instances of TP 2, Dynamo and DOPD: 2 P (TP 1) and 2 D (TP 2), as the"
-        f" paper has it; {described(workload(context, 'azure'))}; but for the last rows decode steps take {DECODE_FACTOR:g}"
+        f" paper has it; {described(workload(context, 'azure'))}; in all but the last rows decodes take {DECODE_FACTOR:g}"
         " times as long",
         [
             Row("112 users: P90 TPOT, DOPD", 0.079, at["DOPD"], "s", "the factor is chosen for this value"),
