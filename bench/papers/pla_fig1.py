@@ -77,7 +77,7 @@ def run(context: Context) -> Finding:
             ),
         ],
         [
-            {"mode": mode, "shorts": shorts, "longs": longs, **one}  # type: ignore[dict-item]
+            {"mode": mode, "shorts": shorts, "longs": longs, **one}
             for (mode, shorts, longs), one in found.items()
         ],
         picture(found, levels),
