@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--full", action="store_true", help="the sizes of the papers; hours")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--jobs", type=int, default=1, help="processes")
-    made.add_argument("--resume", action="store_true", help="keep what the same commit has left in --out, run the rest")
+    made.add_argument("--resume", action="store_true", help="keep what an earlier run has left in --out, run the rest")
     made.add_argument("--out", type=Path, default=Path("bench_out/papers"), help="folder of the results")
     return made
 
@@ -99,16 +99,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def earlier(args: argparse.Namespace, name: str) -> dict[str, Any] | None:
-    """The result that a run of the same setting and commit has left in the folder; None where there is none."""
+    """The result that a run of the same setting, at any commit, has left in the folder; None where there is none."""
     path = args.out / f"{name}.json"
     if not path.is_file():
         return None
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    commit = environment()["plugin_commit"]
-    same = all(record["about"][key] == value for key, value in setting(args).items())
-    if not same or record["about"]["environment"]["plugin_commit"] != commit:
+    if any(record["about"][key] != value for key, value in setting(args).items()):
         return None
-    say(f"{name}: taken from {path}")
+    say(f"{name}: taken from {path}, commit {record['about']['environment']['plugin_commit']}")
     return record
 
 
@@ -118,17 +116,19 @@ def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
     with progress_of(name, Console(stderr=True)) as done:
         finding = script(name)(Context(args.data, 2 if args.full else 1, args.seed, args.jobs, done))
     spent_s = time.monotonic() - started_s
+    told = about(args, spent_s)
     show(finding, Console(width=150))
-    write(finding, args.out, about(args, spent_s))
+    write(finding, args.out, told)
     say(f"{name}: {spent_s:.0f} s")
-    return finding.as_json()
+    return {**finding.as_json(), "about": told}
 
 
 def last_line(args: argparse.Namespace, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The keys of all scripts; of a single one also its rows."""
     keys = {key: value for record in records for key, value in record["keys"].items()}
     fails = [f"{one['name']}: {claim['text']}" for one in records for claim in one["claims"] if not claim["holds"]]
-    last: dict[str, Any] = {**keys, **setting(args), "claims_that_fail": fails}
+    commits = sorted({str(record["about"]["environment"]["plugin_commit"]) for record in records})
+    last: dict[str, Any] = {**keys, **setting(args), "commits": commits, "claims_that_fail": fails}
     if len(records) == 1:
         last["rows"] = records[0]["rows"]
     return last

@@ -84,7 +84,8 @@ def with_table(text: str, folder: Path, order: Sequence[str]) -> str:
         json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in order if _has(folder, name)
     ]
     head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n\n{markdown(records)}\n\n{END}{rest.split(END)[1]}"
+    table = f"\n{markdown(records)}\n\n" if records else ""
+    return f"{head}{BEGIN}\n{table}{END}{rest.split(END)[1]}"
 
 
 def _has(folder: Path, name: str) -> bool:

@@ -76,10 +76,7 @@ def run(context: Context) -> Finding:
                 "PLA keeps shorts apart from longs", ours["short"] < both["short"], f"{number(1e3 * ours['short'])} ms"
             ),
         ],
-        [
-            {"mode": mode, "shorts": shorts, "longs": longs, **one}
-            for (mode, shorts, longs), one in found.items()
-        ],
+        [{"mode": mode, "shorts": shorts, "longs": longs, **one} for (mode, shorts, longs), one in found.items()],
         picture(found, levels),
     )
 

@@ -1,13 +1,15 @@
-"""Each script at its smallest size, and the paper's numbers in them against the text of the scripts' own tables."""
+"""Each script at its smallest size, and the frame around them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import bench.papers.__main__ as papers
 from bench.papers.context import Context
 from bench.papers.figures import FIGURES, named, script
 from bench.papers.finding import Claim, Finding, Row, ordered
@@ -107,3 +109,36 @@ def test_files_hold_no_number_that_json_does_not_know(tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_finding() -> None:
     one, two = (script("pla_fig5")(Context(size=0, seed=3)) for _ in range(2))
     assert dataclasses.replace(one, picture=b"") == dataclasses.replace(two, picture=b"")
+
+
+def test_a_run_can_be_resumed_and_ends_with_the_keys_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def fake(name: str) -> Callable[[Context], Finding]:
+        def run(context: Context) -> Finding:
+            calls.append(name)
+            rows = [Row("r", 1.0, 2.0, why="w")]
+            return Finding(name, "T", "s", rows, [Claim("c", name != "theory")], [{"a": 1}], PNG, {f"{name}_key": 1.5})
+
+        return run
+
+    monkeypatch.setattr(papers, "script", fake)
+    monkeypatch.delenv("PLA_BENCH_DATA", raising=False)
+    arguments = ["theory", "pla_fig5", "--resume", "--out", str(tmp_path)]
+    assert papers.main(arguments) == 0
+    assert papers.main(arguments) == 0
+    assert calls == ["pla_fig5", "theory"]
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["theory_key"] == last["pla_fig5_key"] == 1.5
+    assert last["claims_that_fail"] == ["theory: c"]
+    assert last["traces"] == "generated"
+    assert papers.main([*arguments, "--seed", "2"]) == 0  # another setting is measured anew
+    assert calls == ["pla_fig5", "theory"] * 2
+
+
+def test_bad_names_and_folders_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert papers.main(["nonsense"]) == 2
+    assert papers.main(["theory", "--data", "no/such/folder"]) == 2
+    assert "does not exist" in capsys.readouterr().err
