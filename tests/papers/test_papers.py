@@ -98,11 +98,11 @@ def test_files_hold_no_number_that_json_does_not_know(tmp_path: Path) -> None:
     write(finding, tmp_path, {})
     record = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     assert record["rows"][0]["ours"] is None
-    page = with_table(f"head\n{BEGIN}\nold\n{END}\ntail", tmp_path, ["x", "missing"])
+    page = with_table(f"head\n{BEGIN}\nstale\n{END}\ntail", tmp_path, ["x", "missing"])
     assert page.startswith("head\n")
     assert page.endswith("\ntail")
     assert "| r | 1 | - | - | w |" in page
-    assert "old" not in page
+    assert "stale" not in page
     assert with_table(page, tmp_path, ["x", "missing"]) == page
 
 
