@@ -30,6 +30,8 @@ from pla_sglang.policy.star.predictors import NoPrediction, RemainingPredictor
 from pla_sglang.policy.steps import StepTimes
 from pla_sglang.policy.types import PrefillClass
 
+DEFAULT_FORECASTER = "last"  # fewest GPU-hours at equal attainment: docs/fleets.md, "Forecasts"
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -46,8 +48,8 @@ class Setup:
         boundary_tokens: new tokens at which a prefill is long.
         forecaster: ``last``, ``holt_winters``, ``arima``, or a function that makes one.
         predictor: of remaining lengths; None: what the driver reports.
-        instances_max: for policies that scale.
-        plan_interval_s: of policies that scale.
+        instances_min, instances_max: for policies that plan counts; equal ones: only the ratio is planned.
+        plan_interval_s, headroom: of policies that plan from a forecast (``PlannerKnobs``).
     """
 
     steps: StepTimes
@@ -59,10 +61,12 @@ class Setup:
     seed: int = 1
     mean_context_tokens: float = 1024.0
     boundary_tokens: int = 256
-    forecaster: str | Callable[[], Forecaster] = "last"
+    forecaster: str | Callable[[], Forecaster] = DEFAULT_FORECASTER
     predictor: RemainingPredictor | None = None
+    instances_min: int = 2
     instances_max: int = 64
     plan_interval_s: float = 60.0
+    headroom: float = 1.0
 
     def __post_init__(self) -> None:
         require("ttft_slo_s", self.ttft_slo_s, 0, above=True)
@@ -183,7 +187,9 @@ def _dopd_controller(setup: Setup) -> DopdController:
         setup.ttft_slo_s,
         _concurrency(setup),
         interval_s=setup.plan_interval_s,
+        instances_min=max(2, setup.instances_min),
         instances_max=max(2, setup.instances_max),
+        headroom=setup.headroom,
     )
     return DopdController(Planner(knobs, *_tables(setup)), setup.make_forecaster())
 

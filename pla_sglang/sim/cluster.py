@@ -6,6 +6,7 @@ Asks the dispatcher and the controllers, carries out their answers, and tells th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from pla_sglang.policy.decisions import (
     FleetAction,
@@ -36,6 +37,7 @@ class Cluster:
         self.reasons: Counter[str] = Counter()  # fleet decisions
         self.pass_reasons: Counter[str] = Counter()  # engine decisions
         self.counts: Counter[str] = Counter()
+        self.on_closed: Callable[[SimRequest], None] | None = None  # told of every end, after all observers
         self._kernel = kernel
         self._config = config
         self._policies = policies
@@ -238,6 +240,8 @@ class Cluster:
         for observer in self._observers:
             observer.on_finish(request.fleet, output_tokens, self._kernel.now_s)
         self.fleet.check_drained()
+        if self.on_closed is not None:
+            self.on_closed(request)
 
     def kill(self, index: int, down_s: float | None) -> None:
         """An instance dies. Requests whose KV was there start anew; those on their way to it are placed again."""

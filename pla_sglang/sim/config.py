@@ -141,6 +141,7 @@ class SimConfig:
         decode_graph_batches, prefill_graph_tokens, overhead_s, time_scale: see ``StepCosts``.
         instance_faults, link_faults: what breaks when.
         cancels: row of the trace -> when its user goes away, in seconds after its arrival.
+        users: a closed loop instead of the trace's times: client of the trace -> users at once (``ClosedLoop``).
         seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
 
     Raises:
@@ -166,6 +167,7 @@ class SimConfig:
     instance_faults: Sequence[InstanceFault] = ()
     link_faults: Sequence[LinkFault] = ()
     cancels: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    users: Mapping[int, int] | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

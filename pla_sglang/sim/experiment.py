@@ -9,7 +9,8 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Capacity, Goodput, Slo, find_capacity, goodput
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
 from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.registry import PolicySet, Setup, build
+from pla_sglang.policy.dopd.forecast import Forecaster
+from pla_sglang.policy.registry import DEFAULT_FORECASTER, PolicySet, Setup, build
 from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.types import PassDecision, PassView, WaitingView
 from pla_sglang.profiles import StepProfile, load_profile
@@ -40,6 +41,8 @@ class Experiment:
             ``InstanceSpec``, ``NetworkKnobs`` and ``SimConfig``.
         output_limit_tokens: ``max_tokens`` of clients; None: just what the answer has.
         seed: of policies that draw at random.
+        instances_min, instances_max: of policies that scale; maximum None: 64, at least twice ``instances``.
+        plan_interval_s, headroom, forecaster: of policies that plan (``Setup``); forecaster None: the default one.
     """
 
     policy: str
@@ -59,10 +62,17 @@ class Experiment:
     startup_s: float | None = None
     output_limit_tokens: int | None = None
     seed: int = 1
+    instances_min: int = 2
+    instances_max: int | None = None
+    plan_interval_s: float = 60.0
+    headroom: float = 1.0
+    forecaster: str | Callable[[], Forecaster] | None = None
 
     def __post_init__(self) -> None:
         if self.instances < 1:
             raise ConfigError(f"instances is {self.instances}; allowed: 1 and more")
+        if self.instances_max is not None and self.instances_max < self.instances:
+            raise ConfigError(f"instances_max is {self.instances_max}; allowed: {self.instances} (instances) and more")
         if self.engine not in engine_names():
             raise ConfigError(f"engine order {self.engine!r} is not known; allowed: {', '.join(engine_names())}")
         if self.lengths not in LENGTHS:
@@ -164,7 +174,11 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         prefills=experiment.prefills,
         seed=experiment.seed,
         mean_context_tokens=context,
-        instances_max=max(64, 2 * experiment.instances),
+        instances_min=experiment.instances_min,
+        instances_max=experiment.instances_max or max(64, 2 * experiment.instances),
+        plan_interval_s=experiment.plan_interval_s,
+        headroom=experiment.headroom,
+        forecaster=experiment.forecaster or DEFAULT_FORECASTER,
     )
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pla_sglang.metrics.goodput import Served
 from pla_sglang.policy.decisions import Controller
 from pla_sglang.sim import observe
+from pla_sglang.sim.closed import ClosedLoop
 from pla_sglang.sim.cluster import Cluster
 from pla_sglang.sim.config import InstanceFault, LinkFault, Policies, SimConfig
 from pla_sglang.sim.errors import SimConfigError, SimError
@@ -89,6 +90,8 @@ class Simulation:
         self.kernel = Kernel()
         self.config = config
         self.cluster = Cluster(self.kernel, config, policies, expected=len(trace), block_tokens=trace.block_tokens)
+        self._loop = None if config.users is None else ClosedLoop(trace, config.users)
+        self.cluster.on_closed = None if self._loop is None else self._next_of_user
         self._policies = policies
         self._trace = trace
         self._arrivals = trace.arrival_s.tolist()
@@ -104,7 +107,11 @@ class Simulation:
 
     def _schedule(self) -> None:
         kernel = self.kernel
-        kernel.at(self._arrivals[0], Priority.ARRIVAL, self._arrive, 0)
+        if self._loop is None:
+            kernel.at(self._arrivals[0], Priority.ARRIVAL, self._arrive_as_recorded, 0)
+        else:
+            for row in self._loop.first():
+                kernel.at(0.0, Priority.ARRIVAL, self._arrive, row)
         kernel.at(0.0, Priority.TICK, self._report)
         for controller in self._policies.controllers:
             if not controller.interval_s > 0:
@@ -126,11 +133,22 @@ class Simulation:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
+    def _arrive_as_recorded(self, row: int) -> None:
+        if row + 1 < len(self._arrivals):
+            self.kernel.at(self._arrivals[row + 1], Priority.ARRIVAL, self._arrive_as_recorded, row + 1)
+        self._arrive(row)
+
+    def _next_of_user(self, ended: SimRequest) -> None:
+        """In a closed loop: the user of ``ended`` sends its next request at once."""
+        assert self._loop is not None
+        row = self._loop.after(ended.row)
+        if row is not None:
+            self.kernel.at(self.kernel.now_s, Priority.ARRIVAL, self._arrive, row)
+
     def _arrive(self, row: int) -> None:
+        self._arrivals[row] = self.kernel.now_s  # what a closed loop makes it; in an open one it is the same
         request = self._request(row)
         self._requests.append(request)
-        if row + 1 < len(self._arrivals):
-            self.kernel.at(self._arrivals[row + 1], Priority.ARRIVAL, self._arrive, row + 1)
         if row in self.config.cancels:
             self.kernel.at(self.kernel.now_s + self.config.cancels[row], Priority.ARRIVAL, self._cancel, request)
         self.cluster.arrive(request)
@@ -211,7 +229,7 @@ class Simulation:
     # -- result ------------------------------------------------------------------------------------------------------
 
     def _result(self, wall_s: float, cpu_s: float) -> RunResult:
-        requests, cluster = self._requests, self.cluster
+        requests, cluster = sorted(self._requests, key=lambda request: request.row), self.cluster
 
         def column(values: list[int]) -> npt.NDArray[np.int64]:
             return np.array(values, dtype=np.int64)
@@ -230,7 +248,7 @@ class Simulation:
             name=self._policies.name,
             seed=self.config.seed,
             served=Served(
-                self._trace.arrival_s,
+                np.array(self._arrivals, dtype=np.float64),
                 times([one.first_token_s for one in requests]),
                 times([one.finish_s for one in requests]),
                 self._trace.output_tokens,

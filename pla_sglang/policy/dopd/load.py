@@ -24,6 +24,10 @@ class LoadSample:
     arrival_cv2: float = 1.0
     input_cv2: float = 1.0
 
+    def times(self, factor: float) -> LoadSample:
+        """The same requests, ``factor`` as many."""
+        return dataclasses.replace(self, concurrency=self.concurrency * factor, rate_per_s=self.rate_per_s * factor)
+
 
 class _Moments:
     def __init__(self) -> None:

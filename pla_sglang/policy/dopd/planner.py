@@ -39,8 +39,11 @@ class PlannerKnobs:
         ttft_slo_s: target of requests.
         concurrency_max: CC_max, what one decode instance serves within its TPOT target (``ratio.decode_concurrency``).
         interval_s: T.
-        prefill_min, decode_min, instances_max: bounds of the counts; the maximum is for both together.
+        prefill_min, decode_min: least counts.
+        instances_min, instances_max: bounds of both together. Equal ones make a fleet of fixed size, of which only the
+            ratio is planned.
         wait_share: share of the TTFT target that prefill may take, waiting included.
+        headroom: factor on the forecast concurrency and rate; above 1 buys attainment with GPU-hours.
         down_margin: a count goes down only if the forecast times (1 + this) fits the smaller one ...
         down_intervals: ... so many intervals in a row.
         correction_weight: of the newest observation in the correction factors of the tables.
@@ -51,8 +54,10 @@ class PlannerKnobs:
     interval_s: float = 60.0
     prefill_min: int = 1
     decode_min: int = 1
+    instances_min: int = 2
     instances_max: int = 1024
     wait_share: float = 0.5
+    headroom: float = 1.0
     down_margin: float = 0.15
     down_intervals: int = 3
     correction_weight: float = 0.3
@@ -63,8 +68,10 @@ class PlannerKnobs:
         require("dopd interval_s", self.interval_s, 0, above=True)
         require("dopd prefill_min", self.prefill_min, 1)
         require("dopd decode_min", self.decode_min, 1)
-        require("dopd instances_max", self.instances_max, self.prefill_min + self.decode_min)
+        require("dopd instances_min", self.instances_min, 2)
+        require("dopd instances_max", self.instances_max, max(self.instances_min, self.prefill_min + self.decode_min))
         require("dopd wait_share", self.wait_share, 0, 1, above=True)
+        require("dopd headroom", self.headroom, 0, above=True)
         require("dopd down_margin", self.down_margin, 0)
         require("dopd down_intervals", self.down_intervals, 1)
         require("dopd correction_weight", self.correction_weight, 0, 1, above=True)
@@ -115,12 +122,13 @@ class Planner:
         return self._within(prefills, decodes, ratio, load)
 
     def _within(self, prefills: int, decodes: int, ratio: float, load: LoadSample) -> Plan:
-        """Where the maximum is too small for both, it is shared in proportion."""
+        """Where both together leave the bounds, the bound is shared in proportion."""
         knobs = self.knobs
-        if prefills + decodes > knobs.instances_max:
-            share = round(knobs.instances_max * prefills / (prefills + decodes))
-            prefills = min(max(share, knobs.prefill_min), knobs.instances_max - knobs.decode_min)
-            decodes = knobs.instances_max - prefills
+        total = min(max(prefills + decodes, knobs.instances_min), knobs.instances_max)
+        if total != prefills + decodes:
+            share = round(total * prefills / (prefills + decodes))
+            prefills = min(max(share, knobs.prefill_min), total - knobs.decode_min)
+            decodes = total - prefills
         return Plan(prefills, decodes, ratio, load)
 
     def prefill_s(self, tokens: float) -> float:
@@ -144,14 +152,17 @@ class DopdController(Observer):
     """Algorithm 2: forecasts, plans and scales. Any driver-owned fleet of prefill and decode instances.
 
     Args:
-        forecaster: makes one forecaster a series: input, output, concurrency, rate.
+        forecaster: makes one forecaster a series, in this order: input, output, concurrency, rate.
+        corrected: scale forecasts by how far recent ones were off (section II-A).
     """
 
-    def __init__(self, planner: Planner, forecaster: Callable[[], Forecaster] = LastValue) -> None:
+    def __init__(
+        self, planner: Planner, forecaster: Callable[[], Forecaster] = LastValue, *, corrected: bool = True
+    ) -> None:
         self.planner = planner
         self.interval_s = planner.knobs.interval_s
         self.last_plan: Plan | None = None
-        self._series = [Corrected(forecaster()) for _ in range(4)]
+        self._series: list[Forecaster] = [Corrected(forecaster()) if corrected else forecaster() for _ in range(4)]
         self._meter = LoadMeter()
         self._passes = [0.0, 0.0, 0.0]  # seconds, requests, tokens of the interval's prefill passes
         self._below = {Role.PREFILL: 0, Role.DECODE: 0}  # intervals in a row with a smaller plan
@@ -162,13 +173,14 @@ class DopdController(Observer):
             return [Hold(FleetReason.NO_DATA)]
         self._correct(fleet)
         load = self.forecast(sample)
-        if load is None:
-            return [Hold(FleetReason.NO_DATA)]
-        self.last_plan = plan = self.planner.plan(load)
+        return [Hold(FleetReason.NO_DATA)] if load is None else self.follow(load, fleet)
+
+    def follow(self, load: LoadSample, fleet: FleetView) -> list[FleetAction]:
+        """Lines 10 to 15 for a load that is expected, with headroom, and slower down than up."""
+        knobs = self.planner.knobs
+        self.last_plan = plan = self.planner.plan(load.times(knobs.headroom))
         # What the counts would have to be if the load came out higher; counts go down to this one only.
-        margin = 1 + self.planner.knobs.down_margin
-        higher = dataclasses.replace(load, concurrency=load.concurrency * margin, rate_per_s=load.rate_per_s * margin)
-        careful = self.planner.plan(higher)
+        careful = self.planner.plan(load.times(knobs.headroom * (1 + knobs.down_margin)))
         return [
             self._scale(fleet, Role.PREFILL, plan.prefill, careful.prefill),
             self._scale(fleet, Role.DECODE, plan.decode, careful.decode),

@@ -76,6 +76,28 @@ class Binned:
         pass
 
 
+class _DrawnOnce:
+    """A Laplace error of mean absolute size 1 a request, drawn when the request is first seen and kept to its end."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._errors: dict[str, float] = {}
+
+    def of(self, rids: Sequence[str]) -> Floats:
+        """Shape [requests]."""
+        return np.array([self._error(rid) for rid in rids], dtype=np.float64)
+
+    def forget(self, rid: str) -> None:
+        self._errors.pop(rid, None)
+
+    def _error(self, rid: str) -> float:
+        error = self._errors.get(rid)
+        if error is None:
+            size = self._rng.expovariate(1.0)
+            error = self._errors[rid] = size if self._rng.random() < 0.5 else -size
+        return error
+
+
 class Noisy:
     """Adds an error of the given mean absolute size, drawn once a request (Laplace), so that it does not average out.
 
@@ -89,19 +111,34 @@ class Noisy:
     def __init__(self, mae_tokens: float, rng: Random) -> None:
         require("mae_tokens", mae_tokens, 0)
         self._mae_tokens = mae_tokens
-        self._rng = rng
-        self._errors: dict[str, float] = {}
+        self._errors = _DrawnOnce(rng)
 
     def predict(self, rids: Sequence[str], known: Floats) -> Floats:
-        errors = np.array([self._error(rid) for rid in rids], dtype=np.float64)
-        return np.maximum(1.0, known + errors) if len(rids) else known
+        return np.maximum(1.0, known + self._mae_tokens * self._errors.of(rids)) if len(rids) else known
 
     def forget(self, rid: str) -> None:
-        self._errors.pop(rid, None)
+        self._errors.forget(rid)
 
-    def _error(self, rid: str) -> float:
-        error = self._errors.get(rid)
-        if error is None:
-            size = self._rng.expovariate(1.0) * self._mae_tokens
-            error = self._errors[rid] = size if self._rng.random() < 0.5 else -size
-        return error
+
+class Proportional:
+    """Errs by a share of what remains: ``mae_share`` of it on average, drawn once a request (Laplace).
+
+    So errors shrink as a request nears its end, which is what Figure 7 of the paper shows of its predictor. With a mean
+    of M tokens remaining over all decode steps, ``mae_share`` = m / M has a mean absolute error of m tokens. Answers
+    are at least 1 token.
+
+    Args:
+        mae_share: mean absolute error, as a share of the true remaining length.
+        rng: seeded source of the errors.
+    """
+
+    def __init__(self, mae_share: float, rng: Random) -> None:
+        require("mae_share", mae_share, 0)
+        self._mae_share = mae_share
+        self._errors = _DrawnOnce(rng)
+
+    def predict(self, rids: Sequence[str], known: Floats) -> Floats:
+        return np.maximum(1.0, known * (1.0 + self._mae_share * self._errors.of(rids))) if len(rids) else known
+
+    def forget(self, rid: str) -> None:
+        self._errors.forget(rid)

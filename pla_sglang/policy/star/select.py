@@ -101,10 +101,19 @@ class Stacked:
 
 
 def classify(workers: Sequence[Worker], theta: float) -> tuple[list[int], list[int]]:
-    """Lines 11 to 16: overloaded and underloaded positions. An instance can be both; it is never its own target."""
+    """Lines 11 to 16: overloaded and underloaded positions. An instance can be both; it is never its own target.
+
+    Beyond the paper: an instance is overloaded as well when its load now is, though its future is not. Eq. 4 counts now
+    as much as all later steps together; line 14 alone would leave such an instance as it is.
+    """
     mean = sum(worker.summary.weighted for worker in workers) / len(workers)
-    limit = (1 + theta) * mean
-    overloaded = [index for index, worker in enumerate(workers) if worker.summary.weighted > limit]
+    now = sum(worker.summary.loads[0] for worker in workers) / len(workers)
+    limit, limit_now = (1 + theta) * mean, (1 + theta) * now
+    overloaded = [
+        index
+        for index, worker in enumerate(workers)
+        if worker.summary.weighted > limit or worker.summary.loads[0] > limit_now
+    ]
     underloaded = [index for index, worker in enumerate(workers) if worker.summary.loads[0] < limit]
     return overloaded, underloaded
 

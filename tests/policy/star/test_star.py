@@ -20,7 +20,7 @@ from pla_sglang.policy.fleet import DecodeBatch, FleetView
 from pla_sglang.policy.reasons import FleetReason as R
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summarise, trace
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
-from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
+from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle, Proportional
 from pla_sglang.policy.star.select import SelectKnobs, Worker, best_move, classify, objective
 
 Rows = list[tuple[str, int, float | None]]
@@ -160,6 +160,16 @@ def test_classification(name: str, loads: list[int], over: list[int], under: lis
     assert classify(workers, 0.1) == (over, under)
 
 
+def test_an_instance_that_is_overloaded_now_is_a_source_though_its_future_is_not() -> None:
+    horizon = Horizon(HorizonKnobs(steps=1000, points=10))
+    soon_over = worker([("a", 600, 20.0), ("b", 600, 20.0)], horizon)
+    others = [worker([("c", 300, 2000.0)], horizon), worker([("d", 300, 2000.0)], horizon)]
+    workers = [soon_over, *others]
+    assert soon_over.summary.weighted < others[0].summary.weighted  # line 14 would not look at it
+    overloaded, _ = classify(workers, 0.1)
+    assert 0 in overloaded
+
+
 def star(**changes: Any) -> StarRescheduler:
     knobs = StarKnobs(horizon=SMALL, select=ANY_GAIN)
     return StarRescheduler(dataclasses.replace(knobs, **changes))
@@ -290,9 +300,24 @@ def test_noise_has_the_asked_size_and_stays_with_its_request() -> None:
     assert noisy.predict(["x"], np.array([1.0])).min() >= 1.0
 
 
+def test_proportional_errors_shrink_with_what_remains() -> None:
+    erring = Proportional(0.3, random.Random(1))
+    rids = [f"r{index}" for index in range(4000)]
+    far, near = np.full(4000, 10_000.0), np.full(4000, 100.0)
+    first = erring.predict(rids, far)
+    assert np.abs(first - far).mean() == pytest.approx(3000.0, rel=0.1)
+    assert np.abs(erring.predict(rids, near) - near).mean() == pytest.approx(30.0, rel=0.1)
+    assert ((first > far) == (erring.predict(rids, near) > near)).all()  # who is overestimated stays so
+    assert np.isnan(erring.predict(["x"], np.array([np.nan]))).all()
+    assert not len(erring.predict([], np.zeros(0)))
+    erring.forget("r0")
+    assert erring.predict(["r0"], far[:1])[0] != first[0]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Proportional(-0.1, random.Random(1)), "mae_share"),
         (lambda: SelectKnobs(theta=-1), "theta"),
         (lambda: SelectKnobs(memory_share=1.1), "memory_share"),
         (lambda: HorizonKnobs(points=0), "points"),

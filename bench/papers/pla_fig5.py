@@ -1,0 +1,81 @@
+"""PLA-Serve Figure 5: latency and throughput of short prefills by waiting window, 64 users."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bench.papers.charts import draw, lines
+from bench.papers.context import Context
+from bench.papers.finding import Claim, Finding, Point, Row, number
+from bench.papers.measure import Steady, steady
+from bench.papers.pla_cases import MODES, SHORT, TTFT_SLO_S, two_kinds, world
+from pla_sglang.metrics.goodput import Slo
+from pla_sglang.workload import Trace
+
+MODEL, USERS = "14B", 64
+CURVE_ONLY = "the paper shows curves without numbers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """``window_ms`` None: the adaptive window of Algorithm 1."""
+
+    window_ms: float | None
+    requests: int
+    seed: int
+
+
+def shorts(requests: int, seed: int) -> Trace:
+    """Prompts under 64 tokens; the paper says under 256."""
+    trace = two_kinds(requests, 1, seed)
+    return trace.take(slice(0, requests))
+
+
+def measure(job: Job) -> Steady:
+    trace = shorts(job.requests, job.seed)
+    wait_s = None if job.window_ms is None else job.window_ms / 1e3
+    made = world(MODES["PLA"], model=MODEL, instances=1, users={SHORT: USERS}, wait_s=wait_s)
+    return steady(made.run(trace).served, USERS, Slo(TTFT_SLO_S, 1.0))
+
+
+def run(context: Context) -> Finding:
+    windows = context.pick([0.0, 20.0], [0.0, 2.0, 5.0, 10.0, 20.0, 40.0], [0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0])
+    requests = context.pick(600, 4000, 20_000)
+    jobs = [Job(window, requests, context.seed) for window in (None, *windows)]
+    adaptive, *found = context.map(measure, jobs)
+    throughput = [one.requests_per_s for one in found]
+    latency = [1e3 * one.ttft_mean_s for one in found]
+    best = windows[throughput.index(max(throughput))]
+    shown = f"{number(adaptive.requests_per_s)} of {number(max(throughput))} requests/s"
+    why = "Users of a closed loop that wait for a batch send nothing meanwhile: a longer window only delays."
+    return Finding(
+        "pla_fig5",
+        "PLA-Serve, Figure 5",
+        f"one prefill instance, Qwen2.5-14B, H200 step times, {USERS} users, prompts under 64 tokens",
+        [
+            Row("window with the highest throughput", None, best, "ms", f"{CURVE_ONLY}. {why}"),
+            Row("mean latency without window", None, latency[0], "ms", CURVE_ONLY),
+            Row("mean latency with the longest window", None, latency[-1], "ms", CURVE_ONLY),
+            Row("throughput without window", None, throughput[0], "req/s", CURVE_ONLY),
+            Row("throughput, adaptive window", None, adaptive.requests_per_s, "req/s", "not in the figure"),
+        ],
+        [
+            Claim(
+                "the adaptive window is within 5 % of the best fixed one",
+                adaptive.requests_per_s > 0.95 * max(throughput),
+                shown,
+            )
+        ],
+        [point(window, one) for window, one in zip((None, *windows), (adaptive, *found), strict=True)],
+        draw(
+            [
+                lines({"latency": (windows, latency)}, x="window, ms", y="mean TTFT, ms"),
+                lines({"throughput": (windows, throughput)}, x="window, ms", y="requests/s"),
+            ],
+            "PLA-Serve Fig. 5: the waiting window",
+        ),
+    )
+
+
+def point(window_ms: float | None, one: Steady) -> Point:
+    return {"window_ms": window_ms, "requests_per_s": one.requests_per_s, "ttft_mean_ms": 1e3 * one.ttft_mean_s}
