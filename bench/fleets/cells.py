@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,9 +84,3 @@ def _in_processes(
         for future in as_completed(keys):
             store.put(keys[future], future.result())
             done(keys[future])
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, for a docs page."""
-    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

@@ -51,7 +51,7 @@ SYSTEMS = ("pla", "arrow", "star", "dopd")
 COMBINED = "combined"
 OURS = (COMBINED, "combined-scaling")
 POLICIES = (*BASELINES, *SYSTEMS, *OURS)
-SCALING = ("threshold-scaler", "sla-scaler", "dopd", "combined-scaling")
+ROLE_SCALERS = ("threshold-scaler", "sla-scaler")  # on a fleet of fixed size they are static-pd
 BEST_SPLIT = "static-pd-best"
 INSTANCES = 8
 INSTANCES_MOST = 24
@@ -205,7 +205,13 @@ def measure(
             raise ConfigError(f"policy {name!r} is not known; allowed: {', '.join(POLICIES)}")
     for name in names:
         workload(name, folder, sizes.requests, sizes.seed)
-    cells = [Cell(name, policy, figure, folder, sizes) for name in names for policy in policies for figure in figures]
+    cells = [
+        Cell(name, policy, figure, folder, sizes)
+        for figure in figures
+        for name in names
+        for policy in policies
+        if figure == "gpu_hours" or policy not in ROLE_SCALERS
+    ]
     values = fill({cell.key: cell for cell in cells}, measure_cell, store, jobs=jobs, done=done)
     rows: dict[tuple[str, str], Row] = {}
     for cell in cells:
