@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -18,7 +19,7 @@ Value = dict[str, Any]
 class Store:
     """One JSON object a line: ``{"key": ..., "value": ...}``. A line that was cut off by a kill is left out.
 
-    Keys hold everything a value depends on (sizes, seed, commit), so that a changed run measures anew.
+    Keys hold the sizes and the seed, file names the version of the code, so that a changed run measures anew.
     """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
@@ -34,6 +35,15 @@ class Store:
         self.values[key] = value
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "value": value}) + "\n")
+
+
+def code_version() -> str:
+    """The committed policies and simulator that are measured, docs and tests aside; "unknown" without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD:pla_sglang"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _lines(text: str) -> list[tuple[str, Value]]:

@@ -26,7 +26,7 @@ import numpy as np
 from rich.table import Table
 
 from bench.fleets import by_request
-from bench.fleets.cells import Store, fill
+from bench.fleets.cells import Store, code_version, fill
 from bench.fleets.picture import forecast_picture
 from bench.fleets.planning import History, Setting, cheapest, fixed_fleet, forecasts, perfect, planner_for
 from bench.fleets.series import LoadSeries, series
@@ -198,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--intervals", type=int, default=24 * 14, help="of each series at most")
     made.add_argument("--full", action="store_true", help="all intervals and all requests")
     made.add_argument("--jobs", type=int, default=1, help="processes")
-    made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this commit has found")
+    made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this code has found")
     made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
 
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit, requests = (None, None) if args.full else (args.intervals, args.requests)
     try:
         folder = data_folder(args.data)
-        store = Store(args.out / f"fleets_forecast_{about['plugin_commit']}.jsonl", fresh=args.fresh)
+        store = Store(args.out / f"fleets_forecast_{code_version()}.jsonl", fresh=args.fresh)
         total = len(cells_of(series(folder), (*FORECASTERS, ORACLE, FIXED), limit))
         with progress_bar("forecasters", total) as advance:
 

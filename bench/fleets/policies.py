@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.fleets.cells import Store, fill
+from bench.fleets.cells import Store, code_version, fill
 from bench.fleets.picture import capacity_picture
 from bench.fleets.workloads import Workload, available, data_folder, workload
 from bench.lib.report import emit, environment, progress_bar, say, stdout
@@ -267,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=REQUESTS, help="of each workload at most")
     made.add_argument("--full", action="store_true", help="whole traces, searches to 2 %%")
     made.add_argument("--jobs", type=int, default=1, help="processes")
-    made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this commit has found")
+    made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this code has found")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = data_folder(args.data)
         names = args.workloads.split(",") if args.workloads else available(folder)
         policies, figures = args.policies.split(","), args.figures.split(",")
-        store = Store(args.out / f"fleets_policies_{about['plugin_commit']}.jsonl", fresh=args.fresh)
+        store = Store(args.out / f"fleets_policies_{code_version()}.jsonl", fresh=args.fresh)
         with progress_bar("cells", len(names) * len(policies) * len(figures)) as advance:
 
             def done(key: str) -> None:

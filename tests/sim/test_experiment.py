@@ -166,9 +166,12 @@ def test_a_profile_without_decode_is_refused(
     trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = json.loads((FOLDER / "linear.json").read_text())
-    for name, value, message in (("decode", None, "decode"), ("decode", {}, "decode")):
-        changed = {key: one for key, one in values.items() if key != name} | ({} if value is None else {name: value})
-        path = tmp_path / "profile.json"
+    without = {key: one for key, one in values.items() if key != "decode"}
+    path = tmp_path / "profile.json"
+    for changed, message in (
+        (without, "profile: missing decode; needed:"),
+        (without | {"decode": {}}, "decode: missing base_s, request_s, read_s"),
+    ):
         path.write_text(json.dumps(changed))
         assert simulate.main(cli(trace_file, "--profile", str(path))) == 2
         assert message in capsys.readouterr().err
