@@ -55,7 +55,7 @@ class InstanceBook:
         self._show()
 
     def update(self, report: Report, now_s: float) -> PrefillSample | None:
-        """Take over ``report``; gives its prefill passes, if any. An older report, come late, changes nothing."""
+        """Take over ``report``; gives the sums of its prefill passes, if any. One that is older changes nothing."""
         last = self.report
         if last is not None and last.started_s == report.started_s:
             if report.sequence <= last.sequence:
@@ -108,13 +108,13 @@ class InstanceBook:
 
     def _sample(self, report: Report) -> PrefillSample | None:
         done = report.passes
-        if not done.passes:
+        if not done:
             return None
         return PrefillSample(
             instance=self.view,
-            new_tokens=done.new_tokens,
-            attention=done.attention,
-            history_tokens=done.history_tokens,
-            requests=done.requests,
-            duration_s=done.duration_s,
+            new_tokens=sum(one.new_tokens for one in done),
+            attention=sum(one.attention for one in done),
+            history_tokens=sum(one.history_tokens for one in done),
+            requests=sum(one.requests for one in done),
+            duration_s=sum(one.duration_s for one in done),
         )

@@ -14,6 +14,7 @@ from pla_sglang.errors import TelemetryError
 
 VERSION = 1
 LARGEST_BYTES = 1 << 20  # a report has about half a kilobyte; what is larger is none
+MOST_PASSES = 64
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -36,14 +37,13 @@ class Backlog(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pass(msgspec.Struct, frozen=True, array_like=True):
-    """Prefill passes that have ended: new tokens, sum of L*(L+2H), sum of H, requests, passes, and their duration."""
+    """One prefill pass that has ended: sums of L, of L*(L+2H) and of H over its requests, and its duration."""
 
-    new_tokens: Count = 0
-    attention: Count = 0
-    history_tokens: Count = 0
-    requests: Count = 0
-    passes: Count = 0
-    duration_s: Seconds = 0.0
+    new_tokens: Count
+    attention: Count
+    history_tokens: Count
+    requests: Count
+    duration_s: Seconds
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,7 +67,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         running, context_tokens: requests that decode, and their KV tokens.
         waiting_decodes, waiting_decode_tokens: decodes that wait for KV or memory, and their KV tokens.
         kv_used_tokens, kv_capacity_tokens: used is what cannot be evicted.
-        passes: prefill passes since the last report.
+        passes: prefill passes since the last report, the latest ``MOST_PASSES`` of them.
         decode_step_s: mean duration of recent decode steps; None without any.
         token_interval_s: mean time between two tokens of a request over a recent window; None without tokens.
         ttft_ratio: mean of TTFT / target over a recent window, in the engine; None without targets or first tokens.
@@ -99,7 +99,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waiting_decode_tokens: Count = 0
     kv_used_tokens: Count = 0
     kv_capacity_tokens: Count = 0
-    passes: Pass = Pass()
+    passes: Annotated[tuple[Pass, ...], msgspec.Meta(max_length=MOST_PASSES)] = ()
     decode_step_s: Seconds | None = None
     token_interval_s: Seconds | None = None
     ttft_ratio: Seconds | None = None

@@ -43,7 +43,7 @@ FULL = report(
     waiting_decode_tokens=90,
     kv_used_tokens=5000,
     kv_capacity_tokens=100_000,
-    passes=Pass(512, 300_000, 40, 3, 2, 0.04),
+    passes=(Pass(500, 250_000, 0, 1, 0.03), Pass(12, 50_000, 40, 2, 0.01)),
     decode_step_s=0.01,
     token_interval_s=0.012,
     ttft_ratio=1.5,
@@ -167,6 +167,7 @@ def test_a_report_fills_the_view() -> None:
     assert (view.token_interval_s, view.ttft_ratio, view.utilisation, view.prefill_age_s) == (0.012, 1.5, 0.75, 0.25)
     assert sample is not None
     assert (sample.new_tokens, sample.attention, sample.history_tokens, sample.requests) == (512, 300_000, 40, 3)
+    assert sample.duration_s == pytest.approx(0.04)
     assert sample.instance is view
     assert mine.age_s(5.5) == 0.5
 
