@@ -23,6 +23,7 @@ class Averages:
     def __init__(self, views: Sequence[InstanceView], period_s: float) -> None:
         self._views = tuple(views)
         self._last_s: float | None = None
+        self._shown = self._look()
         self.period_s = period_s
         self.fleet = FleetView(
             [
@@ -32,14 +33,19 @@ class Averages:
         )
 
     def observe(self, now_s: float) -> None:
-        """What the views show now holds since the last call."""
+        """Between the last call and this one the views showed what they did then."""
         elapsed_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
         weight = 1.0 - math.exp(-elapsed_s / (PERIODS * self.period_s))
-        for view, mean in zip(self._views, self.fleet.instances, strict=True):
-            for name in SUMS:
+        for (values, utilisation), mean in zip(self._shown, self.fleet.instances, strict=True):
+            for name, value in zip(SUMS, values, strict=True):
                 old = getattr(mean, name)
-                setattr(mean, name, old + weight * (getattr(view, name) - old))
-            mean.utilisation += weight * (view.utilisation - mean.utilisation)
+                setattr(mean, name, old + weight * (value - old))
+            mean.utilisation += weight * (utilisation - mean.utilisation)
+        for view, mean in zip(self._views, self.fleet.instances, strict=True):
             mean.ttft_ratio = view.ttft_ratio  # a mean over a window already
             mean.length_class = view.length_class
+        self._shown = self._look()
+
+    def _look(self) -> list[tuple[list[float], float]]:
+        return [([getattr(view, name) for name in SUMS], view.utilisation) for view in self._views]
