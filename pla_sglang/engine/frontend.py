@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import atexit
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pla_sglang import config as pla_config
@@ -46,10 +47,16 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
 
 
 def socket_folder() -> str:
-    """A folder that only this user may enter, for the sockets between ranks and controller; removed at exit."""
-    folder = tempfile.mkdtemp(prefix="pla-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    """A folder that only this user may enter, for the sockets between ranks and controller.
+
+    A server that is killed cannot remove its own, so each start removes those whose process is gone.
+    """
+    base = Path(tempfile.gettempdir())
+    for old in base.glob("pla-sockets-*-*"):
+        pid = old.name.split("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(old, ignore_errors=True)  # another user's stays: only its owner may
+    return tempfile.mkdtemp(prefix=f"pla-sockets-{os.getpid()}-")
 
 
 def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
