@@ -10,7 +10,7 @@ both terms after the fit: over a few lengths of prompts a floor and an intercept
 launch for free would cut every prompt to pieces.
 
 What the window does not say is taken from the start model: a few of its predictions, scaled to the measured level,
-stand among the samples with next to no weight. A server that sees prompts of one length only keeps a sane boundary.
+stand among the samples with little weight. A server that sees prompts of one length only keeps a sane boundary.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FitKnobs:
     min_samples: int = 12
     outlier_mads: float = 6.0
     rounds: int = 8
-    anchor_weight: float = 0.01
+    anchor_weight: float = 0.05
 
 
 class StepFit:
