@@ -210,6 +210,19 @@ def test_the_operator_moves_ranks_and_the_controller_goes_on_from_there() -> Non
     assert pools.place("any", [1] * 5000, 3.0) == 0
 
 
+def test_an_order_is_not_undone_at_once() -> None:
+    pools, told = make(4)
+    pools.on_report(report(2, backlog=busy(3.0)), 0.0)
+    run(pools, 0.9)
+    pools.order_role(3, "short", 1.0)
+    pools.set_config(pools.config.replace(slo_ttft_ms=900.0))
+    run(pools, 5.5, 1.0)
+    assert told == []
+    assert set(pools.ticks) == {"any.cool_down"}
+    run(pools, 7.0, 5.5)
+    assert len(told) == 1
+
+
 def test_every_rank_is_told_its_first_role() -> None:
     pools, told = make(2)
     pools.announce()

@@ -90,13 +90,14 @@ class Pools:
         self.moves: deque[Move] = deque(maxlen=MOVES_KEPT)
         self.move_count: Counter[str] = Counter()
         self.external = 0
+        self._moved_s = float("-inf")
         self.config = config
         self.set_config(config)
         self._averages = Averages(views, self._pressure.interval_s)
         self._next_tick_s: float | None = None
 
     def set_config(self, config: PlaConfig) -> None:
-        """New knobs. The cool-down starts anew."""
+        """New knobs. A cool-down that is under way goes on."""
         self.config = config
         target_s = DEFAULT_TTFT_SLO_S if config.slo_ttft_ms is None else config.slo_ttft_ms / 1e3
         self._slo_s = target_s
@@ -115,6 +116,7 @@ class Pools:
             ),
             self.predictor,
         )
+        self._pressure.cool_down_from(self._moved_s)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -219,6 +221,8 @@ class Pools:
         view.length_class, view.since_s = ROLE_CLASSES[role], now_s
         self.moves.append(Move(now_s, rank, role, reason, pressures["short"], pressures["long"]))
         self.move_count[reason] += 1
+        self._moved_s = now_s
+        self._pressure.cool_down_from(now_s)
 
     def pool(self, cls: PrefillClass) -> list[InstanceView]:
         """Averaged views of the pool's members."""

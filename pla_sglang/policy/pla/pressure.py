@@ -80,6 +80,10 @@ class PressureController:
         self.interval_s = knobs.interval_s
         self._last_s = float("-inf")
 
+    def cool_down_from(self, when_s: float) -> None:
+        """An instance changed pools at ``when_s`` by somebody else's order."""
+        self._last_s = when_s
+
     def pressure(self, instance: InstanceView) -> float:
         """psi of one instance."""
         knobs = self.knobs
