@@ -23,6 +23,9 @@ LONG_ORDERS = ("least-remaining", "fcfs")
 MIXING = ("never", "allow")
 BOUNDARY_RANGE_TOKENS = (1, 1 << 20)
 LAUNCHES = ("graph", "eager")
+ROLES = ("mixed", "short", "long")
+PRESSURE = ("auto", "off")
+ADDRESS_SCHEMES = ("tcp://", "ipc://")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,15 @@ class PlaConfig:
     time_scale: float = 1.0
     emulate_launch: str = "graph"
     emulate_kv_gbps: float | None = None  # None: a KV transfer takes what it takes
+    role: str = "mixed"  # class of this instance in a spatial pool
+    telemetry: str | None = None  # where load reports go; None: nowhere
+    instance: str | None = None  # name in reports; None: host and port
+    short_ranks: int | None = None  # data-parallel ranks that start in the short pool; None: half
+    pressure: str = "auto"  # "off": the pools of a server keep their sizes
+    pressure_interval_ms: float = 1000.0
+    pressure_cool_down_ms: float = 10_000.0
+    pressure_hysteresis: float = 0.5
+    controller_folder: str | None = None  # no flag: sockets of a server's own pool controller; None: it has none
 
     def __post_init__(self) -> None:
         _check_choice("--prefill-disagg", self.prefill_disagg, MODES)
@@ -71,6 +83,22 @@ class PlaConfig:
         _check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
         _check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
         self._check_emulation()
+        self._check_pools()
+
+    def _check_pools(self) -> None:
+        _check_choice("--pla-role", self.role, ROLES)
+        _check_choice("--pla-pressure", self.pressure, PRESSURE)
+        if self.short_ranks is not None:
+            _check_range("--pla-short-ranks", self.short_ranks, 0, 1024, unit="ranks")
+        _check_range("--pla-pressure-interval-ms", self.pressure_interval_ms, 10, 3_600_000, unit="ms")
+        _check_range("--pla-pressure-cool-down-ms", self.pressure_cool_down_ms, 0, 3_600_000, unit="ms")
+        _check_range("--pla-pressure-hysteresis", self.pressure_hysteresis, 0, 100, unit="times")
+        if self.telemetry is not None:
+            _check_address("--pla-telemetry", self.telemetry)
+        if self.instance is not None and not 1 <= len(self.instance) <= 200:
+            raise ConfigError(f"--pla-instance {self.instance!r} is not allowed; allowed: 1 to 200 characters")
+        if not self.enabled and self.role != "mixed":
+            raise ConfigError(f"--pla-role {self.role} needs --prefill-disagg spatial or temporal")
 
     def _check_emulation(self) -> None:
         _check_range("--pla-time-scale", self.time_scale, 0.01, 1000, unit="times")
@@ -83,6 +111,11 @@ class PlaConfig:
     @property
     def enabled(self) -> bool:
         return self.prefill_disagg != "off"
+
+    @property
+    def reports(self) -> bool:
+        """Whether schedulers push load reports."""
+        return self.telemetry is not None or self.controller_folder is not None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -109,6 +142,19 @@ def _check_range(flag: str, value: object, low: float, high: float, *, unit: str
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not low <= value <= high:  # type: ignore[operator]  # false for nan too
         raise ConfigError(f"{flag} {value!r} is out of range; allowed: {low:.0f} to {high:.0f} {unit}")
+
+
+def _check_address(flag: str, value: object) -> None:
+    """A ZMQ endpoint to connect to: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
+    allowed = "allowed: tcp://HOST:PORT or ipc:///PATH"
+    scheme = next((one for one in ADDRESS_SCHEMES if isinstance(value, str) and value.startswith(one)), None)
+    rest = "" if scheme is None or not isinstance(value, str) else value.removeprefix(scheme)
+    if not rest or any(char.isspace() for char in rest):
+        raise ConfigError(f"{flag} {value!r} is no address; {allowed}")
+    if scheme == "tcp://":
+        host, _, port = rest.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
+            raise ConfigError(f"{flag} {value!r} names no host and port; {allowed}")
 
 
 def parse_boundary(text: str) -> int | None:
@@ -229,6 +275,56 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
             "transfer after the other. Default: as long as the real transfer of the model's own KV.",
         },
     ),
+    "role": (
+        "--pla-role",
+        {
+            "choices": ROLES,
+            "help": "Class of this instance in a router's spatial pools; 'mixed' takes both. Changed live through "
+            "POST /pla/role. It only tells a router what to send; whatever comes is served.",
+        },
+    ),
+    "telemetry": (
+        "--pla-telemetry",
+        {
+            "metavar": "ADDRESS",
+            "help": "Push load reports to this ZMQ address (tcp://HOST:PORT or ipc:///PATH). Default: nowhere.",
+        },
+    ),
+    "instance": (
+        "--pla-instance",
+        {"metavar": "NAME", "help": "Name of this server in its load reports. Default: its host and port."},
+    ),
+    "short_ranks": (
+        "--pla-short-ranks",
+        {
+            "type": int,
+            "help": "With --prefill-disagg spatial and --dp-size N: how many ranks start in the short pool. "
+            "Default: half of them.",
+        },
+    ),
+    "pressure": (
+        "--pla-pressure",
+        {
+            "choices": PRESSURE,
+            "help": "'auto' moves ranks between the short and the long pool by their pressure (PLA-Serve Algorithm 2); "
+            "'off' leaves the pools to POST /pla/role.",
+        },
+    ),
+    "pressure_interval_ms": (
+        "--pla-pressure-interval-ms",
+        {"type": float, "help": "Control period of the pools (Algorithm 2, Delta t)."},
+    ),
+    "pressure_cool_down_ms": (
+        "--pla-pressure-cool-down-ms",
+        {"type": float, "help": "Least time between two moves of ranks (Algorithm 2, T_cool)."},
+    ),
+    "pressure_hysteresis": (
+        "--pla-pressure-hysteresis",
+        {
+            "type": float,
+            "help": "A pool asks for a rank when its pressure is over 1 + this times the other's (Algorithm 2, tau).",
+        },
+    ),
 }
 
 
@@ -243,6 +339,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 def from_namespace(args: argparse.Namespace) -> PlaConfig:
     """The checked config that a parsed command line asks for."""
     return PlaConfig(**{name: getattr(args, f"pla__{name}") for name in _FLAGS if hasattr(args, f"pla__{name}")})
+
+
+def controller_address(config: PlaConfig, name: str) -> str | None:
+    """A socket of the server's own pool controller; None where the server has none."""
+    return None if config.controller_folder is None else f"ipc://{config.controller_folder}/{name}"
 
 
 def publish(config: PlaConfig) -> None:

@@ -86,9 +86,38 @@ def test_without_chunking_no_boundary_is_too_large() -> None:
     compat.check(SimpleNamespace(**STOCK | {"chunked_prefill_size": -1}), TEMPORAL.replace(boundary_tokens=9000))
 
 
-def test_spatial_is_not_there_yet() -> None:
-    with pytest.raises(ConfigError, match="allowed: off, temporal"):
-        compat.check(SimpleNamespace(**STOCK), PlaConfig(prefill_disagg="spatial"))
+SPATIAL = PlaConfig(prefill_disagg="spatial")
+
+
+@pytest.mark.parametrize(
+    ("server", "mine", "named"),
+    [
+        ({"dp_size": 2, "load_balance_method": "follow_bootstrap_room"}, {}, "give round_robin"),
+        ({"dp_size": 2, "nnodes": 2}, {}, "--nnodes above 1"),
+        ({"dp_size": 2}, {"short_ranks": 3}, "--pla-short-ranks 3 above --dp-size 2"),
+        ({}, {"short_ranks": 1}, "--pla-short-ranks without"),
+        ({"dp_size": 2, "enable_dp_attention": True}, {}, "--enable-dp-attention"),
+    ],
+    ids=str,
+)
+def test_pools_that_cannot_work(server: dict[str, Any], mine: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        compat.check(SimpleNamespace(**STOCK | server), SPATIAL.replace(**mine))
+
+
+def test_pools_need_ranks_of_their_own() -> None:
+    assert compat.has_pools(SimpleNamespace(dp_size=2), SPATIAL)
+    assert not compat.has_pools(SimpleNamespace(dp_size=1), SPATIAL), "a member of a router's pool"
+    assert not compat.has_pools(SimpleNamespace(dp_size=2), TEMPORAL)
+    compat.check(SimpleNamespace(**STOCK | {"dp_size": 2}), SPATIAL.replace(short_ranks=2))
+
+
+def test_a_start_role_is_for_one_instance() -> None:
+    short = SPATIAL.replace(role="short")
+    compat.check_start(SimpleNamespace(dp_size=1), short)
+    with pytest.raises(ConfigError, match="ranks have roles of their own"):
+        compat.check_start(SimpleNamespace(dp_size=2), short)
+    compat.check(SimpleNamespace(**STOCK | {"dp_size": 2}), short)  # at run time each rank has its own config
 
 
 def test_rules_name_attributes_that_the_host_has() -> None:

@@ -27,7 +27,8 @@ def test_everything_is_off_by_default() -> None:
 
 
 def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
-    assert set(config._FLAGS) == {field.name for field in dataclasses.fields(PlaConfig)}
+    internal = {"controller_folder"}
+    assert set(config._FLAGS) == {field.name for field in dataclasses.fields(PlaConfig)} - internal
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,12 @@ def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
         (["--pla-long-max-age-ms", "3000"], {"long_max_age_ms": 3000.0}),
         (["--pla-long-order", "fcfs"], {"long_order": "fcfs"}),
         (["--pla-mixing=allow"], {"mixing": "allow"}),
+        (["--prefill-disagg", "spatial", "--pla-role", "long"], {"prefill_disagg": "spatial", "role": "long"}),
+        (
+            ["--pla-telemetry", "tcp://[::1]:5000", "--pla-instance", "a"],
+            {"telemetry": "tcp://[::1]:5000", "instance": "a"},
+        ),
+        (["--pla-short-ranks", "3", "--pla-pressure", "off"], {"short_ranks": 3, "pressure": "off"}),
     ],
 )
 def test_command_line(arguments: list[str], expected: dict[str, Any]) -> None:
@@ -82,6 +89,19 @@ BAD = [
     ("wait_max_ms", 60_001, "0 to"),
     ("long_chunk_tokens", 0, "1 to"),
     ("long_max_age_ms", 0, "1 to"),
+    ("role", "fast", "mixed, short, long"),
+    ("pressure", "high", "auto, off"),
+    ("short_ranks", -1, "0 to"),
+    ("pressure_interval_ms", 1, "10 to"),
+    ("pressure_cool_down_ms", -1, "0 to"),
+    ("pressure_hysteresis", -0.5, "0 to"),
+    ("telemetry", "router:5000", "tcp://HOST:PORT"),
+    ("telemetry", "tcp://router", "tcp://HOST:PORT"),
+    ("telemetry", "tcp://router:0", "tcp://HOST:PORT"),
+    ("telemetry", "ipc://", "ipc:///PATH"),
+    ("telemetry", "http://router:80", "tcp://HOST:PORT"),
+    ("telemetry", "tcp://router:5000 x", "tcp://HOST:PORT"),
+    ("instance", "", "1 to 200"),
 ]
 
 
@@ -93,6 +113,20 @@ def test_bad_value_is_named_with_what_is_allowed(field: str, value: Any, allowed
     assert message.startswith(config._FLAGS[field][0])
     assert repr(value) in message
     assert allowed in message
+
+
+def test_a_role_needs_scheduling() -> None:
+    with pytest.raises(ConfigError, match="--pla-role short needs --prefill-disagg"):
+        PlaConfig(role="short")
+
+
+def test_who_reports() -> None:
+    assert not PlaConfig(prefill_disagg="temporal").reports
+    assert PlaConfig(telemetry="ipc:///x").reports
+    pools = PlaConfig(prefill_disagg="spatial", controller_folder="/x")
+    assert pools.reports
+    assert config.controller_address(pools, "state") == "ipc:///x/state"
+    assert config.controller_address(PlaConfig(), "state") is None
 
 
 def test_minimum_above_maximum() -> None:

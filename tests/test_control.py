@@ -26,6 +26,9 @@ NOW = PlaConfig(prefill_disagg="temporal", boundary_tokens=300, slo_ttft_ms=100.
         ({"long_chunk_tokens": 128.0}, {"pla.long_chunk_tokens": 128}, {"long_chunk_tokens": 128}),
         ({"slo_ttft_ms": None}, {"pla.slo_ttft_ms": 0}, {"slo_ttft_ms": None}),
         ({"long_order": "fcfs"}, {"pla.long_order": 1}, {"long_order": "fcfs"}),
+        ({"role": "long"}, {"pla.role": 2}, {"role": "long"}),
+        ({"pressure": "off"}, {"pla.pressure": 1}, {"pressure": "off"}),
+        ({"pressure_hysteresis": 0.2}, {"pla.pressure_hysteresis": 0.2}, {"pressure_hysteresis": 0.2}),
         (
             {"wait_min_ms": 20, "wait_max_ms": 30},  # only valid together
             {"pla.wait_min_ms": 20.0, "pla.wait_max_ms": 30.0},
@@ -127,3 +130,21 @@ def test_split_takes_ours_and_leaves_the_rest() -> None:
     assert control.split(request) == {"pla.wait_max_ms": 1.0}
     assert request == {"max_running_requests": 4.0}
     assert control.split(request) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "rank"), [({"role": "short"}, None), ({"role": "long", "dp_rank": 1}, 1)], ids=["all", "one"]
+)
+def test_a_role_change(body: dict[str, Any], rank: int | None) -> None:
+    assert control.role_change(body, 2) == ({"role": body["role"]}, rank)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [None, [], {}, {"dp_rank": 0}, {"role": "short", "wait_max_ms": 1}, {"role": "short", "dp_rank": 2}]
+    + [{"role": "short", "dp_rank": rank} for rank in (-1, 0.0, True, "0")],
+    ids=str,
+)
+def test_what_is_no_role_change(body: Any) -> None:
+    with pytest.raises(ConfigError):
+        control.role_change(body, 2)

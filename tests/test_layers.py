@@ -34,7 +34,10 @@ SGLANG_IMPORTERS = {
     "pla_sglang/engine/snapshot.py": "reads the scheduler",
     "pla_sglang/engine/clock.py": "the clock message is one of the host's request types",
     "pla_sglang/engine/handlers.py": "answers the host's control messages",
-    "pla_sglang/engine/frontend.py": "adds routes to the host's HTTP server",
+    "pla_sglang/engine/routes.py": "adds routes to the host's HTTP server",
+    "pla_sglang/engine/report_handlers.py": "tells the host's generation requests from its other messages",
+    "pla_sglang/engine/pools/entry.py": "stands in for the entry function of the host's data-parallel controller",
+    "pla_sglang/engine/pools/handlers.py": "dispatches in the host's data-parallel controller",
     "pla_sglang/launch_server.py": "starts the host",
     "pla_sglang/chain/models/chain.py": "is one of the host's model classes",
     "pla_sglang/cluster/forking.py": "lets the host load its plugins once more after a fork",
@@ -72,6 +75,7 @@ OURS = {
         "pla_sglang.metrics",
         "pla_sglang.errors",
     },
+    "pla_sglang.telemetry": {"pla_sglang.telemetry", "pla_sglang.policy", "pla_sglang.errors"},
     "pla_sglang.config": {"pla_sglang.errors"},
     "pla_sglang.errors": set(),
     "pla_sglang.profiles": {"pla_sglang.profiles", "pla_sglang.errors"},
@@ -88,6 +92,7 @@ OURS = {
         "pla_sglang.engine",
         "pla_sglang.policy",
         "pla_sglang.metrics",
+        "pla_sglang.telemetry",
         "pla_sglang.config",
         "pla_sglang.emulate.arguments",
         "pla_sglang.errors",
@@ -204,7 +209,8 @@ def test_kernels_import_torch_and_triton_only(file: str) -> None:
 
 def test_seams_are_declared_without_importing_the_host() -> None:
     """The table is read by tests, docs and benches, also where the host is another version."""
-    for file in ("patches/pla_patches/seam.py", "patches/pla_patches/seams.py", "pla_sglang/platform/seams.py"):
+    ours = ("seam.py", "seams.py", "pool_seams.py")
+    for file in (*(f"patches/pla_patches/{name}" for name in ours), "pla_sglang/platform/seams.py"):
         assert {root_of(name) for name in imports_of(file)} <= STDLIB | {"pla_patches", "pla_sglang"}
 
 

@@ -31,6 +31,7 @@ CATALOGUE = Path(__file__).resolve().parent.parent / "patches" / "CATALOGUE.md"
 SEAMS = {seam.id: seam for seam in table()}
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController."
 _PASS = _SCHEDULER + "_get_new_batch_prefill_raw"
 
 # seam -> where the host looks the name up at run time, and how it is written there
@@ -77,6 +78,26 @@ LOOKED_UP = {
     "sched.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "sched.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
     "sched.control": (_SCHEDULER + "init_request_dispatcher", "self.set_internal_state"),
+    "tele.ready": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
+    "tele.received": (
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
+        "self._pull_raw_reqs",
+    ),
+    "tele.launch": (_SCHEDULER + "event_loop_overlap", "self.run_batch"),
+    "tele.launched": (_SCHEDULER + "event_loop_normal", "self.run_batch"),
+    "tele.result": (_SCHEDULER + "event_loop_normal", "self.process_batch_result"),
+    "tele.idle": (_SCHEDULER + "event_loop_normal", "self.on_idle"),
+    "tele.error": (_SCHEDULER + "abort_request", "prepare_abort"),
+    "tele.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
+    "pools.entry": (
+        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        "run_data_parallel_controller_process",
+    ),
+    "dpc.dispatch": (_CONTROLLER + "__init__", "self.init_dispatcher"),
+    "dpc.turns": (
+        "sglang.srt.managers.data_parallel_controller.run_data_parallel_controller_process",
+        "controller.event_loop",
+    ),
     "launch.ready": ("sglang.launch_server.run_server", "launch_server"),
 }
 
@@ -102,7 +123,7 @@ def test_parameters_are_as_recorded(seam: Seam) -> None:
 def test_handler_takes_what_the_hook_type_passes(seam: Seam) -> None:
     """A handler that took other parameters would fail in the middle of a request."""
     names = [name for name in seam.parameters.split(", ") if name]
-    extra = 0 if seam.hook is Hook.BEFORE else 1  # the result, or the original function
+    extra = 0 if seam.hook in (Hook.BEFORE, Hook.REPLACE) else 1  # the result, or the original function
     signature = inspect.signature(verify.resolve_handler(seam))
     signature.bind(*[None] * (extra + len(names)))
     if seam.hook is not Hook.AROUND:
@@ -134,7 +155,8 @@ def test_every_seam_has_its_look_up() -> None:
 def test_names_in_the_table_are_unique() -> None:
     assert len(SEAMS) == len(table())
     # Two hooks on one target depend on the order of registration, unless each only adds to the result.
-    targets = [seam.target for seam in table() if seam.id not in ("emu.info", "emu.state")]
+    adding = ("emu.info", "emu.state")
+    targets = [seam.target for seam in table() if seam.id not in adding and seam.group is not Group.TELEMETRY]
     assert len(set(targets)) == len(targets)
 
 

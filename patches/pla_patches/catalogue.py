@@ -19,6 +19,9 @@ WHEN = {
     Group.EMULATE: "`--pla-emulate` is given, in scheduler processes",
     Group.FRONTEND: "`--prefill-disagg` is on, in the process that serves HTTP",
     Group.SCHEDULER: "`--prefill-disagg` is on, in scheduler processes",
+    Group.TELEMETRY: "load reports go to a router or to the server's own pool controller, in scheduler processes",
+    Group.POOLS: "`--prefill-disagg spatial --dp-size N`, in the process that serves HTTP",
+    Group.CONTROLLER: "the same, in the data-parallel controller process",
     Group.LAUNCHER: "under `python -m pla_sglang.launch_server` only",
 }
 

@@ -2,15 +2,17 @@
 
 Who installs what:
 
-* a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE and SCHEDULER in the
-  children of a server whose device is emulated, and whose scheduling is on;
-* the process that parsed such a command line: FRONTEND, from the ``cli.parse`` seam;
+* a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE, SCHEDULER and TELEMETRY
+  in the children of a server whose device is emulated, whose scheduling is on, whose load is reported; CONTROLLER
+  instead of these in the data-parallel controller of a server with pools;
+* the process that parsed such a command line: FRONTEND and POOLS, from the ``cli.parse`` seam;
 * our own launcher: LAUNCHER.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Iterable
 
 from pla_patches import host, verify
@@ -19,7 +21,10 @@ from pla_patches.seams import of_group
 from pla_sglang import config
 from pla_sglang.errors import HostMismatchError
 
+HOST_SPECIFIC = {Group.SCHEDULER, Group.TELEMETRY, Group.CONTROLLER}  # never on a host that is not supported
+
 _installed: list[Seam] = []
+_controller_pid: int | None = None  # a number and no flag: a scheduler that is forked from the controller is another
 
 
 def install_for_this_process() -> None:
@@ -27,22 +32,37 @@ def install_for_this_process() -> None:
 
     A mismatch raises SystemExit, because SGLang's loader swallows every ordinary exception and would go on.
     """
-    in_child = multiprocessing.parent_process() is not None
-    scheduling = in_child and config.current().enabled
-    groups = [Group.CLI]
+    groups = _groups(config.current())
     if _cpu_platform_active():
         groups.append(Group.CPU)
-    if in_child and config.current().emulate is not None:
-        groups.append(Group.EMULATE)
-    if scheduling:
-        groups.append(Group.SCHEDULER)
     seams = [seam for group in groups for seam in of_group(group)]
     reasons = verify.host_reasons(seams)
-    if scheduling:
+    if set(groups) & HOST_SPECIFIC:
         reasons = host.version_reasons() + reasons
     if reasons:
         raise SystemExit(f"error: {HostMismatchError(reasons)}")
     _register(seams)
+
+
+def _groups(knobs: config.PlaConfig) -> list[Group]:
+    """What this process needs, the CPU platform aside."""
+    groups = [Group.CLI]
+    if multiprocessing.parent_process() is None:
+        return groups
+    if _controller_pid == os.getpid():
+        return [*groups, Group.CONTROLLER]
+    wanted = (
+        (knobs.emulate is not None, Group.EMULATE),
+        (knobs.enabled, Group.SCHEDULER),
+        (knobs.reports, Group.TELEMETRY),
+    )
+    return groups + [group for on, group in wanted if on]
+
+
+def enter_controller() -> None:
+    """This process is the data-parallel controller of a server with pools; plugins are loaded afterwards."""
+    global _controller_pid
+    _controller_pid = os.getpid()
 
 
 def install_scheduler() -> None:
@@ -58,14 +78,15 @@ def install_scheduler() -> None:
     _apply()
 
 
-def install_frontend() -> None:
-    """Seams of the HTTP process of a server whose scheduling is on.
+def install_frontend(*, scheduling: bool = True, pools: bool = False, reports: bool = False) -> None:
+    """Seams of the HTTP process of a server whose scheduling is on, that has pools, or whose load is reported.
 
     Raises:
-        HostMismatchError: with every reason, those of the scheduler processes to come included.
+        HostMismatchError: with every reason, those of the processes to come included.
     """
-    seams = of_group(Group.FRONTEND)
-    expected = [*seams, *of_group(Group.SCHEDULER)]
+    seams = [*(of_group(Group.FRONTEND) if scheduling else ()), *(of_group(Group.POOLS) if pools else ())]
+    to_come = ((scheduling, Group.SCHEDULER), (reports, Group.TELEMETRY), (pools, Group.CONTROLLER))
+    expected = [*seams, *(seam for on, group in to_come if on for seam in of_group(group))]
     if reasons := verify.all_reasons(expected):
         raise HostMismatchError(reasons)
     _register(seams)
@@ -98,6 +119,8 @@ def _register(seams: Iterable[Seam]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for seam in seams:
+        if seam in _installed:
+            continue  # a forked process has what its parent had
         HookRegistry.register(seam.target, verify.resolve_handler(seam), HookType(seam.hook.value))
         _installed.append(seam)
 

@@ -23,6 +23,9 @@ class Group(enum.Enum):
     EMULATE = "emulate"  # a GPU is emulated; scheduler processes
     FRONTEND = "frontend"  # scheduling is on; the process that serves HTTP
     SCHEDULER = "scheduler"  # scheduling is on; scheduler processes
+    TELEMETRY = "telemetry"  # load reports are on; scheduler processes
+    POOLS = "pools"  # a server with a short and a long pool; the process that serves HTTP
+    CONTROLLER = "controller"  # the same server; its data-parallel controller process
     LAUNCHER = "launcher"  # only under ``python -m pla_sglang.launch_server``
 
 

@@ -351,9 +351,10 @@ LAUNCHER = (
 
 def table() -> tuple[Seam, ...]:
     """All seams. The CPU platform declares its own beside its code."""
+    from pla_patches.pool_seams import CONTROLLER, POOLS, TELEMETRY
     from pla_sglang.platform.seams import CPU
 
-    return (*CLI, *CPU, *EMULATE, *FRONTEND, *SCHEDULER, *LAUNCHER)
+    return (*CLI, *CPU, *EMULATE, *FRONTEND, *SCHEDULER, *TELEMETRY, *POOLS, *CONTROLLER, *LAUNCHER)
 
 
 def of_group(group: Group) -> tuple[Seam, ...]:

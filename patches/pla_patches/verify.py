@@ -75,7 +75,9 @@ def effect_reasons(seams: Iterable[Seam]) -> list[str]:
 
 
 def _wraps(function: Any, handler: Callable[..., Any]) -> bool:
-    """``handler`` is called somewhere in the chain of wrappers around the host's function."""
+    """``handler`` is the live object, or is called somewhere in the chain of wrappers around the host's function."""
+    if function is handler:
+        return True
     while function is not None:
         for cell in getattr(function, "__closure__", None) or ():
             if cell.cell_contents is handler:

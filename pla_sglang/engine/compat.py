@@ -10,15 +10,20 @@ from pla_sglang.errors import ConfigError
 
 def check(server_args: Any, config: PlaConfig) -> None:
     """Raises ConfigError with every contradiction between ``config`` and SGLang's resolved arguments."""
-    if config.prefill_disagg == "spatial":
-        raise ConfigError(
-            "--prefill-disagg 'spatial' is not available in this version of pla_sglang; allowed: off, temporal"
-        )
     if not config.enabled:
         return
     reasons = [reason for broken, reason in _rules(server_args, config) if broken]
     if reasons:
         raise ConfigError(f"--prefill-disagg {config.prefill_disagg} cannot be combined with: " + "; ".join(reasons))
+
+
+def check_start(server_args: Any, config: PlaConfig) -> None:
+    """What is refused on a command line only. Raises ConfigError."""
+    if config.role != "mixed" and (getattr(server_args, "dp_size", 1) or 1) > 1:
+        raise ConfigError(
+            f"--pla-role {config.role} cannot be combined with --dp-size {server_args.dp_size}: ranks have roles of "
+            "their own, see --pla-short-ranks and POST /pla/role"
+        )
 
 
 def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
@@ -29,6 +34,7 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
     chunking = chunk > 0
     boundary = config.boundary_tokens
     return [
+        *_pool_rules(args, config),
         (is_set("enable_mixed_chunk"), "--enable-mixed-chunk (decode tokens would share batches with shorts)"),
         (is_set("enable_prefill_delayer"), "--enable-prefill-delayer (two mechanisms that hold prefills back)"),
         (is_set("enable_dp_attention"), "--enable-dp-attention (ranks must run the same class in each step)"),
@@ -55,6 +61,29 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
         (
             not chunking and config.long_chunk_tokens is not None,
             f"--pla-long-chunk-tokens {config.long_chunk_tokens} while chunked prefill is off",
+        ),
+    ]
+
+
+def has_pools(args: Any, config: PlaConfig) -> bool:
+    """Whether this server splits its own data-parallel ranks into a short and a long pool."""
+    return config.prefill_disagg == "spatial" and (getattr(args, "dp_size", 1) or 1) > 1
+
+
+def _pool_rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
+    if not has_pools(args, config):
+        return [(config.short_ranks is not None, "--pla-short-ranks without --prefill-disagg spatial and --dp-size")]
+    ranks = args.dp_size
+    return [
+        (
+            config.short_ranks is not None and config.short_ranks > ranks,
+            f"--pla-short-ranks {config.short_ranks} above --dp-size {ranks}",
+        ),
+        ((getattr(args, "nnodes", 1) or 1) > 1, "--nnodes above 1 (load reports of ranks stay on one machine)"),
+        (
+            getattr(args, "load_balance_method", None) == "follow_bootstrap_room",
+            "--load-balance-method follow_bootstrap_room, the default of a prefill instance (decode instances would "
+            "look for the KV on the rank that the room names; give round_robin)",
         ),
     ]
 

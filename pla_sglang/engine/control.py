@@ -9,17 +9,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pla_sglang.config import LONG_ORDERS, PlaConfig
+from pla_sglang.config import LONG_ORDERS, PRESSURE, ROLES, PlaConfig
 from pla_sglang.errors import ConfigError
 
 PREFIX = "pla."
 AUTO = "auto"
 LARGEST = 1e18  # beyond it an integer may be too large for a float; every knob's own range ends far below
-_NUMBERS = ("wait_min_ms", "wait_max_ms", "long_max_age_ms", "decode_gap_ms")
+_NUMBERS = (
+    "wait_min_ms",
+    "wait_max_ms",
+    "long_max_age_ms",
+    "decode_gap_ms",
+    "pressure_interval_ms",
+    "pressure_cool_down_ms",
+    "pressure_hysteresis",
+)
 _OPTIONAL_NUMBERS = ("slo_ttft_ms",)
 _OPTIONAL_INTEGERS = ("boundary_tokens", "long_chunk_tokens")
-_CHOICES = {"long_order": LONG_ORDERS}
+_CHOICES = {"long_order": LONG_ORDERS, "role": ROLES, "pressure": PRESSURE}
 RUNTIME_KNOBS = (*_NUMBERS, *_OPTIONAL_NUMBERS, *_OPTIONAL_INTEGERS, *_CHOICES)
+# Beside knobs: for which rank they are, and that nobody waits for an answer (from a server's own pool controller).
+RANK, QUIET = PREFIX + "dp_rank", PREFIX + "quiet"
 
 
 def encode(values: Mapping[str, Any], current: PlaConfig) -> dict[str, float]:
@@ -86,6 +96,16 @@ def decode(wire: Mapping[str, float], current: PlaConfig) -> PlaConfig:
             optional = name in _OPTIONAL_INTEGERS + _OPTIONAL_NUMBERS
             changes[name] = None if optional and number == 0 else _parse(name, number)
     return current.replace(**changes)
+
+
+def role_change(values: Any, dp_size: int) -> tuple[dict[str, Any], int | None]:
+    """The knobs and the rank of a ``POST /pla/role`` body. Raises ConfigError for anything but a role and a rank."""
+    if not isinstance(values, Mapping) or "role" not in values or not set(values) <= {"role", "dp_rank"}:
+        raise ConfigError('expected {"role": R} or {"role": R, "dp_rank": N}')
+    rank = values.get("dp_rank")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < dp_size):
+        raise ConfigError(f"dp_rank {rank!r} is out of range; allowed: 0 to {dp_size - 1}")
+    return {"role": values["role"]}, rank
 
 
 def split(server_args: dict[str, float]) -> dict[str, float]:

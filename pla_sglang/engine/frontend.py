@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.emulate import arguments as emulation
 from pla_sglang.engine import compat
+from pla_sglang.engine.routes import add_routes
 from pla_sglang.errors import ConfigError, HostMismatchError, PlaError
 
 SLO_HEADER = "x-slo-ttft-ms"
@@ -27,14 +32,31 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         config = pla_config.from_namespace(args)
         server_args = original(cls, args)
         compat.check(server_args, config)
+        compat.check_start(server_args, config)
         emulation.check(server_args, config)
+        pools = compat.has_pools(server_args, config)
+        if pools:
+            config = config.replace(controller_folder=socket_folder())
         pla_config.publish(config)
-        if config.enabled:
-            install_frontend()
+        if config.enabled or config.reports:
+            install_frontend(scheduling=config.enabled, pools=pools, reports=config.reports)
     except PlaError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     return server_args
+
+
+def socket_folder() -> str:
+    """A folder that only this user may enter, for the sockets between ranks and controller.
+
+    A server that is killed cannot remove its own, so each start removes those whose process is gone.
+    """
+    base = Path(tempfile.gettempdir())
+    for old in base.glob("pla-sockets-*-*"):
+        pid = old.name.split("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(old, ignore_errors=True)  # another user's stays: only its owner may
+    return tempfile.mkdtemp(prefix=f"pla-sockets-{os.getpid()}-")
 
 
 def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -72,54 +94,10 @@ def _carry_target(obj: Any, request: Any) -> None:
 def before_run_http_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Last stop before requests are served: every scheduler must have said that our seams are in place."""
     scheduler_infos = kwargs.get("scheduler_infos") or (args[3] if len(args) > 3 else [])
-    # The data-parallel controller passes on a digest of its schedulers; there each scheduler's own check must do.
+    # A data-parallel controller passes on a digest of its schedulers: there each scheduler's own check must do. Where
+    # the controller is ours, it speaks for itself.
+    speaks = server_args.dp_size == 1 or pla_config.current().controller_folder is not None
     silent = [index for index, info in enumerate(scheduler_infos) if "pla" not in info]
-    if silent and server_args.dp_size == 1:
+    if silent and speaks:
         raise HostMismatchError([f"scheduler {index} runs without pla_sglang's seams" for index in silent])
     add_routes()
-
-
-def add_routes() -> None:
-    """``GET /pla/state`` and ``POST /pla/config``, behind the same admin key as SGLang's own control endpoints."""
-    from fastapi import Request
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.managers.io_struct import SetInternalStateReq
-    from sglang.srt.utils.auth import AuthLevel, auth_level
-    from starlette.responses import JSONResponse
-
-    from pla_sglang.engine import control
-
-    async def states() -> list[dict[str, Any]]:
-        manager = http_server._global_state.tokenizer_manager
-        return [state.get("pla", {}) for state in await manager.get_internal_state()]
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def pla_state() -> JSONResponse:
-        return JSONResponse({"schedulers": await states()})
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def pla_config_route(request: Request) -> JSONResponse:
-        try:
-            values = await request.json()
-        except ValueError:
-            return _error("the body is not valid JSON")
-        current = pla_config.PlaConfig.from_mapping((await states())[0]["config"])
-        try:
-            wire = control.encode(values, current)
-            compat.check(http_server._global_state.tokenizer_manager.server_args, control.decode(wire, current))
-        except ConfigError as error:
-            return _error(str(error))
-        manager = http_server._global_state.tokenizer_manager
-        results = await manager.set_internal_state(SetInternalStateReq(server_args=wire))
-        if not all(results):
-            return _error("a scheduler refused the change; its log says why")
-        return JSONResponse({"schedulers": [{"config": state["config"]} for state in await states()]})
-
-    def _error(message: str) -> JSONResponse:
-        return JSONResponse({"error": {"message": message, "type": "BadRequest", "code": 400}}, status_code=400)
-
-    # Endpoints are functions of this scope, so their annotations must be real objects for FastAPI.
-    pla_config_route.__annotations__["request"] = Request
-    for path, route, methods in (("/pla/state", pla_state, ["GET"]), ("/pla/config", pla_config_route, ["POST"])):
-        route.__annotations__.pop("return", None)
-        http_server.app.add_api_route(path, route, methods=methods)

@@ -10,9 +10,11 @@ import logging
 from typing import Any
 
 from pla_sglang import config as pla_config
-from pla_sglang.engine import apply, compat, control
+from pla_sglang.engine import apply, backlog, compat, control
 from pla_sglang.engine.adapter import PrefillAdapter
+from pla_sglang.engine.roles import RoleState
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.types import PrefillClass
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ def after_init_schedule_policy(result: Any, scheduler: Any) -> None:
     _adapter = PrefillAdapter(scheduler, config)
     scheduler.pla = _adapter
     scheduler.pla_hooks = hooks
+    scheduler.pla_roles = RoleState(config.role)
+    _adapter.telemetry.set_role(config.role)
     if scheduler.metrics_collector_context.enable_metrics:
         _adapter.telemetry.attach(dict(scheduler.metrics_collector.labels))
     logger.info(
@@ -117,7 +121,13 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
 
 
 def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    output.internal_state["pla"] = {**scheduler.pla.state(), "hooks": scheduler.pla_hooks}
+    rids = [req.rid for req in backlog.unfinished(scheduler)]
+    output.internal_state.setdefault("pla", {}).update(
+        scheduler.pla.state(),
+        hooks=scheduler.pla_hooks,
+        dp_rank=scheduler.ps.dp_rank or 0,
+        role=scheduler.pla_roles.to_dict(rids),
+    )
     return output
 
 
@@ -127,12 +137,28 @@ def around_set_internal_state(original: Any, scheduler: Any, recv_req: Any) -> A
         return original(scheduler, recv_req)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
+    rank, quiet = mine.pop(control.RANK, None), mine.pop(control.QUIET, 0)
+    updated = rank not in (None, scheduler.ps.dp_rank or 0) or change_knobs(scheduler, mine)
+    if quiet and pla_config.current().controller_folder is not None:
+        return None  # the controller of this server's pools has asked; the front waits for nothing
+    if updated and recv_req.server_args:
+        return original(scheduler, recv_req)
+    return SetInternalStateReqOutput(updated=updated)
+
+
+def change_knobs(scheduler: Any, wire: dict[str, float]) -> bool:
+    """Take over run-time knobs, a role among them; False when they are refused, then nothing changes."""
     try:
-        config = control.decode(mine, scheduler.pla.config)
+        config = control.decode(wire, scheduler.pla.config)
         compat.check(scheduler.server_args, config)
         scheduler.pla.set_config(config)
     except ConfigError as error:
         logger.warning("pla_sglang: run-time change refused: %s", error)
-        return SetInternalStateReqOutput(updated=False)
-    logger.info("pla_sglang: knobs now %s", scheduler.pla.config.to_dict())
-    return original(scheduler, recv_req) if recv_req.server_args else SetInternalStateReqOutput(updated=True)
+        return False
+    classes = backlog.by_class(scheduler)
+    if scheduler.chunked_req is not None:  # a long that is under way stays one to its end
+        classes[PrefillClass.LONG].append(scheduler.pla.views.get(scheduler.chunked_req))
+    scheduler.pla_roles.switch(config.role, classes[PrefillClass.SHORT], classes[PrefillClass.LONG])
+    scheduler.pla.telemetry.set_role(config.role)
+    logger.info("pla_sglang: knobs now %s", config.to_dict())
+    return True

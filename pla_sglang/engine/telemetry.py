@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from pla_sglang.config import ROLES
 from pla_sglang.policy.types import Action, PassDecision, PrefillClass, WaitingView
 
 _WAIT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
@@ -26,6 +27,8 @@ class Telemetry:
         self.overtakes = 0
         self.slo_misses = 0
         self.passes_skipped = 0
+        self.role = ROLES[0]
+        self.strays: Counter[str] = Counter()  # requests of the class that the role does not ask for
         self.hold_s = 0.0
         self.hook_s = 0.0
         self._held_since_s: float | None = None
@@ -33,10 +36,17 @@ class Telemetry:
 
     def attach(self, labels: dict[str, Any]) -> None:
         self._series = _Series(labels)
+        self.set_role(self.role)
 
     @property
     def exports(self) -> bool:
         return self._series is not None
+
+    def set_role(self, role: str) -> None:
+        self.role = role
+        if self._series is not None:
+            for one in ROLES:
+                self._series.role.at(one).set(one == role)
 
     def on_queue(self, cls: PrefillClass, reqs: int, tokens: int) -> None:
         if self._series is not None:
@@ -61,6 +71,10 @@ class Telemetry:
         self.mixed_batches += len(batch.reqs) > len(admitted)
         missed = sum(v.deadline_s is not None and v.deadline_s < now_s for v in admitted)
         self.slo_misses += missed
+        if decision.selected and self.role not in (ROLES[0], cls):
+            self.strays[cls] += len(admitted)
+            if self._series is not None:
+                self._series.strays.at(cls).inc(len(admitted))
         if self._series is not None:
             self._series.on_batch(cls, decision, admitted, new_tokens, now_s, missed=missed)
 
@@ -85,6 +99,7 @@ class Telemetry:
             "mixed_batches": self.mixed_batches,
             "parks": self.parks,
             "overtakes": self.overtakes,
+            "strays": dict(self.strays),
             "slo_misses_at_dispatch": self.slo_misses,
             "passes_skipped": self.passes_skipped,
             "hold_s": self.hold_s,
@@ -120,6 +135,8 @@ class _Series:
         self.tokens = total("pla:prefill_tokens", "New tokens dispatched, by class.", "cls")
         self.parks = total("pla:parks", "Passes in which a running long chunk sat out.")
         self.slo_miss = total("pla:slo_miss", "Requests dispatched after their TTFT target.", "cls")
+        self.role = gauge("pla:role", "1 for the role that this instance has in a spatial pool, else 0.", "role")
+        self.strays = total("pla:strays", "Requests of the class that the role does not ask for.", "cls")
         self.hold_s = total("pla:hold_seconds", "Time in which prefills were held back.")
 
     def on_batch(

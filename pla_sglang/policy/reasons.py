@@ -73,6 +73,7 @@ class FleetReason(enum.Enum):
     PRESSURE_LONG = "pla.pressure_long"  # Alg. 2 line 28
     PRESSURE_BALANCED = "pla.pressure_balanced"
     PRESSURE_MINIMUM = "pla.pressure_minimum"
+    PRESSURE_RETURN = "pla.pressure_return"  # the pool that gives would ask for it back at once
     # combined
     SPARE_DECODE = "combined.spare_decode"  # late everywhere else, and a decode instance has time to spare
     VETO = "combined.veto"  # another part with precedence wants the opposite

@@ -9,6 +9,9 @@ q is the queue backlog, e the SLO deviation, u the utilisation. The paper gives 
 for a negative pressure. Here q is the predicted backlog over the TTFT target, e is max(0, TTFT / target - 1), u is the
 busy share, all without unit; gamma * u lowers the pressure of a pool that is busy without a queue, and a pressure below
 0 counts as 0. Below ``idle_pressure`` nothing moves: the ratio of two numbers near zero means nothing.
+
+Beyond the paper: with few instances one is a large part of a pool, and the pool that gave it would ask for it back
+after the cool-down. So a move is made only if the rule, with the same work on the new sizes, would not undo it.
 """
 
 from __future__ import annotations
@@ -77,6 +80,10 @@ class PressureController:
         self.interval_s = knobs.interval_s
         self._last_s = float("-inf")
 
+    def cool_down_from(self, when_s: float) -> None:
+        """An instance changed pools at ``when_s`` by somebody else's order."""
+        self._last_s = when_s
+
     def pressure(self, instance: InstanceView) -> float:
         """psi of one instance."""
         knobs = self.knobs
@@ -96,20 +103,25 @@ class PressureController:
             return [Hold(FleetReason.COOL_DOWN)]
         short_pressure, long_pressure = self.pool_pressure(shorts), self.pool_pressure(longs)
         if self._asks(short_pressure, long_pressure):
-            return [self._move(longs, PrefillClass.SHORT, FleetReason.PRESSURE_SHORT, now_s)]
-        if self._asks(long_pressure, short_pressure):
-            return [self._move(shorts, PrefillClass.LONG, FleetReason.PRESSURE_LONG, now_s)]
-        return [Hold(FleetReason.PRESSURE_BALANCED)]
+            asks, gives, to, reason = shorts, longs, PrefillClass.SHORT, FleetReason.PRESSURE_SHORT
+        elif self._asks(long_pressure, short_pressure):
+            asks, gives, to, reason = longs, shorts, PrefillClass.LONG, FleetReason.PRESSURE_LONG
+        else:
+            return [Hold(FleetReason.PRESSURE_BALANCED)]
+        if len(gives) <= self.knobs.minimum:
+            return [Hold(FleetReason.PRESSURE_MINIMUM)]
+        # The same work on one instance more, and on one less.
+        asker = max(short_pressure, long_pressure) * len(asks) / (len(asks) + 1)
+        giver = min(short_pressure, long_pressure) * len(gives) / (len(gives) - 1)
+        if self._asks(giver, asker):
+            return [Hold(FleetReason.PRESSURE_RETURN)]
+        return [self._move(gives, to, reason, now_s)]
 
     def _asks(self, mine: float, other: float) -> bool:
         return mine > (1 + self.knobs.tau) * other and mine > self.knobs.idle_pressure
 
-    def _move(
-        self, pool: list[InstanceView], to: PrefillClass, reason: FleetReason, now_s: float
-    ) -> SetLengthClass | Hold:
+    def _move(self, pool: list[InstanceView], to: PrefillClass, reason: FleetReason, now_s: float) -> SetLengthClass:
         """Lines 27 and 28: the instance with the least backlog leaves."""
-        if len(pool) <= self.knobs.minimum:
-            return Hold(FleetReason.PRESSURE_MINIMUM)
         leaver = self.predictor.least_delay(pool)
         assert leaver is not None, "the pool has more than its minimum"
         self._last_s = now_s

@@ -1,8 +1,9 @@
 """Spatial disaggregation (PLA-Serve section 3.2): short and long prefills go to instances of their own.
 
-A request is classed by its *new* tokens on the candidate instance. It goes to the instance of its pool with the least
-predicted TTFT. Beyond the paper: where the own pool would miss the TTFT target and the other pool would keep it, the
-request spills over; a pool that has lost its last instance spills too. Decodes are placed by the least tokens.
+A request is classed by its *new* tokens on the candidate instance, so the next turn of a conversation is short where
+its history is cached, and long elsewhere. Instances whose pool is that of its class there are its own; it goes to the
+one with the least predicted TTFT. Beyond the paper: where all of its own would miss the TTFT target and another would
+keep it, or where it has none, the request spills over. Decodes are placed by the least tokens.
 """
 
 from __future__ import annotations
@@ -40,23 +41,39 @@ class SpatialDispatcher(Observer):
 
     def dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:
         members = fleet.prefill_capable()
-        best_cached = max((request.cached.get(instance.index, 0) for instance in members), default=0)
-        new_tokens = request.input_tokens - min(best_cached, request.input_tokens - 1)
-        wanted = PrefillClass.SHORT if new_tokens < self.knobs.boundary_tokens else PrefillClass.LONG
-        own = self._best([i for i in members if i.length_class in (wanted, None)], request)
+        own, others = self._split(request, members)
+        best = self._best(own, request)
         slo_s = request.ttft_slo_s if request.ttft_slo_s is not None else self.knobs.ttft_slo_s
         left_s = slo_s - (now_s - request.arrival_s)
-        own_s = None if own is None else self.predictor.ttft_s(request, own)
-        reason = FleetReason.PLA_SHORT if wanted is PrefillClass.SHORT else FleetReason.PLA_LONG
-        if own is not None and own_s is not None and (own_s <= left_s or not self.knobs.spill):
-            return self._to(own, reason, own_s)
-        other = self._best([i for i in members if i.length_class not in (wanted, None)], request)
+        best_s = None if best is None else self.predictor.ttft_s(request, best)
+        if best is not None and best_s is not None and (best_s <= left_s or not self.knobs.spill):
+            return self._to(best, self._reason(request, best), best_s)
+        other = self._best(others, request)
         other_s = None if other is None else self.predictor.ttft_s(request, other)
-        if other is not None and other_s is not None and (own_s is None or other_s <= left_s):
+        if other is not None and other_s is not None and (best_s is None or other_s <= left_s):
             return self._to(other, FleetReason.PLA_SPILL, other_s)
-        if own is None or own_s is None:
+        if best is None or best_s is None:
             return Dispatch(None, None, FleetReason.NO_INSTANCE)
-        return self._to(own, reason, own_s)
+        return self._to(best, self._reason(request, best), best_s)
+
+    def _class_on(self, request: RequestView, instance: InstanceView) -> PrefillClass:
+        short = request.new_tokens(instance) < self.knobs.boundary_tokens
+        return PrefillClass.SHORT if short else PrefillClass.LONG
+
+    def _reason(self, request: RequestView, instance: InstanceView) -> FleetReason:
+        short = self._class_on(request, instance) is PrefillClass.SHORT
+        return FleetReason.PLA_SHORT if short else FleetReason.PLA_LONG
+
+    def _split(
+        self, request: RequestView, members: list[InstanceView]
+    ) -> tuple[list[InstanceView], list[InstanceView]]:
+        """Instances whose pool the request belongs to, and the rest."""
+        own: list[InstanceView] = []
+        others: list[InstanceView] = []
+        for instance in members:
+            fits = instance.length_class in (None, self._class_on(request, instance))
+            (own if fits else others).append(instance)
+        return own, others
 
     def place_decode(self, request: RequestView, fleet: FleetView, now_s: float) -> Placement:
         source = request.prefilled_on

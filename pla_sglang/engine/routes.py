@@ -1,0 +1,109 @@
+"""Our routes ``/pla/state``, ``/pla/config`` and ``/pla/role``, protected as SGLang's own control endpoints are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pla_sglang import config as pla_config
+from pla_sglang.engine import compat, control
+from pla_sglang.engine.pools import query
+from pla_sglang.errors import ConfigError
+
+
+def add_routes() -> None:
+    """Add them to the app of this process."""
+    from fastapi import Request
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    async def config_route(request: Request) -> Any:
+        return await change(await body_of(request), None)
+
+    async def role_route(request: Request) -> Any:
+        values = await body_of(request)
+        try:
+            knobs, rank = control.role_change(values, _manager().server_args.dp_size)
+        except ConfigError as error:
+            return refusal(str(error))
+        return await change(knobs, rank)
+
+    # Endpoints are functions of this scope, so their annotations must be real objects for FastAPI.
+    for route in (config_route, role_route):
+        route.__annotations__["request"] = Request
+    routes: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+        ("/pla/state", "GET", state_route),
+        ("/pla/config", "POST", config_route),
+        ("/pla/role", "GET", roles_route),
+        ("/pla/role", "POST", role_route),
+    )
+    for path, method, route in routes:
+        route.__annotations__.pop("return", None)
+        http_server.app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(route), methods=[method])
+
+
+def _manager() -> Any:
+    from sglang.srt.entrypoints import http_server
+
+    return http_server._global_state.tokenizer_manager
+
+
+async def states() -> list[dict[str, Any]]:
+    """One for each data-parallel rank, in the order of ranks where they have one."""
+    found = [state.get("pla", {}) for state in await _manager().get_internal_state()]
+    return sorted(found, key=lambda state: state.get("dp_rank", 0))
+
+
+async def state_route() -> Any:
+    answer: dict[str, Any] = {"schedulers": await states()}
+    address = pla_config.controller_address(pla_config.current(), query.NAME)
+    if address is not None:
+        answer["pools"] = await query.ask(address)
+    return _json(answer)
+
+
+async def roles_route() -> Any:
+    return _json({"ranks": [role_of(state) for state in await states()]})
+
+
+def role_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {"dp_rank": state["dp_rank"], **state["role"]}
+
+
+async def body_of(request: Any) -> Any:
+    """JSON of the body; None where it is none, which no knob allows."""
+    try:
+        return await request.json()
+    except ValueError:
+        return None
+
+
+async def change(values: Any, rank: int | None) -> Any:
+    """Change knobs of all schedulers, or of one rank, between two of their passes."""
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    if values is None:
+        return refusal("the body is not valid JSON")
+    manager = _manager()
+    current = pla_config.PlaConfig.from_mapping((await states())[rank or 0]["config"])
+    try:
+        wire = control.encode(values, current)
+        compat.check(manager.server_args, control.decode(wire, current))
+    except ConfigError as error:
+        return refusal(str(error))
+    if rank is not None:
+        wire[control.RANK] = rank
+    if not all(await manager.set_internal_state(SetInternalStateReq(server_args=wire))):
+        return refusal("a scheduler refused the change; its log says why")
+    after = await states()
+    return _json({"schedulers": [{"config": state["config"], **role_of(state)} for state in after]})
+
+
+def refusal(message: str) -> Any:
+    return _json({"error": {"message": message, "type": "BadRequest", "code": 400}}, 400)
+
+
+def _json(content: Any, status: int = 200) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(content, status_code=status)

@@ -1,0 +1,277 @@
+"""The pools of one server without any process: placement, reports, ranks that change pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pla_sglang.config import PlaConfig
+from pla_sglang.engine.pools.driver import OPERATOR, Pools, curve_of, start_roles
+from pla_sglang.engine.pools.prefixes import BLOCK_TOKENS, PrefixModel, block_hashes
+from pla_sglang.engine.pools.signals import PERIODS, Averages
+from pla_sglang.policy.boundary import StepModel
+from pla_sglang.policy.fleet import InstanceView
+from pla_sglang.policy.types import PrefillClass
+from pla_sglang.telemetry.message import Backlog, Pass, Report
+
+# 10 ms and 0.1 ms a token; the TTFT target is 1 s.
+STEP = StepModel(g0_s=0.01, gw_s=0.0, gr_s=0.0, k0_s=0.0, b_s=1e-4, a_s=0.0)
+CONFIG = PlaConfig(prefill_disagg="spatial", boundary_tokens=256, slo_ttft_ms=1000.0, pressure_cool_down_ms=5000.0)
+
+
+class Told(list[tuple[int, str]]):
+    """Role changes, in order."""
+
+    def __call__(self, rank: int, role: str) -> None:
+        self.append((rank, role))
+
+
+def make(ranks: int = 4, **changes: Any) -> tuple[Pools, Told]:
+    told = Told()
+    return Pools(ranks, CONFIG.replace(**changes), STEP, 2048, told), told
+
+
+def report(rank: int, sequence: int = 1, **fields: Any) -> Report:
+    named = {"instance": "a", "dp_rank": rank, "dp_size": 8, "clock_s": 0.0, "kv_capacity_tokens": 100_000}
+    return Report(sequence=sequence, **(named | fields))
+
+
+def busy(seconds: float) -> Backlog:
+    """A backlog of that long."""
+    return Backlog(1, round((seconds - 0.01) / 1e-4), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shorts", "expected"),
+    [
+        (2, None, ["short", "long"]),
+        (3, None, ["short", "long", "long"]),
+        (4, 3, ["short", "short", "short", "long"]),
+        (2, 0, ["long", "long"]),
+    ],
+)
+def test_start_roles(ranks: int, shorts: int | None, expected: list[str]) -> None:
+    assert start_roles(ranks, shorts) == expected
+
+
+def test_the_floor_is_paid_by_every_request() -> None:
+    curve = curve_of(StepModel(g0_s=0.02, gw_s=0.0, gr_s=2e-8, k0_s=0.03, b_s=1e-5, a_s=1e-10, kr_s=1e-8))
+    assert (curve.c0_s, curve.c1_s, curve.c2_s, curve.c3_s) == (0.03, 1e-5, 1e-10, 2e-8)
+
+
+def test_requests_go_to_the_pool_of_their_length() -> None:
+    pools, _ = make()
+    assert [pools.place(str(n), [n] * n, 0.0) for n in (1, 255, 256, 5000)] == [0, 1, 2, 3]
+    assert pools.dispatched == {"pla.short": 2, "pla.long": 2}
+
+
+def test_a_burst_between_two_reports_spreads() -> None:
+    pools, _ = make()
+    for rank in range(4):
+        pools.on_report(report(rank), 0.0)
+    assert [pools.place(str(n), [n + 1] * 200, 0.0) for n in range(6)] == [0, 1, 0, 1, 0, 1]
+
+
+def test_reports_include_what_was_sent() -> None:
+    pools, _ = make(2)
+    for rank in range(2):
+        pools.on_report(report(rank), 0.0)
+    pools.place("a", [1] * 100, 0.0)
+    assert pools.state(0.0)["ranks"][0]["outstanding"] == 1
+    pools.on_report(report(0, 2, received=1), 0.1)
+    assert pools.state(0.1)["ranks"][0]["outstanding"] == 0
+    assert pools.books[0].view.queued_prefills == 0
+
+
+def test_a_pool_that_would_be_late_spills() -> None:
+    pools, _ = make(2)
+    pools.on_report(report(0, backlog=busy(5.0)), 0.0)
+    assert pools.place("late", [1] * 10, 0.0) == 1
+    assert pools.place("patient", [2] * 10, 0.0, slo_s=60.0) == 0
+    assert pools.dispatched == {"pla.spill": 1, "pla.short": 1}
+
+
+def test_what_is_cached_makes_a_request_short() -> None:
+    """A second turn on a history of 1,000 tokens goes where the history is: there it is short."""
+    pools, _ = make(2, short_ranks=1)
+    history = list(range(1000))
+    for rank in range(2):
+        pools.on_report(report(rank), 0.0)
+    assert pools.place("first", history, 0.0) == 1
+    pools.on_report(report(1, 2, received=1), 0.1)
+    assert pools.place("second", [*history, 7], 0.1) == 1
+    assert pools.fleet.instances[1].queued_tokens == 1001 - 15 * BLOCK_TOKENS
+    assert pools.dispatched == {"pla.long": 1, "pla.spill": 1}
+    pools.on_flush()
+    pools.place("third", [*history, 8], 0.2)
+    assert pools.fleet.instances[1].queued_tokens == 1001 - 15 * BLOCK_TOKENS + 1001
+
+
+def test_a_request_that_names_its_rank_counts_there() -> None:
+    pools, _ = make(2)
+    pools.sent_elsewhere(0, "a", [1] * 5000, 0.0)
+    assert (pools.external, pools.fleet.instances[0].queued_tokens) == (1, 5000)
+    assert pools.dispatched == {}
+
+
+def test_with_one_pool_empty_its_class_goes_to_the_other() -> None:
+    pools, _ = make(2, short_ranks=2)
+    assert pools.place("long", [1] * 5000, 0.0) in (0, 1)
+    assert pools.dispatched == {"pla.spill": 1}
+
+
+def test_the_fit_sees_the_passes_of_all_ranks() -> None:
+    pools, _ = make(2, boundary_tokens=None)
+    before = pools.state(0.0)
+    passes = [Pass(n, n * n, 0, 1, 0.02 + 2e-4 * n) for n in range(50, 2050, 50)]
+    for sequence, one in enumerate(passes, 1):
+        pools.on_report(report(sequence % 2, sequence, passes=(one,)), 0.0)
+    after = pools.state(0.0)
+    assert after["step_model"] != before["step_model"]
+    assert pools.predictor.curves[""].time_s(1000) == pytest.approx(0.22, rel=0.15)
+    assert after["boundary_tokens"] == pools.boundary.tokens(0)
+
+
+def test_a_rank_that_is_not_ours_is_ignored() -> None:
+    pools, _ = make(2)
+    pools.on_report(report(7, backlog=busy(1.0)), 0.0)
+    assert pools.silent() == [0, 1]
+
+
+# -- ranks that change pools -------------------------------------------------------------------------------------------
+
+
+def run(pools: Pools, end_s: float, start_s: float = 0.0, step_s: float = 0.25) -> None:
+    now_s = start_s
+    while now_s <= end_s:
+        pools.tick(now_s)
+        now_s += step_s
+
+
+def test_pressure_moves_the_least_loaded_rank() -> None:
+    pools, told = make(4)
+    pools.on_report(report(0, backlog=busy(0.05)), 0.0)
+    for rank in (2, 3):
+        pools.on_report(report(rank, backlog=busy(3.0)), 0.0)
+    run(pools, 4.0)
+    assert told == [(1, "long")]
+    assert pools.roles == ["short", "long", "long", "long"]
+    assert pools.move_count == {"pla.pressure_long": 1}
+    (move,) = pools.moves
+    assert move.long_pressure > 1.5 * move.short_pressure
+    assert pools.place("long", [1] * 5000, 5.0) == 1
+
+
+def test_the_cool_down_and_the_minimum_hold() -> None:
+    pools, told = make(4)
+    for rank in (2, 3):
+        pools.on_report(report(rank, backlog=busy(3.0)), 0.0)
+    run(pools, 30.0)
+    assert len(told) == 1, "one short rank is left"
+    assert pools.ticks["any.cool_down"] >= 4
+    assert pools.ticks["pla.pressure_minimum"] > 0
+
+
+def test_switched_off_nothing_moves() -> None:
+    pools, told = make(4, pressure="off")
+    for rank in (2, 3):
+        pools.on_report(report(rank, backlog=busy(3.0)), 0.0)
+    run(pools, 30.0)
+    assert (told, pools.ticks) == ([], {})
+    pools.set_config(pools.config.replace(pressure="auto"))
+    run(pools, 35.0, 30.0)
+    assert len(told) == 1
+
+
+def test_one_pass_at_the_tick_is_no_pressure() -> None:
+    """Each second a long of 0.5 s comes and is done; at every tick it happens to be there."""
+    pools, told = make(4, pressure_interval_ms=1000.0)
+    sequence = 0
+    for second in range(60):
+        for offset, backlog in ((0.0, busy(0.5)), (0.1, Backlog())):
+            sequence += 1
+            pools.on_report(report(2, sequence, backlog=backlog), second + offset)
+            pools.tick(second + offset)
+            pools.tick(second + offset + 0.09)
+    assert told == []
+
+
+def test_the_operator_moves_ranks_and_the_controller_goes_on_from_there() -> None:
+    pools, told = make(4)
+    pools.order_role(0, "long", 1.0)
+    pools.order_role(0, "long", 2.0)
+    assert told == [], "whoever asked has told the ranks"
+    assert pools.roles == ["long", "short", "long", "long"]
+    assert pools.move_count == {OPERATOR: 1}
+    pools.order_role(None, "mixed", 3.0)
+    assert pools.roles == ["mixed"] * 4
+    assert pools.fleet.instances[0].length_class is None
+    assert pools.place("any", [1] * 5000, 3.0) == 0
+
+
+def test_an_order_is_not_undone_at_once() -> None:
+    pools, told = make(4)
+    pools.on_report(report(2, backlog=busy(3.0)), 0.0)
+    run(pools, 0.9)
+    pools.order_role(3, "short", 1.0)
+    pools.set_config(pools.config.replace(slo_ttft_ms=900.0))
+    run(pools, 5.5, 1.0)
+    assert told == []
+    assert set(pools.ticks) == {"any.cool_down"}
+    run(pools, 7.0, 5.5)
+    assert len(told) == 1
+
+
+def test_every_rank_is_told_its_first_role() -> None:
+    pools, told = make(2)
+    pools.announce()
+    assert told == [(0, "short"), (1, "long")]
+
+
+def test_state_names_signals_as_the_paper_does() -> None:
+    pools, _ = make(2)
+    pools.on_report(report(1, backlog=busy(2.0), ttft_ratio=1.5, utilisation=0.5), 0.0)
+    run(pools, 60.0)
+    one = pools.state(60.0)["ranks"][1]
+    assert one["q"] == pytest.approx(2.0, rel=0.01)
+    assert one["e"] == pytest.approx(0.5)
+    assert one["u"] == pytest.approx(0.5, rel=0.01)
+    assert one["psi"] == pytest.approx(2.0 + 0.5 * 0.5 - 0.1 * 0.5, rel=0.01)
+    assert pools.state(60.0)["pressure"]["long"] == pytest.approx(one["psi"])
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_averages_follow_with_their_time_constant() -> None:
+    view = InstanceView(0, "a", length_class=PrefillClass.LONG)
+    averages = Averages([view], 1.0)
+    averages.observe(0.0)
+    view.queued_tokens, view.utilisation = 1000, 1.0
+    averages.observe(0.0)
+    averages.observe(PERIODS)
+    mean = averages.fleet.instances[0]
+    assert mean.queued_tokens == pytest.approx(1000 * 0.632, rel=0.01)
+    assert mean.utilisation == pytest.approx(0.632, rel=0.01)
+    assert mean.length_class is PrefillClass.LONG
+
+
+def test_prefixes_are_found_block_by_block() -> None:
+    model = PrefixModel(4)
+    model.insert(block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], block=4), 100)
+    assert model.matched_tokens(block_hashes([1, 2, 3, 4, 5, 6, 7, 8], block=4)) == 8
+    assert model.matched_tokens(block_hashes([1, 2, 3, 4, 0, 6, 7, 8], block=4)) == 4
+    assert model.matched_tokens(block_hashes([0, 2, 3, 4, 5, 6, 7, 8], block=4)) == 0
+    assert model.matched_tokens(block_hashes([1, 2, 3, 4], "adapter", block=4)) == 0
+    assert block_hashes([1, 2, 3], block=4) == []
+
+
+def test_the_model_of_a_cache_is_no_larger_than_the_cache() -> None:
+    model = PrefixModel(4)
+    first, second = (block_hashes([n] * 16, block=4) for n in (1, 2))
+    model.insert(first, 24)
+    model.insert(second, 24)
+    assert len(model) == 6
+    assert model.matched_tokens(second) == 16
+    assert model.matched_tokens(first) == 8, "the leaves went first"

@@ -1,0 +1,204 @@
+"""The probe of one scheduler, against a fake scheduler and a clock that stands still until it is moved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.fake_scheduler import FakeReq, FakeScheduler
+
+from pla_sglang.config import PlaConfig
+from pla_sglang.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Probe
+from pla_sglang.engine.roles import RoleState
+from pla_sglang.telemetry.message import Backlog, ClassQueue, Pass, Report
+
+NAMED = Identity("here", 1, 2, "null")
+
+
+class Sink:
+    """A pusher that keeps what it gets."""
+
+    address = "nowhere"
+    dropped = 0
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+
+    def send(self, report: Report) -> bool:
+        self.reports.append(report)
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Batch:
+    def __init__(self, reqs: list[FakeReq], news: list[int] | None = None, histories: list[int] | None = None) -> None:
+        self.reqs = reqs
+        self.extend_lens, self.prefix_lens = news, histories or [0] * len(news or ())
+        extend = news is not None
+        self.forward_mode = SimpleNamespace(is_extend=lambda: extend, is_decode=lambda: not extend)
+
+
+def waiting(rid: str, tokens: int, arrival_s: float = 100.0) -> FakeReq:
+    req = FakeReq(rid, tokens)
+    req.pla_arrival_s = arrival_s  # type: ignore[attr-defined]
+    return req
+
+
+def made(*queue: FakeReq, plain: bool = False, emulate: bool = True, **fields: Any) -> tuple[Probe, Sink, Clock]:
+    scheduler = FakeScheduler(queue, max_total_num_tokens=120_000, **fields)
+    scheduler.running_batch = scheduler.running  # type: ignore[attr-defined]
+    scheduler.pla_roles = RoleState("mixed")  # type: ignore[attr-defined]
+    if plain:
+        del scheduler.pla
+    config = PlaConfig(emulate="x" if emulate else None, slo_ttft_ms=1000.0)
+    sink, clock = Sink(), Clock()
+    return Probe(scheduler, config, NAMED, [sink], clock), sink, clock  # type: ignore[list-item]
+
+
+def test_what_waits_is_summed_up() -> None:
+    probe, _, clock = made(waiting("a", 50), waiting("b", 300, arrival_s=98.5))
+    probe.on_received(2)
+    report = probe.report(clock())
+    assert report.backlog == Backlog(2, 350, 50 * 50 + 300 * 300, 0)
+    assert (report.short, report.long) == (ClassQueue(1, 50), ClassQueue(1, 300))
+    assert (report.prefill_age_s, report.received, report.key) == (1.5, 2, "here#1")
+    assert (report.boundary_tokens, report.role, len(report.step_model)) == (100, "mixed", 7)
+    assert (report.kv_used_tokens, report.kv_capacity_tokens) == (20_000, 120_000)
+
+
+def test_without_our_scheduling_the_hosts_matches_count() -> None:
+    req = waiting("a", 300)
+    req.num_matched_prefix_tokens = 200
+    del req.pla_arrival_s  # type: ignore[attr-defined]
+    req.time_stats = SimpleNamespace(scheduler_recv_time=99.0)  # type: ignore[attr-defined]
+    probe, _, clock = made(req, plain=True)
+    report = probe.report(clock())
+    assert report.backlog == Backlog(1, 100, 100 * 500, 200)
+    assert (report.short, report.boundary_tokens, report.step_model) == (ClassQueue(), 0, ())
+    assert report.prefill_age_s == 1.0
+
+
+def test_the_rest_of_a_chunk_and_what_is_in_flight_count() -> None:
+    chunk = waiting("long", 1000)
+    chunk.extend_range = SimpleNamespace(start=0, end=400)
+    probe, _, clock = made(chunk=chunk)
+    probe.on_launch(Batch([chunk], [300], [100]))
+    report = probe.report(clock())
+    assert report.backlog == Backlog(2, 900, 600 * (600 + 800) + 300 * (300 + 200), 500)
+
+
+def test_a_pass_is_timed_from_the_one_before() -> None:
+    """As on a GPU: the second was launched while the first ran."""
+    probe, sink, clock = made()
+    probe.on_launch(Batch([], [100]))
+    probe.on_launched()
+    clock.now_s += 0.010
+    probe.on_launch(Batch([], [200], [50]))
+    probe.on_launched()
+    clock.now_s += 0.090
+    probe.on_result(Batch([], [100]))
+    clock.now_s += 0.300
+    probe.on_result(Batch([], [200], [50]))
+    passes = [one for report in sink.reports for one in report.passes]
+    assert [one.duration_s for one in passes] == pytest.approx([0.1, 0.3])
+    assert passes[1] == Pass(200, 200 * 300, 50, 1, passes[1].duration_s)
+    assert probe.busy.busy_s == pytest.approx(0.4)
+    assert sink.reports[-1].utilisation == pytest.approx(0.4 / 5)
+    assert sink.reports[-1].backlog.prefills == 0
+
+
+def test_a_cpu_computes_in_the_launch() -> None:
+    probe, sink, clock = made(emulate=False)
+    probe.on_launch(Batch([], [100]))
+    clock.now_s += 0.2
+    probe.on_launched()
+    clock.now_s += 0.5
+    probe.on_result(Batch([], [100]))
+    assert sink.reports[-1].passes[0].duration_s == pytest.approx(0.2)
+    assert sink.reports[-1].busy_s == pytest.approx(0.2)
+
+
+def test_token_intervals_and_decode_steps() -> None:
+    probe, _, clock = made()
+    for _ in range(3):
+        probe.on_launch(Batch([waiting("a", 5)]))
+        clock.now_s += 0.02
+        probe.on_result(Batch([waiting("a", 5)]))
+        clock.now_s += 0.01
+    report = probe.report(clock())
+    assert report.decode_step_s == pytest.approx(0.02)
+    assert report.token_interval_s == pytest.approx(0.03)
+    probe.on_idle()
+    clock.now_s += 3.0
+    probe.on_launch(Batch([waiting("a", 5)]))
+    probe.on_result(Batch([waiting("a", 5)]))
+    assert probe.report(clock()).token_interval_s == pytest.approx(0.03), "an idle time is no interval"
+    clock.now_s += 10.0
+    assert probe.report(clock()).token_interval_s is None
+
+
+def test_ttft_over_target() -> None:
+    first, second = waiting("a", 5, arrival_s=99.5), waiting("b", 5, arrival_s=98.0)
+    second.sampling_params.custom_params = {"slo_ttft_ms": 500}
+    unfinished = waiting("c", 5, arrival_s=0.0)
+    first.output_ids = second.output_ids = [1]
+    probe, _, clock = made()
+    probe.on_launch(Batch([first, second, unfinished], [5, 5, 5]))
+    probe.on_result(Batch([first, second, unfinished], [5, 5, 5]))
+    assert probe.report(clock()).ttft_ratio == pytest.approx((0.5 / 1.0 + 2.0 / 0.5) / 2)
+
+
+def test_reports_are_not_sent_too_often_nor_too_seldom() -> None:
+    probe, sink, clock = made()
+    for _ in range(100):
+        probe.on_received(1)
+        probe.on_idle()
+        clock.now_s += LEAST_INTERVAL_S / 10
+    assert len(sink.reports) in range(9, 12)
+    quiet = len(sink.reports)
+    clock.now_s += LEAST_INTERVAL_S
+    probe.on_idle()
+    for _ in range(50):
+        clock.now_s += HEARTBEAT_S / 10
+        probe.on_idle()
+    assert len(sink.reports) - quiet in range(4, 7)
+    assert [report.sequence for report in sink.reports] == list(range(1, len(sink.reports) + 1))
+
+
+def test_errors_by_kind() -> None:
+    probe, _, clock = made()
+    for kind in ("aborted", "http_500", "aborted"):
+        probe.on_error(kind)
+    assert probe.report(clock()).errors == {"aborted": 2, "http_500": 1}
+
+
+# -- roles -------------------------------------------------------------------------------------------------------------
+
+
+def view(rid: str) -> Any:
+    return SimpleNamespace(rid=rid)
+
+
+def test_a_switch_drains_the_other_class_only() -> None:
+    roles = RoleState("mixed")
+    roles.switch("long", [view("s1"), view("s2")], [view("l1")])
+    assert roles.draining(["s1", "s2", "l1"]) == 2
+    assert roles.draining(["s2", "l1", "s3"]) == 1, "what came since does not count"
+    assert roles.to_dict([])["draining"] == 0
+    assert roles.draining(["s2"]) == 0, "gone is gone"
+
+
+def test_the_same_role_again_is_no_switch() -> None:
+    roles = RoleState("short")
+    roles.switch("short", [], [view("l1")])
+    assert (roles.switches, roles.draining(["l1"]), roles.switched_s) == (0, 0, None)
+    roles.switch("mixed", [view("s1")], [view("l1")])
+    assert (roles.switches, roles.draining(["s1", "l1"])) == (1, 0), "a mixed instance takes both"
