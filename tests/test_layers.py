@@ -94,6 +94,13 @@ OURS = {
         "pla_patches",
         "pla_graphs",
     },
+    "pla_sglang.router": {
+        "pla_sglang.router",
+        "pla_sglang.policy",
+        "pla_sglang.metrics",
+        "pla_sglang.config",
+        "pla_sglang.errors",
+    },
     "pla_sglang.platform": {"pla_sglang.platform", "pla_sglang.errors", "pla_kernels", "pla_patches.seam"},
     "pla_sglang.demo": {"pla_sglang.demo", "pla_sglang.errors"},
     "pla_sglang.cluster": {
