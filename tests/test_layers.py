@@ -72,6 +72,7 @@ OURS = {
         "pla_sglang.metrics",
         "pla_sglang.errors",
     },
+    "pla_sglang.telemetry": {"pla_sglang.telemetry", "pla_sglang.policy", "pla_sglang.errors"},
     "pla_sglang.config": {"pla_sglang.errors"},
     "pla_sglang.errors": set(),
     "pla_sglang.profiles": {"pla_sglang.profiles", "pla_sglang.errors"},
