@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal, cast
 
 import msgspec
 
@@ -22,7 +22,7 @@ class RecordWriter:
     def __init__(self, path: Path, *, flush_lines: int = 200) -> None:
         self.lines = 0
         self._flush_lines = flush_lines
-        self._file: IO[bytes] = gzip.open(path, "wb", compresslevel=3) if _packed(path) else path.open("wb")
+        self._file = _open(path, "wb")
 
     def write(self, row: Row) -> None:
         self._file.write(_encoder.encode(row) + b"\n")
@@ -42,7 +42,7 @@ def read(path: Path) -> Iterator[Line]:
     """
     number = 0
     try:
-        with gzip.open(path, "rb") if _packed(path) else path.open("rb") as file:
+        with _open(path, "rb") as file:
             for data in file:
                 number += 1
                 line: Line = _decoder.decode(data)
@@ -61,5 +61,7 @@ def _check(path: Path, number: int, line: Line) -> None:
         raise RecordError(f"{path}: version {line.version}; this program reads {VERSION}")
 
 
-def _packed(path: Path) -> bool:
-    return path.suffix == ".gz"
+def _open(path: Path, mode: Literal["rb", "wb"]) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, mode, compresslevel=3))  # noqa: SIM115
+    return path.open(mode)

@@ -24,22 +24,22 @@ from pla_sglang.policy.decisions import (
 VERSION = 1
 
 
-class Row(msgspec.Struct, tag_field="type", tag=str.lower, kw_only=True, omit_defaults=True):
+class Row(msgspec.Struct, tag_field="type", tag=str.lower, omit_defaults=True):
     """Base of all lines."""
 
 
 class Header(Row):
     """What the policy was built from. ``setup``: the fields of ``policy.registry.Setup`` that are plain values."""
 
-    version: int = VERSION
     policy: str
     profile: str
-    time_scale: float = 1.0
     setup: dict[str, Any]
+    time_scale: float = 1.0
+    version: int = VERSION
 
 
 class Views(Row):
-    """Changed fields by index of the instance; the first line about an instance has all that are not at their default."""
+    """Changed fields by index of the instance; its first line has all that are not at their default."""
 
     now_s: float
     changed: dict[int, dict[str, Any]]

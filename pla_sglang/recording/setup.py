@@ -43,7 +43,7 @@ def header_of(policy: str, profile: str, time_scale: float, setup: Setup) -> Hea
     plain = {name: getattr(setup, name) for name in sorted(_PLAIN)}
     if not isinstance(plain["forecaster"], str):
         raise RecordError("only forecasters that have a name can be recorded")
-    return Header(policy=policy, profile=profile, time_scale=time_scale, setup=plain)
+    return Header(policy, profile, plain, time_scale)
 
 
 def setup_of(header: Header) -> Setup:

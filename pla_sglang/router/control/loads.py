@@ -5,6 +5,9 @@ yet (it was on the wire, or in the tokenizer), and what came after is not. So th
 router, when it was sent, when its prefill was done and when it ended, and asks of each request: what did the report
 count it as, and what is it now? The difference is added to the report. Without any report the requests alone count.
 
+Whether a report has counted a request is told by the number of requests that the instance has received, where the
+report gives it; otherwise by time. The number is compared with what this router has sent, from a base that is taken
+anew whenever nothing is on its way; others who send to the same instance make it err by what they send meanwhile.
 Requests that other routers or clients send are in the reports only.
 """
 
@@ -58,16 +61,17 @@ class Tracked:
     sent_s: float
     first_phase: Phase
     decodes_here: bool
+    place: int = 0  # among all that this router has sent there, from 1
     started_s: float | None = None  # prefill done, or KV there
     ended_s: float | None = None
 
-    def phase_at(self, time_s: float, delay_s: float) -> Phase:
-        """As the instance counts it at ``time_s`` if it hears of a new request ``delay_s`` after it was sent."""
+    def phase_at(self, time_s: float, *, received: bool = True) -> Phase:
+        """As the instance counts it at ``time_s``, if it had ``received`` it by then."""
         if self.ended_s is not None and self.ended_s <= time_s:
             return Phase.ABSENT
         if self.started_s is not None and self.started_s <= time_s:
             return Phase.RUNNING if self.decodes_here else Phase.ABSENT
-        return self.first_phase if self.sent_s + delay_s <= time_s else Phase.ABSENT
+        return self.first_phase if received else Phase.ABSENT
 
     def amounts(self, phase: Phase) -> Amounts:
         new, history = self.new_tokens, self.history_tokens
@@ -85,6 +89,7 @@ class Report:
     """One report of an instance, from telemetry or a poll. ``None``: this kind of report does not say."""
 
     amounts: Amounts
+    received: int | None = None  # requests that the instance has received since its start
     kv_used_tokens: int = 0
     kv_capacity_tokens: int | None = None
     token_interval_s: float | None = None
@@ -96,20 +101,26 @@ class LoadBook:
     """Keeps the figures of one ``InstanceView`` up to date.
 
     Args:
-        settle_s: how long after sending an instance may not have counted a request yet.
+        settle_s: how long after sending an instance may not have counted a request yet, where only time can tell.
+        lost_s: a request older than this has been received, or never will be.
     """
 
-    def __init__(self, view: InstanceView, *, settle_s: float = 0.05) -> None:
+    def __init__(self, view: InstanceView, *, settle_s: float = 0.05, lost_s: float = 2.0) -> None:
         self.view = view
         self.reported_s: float | None = None
         self.reports = 0
         self._settle_s = settle_s
+        self._lost_s = lost_s
+        self._sent = 0
+        self._base: int | None = None  # what the instance has received that this router has not sent
         self._total = Amounts()  # may fall below 0 for a moment, where a report left out what it was sent
         self._tracked: dict[tuple[str, int], Tracked] = {}
         self._ended: list[Tracked] = []  # since the last report
 
     def send(self, key: tuple[str, int], request: Tracked) -> None:
         """A request was sent to the instance. ``key``: request id and attempt."""
+        self._sent += 1
+        request.place = self._sent
         self._tracked[key] = request
         self._shift(request, Phase.ABSENT, request.first_phase)
 
@@ -126,7 +137,7 @@ class LoadBook:
         request = self._tracked.pop(key, None)
         if request is None:
             return
-        before = request.phase_at(now_s, 0.0)
+        before = request.phase_at(now_s)
         request.ended_s = now_s
         self._ended.append(request)
         self._shift(request, before, Phase.ABSENT)
@@ -136,14 +147,32 @@ class LoadBook:
         self.reported_s = now_s
         self.reports += 1
         total = self._total = dataclasses.replace(report.amounts)
+        self._anchor(report.received, now_s)
         for request in (*self._tracked.values(), *self._ended):
-            counted, now = request.phase_at(now_s, self._settle_s), request.phase_at(now_s, 0.0)
+            counted = request.phase_at(now_s, received=self._received(request, report.received, now_s))
+            now = request.phase_at(now_s)
             if counted is not now:
                 total.add(request.amounts(now))
                 total.add(request.amounts(counted), -1)
         self._ended.clear()  # what has ended is in no later report
         self._publish()
         self._publish_rest(report)
+
+    def _received(self, request: Tracked, received: int | None, now_s: float) -> bool:
+        age_s = now_s - request.sent_s
+        if received is None or self._base is None:
+            return age_s >= self._settle_s
+        return request.place <= received - self._base or age_s >= self._lost_s
+
+    def _anchor(self, received: int | None, now_s: float) -> None:
+        """Takes the base anew where it is certain what the instance has received of this router's."""
+        if received is None:
+            self._base = None
+            return
+        waiting = [one for one in self._tracked.values() if one.started_s is None]
+        on_their_way = sum(now_s - one.sent_s < self._settle_s for one in waiting)
+        if self._base is None or not waiting:
+            self._base = received - (self._sent - on_their_way)
 
     def is_idle(self) -> bool:
         """Neither this router's requests nor anybody else's are there, as far as it is known."""
