@@ -75,9 +75,8 @@ def show(header: Header, result: Parity, console: Console) -> None:
         table.add_row(kind, str(count), str(result.identical[kind]))
     console.print(table)
     for one in result.differences:
-        console.print(
-            f"line {one.line} {one.kind} at {one.now_s:.3f} s\n  live     {one.live}\n  replayed {one.replayed}"
-        )
+        console.print(f"line {one.line} {one.kind} at {one.now_s:.3f} s")
+        console.print(f"  live     {one.live}\n  replayed {one.replayed}")
 
 
 def main(argv: list[str] | None = None) -> int:

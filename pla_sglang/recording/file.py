@@ -63,5 +63,5 @@ def _check(path: Path, number: int, line: Line) -> None:
 
 def _open(path: Path, mode: Literal["rb", "wb"]) -> IO[bytes]:
     if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, mode, compresslevel=3))  # noqa: SIM115
+        return cast(IO[bytes], gzip.open(path, mode, compresslevel=3))
     return path.open(mode)

@@ -1,9 +1,9 @@
 """The control plane of the router: decides where requests go, and knows what became of each.
 
-Pure parts (time and randomness come in, decisions and states come out): ``workers``, ``health``, ``breaker``, ``loads``,
-``intake``, ``ledger``, ``admission``, ``fairness``, ``prefixes``, ``prompts``, ``explain``, ``driver``. Effects:
-``instances`` and ``monitor`` (HTTP and ZMQ to instances), ``memory`` and ``recorder`` (files). ``desk`` joins the parts
-for the life of a request, ``plane`` for that of the process.
+Pure parts (time and randomness come in, decisions and states come out): ``workers``, ``health``, ``breaker``,
+``loads``, ``intake``, ``ledger``, ``admission``, ``fairness``, ``prefixes``, ``prompts``, ``explain``, ``driver``.
+Effects: ``instances`` and ``monitor`` (HTTP and ZMQ to instances), ``memory`` and ``recorder`` (files). ``desk`` joins
+the parts for the life of a request, ``plane`` for that of the process.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.ledger import Ledger
 from pla_sglang.router.control.loads import Phase, Tracked
 from pla_sglang.router.control.prefixes import PrefixIndex
-from pla_sglang.router.control.prompts import Prompts
+from pla_sglang.router.control.prompts import Prompt, Prompts
 from pla_sglang.router.control.series import Series
 from pla_sglang.router.control.workers import Worker, WorkerState, WorkerTable
 
@@ -128,9 +128,9 @@ class Desk:
         self.ledger.retry(rid, lambda _: False, now_s)
         self.series.retries.inc()
         for number in ask.excluded:
-            worker = self.table.by_number.get(number)
-            if worker is not None and worker.is_ready():  # the relay's report of the failure was lost
-                self.health.on_failure(worker, now_s, refused=True, detail="a relay could not connect")
+            failed = self.table.by_number.get(number)
+            if failed is not None and failed.is_ready():  # the relay's report of the failure was lost
+                self.health.on_failure(failed, now_s, refused=True, detail="a relay could not connect")
         self._enqueue(request, now_s)
 
     # -- a request goes out ------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ _LEGAL_LEGS: dict[LegState, frozenset[LegState]] = {
 class Leg:
     """What one instance holds for one attempt of a request.
 
-    ``worker`` is the index of the instance, ``attempt`` counts from 1, ``room`` is shared by the two legs of a hand-off.
+    ``worker`` is the number of the instance, ``attempt`` counts from 1, ``room`` is shared by the legs of a hand-off.
     """
 
     side: Side

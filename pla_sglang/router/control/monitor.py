@@ -192,7 +192,7 @@ class Monitor:
         puller = self._puller
         assert puller is not None
         loop, wake = asyncio.get_running_loop(), asyncio.Event()
-        descriptor = puller.socket.getsockopt(zmq.FD)
+        descriptor = int(puller.socket.getsockopt(zmq.FD))
         loop.add_reader(descriptor, wake.set)
         try:
             while True:

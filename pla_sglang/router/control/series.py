@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -60,7 +61,7 @@ class _Now(Collector):
         self._gauges = gauges
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Gauge | GaugeMetricFamily] = {}
+        families: dict[str, GaugeMetricFamily] = {}
         for name, text, labels, value in self._gauges():
             family = families.get(name)
             if family is None:
@@ -91,7 +92,7 @@ class _Relays(Collector):
         yield from gauges.values()
 
 
-def _add(families: dict, kind: type, values: Mapping[str, float], relay: int) -> None:  # type: ignore[type-arg]
+def _add(families: dict[str, Any], kind: Any, values: Mapping[str, float], relay: int) -> None:
     for full, value in values.items():
         found = _NAME.match(full)
         if found is None:
