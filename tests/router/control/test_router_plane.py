@@ -1,0 +1,465 @@
+"""The whole control plane against local fakes of instances: real HTTP and ZMQ, relays that are lists of messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from support.fake_instance import FakeInstance
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.parity import replay_file
+from pla_sglang.router import messages as m
+from pla_sglang.router.control import ControlKnobs, Plane
+from pla_sglang.router.control.admission import AdmissionKnobs
+from pla_sglang.router.control.health import HealthKnobs
+from pla_sglang.router.control.workers import WorkerState
+from pla_sglang.telemetry.message import Backlog, Pass, Report
+from pla_sglang.telemetry.push import Pusher
+
+QUICK = HealthKnobs(interval_s=0.05, timeout_s=2.0, fresh_s=0.2, misses=2, refused=2)
+
+
+class FakeRelay:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[m.FromControl] = []
+
+    def tell(self, message: m.FromControl) -> None:
+        self.told.append(message)
+
+    def last(self, kind: type[Any]) -> Any:
+        return next(one for one in reversed(self.told) if isinstance(one, kind))
+
+
+class Scene:
+    """A plane with its fakes, and a relay."""
+
+    def __init__(self, plane: Plane, instances: list[FakeInstance]) -> None:
+        self.plane = plane
+        self.instances = instances
+        self.relay = FakeRelay()
+        self._number = 0
+        plane.attach(0, self.relay)
+
+    async def until(self, done: Callable[[], Any], limit_s: float = 5.0) -> None:
+        end_s = time.monotonic() + limit_s
+        while not done():
+            assert time.monotonic() < end_s, "it did not come to that"
+            await asyncio.sleep(0.01)
+
+    async def ready(self, count: int) -> None:
+        await self.until(lambda: len(self.plane.table.fleet.ready) == count)
+
+    def ask(self, rid: str, body: object = None, **fields: Any) -> m.Assign | m.Refuse | None:
+        """The answer, if there is one at once."""
+        data = orjson.dumps(body or {"messages": [{"role": "user", "content": rid * 20}]})
+        told = len(self.relay.told)
+        values = {"input_tokens": 50, "body": data} | fields
+        self.plane.hear(m.Ask(rid, 0, m.Endpoint.CHAT, True, time.monotonic(), len(data), **values))
+        answers = [one for one in self.relay.told[told:] if isinstance(one, (m.Assign, m.Refuse))]
+        return answers[0] if answers else None
+
+    def stage(self, rid: str, *steps: m.Step) -> None:
+        for step in steps:
+            self.plane.hear(m.Stage(rid, step, time.monotonic()))
+
+    def ended(self, rid: str, outcome: m.Outcome = m.Outcome.OK, **fields: Any) -> None:
+        self.plane.hear(m.Ended(rid, outcome, 200, time.monotonic(), events=5, **fields))
+
+    def admin(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        self._number += 1
+        data = b"" if body is None else orjson.dumps(body)
+        self.plane.hear(m.AdminAsk(self._number, 0, method, path, "", data))
+        answer = self.relay.last(m.AdminAnswer)
+        assert answer.number == self._number
+        parsed = orjson.loads(answer.body) if answer.content_type == "application/json" else answer.body.decode()
+        return answer.status, parsed
+
+    def assert_at_rest(self) -> None:
+        audit = self.plane.desk.ledger.audit(time.monotonic())
+        assert audit.balanced, audit.problems
+        assert (self.plane.desk.open, self.plane.desk.ledger.entries, self.plane.desk.ledger.rooms) == ({}, {}, {})
+        assert all(worker.book.open_requests() == 0 for worker in self.plane.table)
+        self.plane.table.check_integrity()
+
+
+@asynccontextmanager
+async def scene(modes: list[str], *, has_role: bool = False, **knobs: Any) -> AsyncIterator[Scene]:
+    """Instances of these modes behind one plane, all ready."""
+    instances = [await FakeInstance(mode, has_role=has_role).start() for mode in modes]
+    values = {"health": QUICK, "poll_interval_s": 0.05, "workers": tuple(one.url for one in instances)} | knobs
+    plane = Plane(ControlKnobs(**values))
+    await plane.start()
+    try:
+        made = Scene(plane, instances)
+        await made.ready(len(instances))
+        yield made
+    finally:
+        await plane.stop()
+        for one in instances:
+            await one.stop()
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_pair_serves_a_request_and_explains_it() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"], policy="minimal-load") as one:
+            table = one.relay.last(m.Table)
+            assert table.serving
+            assert [worker.kind for worker in table.workers] == ["prefill", "decode"]
+            assign = one.ask("r1")
+            assert isinstance(assign, m.Assign)
+            assert (assign.prefill, assign.decode) == (0, 1)
+            assert (assign.bootstrap_host, assign.bootstrap_port) == ("127.0.0.1", 8998)
+            assert one.plane.desk.ledger.rooms == {assign.bootstrap_room: "r1"}
+            assert one.plane.table.by_number[0].view.queued_prefills == 1
+            assert one.plane.table.by_number[1].view.waiting_decodes == 1
+            one.stage("r1", m.Step.SENT, m.Step.PREFILL_DONE)
+            assert one.plane.table.by_number[0].view.queued_prefills == 0
+            one.stage("r1", m.Step.FIRST_TOKEN)
+            assert one.plane.table.by_number[1].view.running == 1
+            one.ended("r1")
+            one.assert_at_rest()
+            status, told = one.admin("GET", "/pla/explain/r1")
+            assert status == 200
+            assert (told["prefill"], told["reason"], told["end"]) == (
+                one.plane.table.by_number[0].view.name,
+                "baseline.minimal_load",
+                "finished",
+            )
+            assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
+            assert one.admin("GET", "/pla/explain/nobody")[0] == 404
+            metrics = one.admin("GET", "/metrics")[1]
+            assert 'pla_router_requests_total{end="finished"} 1.0' in metrics
+            assert 'pla_router_dispatches_total{reason="baseline.minimal_load"} 1.0' in metrics
+            assert "pla_router_open_requests 0.0" in metrics
+
+    run(work)
+
+
+def test_who_is_not_served_yet_waits_and_goes_when_an_instance_is_ready() -> None:
+    async def work() -> None:
+        late = FakeInstance()
+        await late.start()
+        await late.stop()  # its port is known, nobody listens
+        plane = Plane(ControlKnobs(workers=(late.url,), health=QUICK, pending_s=20.0))
+        await plane.start()
+        one = Scene(plane, [late])
+        assert one.ask("r1") is None
+        assert not one.relay.last(m.Table).serving
+        await late.start()
+        await one.until(lambda: any(isinstance(told, m.Assign) for told in one.relay.told))
+        one.ended("r1")
+        one.assert_at_rest()
+        await plane.stop()
+        await late.stop()
+
+    run(work)
+
+
+def test_who_waits_too_long_is_refused() -> None:
+    async def work() -> None:
+        plane = Plane(ControlKnobs(workers=("http://127.0.0.1:9",), health=QUICK, pending_s=0.1))
+        await plane.start()
+        one = Scene(plane, [])
+        assert one.ask("r1") is None
+        await one.until(lambda: any(isinstance(told, m.Refuse) for told in one.relay.told))
+        refuse = one.relay.last(m.Refuse)
+        assert (refuse.status, refuse.code, refuse.retry_after_s) == (503, "no_instance", 5.0)
+        one.ended("r1", m.Outcome.REFUSED)
+        assert plane.desk.ledger.ended.total() == 1
+        one.assert_at_rest()
+        await plane.stop()
+
+    run(work)
+
+
+def test_limits_and_duplicates() -> None:
+    async def work() -> None:
+        async with scene(["null"], admission=AdmissionKnobs(open_requests=2)) as one:
+            assert isinstance(one.ask("a"), m.Assign)
+            assert isinstance(one.ask("b"), m.Assign)
+            over = one.ask("c")
+            assert isinstance(over, m.Refuse)
+            assert (over.status, over.code, over.retry_after_s) == (429, "open_limit", 1.0)
+            one.ended("c", m.Outcome.REFUSED)
+            twin = one.ask("a")
+            assert isinstance(twin, m.Refuse)
+            assert (twin.status, twin.code) == (409, "duplicate")
+            one.ended("a", m.Outcome.REFUSED)  # the twin's end, not that of the first
+            assert "a" in one.plane.desk.open
+            one.ended("a")
+            one.ended("b")
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_what_a_relay_has_not_aborted_is_aborted_here() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            prefill, decode = one.instances
+            one.ask("told")
+            one.ended("told", m.Outcome.CLIENT_GONE, aborted=(0, 1))
+            assert (prefill.aborted, decode.aborted) == ([], [])
+            decode.abort_status = 500
+            one.ask("untold")
+            one.ended("untold", m.Outcome.PREFILL_FAILED, aborted=(0,))
+            await asyncio.sleep(0.2)
+            audit = one.plane.desk.ledger.audit(time.monotonic())
+            assert (audit.legs_aborting, audit.rooms) == (1, 1)  # not confirmed: the room is not free
+            decode.abort_status = 200
+            await one.until(lambda: decode.aborted == ["untold"])
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.ask("lost")
+            one.plane.forget(0)
+            await one.until(lambda: prefill.aborted == ["lost"] and decode.aborted == ["untold", "lost"])
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_failed_connection_is_tried_elsewhere() -> None:
+    async def work() -> None:
+        async with scene(["null", "null"]) as one:
+            first = one.ask("r")
+            assert isinstance(first, m.Assign)
+            await one.instances[first.decode].stop()
+            one.plane.hear(m.Failure(first.decode, m.Leg.WHOLE, m.FailureKind.CONNECT, time.monotonic(), "r"))
+            second = one.ask("r", attempt=2, excluded=(first.decode,))
+            assert isinstance(second, m.Assign)
+            assert second.decode != first.decode
+            assert second.attempt == 2
+            await one.until(lambda: one.plane.table.by_number[first.decode].state is WorkerState.DEAD)
+            assert [worker.number for worker in one.relay.last(m.Table).workers] == [1 - first.decode, 2]
+            one.ended("r")
+            one.assert_at_rest()
+            await one.instances[first.decode].start()
+            await one.ready(2)  # another process, another number
+
+    run(work)
+
+
+def test_requests_of_a_dead_instance_are_ended() -> None:
+    async def work() -> None:
+        async with scene(["null", "null"]) as one:
+            assigned = {rid: one.ask(rid) for rid in ("a", "b")}
+            victim = assigned["a"].decode  # type: ignore[union-attr]
+            await one.instances[victim].stop()
+            await one.until(lambda: any(isinstance(told, m.Abort) for told in one.relay.told))
+            abort = one.relay.last(m.Abort)
+            assert (abort.rid, abort.status, abort.code) == ("a", 502, "instance_dead")
+            one.ended("a", m.Outcome.ABORTED)
+            one.ended("b")
+            one.assert_at_rest()
+            await one.instances[victim].start()
+
+    run(work)
+
+
+def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Path) -> None:
+    async def work() -> None:
+        address = f"ipc://{tmp_path}/reports"
+        async with scene(["null"], telemetry=address, policy="minimal-load") as one:
+            pusher = Pusher(address)
+            name = f"127.0.0.1:{one.instances[0].port}"
+            worker = one.plane.table.by_number[0]
+            backlog = Backlog(2, 300, 45_000, 10)
+            passes = Pass(1000, 1_000_000, 0, 1, 1, 5.0)
+            report = Report(instance=name, sequence=1, clock_s=1.0, backlog=backlog, running=3, passes=passes)
+
+            def sent() -> bool:
+                return pusher.send(report)
+
+            await one.until(sent)
+            await one.until(lambda: worker.view.queued_tokens == 300)
+            assert (worker.view.queued_attention, worker.view.running) == (45_000, 3)
+            assert one.plane.desk.predictor is not None
+            assert one.plane.desk.predictor.factor(worker.view) > 1  # five seconds for a thousand tokens
+            again = Report(instance=name, sequence=1, clock_s=0.1, started_s=99.0)
+            pusher.send(again)
+            await one.until(lambda: worker.state is WorkerState.DEAD)
+            assert worker.reason.value == "restarted"
+            pusher.send(Report(instance="somebody else", sequence=1, clock_s=0.1))
+            await one.until(lambda: one.admin("GET", "/pla/state")[1]["telemetry"]["reports_of_nobody"] == 1)
+            pusher.close()
+
+    run(work)
+
+
+def test_polls_where_nothing_reports() -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            one.instances[0].load |= {"num_waiting_reqs": 2, "num_waiting_uncached_tokens": 600, "num_running_reqs": 1}
+            view = one.plane.table.by_number[0].view
+            await one.until(lambda: view.queued_tokens == 600)
+            assert (view.queued_prefills, view.queued_attention, view.running) == (2, 180_000, 1)
+
+    run(work)
+
+
+def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
+    async def work() -> None:
+        modes = ["prefill", "prefill", "prefill", "decode"]
+        async with scene(modes, has_role=True, policy="pla", slo_ttft_s=0.05, boundary_tokens=100) as one:
+            state = one.admin("GET", "/pla/state")[1]
+            assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 1, "long": 2, "both": 0}
+            await one.until(lambda: all(fake.roles for fake in one.instances[:3]))
+            names = {one.plane.table.by_number[number].view.length_class for number in range(3)}
+            assert len(names) == 2
+            for number in range(12):  # a burst of shorts: the short pool has a backlog, the long one none
+                answer = one.ask(f"s{number}", input_tokens=99, exact_tokens=True)
+                assert isinstance(answer, m.Assign)
+            loaded = [fake for fake in one.instances[:3] if fake.roles[-1] == "short"]
+            for fake in loaded:
+                fake.load |= {"num_waiting_reqs": 50, "num_waiting_uncached_tokens": 100_000}
+            await one.until(lambda: one.plane.desk.driver.flips == 1, 8.0)  # type: ignore[union-attr]
+            state = one.admin("GET", "/pla/state")[1]
+            assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 2, "long": 1, "both": 0}
+            await one.until(lambda: sorted(fake.roles[-1] for fake in one.instances[:3]) == ["long", "short", "short"])
+            for number in range(12):
+                one.ended(f"s{number}")
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_workers_come_and_go() -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            other = await FakeInstance().start()
+            assert one.admin("POST", "/workers", {"url": other.url})[0] == 202
+            assert one.admin("POST", "/workers", {"url": other.url})[0] == 409
+            assert one.admin("POST", "/workers", {"url": "ftp://x"})[0] == 400
+            assert one.admin("POST", "/workers", {"link": other.url})[0] == 400
+            await one.ready(2)
+            assert one.admin("POST", "/workers/0/drain")[0] == 202
+            assert isinstance(answer := one.ask("r"), m.Assign)
+            assert answer.decode == 1
+            assert one.admin("POST", "/workers/0/undrain")[0] == 202
+            assert one.admin("DELETE", "/workers/1")[0] == 202
+            await asyncio.sleep(0.4)
+            assert len(one.admin("GET", "/workers")[1]["workers"]) == 2  # it still serves r
+            one.ended("r")
+            await one.until(lambda: len(one.admin("GET", "/workers")[1]["workers"]) == 1)
+            assert one.admin("GET", "/workers/1")[0] == 404
+            assert one.admin("PUT", "/workers")[0] == 404
+            await other.stop()
+
+    run(work)
+
+
+def test_the_worker_file_is_read_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        first, second = await FakeInstance().start(), await FakeInstance().start()
+        path = tmp_path / "workers.json"
+        path.write_text(json.dumps({"workers": [{"url": first.url}]}))
+        plane = Plane(ControlKnobs(worker_file=path, health=QUICK))
+        await plane.start()
+        one = Scene(plane, [first, second])
+        await one.ready(1)
+        path.write_text(json.dumps({"workers": [{"url": second.url}, {"url": first.url, "drain": True}]}))
+        status, told = one.admin("POST", "/pla/reload")
+        assert (status, told["added"]) == (200, [second.url])
+        await one.until(lambda: [view.name for view in plane.table.fleet.ready] == [f"127.0.0.1:{second.port}"])
+        path.write_text("{")
+        assert one.admin("POST", "/pla/reload")[0] == 400
+        path.write_text(json.dumps({"workers": [{"url": second.url}]}))
+        await one.until(lambda: len(list(plane.table)) == 1)  # found by itself
+        await plane.stop()
+        await first.stop()
+        await second.stop()
+
+    run(work)
+
+
+def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
+    async def work() -> None:
+        memory = tmp_path / "memory.json"
+        async with scene(["prefill", "decode"], memory_file=memory) as one:
+            assign = one.ask("kept")
+            one.ask("gone")
+            assert isinstance(assign, m.Assign)
+            asked = m.Ask("kept", 0, m.Endpoint.CHAT, True, time.monotonic(), 30, 50)
+            done = m.Stage("kept", m.Step.PREFILL_DONE, time.monotonic())
+            await one.plane.stop()
+            knobs = one.plane.knobs
+            second = Plane(knobs)
+            await second.start()
+            two = Scene(second, one.instances)
+            assert two.relay.last(m.Table).epoch != one.relay.last(m.Table).epoch
+            second.hear(m.Hello(0, m.PROTOCOL, 1, (m.OpenRequest(asked, assign, (done,)),)))
+            assert second.desk.ledger.rooms == {assign.bootstrap_room: "kept"}
+            assert second.table.by_number[assign.decode].view.waiting_decodes == 1
+            await two.ready(2)
+            assert {worker.number for worker in second.table} == {0, 1}
+            two.stage("kept", m.Step.FIRST_TOKEN)
+            two.ended("kept")
+            two.assert_at_rest()
+            second.hear(m.Hello(0, m.PROTOCOL, 1, ()))  # nothing new
+            two.assert_at_rest()
+            await second.stop()
+
+    run(work)
+
+
+def test_an_operators_wishes_outlive_a_restart(tmp_path: Path) -> None:
+    async def work() -> None:
+        memory = tmp_path / "memory.json"
+        async with scene(["null", "null", "null"], memory_file=memory) as one:
+            one.admin("POST", "/workers/1/drain")
+            one.admin("DELETE", "/workers/2")
+            await one.until(lambda: len(list(one.plane.table)) == 2)
+            await one.plane.stop()
+            second = Plane(one.plane.knobs)
+            await second.start()
+            two = Scene(second, one.instances)
+            await two.until(lambda: second.table.by_number[1].state is WorkerState.DRAINING)
+            assert [worker.number for worker in second.table] == [0, 1]
+            await second.stop()
+        memory.write_text("{")
+        with pytest.raises(ConfigError, match="memory file"):
+            Plane(ControlKnobs(memory_file=memory))
+
+    run(work)
+
+
+@pytest.mark.parametrize("policy", ["two-choices", "cache-aware", "pla", "arrow-no-flips"])
+def test_a_recorded_run_replays_to_the_same_decisions(policy: str, tmp_path: Path) -> None:
+    async def work() -> None:
+        path = tmp_path / "run.jsonl.gz"
+        async with scene(["prefill", "prefill", "decode", "decode"], policy=policy, record=path) as one:
+            system = "s" * 4000
+            for number in range(60):
+                body = {"messages": [{"role": "system", "content": system[: 400 * (number % 9)]}]}
+                assert isinstance(one.ask(f"r{number}", body), m.Assign)
+                if number >= 5:
+                    one.stage(f"r{number - 5}", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+                if number >= 9:
+                    one.ended(f"r{number - 9}")
+                if number % 20 == 0:
+                    one.instances[number // 20].load |= {"num_waiting_uncached_tokens": 900 * number}
+                    await asyncio.sleep(0.3)
+                if number == 30:
+                    one.admin("POST", "/workers/3/drain")
+                if number == 45:
+                    one.admin("POST", "/workers/3/undrain")
+        header, result = replay_file(path)
+        assert header.policy == policy
+        assert result.count >= 120
+        assert result.identical_share == 1.0, result.differences
+
+    run(work)
