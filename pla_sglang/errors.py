@@ -2,7 +2,8 @@
 
 PlaError
 ├── ConfigError        a flag, knob or request field has a value that is not allowed
-└── HostMismatchError  the installed SGLang does not fit the seam table; lists every reason
+├── HostMismatchError  the installed SGLang does not fit the seam table; lists every reason
+└── TelemetryError     what arrived as an instance's report is none
 """
 
 
@@ -25,3 +26,7 @@ class HostMismatchError(PlaError, RuntimeError):
         self.reasons = list(reasons)
         listing = "\n".join(f"  - {reason}" for reason in self.reasons)
         super().__init__(f"pla_sglang does not fit this SGLang ({len(self.reasons)} reason(s)):\n{listing}")
+
+
+class TelemetryError(PlaError, ValueError):
+    """A message that should be an instance's report is malformed, out of range, or of another version."""

@@ -1,0 +1,138 @@
+"""The report of one instance, as msgpack.
+
+A report is complete: a receiver needs no earlier one, and a lost one costs freshness only. ``sequence`` shows the gaps,
+and sums since the start (``busy_s``, ``received``, ``errors``) let a receiver take differences across them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from pla_sglang.errors import TelemetryError
+
+VERSION = 1
+LARGEST_BYTES = 1 << 20  # a report has about half a kilobyte; what is larger is none
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class ClassQueue(msgspec.Struct, frozen=True, array_like=True):
+    """Requests of one class that wait, and their new tokens. The prefill under way is not among them."""
+
+    reqs: Count = 0
+    tokens: Count = 0
+
+
+class Backlog(msgspec.Struct, frozen=True, array_like=True):
+    """What is not computed yet, queued or under way: requests, sum of L, of L*(L+2H), and of H."""
+
+    prefills: Count = 0
+    tokens: Count = 0
+    attention: Count = 0
+    history_tokens: Count = 0
+
+
+class Pass(msgspec.Struct, frozen=True, array_like=True):
+    """Prefill passes that have ended: new tokens, sum of L*(L+2H), sum of H, requests, passes, and their duration."""
+
+    new_tokens: Count = 0
+    attention: Count = 0
+    history_tokens: Count = 0
+    requests: Count = 0
+    passes: Count = 0
+    duration_s: Seconds = 0.0
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """State of one instance (one data-parallel rank of a server).
+
+    Attributes:
+        version: of this format.
+        instance: name that the operator gave, or host and port of the server.
+        dp_rank, dp_size: which rank of how many.
+        started_s: wall clock (Unix) of the start. Another value under the same name is another process.
+        sequence: 1, 2, ... since the start.
+        clock_s: the sender's monotonic clock; for differences between its reports only.
+        role: class of the instance in a spatial pool: mixed, short or long.
+        draining: work of its former class is not finished yet.
+        disaggregation: null, prefill or decode, as in SGLang.
+        boundary_tokens: new tokens at which a request without history is long; 0: this instance has no boundary.
+        step_model: coefficients of the fitted ``policy.boundary.StepModel`` in its order; empty: none.
+        received: requests taken from the front since the start, refused ones included.
+        backlog, short, long: see their types; a request that waits for its PD handshake counts.
+        prefill_age_s: wait of the oldest prefill that is not done; 0 without one.
+        running, context_tokens: requests that decode, and their KV tokens.
+        waiting_decodes, waiting_decode_tokens: decodes that wait for KV or memory, and their KV tokens.
+        kv_used_tokens, kv_capacity_tokens: used is what cannot be evicted.
+        passes: prefill passes since the last report.
+        decode_step_s: mean duration of recent decode steps; None without any.
+        token_interval_s: mean time between two tokens of a request over a recent window; None without tokens.
+        ttft_ratio: mean of TTFT / target over a recent window, in the engine; None without targets or first tokens.
+        utilisation: busy share of a recent window.
+        busy_s: seconds with a forward pass since the start.
+        errors: requests that ended badly since the start, by kind.
+    """
+
+    instance: str
+    dp_rank: Count = 0
+    dp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    started_s: float = 0.0
+    sequence: Annotated[int, msgspec.Meta(ge=1)]
+    clock_s: float
+    version: int = VERSION
+    role: str = "mixed"
+    draining: bool = False
+    disaggregation: str = "null"
+    boundary_tokens: Count = 0
+    step_model: tuple[float, ...] = ()
+    received: Count = 0
+    backlog: Backlog = Backlog()
+    short: ClassQueue = ClassQueue()
+    long: ClassQueue = ClassQueue()
+    prefill_age_s: Seconds = 0.0
+    running: Count = 0
+    context_tokens: Count = 0
+    waiting_decodes: Count = 0
+    waiting_decode_tokens: Count = 0
+    kv_used_tokens: Count = 0
+    kv_capacity_tokens: Count = 0
+    passes: Pass = Pass()
+    decode_step_s: Seconds | None = None
+    token_interval_s: Seconds | None = None
+    ttft_ratio: Seconds | None = None
+    utilisation: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    busy_s: Seconds = 0.0
+    errors: dict[str, Count] = {}
+
+    @property
+    def key(self) -> str:
+        """Names the instance among all: ``name`` or, with several ranks, ``name#rank``."""
+        return self.instance if self.dp_size == 1 else f"{self.instance}#{self.dp_rank}"
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Report)
+
+
+def encode(report: Report) -> bytes:
+    return _encoder.encode(report)
+
+
+def decode(data: bytes) -> Report:
+    """A checked report. Fields that a later version adds are ignored.
+
+    Raises:
+        TelemetryError: too large, no msgpack, a field out of range, or another version.
+    """
+    if len(data) > LARGEST_BYTES:
+        raise TelemetryError(f"a report of {len(data)} bytes; allowed: {LARGEST_BYTES}")
+    try:
+        report = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TelemetryError(f"no report: {error}") from None
+    if report.version != VERSION:
+        raise TelemetryError(f"report of version {report.version}; this side knows {VERSION}")
+    return report
