@@ -85,7 +85,7 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True, gc=False):
     """Base of all messages: an array whose first item is the name of the class."""
 
 
-class Ask(Message):
+class Ask(Message, frozen=True):
     """A request that wants to be dispatched.
 
     Attributes:
@@ -128,7 +128,7 @@ class Ask(Message):
     body: bytes | None = None
 
 
-class Stage(Message):
+class Stage(Message, frozen=True):
     """A step in a request's life."""
 
     rid: str
@@ -136,7 +136,7 @@ class Stage(Message):
     at_s: float
 
 
-class Ended(Message):
+class Ended(Message, frozen=True):
     """The last message about a request.
 
     Attributes:
@@ -160,7 +160,7 @@ class Ended(Message):
     detail: str = ""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """An instance failed a relay; sent in addition to the request's own messages."""
 
     worker: int
@@ -171,7 +171,7 @@ class Failure(Message):
     detail: str = ""
 
 
-class OpenRequest(Message):
+class OpenRequest(Message, frozen=True):
     """A request that is dispatched and open, as told to a control plane that has just started."""
 
     ask: Ask
@@ -179,7 +179,7 @@ class OpenRequest(Message):
     steps: tuple[Stage, ...]
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message to a control plane, again whenever its ``epoch`` changes. ``open`` is complete."""
 
     relay: int
@@ -188,7 +188,7 @@ class Hello(Message):
     open: tuple[OpenRequest, ...] = ()
 
 
-class RelayReport(Message):
+class RelayReport(Message, frozen=True):
     """A relay's own counters and gauges, once a second; control exports them with the label ``relay``.
 
     ``counters`` only grow; a name may carry labels in Prometheus form: ``bad_requests_total{reason="head"}``.
@@ -200,7 +200,7 @@ class RelayReport(Message):
     gauges: dict[str, float]
 
 
-class AdminAsk(Message):
+class AdminAsk(Message, frozen=True):
     """A request for content that only the control plane has: /workers, /pla/*, /metrics.
 
     The relay has checked the admin key. ``path`` is without the query; ``query`` without "?".
@@ -217,7 +217,7 @@ class AdminAsk(Message):
 # -- control to relay --------------------------------------------------------------------------------------------------
 
 
-class Worker(Message):
+class Worker(Message, frozen=True):
     """Where an instance is. ``number`` is never reused.
 
     Attributes:
@@ -235,7 +235,7 @@ class Worker(Message):
     api_key: str = ""
 
 
-class Table(Message):
+class Table(Message, frozen=True):
     """All instances, complete; sent on connect and at each change, always before an Assign that needs it.
 
     Attributes:
@@ -251,14 +251,14 @@ class Table(Message):
     prompts: Prompts = Prompts.ESTIMATE
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """Once in ``BEAT_INTERVAL_S``: the control plane lives."""
 
     epoch: int
     at_s: float
 
 
-class Assign(Message):
+class Assign(Message, frozen=True):
     """Where a request goes.
 
     Attributes:
@@ -283,7 +283,7 @@ class Assign(Message):
     reason: str = ""
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True):
     """The request is answered here: 429 with Retry-After under hard limits, 503 while nobody is ready.
 
     ``code`` is the error's type in the JSON answer; ``message`` is for people.
@@ -297,7 +297,7 @@ class Refuse(Message):
     retry_after_s: float | None = None
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """End an open request now: free both instances, answer the client with ``status`` or break its stream."""
 
     rid: str
@@ -306,13 +306,13 @@ class Abort(Message):
     message: str
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """Accept no new connections, finish what is open, then leave."""
 
     relay: int
 
 
-class AdminAnswer(Message):
+class AdminAnswer(Message, frozen=True):
     number: int
     status: int
     content_type: str
