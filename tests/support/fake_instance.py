@@ -1,4 +1,4 @@
-"""What an SGLang server says and does towards a router, without an engine. One e2e test checks it against a real one."""
+"""What an SGLang server says and does towards a router, without an engine. An e2e test compares it with a real one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOAD = {
 
 
 class FakeInstance:
-    """Answers /server_info, /health, /v1/loads, /abort_request and, with ``has_role``, /pla/role. Notes what it was told.
+    """Answers /server_info, /health, /v1/loads, /abort_request and, with ``has_role``, /pla/role; notes what was said.
 
     ``start`` and ``stop`` it; a second ``start`` is another process on the same port.
     """

@@ -187,11 +187,12 @@ class Desk:
         self.track(request, now_s)
         self.index.insert(prefill.view.index, request.prompt.keys)
         room = entry.room()
-        self._tell(request.ask.relay, assign_message(request, room, choice.reason.value))
         self.series.admissions.labels("admitted", verdict.reason.value).inc()
         self.series.dispatches.labels(choice.reason.value).inc()
         self.series.placements.labels(choice.placement.value).inc()
         story.decided_s, story.admission, story.room = now_s, verdict.reason.value, room
+        # Last: in one process the relay may answer before this returns.
+        self._tell(request.ask.relay, assign_message(request, room, choice.reason.value))
 
     def track(self, request: Open, now_s: float) -> None:
         """Enters the request in the load books of its instances."""

@@ -28,6 +28,8 @@ from pla_sglang.telemetry.pull import Puller
 logger = logging.getLogger(__name__)
 CHECK_TICK_S = 0.1
 ABORT_RETRY_S = 0.5
+# An abort that overtakes its request on the way to an instance is lost, so it is said again before it counts.
+ABORT_AGAIN_S = 0.3
 DRAIN_TICK_S = 0.02  # ZMQ's descriptor tells of new messages only once
 Clock = Callable[[], float]
 
@@ -249,6 +251,8 @@ class Monitor:
                 self._on_aborted(order, "dead")
                 return
             try:
+                await self._instances.abort(worker, order.rid)
+                await asyncio.sleep(ABORT_AGAIN_S)
                 await self._instances.abort(worker, order.rid)
             except (NobodyListensError, NoAnswerError) as error:
                 logger.warning("abort of %s at %s: %s", order.rid, worker.view.name, error)

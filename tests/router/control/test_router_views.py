@@ -38,7 +38,16 @@ def test_good_addresses(url: str, address: Address) -> None:
     assert parse_url(address.url) == address
 
 
-BAD_URLS = ["h:80", "https://h:80", "http://h", "http://h:0", "http://h:80/x", "http://u@h:80", "http://h:99999", "http://:8"]
+BAD_URLS = [
+    "h:80",
+    "https://h:80",
+    "http://h",
+    "http://h:0",
+    "http://h:80/x",
+    "http://u@h:80",
+    "http://h:99999",
+    "http://:8",
+]
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
@@ -75,7 +84,12 @@ def test_what_is_no_server_of_ours(broken: dict[str, Any]) -> None:
 
 
 def test_polled_loads_by_kind() -> None:
-    load = LOAD | {"num_waiting_reqs": 3, "num_waiting_uncached_tokens": 90, "num_running_reqs": 2, "num_used_tokens": 70}
+    load = LOAD | {
+        "num_waiting_reqs": 3,
+        "num_waiting_uncached_tokens": 90,
+        "num_running_reqs": 2,
+        "num_used_tokens": 70,
+    }
     load |= {"num_total_tokens": 100, "num_active_tokens": 60}
     unified = polled_report({"loads": [load, load]}, InstanceKind.UNIFIED).amounts
     assert unified == Amounts(6, 180, 180 * 180 // 6, 0, 4, 140)
