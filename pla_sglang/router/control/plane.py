@@ -32,7 +32,7 @@ from pla_sglang.router.control.health import Health
 from pla_sglang.router.control.instances import Instances
 from pla_sglang.router.control.intake import Heard
 from pla_sglang.router.control.knobs import DEFAULT_PROFILE, ControlKnobs
-from pla_sglang.router.control.monitor import Monitor, Tasks
+from pla_sglang.router.control.monitor import Monitor, Tasks, Told
 from pla_sglang.router.control.prompts import load_tokenizer
 from pla_sglang.router.control.recorder import Recorder
 from pla_sglang.router.control.series import Series
@@ -86,10 +86,8 @@ class Plane:
         instances = Instances(timeout_s=self.knobs.health.timeout_s, api_key=self.knobs.worker_api_key)
         self._monitor = Monitor(
             *(self.table, self.desk.health, instances, self._clock),
+            Told(self._heard, self._described, self._aborted),
             poll_interval_s=self.knobs.poll_interval_s,
-            on_heard=self._heard,
-            on_described=self._described,
-            on_aborted=self._aborted,
         )
         try:
             self._add_workers()

@@ -3,114 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import orjson
 import pytest
 from support.fake_instance import FakeInstance
+from support.router_scene import QUICK, Scene, run, scene
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.parity import replay_file
 from pla_sglang.router import messages as m
 from pla_sglang.router.control import ControlKnobs, Plane
 from pla_sglang.router.control.admission import AdmissionKnobs
-from pla_sglang.router.control.health import HealthKnobs
 from pla_sglang.router.control.workers import WorkerState
 from pla_sglang.telemetry.message import Backlog, Pass, Report
 from pla_sglang.telemetry.push import Pusher
-
-QUICK = HealthKnobs(interval_s=0.05, timeout_s=2.0, fresh_s=0.2, misses=2, refused=2)
-
-
-class FakeRelay:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[m.FromControl] = []
-
-    def tell(self, message: m.FromControl) -> None:
-        self.told.append(message)
-
-    def last(self, kind: type[Any]) -> Any:
-        return next(one for one in reversed(self.told) if isinstance(one, kind))
-
-
-class Scene:
-    """A plane with its fakes, and a relay."""
-
-    def __init__(self, plane: Plane, instances: list[FakeInstance]) -> None:
-        self.plane = plane
-        self.instances = instances
-        self.relay = FakeRelay()
-        self._number = 0
-        plane.attach(0, self.relay)
-
-    async def until(self, done: Callable[[], Any], limit_s: float = 5.0) -> None:
-        end_s = time.monotonic() + limit_s
-        while not done():
-            assert time.monotonic() < end_s, "it did not come to that"
-            await asyncio.sleep(0.01)
-
-    async def ready(self, count: int) -> None:
-        await self.until(lambda: len(self.plane.table.fleet.ready) == count)
-
-    def ask(self, rid: str, body: object = None, **fields: Any) -> m.Assign | m.Refuse | None:
-        """The answer, if there is one at once."""
-        data = orjson.dumps(body or {"messages": [{"role": "user", "content": rid * 20}]})
-        told = len(self.relay.told)
-        values = {"input_tokens": 50, "body": data} | fields
-        self.plane.hear(m.Ask(rid, 0, m.Endpoint.CHAT, True, time.monotonic(), len(data), **values))
-        answers = [one for one in self.relay.told[told:] if isinstance(one, (m.Assign, m.Refuse))]
-        return answers[0] if answers else None
-
-    def stage(self, rid: str, *steps: m.Step) -> None:
-        for step in steps:
-            self.plane.hear(m.Stage(rid, step, time.monotonic()))
-
-    def ended(self, rid: str, outcome: m.Outcome = m.Outcome.OK, **fields: Any) -> None:
-        self.plane.hear(m.Ended(rid, outcome, 200, time.monotonic(), events=5, **fields))
-
-    def admin(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        self._number += 1
-        data = b"" if body is None else orjson.dumps(body)
-        self.plane.hear(m.AdminAsk(self._number, 0, method, path, "", data))
-        answer = self.relay.last(m.AdminAnswer)
-        assert answer.number == self._number
-        parsed = orjson.loads(answer.body) if answer.content_type == "application/json" else answer.body.decode()
-        return answer.status, parsed
-
-    def assert_at_rest(self) -> None:
-        audit = self.plane.desk.ledger.audit(time.monotonic())
-        assert audit.balanced, audit.problems
-        assert (self.plane.desk.open, self.plane.desk.ledger.entries, self.plane.desk.ledger.rooms) == ({}, {}, {})
-        assert all(worker.book.open_requests() == 0 for worker in self.plane.table)
-        self.plane.table.check_integrity()
-
-
-@asynccontextmanager
-async def scene(modes: list[str], *, has_role: bool = False, **knobs: Any) -> AsyncIterator[Scene]:
-    """Instances of these modes behind one plane, all ready."""
-    instances = [await FakeInstance(mode, has_role=has_role).start() for mode in modes]
-    values = {"health": QUICK, "poll_interval_s": 0.05, "workers": tuple(one.url for one in instances)} | knobs
-    plane = Plane(ControlKnobs(**values))
-    await plane.start()
-    try:
-        made = Scene(plane, instances)
-        await made.ready(len(instances))
-        yield made
-    finally:
-        await plane.stop()
-        for one in instances:
-            await one.stop()
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def test_a_pair_serves_a_request_and_explains_it() -> None:
@@ -273,7 +178,7 @@ def test_requests_of_a_dead_instance_are_ended() -> None:
 def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Path) -> None:
     async def work() -> None:
         address = f"ipc://{tmp_path}/reports"
-        async with scene(["null"], telemetry=address, policy="minimal-load") as one:
+        async with scene(["null"], telemetry=address, policy="minimal-load", poll_interval_s=5.0) as one:
             pusher = Pusher(address)
             name = f"127.0.0.1:{one.instances[0].port}"
             worker = one.plane.table.by_number[0]
@@ -333,133 +238,5 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             for number in range(12):
                 one.ended(f"s{number}")
             one.assert_at_rest()
-
-    run(work)
-
-
-def test_workers_come_and_go() -> None:
-    async def work() -> None:
-        async with scene(["null"]) as one:
-            other = await FakeInstance().start()
-            assert one.admin("POST", "/workers", {"url": other.url})[0] == 202
-            assert one.admin("POST", "/workers", {"url": other.url})[0] == 409
-            assert one.admin("POST", "/workers", {"url": "ftp://x"})[0] == 400
-            assert one.admin("POST", "/workers", {"link": other.url})[0] == 400
-            await one.ready(2)
-            assert one.admin("POST", "/workers/0/drain")[0] == 202
-            assert isinstance(answer := one.ask("r"), m.Assign)
-            assert answer.decode == 1
-            assert one.admin("POST", "/workers/0/undrain")[0] == 202
-            assert one.admin("DELETE", "/workers/1")[0] == 202
-            await asyncio.sleep(0.4)
-            assert len(one.admin("GET", "/workers")[1]["workers"]) == 2  # it still serves r
-            one.ended("r")
-            await one.until(lambda: len(one.admin("GET", "/workers")[1]["workers"]) == 1)
-            assert one.admin("GET", "/workers/1")[0] == 404
-            assert one.admin("PUT", "/workers")[0] == 404
-            await other.stop()
-
-    run(work)
-
-
-def test_the_worker_file_is_read_again(tmp_path: Path) -> None:
-    async def work() -> None:
-        first, second = await FakeInstance().start(), await FakeInstance().start()
-        path = tmp_path / "workers.json"
-        path.write_text(json.dumps({"workers": [{"url": first.url}]}))
-        plane = Plane(ControlKnobs(worker_file=path, health=QUICK))
-        await plane.start()
-        one = Scene(plane, [first, second])
-        await one.ready(1)
-        path.write_text(json.dumps({"workers": [{"url": second.url}, {"url": first.url, "drain": True}]}))
-        status, told = one.admin("POST", "/pla/reload")
-        assert (status, told["added"]) == (200, [second.url])
-        await one.until(lambda: [view.name for view in plane.table.fleet.ready] == [f"127.0.0.1:{second.port}"])
-        path.write_text("{")
-        assert one.admin("POST", "/pla/reload")[0] == 400
-        path.write_text(json.dumps({"workers": [{"url": second.url}]}))
-        await one.until(lambda: len(list(plane.table)) == 1)  # found by itself
-        await plane.stop()
-        await first.stop()
-        await second.stop()
-
-    run(work)
-
-
-def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
-    async def work() -> None:
-        memory = tmp_path / "memory.json"
-        async with scene(["prefill", "decode"], memory_file=memory) as one:
-            assign = one.ask("kept")
-            one.ask("gone")
-            assert isinstance(assign, m.Assign)
-            asked = m.Ask("kept", 0, m.Endpoint.CHAT, True, time.monotonic(), 30, 50)
-            done = m.Stage("kept", m.Step.PREFILL_DONE, time.monotonic())
-            await one.plane.stop()
-            knobs = one.plane.knobs
-            second = Plane(knobs)
-            await second.start()
-            two = Scene(second, one.instances)
-            assert two.relay.last(m.Table).epoch != one.relay.last(m.Table).epoch
-            second.hear(m.Hello(0, m.PROTOCOL, 1, (m.OpenRequest(asked, assign, (done,)),)))
-            assert second.desk.ledger.rooms == {assign.bootstrap_room: "kept"}
-            assert second.table.by_number[assign.decode].view.waiting_decodes == 1
-            await two.ready(2)
-            assert {worker.number for worker in second.table} == {0, 1}
-            two.stage("kept", m.Step.FIRST_TOKEN)
-            two.ended("kept")
-            two.assert_at_rest()
-            second.hear(m.Hello(0, m.PROTOCOL, 1, ()))  # nothing new
-            two.assert_at_rest()
-            await second.stop()
-
-    run(work)
-
-
-def test_an_operators_wishes_outlive_a_restart(tmp_path: Path) -> None:
-    async def work() -> None:
-        memory = tmp_path / "memory.json"
-        async with scene(["null", "null", "null"], memory_file=memory) as one:
-            one.admin("POST", "/workers/1/drain")
-            one.admin("DELETE", "/workers/2")
-            await one.until(lambda: len(list(one.plane.table)) == 2)
-            await one.plane.stop()
-            second = Plane(one.plane.knobs)
-            await second.start()
-            two = Scene(second, one.instances)
-            await two.until(lambda: second.table.by_number[1].state is WorkerState.DRAINING)
-            assert [worker.number for worker in second.table] == [0, 1]
-            await second.stop()
-        memory.write_text("{")
-        with pytest.raises(ConfigError, match="memory file"):
-            Plane(ControlKnobs(memory_file=memory))
-
-    run(work)
-
-
-@pytest.mark.parametrize("policy", ["two-choices", "cache-aware", "pla", "arrow-no-flips"])
-def test_a_recorded_run_replays_to_the_same_decisions(policy: str, tmp_path: Path) -> None:
-    async def work() -> None:
-        path = tmp_path / "run.jsonl.gz"
-        async with scene(["prefill", "prefill", "decode", "decode"], policy=policy, record=path) as one:
-            system = "s" * 4000
-            for number in range(60):
-                body = {"messages": [{"role": "system", "content": system[: 400 * (number % 9)]}]}
-                assert isinstance(one.ask(f"r{number}", body), m.Assign)
-                if number >= 5:
-                    one.stage(f"r{number - 5}", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
-                if number >= 9:
-                    one.ended(f"r{number - 9}")
-                if number % 20 == 0:
-                    one.instances[number // 20].load |= {"num_waiting_uncached_tokens": 900 * number}
-                    await asyncio.sleep(0.3)
-                if number == 30:
-                    one.admin("POST", "/workers/3/drain")
-                if number == 45:
-                    one.admin("POST", "/workers/3/undrain")
-        header, result = replay_file(path)
-        assert header.policy == policy
-        assert result.count >= 120
-        assert result.identical_share == 1.0, result.differences
 
     run(work)
