@@ -111,5 +111,6 @@ MAINS = {"relay": relay_main, "control": control_main}
 
 
 if __name__ == "__main__":
-    line = sys.stdin.buffer.raw.readline()  # not buffered: the rest is watched by the event loop
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:  # the event loop watches what follows
+        line = source.readline()
     sys.exit(run(MAINS[sys.argv[1]](json.loads(line))))
