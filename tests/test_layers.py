@@ -143,6 +143,7 @@ ENTRY_POINTS = {  # they tie the packages together
     "pla_sglang.plugin",
     "pla_sglang.launch_server",
     "pla_sglang.launch_cluster",
+    "pla_sglang.launch_router",
     "pla_sglang.parity",
     "pla_sglang.profile",
     "pla_sglang.simulate",

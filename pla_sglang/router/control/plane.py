@@ -225,14 +225,16 @@ class Plane:
         own = getattr(policy.dispatcher, "predictor", None)
         self.desk.predictor = own if isinstance(own, TtftPredictor) else TtftPredictor({"": profile_curve(setup.steps)})
         self._own_predictor = not isinstance(own, TtftPredictor)
-        self.desk.driver = PolicyDriver(policy, self.table.fleet, self._set_class, recorder=self.recorder)
+        self.desk.driver = PolicyDriver(
+            *(policy, self.table.fleet, self._set_class), recorder=self.recorder, on_action=self.series.actions.inc
+        )
         for number, interval_s in enumerate(self.desk.driver.intervals_s()):
             self._tasks.spawn(self._every(interval_s, lambda number=number: self._tick(number)))  # type: ignore[misc]
 
     def _changed(self, worker: Worker) -> None:
         """Something that relays or policies see has changed."""
         now_s = self._clock()
-        self.series.moves.labels(worker.state.value, worker.reason.value).inc()
+        self.series.moves.inc(worker.state.value, worker.reason.value)
         if worker.state is WorkerState.READY and worker.wants_drain:
             worker.wants_drain = False
             self.table.drain(worker, now_s, then_remove=worker.leaves)
@@ -261,7 +263,7 @@ class Plane:
             self._monitor.abort(order)
 
     def _aborted(self, order: AbortOrder, outcome: str) -> None:
-        self.series.aborts.labels(outcome).inc()
+        self.series.aborts.inc(outcome)
         self.desk.aborted(order, self._clock())
 
     def _heard(self, heard: Heard) -> None:

@@ -235,6 +235,8 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             state = one.admin("GET", "/pla/state")[1]
             assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 2, "long": 1, "both": 0}
             await one.until(lambda: sorted(fake.roles[-1] for fake in one.instances[:3]) == ["long", "short", "short"])
+            metrics = one.admin("GET", "/metrics")[1]
+            assert 'pla_router_actions_total{action="SetLengthClass",reason="pla.pressure_short"} 1.0' in metrics
             for number in range(12):
                 one.ended(f"s{number}")
             one.assert_at_rest()
