@@ -249,8 +249,10 @@ class FleetView:
         return roles[Role.PREFILL] + roles[Role.DECODE_TO_PREFILL] + roles[Role.MIXED]
 
     def decode_capable(self) -> list[InstanceView]:
+        """Ready instances that take hand-offs: a new list. A unified one decodes what it has prefilled, nothing else."""
         roles = self.by_role
-        return roles[Role.DECODE] + roles[Role.PREFILL_TO_DECODE] + roles[Role.MIXED]
+        mixed = [instance for instance in roles[Role.MIXED] if instance.kind is not InstanceKind.UNIFIED]
+        return roles[Role.DECODE] + roles[Role.PREFILL_TO_DECODE] + mixed
 
     def check_integrity(self) -> None:
         """Asserts that the lists agree with the instances."""

@@ -1,0 +1,97 @@
+"""``python -m pla_sglang.parity FILE``: replay a router's recording through the simulator, compare every decision.
+
+    launch_router ... --record run.jsonl.gz
+    parity run.jsonl.gz [--require 0.99]
+
+Prints a table, and as its last stdout line one JSON object. Exit status 1 when fewer decisions than required were
+identical, 2 for a file that cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from pla_sglang.errors import PlaError
+from pla_sglang.policy.registry import build, policy_names
+from pla_sglang.recording.file import read
+from pla_sglang.recording.rows import Header
+from pla_sglang.recording.setup import setup_of
+from pla_sglang.sim.parity import Parity, Replay, check_policy
+
+EXIT_DIFFERENT = 1
+EXIT_UNREADABLE = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m pla_sglang.parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("file", type=Path, help="recording of a router, .gz or not")
+    made.add_argument("--require", type=float, default=0.0, metavar="SHARE", help="least share of identical decisions")
+    return made
+
+
+def replay_file(path: Path, *, show: bool = False) -> tuple[Header, Parity]:
+    """Replays a recording. Raises RecordError, ConfigError."""
+    lines = list(track(read(path), "reading", console=Console(stderr=True), disable=not show))
+    header = lines[0]
+    assert isinstance(header, Header), "the reader checks it"
+    check_policy(header, policy_names())
+    policy = build(header.policy, setup_of(header))
+    return header, Replay(policy, lines[1:]).run()
+
+
+def summary(header: Header, result: Parity, wall_s: float) -> dict[str, Any]:
+    """The figures of the last line."""
+    return {
+        "policy": header.policy,
+        "profile": header.profile,
+        "decisions": result.count,
+        "identical_share": result.identical_share,
+        "by_kind": {
+            kind: {"decisions": count, "identical": result.identical[kind]}
+            for kind, count in sorted(result.decisions.items())
+        },
+        "reasons": dict(sorted(result.reasons.items())),
+        "virtual_s": round(result.virtual_s, 3),
+        "wall_s": round(wall_s, 3),
+    }
+
+
+def show(header: Header, result: Parity, console: Console) -> None:
+    table = Table(title=f"policy {header.policy}: live against replayed")
+    for column in ("decision", "count", "identical"):
+        table.add_column(column, justify="left" if column == "decision" else "right")
+    for kind, count in sorted(result.decisions.items()):
+        table.add_row(kind, str(count), str(result.identical[kind]))
+    console.print(table)
+    for one in result.differences:
+        console.print(f"line {one.line} {one.kind} at {one.now_s:.3f} s")
+        console.print(f"  live     {one.live}\n  replayed {one.replayed}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(sys.argv[1:] if argv is None else argv)
+    started_s = time.perf_counter()
+    try:
+        header, result = replay_file(options.file, show=sys.stderr.isatty())
+        figures = summary(header, result, time.perf_counter() - started_s)
+    except PlaError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_UNREADABLE
+    show(header, result, Console(file=sys.stdout, width=120))
+    print(json.dumps(figures), flush=True)
+    return EXIT_DIFFERENT if figures["identical_share"] < options.require else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

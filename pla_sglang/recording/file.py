@@ -1,0 +1,67 @@
+"""Recordings as files of JSON lines; a name that ends in ``.gz`` is compressed."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Literal, cast
+
+import msgspec
+
+from pla_sglang.recording.errors import RecordError
+from pla_sglang.recording.rows import VERSION, Header, Line, Row
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Line)
+
+
+class RecordWriter:
+    """Appends lines to a new file. Raises OSError where it cannot be written."""
+
+    def __init__(self, path: Path, *, flush_lines: int = 200) -> None:
+        self.lines = 0
+        self._flush_lines = flush_lines
+        self._file = _open(path, "wb")
+
+    def write(self, row: Row) -> None:
+        self._file.write(_encoder.encode(row) + b"\n")
+        self.lines += 1
+        if self.lines % self._flush_lines == 0:
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[Line]:
+    """The lines of a recording, ``Header`` first.
+
+    Raises:
+        RecordError: the file cannot be read, is no recording, or is of another version; names the line.
+    """
+    number = 0
+    try:
+        with _open(path, "rb") as file:
+            for data in file:
+                number += 1
+                line: Line = _decoder.decode(data)
+                _check(path, number, line)
+                yield line
+    except (OSError, EOFError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path} line {max(1, number)}: {error}") from None
+    if number == 0:
+        raise RecordError(f"{path} is empty")
+
+
+def _check(path: Path, number: int, line: Line) -> None:
+    if (number == 1) is not isinstance(line, Header):
+        raise RecordError(f"{path} line {number}: a recording begins with its header, and has one")
+    if isinstance(line, Header) and line.version != VERSION:
+        raise RecordError(f"{path}: version {line.version}; this program reads {VERSION}")
+
+
+def _open(path: Path, mode: Literal["rb", "wb"]) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, mode, compresslevel=3))
+    return path.open(mode)

@@ -1,0 +1,172 @@
+"""The lines of a recording (msgspec, one JSON object a line, told apart by ``type``).
+
+A recording begins with ``Header``. All later lines stand in the order in which they happened: changes of views before
+the decision that saw them, reports to the policy in between. Times are seconds of the recorder's clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pla_sglang.policy.decisions import (
+    Dispatch,
+    FleetAction,
+    Hold,
+    Migrate,
+    Placement,
+    ScaleTo,
+    SetLengthClass,
+    SetRole,
+)
+
+VERSION = 1
+
+
+class Row(msgspec.Struct, tag_field="type", tag=str.lower, omit_defaults=True):
+    """Base of all lines."""
+
+
+class Header(Row):
+    """What the policy was built from. ``setup``: the fields of ``policy.registry.Setup`` that are plain values."""
+
+    policy: str
+    profile: str
+    setup: dict[str, Any]
+    time_scale: float = 1.0
+    version: int = VERSION
+
+
+class Views(Row):
+    """Changed fields by index of the instance; its first line has all that are not at their default."""
+
+    now_s: float
+    changed: dict[int, dict[str, Any]]
+
+
+class Arrival(Row):
+    """``on_arrival``; fields as in ``RequestView``."""
+
+    now_s: float
+    rid: str
+    input_tokens: int
+    arrival_s: float
+    cached: dict[int, int] = {}
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    output_tokens: float | None = None
+    session: str | None = None
+
+
+class Answer(msgspec.Struct, omit_defaults=True):
+    """A decision as plain values: what two runs must agree in. Instances are indices."""
+
+    reason: str = ""
+    prefill: int | None = None
+    decode: int | None = None
+    predicted_ttft_s: float | None = None
+    actions: tuple[tuple[Any, ...], ...] = ()
+
+
+class Dispatched(Row):
+    """``dispatch``. ``cached`` where it has changed since the arrival."""
+
+    now_s: float
+    rid: str
+    answer: Answer
+    cached: dict[int, int] | None = None
+
+
+class Placed(Row):
+    """``place_decode``; ``prefilled_on`` as the policy saw it."""
+
+    now_s: float
+    rid: str
+    prefilled_on: int | None
+    answer: Answer
+
+
+class Ticked(Row):
+    """``tick`` of the controller with this place in ``PolicySet.controllers``."""
+
+    now_s: float
+    controller: int
+    answer: Answer
+
+
+class Prefilled(Row):
+    """``on_prefill``."""
+
+    now_s: float
+    instance: int
+    new_tokens: int
+    attention: int
+    history_tokens: int
+    requests: int
+    duration_s: float
+
+
+class FirstToken(Row):
+    """``on_first_token``; ``predicted_ttft_s`` as the request carried it."""
+
+    now_s: float
+    rid: str
+    instance: int
+    predicted_ttft_s: float | None = None
+
+
+class Interval(Row):
+    """``on_token_interval``."""
+
+    now_s: float
+    instance: int
+    interval_s: float
+
+
+class Finish(Row):
+    """``on_finish``."""
+
+    now_s: float
+    rid: str
+    output_tokens: int
+
+
+Line = (
+    Header | Views | Arrival | Dispatched | Placed | Ticked | Prefilled | FirstToken | Interval | Finish
+)  # what a file may hold
+
+
+def plain_action(action: FleetAction) -> tuple[Any, ...]:
+    """An action as a tuple of plain values."""
+    reason = action.reason.value
+    match action:
+        case SetRole():
+            return ("set_role", reason, action.instance.index, action.role.value)
+        case SetLengthClass():
+            length_class = None if action.length_class is None else action.length_class.value
+            return ("set_length_class", reason, action.instance.index, length_class)
+        case Migrate():
+            return ("migrate", reason, action.rid, action.source.index, action.target.index, action.tokens)
+        case ScaleTo():
+            drain = [instance.index for instance in action.drain]
+            return ("scale_to", reason, action.role.value, action.count, action.start, drain)
+        case Hold():
+            return ("hold", reason)
+
+
+def answer_of(decision: Dispatch | Placement | list[FleetAction]) -> Answer:
+    """What a dispatcher or a controller answered, as plain values."""
+    if isinstance(decision, list):
+        return Answer(actions=tuple(map(plain_action, decision)))
+    actions = tuple(map(plain_action, decision.actions))
+    decode = None if decision.decode is None else decision.decode.index
+    if isinstance(decision, Placement):
+        return Answer(decision.reason.value, None, decode, None, actions)
+    prefill = None if decision.prefill is None else decision.prefill.index
+    return Answer(decision.reason.value, prefill, decode, decision.predicted_ttft_s, actions)
+
+
+def normal(answer: Answer) -> Answer:
+    """As it comes back from a file: lists inside actions, numbers of one type."""
+    return msgspec.json.decode(msgspec.json.encode(answer), type=Answer)

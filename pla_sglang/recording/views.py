@@ -1,0 +1,79 @@
+"""``InstanceView`` objects as differences: what has changed since the last line, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceState, InstanceView, Role
+from pla_sglang.policy.types import PrefillClass
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(InstanceView) if field.name != "index")
+_DEFAULTS = {name: getattr(InstanceView(0, ""), name) for name in _FIELDS}
+_ENUMS: dict[str, type[enum.Enum]] = {
+    "kind": InstanceKind,
+    "role": Role,
+    "state": InstanceState,
+    "length_class": PrefillClass,
+}
+
+
+class Differ:
+    """Remembers how each instance was last written."""
+
+    def __init__(self) -> None:
+        self._last: list[list[Any]] = []
+
+    def changes(self, fleet: FleetView) -> dict[int, dict[str, Any]]:
+        """Changed fields by index, as plain values; remembers them as written."""
+        changed = {}
+        for instance in fleet.instances:
+            if instance.index == len(self._last):
+                self._last.append([_DEFAULTS[name] for name in _FIELDS])
+                changed[instance.index] = {"name": instance.name}  # there is a line for every instance
+            last = self._last[instance.index]
+            for place, name in enumerate(_FIELDS):
+                value = getattr(instance, name)
+                if value != last[place]:
+                    last[place] = value
+                    changed.setdefault(instance.index, {})[name] = _plain(value)
+        return changed
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    return None if value == float("-inf") else value  # only ``since_s`` is ever that
+
+
+def restore(fleet: FleetView, changed: dict[int, dict[str, Any]]) -> None:
+    """Applies changes to ``fleet``, with new instances where the indices go on.
+
+    Raises:
+        ValueError: a value or an index does not fit.
+        TypeError, KeyError: a field is not known.
+    """
+    for index, fields in changed.items():
+        values = {name: _value(name, value) for name, value in fields.items()}
+        if index == len(fleet.instances):
+            fleet.add(InstanceView(index, **values))
+            continue
+        instance = fleet.instances[index]
+        state, role = values.pop("state", instance.state), values.pop("role", instance.role)
+        since_s = values.pop("since_s", instance.since_s)
+        # A role is changed where it can be listed: before an instance leaves the lists, after it joins them.
+        if state is not instance.state:
+            fleet.set_state(instance, state)
+        if since_s != instance.since_s:  # also to the role that it had: that moves it to the end of the list
+            fleet.set_role(instance, role, since_s)
+        for name, value in values.items():
+            setattr(instance, name, value)
+
+
+def _value(name: str, value: Any) -> Any:
+    if name not in _DEFAULTS:
+        raise KeyError(f"an instance has no field {name!r}")
+    if name in _ENUMS and value is not None:
+        return _ENUMS[name](value)
+    return float("-inf") if name == "since_s" and value is None else value

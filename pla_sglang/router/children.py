@@ -1,0 +1,116 @@
+"""What the processes of a router run: a relay, or the control plane. Light imports: each relay pays for them.
+
+A child reads its settings, one line of JSON, from standard input, so that no key stands in a command line. The end of
+standard input means that the launcher is gone, and so it ends as well. SIGTERM: a relay drains first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import uvloop
+
+from pla_sglang.errors import PlaError
+
+EXIT_FAILED = 1
+EXIT_BAD_ARGUMENTS = 2
+
+
+class Stop:
+    """Set by SIGTERM, SIGINT or the launcher's end. ``forced``: by the latter, or by a second signal."""
+
+    def __init__(self, *, watch_stdin: bool) -> None:
+        self.asked = asyncio.Event()
+        self.forced = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ask)
+        if watch_stdin:
+            loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+
+    def ask(self) -> None:
+        (self.forced if self.asked.is_set() else self.asked).set()
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self.asked.set()
+            self.forced.set()
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """On uvloop. The exit status; errors that name their cause are printed."""
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main)
+    except PlaError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_ARGUMENTS
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+
+
+async def relay_main(settings: dict[str, Any]) -> int:
+    """Keys: number, address, config (RelayConfig as JSON text)."""
+    from pla_sglang.router.config import RelayConfig
+    from pla_sglang.router.relay import Relay
+    from pla_sglang.router.wire import RelayWire
+
+    config = RelayConfig.from_json(settings["config"])
+    stop = Stop(watch_stdin=True)
+    wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
+    relay = Relay(config, number=settings["number"], say=wire.say, rng=random.SystemRandom())
+    wire.start(relay.tell)
+    await relay.start()
+    await stop.asked.wait()
+    await until_first(relay.drain(), stop.forced.wait())
+    await relay.stop()
+    wire.close()
+    return 0
+
+
+async def control_main(settings: dict[str, Any]) -> int:
+    """Keys: address, arguments (of the command line, for the control plane's parser)."""
+    import argparse
+
+    from pla_sglang.router import control
+    from pla_sglang.router.wire import ControlWire
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    control.add_arguments(parser)
+    plane = control.build(parser.parse_args(settings["arguments"]))
+    stop = Stop(watch_stdin=True)
+    await plane.start()
+    wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
+    wire.start()
+    await stop.asked.wait()
+    wire.close()
+    await plane.stop()
+    return 0
+
+
+async def until_first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Until one of them is done; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+MAINS = {"relay": relay_main, "control": control_main}
+
+
+if __name__ == "__main__":
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:  # the event loop watches what follows
+        line = source.readline()
+    sys.exit(run(MAINS[sys.argv[1]](json.loads(line))))

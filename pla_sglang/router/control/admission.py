@@ -1,0 +1,138 @@
+"""Who is let in (soft by default) and, where requests have to wait here, who is next.
+
+Without limits nobody is refused. With a limit on the predicted TTFT, a prediction is believed only as far as it has
+earned: it is corrected by what became of earlier predictions, taken at the favourable end of their spread, and refuses
+nobody before it has been judged often enough. Of those it would refuse, some are let in all the same, so that a
+predictor that has become too pessimistic finds out. A prior that is ten times off must not lock out those who could be
+served (a published TTFT gate refused 979 of 1,000 servable requests for that reason).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections import deque
+
+from pla_sglang.policy.checks import require
+
+
+class AdmissionReason(enum.Enum):
+    """Why a request was let in or not."""
+
+    ADMITTED = "admitted"
+    LATE_EXPECTED = "late_expected"  # soft: let in although its target will probably be missed
+    UNJUDGED = "unjudged"  # the prediction has not been judged often enough to refuse anybody
+    PROBE = "probe"  # let in against the prediction, to judge it
+    OPEN_LIMIT = "open_limit"  # hard limit on open requests
+    TTFT_LIMIT = "ttft_limit"  # hard limit on the predicted TTFT
+    QUEUE_LIMIT = "queue_limit"  # hard limit on requests that wait in the router
+    DRAINING = "draining"  # the router is going to stop
+    DUPLICATE = "duplicate"  # a request with this id is open
+    NO_INSTANCE = "no_instance"  # nobody became ready in time
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmissionKnobs:
+    """Hard limits; None: none.
+
+    Attributes:
+        open_requests: in the whole router.
+        queued_requests: waiting in the router for an instance.
+        ttft_s: predicted time to the first token.
+        judged: first tokens that must have been seen before a prediction may refuse.
+        window: predictions that the correction remembers.
+        favourable: quantile of observed / predicted that is believed.
+        probe_every: of those that would be refused for their TTFT, one in this many is let in.
+        retry_max_s: longest Retry-After.
+    """
+
+    open_requests: int | None = None
+    queued_requests: int | None = None
+    ttft_s: float | None = None
+    judged: int = 50
+    window: int = 200
+    favourable: float = 0.1
+    probe_every: int = 50
+    retry_max_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        require("admission open_requests", self.open_requests, 1)
+        require("admission queued_requests", self.queued_requests, 0)
+        require("admission ttft_s", self.ttft_s, 0, above=True)
+        require("admission judged", self.judged, 1)
+        require("admission window", self.window, self.judged)
+        require("admission favourable", self.favourable, 0, 1)
+        require("admission probe_every", self.probe_every, 2)
+        require("admission retry_max_s", self.retry_max_s, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """``retry_after_s`` where the request is refused."""
+
+    admitted: bool
+    reason: AdmissionReason
+    retry_after_s: float | None = None
+
+
+class Correction:
+    """How predictions have turned out: recent ratios of observed to predicted."""
+
+    def __init__(self, window: int) -> None:
+        self.count = 0
+        self._ratios: deque[float] = deque(maxlen=window)
+        self._sorted: list[float] | None = None
+
+    def add(self, predicted_s: float, observed_s: float) -> None:
+        if predicted_s > 0:
+            self.count += 1
+            self._ratios.append(observed_s / predicted_s)
+            self._sorted = None
+
+    def quantile(self, share: float) -> float:
+        """Nearest rank; 1 before anything was seen."""
+        if not self._ratios:
+            return 1.0
+        if self._sorted is None:
+            self._sorted = sorted(self._ratios)
+        return self._sorted[min(len(self._sorted) - 1, max(0, math.ceil(share * len(self._sorted)) - 1))]
+
+
+class Admission:
+    """Decides for one router. Pure but for its own statistics."""
+
+    def __init__(self, knobs: AdmissionKnobs) -> None:
+        self.knobs = knobs
+        self.correction = Correction(knobs.window)
+        self._would_refuse = 0
+
+    def before(self, open_requests: int, *, queued: int = 0) -> Verdict:
+        """By counts, before anything is known about the request."""
+        knobs = self.knobs
+        if knobs.open_requests is not None and open_requests >= knobs.open_requests:
+            return Verdict(False, AdmissionReason.OPEN_LIMIT, 1.0)
+        if knobs.queued_requests is not None and queued > knobs.queued_requests:
+            return Verdict(False, AdmissionReason.QUEUE_LIMIT, 1.0)
+        return Verdict(True, AdmissionReason.ADMITTED)
+
+    def judge(self, predicted_ttft_s: float | None, slo_s: float) -> Verdict:
+        """By the predicted TTFT of the instance that the policy chose; None: no prediction, nobody is refused."""
+        if predicted_ttft_s is None:
+            return Verdict(True, AdmissionReason.ADMITTED)
+        limit_s = self.knobs.ttft_s
+        typical_s = predicted_ttft_s * self.correction.quantile(0.5)
+        late = AdmissionReason.LATE_EXPECTED if typical_s > slo_s else AdmissionReason.ADMITTED
+        if limit_s is None or predicted_ttft_s * self.correction.quantile(self.knobs.favourable) <= limit_s:
+            return Verdict(True, late)
+        if self.correction.count < self.knobs.judged:
+            return Verdict(True, AdmissionReason.UNJUDGED)
+        self._would_refuse += 1
+        if self._would_refuse % self.knobs.probe_every == 0:
+            return Verdict(True, AdmissionReason.PROBE)
+        after_s = min(self.knobs.retry_max_s, max(1.0, math.ceil(typical_s - limit_s)))
+        return Verdict(False, AdmissionReason.TTFT_LIMIT, after_s)
+
+    def on_first_token(self, predicted_ttft_s: float | None, observed_s: float) -> None:
+        if predicted_ttft_s is not None:
+            self.correction.add(predicted_ttft_s, observed_s)

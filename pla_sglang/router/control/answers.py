@@ -1,0 +1,84 @@
+"""An open request, what its relay is told about it, and what its relay's last word means."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pla_sglang.policy.fleet import RequestView
+from pla_sglang.router import messages as m
+from pla_sglang.router.control.admission import AdmissionReason, Verdict
+from pla_sglang.router.control.entries import End
+from pla_sglang.router.control.explain import Story
+from pla_sglang.router.control.prompts import Prompt
+from pla_sglang.router.control.workers import Worker
+
+ENDS = {
+    m.Outcome.OK: End.FINISHED,
+    m.Outcome.CLIENT_ERROR: End.FINISHED,
+    m.Outcome.REFUSED: End.REFUSED,
+    m.Outcome.CLIENT_GONE: End.CLIENT_GONE,
+    m.Outcome.UPSTREAM_ERROR: End.UPSTREAM_ERROR,
+    m.Outcome.UPSTREAM_LOST: End.UPSTREAM_ERROR,
+    m.Outcome.PREFILL_FAILED: End.PREFILL_ABORTED,
+    m.Outcome.TIMED_OUT: End.TIMEOUT,
+    m.Outcome.ABORTED: End.DECODE_ABORTED,
+    m.Outcome.NO_CONTROL: End.TIMEOUT,
+}
+COMPLETE = frozenset({m.Outcome.OK, m.Outcome.CLIENT_ERROR})
+_STATUS = {
+    AdmissionReason.DRAINING: 503,
+    AdmissionReason.DUPLICATE: 409,
+    AdmissionReason.NO_INSTANCE: 503,
+}
+_MESSAGES = {
+    AdmissionReason.OPEN_LIMIT: "too many requests are open; try again later",
+    AdmissionReason.QUEUE_LIMIT: "too many requests are waiting; try again later",
+    AdmissionReason.TTFT_LIMIT: "the first token would come too late; try again later",
+    AdmissionReason.DRAINING: "this router is going to stop",
+    AdmissionReason.DUPLICATE: "a request with this id is open",
+    AdmissionReason.NO_INSTANCE: "no instance is ready",
+}
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Open:
+    """One request that has not ended, and where it is. ``key`` names its attempt in the load books."""
+
+    ask: m.Ask
+    view: RequestView
+    prompt: Prompt
+    story: Story
+    arrived: bool = False  # the policy has been told
+    prefill: Worker | None = None
+    decode: Worker | None = None
+    dispatched_s: float | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.ask.rid, self.ask.attempt
+
+
+def assign_message(request: Open, room: int | None, reason: str) -> m.Assign:
+    """What the relay is told of a choice."""
+    prefill, decode, ask = request.prefill, request.decode, request.ask
+    assert prefill is not None and decode is not None
+    if prefill is decode:
+        return m.Assign(ask.rid, ask.attempt, decode.number, reason=reason)
+    assert room is not None and prefill.description is not None
+    return m.Assign(
+        ask.rid,
+        ask.attempt,
+        decode.number,
+        prefill.number,
+        bootstrap_host=prefill.address.host,
+        bootstrap_port=prefill.description.bootstrap_port or 0,
+        bootstrap_room=room,
+        reason=reason,
+    )
+
+
+def refusal(ask: m.Ask, verdict: Verdict) -> m.Refuse:
+    """What the relay is told of a refusal."""
+    reason = verdict.reason
+    status = _STATUS.get(reason, 429)
+    return m.Refuse(ask.rid, ask.attempt, status, reason.value, _MESSAGES[reason], verdict.retry_after_s)

@@ -1,0 +1,210 @@
+"""Drives the policy of a live fleet: the same objects, calls and order as the simulator's cluster.
+
+What the protocol of stock SGLang forbids is refused here, so that policies need not know of it: both instances of a
+pair are named when the request is sent (so ``place_decode`` is asked at once), a prefill instance cannot decode, a
+unified one takes no hand-off, and roles are fixed at start-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+
+from pla_sglang.policy.decisions import (
+    Dispatch,
+    FleetAction,
+    Hold,
+    Migrate,
+    PrefillSample,
+    ScaleTo,
+    SetLengthClass,
+    SetRole,
+)
+from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceView, RequestView
+from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.registry import PolicySet
+from pla_sglang.policy.types import PrefillClass
+from pla_sglang.router.control.recorder import Recorder
+
+# Policies of the registry that need nothing which stock instances cannot do.
+LIVE_POLICIES = (
+    "round-robin",
+    "least-requests",
+    "least-tokens",
+    "two-choices",
+    "cache-aware",
+    "static-pd-round-robin",
+    "static-pd",
+    "minimal-load",
+    "pla",
+    "arrow-no-flips",
+)
+# They look at neither lengths nor prefixes, so a relay's estimate will do.
+LENGTH_BLIND = frozenset({"round-robin", "least-requests", "least-tokens", "two-choices", "static-pd-round-robin"})
+_PREFILLS = frozenset({InstanceKind.UNIFIED, InstanceKind.PREFILL, InstanceKind.STATELESS})
+_TAKES_HANDOFFS = frozenset({InstanceKind.DECODE, InstanceKind.STATELESS})
+SetClass = Callable[[InstanceView, PrefillClass | None], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request goes. ``decode`` is ``prefill`` itself on an instance that does both."""
+
+    prefill: InstanceView
+    decode: InstanceView
+    reason: FleetReason
+    placement: FleetReason
+    predicted_ttft_s: float | None
+    actions: tuple[FleetAction, ...] = ()
+
+
+class PolicyDriver:
+    """One policy over one fleet.
+
+    Args:
+        set_class: carries out a move between the short and the long pool; the view is changed here.
+        recorder: None: nothing is recorded.
+        on_action: told of every action, by kind and reason; also of those that were only counted.
+    """
+
+    def __init__(
+        self,
+        policy: PolicySet,
+        fleet: FleetView,
+        set_class: SetClass,
+        *,
+        recorder: Recorder | None = None,
+        on_action: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.policy = policy
+        self.fleet = fleet
+        self.decisions: Counter[str] = Counter()  # by reason
+        self.actions: Counter[str] = Counter()  # "kind:reason"
+        self.flips = 0
+        self._observers = policy.observers()
+        self._set_class = set_class
+        self._recorder = recorder
+        self._on_action = on_action
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def arrive(self, request: RequestView, now_s: float) -> None:
+        """Once a request, before its first ``choose``."""
+        if self._recorder is not None:
+            self._recorder.views(now_s)
+            self._recorder.arrival(request, now_s)
+        for observer in self._observers:
+            observer.on_arrival(request, now_s)
+
+    def choose(self, request: RequestView, now_s: float) -> Choice | FleetReason:
+        """Both instances of a request, or the reason why nobody can take it now: then ask again later."""
+        request.prefilled_on = None
+        if self._recorder is not None:
+            self._recorder.views(now_s)
+        answer = self.policy.dispatcher.dispatch(request, self.fleet, now_s)
+        if self._recorder is not None:
+            self._recorder.dispatched(request, answer, now_s)
+        self._apply(answer.actions, now_s)
+        prefill = answer.prefill
+        if prefill is None or prefill.kind not in _PREFILLS or not self.fleet.is_ready(prefill):
+            self.decisions[FleetReason.NO_INSTANCE.value] += 1
+            return FleetReason.NO_INSTANCE
+        choice = self._complete(request, answer, prefill, now_s)
+        reason = FleetReason.NO_INSTANCE if choice is None else answer.reason
+        self.decisions[reason.value] += 1
+        if choice is None:
+            return reason
+        request.predicted_ttft_s = answer.predicted_ttft_s
+        request.prefilled_on = prefill
+        return choice
+
+    def _complete(self, request: RequestView, answer: Dispatch, prefill: InstanceView, now_s: float) -> Choice | None:
+        """With the decode instance, as the policy says now; None where nobody can take the KV."""
+        if prefill.kind is InstanceKind.UNIFIED:
+            return Choice(prefill, prefill, answer.reason, FleetReason.KEEP_LOCAL, answer.predicted_ttft_s)
+        decode, placement = answer.decode, FleetReason.KEEP_LOCAL
+        actions = answer.actions
+        if decode is None:
+            request.prefilled_on = prefill
+            if self._recorder is not None:
+                self._recorder.views(now_s)
+            placed = self.policy.dispatcher.place_decode(request, self.fleet, now_s)
+            if self._recorder is not None:
+                self._recorder.placed(request, placed, now_s)
+            self._apply(placed.actions, now_s)
+            decode, placement = placed.decode, placed.reason
+            actions += placed.actions
+        if decode is None or decode.kind not in _TAKES_HANDOFFS or not self.fleet.is_ready(decode):
+            return None
+        return Choice(prefill, decode, answer.reason, placement, answer.predicted_ttft_s, actions)
+
+    def tick(self, number: int, now_s: float) -> list[FleetAction]:
+        """Asks controller ``number`` and carries out what it wants."""
+        if self._recorder is not None:
+            self._recorder.views(now_s)
+        actions = self.policy.controllers[number].tick(self.fleet, now_s)
+        if self._recorder is not None:
+            self._recorder.ticked(number, actions, now_s)
+        self._apply(tuple(actions), now_s)
+        return actions
+
+    def intervals_s(self) -> list[float]:
+        """Of the controllers, in their order."""
+        return [controller.interval_s for controller in self.policy.controllers]
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def listed(self, now_s: float) -> None:
+        """A role or a state has changed; kept in order in the recording."""
+        if self._recorder is not None:
+            self._recorder.views(now_s)
+
+    def prefilled(self, sample: PrefillSample, now_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.views(now_s)
+            self._recorder.prefilled(sample, now_s)
+        for observer in self._observers:
+            observer.on_prefill(sample, now_s)
+
+    def first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.views(now_s)
+            self._recorder.first_token(request, instance, now_s)
+        for observer in self._observers:
+            observer.on_first_token(request, instance, now_s)
+
+    def interval(self, instance: InstanceView, interval_s: float, now_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.views(now_s)
+            self._recorder.interval(instance, interval_s, now_s)
+        for observer in self._observers:
+            observer.on_token_interval(instance, interval_s, now_s)
+
+    def finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.finish(request, output_tokens, now_s)
+        for observer in self._observers:
+            observer.on_finish(request, output_tokens, now_s)
+
+    # -- actions -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, actions: tuple[FleetAction, ...], now_s: float) -> None:
+        for action in actions:
+            kind = type(action).__name__
+            match action:
+                case SetRole() if action.instance.kind is InstanceKind.STATELESS:
+                    self.flips += 1
+                    self.fleet.set_role(action.instance, action.role, now_s)
+                    self.listed(now_s)
+                case SetLengthClass():
+                    self.flips += 1
+                    action.instance.length_class = action.length_class
+                    self._set_class(action.instance, action.length_class)
+                case Hold():
+                    pass
+                case SetRole() | Migrate() | ScaleTo():
+                    kind = f"{kind}.refused"  # no instance of this fleet can do that
+            self.actions[f"{kind}:{action.reason.value}"] += 1
+            if self._on_action is not None:
+                self._on_action(kind, action.reason.value)

@@ -1,0 +1,21 @@
+"""What the control plane raises on purpose."""
+
+from __future__ import annotations
+
+from pla_sglang.errors import PlaError
+
+
+class ControlError(PlaError):
+    """Root of the errors below."""
+
+
+class IllegalMoveError(ControlError, ValueError):
+    """A state machine was asked for a move that it does not have."""
+
+
+class WorkerError(ControlError, ValueError):
+    """An operator asked for something that does not fit the worker table. ``status``: for the HTTP answer."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status

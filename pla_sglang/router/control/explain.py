@@ -1,0 +1,139 @@
+"""Why a request went where it went, and what its time to the first token was made of.
+
+The stages lie end to end, so they add up to the TTFT:
+
+    arrived ─ queue ─ decided ─ route ─ sent ─ prefill wait ─ prefill ─ done ─ transfer ─ first token ─ seen
+
+Times between messages are measured. What lies between *sent* and *done* is one measured span; it is split by the
+prefill time that the policy's predictor expects for the request alone, and so is what lies between *done* and *seen*
+by the token interval of the decode instance. ``split`` says so. A unified instance reports no *done*: there the whole
+span from *sent* to *seen* is wait and prefill.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from pla_sglang.policy.arrow.predictor import TtftPredictor
+from pla_sglang.policy.fleet import InstanceView, RequestView
+from pla_sglang.router.control.driver import Choice
+
+SHOWN_CANDIDATES = 8
+STAGES = ("queue_s", "route_s", "prefill_wait_s", "prefill_s", "transfer_s", "first_token_s")
+
+
+@dataclasses.dataclass(slots=True)
+class Story:
+    """One request, as it went. Times are those of the machine's monotonic clock; None: it did not come to that."""
+
+    rid: str
+    arrived_s: float
+    tenant: str = ""
+    input_tokens: int = 0
+    exact_tokens: bool = False
+    cached_tokens: int = 0
+    slo_ttft_s: float | None = None
+    admission: str = ""
+    attempts: int = 0
+    reason: str = ""
+    placement: str = ""
+    prefill: str | None = None
+    decode: str | None = None
+    room: int | None = None
+    predicted_ttft_s: float | None = None
+    own_prefill_s: float | None = None  # expected for this request alone
+    token_interval_s: float | None = None  # of the decode instance at the time
+    actions: tuple[str, ...] = ()
+    candidates: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)  # name, queued, cached tokens
+    decided_s: float | None = None
+    sent_s: float | None = None
+    done_s: float | None = None
+    first_s: float | None = None
+    ended_s: float | None = None
+    end: str | None = None
+    detail: str = ""
+
+
+def note_choice(
+    story: Story,
+    view: RequestView,
+    choice: Choice,
+    ready: Sequence[InstanceView],
+    predictor: TtftPredictor | None,
+) -> None:
+    """What the policy chose, and what it could have chosen."""
+    story.attempts += 1
+    story.reason, story.placement = choice.reason.value, choice.placement.value
+    story.prefill, story.decode = choice.prefill.name, choice.decode.name
+    story.cached_tokens = view.history_tokens(choice.prefill)
+    story.predicted_ttft_s = view.predicted_ttft_s
+    story.token_interval_s = choice.decode.token_interval_s
+    story.actions = tuple(f"{type(one).__name__}:{one.reason.value}" for one in choice.actions)
+    if predictor is not None:
+        story.own_prefill_s = predictor.own_s(view, choice.prefill)
+    cached = view.cached
+    story.candidates = [(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]
+
+
+def stages(story: Story) -> dict[str, float] | None:
+    """Seconds by stage, in the order of ``STAGES``; their sum is the TTFT. None before the first token.
+
+    Reports of several processes may cross; a time that would lie before its predecessor is taken to be at it.
+    """
+    if story.first_s is None:
+        return None
+    seen_s = max(story.first_s, story.arrived_s)
+
+    def bounded(time_s: float | None, low_s: float) -> float:
+        return low_s if time_s is None else min(seen_s, max(low_s, time_s))
+
+    decided_s = bounded(story.decided_s, story.arrived_s)
+    sent_s = bounded(story.sent_s, decided_s)
+    split = story.decode is not None and story.decode != story.prefill
+    done_s = bounded(story.done_s, sent_s) if split and story.done_s is not None else seen_s
+    prefill_s = done_s - sent_s if story.own_prefill_s is None else min(done_s - sent_s, story.own_prefill_s)
+    last_s = min(seen_s - done_s, story.token_interval_s or 0.0)
+    return {
+        "queue_s": decided_s - story.arrived_s,
+        "route_s": sent_s - decided_s,
+        "prefill_wait_s": done_s - sent_s - prefill_s,
+        "prefill_s": prefill_s,
+        "transfer_s": seen_s - done_s - last_s,
+        "first_token_s": last_s,
+    }
+
+
+class ExplainStore:
+    """The latest stories, the oldest forgotten first."""
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._capacity = capacity
+        self._stories: OrderedDict[str, Story] = OrderedDict()
+
+    def open(self, story: Story) -> None:
+        self._stories[story.rid] = story
+        self._stories.move_to_end(story.rid)
+        while len(self._stories) > self._capacity:
+            self._stories.popitem(last=False)
+
+    def get(self, rid: str) -> Story | None:
+        return self._stories.get(rid)
+
+    def explain(self, rid: str) -> dict[str, Any] | None:
+        """Everything about a request; None if it is not known (any more)."""
+        story = self._stories.get(rid)
+        if story is None:
+            return None
+        told = dataclasses.asdict(story)
+        told["candidates"] = {
+            name: {"queued_tokens": queued, "cached_tokens": cached} for name, queued, cached in story.candidates
+        }
+        parts = stages(story)
+        if parts is not None and story.first_s is not None:
+            told["ttft_s"] = max(story.first_s, story.arrived_s) - story.arrived_s
+            told["stages"] = parts
+            told["split"] = {"prefill_wait_s, prefill_s": "predicted", "transfer_s, first_token_s": "predicted"}
+        return told

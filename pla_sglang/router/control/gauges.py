@@ -1,0 +1,95 @@
+"""What can be read off the control plane at a moment: gauges for Prometheus, and /pla/state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from pla_sglang.policy.fleet import InstanceKind
+from pla_sglang.policy.pla.pressure import PressureController
+from pla_sglang.policy.types import PrefillClass
+from pla_sglang.router.control.desk import Desk
+from pla_sglang.router.control.workers import WorkerState
+
+Gauge = tuple[str, str, dict[str, str], float]
+
+
+def gauges(desk: Desk, now_s: float) -> Iterator[Gauge]:
+    """Name without prefix, help, labels, value."""
+    yield "open_requests", "Requests that have not ended.", {}, float(desk.ledger.live)
+    yield "queued_requests", "Requests that wait in the router for an instance.", {}, float(len(desk.queue))
+    yield "rooms", "KV rooms that instances may still use.", {}, float(len(desk.ledger.rooms))
+    states = Counter(worker.state for worker in desk.table)
+    for state in WorkerState:
+        if state is not WorkerState.DEAD:
+            yield "workers", "Instances by state.", {"state": state.value}, float(states[state])
+    yield from _of_workers(desk, now_s)
+    yield from _of_predictions(desk)
+    if desk.driver is not None:
+        yield "flips", "Instances moved between roles or pools since the start.", {}, float(desk.driver.flips)
+
+
+def _of_workers(desk: Desk, now_s: float) -> Iterator[Gauge]:
+    for worker in desk.table:
+        labels, view = {"worker": worker.view.name}, worker.view
+        yield "worker_requests", "This router's requests there.", labels, float(worker.book.open_requests())
+        yield "worker_queued_tokens", "Prompt tokens to compute there.", labels, float(view.queued_tokens)
+        yield "worker_decode_tokens", "KV tokens that decode there or will.", labels, float(view.decode_tokens())
+        yield "worker_utilisation", "Busy share of a recent window.", labels, view.utilisation
+        if worker.book.reported_s is not None:
+            age_s = now_s - worker.book.reported_s
+            yield "worker_report_age_seconds", "Since its last load report or poll.", labels, age_s
+
+
+def _of_predictions(desk: Desk) -> Iterator[Gauge]:
+    correction = desk.admission.correction
+    yield "ttft_correction", "Median of observed over predicted TTFT.", {}, correction.quantile(0.5)
+    yield "bytes_per_token", "Learned from tokenized prompts.", {}, desk.prompts.bytes_per_token
+    if desk.predictor is not None:
+        error = desk.predictor.error
+        yield "ttft_prediction_error", "Mean absolute error over actual TTFT.", {}, error.relative
+
+
+def state_of(desk: Desk, now_s: float) -> dict[str, Any]:
+    """For /pla/state."""
+    driver = desk.driver
+    pools: dict[str, list[str]] = {"short": [], "long": [], "both": []}
+    for worker in desk.table:
+        if worker.is_ready() and worker.view.kind is not InstanceKind.DECODE:
+            length_class = worker.view.length_class
+            pools["both" if length_class is None else length_class.value].append(worker.view.name)
+    return {
+        "policy": desk.knobs.policy,
+        "decisions": {} if driver is None else dict(driver.decisions),
+        "actions": {} if driver is None else dict(driver.actions),
+        "flips": 0 if driver is None else driver.flips,
+        "pools": pools if desk.table.pools else None,
+        "pressure": _pressure(desk),
+        "open_requests": desk.ledger.live,
+        "queued_requests": len(desk.queue),
+        "ttft_correction": desk.admission.correction.quantile(0.5),
+        "prompts": {
+            "tokenized": desk.prompts.tokenized,
+            "estimated": desk.prompts.estimated,
+            "cache_hits": desk.prompts.hits,
+            "bytes_per_token": desk.prompts.bytes_per_token,
+            "prefix_blocks": desk.index.size(),
+        },
+        "workers": [worker.to_dict(now_s) for worker in desk.table],
+    }
+
+
+def _pressure(desk: Desk) -> dict[str, Any] | None:
+    """Signals of the pool-pressure controller (PLA-Serve Algorithm 2), where there is one."""
+    controllers = () if desk.driver is None else desk.driver.policy.controllers
+    for controller in controllers:
+        if isinstance(controller, PressureController):
+            members = desk.table.fleet.prefill_capable()
+            pool = {kind: [one for one in members if one.length_class is kind] for kind in PrefillClass}
+            return {
+                "short": controller.pool_pressure(pool[PrefillClass.SHORT]),
+                "long": controller.pool_pressure(pool[PrefillClass.LONG]),
+                "by_instance": {one.name: controller.pressure(one) for one in members},
+            }
+    return None

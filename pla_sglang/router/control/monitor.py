@@ -1,0 +1,270 @@
+"""Watches the instances: asks what they are, checks that they are well, takes their reports, polls those that send
+none, tells them their pool, and drops requests there. All effects of the control plane towards instances are here.
+
+Each worker has at most one check and one poll under way. Tasks belong to the monitor and end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import zmq
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.fleet import InstanceView
+from pla_sglang.policy.types import PrefillClass
+from pla_sglang.router.control.entries import AbortOrder
+from pla_sglang.router.control.errors import WorkerError
+from pla_sglang.router.control.health import Health, Probe
+from pla_sglang.router.control.instances import Instances, NoAnswerError, NobodyListensError
+from pla_sglang.router.control.intake import Heard, Intake
+from pla_sglang.router.control.workers import Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.telemetry.pull import Puller
+
+logger = logging.getLogger(__name__)
+CHECK_TICK_S = 0.1
+QUIET_S = 2.0  # an instance that reports is polled after such a silence; a long pass keeps it from reporting
+ABORT_RETRY_S = 0.5
+# An abort that overtakes its request on the way to an instance is lost, so it is said again before it counts.
+ABORT_AGAIN_S = 0.3
+DRAIN_TICK_S = 0.02  # ZMQ's descriptor tells of new messages only once
+Clock = Callable[[], float]
+
+
+class Tasks:
+    """Background tasks with an owner: none outlives ``close``, and a crash is not silent."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            context = {"message": "a task of the control plane has crashed", "exception": task.exception()}
+            task.get_loop().call_exception_handler(context)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """Whom the monitor tells.
+
+    Attributes:
+        heard: every report that says something new.
+        described: a worker has said what it is; before it can be ready.
+        aborted: an instance has confirmed an abort, or is dead; the second argument says which.
+    """
+
+    heard: Callable[[Heard], None]
+    described: Callable[[Worker], None]
+    aborted: Callable[[AbortOrder, str], None]
+
+
+class Monitor:
+    """See the module. ``poll_interval_s``: of instances without fresh reports."""
+
+    def __init__(
+        self,
+        table: WorkerTable,
+        health: Health,
+        instances: Instances,
+        clock: Clock,
+        told: Told,
+        *,
+        poll_interval_s: float,
+    ) -> None:
+        self.intake = Intake(table)
+        self.polls = 0
+        self._table = table
+        self._health = health
+        self._instances = instances
+        self._clock = clock
+        self._poll_interval_s = poll_interval_s
+        self._told = told
+        self._tasks = Tasks()
+        self._checked_s: dict[int, float] = {}
+        self._polled_s: dict[int, float] = {}
+        self._busy: set[tuple[str, int]] = set()
+        self._puller: Puller | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self, telemetry: str) -> None:
+        """Raises ConfigError where the address of the telemetry cannot be bound."""
+        if telemetry:
+            try:
+                self._puller = Puller(telemetry)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"--telemetry {telemetry}: {error}") from None
+            self._tasks.spawn(self._drain())
+        self._tasks.spawn(self._watch())
+
+    async def stop(self) -> None:
+        await self._tasks.close()
+        await self._instances.close()
+        if self._puller is not None:
+            self._puller.close()
+
+    async def _watch(self) -> None:
+        while True:
+            now_s = self._clock()
+            for worker in list(self._table):
+                if self._due(self._checked_s, worker, self._health.knobs.interval_s, now_s):
+                    worker.breaker.tick(now_s)
+                    if self._health.needs_check(worker, now_s):
+                        self._once("check", worker, self._check(worker))
+                quiet_s = QUIET_S if self.intake.reports(worker) else 0.0
+                fresh = worker.book.is_fresh(now_s, max(quiet_s, 2 * self._poll_interval_s))
+                known = worker.state is not WorkerState.STARTING
+                if known and not fresh and self._due(self._polled_s, worker, self._poll_interval_s, now_s):
+                    self._once("poll", worker, self._poll(worker))
+            await asyncio.sleep(min(CHECK_TICK_S, self._poll_interval_s))
+
+    def _due(self, last_s: dict[int, float], worker: Worker, interval_s: float, now_s: float) -> bool:
+        if now_s - last_s.get(worker.number, float("-inf")) < interval_s:
+            return False
+        last_s[worker.number] = now_s
+        return True
+
+    def _once(self, what: str, worker: Worker, work: Coroutine[Any, Any, None]) -> None:
+        """One of a kind at a time for a worker."""
+        key = (what, worker.number)
+        if key in self._busy:
+            work.close()
+            return
+        self._busy.add(key)
+
+        async def guarded() -> None:
+            try:
+                await work
+            finally:
+                self._busy.discard(key)
+
+        self._tasks.spawn(guarded())
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def check_soon(self, worker: Worker) -> None:
+        """A request has failed there: look now, not at the next turn."""
+        self._once("check", worker, self._check(worker))
+
+    async def _check(self, worker: Worker) -> None:
+        probe, detail = Probe.OK, ""
+        try:
+            if worker.description is None or worker.misses or worker.state is WorkerState.SUSPECT:
+                await self._describe(worker)
+            if worker.state is not WorkerState.DEAD:
+                await self._instances.health(worker.address)
+        except NobodyListensError as error:
+            probe, detail = Probe.REFUSED, str(error)
+        except (NoAnswerError, WorkerError) as error:
+            probe, detail = Probe.FAILED, str(error)
+        self._health.on_probe(worker, probe, self._clock(), detail)
+
+    async def _describe(self, worker: Worker) -> None:
+        """Asks what it is. Another process than before at the same address is another worker."""
+        said = await self._instances.describe(worker.address)
+        if worker.state is WorkerState.DEAD:
+            return
+        expected = worker.expected_identity if worker.description is None else worker.description.identity
+        if expected and said.identity != expected:
+            self.restarted(worker)
+        elif worker.description is None:
+            self._table.describe(worker, said, self._clock())
+            self._told.described(worker)
+            self._tell_class(worker)
+
+    def restarted(self, worker: Worker) -> None:
+        """Another process answers at the worker's address."""
+        if worker.state is not WorkerState.DEAD:
+            self.intake.forget(worker)
+            self._health.replace(worker, WorkerReason.RESTARTED, self._clock())
+
+    # -- load --------------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Takes reports as they come."""
+        puller = self._puller
+        assert puller is not None
+        loop, wake = asyncio.get_running_loop(), asyncio.Event()
+        descriptor = int(puller.socket.getsockopt(zmq.FD))
+        loop.add_reader(descriptor, wake.set)
+        try:
+            while True:
+                for report in puller.drain():
+                    heard = self.intake.on_report(report, self._clock())
+                    if heard is not None and heard.restarted:
+                        self.restarted(heard.worker)
+                    elif heard is not None:
+                        self._told.heard(heard)
+                wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(wake.wait(), DRAIN_TICK_S)
+        finally:
+            loop.remove_reader(descriptor)
+
+    async def _poll(self, worker: Worker) -> None:
+        try:
+            report = await self._instances.loads(worker)
+        except (NobodyListensError, NoAnswerError, WorkerError):
+            return  # health checks judge; a load that is not known is corrected by what was sent
+        self.polls += 1
+        if worker.state is not WorkerState.DEAD:
+            worker.book.report(report, self._clock())
+            self._told.heard(Heard(worker, None))
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    def set_class(self, view: InstanceView, length_class: PrefillClass | None) -> None:
+        """The policy has moved an instance to another pool; the instance is told, which may fail."""
+        self._tell_class(self._table.of(view))
+
+    def _tell_class(self, worker: Worker) -> None:
+        said = worker.description
+        if said is None or not said.has_role or not self._table.pools:
+            return
+        self._tasks.spawn(self._post_class(worker, worker.view.length_class))
+
+    async def _post_class(self, worker: Worker, length_class: PrefillClass | None) -> None:
+        try:
+            await self._instances.set_class(worker, length_class)
+        except (NobodyListensError, NoAnswerError) as error:
+            # Whatever comes is served there all the same, so the pools stay as the policy sees them.
+            worker.detail = f"does not know its class: {error}"
+            logger.warning("worker %s: %s", worker.view.name, worker.detail)
+
+    def abort(self, order: AbortOrder) -> None:
+        """Drop a request at an instance, and insist: what runs for nobody keeps memory from others."""
+        self._tasks.spawn(self._post_abort(order))
+
+    async def _post_abort(self, order: AbortOrder) -> None:
+        while True:
+            worker = self._table.by_number.get(order.worker)
+            if worker is None or worker.state is WorkerState.DEAD:
+                self._told.aborted(order, "dead")
+                return
+            try:
+                await self._instances.abort(worker, order.rid)
+                await asyncio.sleep(ABORT_AGAIN_S)
+                await self._instances.abort(worker, order.rid)
+            except (NobodyListensError, NoAnswerError) as error:
+                logger.warning("abort of %s at %s: %s", order.rid, worker.view.name, error)
+                self.check_soon(worker)
+                await asyncio.sleep(ABORT_RETRY_S)
+                continue
+            self._told.aborted(order, "confirmed")
+            return

@@ -1,0 +1,374 @@
+"""One dispatched request: from the question to the control plane to the last byte for the client.
+
+    ASKING ──assign──► CONNECTING ──all connected──► WAITING ──first byte──► FORWARDING ──last byte──► ENDED
+       ▲                   │ no connection: nothing was sent, ask again
+       └───────────────────┘                 (from every state: failure, time limit, abort, client gone ──► ENDED)
+
+A pair has two legs with the same body. The decode leg's answer is the client's. The prefill leg's answer is read and
+dropped; if it says that the prefill failed before the decode leg has begun to answer, the request has failed: without
+the prompt's KV the decode instance would wait for minutes. Whatever ends a request, every instance that may still
+work for it is told to abort.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pla_sglang.router.body import Body, with_members
+from pla_sglang.router.http import answers
+from pla_sglang.router.http.head import AnswerHead, RequestHead
+from pla_sglang.router.legs import LegSink
+from pla_sglang.router.messages import (
+    Abort,
+    Ask,
+    Assign,
+    Ended,
+    Failure,
+    FailureKind,
+    Leg,
+    OpenRequest,
+    Outcome,
+    Refuse,
+    Stage,
+    Step,
+)
+from pla_sglang.router.request import head_to, members_of, rids_at_instances
+from pla_sglang.router.upstream import UpstreamConnection
+
+if TYPE_CHECKING:
+    from pla_sglang.router.front import ClientConnection
+    from pla_sglang.router.relay import Relay
+
+# A bad request is refused by both instances, and decode's answer is the better one; but it must not be waited for long.
+REFUSAL_GRACE_S = 0.3
+# How long a prefill leg may take to end its answer once decode has answered completely, by whether that went well.
+LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
+
+
+class State(enum.Enum):
+    ASKING = "asking"
+    CONNECTING = "connecting"
+    WAITING = "waiting"
+    FORWARDING = "forwarding"
+    ENDED = "ended"
+
+
+LEGAL = {
+    State.ASKING: {State.CONNECTING, State.ENDED},
+    State.CONNECTING: {State.ASKING, State.WAITING, State.ENDED},
+    State.WAITING: {State.FORWARDING, State.ENDED},
+    State.FORWARDING: {State.ENDED},
+    State.ENDED: set(),
+}
+
+
+class Exchange:
+    """Made when the request's body is complete; ``start`` asks where it goes."""
+
+    __slots__ = (
+        *("_answer", "_client", "_deadline_s", "_first_s", "_head", "_last_s", "_legs", "_output_bytes"),
+        *("_events", "_paused", "_refusal", "_relay", "_state", "_steps", "_streams", "ask", "assign", "body", "raw"),
+    )
+
+    def __init__(
+        self, relay: Relay, client: ClientConnection, head: RequestHead, *, raw: bytes, body: Body, ask: Ask
+    ) -> None:
+        self._relay, self._client = relay, client
+        self._head: RequestHead | None = head
+        self.raw, self.body, self.ask = raw, body, ask
+        self.assign: Assign | None = None
+        self._state = State.ASKING
+        self._legs: list[LegSink] = []
+        self._answer: AnswerHead | None = None
+        self._refusal: tuple[int, str] | None = None  # status and text, where prefill found the request bad
+        self._steps: list[Stage] = []
+        self._first_s: float | None = None
+        self._last_s: float | None = None
+        self._output_bytes = self._events = 0
+        self._streams = self._paused = False
+        self._deadline_s = 0.0
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._deadline_s = self.ask.arrived_s + self._relay.config.dispatch_timeout_s
+        self._relay.say(self.ask)
+
+    def ask_again_of_new_control(self) -> None:
+        """The control plane has restarted: it knows nothing of questions that it has not answered."""
+        if self._state is State.ASKING:
+            self._relay.say(self.ask)
+
+    def opened(self) -> OpenRequest | None:
+        """For a control plane that has just started; None where it is to be asked first."""
+        if self.assign is None or self._state in (State.ASKING, State.ENDED):
+            return None
+        return OpenRequest(self.ask, self.assign, tuple(self._steps))
+
+    def on_assign(self, assign: Assign) -> None:
+        if self._state is not State.ASKING or assign.attempt != self.ask.attempt:
+            return  # an answer to a former question, or too late
+        self.assign = assign
+        self._to(State.CONNECTING)
+        plain = not self._client.understands_chunks
+        if assign.prefill is None:
+            self._legs = [LegSink(self, Leg.WHOLE, assign.decode, plain=plain)]
+        else:
+            prefill = LegSink(self, Leg.PREFILL, assign.prefill, plain=False)
+            self._legs = [LegSink(self, Leg.DECODE, assign.decode, plain=plain), prefill]
+        workers = [self._relay.worker(leg.worker) for leg in self._legs]
+        if None in workers:
+            self._fail(Outcome.NO_CONTROL, 503, "no_worker", "the control plane named an instance that is not known")
+            return
+        attempt = assign.attempt
+        for leg, worker in zip(list(self._legs), workers, strict=True):
+            assert worker is not None
+            self._relay.pool.take(worker, functools.partial(self._connected, attempt, leg))
+
+    def on_refuse(self, refuse: Refuse) -> None:
+        if self._state is State.ASKING and refuse.attempt == self.ask.attempt:
+            headers = answers.retry_after(refuse.retry_after_s)
+            self._fail(Outcome.REFUSED, refuse.status, refuse.code, refuse.message, headers)
+
+    def _connected(self, attempt: int, leg: LegSink, got: UpstreamConnection | None, why: str) -> None:
+        if self._state is not State.CONNECTING or attempt != self.ask.attempt:
+            if got is not None:  # the request ended, or is on its way to others
+                self._relay.pool.give(got)
+            return
+        if got is None:
+            self._relay.say(Failure(leg.worker, leg.leg, FailureKind.CONNECT, self._relay.now_s(), self.ask.rid, why))
+            self._reconsider(leg.worker, why)
+            return
+        leg.connection = got
+        if all(one.connection is not None for one in self._legs):
+            self._send()
+
+    def _reconsider(self, worker: int, why: str) -> None:
+        """Nothing was sent to anybody: the only case in which a request is dispatched twice."""
+        for leg in self._legs:
+            if leg.connection is not None:
+                self._relay.pool.give(leg.connection)
+        self._legs = []
+        if self.ask.attempt >= self._relay.config.connect_attempts:
+            self._fail(Outcome.UPSTREAM_LOST, 502, "upstream_unreachable", f"no instance could be reached: {why}")
+            return
+        self._to(State.ASKING)
+        self._relay.count("retries_total")
+        excluded = (*self.ask.excluded, worker)
+        self.ask = msgspec.structs.replace(self.ask, attempt=self.ask.attempt + 1, excluded=excluded)
+        self.assign = None
+        self._deadline_s = self._relay.now_s() + self._relay.config.dispatch_timeout_s
+        self._relay.say(self.ask)
+
+    def _send(self) -> None:
+        assign, relay, ask, request = self.assign, self._relay, self.ask, self._head
+        assert assign is not None
+        assert request is not None
+        members = members_of(ask, assign, self.body, header_priority=ask.priority)
+        front, rest = with_members(self.raw, members) if members else (b"", memoryview(self.raw))
+        self._to(State.WAITING)
+        self._deadline_s = relay.now_s() + relay.config.first_byte_timeout_s
+        for leg in self._legs:
+            assert leg.connection is not None
+            own = assign.prefill_headers if leg.leg is Leg.PREFILL else assign.decode_headers
+            own = (*own, ("x-request-id", ask.rid), ("traceparent", ask.trace))
+            worker = leg.connection.worker
+            head = head_to(worker, request, len(front) + len(rest), own, keep_key=not relay.config.api_key)
+            leg.connection.send("POST", [head + front, rest], leg)
+        self.raw, self._head = b"", None  # nothing is ever sent twice from here on
+        self._step(Step.SENT)
+
+    # -- the answer --------------------------------------------------------------------------------------------------
+
+    def on_answer_head(self, head: AnswerHead) -> None:
+        """Kept until there is something to go with it: one segment for both, and errors still get their own status."""
+        self._answer = head
+        if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
+            self._streams = True
+
+    def on_answer_body(self, data: bytes) -> None:
+        now_s = self._last_s = self._relay.now_s()
+        self._deadline_s = now_s + self._relay.config.stall_timeout_s
+        self._output_bytes += len(data)
+        if self._streams:
+            self._events += data.count(b"\n\n")
+        if self._state is State.FORWARDING:
+            self._client.write(data)
+            return
+        self._to(State.FORWARDING)
+        self._first_s = now_s
+        assert self._answer is not None
+        self._client.write(self._client.head_of(self._answer, self.ask.rid) + data)
+        self._step(Step.FIRST_TOKEN)
+
+    def on_answer_done(self) -> None:
+        answer = self._answer
+        assert answer is not None
+        if self._state is State.WAITING:  # an answer without a body
+            self._client.write(self._client.head_of(answer, self.ask.rid))
+        outcome = Outcome.OK
+        if answer.status >= 400:
+            outcome = Outcome.CLIENT_ERROR if answer.status < 500 else Outcome.UPSTREAM_ERROR
+        if answer.status >= 500:
+            self._report(self._legs[0], FailureKind.STATUS, f"status {answer.status}")
+        self._end(outcome, answer.status)
+        self._client.done(reusable=answer.length is not None or answer.chunked or answer.status in (204, 304))
+
+    def on_answer_lost(self, leg: LegSink, kind: FailureKind, detail: str) -> None:
+        self._report(leg, kind, detail)
+        self._fail(Outcome.UPSTREAM_LOST, 502, "upstream_lost", f"the instance that worked on this is lost: {detail}")
+
+    # -- the prefill leg ---------------------------------------------------------------------------------------------
+
+    def on_prefill_done(self) -> None:
+        if self._state is not State.ENDED:
+            self._step(Step.PREFILL_DONE)
+
+    def on_prefill_failed(self, leg: LegSink, kind: FailureKind | None, detail: str) -> None:
+        if self._state is State.ENDED:
+            return
+        if kind is not None:
+            self._report(leg, kind, detail)
+        if self._state is State.WAITING:  # else decode has the KV already, and answers
+            self._fail(Outcome.PREFILL_FAILED, 502, "prefill_failed", f"the prefill failed: {detail}")
+
+    def on_prefill_refused(self, status: int, detail: str) -> None:
+        if self._state is State.WAITING:
+            self._refusal = (status, detail)
+            self._deadline_s = self._relay.now_s() + REFUSAL_GRACE_S
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def client_gone(self, detail: str) -> None:
+        self._end(Outcome.CLIENT_GONE, self._answer.status if self._first_s is not None and self._answer else 0, detail)
+
+    def on_abort(self, abort: Abort) -> None:
+        self._fail(Outcome.ABORTED, abort.status, abort.code, abort.message)
+
+    def tick(self, now_s: float) -> None:
+        """Time limits; called a few times a second. A client that does not read is the client connection's matter."""
+        config = self._relay.config
+        if now_s - self.ask.arrived_s > config.request_timeout_s:
+            self._time_out(f"not done within {config.request_timeout_s:g} s")
+        elif now_s <= self._deadline_s or self._paused:
+            return
+        elif self._state is State.ASKING:
+            self._fail(
+                Outcome.NO_CONTROL, 503, "not_dispatched", "no instance was assigned in time", (("retry-after", "1"),)
+            )
+        elif self._state is State.WAITING and self._refusal is not None:
+            status, detail = self._refusal
+            self._fail(Outcome.PREFILL_FAILED, status, "prefill_refused", f"the prefill was refused: {detail}")
+        elif self._state is State.WAITING:
+            self._time_out(f"no answer within {config.first_byte_timeout_s:g} s")
+        elif self._state is State.FORWARDING:
+            self._time_out(f"the answer stood still for {config.stall_timeout_s:g} s")
+
+    def _time_out(self, message: str) -> None:
+        for leg in self._legs:
+            if leg.leg is not Leg.PREFILL and self._state is not State.CONNECTING:
+                self._report(leg, FailureKind.TIMEOUT, message)
+        self._fail(Outcome.TIMED_OUT, 504, "timeout", message)
+
+    def pause(self) -> None:
+        """The client's buffers are full."""
+        self._paused = True
+        if self._legs and self._legs[0].connection is not None:
+            self._legs[0].connection.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        self._deadline_s = self._relay.now_s() + self._relay.config.stall_timeout_s
+        if self._legs and self._legs[0].connection is not None:
+            self._legs[0].connection.resume()
+
+    def _fail(
+        self, outcome: Outcome, status: int, code: str, message: str, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """Tell the client as well as can still be done: a status, an event at the end of its stream, or a cut."""
+        if self._state is State.ENDED:
+            return
+        begun = self._first_s is not None
+        decode = self._legs[0].connection if self._legs else None
+        can_add = begun and self._streams and self._boundary(decode)
+        self._end(outcome, self._answer.status if begun and self._answer else status, message)
+        if not begun:
+            body = answers.error_body(status, code, message)
+            self._client.answer(status, body, headers=(*headers, ("x-request-id", self.ask.rid)))
+        elif can_add:
+            self._client.write(answers.error_event(status, code, message))
+            self._client.done(reusable=True)
+        else:
+            self._client.cut()
+
+    def _boundary(self, decode: UpstreamConnection | None) -> bool:
+        return decode is not None and self._client.understands_chunks and decode.at_boundary()
+
+    def _end(self, outcome: Outcome, status: int, detail: str = "") -> None:
+        """Exactly once: free the instances, tell the control plane, forget the request."""
+        if self._state is State.ENDED:
+            return
+        sent = self._state in (State.WAITING, State.FORWARDING)
+        self._to(State.ENDED)
+        aborted = tuple(self._release(outcome, sent=sent))
+        now_s = self._relay.now_s()
+        self._relay.close(
+            self,
+            Ended(
+                self.ask.rid,
+                outcome,
+                status,
+                now_s,
+                self._output_bytes,
+                self._events,
+                self._first_s,
+                self._last_s,
+                aborted,
+                detail,
+            ),
+        )
+
+    def _release(self, outcome: Outcome, *, sent: bool) -> list[int]:
+        """Give connections back or drop them; the instances that were told to abort."""
+        aborted = []
+        for leg in self._legs:
+            connection, leg.connection = leg.connection, None
+            if not sent:
+                if connection is not None:
+                    self._relay.pool.give(connection)
+                continue
+            if leg.done:
+                continue
+            if outcome in LINGER_S and connection is not None:
+                self._relay.later(LINGER_S[outcome], functools.partial(self._linger, leg, connection))
+                continue
+            if connection is not None:
+                connection.drop()
+            aborted.append(leg.worker)
+            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask))
+        return aborted
+
+    def _linger(self, leg: LegSink, connection: UpstreamConnection) -> None:
+        """A prefill leg whose answer should have ended by now."""
+        if not leg.done:
+            connection.drop()
+            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask))
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _to(self, state: State) -> None:
+        if state not in LEGAL[self._state]:
+            raise RuntimeError(f"request {self.ask.rid}: {self._state.value} -> {state.value} is not allowed")
+        self._state = state
+
+    def _step(self, step: Step) -> None:
+        stage = Stage(self.ask.rid, step, self._relay.now_s())
+        self._steps.append(stage)
+        self._relay.say(stage)
+
+    def _report(self, leg: LegSink, kind: FailureKind, detail: str) -> None:
+        self._relay.say(Failure(leg.worker, leg.leg, kind, self._relay.now_s(), self.ask.rid, detail[:300]))

@@ -1,0 +1,154 @@
+"""Where a message's body ends. Bytes are looked at and not changed, so they can be passed on as they came."""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from pla_sglang.router.http.head import AnswerHead, BadMessage
+
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+MAX_LINE_BYTES = 4096  # of a chunk-size line or a trailer
+MAX_TRAILERS = 32
+
+
+class Framing(Protocol):
+    """Follows one body through the pieces in which it arrives."""
+
+    def feed(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
+        """Read on at ``data[start:]``.
+
+        Returns:
+            The position behind the body's last byte, or -1 where it goes on. With ``payload``, the content without
+            its framing is appended there.
+
+        Raises:
+            BadMessage: the framing is broken.
+        """
+
+    def at_boundary(self) -> bool:
+        """Whether something of ours may be put in behind what was read so far."""
+
+
+class Sized:
+    """A body of a given length; also the absent body, of length 0."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, length: int) -> None:
+        self.left = length
+
+    def feed(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
+        have = len(data) - start
+        if have < self.left:
+            self.left -= have
+            if payload is not None:
+                payload.append(data[start:] if start else data)
+            return -1
+        end = start + self.left
+        if payload is not None and self.left:
+            payload.append(data[start:end])
+        self.left = 0
+        return end
+
+    def at_boundary(self) -> bool:
+        return False
+
+
+class UntilClose:
+    """A body that ends with its connection (HTTP/1.0)."""
+
+    __slots__ = ()
+
+    def feed(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
+        if payload is not None:
+            payload.append(data[start:])
+        return -1
+
+    def at_boundary(self) -> bool:
+        return False
+
+
+class Chunked:
+    """The chunked coding. ``_left`` counts down a chunk's data and the line end behind it."""
+
+    __slots__ = ("_left", "_line", "_trailers", "size")
+
+    def __init__(self) -> None:
+        self._left = 0  # bytes of the present chunk, its closing CRLF included
+        self._line = b""  # a size line or trailer that has begun
+        self._trailers = -1  # lines seen behind the last chunk; -1: not there yet
+        self.size = 0  # bytes of content announced so far
+
+    def feed(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
+        position, end = start, len(data)
+        while position < end:
+            if self._left:
+                position = self._skip(data, position, payload)
+                continue
+            stop = data.find(b"\n", position)
+            if stop < 0:
+                self._line += data[position:]
+                self._check_line(len(self._line))
+                return -1
+            line = self._line + data[position : stop + 1]
+            self._line = b""
+            position = stop + 1
+            self._check_line(len(line))
+            if not line.endswith(b"\r\n"):
+                raise BadMessage("chunk", "a chunk's line must end with CRLF")
+            if self._trailers >= 0:
+                if self._trailer(line):
+                    return position
+            else:
+                self._size_line(line)
+        return -1
+
+    def _skip(self, data: bytes, position: int, payload: list[bytes] | None) -> int:
+        """Past the chunk's data, as far as it is here; checks the CRLF that closes it."""
+        have = min(len(data) - position, self._left)
+        content = min(have, max(0, self._left - 2))
+        if payload is not None and content:
+            payload.append(data[position : position + content])
+        closing = data[position + content : position + have]
+        expected = b"\r\n"[2 - self._left :] if self._left < 2 else b"\r\n"
+        if closing != expected[: len(closing)]:
+            raise BadMessage("chunk", "a chunk is longer than its size says")
+        self._left -= have
+        return position + have
+
+    def _size_line(self, line: bytes) -> None:
+        match = _SIZE.fullmatch(line, 0, len(line) - 2)
+        if match is None:
+            raise BadMessage("chunk", f"{line[:20]!r} is no chunk size")
+        size = int(match[1], 16)
+        self.size += size
+        if size:
+            self._left = size + 2
+        else:
+            self._trailers = 0
+
+    def _trailer(self, line: bytes) -> bool:
+        """Whether ``line`` is the blank one that ends the message."""
+        if line == b"\r\n":
+            return True
+        self._trailers += 1
+        if self._trailers > MAX_TRAILERS:
+            raise BadMessage("chunk", f"more than {MAX_TRAILERS} trailers")
+        return False
+
+    def _check_line(self, length: int) -> None:
+        if length > MAX_LINE_BYTES:
+            raise BadMessage("chunk", f"a line of the chunked coding is longer than {MAX_LINE_BYTES} bytes")
+
+    def at_boundary(self) -> bool:
+        return self._left == 0 and not self._line and self._trailers < 0
+
+
+def answer_framing(head: AnswerHead, method: str) -> Framing:
+    """How the body behind ``head`` ends, where the request had ``method`` (RFC 9112, section 6.3)."""
+    if method == "HEAD" or head.status in (204, 304):
+        return Sized(0)
+    if head.chunked:
+        return Chunked()
+    return UntilClose() if head.length is None else Sized(head.length)

@@ -1,0 +1,141 @@
+"""Heads of requests and answers, parsed strictly (RFC 9110, RFC 9112).
+
+A router must read a message exactly as the server behind it does, or requests can be smuggled. So nothing is guessed:
+what is not plain HTTP/1.x is refused. Bare line feeds, folded headers, spaces before a colon, a length that is given
+twice, and a length together with a transfer coding are all errors.
+"""
+
+from __future__ import annotations
+
+import re
+
+CRLF2 = b"\r\n\r\n"
+_HEADERS = rb"((?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n)*)\r\n"
+_REQUEST = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) ([\x21-\x7e]+) HTTP/1\.([01])\r\n" + _HEADERS)
+_ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?\r\n" + _HEADERS)
+_DIGITS = re.compile(rb"[0-9]{1,18}")
+
+
+class BadMessage(Exception):
+    """The peer does not speak HTTP/1.x as it should.
+
+    Attributes:
+        status: what a client is told: 400, 411, 413, 414, 431, 501 or 505.
+        reason: a word for counters.
+    """
+
+    def __init__(self, reason: str, message: str, status: int = 400) -> None:
+        self.reason, self.status = reason, status
+        super().__init__(message)
+
+
+class Head:
+    """What both kinds of head share.
+
+    Attributes:
+        minor: of the version HTTP/1.minor.
+        headers: (name in lower case, value without outer blanks), in order.
+        length: Content-Length; None without one.
+        chunked: Transfer-Encoding: chunked.
+        keep_alive: whether the sender wants to use the connection again.
+    """
+
+    __slots__ = ("chunked", "headers", "keep_alive", "length", "minor")
+
+    def __init__(self, minor: int, fields: bytes) -> None:
+        self.minor = minor
+        self.length: int | None = None
+        self.chunked = False
+        self.keep_alive = minor == 1
+        self.headers: list[tuple[bytes, bytes]] = []
+        append = self.headers.append
+        for line in fields.split(b"\r\n")[:-1]:
+            name, _, value = line.partition(b":")
+            name, value = name.lower(), value.strip(b" \t")
+            append((name, value))
+            if name in _FRAMING:
+                self._frame(name, value)
+        if self.chunked and self.length is not None:
+            raise BadMessage("two_lengths", "Content-Length and Transfer-Encoding in one message")
+
+    def _frame(self, name: bytes, value: bytes) -> None:
+        if name == b"connection":
+            options = {option.strip().lower() for option in value.split(b",")}
+            if b"close" in options:
+                self.keep_alive = False
+            elif b"keep-alive" in options:
+                self.keep_alive = True
+        elif name == b"content-length":
+            if self.length is not None or _DIGITS.fullmatch(value) is None:
+                raise BadMessage("content_length", f"Content-Length {value[:40]!r} is not one number")
+            self.length = int(value)
+        elif self.chunked or value.lower() != b"chunked" or self.minor == 0:
+            raise BadMessage("transfer_encoding", f"Transfer-Encoding {value[:40]!r} is not supported", 501)
+        else:
+            self.chunked = True
+
+    def get(self, name: bytes) -> bytes | None:
+        """The value of header ``name`` (in lower case); the first, if it is there more than once."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+_FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding"})
+
+
+class RequestHead(Head):
+    """Attributes: method, target (origin form, as sent), path and query (split at the first "?")."""
+
+    __slots__ = ("method", "path", "query", "target")
+
+    def __init__(self, method: bytes, target: bytes, minor: int, fields: bytes) -> None:
+        super().__init__(minor, fields)
+        self.method, self.target = method.decode(), target
+        path, _, query = target.partition(b"?")
+        self.path, self.query = path.decode("ascii"), query.decode("ascii")
+
+
+class AnswerHead(Head):
+    """Attributes: status, and raw: the head as received, with its closing blank line."""
+
+    __slots__ = ("raw", "status")
+
+    def __init__(self, status: int, minor: int, fields: bytes, raw: bytes) -> None:
+        super().__init__(minor, fields)
+        self.status, self.raw = status, raw
+
+
+def parse_request(raw: bytes, *, max_headers: int) -> RequestHead:
+    """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
+    match = _REQUEST.fullmatch(raw)
+    if match is None:
+        raise _why_not(raw)
+    method, target, minor, fields = match.groups()
+    if not target.startswith(b"/"):
+        raise BadMessage("target", "the request target must be a path")
+    if fields.count(b"\n") > max_headers:
+        raise BadMessage("headers", f"more than {max_headers} headers", 431)
+    head = RequestHead(method, target, minor[0] & 1, fields)
+    hosts = sum(1 for name, _ in head.headers if name == b"host")
+    if hosts > 1 or (hosts == 0 and head.minor == 1):
+        raise BadMessage("host", "an HTTP/1.1 request has exactly one Host header")
+    return head
+
+
+def _why_not(raw: bytes) -> BadMessage:
+    line = raw.partition(b"\r\n")[0]
+    version = line.rpartition(b" ")[2]
+    if version.startswith(b"HTTP/") and version not in (b"HTTP/1.0", b"HTTP/1.1"):
+        return BadMessage("version", f"{version[:20].decode('latin-1')} is not supported", 505)
+    return BadMessage("head", "this is not an HTTP/1.1 request")
+
+
+def parse_answer(raw: bytes) -> AnswerHead:
+    """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
+    match = _ANSWER.fullmatch(raw)
+    if match is None:
+        raise BadMessage("head", "this is not an HTTP/1.1 answer")
+    minor, status, fields = match.groups()
+    return AnswerHead(int(status), minor[0] & 1, fields, raw)

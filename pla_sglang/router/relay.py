@@ -1,0 +1,348 @@
+"""One relay: what its connections, requests and the control plane share."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from pla_sglang.router import routes
+from pla_sglang.router.access import AccessLog
+from pla_sglang.router.calls import Call
+from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.exchange import Exchange
+from pla_sglang.router.front import ClientConnection
+from pla_sglang.router.http import answers
+from pla_sglang.router.http.head import BadMessage, RequestHead
+from pla_sglang.router.messages import (
+    PROTOCOL,
+    Abort,
+    AdminAnswer,
+    AdminAsk,
+    Assign,
+    Beat,
+    Drain,
+    Ended,
+    FromControl,
+    FromRelay,
+    Hello,
+    Prompts,
+    Refuse,
+    RelayReport,
+    Table,
+    Worker,
+)
+from pla_sglang.router.request import Names
+from pla_sglang.router.upstream import UpstreamPool
+
+TICK_S = 0.2  # of time limits
+REPORT_S = 1.0
+BACKLOG = 4096
+# An abort that overtakes its request on the way to an instance is lost (SGLang knows no such rid yet), so it is said
+# again. An instance that has ended the request ignores it.
+ABORT_AGAIN_S = (0.0, 0.25, 0.7)
+ABORT_TIMEOUT_S = 5.0
+
+
+class Work(Protocol):
+    """Whatever answers a client's present request, as its connection sees it."""
+
+    def client_gone(self, detail: str) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+class Relay:
+    """One relay of a router.
+
+    Args:
+        number: from 0; named in every message.
+        say: takes what goes to the control plane.
+        rng: for request and trace ids.
+        now_s: CLOCK_MONOTONIC.
+    """
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        *,
+        number: int,
+        say: Callable[[FromRelay], None],
+        rng: random.Random,
+        now_s: Callable[[], float] = time.monotonic,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.config, self.number, self.say, self.now_s = config, number, say, now_s
+        self.loop = loop or asyncio.get_running_loop()
+        self.names = Names(rng)
+        self.pool = UpstreamPool(self.loop, connect_timeout_s=config.connect_timeout_s, idle_s=config.upstream_idle_s)
+        self.table: Table | None = None
+        self.port = config.port
+        self.draining = False
+        self.open: dict[str, Exchange] = {}
+        self._workers: dict[int, Worker] = {}
+        self._turn = 0  # over the workers, for requests that any can answer
+        self._clients: set[ClientConnection] = set()
+        self._buffered_bytes = 0
+        self._admin: dict[int, ClientConnection] = {}
+        self._admin_asks = 0
+        self._counters: dict[str, float] = {}
+        self._server: asyncio.Server | None = None
+        self._ticker: asyncio.TimerHandle | None = None
+        self._report_at_s = 0.0
+        self._access = AccessLog(config.access_log)
+        self._drained = asyncio.Event()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Listen. Raises OSError where the address is taken by somebody who does not share it."""
+        sock = listening_socket(self.config.host, self.config.port)
+        self._server = await self.loop.create_server(lambda: ClientConnection(self), sock=sock, backlog=BACKLOG)
+        self.port = sock.getsockname()[1]
+        self._tick()
+
+    def begin_drain(self) -> None:
+        """No new connections and no new requests; what is open goes on."""
+        if self.draining:
+            return
+        self.draining = True
+        if self._server is not None:
+            self._server.close()
+        for client in list(self._clients):
+            client.close_idle()
+        if not self.open:
+            self._drained.set()
+
+    async def drain(self) -> None:
+        """As ``begin_drain``, and wait for the end of open requests, no longer than the limit."""
+        self.begin_drain()
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await self._drained.wait()
+        except TimeoutError:
+            for exchange in list(self.open.values()):
+                exchange.on_abort(Abort(exchange.ask.rid, 503, "draining", "the router is shutting down"))
+
+    async def stop(self) -> None:
+        """Close everything."""
+        if self._server is not None:
+            self._server.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for client in list(self._clients):
+            client.cut()
+        await asyncio.sleep(0)  # lets connections report their end
+        await self.pool.close()
+        self._access.close()
+
+    # -- the control plane -------------------------------------------------------------------------------------------
+
+    def tell(self, message: FromControl) -> None:
+        """What the control plane says (``RelayPort``)."""
+        if isinstance(message, Assign):
+            self._to_exchange(message.rid, lambda one: one.on_assign(message))
+        elif isinstance(message, Refuse):
+            self._to_exchange(message.rid, lambda one: one.on_refuse(message))
+        elif isinstance(message, Abort):
+            self._to_exchange(message.rid, lambda one: one.on_abort(message))
+        elif isinstance(message, Table):
+            self._on_table(message)
+        elif isinstance(message, AdminAnswer):
+            client = self._admin.pop(message.number, None)
+            if client is not None:
+                client.answer(message.status, message.body, content_type=message.content_type)
+        elif isinstance(message, Drain):
+            self.begin_drain()
+        else:
+            assert isinstance(message, Beat)
+
+    def _to_exchange(self, rid: str, act: Callable[[Exchange], None]) -> None:
+        exchange = self.open.get(rid)
+        if exchange is not None:
+            act(exchange)
+
+    def _on_table(self, table: Table) -> None:
+        restarted = self.table is None or table.epoch != self.table.epoch
+        self.table = table
+        self._workers = {worker.number: worker for worker in table.workers}
+        if restarted:
+            opened = [one.opened() for one in self.open.values()]
+            self.say(Hello(self.number, PROTOCOL, os.getpid(), tuple(one for one in opened if one is not None)))
+            for exchange in list(self.open.values()):
+                exchange.ask_again_of_new_control()
+
+    def worker(self, number: int) -> Worker | None:
+        return self._workers.get(number)
+
+    def any_worker(self) -> Worker | None:
+        """One that is listed, in turn."""
+        listed = [worker for worker in self._workers.values() if worker.listed]
+        if not listed:
+            return None
+        self._turn += 1
+        return listed[self._turn % len(listed)]
+
+    def workers_by_kind(self) -> list[Worker]:
+        """One listed worker of each kind there is."""
+        return list({worker.kind: worker for worker in self._workers.values() if worker.listed}.values())
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def serve(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        """A complete request; everything else comes from here."""
+        try:
+            routes.serve(self, client, head, body)
+        except BadMessage as error:
+            self.count("bad_requests_total", reason=error.reason)
+            client.answer(error.status, answers.error_body(error.status, error.reason, str(error)))
+
+    def begin(self, exchange: Exchange) -> None:
+        self.open[exchange.ask.rid] = exchange
+
+    def close(self, exchange: Exchange, ended: Ended) -> None:
+        """The only place where a request leaves the relay."""
+        del self.open[exchange.ask.rid]
+        self.count("requests_total", outcome=ended.outcome.name.lower())
+        self.say(ended)
+        self._access.write(exchange.ask, exchange.assign, ended)
+        if self.draining and not self.open:
+            self._drained.set()
+
+    def ask_admin(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+        self._admin_asks += 1
+        self._admin[self._admin_asks] = client
+        client.works(_AdminWait(self, self._admin_asks))
+        number = self._admin_asks
+        self.later(self.config.dispatch_timeout_s, lambda: self._admin_late(number))
+        self.say(AdminAsk(number, self.number, head.method, head.path, head.query, body))
+
+    def _admin_late(self, number: int) -> None:
+        client = self._admin.pop(number, None)
+        if client is not None:
+            client.answer(503, answers.error_body(503, "no_control", "the control plane does not answer"))
+
+    def forget_admin(self, number: int) -> None:
+        self._admin.pop(number, None)
+
+    def abort_upstream(self, number: int, rids: list[str]) -> None:
+        """Make an instance free what it holds of a request."""
+        worker = self._workers.get(number)
+        if worker is None:
+            return
+        for delay_s in ABORT_AGAIN_S:
+            for rid in rids:
+                body = msgspec.json.encode({"rid": rid})
+                if delay_s:
+                    self.later(delay_s, functools.partial(self._abort, worker, body))
+                else:
+                    self._abort(worker, body)
+
+    def _abort(self, worker: Worker, body: bytes) -> None:
+        def done(status: int) -> None:
+            self.count("upstream_aborts_total", status=str(status))
+
+        Call(self, done, timeout_s=ABORT_TIMEOUT_S).start(worker, "POST", "/abort_request", body)
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def admit(self, client: ClientConnection) -> bool:
+        self.count("connections_total")
+        if len(self._clients) >= self.config.max_connections:
+            self.count("connections_refused_total")
+            return False
+        self._clients.add(client)
+        return True
+
+    def release(self, client: ClientConnection) -> None:
+        self._clients.discard(client)
+
+    def buffer(self, count: int) -> bool:
+        """Count bytes of bodies that are on their way in; False where the limit stands against it."""
+        if count > 0 and self._buffered_bytes + count > self.config.max_buffered_bytes:
+            return False
+        self._buffered_bytes += count
+        return True
+
+    # -- time and counters -------------------------------------------------------------------------------------------
+
+    def soon(self, act: Callable[[], None]) -> None:
+        self.loop.call_soon(act)
+
+    def later(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.loop.call_later(delay_s, act)
+
+    def count(self, name: str, **labels: str) -> None:
+        if labels:
+            inner = ",".join(f'{key}="{value}"' for key, value in labels.items())
+            name = f"{name}{{{inner}}}"
+        self._counters[name] = self._counters.get(name, 0) + 1
+
+    def _tick(self) -> None:
+        now_s = self.now_s()
+        for exchange in list(self.open.values()):
+            exchange.tick(now_s)
+        for client in list(self._clients):
+            client.tick(now_s)
+        self.pool.sweep(now_s)
+        if now_s >= self._report_at_s:
+            self._report_at_s = now_s + REPORT_S
+            self.say(RelayReport(self.number, now_s, dict(self._counters), self.gauges()))
+            self._access.flush()
+        self._ticker = self.loop.call_later(TICK_S, self._tick)
+
+    def gauges(self) -> dict[str, float]:
+        """What must be 0 when nothing is under way, and the connections."""
+        return {
+            "open_requests": len(self.open),
+            "buffered_bytes": self._buffered_bytes,
+            "admin_requests": len(self._admin),
+            "client_connections": len(self._clients),
+            "idle_upstream_connections": self.pool.idle_count(),
+        }
+
+    @property
+    def wants_bodies(self) -> bool:
+        return self.table is not None and self.table.prompts is Prompts.BODY
+
+
+class _AdminWait:
+    """A client that waits for content of the control plane."""
+
+    def __init__(self, relay: Relay, number: int) -> None:
+        self._relay, self._number = relay, number
+
+    def client_gone(self, detail: str) -> None:
+        self._relay.forget_admin(self._number)
+
+    def pause(self) -> None:
+        """Nothing is being written."""
+
+    def resume(self) -> None:
+        """Nothing is being written."""
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Bound, and shared with the other relays of the router (SO_REUSEPORT). Raises OSError."""
+    [(family, kind, _, _, address), *_] = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    sock = socket.socket(family, kind, socket.IPPROTO_TCP)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(address)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock

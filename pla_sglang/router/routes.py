@@ -1,0 +1,165 @@
+"""Which path is answered by whom.
+
+| path | answered by |
+| --- | --- |
+| /generate, /v1/completions, /v1/chat/completions | dispatched to instances |
+| /v1/models, /v1/models/ID, /model_info, /server_info and their old names, /tokenize, /detokenize | any instance |
+| /health, /health_generate | the relay |
+| /workers, /pla/... (admin key), /metrics | the control plane |
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pla_sglang.router import body as bodies
+from pla_sglang.router.calls import Call, PassThrough
+from pla_sglang.router.exchange import Exchange
+from pla_sglang.router.http import answers
+from pla_sglang.router.http.head import BadMessage, RequestHead
+from pla_sglang.router.request import ENDPOINTS, Wishes, ask_of
+
+if TYPE_CHECKING:
+    from pla_sglang.router.front import ClientConnection
+    from pla_sglang.router.relay import Relay
+
+PASSED_GET = frozenset({"/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info"})
+PASSED_GET_PREFIX = "/v1/models/"
+PASSED_POST = frozenset({"/tokenize", "/detokenize"})
+ADMIN_PREFIXES = ("/workers", "/pla/")
+HEALTH_TIMEOUT_S = 20.0  # SGLang's own limit for its generation check
+
+
+def serve(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+    """Raises BadMessage for a request that is answered with an error at once."""
+    path, method = head.path, head.method
+    endpoint = ENDPOINTS.get(path)
+    if endpoint is not None:
+        need(method, "POST")
+        check_key(head, relay.config.api_key)
+        dispatch(relay, client, head, body)
+    elif path == "/health":
+        need(method, "GET")
+        health(relay, client)
+    elif path == "/health_generate":
+        need(method, "GET")
+        health_generate(relay, client)
+    elif path == "/metrics":
+        need(method, "GET")
+        relay.ask_admin(client, head, body)
+    elif path == "/workers" or path.startswith(("/workers/", "/pla/")):
+        check_key(head, relay.config.admin_key)
+        relay.ask_admin(client, head, body)
+    elif path in PASSED_GET or path.startswith(PASSED_GET_PREFIX) or path in PASSED_POST:
+        need(method, "POST" if path in PASSED_POST else "GET")
+        check_key(head, relay.config.api_key)
+        pass_through(relay, client, head, body)
+    else:
+        raise BadMessage("not_found", f"there is no {path}", 404)
+
+
+def need(method: str, allowed: str) -> None:
+    if method != allowed:
+        raise BadMessage("method", f"only {allowed} is allowed here", 405)
+
+
+def check_key(head: RequestHead, key: str) -> None:
+    """Raises BadMessage where ``key`` is set and the request does not bring it."""
+    if not key:
+        return
+    given = head.get(b"authorization") or b""
+    if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+        raise BadMessage("key", "the key is missing or wrong (Authorization: Bearer KEY)", 401)
+
+
+def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: bytes) -> None:
+    if relay.draining:
+        raise BadMessage("draining", "the router is shutting down", 503)
+    wishes = Wishes(head)
+    try:
+        body = bodies.read(raw)
+    except bodies.BadBody as error:
+        raise BadMessage(error.code, str(error)) from None
+    rid = body.rid if body.rid is not None else relay.names.rid()
+    if rid in relay.open:
+        raise BadMessage("rid_in_use", f"a request with rid {rid!r} is under way")
+    if not wishes.trace:
+        wishes.trace = relay.names.trace()
+    ask = ask_of(
+        ENDPOINTS[head.path],
+        wishes,
+        body,
+        rid=rid,
+        relay=relay.number,
+        arrived_s=relay.now_s(),
+        body_bytes=len(raw),
+    )
+    if relay.wants_bodies:
+        ask = msgspec.structs.replace(ask, body=raw)
+    exchange = Exchange(relay, client, head, raw=raw, body=body, ask=ask)
+    client.works(exchange)
+    relay.begin(exchange)
+    exchange.start()
+
+
+def pass_through(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+    Wishes(head)  # reserved headers are refused here as well
+    worker = relay.any_worker()
+    if worker is None:
+        raise BadMessage("no_worker", "no instance is ready", 503)
+    work = PassThrough(relay, client, head)
+    client.works(work)
+    work.start(worker, body)
+
+
+def health(relay: Relay, client: ClientConnection) -> None:
+    """Whether a request could be dispatched now."""
+    if relay.draining:
+        raise BadMessage("draining", "the router is shutting down", 503)
+    if relay.table is None or not relay.table.serving:
+        raise BadMessage("not_serving", "no instance is ready", 503)
+    client.answer(200)
+
+
+def health_generate(relay: Relay, client: ClientConnection) -> None:
+    """As ``health``, and one instance of each kind generates a token."""
+    workers = relay.workers_by_kind()
+    if relay.draining or relay.table is None or not relay.table.serving or not workers:
+        health(relay, client)
+        return
+    waiting = _Several(client, len(workers))
+    client.works(waiting)
+    for worker in workers:
+        Call(relay, waiting.answered, timeout_s=HEALTH_TIMEOUT_S).start(worker, "GET", "/health_generate")
+
+
+class _Several:
+    """Answers the client when all calls have been answered."""
+
+    def __init__(self, client: ClientConnection, count: int) -> None:
+        self._client: ClientConnection | None = client
+        self._left = count
+        self._bad = 0
+
+    def answered(self, status: int) -> None:
+        self._left -= 1
+        self._bad += status != 200
+        if self._left or self._client is None:
+            return
+        if self._bad:
+            message = f"{self._bad} instance(s) did not generate"
+            self._client.answer(503, answers.error_body(503, "unhealthy", message))
+        else:
+            self._client.answer(200)
+
+    def client_gone(self, detail: str) -> None:
+        self._client = None
+
+    def pause(self) -> None:
+        """Nothing is being written."""
+
+    def resume(self) -> None:
+        """Nothing is being written."""

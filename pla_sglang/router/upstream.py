@@ -1,0 +1,244 @@
+"""Connections to instances: each carries one request at a time, and is kept for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from pla_sglang.router.http.framing import Framing, answer_framing
+from pla_sglang.router.http.head import CRLF2, AnswerHead, BadMessage, parse_answer
+from pla_sglang.router.messages import FailureKind, Worker
+
+MAX_HEAD_BYTES = 65_536
+
+
+class AnswerSink(Protocol):
+    """Who takes an answer. After ``on_done`` or ``on_lost`` nothing more is called.
+
+    ``plain``: whether ``on_body`` gets the content without its framing.
+    """
+
+    plain: bool
+
+    def on_head(self, head: AnswerHead) -> None: ...
+
+    def on_body(self, data: bytes) -> None: ...
+
+    def on_done(self) -> None: ...
+
+    def on_lost(self, kind: FailureKind, detail: str) -> None: ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to one instance. Idle, or busy for one sink."""
+
+    __slots__ = ("_buffer", "_framing", "_head", "_method", "_pool", "_sink", "idle_since_s", "transport", "worker")
+
+    def __init__(self, pool: UpstreamPool, worker: Worker) -> None:
+        self.worker = worker
+        self.transport: asyncio.Transport | None = None
+        self.idle_since_s = 0.0
+        self._pool = pool
+        self._sink: AnswerSink | None = None
+        self._method = ""
+        self._head: AnswerHead | None = None
+        self._framing: Framing | None = None
+        self._buffer = b""
+
+    # -- for whoever uses it -----------------------------------------------------------------------------------------
+
+    def send(self, method: str, pieces: list[bytes | memoryview], sink: AnswerSink) -> None:
+        """Send one request; the connection must be idle."""
+        assert self._sink is None
+        assert self.transport is not None
+        self._sink, self._method = sink, method
+        self.transport.writelines(pieces)
+
+    def at_boundary(self) -> bool:
+        """Whether something may be put into the answer behind what the sink has got so far."""
+        return self._framing is not None and self._framing.at_boundary()
+
+    def pause(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def drop(self) -> None:
+        """Close it now, whatever is under way; its sink hears nothing more."""
+        self._sink = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    # -- asyncio -----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's class is not derived from it
+        no_delay(self.transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._sink is None:  # an instance that talks unasked, such as the 408 of one that closes
+            self._pool.discard(self)
+            self.drop()
+            return
+        try:
+            if self._framing is None:
+                self._begin(data)
+            else:
+                self._continue(data, 0)
+        except BadMessage as error:
+            self._lose(FailureKind.BAD_ANSWER, str(error))
+
+    def eof_received(self) -> None:
+        return None  # closes; connection_lost says the rest
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._pool.discard(self)
+        if self._sink is None:
+            return
+        if self._head is not None and self._head.length is None and not self._head.chunked and exc is None:
+            self._finish(reusable=False)
+        else:
+            self._lose(FailureKind.LOST, "the connection ended before the answer" + (f": {exc}" if exc else ""))
+
+    # -- one answer --------------------------------------------------------------------------------------------------
+
+    def _begin(self, data: bytes) -> None:
+        data = self._buffer + data if self._buffer else data
+        while True:
+            end = data.find(CRLF2)
+            if end < 0:
+                if len(data) > MAX_HEAD_BYTES:
+                    raise BadMessage("head", f"the head is longer than {MAX_HEAD_BYTES} bytes")
+                self._buffer = data
+                return
+            start = end + len(CRLF2)
+            head = parse_answer(data[:start])
+            if head.status >= 200:
+                break
+            data = data[start:]  # an interim answer
+        self._buffer = b""
+        self._head, self._framing = head, answer_framing(head, self._method)
+        assert self._sink is not None
+        self._sink.on_head(head)
+        if self._sink is not None:
+            self._continue(data, start)
+
+    def _continue(self, data: bytes, start: int) -> None:
+        sink, framing = self._sink, self._framing
+        assert sink is not None
+        assert framing is not None
+        payload: list[bytes] | None = [] if sink.plain else None
+        end = framing.feed(data, start, payload)
+        if payload is not None:
+            if payload:
+                sink.on_body(b"".join(payload))
+        elif end < 0:
+            if start < len(data):
+                sink.on_body(data[start:] if start else data)
+        elif end > start:
+            sink.on_body(data[start:end])
+        if end >= 0 and self._sink is not None:
+            head = self._head
+            assert head is not None
+            self._finish(reusable=head.keep_alive and end == len(data))
+
+    def _finish(self, *, reusable: bool) -> None:
+        """Free for the next request before the sink acts on it."""
+        sink = self._sink
+        self._sink = self._head = self._framing = None
+        if reusable:
+            self._pool.give(self)
+        elif self.transport is not None:
+            self.transport.close()
+        assert sink is not None
+        sink.on_done()
+
+    def _lose(self, kind: FailureKind, detail: str) -> None:
+        sink = self._sink
+        self.drop()
+        assert sink is not None
+        sink.on_lost(kind, detail)
+
+
+Taker = Callable[["UpstreamConnection | None", str], None]
+
+
+class UpstreamPool:
+    """Connections by instance, the one used last first."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, connect_timeout_s: float, idle_s: float) -> None:
+        self._loop = loop
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_s = idle_s
+        self._idle: dict[int, deque[UpstreamConnection]] = {}
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    def take(self, worker: Worker, taker: Taker) -> None:
+        """Calls ``taker`` with a connection, at once or later; with None and a reason where there is none to be had."""
+        idle = self._idle.get(worker.number)
+        while idle:
+            connection = idle.pop()
+            if connection.transport is not None and not connection.transport.is_closing():
+                taker(connection, "")
+                return
+        task = self._loop.create_task(self._connect(worker, taker))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    def give(self, connection: UpstreamConnection) -> None:
+        connection.idle_since_s = time.monotonic()
+        self._idle.setdefault(connection.worker.number, deque()).append(connection)
+
+    def discard(self, connection: UpstreamConnection) -> None:
+        """It is closed or about to be; it need not be idle."""
+        idle = self._idle.get(connection.worker.number)
+        if idle and connection in idle:
+            idle.remove(connection)
+
+    def sweep(self, now_s: float) -> None:
+        """Close what nobody has used for a while."""
+        for idle in self._idle.values():
+            while idle and now_s - idle[0].idle_since_s > self._idle_s:
+                idle.popleft().drop()
+
+    def idle_count(self) -> int:
+        return sum(map(len, self._idle.values()))
+
+    async def close(self) -> None:
+        for task in list(self._connecting):
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().drop()
+
+    async def _connect(self, worker: Worker, taker: Taker) -> None:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: UpstreamConnection(self, worker), worker.host, worker.port
+                )
+        except TimeoutError:
+            taker(None, f"no connection within {self._connect_timeout_s:g} s")
+        except OSError as error:
+            taker(None, str(error) or type(error).__name__)
+        else:
+            taker(connection, "")
+
+
+def no_delay(transport: asyncio.Transport) -> None:
+    """Send small writes at once: with Nagle's algorithm an event waits up to 40 ms for the peer's delayed ACK.
+
+    Event loops do this only for sockets they know to be TCP by number, so it is not left to them.
+    """
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,0 +1,133 @@
+"""Lengths and prefixes of prompts, as far as a router can know them."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pla_sglang.chain.card import model_path
+from pla_sglang.router.control.prefixes import BLOCK_ENDS, FINE_BYTES, PrefixIndex, block_keys
+from pla_sglang.router.control.prompts import PromptKnobs, Prompts, load_tokenizer, prompt_texts
+from pla_sglang.router.messages import Ask, Endpoint
+
+
+def ask(body: object, endpoint: Endpoint = Endpoint.CHAT, **fields: object) -> Ask:
+    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    values = {"input_tokens": 77, "body": data} | fields
+    return Ask("r", 0, endpoint, True, 0.0, len(data), **values)  # type: ignore[arg-type]
+
+
+def prompts(**knobs: float) -> Prompts:
+    return Prompts(PromptKnobs(**knobs), PrefixIndex(), encode=lambda text: len(text.split()))  # type: ignore[arg-type]
+
+
+@given(st.binary(max_size=6000), st.binary(max_size=6000), st.binary(max_size=6000))
+def test_equal_prefixes_have_equal_keys_and_others_do_not(prefix: bytes, one: bytes, other: bytes) -> None:
+    first, second = block_keys(prefix + one), block_keys(prefix + other)
+    common = 0
+    for left, right in zip(prefix + one, prefix + other, strict=False):
+        if left != right:
+            break
+        common += 1
+    shared = sum(end <= common for end in BLOCK_ENDS)
+    assert first[:shared] == second[:shared]
+    assert all(left != right for left, right in zip(first[shared:], second[shared:], strict=False))
+
+
+def test_salt_keeps_apart() -> None:
+    assert block_keys(b"x" * 300) != block_keys(b"x" * 300, salt=b"s")
+
+
+def test_an_instance_has_the_prefix_that_was_sent_there() -> None:
+    index = PrefixIndex()
+    long = bytes(range(256)) * 40
+    index.insert(3, block_keys(long))
+    index.insert(5, block_keys(long[: FINE_BYTES * 2]))
+    assert index.lookup(block_keys(long)) == {3: len(long) // FINE_BYTES * FINE_BYTES, 5: FINE_BYTES * 2}
+    assert index.lookup(block_keys(b"other" * 200)) == {}
+    index.forget(3)
+    assert index.lookup(block_keys(long)) == {5: FINE_BYTES * 2}
+
+
+def test_what_was_used_least_is_forgotten_and_a_prefix_outlives_its_end() -> None:
+    index = PrefixIndex(capacity_blocks=4)
+    old, new = block_keys(b"a" * FINE_BYTES * 3), block_keys(b"b" * FINE_BYTES * 3)
+    index.insert(0, old)
+    index.insert(0, new)
+    assert index.lookup(new) == {0: 3 * FINE_BYTES}
+    assert index.lookup(old) == {0: FINE_BYTES}
+    assert index.size() == 4
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "texts"),
+    [
+        (Endpoint.CHAT, {"messages": [{"role": "user", "content": "a b"}]}, ["a b"]),
+        (Endpoint.CHAT, {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]}, ["x"]),
+        (Endpoint.CHAT, {"messages": []}, None),
+        (Endpoint.CHAT, {"messages": "no"}, None),
+        (Endpoint.COMPLETIONS, {"prompt": "a"}, ["a"]),
+        (Endpoint.COMPLETIONS, {"prompt": ["a", "b"]}, ["a", "b"]),
+        (Endpoint.COMPLETIONS, {"prompt": [1, 2]}, None),
+        (Endpoint.GENERATE, {"text": "a"}, ["a"]),
+        (Endpoint.GENERATE, {"input_ids": [1]}, None),
+        (Endpoint.GENERATE, [], None),
+    ],
+)
+def test_texts_of_a_body(endpoint: Endpoint, body: object, texts: list[str] | None) -> None:
+    assert prompt_texts(orjson.dumps(body), endpoint) == texts
+
+
+def test_a_broken_body_has_none() -> None:
+    assert prompt_texts(b"{", Endpoint.CHAT) is None
+
+
+def test_short_texts_are_tokenized_once() -> None:
+    made = prompts()
+    body = {"prompt": "one two three"}
+    for _ in range(3):
+        found = made.look(ask(body, Endpoint.COMPLETIONS))
+        assert (found.tokens, found.exact) == (3, True)
+    assert (made.tokenized, made.hits) == (1, 2)
+
+
+def test_the_messages_of_a_chat_cost_something_too() -> None:
+    body = {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]}
+    assert prompts().look(ask(body)).tokens == 3 + 2 * 5
+
+
+def test_long_texts_are_estimated_by_what_short_ones_have_taught() -> None:
+    made = prompts(tokenize_bytes=2000, memory=1.0)
+    made.look(ask({"prompt": "abcd " * 100}, Endpoint.COMPLETIONS))
+    assert made.bytes_per_token == pytest.approx(5.0)
+    found = made.look(ask({"prompt": "abcd " * 1000}, Endpoint.COMPLETIONS))
+    assert not found.exact
+    assert found.tokens == pytest.approx(1000, rel=0.02)
+    assert made.estimated == 1
+
+
+def test_token_ids_and_missing_bodies_are_taken_from_the_relay() -> None:
+    made = prompts()
+    found = made.look(ask({"input_ids": [1, 2, 3]}, Endpoint.GENERATE, exact_tokens=True))
+    assert (found.tokens, found.exact) == (77, True)
+    found = made.look(Ask("r", 0, Endpoint.CHAT, True, 0.0, 30, 77))
+    assert (found.tokens, found.exact, found.keys) == (77, False, ())
+
+
+def test_the_next_turn_of_a_chat_finds_the_last_one() -> None:
+    made = prompts(tokenize_bytes=0)
+    history = [{"role": "system", "content": "s" * 3000}]
+    first = made.look(ask({"messages": history, "model": "m"}))
+    made.index.insert(2, first.keys)
+    second = made.look(ask({"messages": [*history, {"role": "user", "content": "u" * 1000}], "model": "m"}))
+    cached = made.cached(second)[2]
+    assert 0.6 * second.tokens < cached < 0.8 * second.tokens
+
+
+def test_the_tokenizer_of_a_model_folder() -> None:
+    encode = load_tokenizer(str(model_path()))
+    assert encode is not None
+    assert encode("abc") == 3
+    assert load_tokenizer("/nowhere/at/all") is None

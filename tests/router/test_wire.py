@@ -1,0 +1,125 @@
+"""Relay and control in two event-loop ends joined by ZMQ: order, restarts of either side, silence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from support.instances import FakeInstance, Script
+from support.relays import Setting, TurnControl, run
+
+from pla_sglang.router import messages as m
+from pla_sglang.router import wire
+from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.relay import Relay
+from pla_sglang.router.wire import ControlWire, RelayWire
+
+
+@contextlib.asynccontextmanager
+async def control_end(address: str, plane: TurnControl) -> AsyncIterator[ControlWire]:
+    end = ControlWire(address, plane, now_s=time.monotonic)
+    end.start()
+    beats = asyncio.ensure_future(beat(plane))
+    try:
+        yield end
+    finally:
+        beats.cancel()
+        end.close()
+
+
+async def beat(plane: TurnControl) -> None:
+    while True:
+        for port in plane.ports.values():
+            port.tell(m.Beat(plane.epoch, time.monotonic()))
+        await asyncio.sleep(m.BEAT_INTERVAL_S)
+
+
+@contextlib.asynccontextmanager
+async def relay_end(address: str, number: int = 0) -> AsyncIterator[Relay]:
+    end = RelayWire(address, number, now_s=time.monotonic)
+    relay = Relay(RelayConfig(), number=number, say=end.say, rng=random.Random(number))
+    end.start(relay.tell)
+    await relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.stop()
+        end.close()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/c"
+
+
+def test_requests_go_through_two_relays(address: str) -> None:
+    async def scenario() -> None:
+        async with (
+            FakeInstance(0) as one,
+            control_end(address, plane := TurnControl((one.worker(),))),
+            relay_end(address, 0) as first,
+            relay_end(address, 1) as second,
+        ):
+            settings = [Setting(relay, plane, [one]) for relay in (first, second)]
+            await settings[0].until(lambda: first.table and second.table)
+            answers = await asyncio.gather(*(here.ask({"text": "x"}) for here in settings * 20))
+            assert {answer.status for answer in answers} == {200}
+            await settings[0].until(lambda: len(plane.of(m.Ended)) == 40)
+            assert {ask.relay for ask in plane.of(m.Ask)} == {0, 1}
+            assert len({ask.rid for ask in plane.of(m.Ask)}) == 40
+            settings[0].check_balance()
+
+    run(scenario)
+
+
+def test_streams_outlive_the_control_plane(address: str) -> None:
+    """The first control plane ends in the middle of a stream; the next one hears of the stream and of its end."""
+
+    async def scenario() -> None:
+        async with FakeInstance(0, script=Script(events=10, gap_s=0.2)) as one, relay_end(address) as relay:
+            async with control_end(address, first := TurnControl((one.worker(),), epoch=1)):
+                here = Setting(relay, first, [one])
+                await here.until(lambda: relay.table)
+                stream = asyncio.ensure_future(here.ask({"stream": True}))
+                await here.until(lambda: len(first.of(m.Stage)) == 2)
+            waiting = asyncio.ensure_future(here.ask({"text": "asked of nobody"}))
+            await asyncio.sleep(0.1)
+            async with control_end(address, second := TurnControl((one.worker(),), epoch=2)):
+                assert len((await stream).events) == 11
+                assert (await waiting).status == 200
+                [hello] = second.of(m.Hello)
+                assert [one.ask.rid for one in hello.open] == [first.of(m.Ask)[0].rid]
+                await here.until(lambda: len(second.of(m.Ended)) == 2)
+
+    run(scenario)
+
+
+def test_a_relay_that_is_gone_is_forgotten(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "GONE_S", 0.5)
+
+    async def scenario() -> None:
+        async with control_end(address, plane := TurnControl()) as end:
+            async with relay_end(address) as relay:
+                await Setting(relay, plane, []).until(lambda: 0 in plane.ports)
+            await Setting(relay, plane, []).until(lambda: not plane.ports)
+            assert not end._peers
+
+    run(scenario)
+
+
+def test_nonsense_from_a_relay_ends_its_membership(address: str) -> None:
+    async def scenario() -> None:
+        async with control_end(address, plane := TurnControl()):
+            stranger = RelayWire(address, 7, now_s=time.monotonic)
+            stranger.start(lambda message: None)
+            await Setting(None, plane, []).until(lambda: 7 in plane.ports)  # type: ignore[arg-type]
+            stranger._socket.send([b"\x91\x92nonsense"])
+            await Setting(None, plane, []).until(lambda: 7 not in plane.ports)  # type: ignore[arg-type]
+            stranger.close()
+
+    run(scenario)

@@ -1,0 +1,206 @@
+"""A relay in this process with a control plane that assigns in turn, and a client that sees every byte."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import h11
+
+from pla_sglang.router import messages as m
+from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.relay import Relay
+from support.instances import FakeInstance, Rooms, Script
+
+
+@dataclass
+class TurnControl:
+    """A control plane (``ControlPlane``) with a fixed table. It keeps everything it hears.
+
+    Attributes:
+        answer: called for an Ask instead of assigning in turn; None leaves the question open.
+    """
+
+    workers: tuple[m.Worker, ...] = ()
+    epoch: int = 1
+    prompts: m.Prompts = m.Prompts.ESTIMATE
+    answer: Callable[[m.Ask], m.Assign | m.Refuse | None] | None = None
+    heard: list[m.FromRelay] = field(default_factory=list)
+    ports: dict[int, Any] = field(default_factory=dict)
+    rooms: int = 0
+
+    async def start(self) -> None:
+        """Nothing to begin."""
+
+    async def stop(self) -> None:
+        """Nothing to end."""
+
+    def attach(self, relay: int, port: Any) -> None:
+        self.ports[relay] = port
+        port.tell(self.table())
+
+    def forget(self, relay: int) -> None:
+        del self.ports[relay]
+
+    def table(self) -> m.Table:
+        return m.Table(self.epoch, 1, self.workers, serving=bool(self.workers), prompts=self.prompts)
+
+    def hear(self, message: m.FromRelay) -> None:
+        self.heard.append(message)
+        if isinstance(message, m.Ask):
+            given = self.answer(message) if self.answer is not None else self.assign(message)
+            if given is not None:
+                self.ports[message.relay].tell(given)
+        elif isinstance(message, m.AdminAsk):
+            body = json.dumps({"path": message.path, "method": message.method, "query": message.query}).encode()
+            self.ports[message.relay].tell(m.AdminAnswer(message.number, 200, "application/json", body))
+
+    def assign(self, ask: m.Ask) -> m.Assign | m.Refuse:
+        self.rooms += 1000
+        free = [worker for worker in self.workers if worker.number not in ask.excluded]
+        pick: dict[str, m.Worker] = {}
+        for kind in ("unified", "prefill", "decode"):
+            of_kind = [worker for worker in free if worker.kind == kind]
+            if of_kind:
+                pick[kind] = of_kind[self.rooms // 1000 % len(of_kind)]
+        if "unified" in pick:
+            return m.Assign(ask.rid, ask.attempt, pick["unified"].number, reason="turn")
+        if len(pick) < 2:
+            return m.Refuse(ask.rid, ask.attempt, 503, "no_instance", "nobody is ready", retry_after_s=0.2)
+        return m.Assign(
+            *(ask.rid, ask.attempt, pick["decode"].number, pick["prefill"].number),
+            bootstrap_host="10.0.0.9",
+            bootstrap_port=8998,
+            bootstrap_room=self.rooms,
+            reason="turn",
+        )
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def events(self) -> list[str]:
+        return [part[6:] for part in self.body.decode().split("\n\n") if part.startswith("data: ")]
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.body)["error"]
+        return found
+
+
+@dataclass
+class Setting:
+    """Everything under test."""
+
+    relay: Relay
+    control: TurnControl
+    instances: list[FakeInstance]
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.relay.port)
+
+    async def ask(
+        self, body: Any, path: str = "/generate", *, method: str = "POST", headers: dict[str, str] | None = None
+    ) -> Answer:
+        """One request on a connection of its own, read to its end by h11."""
+        reader, writer = await self.connect()
+        try:
+            writer.write(request_bytes(body, path, method=method, headers=headers))
+            return await read_answer(reader, method=method)
+        finally:
+            writer.close()
+
+    def ended(self) -> list[m.Ended]:
+        return self.control.of(m.Ended)
+
+    async def until(self, ask: Callable[[], Any], *, patience_s: float = 5.0) -> Any:
+        """The first true answer of ``ask``."""
+        async with asyncio.timeout(patience_s):
+            while not (answer := ask()):
+                await asyncio.sleep(0.005)
+            return answer
+
+    def check_balance(self) -> None:
+        """Every question has one end, no step follows an end, and nothing is left anywhere."""
+        asked = {ask.rid for ask in self.control.of(m.Ask)}
+        ends = [ended.rid for ended in self.ended()]
+        assert sorted(ends) == sorted(asked)
+        over: set[str] = set()
+        for message in self.control.heard:
+            if isinstance(message, m.Stage):
+                assert message.rid not in over
+            elif isinstance(message, m.Ended):
+                over.add(message.rid)
+        gauges = self.relay.gauges()
+        assert (gauges["open_requests"], gauges["buffered_bytes"], gauges["admin_requests"]) == (0, 0, 0)
+
+
+def request_bytes(
+    body: Any, path: str = "/generate", *, method: str = "POST", headers: dict[str, str] | None = None
+) -> bytes:
+    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: router", f"Content-Length: {len(raw)}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + raw
+
+
+async def read_answer(reader: asyncio.StreamReader, *, method: str = "POST") -> Answer:
+    """Raises h11.RemoteProtocolError where the answer is cut or not HTTP."""
+    peer = h11.Connection(h11.CLIENT)
+    peer.send(h11.Request(method=method, target="/", headers=[("Host", "x")]))
+    peer.send(h11.EndOfMessage())
+    head, body = None, b""
+    async with asyncio.timeout(20):
+        while True:
+            event = peer.next_event()
+            if event is h11.NEED_DATA:
+                peer.receive_data(await reader.read(1 << 16))
+            elif isinstance(event, h11.Response):
+                head = event
+            elif isinstance(event, h11.Data):
+                body += bytes(event.data)
+            elif isinstance(event, h11.EndOfMessage):
+                break
+    assert head is not None
+    return Answer(head.status_code, {k.decode(): v.decode() for k, v in head.headers}, body)
+
+
+@contextlib.asynccontextmanager
+async def setting(
+    *kinds: str, scripts: dict[int, Script] | None = None, config: RelayConfig | None = None, **control: Any
+) -> AsyncIterator[Setting]:
+    """A relay in front of instances of ``kinds``."""
+    rooms = Rooms()
+    async with contextlib.AsyncExitStack() as stack:
+        instances = [
+            await stack.enter_async_context(FakeInstance(number, kind, rooms=rooms, script=(scripts or {}).get(number)))
+            for number, kind in enumerate(kinds)
+        ]
+        plane = TurnControl(tuple(one.worker() for one in instances), **control)
+        relay = Relay(config or RelayConfig(), number=0, say=plane.hear, rng=random.Random(5))
+        plane.attach(0, relay)
+        await relay.start()
+        try:
+            yield Setting(relay, plane, instances)
+        finally:
+            await relay.stop()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """On the event loop that the router uses."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test())
