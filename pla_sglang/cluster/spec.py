@@ -111,7 +111,7 @@ def router_arguments(config: ClusterConfig, engines: Sequence[InstanceSpec], por
     command = ["--host", config.host, "--port", str(port)]
     if config.router == "pla":
         workers = [part for one in engines for part in ("--worker", one.url)]
-        return [*command, *workers, "--policy", config.policy, *config.router_extra]
+        return [*command, *workers, "--policy", config.policy.replace("_", "-"), *config.router_extra]
     if config.router == "mini-lb":
         command.append("--mini-lb")
     else:
