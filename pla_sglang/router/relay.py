@@ -33,6 +33,7 @@ from pla_sglang.router.messages import (
     FromControl,
     FromRelay,
     Hello,
+    Outcome,
     Prompts,
     Refuse,
     RelayReport,
@@ -49,6 +50,7 @@ BACKLOG = 4096
 # again. An instance that has ended the request ignores it.
 ABORT_AGAIN_S = (0.0, 0.25, 0.7)
 ABORT_TIMEOUT_S = 5.0
+ENDED = {outcome: f'requests_total{{outcome="{outcome.name.lower()}"}}' for outcome in Outcome}
 
 
 class Work(Protocol):
@@ -212,7 +214,7 @@ class Relay:
     def close(self, exchange: Exchange, ended: Ended) -> None:
         """The only place where a request leaves the relay."""
         del self.open[exchange.ask.rid]
-        self.count("requests_total", outcome=ended.outcome.name.lower())
+        self.count(ENDED[ended.outcome])
         self.say(ended)
         self._access.write(exchange.ask, exchange.assign, ended)
         if self.draining and not self.open:
