@@ -19,6 +19,7 @@ WHEN = {
     Group.EMULATE: "`--pla-emulate` is given, in scheduler processes",
     Group.FRONTEND: "`--prefill-disagg` is on, in the process that serves HTTP",
     Group.SCHEDULER: "`--prefill-disagg` is on, in scheduler processes",
+    Group.GRAPHS: "`--pla-graph-layout` is on, in scheduler processes",
     Group.LAUNCHER: "under `python -m pla_sglang.launch_server` only",
 }
 

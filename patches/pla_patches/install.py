@@ -2,8 +2,8 @@
 
 Who installs what:
 
-* a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE and SCHEDULER in the
-  children of a server whose device is emulated, and whose scheduling is on;
+* a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE, GRAPHS and SCHEDULER in
+  the children of a server whose device is emulated, whose prefill graphs are on, and whose scheduling is on;
 * the process that parsed such a command line: FRONTEND, from the ``cli.parse`` seam;
 * our own launcher: LAUNCHER.
 """
@@ -34,11 +34,13 @@ def install_for_this_process() -> None:
         groups.append(Group.CPU)
     if in_child and config.current().emulate is not None:
         groups.append(Group.EMULATE)
+    if in_child and config.current().graphs:
+        groups.append(Group.GRAPHS)
     if scheduling:
         groups.append(Group.SCHEDULER)
     seams = [seam for group in groups for seam in of_group(group)]
     reasons = verify.host_reasons(seams)
-    if scheduling:
+    if scheduling or Group.GRAPHS in groups:
         reasons = host.version_reasons() + reasons
     if reasons:
         raise SystemExit(f"error: {HostMismatchError(reasons)}")

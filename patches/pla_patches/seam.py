@@ -23,6 +23,7 @@ class Group(enum.Enum):
     EMULATE = "emulate"  # a GPU is emulated; scheduler processes
     FRONTEND = "frontend"  # scheduling is on; the process that serves HTTP
     SCHEDULER = "scheduler"  # scheduling is on; scheduler processes
+    GRAPHS = "graphs"  # prefill graphs of ours are on; scheduler processes
     LAUNCHER = "launcher"  # only under ``python -m pla_sglang.launch_server``
 
 
