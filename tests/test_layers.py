@@ -43,6 +43,7 @@ SGLANG_IMPORTERS = {
     "pla_sglang/platform/__init__.py": "asks which platform the host has chosen",
     "pla_sglang/platform/cpu.py": "is one of the host's platform classes",
     "pla_sglang/platform/paged_allocator.py": "is one of the host's allocators",
+    "pla_sglang/testing/steps.py": "builds and runs a scheduler of the host in this process",
     "pla_sglang/testing/scheduler.py": "builds a scheduler of the host in this process",
 }
 
@@ -110,7 +111,9 @@ OURS = {
     "pla_patches": {"pla_patches", "pla_sglang.config", "pla_sglang.errors", "pla_sglang.platform"},
     "bench": {
         "bench",
+        "pla_kernels",
         "pla_sglang.policy",
+        "pla_sglang.profile",
         "pla_sglang.chain",
         "pla_sglang.launch_cluster",
         "pla_sglang.metrics",

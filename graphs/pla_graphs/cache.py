@@ -70,7 +70,8 @@ class GraphCache:
         self._recordings: dict[Bucket, Recording] = {}
         self._failed: set[Bucket] = set()
         self._lookups = 0
-        self._largest_bytes = 0  # of any recording so far: what the next one may take
+        self._largest_bytes = 0  # of any recording so far
+        self._bytes_per_token = 0.0  # likewise; both bound what the next one may take
 
     # -- look-up ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class GraphCache:
                 if choice.bucket is None:
                     self.stopped_by = choice.reason
                     return
-                if self.memory_bytes + self._largest_bytes > self._budget_bytes:
+                if self.memory_bytes + self._expected_bytes(choice.bucket) > self._budget_bytes:
                     self.stopped_by = CaptureReason.MEMORY_BUDGET
                     return
                 took_s = self._capture(choice.bucket)
@@ -129,7 +130,7 @@ class GraphCache:
     def _capture(self, bucket: Bucket) -> float:
         """Seconds it took, on the slowest rank."""
         assert bucket not in self._recordings, "a shape is captured once"
-        self._make_room(self._largest_bytes)
+        self._make_room(self._expected_bytes(bucket))
         started_s = self._clock()
         recording = None
         try:
@@ -145,8 +146,13 @@ class GraphCache:
             self._keep(bucket, recording, int(memory_bytes))
         return took_s
 
+    def _expected_bytes(self, bucket: Bucket) -> int:
+        """At most, by what was seen: graphs cost about the same each, or as much as their tokens."""
+        return min(self._largest_bytes, int(self._bytes_per_token * bucket.tokens))
+
     def _keep(self, bucket: Bucket, recording: Recording, memory_bytes: int) -> None:
         self._largest_bytes = max(self._largest_bytes, memory_bytes)
+        self._bytes_per_token = max(self._bytes_per_token, memory_bytes / bucket.tokens)
         if not self._make_room(memory_bytes):
             logger.warning("pla_graphs: %s takes %d bytes, more than the whole budget", bucket.name, memory_bytes)
             self._give_up(bucket, recording)

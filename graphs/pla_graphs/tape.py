@@ -88,8 +88,9 @@ class TapeRecording:
 
     def replay(self) -> torch.Tensor:
         assert self._steps, "a closed recording was replayed"
-        for step in self._steps:
-            step()
+        with torch.no_grad():  # as it was recorded
+            for step in self._steps:
+                step()
         return self._output
 
     def close(self) -> None:

@@ -48,12 +48,17 @@ def install_for_this_process() -> None:
 
 
 def install_scheduler() -> None:
-    """Seams of a scheduler that lives in this very process, as benches and tests build one.
+    """Seams of a scheduler that lives in this very process, as benches and tests build one. Raises HostMismatchError."""
+    install_here(Group.SCHEDULER)
+
+
+def install_here(*groups: Group) -> None:
+    """Seams of ``groups`` in this very process.
 
     Raises:
         HostMismatchError: with every reason.
     """
-    seams = of_group(Group.SCHEDULER)
+    seams = [seam for group in groups for seam in of_group(group)]
     if reasons := verify.all_reasons(seams):
         raise HostMismatchError(reasons)
     _register(seams)
