@@ -48,7 +48,7 @@ def install_for_this_process() -> None:
 
 
 def install_scheduler() -> None:
-    """Seams of a scheduler that lives in this very process, as benches and tests build one. Raises HostMismatchError."""
+    """Seams of a scheduler that lives in this very process, as benches and tests build it. Raises HostMismatchError."""
     install_here(Group.SCHEDULER)
 
 
