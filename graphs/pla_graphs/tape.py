@@ -114,10 +114,11 @@ class _OpaqueAttention:
 
 
 class TapeRecorder:
-    """Records on the CPU."""
+    """Records on the CPU. ``group``: the host's group of ranks; its all-reduce is one step, done when it returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: Any = None) -> None:
         self.tape: _Tape | None = None
+        self._group = None if group is None or group.world_size == 1 else group
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -129,8 +130,22 @@ class TapeRecorder:
     def record(self, forward: Callable[[], torch.Tensor]) -> TapeRecording:
         self.tape = tape = _Tape()
         try:
-            with torch.no_grad(), tape:
+            with torch.no_grad(), self._opaque_all_reduce(tape), tape:
                 output = forward()
         finally:
             self.tape = None
         return TapeRecording(tape, output)
+
+    @contextlib.contextmanager
+    def _opaque_all_reduce(self, tape: _Tape) -> Iterator[None]:
+        """torch dispatches a collective without the wait for it, so it is recorded from outside."""
+        group = self._group
+        if group is None:
+            yield
+            return
+        all_reduce = group.all_reduce
+        group.all_reduce = lambda tensor: tape.opaque(lambda: all_reduce(tensor))
+        try:
+            yield
+        finally:
+            del group.all_reduce

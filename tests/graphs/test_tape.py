@@ -84,6 +84,20 @@ def test_memory_is_what_the_pass_allocated() -> None:
     assert record(forward).memory_bytes == 2048
 
 
+def test_an_all_reduce_runs_again_and_the_group_gets_its_own_back() -> None:
+    class Group:
+        world_size = 2
+
+        def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.mul_(2)  # in place, as the host's: two ranks with the same values
+
+    group, rows = Group(), torch.ones(2)
+    recording = TapeRecorder(group).record(lambda: group.all_reduce(rows + 1) + 1)
+    rows.fill_(3)
+    assert recording.replay().tolist() == [9.0, 9.0]
+    assert "all_reduce" not in vars(group)
+
+
 def test_a_failed_recording_leaves_the_recorder_usable() -> None:
     recorder = TapeRecorder()
     with pytest.raises(ZeroDivisionError):

@@ -47,7 +47,7 @@ class CapturedForward:
     def _make_recorder(self, most_tokens: int) -> Recorder:
         runner = self._runner
         if runner.device == "cpu":
-            return TapeRecorder()
+            return TapeRecorder(runner.tp_group)
 
         @contextlib.contextmanager
         def session() -> Iterator[torch.cuda.Stream]:

@@ -31,7 +31,7 @@ def of_server(runner: Any) -> list[str]:
         (bool(model.is_hybrid_swa or _set(runner, "mambaish_config")), "hybrid attention or state-space layers"),
         (any(_set(text, name) for name in _EXPERTS), "a mixture of experts"),
         (_set(args, "quantization") or _set(model, "quantization"), "quantised weights"),
-        (not hasattr(_body(runner.model), "layers"), "a model without decoder layers of its own"),
+        (not hasattr(decoder_body(runner.model), "layers"), "a model without decoder layers of its own"),
         (_set(args, "enable_lora"), "--enable-lora"),
         (_set(args, "enable_dp_attention"), "--enable-dp-attention"),
         ((getattr(args, "pp_size", 1) or 1) > 1, "--pipeline-parallel-size above 1"),
@@ -50,8 +50,8 @@ def _set(owner: Any, name: str) -> bool:
     return bool(getattr(owner, name, None))
 
 
-def _body(model: Any) -> Any:
-    """The module that owns the decoder layers, as the host finds it."""
+def decoder_body(model: Any) -> Any:
+    """The module that owns the decoder layers, as the host finds it; None for a model without."""
     while not _has_layers(model) and getattr(model, "model", None) is not None:
         model = model.model
     return model if _has_layers(model) else None
@@ -61,14 +61,9 @@ def _has_layers(model: Any) -> bool:
     return hasattr(getattr(model, "layers", None), "__iter__")
 
 
-decoder_body = _body
-
-
 def of_batch(batch: Any) -> GraphReason | None:
     """Why this ``ForwardBatch`` cannot be replayed, whatever its lengths; None when it can."""
-    if not batch.forward_mode.is_extend_without_speculative() or batch.forward_mode.is_mixed():
-        return GraphReason.NOT_PLAIN_PREFILL
-    if batch.forward_mode.is_split_prefill() or batch.encoder_lens is not None:
+    if batch.forward_mode.name != "EXTEND" or batch.encoder_lens is not None:
         return GraphReason.NOT_PLAIN_PREFILL
     if batch.input_embeds is not None or batch.replace_embeds is not None:
         return GraphReason.EMBEDDINGS
