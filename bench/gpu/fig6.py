@@ -25,6 +25,7 @@ from typing import Any
 import aiohttp
 
 from bench.gpu.models import model_flags
+from bench.gpu.steps import CAPTURE_BUDGET_S
 from bench.lib.arms import OUR_MODULE, STOCK_MODULE, stock_env
 from pla_sglang.testing.server import Server, greedy_body, running
 from pla_sglang.workload import length_model
@@ -130,6 +131,8 @@ def measure(model: Path, device: str, *, seconds: float, seed: int, out: Path) -
         print(f"arm {name}", file=sys.stderr, flush=True)
         common = ("--device", device, "--chunked-prefill-size", "2048", *model_flags(device), "--log-level", "warning")
         stock = name == "stock"
+        if _GRAPHS[0] in flags:
+            flags = (*flags, "--pla-graph-capture-budget-s", str(CAPTURE_BUDGET_S[device]))
         server = Server(
             model,
             (*common, *flags),

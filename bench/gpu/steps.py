@@ -26,6 +26,7 @@ from pla_sglang.testing.steps import Shape, Stepper
 ARMS = ("eager", "breakable", "full", "varlen", "grid")
 BACKEND = {"eager": "disabled", "breakable": "breakable", "full": "full", "varlen": "breakable", "grid": "breakable"}
 CHUNK = {"cuda": 8192, "cpu": 1024}
+CAPTURE_BUDGET_S = {"cuda": 30.0, "cpu": 2.0}  # the double of graphs on a CPU captures no faster than it runs
 FULL_SLOTS = 64  # request slots of SGLang's full graphs; by default it has one for every 512 tokens of a chunk
 GRAPH_SIZES = (*range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
 
@@ -59,7 +60,8 @@ def launcher_flags(arm: str, model: Path, device: str) -> list[str]:
 
 def measure(arm: str, model: Path, device: str, *, rounds: int, out: Path) -> dict[str, Any]:
     layout = arm if arm in ("varlen", "grid") else "off"
-    stepper = Stepper(launcher_flags(arm, model, device), PlaConfig(graph_layout=layout))
+    config = PlaConfig(graph_layout=layout, graph_capture_budget_s=CAPTURE_BUDGET_S[device])
+    stepper = Stepper(launcher_flags(arm, model, device), config)
     result: dict[str, Any] = {"arm": arm, "start_s": round(stepper.start_s, 2), "shapes": {}, "completed": False}
     for shape in SHAPES[device]:
         result["shapes"][shape.name] = of_shape(stepper, shape, rounds)
