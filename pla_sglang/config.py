@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ LAUNCHES = ("graph", "eager")
 ROLES = ("mixed", "short", "long")
 PRESSURE = ("auto", "off")
 ADDRESS_SCHEMES = ("tcp://", "ipc://")
+GRAPH_LAYOUTS = ("off", "varlen", "grid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,9 @@ class PlaConfig:
     decode_gap_ms: float = 500.0
     long_order: str = "least-remaining"
     mixing: str = "never"
+    graph_layout: str = "off"
+    graph_budget_gb: float = 2.0
+    graph_capture_budget_s: float = 30.0
     emulate: str | None = None  # a profile: the device is emulated
     time_scale: float = 1.0
     emulate_launch: str = "graph"
@@ -82,6 +87,9 @@ class PlaConfig:
             _check_range("--pla-long-chunk-min-tokens", self.long_chunk_min_tokens, 1, 1 << 20, unit="tokens")
         _check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
         _check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
+        _check_choice("--pla-graph-layout", self.graph_layout, GRAPH_LAYOUTS)
+        _check_range("--pla-graph-budget-gb", self.graph_budget_gb, 0.001, 1024, unit="GiB")
+        _check_range("--pla-graph-capture-budget-s", self.graph_capture_budget_s, 0, 3600, unit="s")
         self._check_emulation()
         self._check_pools()
 
@@ -116,6 +124,10 @@ class PlaConfig:
     def reports(self) -> bool:
         """Whether schedulers push load reports."""
         return self.telemetry is not None or self.controller_folder is not None
+
+    @property
+    def graphs(self) -> bool:
+        return self.graph_layout != "off"
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -251,6 +263,25 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
             "help": "For ablation: 'allow' lets shorts share a pass with a long's chunk, as stock SGLang does.",
         },
     ),
+    "graph_layout": (
+        "--pla-graph-layout",
+        {
+            "metavar": "{off,varlen,grid}",
+            "help": "CUDA graphs of ours for short prefills: 'varlen' by tokens and request slots, 'grid' by length "
+            "and batch size in powers of two (PLA-Serve). Everything else runs in SGLang's own graphs.",
+        },
+    ),
+    "graph_budget_gb": (
+        "--pla-graph-budget-gb",
+        {"type": float, "help": "Device memory for these graphs in GiB; the least recently used go first."},
+    ),
+    "graph_capture_budget_s": (
+        "--pla-graph-capture-budget-s",
+        {
+            "type": float,
+            "help": "Time for captures at start, the most expected first; others come when they are missed.",
+        },
+    ),
     "emulate": (
         "--pla-emulate",
         {
@@ -337,8 +368,18 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def from_namespace(args: argparse.Namespace) -> PlaConfig:
-    """The checked config that a parsed command line asks for."""
-    return PlaConfig(**{name: getattr(args, f"pla__{name}") for name in _FLAGS if hasattr(args, f"pla__{name}")})
+    """The checked config that a parsed command line asks for. Raises ConfigError.
+
+    A bad value for graphs only warns: a server is as correct without them, and is not worth keeping from its start.
+    """
+    values = {name: getattr(args, f"pla__{name}") for name in _FLAGS if hasattr(args, f"pla__{name}")}
+    graphs = {name: values.pop(name) for name in list(values) if name.startswith("graph_")}
+    try:
+        PlaConfig(**graphs)
+    except ConfigError as error:
+        print(f"warning: {error}; no prefill graphs of ours", file=sys.stderr, flush=True)
+        graphs = {}
+    return PlaConfig(**values, **graphs)
 
 
 def controller_address(config: PlaConfig, name: str) -> str | None:

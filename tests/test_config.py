@@ -49,10 +49,33 @@ def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
             {"telemetry": "tcp://[::1]:5000", "instance": "a"},
         ),
         (["--pla-short-ranks", "3", "--pla-pressure", "off"], {"short_ranks": 3, "pressure": "off"}),
+        (
+            ["--pla-graph-layout", "grid", "--pla-graph-budget-gb", "0.5", "--pla-graph-capture-budget-s", "0"],
+            {"graph_layout": "grid", "graph_budget_gb": 0.5, "graph_capture_budget_s": 0.0},
+        ),
     ],
 )
 def test_command_line(arguments: list[str], expected: dict[str, Any]) -> None:
     assert parse(*arguments) == PlaConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warning"),
+    [
+        (["--pla-graph-layout", "ring"], "--pla-graph-layout 'ring' is not known; allowed: off, varlen, grid"),
+        (["--pla-graph-layout", "grid", "--pla-graph-budget-gb", "0"], "--pla-graph-budget-gb 0.0 is out of range"),
+        (["--pla-graph-layout", "grid", "--pla-graph-capture-budget-s", "nan"], "--pla-graph-capture-budget-s nan"),
+    ],
+)
+def test_bad_values_for_graphs_only_warn(
+    arguments: list[str], warning: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server runs as stock; whatever else was asked for stays."""
+    assert parse("--prefill-disagg", "temporal", *arguments) == PlaConfig(prefill_disagg="temporal")
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == 1
+    assert shown[0].startswith("warning: ")
+    assert warning in shown[0]
 
 
 @pytest.mark.parametrize(

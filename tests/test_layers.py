@@ -33,6 +33,7 @@ SGLANG_IMPORTERS = {
     "patches/pla_patches/install.py": "registers hooks",
     "pla_sglang/engine/snapshot.py": "reads the scheduler",
     "pla_sglang/engine/clock.py": "the clock message is one of the host's request types",
+    "pla_sglang/engine/graphs/host.py": "builds the host's forward batches and opens its capture context",
     "pla_sglang/engine/handlers.py": "answers the host's control messages",
     "pla_sglang/engine/routes.py": "adds routes to the host's HTTP server",
     "pla_sglang/engine/report_handlers.py": "tells the host's generation requests from its other messages",
@@ -45,6 +46,7 @@ SGLANG_IMPORTERS = {
     "pla_sglang/platform/__init__.py": "asks which platform the host has chosen",
     "pla_sglang/platform/cpu.py": "is one of the host's platform classes",
     "pla_sglang/platform/paged_allocator.py": "is one of the host's allocators",
+    "pla_sglang/testing/steps.py": "builds and runs a scheduler of the host in this process",
     "pla_sglang/testing/scheduler.py": "builds a scheduler of the host in this process",
 }
 
@@ -99,6 +101,7 @@ OURS = {
         "pla_sglang.errors",
         "pla_patches",
         "pla_graphs",
+        "pla_kernels",
     },
     "pla_sglang.recording": {
         "pla_sglang.recording",
@@ -125,11 +128,13 @@ OURS = {
         "pla_sglang.launch_server",
     },
     "pla_kernels": {"pla_kernels"},
-    "pla_graphs": {"pla_graphs"},
+    "pla_graphs": {"pla_graphs", "pla_sglang.policy.buckets"},
     "pla_patches": {"pla_patches", "pla_sglang.config", "pla_sglang.errors", "pla_sglang.platform"},
     "bench": {
         "bench",
+        "pla_kernels",
         "pla_sglang.policy",
+        "pla_sglang.profile",
         "pla_sglang.chain",
         "pla_sglang.launch_cluster",
         "pla_sglang.cluster.memory",

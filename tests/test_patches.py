@@ -98,6 +98,13 @@ LOOKED_UP = {
         "sglang.srt.managers.data_parallel_controller.run_data_parallel_controller_process",
         "controller.event_loop",
     ),
+    "graph.prefill": (
+        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_cuda_graphs",
+        "capture_prefill_graph",
+    ),
+    "graph.idle": (_SCHEDULER + "event_loop_overlap", "self.on_idle"),
+    "graph.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
+    "graph.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
     "launch.ready": ("sglang.launch_server.run_server", "launch_server"),
 }
 
@@ -155,7 +162,7 @@ def test_every_seam_has_its_look_up() -> None:
 def test_names_in_the_table_are_unique() -> None:
     assert len(SEAMS) == len(table())
     # Two hooks on one target depend on the order of registration, unless each only adds to the result.
-    adding = ("emu.info", "emu.state")
+    adding = ("emu.info", "emu.state", "graph.idle", "graph.info", "graph.state")
     targets = [seam.target for seam in table() if seam.id not in adding and seam.group is not Group.TELEMETRY]
     assert len(set(targets)) == len(targets)
 

@@ -1,1 +1,1 @@
-"""Prefill graph shapes that the host has captured, as the batching policy sees them."""
+"""Captured prefill graphs: what records them (``recorder``, ``cuda``, ``tape``), who keeps them (``cache``)."""

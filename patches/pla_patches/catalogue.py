@@ -22,6 +22,7 @@ WHEN = {
     Group.TELEMETRY: "load reports go to a router or to the server's own pool controller, in scheduler processes",
     Group.POOLS: "`--prefill-disagg spatial --dp-size N`, in the process that serves HTTP",
     Group.CONTROLLER: "the same, in the data-parallel controller process",
+    Group.GRAPHS: "`--pla-graph-layout` is on, in scheduler processes",
     Group.LAUNCHER: "under `python -m pla_sglang.launch_server` only",
 }
 

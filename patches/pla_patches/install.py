@@ -2,9 +2,9 @@
 
 Who installs what:
 
-* a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE, SCHEDULER and TELEMETRY
-  in the children of a server whose device is emulated, whose scheduling is on, whose load is reported; CONTROLLER
-  instead of these in the data-parallel controller of a server with pools;
+* a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE, GRAPHS, SCHEDULER and
+  TELEMETRY in the children of a server whose device is emulated, whose prefill graphs are on, whose scheduling is on,
+  whose load is reported; CONTROLLER instead of these in the data-parallel controller of a server with pools;
 * the process that parsed such a command line: FRONTEND and POOLS, from the ``cli.parse`` seam;
 * our own launcher: LAUNCHER.
 """
@@ -21,7 +21,8 @@ from pla_patches.seams import of_group
 from pla_sglang import config
 from pla_sglang.errors import HostMismatchError
 
-HOST_SPECIFIC = {Group.SCHEDULER, Group.TELEMETRY, Group.CONTROLLER}  # never on a host that is not supported
+# Never on a host that is not supported.
+HOST_SPECIFIC = {Group.GRAPHS, Group.SCHEDULER, Group.TELEMETRY, Group.CONTROLLER}
 
 _installed: list[Seam] = []
 _controller_pid: int | None = None  # a number and no flag: a scheduler that is forked from the controller is another
@@ -53,6 +54,7 @@ def _groups(knobs: config.PlaConfig) -> list[Group]:
         return [*groups, Group.CONTROLLER]
     wanted = (
         (knobs.emulate is not None, Group.EMULATE),
+        (knobs.graphs, Group.GRAPHS),
         (knobs.enabled, Group.SCHEDULER),
         (knobs.reports, Group.TELEMETRY),
     )
@@ -66,12 +68,17 @@ def enter_controller() -> None:
 
 
 def install_scheduler() -> None:
-    """Seams of a scheduler that lives in this very process, as benches and tests build one.
+    """Seams of a scheduler that lives in this very process, as benches and tests build it. Raises HostMismatchError."""
+    install_here(Group.SCHEDULER)
+
+
+def install_here(*groups: Group) -> None:
+    """Seams of ``groups`` in this very process.
 
     Raises:
         HostMismatchError: with every reason.
     """
-    seams = of_group(Group.SCHEDULER)
+    seams = [seam for group in groups for seam in of_group(group)]
     if reasons := verify.all_reasons(seams):
         raise HostMismatchError(reasons)
     _register(seams)

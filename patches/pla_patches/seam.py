@@ -26,6 +26,7 @@ class Group(enum.Enum):
     TELEMETRY = "telemetry"  # load reports are on; scheduler processes
     POOLS = "pools"  # a server with a short and a long pool; the process that serves HTTP
     CONTROLLER = "controller"  # the same server; its data-parallel controller process
+    GRAPHS = "graphs"  # prefill graphs of ours are on; scheduler processes
     LAUNCHER = "launcher"  # only under ``python -m pla_sglang.launch_server``
 
 

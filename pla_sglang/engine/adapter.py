@@ -90,6 +90,7 @@ class PrefillAdapter:
                 wait_min_s=config.wait_min_ms / 1e3,
                 wait_max_s=config.wait_max_ms / 1e3,
                 depth_max=captured_depth(scheduler.server_args, scheduler.max_running_requests),
+                layout=snapshot.graph_layout(scheduler),
             ),
             longs=LongKnobs(
                 max_age_s=config.long_max_age_ms / 1e3,

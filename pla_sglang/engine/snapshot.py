@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAwarePolicy, match_prefix_for_req
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.buckets.layouts import Layout
 from pla_sglang.policy.fit import StepSample
 from pla_sglang.policy.types import PassView, WaitingView
 
@@ -45,6 +46,13 @@ def slo_s(req: Any, default_ms: float | None) -> float | None:
 def output_tokens(req: Any) -> int:
     """What the host's admission counts for the rest of the decode."""
     return min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+
+
+def graph_layout(scheduler: Any) -> Layout | None:
+    """Shapes of our captured prefill graphs; None where the server has none."""
+    runner = getattr(getattr(scheduler, "tp_worker", None), "model_runner", None)
+    graphs = getattr(runner, "prefill_cuda_graph_runner", None)
+    return getattr(graphs, "pla_layout", None)
 
 
 def make_view(req: Any, now_s: float, default_slo_ms: float | None) -> WaitingView:

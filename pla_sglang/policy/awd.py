@@ -19,6 +19,9 @@ Without any deadline W_GR alone counts, mode (b), and a batch is also full at M_
 One rule is added: waiting has to pay. With B waiting and the next arrival expected in 1/r seconds, dispatching now
 costs the B their step and the newcomer the rest of that step plus its own; waiting costs everyone the wait and one
 fuller step. Unless the difference is positive, the batch goes at once (reason NO_GAIN). W_min > 0 overrides this.
+
+With a layout of captured graphs (``AwdKnobs.layout``) a batch costs what its bucket costs, a full batch ends where a
+bucket ends, and a batch that is one short of filling its request slots may wait for that one (WAIT_FOR_SLOT).
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ import enum
 from collections.abc import Callable, Sequence
 
 from pla_sglang.policy.boundary import StepModel
+from pla_sglang.policy.buckets.batching import computed_tokens, fitting_prefix, one_fills
+from pla_sglang.policy.buckets.layouts import Layout
 from pla_sglang.policy.types import Reason, WaitingView
 
 
@@ -46,6 +51,7 @@ class AwdKnobs:
         margin_s: delta, kept back from the SLA window.
         depth_max: D at the start, from the captured shapes and the memory budget.
         token_max: M_s, new tokens at which a deadline-free batch is full; None: the pass budget.
+        layout: shapes of the captured graphs that batches are fitted to; None: they take any mix of lengths as it is.
     """
 
     wait_min_s: float = 0.0
@@ -54,6 +60,7 @@ class AwdKnobs:
     margin_s: float = 0.002
     depth_max: int = 64
     token_max: int | None = None
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.wait_min_s <= self.wait_max_s:
@@ -69,7 +76,7 @@ class BatchChoice:
     Attributes:
         batch: the requests, in host order.
         due: dispatch now.
-        reason: why, or WAIT_FOR_DEPTH.
+        reason: why, or WAIT_FOR_DEPTH, or WAIT_FOR_SLOT.
         release_s: with ``due`` False, the end of the window.
         gain_s: with ``due`` False, request-seconds that waiting is expected to save.
     """
@@ -115,27 +122,33 @@ class Awd:
         """
         if self._mode(shorts) is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
             budget_tokens = min(budget_tokens, self.knobs.token_max)
+        layout = self.knobs.layout
         batch, full = take_batch(shorts, budget_tokens, min(slots, self.knobs.depth_max))
-        step_s = batch_step_s(batch, model)
+        if full and layout is not None:
+            batch = batch[: fitting_prefix(layout, _lengths(batch))]
+        step_s = batch_step_s(batch, model, layout=layout)
         oldest_s = min(view.arrival_s for view in batch)
         if any(view.resumed for view in batch):
             return BatchChoice(batch, True, Reason.RESUMED)
         if full:
             return BatchChoice(batch, True, Reason.TOKENS)
-        if len(batch) >= self.depth:
+        fills = layout is not None and len(batch) < slots and one_fills(layout, _lengths(batch))
+        if len(batch) >= self.depth and not fills:
             return BatchChoice(batch, True, Reason.DEPTH)
         slack_s = least_slack_s(batch, now_s, step_s)
         if slack_s is not None and slack_s <= max(self.knobs.slack_s, self.knobs.margin_s):
             return BatchChoice(batch, True, Reason.SLACK)
         instead_s = alternative_s() if callable(alternative_s) else alternative_s
-        gain_s = waiting_gain_s(batch, model, rate_per_s, instead_s)
+        gain_s = waiting_gain_s(batch, model, rate_per_s, instead_s, layout=layout)
         if gain_s <= 0 and now_s >= oldest_s + self.knobs.wait_min_s:
             return BatchChoice(batch, True, Reason.NO_GAIN)
         end_s = oldest_s + self._longest_wait_s(rate_per_s)
         if now_s >= end_s:
             return BatchChoice(batch, True, Reason.WINDOW)
-        release_s = min(end_s, now_s + self._window_s(len(batch), slack_s, rate_per_s))
-        return BatchChoice(batch, False, Reason.WAIT_FOR_DEPTH, release_s=release_s, gain_s=gain_s)
+        missing = 1 if fills else max(0, self.depth - len(batch))
+        release_s = min(end_s, now_s + self._window_s(missing, slack_s, rate_per_s))
+        reason = Reason.WAIT_FOR_SLOT if fills else Reason.WAIT_FOR_DEPTH
+        return BatchChoice(batch, False, reason, release_s=release_s, gain_s=gain_s)
 
     def _mode(self, shorts: Sequence[WaitingView]) -> AwdMode:
         """By the requests that could be in the next batch; the queue behind them may be long."""
@@ -147,9 +160,9 @@ class Awd:
         one_arrival_s = 1 / rate_per_s if rate_per_s > 0 else 0.0
         return _clip(self.window_s + one_arrival_s, self.knobs.wait_min_s, self.knobs.wait_max_s)
 
-    def _window_s(self, depth: int, slack_s: float | None, rate_per_s: float) -> float:
-        """W(t) of section 3.2, from now on."""
-        graph_s = max(0, self.depth - depth) / rate_per_s if rate_per_s > 0 else 0.0
+    def _window_s(self, missing: int, slack_s: float | None, rate_per_s: float) -> float:
+        """W(t) of section 3.2, from now on. ``missing``: requests up to the depth that is wanted."""
+        graph_s = missing / rate_per_s if rate_per_s > 0 else 0.0
         wanted_s = graph_s if slack_s is None else min(graph_s, max(0.0, slack_s - self.knobs.margin_s))
         return _clip(wanted_s, self.knobs.wait_min_s, self.knobs.wait_max_s)
 
@@ -174,14 +187,24 @@ def take_batch(shorts: Sequence[WaitingView], budget_tokens: int, slots: int) ->
     return tuple(shorts[:taken]), taken < len(shorts)
 
 
-def batch_step_s(batch: Sequence[WaitingView], model: StepModel, extra_tokens: float = 0.0) -> float:
+def _lengths(batch: Sequence[WaitingView]) -> list[int]:
+    return [view.new_tokens for view in batch]
+
+
+def batch_step_s(
+    batch: Sequence[WaitingView], model: StepModel, extra_tokens: float = 0.0, layout: Layout | None = None
+) -> float:
     """S-hat, the predicted duration of one pass over ``batch`` (and ``extra_tokens`` of one more request)."""
     new = history = attention = 0.0
     for view in batch:
         new += view.new_tokens
         history += view.history_tokens
         attention += view.new_tokens * (view.new_tokens + 2 * view.history_tokens)
-    return model.step_s(new + extra_tokens, history, attention + extra_tokens * extra_tokens)
+    new += extra_tokens
+    if layout is not None:
+        more = [max(1, round(extra_tokens))] if extra_tokens else []
+        new = max(new, computed_tokens(layout, _lengths(batch) + more))
+    return model.step_s(new, history, attention + extra_tokens * extra_tokens)
 
 
 def least_slack_s(batch: Sequence[WaitingView], now_s: float, step_s: float) -> float | None:
@@ -191,7 +214,12 @@ def least_slack_s(batch: Sequence[WaitingView], now_s: float, step_s: float) -> 
 
 
 def waiting_gain_s(
-    batch: Sequence[WaitingView], model: StepModel, rate_per_s: float, alternative_s: float = 0.0
+    batch: Sequence[WaitingView],
+    model: StepModel,
+    rate_per_s: float,
+    alternative_s: float = 0.0,
+    *,
+    layout: Layout | None = None,
 ) -> float:
     """Request-seconds saved by waiting for one more arrival of the batch's mean size (our rule, not the paper's).
 
@@ -202,9 +230,9 @@ def waiting_gain_s(
     depth = len(batch)
     size = sum(view.new_tokens for view in batch) / depth
     wait_s = max(1.0 / rate_per_s, alternative_s)
-    step_s = batch_step_s(batch, model)
-    fuller_s = batch_step_s(batch, model, extra_tokens=size)
-    alone_s = model.step_s(size, 0)
+    step_s = batch_step_s(batch, model, layout=layout)
+    fuller_s = batch_step_s(batch, model, extra_tokens=size, layout=layout)
+    alone_s = model.step_s(size if layout is None else computed_tokens(layout, [max(1, round(size))]), 0)
     now_cost = depth * step_s + max(0.0, step_s - 1.0 / rate_per_s) + alone_s
     wait_cost = depth * (wait_s + fuller_s) + fuller_s
     return now_cost - wait_cost

@@ -46,6 +46,7 @@ class Reason(enum.Enum):
     # HOLD
     DECODE_TURN = "decode_turn"  # running requests have waited long enough for their next token
     WAIT_FOR_DEPTH = "wait_for_depth"  # waiting pays, the expected gain is stated
+    WAIT_FOR_SLOT = "wait_for_slot"  # as above, for the one request that fills a captured graph's slots
     KV_DRAIN = "kv_drain"  # an aged long needs KV cache that running requests will free
     KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected shorts
     BLOCKED = "blocked"  # nothing that waits can run before memory or slots are freed

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from support.fleets import apply, fleet, mixed, predictor, prefill, request
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.buckets.layouts import Bucket, GridLayout, VariableLayout, group_by_length, token_steps, waste
 from pla_sglang.policy.decisions import SetLengthClass
 from pla_sglang.policy.fleet import FleetView, InstanceState
-from pla_sglang.policy.pla.buckets import Bucket, GridLayout, VariableLayout, group_by_length, token_steps, waste
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs, percentile
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
 from pla_sglang.policy.reasons import FleetReason as R
@@ -213,7 +213,8 @@ def test_token_steps() -> None:
     steps = token_steps(1000, smallest=16, ratio=1.25)
     assert (steps[0], steps[-1]) == (16, 1000)
     assert all(1 < after / before <= 1.6 for before, after in itertools.pairwise(steps))
-    assert token_steps(16) == [16]
+    assert token_steps(16) == [8, 16]
+    assert token_steps(20, smallest=16) == [16, 20]
 
 
 def test_bucket_first() -> None:

@@ -1,4 +1,4 @@
-"""Buckets of prefill graphs and the nearest one to a batch (PLA-Serve section 3.1, Algorithm 1 lines 7 to 11).
+"""Shapes of captured prefill graphs and the nearest one to a batch (PLA-Serve section 3.1, Algorithm 1 lines 7 to 11).
 
 Two layouts. The paper's *grid* has a graph for a length and a batch size, both powers of two: every request is padded
 to the length, and the batch to the size. *Variable length* has a graph for a token count and a number of request slots:
@@ -10,14 +10,17 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.buckets.reasons import GraphReason
 
 PAPER_LENGTHS = (8, 16, 32, 64, 128, 256)
 PAPER_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+SLOTS = (1, 4, 16, 64)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Bucket:
     """A captured shape: ``tokens`` computed in all, for up to ``slots`` requests of up to ``length`` tokens each."""
 
@@ -25,10 +28,41 @@ class Bucket:
     slots: int
     length: int
 
+    @property
+    def name(self) -> str:
+        """For logs and metric labels, as ``t256-r16``."""
+        return f"t{self.tokens}-r{self.slots}"
+
+
+class Layout(Protocol):
+    """What batching and the graph cache need to know of either layout. ``longest``: tokens of one request at most."""
+
+    longest: int
+
+    def buckets(self) -> list[Bucket]:
+        """Every shape that some batch has as its nearest one."""
+        ...
+
+    def nearest(self, lengths: Sequence[int]) -> Bucket | None:
+        """Smallest shape that holds a batch of these new tokens; None for an empty batch or where none does."""
+        ...
+
+    def why_not(self, lengths: Sequence[int]) -> GraphReason:
+        """Why ``nearest`` found none. Only to be asked then."""
+        ...
+
 
 def _check(name: str, axis: Sequence[int]) -> None:
     if not axis or axis[0] < 1 or any(axis[i + 1] <= axis[i] for i in range(len(axis) - 1)):
         raise ConfigError(f"{name} must be rising values from 1 up, got {list(axis)}")
+
+
+def _why_not(lengths: Sequence[int], longest: int, slots: int) -> GraphReason:
+    if not lengths:
+        return GraphReason.EMPTY
+    if max(lengths) > longest:
+        return GraphReason.LONG_REQUEST
+    return GraphReason.TOO_MANY_REQUESTS if len(lengths) > slots else GraphReason.TOO_MANY_TOKENS
 
 
 class GridLayout:
@@ -38,12 +72,12 @@ class GridLayout:
         _check("grid lengths", lengths)
         _check("grid batches", batches)
         self.lengths, self.batches = tuple(lengths), tuple(batches)
+        self.longest = self.lengths[-1]
 
     def buckets(self) -> list[Bucket]:
         return [Bucket(length * batch, batch, length) for length in self.lengths for batch in self.batches]
 
     def nearest(self, lengths: Sequence[int]) -> Bucket | None:
-        """Smallest shape that holds the batch; None for an empty batch or where none does."""
         if not lengths:
             return None
         row = bisect.bisect_left(self.lengths, max(lengths))
@@ -52,6 +86,9 @@ class GridLayout:
             return None
         length, batch = self.lengths[row], self.batches[column]
         return Bucket(length * batch, batch, length)
+
+    def why_not(self, lengths: Sequence[int]) -> GraphReason:
+        return _why_not(lengths, self.longest, self.batches[-1])
 
 
 class VariableLayout:
@@ -67,10 +104,17 @@ class VariableLayout:
         self.tokens, self.slots, self.longest = tuple(tokens), tuple(slots), longest
 
     def buckets(self) -> list[Bucket]:
-        return [Bucket(tokens, slots, self.longest) for tokens in self.tokens for slots in self.slots]
+        """Without shapes that no batch has as its nearest: too few tokens for so many requests, or too many."""
+        found = []
+        for column, slots in enumerate(self.slots):
+            fewest_requests = self.slots[column - 1] + 1 if column else 1
+            for row, tokens in enumerate(self.tokens):
+                fewest_tokens = self.tokens[row - 1] + 1 if row else 1
+                if tokens >= fewest_requests and fewest_tokens <= slots * self.longest:
+                    found.append(Bucket(tokens, slots, self.longest))
+        return found
 
     def nearest(self, lengths: Sequence[int]) -> Bucket | None:
-        """Smallest shape that holds the batch; None for an empty batch or where none does."""
         if not lengths or max(lengths) > self.longest:
             return None
         row = bisect.bisect_left(self.tokens, sum(lengths))
@@ -79,8 +123,11 @@ class VariableLayout:
             return None
         return Bucket(self.tokens[row], self.slots[column], self.longest)
 
+    def why_not(self, lengths: Sequence[int]) -> GraphReason:
+        return _why_not(lengths, self.longest, self.slots[-1])
 
-def token_steps(largest: int, *, smallest: int = 16, ratio: float = 1.25, multiple: int = 8) -> list[int]:
+
+def token_steps(largest: int, *, smallest: int = 8, ratio: float = 1.125, multiple: int = 8) -> list[int]:
     """Rising token buckets from ``smallest`` to ``largest``, each about ``ratio`` times the one before.
 
     Padding then wastes at most about ``ratio``, and half of the excess on average. Raises ConfigError unless
@@ -91,7 +138,7 @@ def token_steps(largest: int, *, smallest: int = 16, ratio: float = 1.25, multip
     steps = [smallest]
     while steps[-1] < largest:
         wanted = max(steps[-1] + multiple, int(steps[-1] * ratio))
-        steps.append(min(largest, -(-wanted // multiple) * multiple))
+        steps.append(min(largest, wanted // multiple * multiple))
     return steps
 
 

@@ -1,0 +1,1 @@
+"""Everything that a GPU can tell this project, in one command: see ``bench.gpu.run``."""

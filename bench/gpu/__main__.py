@@ -1,0 +1,7 @@
+"""``python -m bench.gpu`` is ``python -m bench.gpu.run``."""
+
+import sys
+
+from bench.gpu.run import main
+
+sys.exit(main())

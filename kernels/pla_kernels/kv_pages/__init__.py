@@ -1,0 +1,1 @@
+"""Copies KV pages of all layers between the paged pool and one contiguous staging buffer."""

@@ -1,0 +1,179 @@
+"""Forward passes of the host under capture: padded batches, the decoder body that is captured, the tail that is not.
+
+As in SGLang's own full prefill graphs, a graph holds the decoder body, and logits are computed after it on the live
+batch: so any number of logits, logprobs and grammars work as ever. Written against 0.5.17.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.layers.dp_attention import DpPaddingMode, set_dp_buffer_len, set_is_extend_in_batch
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
+from sglang.srt.utils import get_available_gpu_memory
+
+from pla_graphs.cuda import CudaRecorder
+from pla_graphs.recorder import Recorder, Recording
+from pla_graphs.tape import TapeRecorder
+from pla_kernels.pack_batch.buffers import BatchTensors, StaticBuffers, allocate
+from pla_kernels.pack_batch.op import pack_batch
+from pla_sglang.engine.graphs.attention import AttentionState
+from pla_sglang.engine.graphs.refusals import decoder_body
+from pla_sglang.policy.buckets.layouts import Bucket
+
+GIB = 1 << 30
+
+
+class CapturedForward:
+    """Records and replays the decoder body of one model runner. Owns the static buffers."""
+
+    def __init__(self, runner: Any, attention: AttentionState, buckets: Sequence[Bucket]) -> None:
+        self._runner = runner
+        self._attention = attention
+        self._body = decoder_body(runner.model)
+        self._most_tokens = dict.fromkeys({bucket.slots for bucket in buckets}, 0)
+        for bucket in buckets:
+            self._most_tokens[bucket.slots] = max(self._most_tokens[bucket.slots], bucket.tokens)
+        self.buffers: StaticBuffers = allocate(max(self._most_tokens.values()), max(self._most_tokens), runner.device)
+        self._seq_lens_cpu = torch.zeros(max(self._most_tokens), dtype=torch.int64)
+        self.recorder: Recorder = self._make_recorder(max(self._most_tokens.values()))
+
+    def _make_recorder(self, most_tokens: int) -> Recorder:
+        runner = self._runner
+        if runner.device == "cpu":
+            return TapeRecorder(runner.tp_group)
+
+        @contextlib.contextmanager
+        def session() -> Iterator[torch.cuda.Stream]:
+            with graph_capture() as context:
+                yield context.stream
+
+        pool = get_or_create_global_graph_memory_pool(torch.get_device_module(runner.device))
+        return CudaRecorder(pool, session, runner.tp_group.barrier, most_tokens)
+
+    # -- capture ---------------------------------------------------------------------------------------------------
+
+    def record(self, bucket: Bucket) -> Recording:
+        """Capture the body at this shape. Raises CaptureError."""
+        largest = Bucket(self._most_tokens[bucket.slots], bucket.slots, bucket.length)
+        self._attention.prepare(self._pretended_batch(largest), bucket.slots)
+        batch = self._pretended_batch(bucket)
+        self._attention.capture(batch, bucket)
+        context = ForwardContext(attn_backend=self.recorder.attention(self._runner.attn_backend))
+
+        @torch.no_grad()
+        def forward() -> torch.Tensor:
+            set_dp_buffer_len(None, bucket.tokens, False)
+            set_is_extend_in_batch(False)
+            with forward_context(context):
+                hidden: torch.Tensor = self._body.forward(batch.input_ids, batch.positions, batch)
+            return hidden
+
+        return self.recorder.record(forward)
+
+    def _pretended_batch(self, bucket: Bucket) -> ForwardBatch:
+        """A full batch of prompts without history, written to KV slot 0, which the host keeps for padding."""
+        share, more = divmod(bucket.tokens, bucket.slots)
+        lengths = [share + (slot < more) for slot in range(bucket.slots)]
+        buffers, tokens, slots = self.buffers, bucket.tokens, bucket.slots
+        new = torch.tensor(lengths, dtype=torch.int64)
+        for name in ("seq_lens", "extend_seq_lens", "orig_seq_lens"):
+            getattr(buffers, name)[:slots].copy_(new)
+        buffers.extend_start_loc[:slots].copy_(torch.cumsum(new, 0) - new)
+        for name in ("extend_prefix_lens", "req_pool_indices"):
+            getattr(buffers, name)[:slots].zero_()
+        for name in ("input_ids", "positions", "out_cache_loc"):
+            getattr(buffers, name)[:tokens].zero_()
+        return self._padded(bucket, new)
+
+    def _padded(self, bucket: Bucket, seq_lens_cpu: torch.Tensor) -> ForwardBatch:
+        """The batch as captured kernels see it: views of the static buffers at the size of the shape."""
+        buffers, tokens, slots = self.buffers, bucket.tokens, bucket.slots
+        lengths = seq_lens_cpu.tolist()
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=slots,
+            input_ids=buffers.input_ids[:tokens],
+            req_pool_indices=buffers.req_pool_indices[:slots],
+            seq_lens=buffers.seq_lens[:slots],
+            seq_lens_cpu=seq_lens_cpu,
+            seq_lens_sum=sum(lengths),
+            orig_seq_lens=buffers.orig_seq_lens[:slots],
+            out_cache_loc=buffers.out_cache_loc[:tokens],
+            positions=buffers.positions[:tokens],
+            extend_num_tokens=tokens,
+            extend_seq_lens=buffers.extend_seq_lens[:slots],
+            extend_prefix_lens=buffers.extend_prefix_lens[:slots],
+            extend_start_loc=buffers.extend_start_loc[:slots],
+            extend_seq_lens_cpu=lengths,
+            extend_prefix_lens_cpu=[0] * slots,
+            extend_logprob_start_lens_cpu=lengths,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            num_token_non_padded_cpu=tokens,
+            global_forward_mode=ForwardMode.EXTEND,
+            dp_padding_mode=DpPaddingMode.get_default_mode_in_cuda_graph(),
+        )
+
+    # -- replay ----------------------------------------------------------------------------------------------------
+
+    def replay(self, recording: Recording, bucket: Bucket, batch: ForwardBatch, **kwargs: Any) -> Any:
+        """Run ``batch`` through the recording, then the host's tail on it. Returns what the model returns."""
+        self._load(bucket, batch)
+        hidden = recording.replay()[: len(batch.input_ids)]
+        with self._body_returns(hidden), forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
+            return self._runner.model.forward(batch.input_ids, batch.positions, batch, **kwargs)
+
+    @contextlib.contextmanager
+    def _body_returns(self, hidden: torch.Tensor) -> Iterator[None]:
+        """The outer forward calls its body by this name, and computes logits from what it returns."""
+        body = self._body
+        before = body.__dict__.get("forward")
+        body.forward = lambda *args, **kwargs: hidden
+        try:
+            yield
+        finally:
+            if before is None:
+                del body.forward  # the class's own shows again
+            else:
+                body.forward = before
+
+    def _load(self, bucket: Bucket, batch: ForwardBatch) -> None:
+        """Live values into the static buffers, and the attention metadata from them."""
+        live = BatchTensors(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            out_cache_loc=batch.out_cache_loc,
+            seq_lens=batch.seq_lens,
+            extend_seq_lens=batch.extend_seq_lens,
+            extend_prefix_lens=batch.extend_prefix_lens,
+            req_pool_indices=batch.req_pool_indices,
+            orig_seq_lens=batch.seq_lens if batch.orig_seq_lens is None else batch.orig_seq_lens,
+        )
+        pack_batch(live, self.buffers, bucket.tokens, bucket.slots)
+        seq_lens_cpu = self._seq_lens_cpu[: bucket.slots].zero_()
+        seq_lens_cpu[: batch.batch_size] = batch.seq_lens_cpu
+        self._attention.refresh(self._padded(bucket, seq_lens_cpu), bucket)
+
+
+def free_bytes(runner: Any) -> int:
+    """Of the device, on the rank that has least."""
+    return int(get_available_gpu_memory(runner.device, runner.gpu_id, distributed=False) * GIB)
+
+
+def agree_over(group: Any) -> Any:
+    """``pla_graphs.cache.Agree`` over the ranks of the host's tensor-parallel group."""
+
+    def agree(values: Sequence[float]) -> list[float]:
+        if group.world_size == 1:
+            return list(values)
+        tensor = torch.tensor(list(values), dtype=torch.float64)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+        return [float(value) for value in tensor]
+
+    return agree

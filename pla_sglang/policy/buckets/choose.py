@@ -1,0 +1,62 @@
+"""The layout that a server's flags ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.buckets.layouts import (
+    PAPER_BATCHES,
+    PAPER_LENGTHS,
+    SLOTS,
+    GridLayout,
+    Layout,
+    VariableLayout,
+    token_steps,
+)
+from pla_sglang.policy.checks import require
+
+LAYOUTS = ("off", "varlen", "grid")
+LARGEST_TOKENS = 1024
+LONGEST_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutKnobs:
+    """What bounds the shapes.
+
+    Attributes:
+        kind: one of ``LAYOUTS`` but "off".
+        largest_tokens: of a batch. Above it a pass is bound by arithmetic, which no graph shortens.
+        longest_tokens: of one request; baked into the captured attention kernels. The paper's largest length is 256.
+        most_requests: the server holds no more requests, so no more slots are of use.
+
+    Raises ConfigError for an unknown kind or a value below 1.
+    """
+
+    kind: str
+    largest_tokens: int = LARGEST_TOKENS
+    longest_tokens: int = LONGEST_TOKENS
+    most_requests: int = SLOTS[-1]
+
+    def __post_init__(self) -> None:
+        if self.kind not in LAYOUTS[1:]:
+            raise ConfigError(f"graph layout {self.kind!r} is not known; allowed: {', '.join(LAYOUTS[1:])}")
+        require("largest graph, tokens", self.largest_tokens, 1)
+        require("longest request of a graph, tokens", self.longest_tokens, 1)
+        require("most requests of a graph", self.most_requests, 1)
+
+
+def build_layout(knobs: LayoutKnobs) -> Layout:
+    """The grid keeps the paper's axes as far as the bounds allow; variable length takes steps of about an eighth."""
+    slots = _up_to(SLOTS, knobs.most_requests)
+    if knobs.kind == "varlen":
+        largest = max(8, knobs.largest_tokens)
+        return VariableLayout(token_steps(largest), slots, min(knobs.longest_tokens, largest))
+    return GridLayout(_up_to(PAPER_LENGTHS, knobs.longest_tokens), _up_to(PAPER_BATCHES, knobs.most_requests))
+
+
+def _up_to(axis: tuple[int, ...], most: int) -> list[int]:
+    """Values below ``most``, and one that reaches it where the axis does."""
+    below = [value for value in axis if value < most]
+    return [*below, most] if most <= axis[-1] else below
