@@ -9,7 +9,6 @@ _POLICY = "sglang.srt.managers.schedule_policy."
 _PD = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin."
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
 _ENGINE = "pla_sglang.engine.handlers:"
-_GRAPHS = "pla_sglang.engine.graphs.handlers:"
 _FRONT = "pla_sglang.engine.frontend:"
 
 CLI = (
@@ -334,53 +333,6 @@ SCHEDULER = (
     ),
 )
 
-GRAPHS = (
-    Seam(
-        "graph.prefill",
-        Group.GRAPHS,
-        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph",
-        Hook.AFTER,
-        _GRAPHS + "after_capture_prefill_graph",
-        "model_runner, eager_runner, force_for_draft_worker",
-        "Our prefill graphs in front of SGLang's own, which serve everything outside our shapes.",
-        "tests/graphs; e2e: token-identical answers, hits and fall-backs",
-        "When SGLang captures prefill graphs by tokens and request slots, and lazily.",
-    ),
-    Seam(
-        "graph.idle",
-        Group.GRAPHS,
-        _SCHEDULER + "on_idle",
-        Hook.AFTER,
-        _GRAPHS + "after_on_idle",
-        "self",
-        "Missed shapes are captured when nobody waits.",
-        "e2e: lazy capture",
-        "As graph.prefill.",
-    ),
-    Seam(
-        "graph.info",
-        Group.GRAPHS,
-        _SCHEDULER + "get_init_info",
-        Hook.AFTER,
-        _GRAPHS + "after_get_init_info",
-        "self",
-        "Say in /server_info whether our graphs serve, and start their series.",
-        "e2e: /server_info, /metrics",
-        "As graph.prefill.",
-    ),
-    Seam(
-        "graph.state",
-        Group.GRAPHS,
-        _SCHEDULER + "get_internal_state",
-        Hook.AFTER,
-        _GRAPHS + "after_get_internal_state",
-        "self, recv_req",
-        "Hits, padding, captures and fall-backs by reason in /server_info.",
-        "e2e: /server_info",
-        "As graph.prefill.",
-    ),
-)
-
 LAUNCHER = (
     Seam(
         "launch.ready",
@@ -399,6 +351,7 @@ LAUNCHER = (
 
 def table() -> tuple[Seam, ...]:
     """All seams. The CPU platform declares its own beside its code."""
+    from pla_patches.graph_seams import GRAPHS
     from pla_patches.pool_seams import CONTROLLER, POOLS, TELEMETRY
     from pla_sglang.platform.seams import CPU
 
