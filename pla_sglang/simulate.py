@@ -28,7 +28,7 @@ from rich.table import Table
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Capacity, Slo
-from pla_sglang.policy.registry import policy_names
+from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, policy_names
 from pla_sglang.profiles import profile_names
 from pla_sglang.sim import report
 from pla_sglang.sim.config import Flip
@@ -52,6 +52,11 @@ EXPERIMENT_FLAGS = (
     "startup_s",
     "output_limit_tokens",
     "seed",
+    "instances_min",
+    "instances_max",
+    "plan_interval_s",
+    "headroom",
+    "forecaster",
 )
 
 
@@ -101,7 +106,14 @@ def _fleet_flags(group: Any) -> None:
     group.add_argument("--bandwidth-gb-s", type=float, default=50.0, help="of KV transfers, a link")
     group.add_argument("--flip", choices=[one.value for one in Flip], default=Flip.LABEL.value)
     group.add_argument("--startup-s", type=float)
-    group.add_argument("--lengths", choices=LENGTHS, default="oracle", help="what migration knows of answers to come")
+    group.add_argument(
+        "--lengths", default="oracle", help=f"what migration knows of answers to come: {', '.join(LENGTHS)}, binned:N"
+    )
+    group.add_argument("--instances-min", type=int, default=2, help="for policies that scale")
+    group.add_argument("--instances-max", type=int, help="for policies that scale; default: 64, at least twice as many")
+    group.add_argument("--plan-interval-s", type=float, default=60.0, help="for policies that scale")
+    group.add_argument("--headroom", type=float, default=1.0, help="factor on the forecast load")
+    group.add_argument("--forecaster", choices=FORECASTERS, help=f"of the load; default: {DEFAULT_FORECASTER}")
     group.add_argument("--output-limit-tokens", type=int, help="max_tokens that clients send")
 
 

@@ -21,7 +21,7 @@ from pla_sglang.policy.dopd.forecast import Forecaster, Oracle
 from pla_sglang.sim.experiment import Experiment, Outcome, run_experiment
 
 TRACES = ("azure_code", "azure_conv")
-FORECASTERS = ("last", "holt_winters", "arima", "oracle")
+FORECASTERS = ("last", "peak", "holt_winters", "arima", "oracle")
 SPEED = 10.0
 INTERVAL_S, STARTUP_S = 60.0 / SPEED, 18.0 / SPEED
 INSTANCES = 8

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ Value = dict[str, Any]
 class Store:
     """One JSON object a line: ``{"key": ..., "value": ...}``. A line that was cut off by a kill is left out.
 
-    Keys hold everything a value depends on (sizes, seed, commit), so that a changed run measures anew.
+    Keys hold the sizes and the seed, file names the version of the code, so that a changed run measures anew.
     """
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
@@ -34,6 +35,15 @@ class Store:
         self.values[key] = value
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "value": value}) + "\n")
+
+
+def code_version() -> str:
+    """The committed policies and simulator that are measured, docs and tests aside; "unknown" without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD:pla_sglang"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _lines(text: str) -> list[tuple[str, Value]]:
@@ -84,9 +94,3 @@ def _in_processes(
         for future in as_completed(keys):
             store.put(keys[future], future.result())
             done(keys[future])
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, for a docs page."""
-    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

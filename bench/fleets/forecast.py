@@ -1,8 +1,9 @@
 """``python -m bench.fleets.forecast``: does a forecast save GPU-hours at equal SLO attainment? (Dynamo issue #14238)
 
 DOPD's controller plans every interval from a forecast of the load. Each forecaster gets the headroom (a factor on its
-forecast) that just keeps the attainment target; then GPU-hours are compared. ``fixed`` is the smallest fleet that never
-changes, ``oracle`` knows the coming interval. Two levels:
+forecast) and the floor (instances that are always kept) with which it keeps the attainment target at the least cost;
+then GPU-hours are compared. ``fixed`` is the smallest fleet that never changes, ``oracle`` knows the coming interval.
+``_raw``: without DOPD's running correction of forecasts. Two levels:
 
 * by interval, for traces with days or hours: the controller itself on recorded counts (``planning.py``);
 * by request, for two of the hours: the whole simulation, policy ``dopd``, ten times as fast (``by_request.py``).
@@ -25,16 +26,17 @@ import numpy as np
 from rich.table import Table
 
 from bench.fleets import by_request
-from bench.fleets.cells import Store, fill
+from bench.fleets.cells import Store, code_version, fill
 from bench.fleets.picture import forecast_picture
-from bench.fleets.planning import Bill, fixed_fleet, forecasts, least_headroom, perfect, planner_for, replay
+from bench.fleets.planning import History, Setting, cheapest, fixed_fleet, forecasts, perfect, planner_for
 from bench.fleets.series import LoadSeries, series
 from bench.fleets.workloads import data_folder
 from bench.lib.report import emit, environment, progress_bar, say, stdout
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.dopd.arima import ArimaForecaster
-from pla_sglang.policy.dopd.forecast import Forecaster, HoltWinters, HoltWintersKnobs, LastValue
+from pla_sglang.policy.dopd.forecast import Forecaster, HoltWinters, HoltWintersKnobs, LastValue, RecentPeak
 from pla_sglang.policy.dopd.load import LoadSample
+from pla_sglang.policy.registry import FORECASTERS as REGISTERED
 
 BUSY_INSTANCES = 12.0  # the mean load keeps so many busy, so that one more or less is a matter of per cent
 TARGETS = (0.95, 0.99)
@@ -50,17 +52,18 @@ def daily() -> HoltWinters:
     return HoltWinters(HoltWintersKnobs(season=DAY_HOURS))
 
 
-FORECASTERS: Mapping[str, tuple[Callable[[], Forecaster], bool]] = {
+FORECASTERS: Mapping[str, tuple[Callable[[], Forecaster], bool]] = {  # with its maker: corrected as in the product?
     "last": (LastValue, True),
     "last_raw": (LastValue, False),
+    "peak": (RecentPeak, True),
+    "peak_raw": (RecentPeak, False),
     "holt_winters": (HoltWinters, True),
-    "holt_winters_raw": (HoltWinters, False),
-    "holt_winters_daily": (daily, False),
+    "holt_winters_daily": (daily, True),
     "arima": (ArimaForecaster, True),
     "arima_raw": (ArimaForecaster, False),
 }
 ORACLE, FIXED = "oracle", "fixed"
-CANDIDATES = ("last", "holt_winters", "arima")  # what ``Setup.forecaster`` knows by name
+CANDIDATES = REGISTERED  # what ``Setup.forecaster`` knows by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,26 +77,22 @@ class Cell:
 
 
 def measure_cell(cell: Cell) -> dict[str, Any]:
-    """GPU-hours by target."""
-    samples = cell.samples
+    """The cheapest setting by target, and the forecast's error."""
+    history = History.of(cell.samples, cell.interval_s)
     if cell.forecaster == FIXED:
-        bills = {target: (1.0, fixed_fleet(samples, cell.interval_s, target)) for target in TARGETS}
-        return {"error": None, "by_target": _told(bills)}
+        fixed = {target: fixed_fleet(history, target) for target in TARGETS}
+        return {"error": None, "by_target": {f"{t:g}": _told(Setting(0.0, n, bill)) for t, (bill, n) in fixed.items()}}
     if cell.forecaster == ORACLE:
-        expected = perfect(samples)
+        expected = perfect(cell.samples)
     else:
         make, corrected = FORECASTERS[cell.forecaster]
-        expected = forecasts(samples, make, corrected=corrected)
-
-    def bill(headroom: float) -> Bill:
-        return replay(planner_for(cell.interval_s, headroom=headroom), samples, expected)
-
-    bills = {target: least_headroom(bill, target) for target in TARGETS}
-    return {"error": relative_error(samples, expected), "by_target": _told(bills)}
+        expected = forecasts(cell.samples, make, corrected=corrected)
+    found = {f"{target:g}": _told(cheapest(history, expected, target)) for target in TARGETS}
+    return {"error": relative_error(cell.samples, expected), "by_target": found}
 
 
-def _told(bills: Mapping[float, tuple[float, Bill]]) -> dict[str, Any]:
-    return {f"{target:g}": {"headroom": round(h, 3), **dataclasses.asdict(bill)} for target, (h, bill) in bills.items()}
+def _told(setting: Setting) -> dict[str, Any]:
+    return {"headroom": round(setting.headroom, 3), "floor": setting.floor, **dataclasses.asdict(setting.bill)}
 
 
 def relative_error(samples: Sequence[LoadSample], expected: Sequence[LoadSample | None]) -> float | None:
@@ -106,11 +105,11 @@ def relative_error(samples: Sequence[LoadSample], expected: Sequence[LoadSample 
 
 
 def cells_of(found: Sequence[LoadSeries], names: Sequence[str], limit: int | None) -> dict[str, Cell]:
-    """By key. ``limit``: intervals of each series at most."""
+    """By key. ``limit``: the last intervals of each series, None: all."""
     cells = {}
-    for one in found:
+    for one in (whole.last(limit) for whole in found):
         planner = planner_for(one.interval_s)
-        samples = tuple(one.samples(planner, BUSY_INSTANCES)[:limit])
+        samples = tuple(one.samples(planner, BUSY_INSTANCES))
         for name in names:
             if name == "holt_winters_daily" and one.interval_s < 3600:
                 continue  # an hour has no days
@@ -164,13 +163,21 @@ def forecast_gpu_hours(rows: Sequence[Row], target: float = MAIN_TARGET) -> dict
 
 
 def winner(rows: Sequence[Row], target: float = MAIN_TARGET) -> str:
-    """The candidate with the least GPU-hours: least geometric mean, over the traces that all of them keep."""
-    hours = forecast_gpu_hours(rows, target)
+    """The candidate with the least GPU-hours by interval: least geometric mean over the traces.
+
+    Where it does not keep the target, an operator would go back to the fixed fleet: those hours count.
+    Raises ConfigError without any row of a candidate.
+    """
+    hours = forecast_gpu_hours([row for row in rows if row["level"] == "interval"], target)
+    fixed = hours.get(FIXED, {})
     known = [name for name in CANDIDATES if name in hours]
-    if not known:
-        raise ConfigError(f"no forecaster keeps {target:.0%}; nothing to choose from")
-    shared = set.intersection(*(set(hours[name]) for name in known))
-    return min(known, key=lambda name: (float(np.mean([math.log(hours[name][trace]) for trace in shared])), name))
+    if not known or not fixed:
+        raise ConfigError("no forecaster was measured beside the fixed fleet; nothing to choose from")
+
+    def mean_log(name: str) -> float:
+        return float(np.mean([math.log(hours[name].get(trace, fixed[trace])) for trace in fixed]))
+
+    return min(known, key=lambda name: (mean_log(name), name))
 
 
 def print_table(rows: Sequence[Row], target: float) -> None:
@@ -188,10 +195,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.fleets.forecast", description=(__doc__ or "").split("\n\n")[0])
     made.add_argument("--data", type=Path, help="folder with recorded traces (docs/fleets.md)")
     made.add_argument("--requests", type=int, default=3000, help="of each simulated hour at most; 0: no simulation")
-    made.add_argument("--intervals", type=int, default=24 * 14, help="of each series at most")
+    made.add_argument("--intervals", type=int, default=24 * 14, help="the last ones of each series")
     made.add_argument("--full", action="store_true", help="all intervals and all requests")
     made.add_argument("--jobs", type=int, default=1, help="processes")
-    made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this commit has found")
+    made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this code has found")
     made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
 
@@ -203,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit, requests = (None, None) if args.full else (args.intervals, args.requests)
     try:
         folder = data_folder(args.data)
-        store = Store(args.out / f"fleets_forecast_{about['plugin_commit']}.jsonl", fresh=args.fresh)
+        store = Store(args.out / f"fleets_forecast_{code_version()}.jsonl", fresh=args.fresh)
         total = len(cells_of(series(folder), (*FORECASTERS, ORACLE, FIXED), limit))
         with progress_bar("forecasters", total) as advance:
 

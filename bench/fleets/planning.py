@@ -9,19 +9,23 @@ paid for from the decision on.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 from pla_sglang.policy.decisions import FleetAction, ScaleTo
 from pla_sglang.policy.dopd.forecast import Forecaster
 from pla_sglang.policy.dopd.load import LoadSample
-from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
+from pla_sglang.policy.dopd.planner import DopdController, Plan, Planner, PlannerKnobs
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.fleet import FleetView, InstanceState, InstanceView, Role
 from pla_sglang.profiles import load_profile
 
 STARTUP_S = 18.0  # 10 s and 16 GB of weights at 2 GB/s, as the simulator has it
 HEADROOM_MOST = 16.0
+INSTANCES_MOST = 4096
+TTFT_SLO_S, CONCURRENCY = 3.0, 64  # Azure code's target, and about what 100 ms a token allow
+FLOORS = (0.0, 0.5, 0.75, 0.9, 1.0)  # of the smallest fixed fleet, as instances that are always kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +37,24 @@ class Bill:
     scalings: int  # actions that started or drained instances
 
 
-def planner_for(interval_s: float, *, headroom: float = 1.0, ttft_slo_s: float = 3.0, concurrency: int = 64) -> Planner:
-    """Tables of an H100 with Llama-3.1-8B."""
+@functools.cache
+def _tables() -> tuple[PrefillTable, DecodeTable]:
+    """Of an H100 with Llama-3.1-8B."""
     profile = load_profile("h100-llama3.1-8b-tp1")
-    knobs = PlannerKnobs(ttft_slo_s, concurrency, interval_s=interval_s, headroom=headroom, instances_max=4096)
-    return Planner(knobs, PrefillTable.profile(profile), DecodeTable.profile(profile))
+    return PrefillTable.profile(profile), DecodeTable.profile(profile)
+
+
+def planner_for(interval_s: float, *, headroom: float = 1.0, floor: int = 2) -> Planner:
+    """``floor``: instances that are always kept."""
+    knobs = PlannerKnobs(
+        TTFT_SLO_S,
+        CONCURRENCY,
+        interval_s=interval_s,
+        headroom=headroom,
+        instances_min=max(2, floor),
+        instances_max=INSTANCES_MOST,
+    )
+    return Planner(knobs, *_tables())
 
 
 def forecasts(
@@ -87,18 +104,36 @@ class CountedFleet:
         return started
 
 
+@dataclasses.dataclass(frozen=True)
+class History:
+    """Intervals of one length, and what each would have needed: None where nothing arrived."""
+
+    interval_s: float
+    samples: Sequence[LoadSample]
+    needs: Sequence[Plan | None]
+
+    @staticmethod
+    def of(samples: Sequence[LoadSample], interval_s: float) -> History:
+        planner = planner_for(interval_s)
+        needs = [None if one.input_tokens is None else planner.plan(one) for one in samples]
+        return History(interval_s, samples, needs)
+
+    def rated(self) -> list[tuple[Plan, float]]:
+        """Needs with arrivals a second, of the intervals that count: all but the first."""
+        pairs = zip(self.needs, self.samples, strict=True)
+        return [(need, sample.rate_per_s) for need, sample in list(pairs)[1:] if need is not None]
+
+
 def replay(
-    planner: Planner, samples: Sequence[LoadSample], expected: Sequence[LoadSample | None], startup_s: float = STARTUP_S
+    planner: Planner, history: History, expected: Sequence[LoadSample | None], startup_s: float = STARTUP_S
 ) -> Bill:
     """The controller over all intervals but the first, from which it starts with what that needs."""
-    controller, needs = DopdController(planner), planner_for(planner.knobs.interval_s)
-    first = next(one for one in samples if one.input_tokens is not None)
-    start = needs.plan(first)
+    controller, interval_s = DopdController(planner), history.interval_s
+    start = next(need for need in history.needs if need is not None)
     fleet = CountedFleet(start.prefill, start.decode)
-    interval_s = planner.knobs.interval_s
     useful = max(0.0, 1 - startup_s / interval_s)
     paid_s, served, asked, scalings = 0.0, 0.0, 0.0, 0
-    for sample, forecast in list(zip(samples, expected, strict=False))[1:]:
+    for sample, need, forecast in list(zip(history.samples, history.needs, expected, strict=False))[1:]:
         started = {Role.PREFILL: 0, Role.DECODE: 0}
         if forecast is not None:
             actions = controller.follow(forecast, fleet.view)
@@ -106,20 +141,49 @@ def replay(
             started = fleet.apply(actions)
         have = {role: fleet.count(role) - (1 - useful) * started[role] for role in started}
         paid_s += interval_s * (fleet.count(Role.PREFILL) + fleet.count(Role.DECODE))
-        if sample.input_tokens is not None:
-            need = needs.plan(sample)
-            share = min(1.0, have[Role.PREFILL] / need.prefill, have[Role.DECODE] / need.decode)
+        if need is not None:
             asked += sample.rate_per_s
-            served += sample.rate_per_s * share
+            served += sample.rate_per_s * min(1.0, have[Role.PREFILL] / need.prefill, have[Role.DECODE] / need.decode)
     return Bill(paid_s / 3600, served / asked if asked else 1.0, scalings)
 
 
-def least_headroom(bill_at: Callable[[float], Bill], target: float, *, tolerance: float = 0.01) -> tuple[float, Bill]:
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What keeps the target, and what it costs. ``floor``: instances that are always kept."""
+
+    headroom: float
+    floor: int
+    bill: Bill
+
+
+def cheapest(history: History, expected: Sequence[LoadSample | None], target: float) -> Setting:
+    """The least GPU-hours over floors, each with the least headroom that keeps the target with it.
+
+    The last floor is the smallest fleet that never changes: a plan that only ever adds to it can fail it by nothing but
+    its split. Where nothing keeps the target, the setting with the best attainment.
+    """
+    _, count = fixed_fleet(history, target)
+    found = []
+    for share in FLOORS:
+        floor = round(share * count)
+
+        def bill(headroom: float, floor: int = floor) -> Bill:
+            return replay(planner_for(history.interval_s, headroom=headroom, floor=floor), history, expected)
+
+        headroom, least = least_headroom(bill, target)
+        found.append(Setting(headroom, floor, least))
+    kept = [one for one in found if one.bill.attainment >= target]
+    if not kept:
+        return max(found, key=lambda one: one.bill.attainment)
+    return min(kept, key=lambda one: one.bill.gpu_hours)
+
+
+def least_headroom(bill_at: Callable[[float], Bill], target: float, *, tolerance: float = 0.02) -> tuple[float, Bill]:
     """The least factor on the forecast that keeps ``target``, by bisection; attainment is taken to rise with it.
 
     At most ``HEADROOM_MOST``; the bill of that says by its attainment that even it is not enough.
     """
-    low, high = 0.25, HEADROOM_MOST
+    low, high = 0.05, HEADROOM_MOST
     best = bill_at(high)
     if best.attainment < target:
         return high, best
@@ -133,22 +197,21 @@ def least_headroom(bill_at: Callable[[float], Bill], target: float, *, tolerance
     return high, best
 
 
-def fixed_fleet(samples: Sequence[LoadSample], interval_s: float, target: float) -> Bill:
-    """The fewest instances that never change and keep ``target``, over the same intervals: what scaling has to beat."""
-    planner = planner_for(interval_s)
-    needs = [(planner.plan(one), one.rate_per_s) for one in samples[1:] if one.input_tokens is not None]
+def fixed_fleet(history: History, target: float) -> tuple[Bill, int]:
+    """The fewest instances that never change and keep ``target``, and how many: what scaling has to beat."""
+    needs = history.rated()
     asked = sum(rate for _, rate in needs)
 
     def attainment(prefill: int, decode: int) -> float:
         return sum(rate * min(1.0, prefill / one.prefill, decode / one.decode) for one, rate in needs) / asked
 
     prefill, decode = max(one.prefill for one, _ in needs), max(one.decode for one, _ in needs)
-    best, best_share = (prefill, decode), 1.0
+    best_share = 1.0
     while True:  # take one away where it costs least, as long as the target is kept
         smaller = [(p, d) for p, d in ((prefill - 1, decode), (prefill, decode - 1)) if min(p, d) >= 1]
         shares = [(attainment(*counts), counts) for counts in smaller]
         if not shares or max(shares)[0] < target:
             break
-        best_share, best = max(shares)
-        prefill, decode = best
-    return Bill((len(samples) - 1) * interval_s * sum(best) / 3600, best_share, 0)
+        best_share, (prefill, decode) = max(shares)
+    count = prefill + decode
+    return Bill((len(history.samples) - 1) * history.interval_s * count / 3600, best_share, 0), count

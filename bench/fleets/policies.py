@@ -26,7 +26,7 @@ from typing import Any
 
 from rich.table import Table
 
-from bench.fleets.cells import Store, fill
+from bench.fleets.cells import Store, code_version, fill
 from bench.fleets.picture import capacity_picture
 from bench.fleets.workloads import Workload, available, data_folder, workload
 from bench.lib.report import emit, environment, progress_bar, say, stdout
@@ -51,7 +51,7 @@ SYSTEMS = ("pla", "arrow", "star", "dopd")
 COMBINED = "combined"
 OURS = (COMBINED, "combined-scaling")
 POLICIES = (*BASELINES, *SYSTEMS, *OURS)
-SCALING = ("threshold-scaler", "sla-scaler", "dopd", "combined-scaling")
+ROLE_SCALERS = ("threshold-scaler", "sla-scaler")  # on a fleet of fixed size they are static-pd
 BEST_SPLIT = "static-pd-best"
 INSTANCES = 8
 INSTANCES_MOST = 24
@@ -205,7 +205,13 @@ def measure(
             raise ConfigError(f"policy {name!r} is not known; allowed: {', '.join(POLICIES)}")
     for name in names:
         workload(name, folder, sizes.requests, sizes.seed)
-    cells = [Cell(name, policy, figure, folder, sizes) for name in names for policy in policies for figure in figures]
+    cells = [
+        Cell(name, policy, figure, folder, sizes)
+        for figure in figures
+        for name in names
+        for policy in policies
+        if figure == "gpu_hours" or policy not in ROLE_SCALERS
+    ]
     values = fill({cell.key: cell for cell in cells}, measure_cell, store, jobs=jobs, done=done)
     rows: dict[tuple[str, str], Row] = {}
     for cell in cells:
@@ -261,7 +267,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=REQUESTS, help="of each workload at most")
     made.add_argument("--full", action="store_true", help="whole traces, searches to 2 %%")
     made.add_argument("--jobs", type=int, default=1, help="processes")
-    made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this commit has found")
+    made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this code has found")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
@@ -276,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = data_folder(args.data)
         names = args.workloads.split(",") if args.workloads else available(folder)
         policies, figures = args.policies.split(","), args.figures.split(",")
-        store = Store(args.out / f"fleets_policies_{about['plugin_commit']}.jsonl", fresh=args.fresh)
+        store = Store(args.out / f"fleets_policies_{code_version()}.jsonl", fresh=args.fresh)
         with progress_bar("cells", len(names) * len(policies) * len(figures)) as advance:
 
             def done(key: str) -> None:

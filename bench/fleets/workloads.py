@@ -125,5 +125,5 @@ def _hol(requests: int, rng: random.Random) -> Workload:
 def _star(requests: int, rng: random.Random) -> Workload:
     """Short prompts and long answers, a sixth of them cut at 32K tokens: STAR's Table 2, ShareGPT."""
     inputs, outputs = length_model("star_sharegpt_input"), length_model("star_sharegpt_output")
-    trace = generated_trace(min(requests, 4_000), Arrivals(2.0, rng), inputs, outputs, name="star")
+    trace = generated_trace(min(requests, 1_000), Arrivals(2.0, rng), inputs, outputs, name="star")
     return Workload("star", trace, Slo(2.0, 0.03), False, 0.5, 50.0, 3.0)

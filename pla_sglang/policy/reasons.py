@@ -74,4 +74,5 @@ class FleetReason(enum.Enum):
     PRESSURE_BALANCED = "pla.pressure_balanced"
     PRESSURE_MINIMUM = "pla.pressure_minimum"
     # combined
+    SPARE_DECODE = "combined.spare_decode"  # late everywhere else, and a decode instance has time to spare
     VETO = "combined.veto"  # another part with precedence wants the opposite

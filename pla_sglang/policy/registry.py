@@ -18,7 +18,7 @@ from pla_sglang.policy.checks import require
 from pla_sglang.policy.combined import CombinedKnobs, CombinedPolicy, Parts
 from pla_sglang.policy.decisions import Controller, Dispatcher, Observer
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
-from pla_sglang.policy.dopd.forecast import Forecaster, HoltWinters, LastValue
+from pla_sglang.policy.dopd.forecast import Forecaster, HoltWinters, LastValue, RecentPeak
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.fleet import Role
@@ -30,6 +30,7 @@ from pla_sglang.policy.star.predictors import NoPrediction, RemainingPredictor
 from pla_sglang.policy.steps import StepTimes
 from pla_sglang.policy.types import PrefillClass
 
+FORECASTERS = ("last", "peak", "holt_winters", "arima")
 DEFAULT_FORECASTER = "last"  # fewest GPU-hours at equal attainment: docs/fleets.md, "Forecasts"
 
 
@@ -46,7 +47,7 @@ class Setup:
         seed: of policies that draw at random.
         mean_context_tokens: typical tokens of a running request.
         boundary_tokens: new tokens at which a prefill is long.
-        forecaster: ``last``, ``holt_winters``, ``arima``, or a function that makes one.
+        forecaster: one of ``FORECASTERS``, or a function that makes one.
         predictor: of remaining lengths; None: what the driver reports.
         instances_min, instances_max: for policies that plan counts; equal ones: only the ratio is planned.
         plan_interval_s, headroom: of policies that plan from a forecast (``PlannerKnobs``).
@@ -103,9 +104,13 @@ class Setup:
             from pla_sglang.policy.dopd.arima import ArimaForecaster  # statsmodels takes a second to import
 
             return ArimaForecaster
-        known: dict[str, Callable[[], Forecaster]] = {"last": LastValue, "holt_winters": HoltWinters}
+        known: dict[str, Callable[[], Forecaster]] = {
+            "last": LastValue,
+            "peak": RecentPeak,
+            "holt_winters": HoltWinters,
+        }
         if self.forecaster not in known:
-            raise ConfigError(f"forecaster must be one of arima, {', '.join(known)}, got {self.forecaster!r}")
+            raise ConfigError(f"forecaster must be one of {', '.join(FORECASTERS)}, got {self.forecaster!r}")
         return known[self.forecaster]
 
 

@@ -87,7 +87,14 @@ def _build(owner: str, kind: type, fields: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(set(fields) - known):
         raise ProfileError(f"{owner}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    needed = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if missing := [name for name in needed if name not in fields]:
+        raise ProfileError(f"{owner}: missing {', '.join(missing)}; needed: {', '.join(needed)}")
     try:
         return kind(**fields)
-    except TypeError as error:  # a required field is missing, or a text stands where a number belongs
+    except TypeError as error:  # a text stands where a number belongs
         raise ProfileError(f"{owner}: {error}") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 from collections.abc import Callable, Sequence
 
 from pla_sglang.errors import ConfigError
@@ -11,6 +13,7 @@ from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
 from pla_sglang.policy.boundary import StepModel
 from pla_sglang.policy.dopd.forecast import Forecaster
 from pla_sglang.policy.registry import DEFAULT_FORECASTER, PolicySet, Setup, build
+from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle, RemainingPredictor
 from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.types import PassDecision, PassView, WaitingView
 from pla_sglang.profiles import StepProfile, load_profile
@@ -21,7 +24,7 @@ from pla_sglang.sim.simulation import Progress, RunResult, Simulation
 from pla_sglang.workload.trace import Trace
 
 TEMPORAL = "temporal"
-LENGTHS = ("oracle", "none")
+LENGTHS = ("oracle", "none", "binned", "noisy:TOKENS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Experiment:
         prefills: of them for prefill, where a policy starts with a static split; None: half.
         slo: targets.
         rate_per_s: the trace is scaled to this mean rate; None: as recorded.
-        lengths: what migration policies know of remaining lengths: ``oracle`` or ``none``.
+        lengths: what migration policies know of remaining lengths: ``oracle``, ``none``, ``binned`` (STAR section 6.5;
+            ``binned:N`` with N of its 2, 4 or 6 bins, 6 by default), or ``noisy:TOKENS``, a mean absolute error.
         chunk_tokens, mixed, slots, kv_capacity_tokens, bandwidth_bytes_per_s, flip, startup_s: see ``EngineKnobs``,
             ``InstanceSpec``, ``NetworkKnobs`` and ``SimConfig``.
         output_limit_tokens: ``max_tokens`` of clients; None: just what the answer has.
@@ -75,8 +79,7 @@ class Experiment:
             raise ConfigError(f"instances_max is {self.instances_max}; allowed: {self.instances} (instances) and more")
         if self.engine not in engine_names():
             raise ConfigError(f"engine order {self.engine!r} is not known; allowed: {', '.join(engine_names())}")
-        if self.lengths not in LENGTHS:
-            raise ConfigError(f"lengths is {self.lengths!r}; allowed: {', '.join(LENGTHS)}")
+        length_predictor(self.lengths, self.seed)
 
     def at_rate(self, rate_per_s: float) -> Experiment:
         return dataclasses.replace(self, rate_per_s=rate_per_s)
@@ -90,6 +93,25 @@ class Outcome:
     rate_per_s: float
     result: RunResult
     figures: Goodput
+
+
+def length_predictor(lengths: str, seed: int) -> RemainingPredictor:
+    """What ``Experiment.lengths`` names. Raises ConfigError for anything else."""
+    name, _, value = lengths.partition(":")
+    if lengths in ("oracle", "none"):
+        return Oracle() if lengths == "oracle" else NoPrediction()
+    if name == "binned" and (value or lengths == "binned"):
+        bins = {str(count): edges for count, edges in PAPER_BINS.items()}
+        if (value or "6") not in bins:
+            raise ConfigError(f"lengths is {lengths!r}; allowed: binned:{', binned:'.join(bins)}")
+        return Binned(bins[value or "6"])
+    try:
+        mae_tokens = float(value) if name == "noisy" else math.nan
+    except ValueError:
+        mae_tokens = math.nan
+    if not (math.isfinite(mae_tokens) and mae_tokens >= 0):
+        raise ConfigError(f"lengths is {lengths!r}; allowed: {', '.join(LENGTHS)} (0 tokens and more)")
+    return Noisy(mae_tokens, random.Random(seed))
 
 
 class Ordered:
@@ -155,7 +177,8 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         chosen.dispatcher,
         lambda its_profile, knobs: engine_policy(experiment.engine, its_profile, knobs),
         chosen.controllers,
-        predict=(lambda _input, _done, remaining: float(remaining)) if experiment.lengths == "oracle" else None,
+        # The truth; the predictor of the policy decides how much of it is seen.
+        predict=None if experiment.lengths == "none" else lambda _input, _done, remaining: float(remaining),
         name=experiment.policy,
     )
     result = Simulation(trace, config, policies).run(progress)
@@ -173,6 +196,7 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         instances=experiment.instances,
         prefills=experiment.prefills,
         seed=experiment.seed,
+        predictor=length_predictor(experiment.lengths, experiment.seed),
         mean_context_tokens=context,
         instances_min=experiment.instances_min,
         instances_max=experiment.instances_max or max(64, 2 * experiment.instances),

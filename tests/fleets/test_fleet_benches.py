@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.fleets import by_request, forecast, policies
+from bench.fleets import by_request, forecast, policies, publish
 from bench.fleets.cells import Store, fill
 from bench.fleets.workloads import GENERATED, available, data_folder, workload
 from pla_sglang.errors import ConfigError
@@ -67,3 +67,27 @@ def test_bad_flags_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert forecast.main(["--data", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
     assert "does not exist" in capsys.readouterr().err
     assert by_request.cells_of(None, 10, 0.9) == {}
+
+
+def test_the_page_has_a_place_for_every_table() -> None:
+    page = publish.PAGE.read_text(encoding="utf-8")
+    for name in publish.TABLES:
+        once = publish.fill(page, name, "| new |")
+        assert once.count("| new |") == 1
+        assert publish.fill(once, name, "| new |") == once
+    with pytest.raises(ValueError, match="no markers for nothing"):
+        publish.fill(page, "nothing", "")
+
+
+def test_tables_mark_the_best_and_leave_out_what_is_not_known() -> None:
+    rows = [
+        {"workload": "w", "policy": "arrow", "capacity_per_s": 10.0, "gpu_hours": None},
+        {"workload": "w", "policy": "star", "capacity_per_s": None, "gpu_hours": 0.25},
+        {"workload": "w", "policy": "combined", "capacity_per_s": 12.0, "gpu_hours": 0.2},
+    ]
+    capacity = publish.policies({"rows": rows}, "capacity_per_s", most=True).splitlines()
+    assert capacity[2:] == ["| `arrow` | 10 |", "| `star` | - |", "| `combined` | **12** |"]
+    hours = publish.policies({"rows": rows}, "gpu_hours", most=False).splitlines()
+    assert hours[2:] == ["| `arrow` | - |", "| `star` | 0.25 |", "| `combined` | **0.2** |"]
+    assert policies.combined_vs_best_single(rows) == {"w": 1.2}
+    assert policies.combined_vs_best_single(rows[1:]) == {}

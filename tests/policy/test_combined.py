@@ -55,16 +55,65 @@ DISPATCH: list[tuple[str, FleetView, Any, str, R]] = [
     (
         "short pool",
         fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S), decode()),
-        request(50),
+        request(30),
         "i2",
         R.PLA_SHORT,
     ),
     (
-        "spill comes before a flip",
-        fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S, **LATE), decode(), decode()),
-        request(50),
+        "a busy class gives way to the whole pool: 40 ms of 1 s are ease, 60 ms are not",
+        fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S, queued_tokens=30), decode()),
+        request(30),
         "i0",
-        R.PLA_SPILL,
+        R.PREFILL_SLO,
+    ),
+    (
+        "a cached prefix comes before classes",
+        fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S), decode()),
+        request(500, cached={1: 480}),
+        "i1",
+        R.PREFILL_SLO,
+    ),
+    (
+        "the whole pool comes before a flip",
+        fleet(prefill(length_class=L), prefill(length_class=L), prefill(length_class=S, **LATE), decode(), decode()),
+        request(30),
+        "i0",
+        R.PREFILL_SLO,
+    ),
+    (
+        "all late, nothing to flip: a decode instance with time to spare",
+        fleet(prefill(**LATE), decode(token_interval_s=0.025)),
+        request(30),
+        "i1",
+        R.SPARE_DECODE,
+    ),
+    (
+        "not on a decode instance that needs its pace",
+        fleet(prefill(**LATE), decode(token_interval_s=0.026)),
+        request(30),
+        "i0",
+        R.PREFILL_FALLBACK,
+    ),
+    (
+        "nor for longer than a token may take",
+        fleet(prefill(**LATE), decode()),
+        request(41),
+        "i0",
+        R.PREFILL_FALLBACK,
+    ),
+    (
+        "nor where a prefill is stuck",
+        fleet(prefill(**LATE), decode(prefill_age_s=0.06)),
+        request(30),
+        "i0",
+        R.PREFILL_FALLBACK,
+    ),
+    (
+        "nor without memory for the prompt",
+        fleet(prefill(**LATE), decode(kv_used_tokens=60, kv_capacity_tokens=100)),
+        request(30),
+        "i0",
+        R.PREFILL_FALLBACK,
     ),
     (
         "all late: flip",
@@ -108,6 +157,14 @@ def test_star_never_moves_to_an_instance_that_leaves_decode() -> None:
     assert [move.target.name for move in moves] == ["i2"]
 
 
+def test_star_does_not_level_above_max_running_tokens() -> None:
+    full = {"context_tokens": 990}
+    view = listed(fleet(prefill(), decode(**full), decode(**full)), "i1")
+    actions = combined().tick(view, 0.0)
+    assert not any(isinstance(action, Migrate) for action in actions)
+    assert R.VETO in [action.reason for action in actions]
+
+
 def urgent(policy: CombinedPolicy, view: FleetView) -> None:
     """A flip for a predicted TTFT, at 0 s."""
     answer = policy.dispatch(request(100), view, 0.0)
@@ -147,7 +204,18 @@ def test_one_arrow_decides_all_roles() -> None:
     assert not any(isinstance(action, (SetLengthClass, Hold)) for action in actions)
 
 
-@pytest.mark.parametrize("bad", [{"quiet_s": -1.0}, {"split_from": -1}, {"interval_s": 0.0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"quiet_s": -1.0},
+        {"split_from": -1},
+        {"comfort_share": 1.1},
+        {"class_memory": 0},
+        {"spare_pace": -0.1},
+        {"spare_memory": 2.0},
+        {"interval_s": 0.0},
+    ],
+)
 def test_bad_knobs(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         CombinedKnobs(**bad)

@@ -158,7 +158,7 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         ({"speed": 1}, "unknown field 'speed'"),
         ({"prefill": {"floor_s": -1, "base_s": 0, "token_s": 1, "attention_s": 0}}, "floor_s -1 is out of range"),
         ({"prefill": {"floor_s": 0, "base_s": 0, "token_s": 0, "attention_s": 0}}, "prefill takes no time"),
-        ({"prefill": {"floor_s": 1}}, "missing 3 required"),
+        ({"prefill": {"floor_s": 1}}, "prefill: missing base_s, token_s, attention_s; needed: floor_s, base_s"),
         ({"prefill": 3}, "expected a JSON object"),
         ({"decode": {"base_s": "fast", "request_s": 1, "read_s": 1}}, "base_s 'fast' is out of range"),
         ({"decode": {"base_s": float("nan"), "request_s": 1, "read_s": 1}}, "base_s nan is out of range"),

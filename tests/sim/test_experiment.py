@@ -6,6 +6,7 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 
@@ -13,7 +14,8 @@ from pla_sglang import simulate
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Slo
 from pla_sglang.policy.registry import policy_names
-from pla_sglang.sim.experiment import Experiment, capacity_of, engine_names, run_experiment
+from pla_sglang.profiles.load import FOLDER
+from pla_sglang.sim.experiment import Experiment, capacity_of, engine_names, length_predictor, run_experiment
 from pla_sglang.sim.sweep import sweep
 from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
 from pla_sglang.workload.csv_formats import write_plain
@@ -124,13 +126,71 @@ def test_find_capacity_on_the_command_line(trace_file: Path, capsys: pytest.Capt
         (("--window", "900,901"), "is empty; allowed: at least one request"),
         (("--window", "900"), "--window is '900'; allowed: START,END"),
         (("--jobs", "0"), "jobs is 0; allowed: 1 and more"),
+        (("--slo-tpot-ms", "0"), "SLO tpot_s is 0.0; allowed: above 0"),
+        (("--lengths", "noisy:-1"), "lengths is 'noisy:-1'; allowed: oracle, none, binned, noisy:TOKENS"),
+        (("--lengths", "noisy"), "lengths is 'noisy'; allowed: oracle"),
+        (("--lengths", "binned:5"), "lengths is 'binned:5'; allowed: binned:2, binned:4, binned:6"),
+        (("--headroom", "0"), "dopd headroom must be above 0"),
+        (("--plan-interval-s", "0"), "dopd interval_s must be above 0"),
+        (("--instances-max", "1"), "instances_max is 1; allowed: 2 (instances) and more"),
     ],
 )
 def test_bad_flags_are_named_and_end_with_2(
     trace_file: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
 ) -> None:
-    assert simulate.main(cli(trace_file, *flags)) == 2
+    assert simulate.main([*cli(trace_file, "--policy", "combined-scaling"), *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("", "at least one request"),
+        ("5,10,10\n4,10,10\n", "line 3"),
+        ("-1,10,10\n", "line 2"),
+        ("1,0,10\n", "line 2"),
+        ("soon,10,10\n", "line 2"),
+    ],
+    ids=["empty", "unsorted", "negative", "no prompt", "no number"],
+)
+def test_bad_traces_are_named_and_end_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: str, message: str
+) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+    assert simulate.main(cli(path)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_profile_without_decode_is_refused(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = json.loads((FOLDER / "linear.json").read_text())
+    without = {key: one for key, one in values.items() if key != "decode"}
+    path = tmp_path / "profile.json"
+    for changed, message in (
+        (without, "profile: missing decode; needed:"),
+        (without | {"decode": {}}, "decode: missing base_s, request_s, read_s"),
+    ):
+        path.write_text(json.dumps(changed))
+        assert simulate.main(cli(trace_file, "--profile", str(path))) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lengths", ["binned", "binned:2", "noisy:500"])
+def test_predictors_between_all_and_nothing(lengths: str) -> None:
+    outcome = run_experiment(Experiment("star", SLO, instances=4, lengths=lengths), workload())
+    assert outcome.result.counts["finished"] == 150
+
+
+def test_a_predictor_sees_less_than_the_truth() -> None:
+    known = np.array([100.0, 5000.0, 40_000.0])
+    rids = ["a", "b", "c"]
+    assert length_predictor("oracle", 1).predict(rids, known).tolist() == known.tolist()
+    assert length_predictor("binned", 1).predict(rids, known).tolist() == [1024.0, 5120.0, 24_576.0]
+    noisy = length_predictor("noisy:300", 1).predict(rids, known)
+    assert noisy.tolist() == length_predictor("noisy:300", 1).predict(rids, known).tolist()
+    assert noisy.tolist() != known.tolist()
 
 
 def test_flags_that_a_search_does_not_use_are_refused(trace_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ ARIMA, which needs statsmodels, is in ``arima.py``. DOPD also scales each foreca
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -34,6 +35,23 @@ class LastValue:
 
     def next_value(self) -> float | None:
         return self._last
+
+
+class RecentPeak:
+    """The largest of the last ``count`` values: what a service that must not be late would keep ready.
+
+    Raises ConfigError for a count below 1.
+    """
+
+    def __init__(self, count: int = 10) -> None:
+        require("peak count", count, 1)
+        self._recent: deque[float] = deque(maxlen=count)
+
+    def add(self, value: float) -> None:
+        self._recent.append(value)
+
+    def next_value(self) -> float | None:
+        return max(self._recent, default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,19 @@ from statsmodels.tsa.arima.model import ARIMA
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.dopd.arima import ArimaForecaster, ArimaKnobs
-from pla_sglang.policy.dopd.forecast import Corrected, Forecaster, HoltWinters, HoltWintersKnobs, LastValue, Oracle
+from pla_sglang.policy.dopd.forecast import (
+    Corrected,
+    Forecaster,
+    HoltWinters,
+    HoltWintersKnobs,
+    LastValue,
+    Oracle,
+    RecentPeak,
+)
 
 MAKERS: dict[str, Callable[[], Forecaster]] = {
     "last": LastValue,
+    "peak": RecentPeak,
     "holt_winters": HoltWinters,
     "arima": ArimaForecaster,
     "corrected": lambda: Corrected(LastValue()),
@@ -144,3 +153,13 @@ def test_correction_takes_out_a_bias_within_its_bound() -> None:
 def test_bad_knobs(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_the_recent_peak_is_kept_for_as_long_as_it_is_recent() -> None:
+    forecaster, told = RecentPeak(3), []
+    for value in (1.0, 5.0, 2.0, 3.0, 2.0, 1.0):
+        forecaster.add(value)
+        told.append(forecaster.next_value())
+    assert told == [1.0, 5.0, 5.0, 5.0, 3.0, 3.0]
+    with pytest.raises(ConfigError, match="peak count must be at least 1"):
+        RecentPeak(0)

@@ -66,6 +66,29 @@ def test_the_maximum_is_shared_in_proportion() -> None:
     assert (plan.prefill, plan.decode) == (7, 1)
 
 
+def test_the_minimum_is_shared_in_proportion() -> None:
+    assert (planner().plan(LOAD).prefill, planner().plan(LOAD).decode) == (15, 2)
+    plan = planner(instances_min=34).plan(LOAD)
+    assert (plan.prefill, plan.decode) == (30, 4)
+
+
+def test_equal_bounds_leave_the_ratio_only() -> None:
+    for concurrency in (0.0, 10.0, 100.0, 5000.0):
+        load = dataclasses.replace(LOAD, concurrency=concurrency)
+        plan = planner(instances_min=8, instances_max=8).plan(load)
+        assert plan.prefill + plan.decode == 8
+        assert min(plan.prefill, plan.decode) >= 1
+
+
+def test_headroom_multiplies_the_load_and_not_the_lengths() -> None:
+    controller = DopdController(planner(headroom=1.5))
+    controller.follow(LOAD, FleetView())
+    assert controller.last_plan is not None
+    more = controller.last_plan.load
+    assert (more.concurrency, more.rate_per_s, more.input_tokens) == (150.0, 1.5, 990.0)
+    assert controller.last_plan.decode == 3
+
+
 @pytest.mark.parametrize(
     ("name", "concurrency", "decodes"), [("one below", 50.0, 1), ("one above", 50.1, 2), ("none", 0.0, 1)]
 )
