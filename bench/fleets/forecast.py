@@ -105,11 +105,11 @@ def relative_error(samples: Sequence[LoadSample], expected: Sequence[LoadSample 
 
 
 def cells_of(found: Sequence[LoadSeries], names: Sequence[str], limit: int | None) -> dict[str, Cell]:
-    """By key. ``limit``: intervals of each series at most."""
+    """By key. ``limit``: the last intervals of each series, None: all."""
     cells = {}
-    for one in found:
+    for one in (whole.last(limit) for whole in found):
         planner = planner_for(one.interval_s)
-        samples = tuple(one.samples(planner, BUSY_INSTANCES)[:limit])
+        samples = tuple(one.samples(planner, BUSY_INSTANCES))
         for name in names:
             if name == "holt_winters_daily" and one.interval_s < 3600:
                 continue  # an hour has no days
@@ -195,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.fleets.forecast", description=(__doc__ or "").split("\n\n")[0])
     made.add_argument("--data", type=Path, help="folder with recorded traces (docs/fleets.md)")
     made.add_argument("--requests", type=int, default=3000, help="of each simulated hour at most; 0: no simulation")
-    made.add_argument("--intervals", type=int, default=24 * 14, help="of each series at most")
+    made.add_argument("--intervals", type=int, default=24 * 14, help="the last ones of each series")
     made.add_argument("--full", action="store_true", help="all intervals and all requests")
     made.add_argument("--jobs", type=int, default=1, help="processes")
     made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this code has found")

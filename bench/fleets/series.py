@@ -42,6 +42,13 @@ class LoadSeries:
     def __len__(self) -> int:
         return len(self.requests)
 
+    def last(self, count: int | None) -> LoadSeries:
+        """Its last intervals, for a service that grew; None: all."""
+        if count is None or count >= len(self):
+            return self
+        columns = ("requests", "input_tokens", "output_tokens")
+        return dataclasses.replace(self, **{name: getattr(self, name)[-count:] for name in columns})
+
     def samples(self, planner: Planner, busy_instances: float) -> list[LoadSample]:
         """What the load meter would report, the mean load scaled to ``busy_instances`` prefill and decode instances.
 

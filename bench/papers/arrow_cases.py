@@ -21,7 +21,7 @@ from pla_sglang.workload import Trace
 PROFILES = Path(__file__).parent / "profiles"
 TARGET = 0.9  # section 7.1
 VLLM_CHUNK_TOKENS = 2048  # default of vLLM 0.7.3 with chunked prefill
-LOWEST_PER_S, HIGHEST_PER_S = 0.5, 400.0
+LOWEST_PER_S, HIGHEST_PER_S = 0.5, 250.0
 
 
 def systems(trace: str, instances: int = 8) -> dict[str, Experiment]:

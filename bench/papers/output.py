@@ -13,6 +13,7 @@ from rich.table import Table
 
 from bench.papers.finding import Finding, finite, number
 
+SHOWN_ALONE = 6  # values without a printed one; more of them are for the picture
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
@@ -51,16 +52,23 @@ def write(finding: Finding, folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def markdown(records: Iterable[Mapping[str, Any]]) -> str:
-    """The table of paper against ours, a section a figure, from the JSON records."""
-    parts = []
-    for record in records:
-        lines = [f"### {record['title']}", "", *textwrap.wrap(record["setting"] + ".", 118), ""]
+    """A section a figure, from the JSON records: the table of paper against ours, what only we have, the claims."""
+    return "\n\n".join(_section(record) for record in records)
+
+
+def _section(record: Mapping[str, Any]) -> str:
+    lines = [f"### {record['title']}", "", *textwrap.wrap(record["setting"] + ".", 118), ""]
+    printed = [row for row in record["rows"] if row["paper"] is not None]
+    if printed:
         lines += ["| quantity | paper | ours | ratio | why they differ |", "| --- | ---: | ---: | ---: | --- |"]
-        lines += [_line(row) for row in record["rows"]]
-        if record["claims"]:
-            lines += ["", *(_bullet(claim) for claim in record["claims"])]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+        lines += [*(_line(row) for row in printed), ""]
+    for why in dict.fromkeys(row["why"] for row in record["rows"] if row["paper"] is None):
+        alone = [row for row in record["rows"] if row["paper"] is None and row["why"] == why]
+        values = "; ".join(f"{row['what']} {number(row['ours'], row['unit'])}" for row in alone)
+        if len(alone) > SHOWN_ALONE:
+            values = f"{len(alone)} values, in `{record['name']}.json`"
+        lines += [*textwrap.wrap(f"Ours alone ({why.rstrip('.')}): {values}.", 118), ""]
+    return "\n".join([*lines, *(_bullet(claim) for claim in record["claims"])]).rstrip()
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ A request goes the first way that is open:
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.checks import require
@@ -65,6 +66,8 @@ class CombinedKnobs:
     quiet_s: after an urgent flip the slower parts rest for so long.
     split_from: prefill instances from which on they are split by length; 0: never.
     comfort_share: of the TTFT target, up to which a length class keeps its requests to itself.
+    class_memory: recent requests by which it is judged whether classes are in use; pools that most of them do not
+        keep to are not sized.
     spare_pace: share of the TPOT target at which a decode instance takes requests that would be late elsewhere; 0:
         none does.
     spare_memory: share of the KV cache that in-place prefills may fill.
@@ -74,6 +77,7 @@ class CombinedKnobs:
     quiet_s: float = 2.0
     split_from: int = 3
     comfort_share: float = 0.05
+    class_memory: int = 200
     spare_pace: float = 0.5
     spare_memory: float = 0.8
     interval_s: float = 0.25
@@ -82,6 +86,7 @@ class CombinedKnobs:
         require("combined quiet_s", self.quiet_s, 0)
         require("combined split_from", self.split_from, 0)
         require("combined comfort_share", self.comfort_share, 0, 1)
+        require("combined class_memory", self.class_memory, 1)
         require("combined spare_pace", self.spare_pace, 0, 1)
         require("combined spare_memory", self.spare_memory, 0, 1)
         require("combined interval_s", self.interval_s, 0, above=True)
@@ -112,6 +117,7 @@ class CombinedPolicy(Observer):
         self.interval_s = knobs.interval_s
         self._urgent_s = float("-inf")
         self._ticked_s: dict[str, float] = {}
+        self._classed: deque[bool] = deque(maxlen=knobs.class_memory)  # did recent requests follow their class?
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -152,8 +158,11 @@ class CombinedPolicy(Observer):
         if spatial is None or request.cached or not self._is_split(fleet):
             return None
         answer = spatial.dispatch(request, fleet, now_s)
-        at_ease = answer.reason in (FleetReason.PLA_SHORT, FleetReason.PLA_LONG)
-        return answer if at_ease and self._on_time(answer, request, now_s, self.knobs.comfort_share) else None
+        follows = answer.reason in (FleetReason.PLA_SHORT, FleetReason.PLA_LONG) and self._on_time(
+            answer, request, now_s, self.knobs.comfort_share
+        )
+        self._classed.append(follows)
+        return answer if follows else None
 
     def _spare(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
         """The decode instance with the least backlog, if it would be in time and has time and memory to spare.
@@ -238,7 +247,8 @@ class CombinedPolicy(Observer):
         lacking = [instance for instance in members if instance.length_class is None]
         if lacking:
             return cleared + self._assign(members, lacking)
-        if self._is_urgent(now_s):
+        if self._is_urgent(now_s) or 2 * sum(self._classed) < len(self._classed):
+            # Counts about to change, or loads of pools that most requests do not keep to: nothing to size them by.
             return [*cleared, Hold(FleetReason.VETO)]
         return cleared + pressure.tick(fleet, now_s)
 

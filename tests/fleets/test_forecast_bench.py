@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import math
+import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,13 @@ from bench.fleets import by_request, forecast, planning
 from bench.fleets.forecast import Cell, forecast_gpu_hours, measure_cell, winner
 from bench.fleets.planning import History, cheapest, fixed_fleet, forecasts, perfect, planner_for, replay
 from bench.fleets.series import LoadSeries, from_trace
+from bench.fleets.workloads import RECORDED
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Served
 from pla_sglang.policy.dopd.forecast import LastValue
 from pla_sglang.policy.dopd.load import LoadSample
-from pla_sglang.workload import Trace
+from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
+from pla_sglang.workload.csv_formats import write_plain
 
 
 def history_of(rates: list[float], interval_s: float = 60.0) -> History:
@@ -133,3 +138,28 @@ def test_the_known_future_of_a_run_by_hand() -> None:
     assert outputs.tolist() == [5.0, 7.0, 9.0]
     assert concurrency.tolist() == pytest.approx([(3 + 4) / 6, 2 / 6, 3 / 6])
     assert rate.tolist() == pytest.approx([2 / 6, 0.0, 1 / 6])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data folder with a made-up hour under the name of a recorded one."""
+    inputs, outputs = length_model("lmsys_first_turn_prompt"), length_model("sharegpt4_output")
+    trace = generated_trace(200, Arrivals(0.5, random.Random(3)), inputs, outputs)
+    write_plain(trace, tmp_path / "plain.csv")
+    packed = gzip.compress((tmp_path / "plain.csv").read_bytes())
+    (tmp_path / RECORDED["azure_code"].file).write_bytes(packed)
+    return tmp_path
+
+
+@pytest.mark.parametrize("forecaster", ["peak", "oracle"])
+def test_by_request_takes_the_cheapest_headroom_that_keeps_the_target(
+    folder: Path, forecaster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_request, "HEADROOMS", (1.0, 3.0))
+    cells = by_request.cells_of(folder, None, 0.5)
+    assert len(cells) == len(by_request.FORECASTERS)
+    found = by_request.measure_cell(cells[f"request/azure_code/{forecaster}/None/0.5"])
+    kept = [hours for _, hours, attainment in found["curve"] if attainment >= 0.5]
+    assert len(found["curve"]) == 2
+    assert found["gpu_hours"] == min(kept)
+    assert found["attainment"] >= 0.5

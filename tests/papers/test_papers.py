@@ -33,7 +33,8 @@ def test_each_script_runs(name: str, tmp_path: Path) -> None:
     record = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
     assert record["rows"][0]["what"] == finding.rows[0].what
     assert (tmp_path / f"{name}.parquet").stat().st_size > 0
-    assert markdown([record]).count("\n| ") == len(finding.rows) + 2
+    page = markdown([record])
+    assert all(f"| {row.what} |" in page for row in finding.rows if row.paper is not None)
 
 
 def test_the_docs_hold_the_results() -> None:

@@ -210,6 +210,7 @@ def test_one_arrow_decides_all_roles() -> None:
         {"quiet_s": -1.0},
         {"split_from": -1},
         {"comfort_share": 1.1},
+        {"class_memory": 0},
         {"spare_pace": -0.1},
         {"spare_memory": 2.0},
         {"interval_s": 0.0},
