@@ -31,7 +31,7 @@ from pla_sglang.policy.steps import StepTimes
 from pla_sglang.policy.types import PrefillClass
 
 FORECASTERS = ("last", "peak", "holt_winters", "arima")
-DEFAULT_FORECASTER = "last"  # fewest GPU-hours at equal attainment: docs/fleets.md, "Forecasts"
+DEFAULT_FORECASTER = "arima"  # fewest GPU-hours at equal attainment: docs/fleets.md, "Forecasts"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,6 +56,7 @@ class ArimaForecaster:
     def __init__(self, knobs: ArimaKnobs | None = None) -> None:
         self.knobs = knobs or ArimaKnobs()
         self.fits = 0
+        self.failed_fits = 0
         self._values: deque[float] = deque(maxlen=self.knobs.history)
         self._mean, self._ar, self._ma = 0.0, np.zeros(0), np.zeros(0)
         self._residuals: deque[float] = deque(maxlen=max(1, self.knobs.q))
@@ -80,7 +81,7 @@ class ArimaForecaster:
         knobs = self.knobs
         if len(self._values) < knobs.first_fit:
             return False
-        if self.fits == 0:
+        if self.fits == 0 and not self.failed_fits:
             return True
         return self._since_fit >= knobs.refit_gap and self._error > knobs.refit_error
 
@@ -96,7 +97,12 @@ class ArimaForecaster:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "non-invertible starting parameters": it then starts from zeros
             model = ARIMA(values, order=(knobs.p, knobs.d, knobs.q), trend="n" if knobs.d else "c")
-            result = model.fit(method_kwargs={"maxiter": 50})
+            try:
+                result = model.fit(method_kwargs={"maxiter": 50})
+            except np.linalg.LinAlgError:
+                self.fits -= 1
+                self.failed_fits += 1
+                return  # a series that the solver cannot take; the parameters stay as they were
         self._mean = 0.0 if knobs.d else float(result.params[0])
         self._ar, self._ma = np.asarray(result.arparams), np.asarray(result.maparams)
         self._residuals.extend(reversed(result.resid[-knobs.q :]) if knobs.q else ())

@@ -155,6 +155,19 @@ def test_bad_knobs(make: Callable[[], object], message: str) -> None:
         make()
 
 
+def test_a_fit_that_fails_leaves_the_last_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise np.linalg.LinAlgError("Schur decomposition solver error")
+
+    monkeypatch.setattr(ARIMA, "fit", fail)
+    forecaster = ArimaForecaster(ArimaKnobs(d=0, refit_error=0.0))
+    for value in arma(40, ar=0.7, ma=0.2):
+        forecaster.add(value)
+        assert forecaster.next_value() == value
+    assert forecaster.fits == 0
+    assert 1 < forecaster.failed_fits <= 1 + 28 // forecaster.knobs.refit_gap
+
+
 def test_the_recent_peak_is_kept_for_as_long_as_it_is_recent() -> None:
     forecaster, told = RecentPeak(3), []
     for value in (1.0, 5.0, 2.0, 3.0, 2.0, 1.0):
