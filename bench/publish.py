@@ -64,7 +64,9 @@ def headline(result: Result) -> str:
     what = f"longs {work['longs']}, shorts {work['shorts']}, chunk {work['chunk_tokens']}"
     body = [[*row, cell] for row, cell in zip(rows, against, strict=True)]
     shown = table([what, "stock SGLang", "pla_sglang", "ratio"], body)
-    return f"{shown}\n\n{conditions(result)} · command: `make demo`"
+    starts = result["workload"].get("starts", 1)
+    command = f"make demo ARGS='--starts {starts} --rounds {result['rounds'] // starts}'" if starts > 1 else "make demo"
+    return f"{shown}\n\n{conditions(result)} · command: `{command}`"
 
 
 def _both(stock: Result, ours: Result, what: str, quantile: str) -> list[str]:
