@@ -14,10 +14,15 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _conditions(result: Result, *further: str) -> str:
-    where = result["environment"]
-    return " · ".join(
-        [*further, where["hardware"], f"commit {where['plugin_commit']}", f"seed {result.get('seed', 1)}"]
-    )
+    where, commits = result["environment"], ", ".join(_commits(result))
+    return " · ".join([*further, where["hardware"], f"commit {commits}", f"seed {result.get('seed', 1)}"])
+
+
+def _commits(result: Result) -> list[str]:
+    """Those that measured, which a result made of several runs names by arm or by row."""
+    by_arm = {commit for own in result.get("arms", {}).values() for commit in own["commits"]}
+    by_row = {row["plugin_commit"] for row in result.get("rows", ()) if "plugin_commit" in row}
+    return sorted(by_arm | by_row | set(result.get("commits", ()))) or [result["environment"]["plugin_commit"]]
 
 
 def _scale(result: Result) -> str:

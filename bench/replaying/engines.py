@@ -119,7 +119,7 @@ def collect(
         ServerError: an engine does not start, or a request fails.
     """
     missing = [arm for arm in arms if any(steps.get(key | {"arm": arm.name}) is None for key in keys)]
-    if not missing:
+    if not missing or not steps.has_time():
         return
     with tempfile.TemporaryDirectory(prefix="pla-bench-") as overlay:
         servers = [server_of(arm, setup, Path(overlay)) for arm in missing]
