@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bench.lib import report
@@ -21,7 +23,7 @@ from bench.lib.cli import arms_of, check_common, make_fleet, make_parser, run_be
 from bench.lib.compare import Solo, final_state, measure_last_chunk, measure_solo, run_request_rounds
 from bench.lib.fleet import Fleet
 from bench.lib.plot import plot_comparison
-from bench.lib.results import comparison_result, headline, ratios_to_stock
+from bench.lib.results import HEADLINE, comparison_result, headline, ratios_to_stock
 from bench.lib.stats import Runs, per_round
 from bench.lib.workload import PATTERNS, HolShape, Request, hol_requests
 from pla_sglang.metrics.latency import spread
@@ -36,6 +38,37 @@ class Windows(NamedTuple):
 
     burst_s: float
     spread_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Of one start of all servers, or of several together.
+
+    Attributes:
+        solo: lone requests by arm.
+        chunk_s: seconds of the longest chunk by arm.
+        runs: rounds by arm.
+        windows: when requests arrived.
+        state: of the measured servers at the end.
+    """
+
+    solo: Mapping[str, Solo]
+    chunk_s: Mapping[str, float]
+    runs: Runs
+    windows: Windows
+    state: Mapping[str, Any]
+
+    @classmethod
+    def together(cls, starts: Sequence[Measured]) -> Measured:
+        """All rounds; medians over the starts of what was measured once a start."""
+        arms = list(starts[0].runs)
+        return cls(
+            solo={arm: Solo.together([start.solo[arm] for start in starts]) for arm in arms},
+            chunk_s={arm: statistics.median(start.chunk_s[arm] for start in starts) for arm in arms},
+            runs={arm: [run for start in starts for run in start.runs[arm]] for arm in arms},
+            windows=starts[0].windows,
+            state=starts[-1].state,
+        )
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -55,12 +88,15 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     work.add_argument("--spread-s", type=float, help="window of the shorts; default: what the longs take, measured")
     work.add_argument("--chunk-tokens", type=int, help="--chunked-prefill-size of every arm; default: 8192 / scale")
     work.add_argument("--max-new-tokens", type=int, default=8, help="output length of every request")
+    work.add_argument("--starts", type=int, default=1, help="starts of all servers, each with --rounds of its own")
     args = parser.parse_args(argv)
     check_common(args, parser)
     if args.scale is None:
         args.scale = (QUICK_SCALE if args.quick else CPU_SCALE) if args.device == "cpu" else 1.0
     if args.scale <= 0:
         parser.error(f"--scale {args.scale:g} is out of range; allowed: above 0")
+    if args.starts < 1:
+        parser.error(f"--starts {args.starts} is out of range; allowed: at least 1")
     if args.quick:
         args.rounds = min(args.rounds, 2)
     return args
@@ -82,6 +118,7 @@ def workload_json(args: argparse.Namespace, shape: HolShape, windows: Windows) -
         "max_new_tokens": shape.max_new_tokens,
         "burst_s": round(windows.burst_s, 2),
         "spread_s": round(windows.spread_s, 2),
+        "starts": args.starts,
     }
 
 
@@ -93,10 +130,8 @@ def windows_of(args: argparse.Namespace, long_work_s: float) -> Windows:
     )
 
 
-async def measure(
-    args: argparse.Namespace, fleet: Fleet, shape: HolShape, chunk_tokens: int
-) -> tuple[dict[str, Solo], dict[str, float], Runs, Windows]:
-    """Solo values, the longest chunk in seconds by arm, the runs, and when requests arrived."""
+async def measure(args: argparse.Namespace, fleet: Fleet, shape: HolShape, chunk_tokens: int, start: int) -> Measured:
+    """All rounds of one start of the servers. Two processes of the same program differ: memory, and what they learn."""
     vocabulary = vocabulary_of(args)
     solo = await measure_solo(fleet, shape, vocabulary, seed=args.seed)
     chunk_s = await measure_last_chunk(fleet, shape, vocabulary, solo, chunk_tokens=chunk_tokens, seed=args.seed)
@@ -109,13 +144,14 @@ async def measure(
             shape,
             vocabulary,
             seed=args.seed,
-            round_index=index,
+            round_index=start * args.rounds + index,
             pattern=args.pattern,
             burst_s=windows.burst_s,
             spread_s=windows.spread_s,
         )
 
-    return solo, chunk_s, await run_request_rounds(fleet, args.rounds, requests_of_round), windows
+    runs = await run_request_rounds(fleet, args.rounds, requests_of_round)
+    return Measured(solo, chunk_s, runs, windows, await final_state(fleet))
 
 
 def solo_bound(solo: Solo, chunk_s: float, p99_s: float) -> dict[str, Any]:
@@ -150,27 +186,61 @@ def print_bounds(found: Mapping[str, Mapping[str, Any]]) -> None:
         )
 
 
+def start_json(measured: Measured) -> dict[str, Any]:
+    """The headline figures of one start, by arm: how far starts differ is part of the result."""
+    against = ratios_to_stock(measured.runs)
+    found = bounds(measured.solo, measured.chunk_s, measured.runs)
+    return {
+        arm: {key: round(against[arm][key].median, 4) for key in HEADLINE if key in against[arm]}
+        | {key: found[arm][key] for key in ("short_ttft_p99_s", "short_ttft_p99_bound_s") if arm in found}
+        for arm in against
+    }
+
+
+def print_starts(by_start: Sequence[Mapping[str, Mapping[str, float]]]) -> None:
+    if len(by_start) < 2:
+        return
+    for index, of_start in enumerate(by_start, start=1):
+        for arm, figures in of_start.items():
+            listed = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
+            report.stdout.print(f"start {index}, {arm}: {listed}", markup=False)
+
+
+async def measure_starts(args: argparse.Namespace, shape: HolShape, chunk_tokens: int) -> list[Measured]:
+    # Room for all of it twice: this bench is about time, not about memory (bench.overload --kv-pressure is).
+    kv_tokens = 2 * shape.total_input_tokens + 4096
+    starts = []
+    for start in range(args.starts):
+        if args.starts > 1:
+            report.say(f"start {start + 1} of {args.starts}")
+        async with make_fleet(
+            args, arms_of(args), chunk_tokens=chunk_tokens, kv_tokens=kv_tokens, bench="hol"
+        ) as fleet:
+            starts.append(await measure(args, fleet, shape, chunk_tokens, start))
+    return starts
+
+
 async def bench(args: argparse.Namespace) -> int:
     shape = shape_of(args)
     chunk_tokens = args.chunk_tokens or shape.chunk_tokens
-    # Room for all of it twice: this bench is about time, not about memory (bench.overload --kv-pressure is).
-    kv_tokens = 2 * shape.total_input_tokens + 4096
-    arms = arms_of(args)
-    async with make_fleet(args, arms, chunk_tokens=chunk_tokens, kv_tokens=kv_tokens, bench="hol") as fleet:
-        solo, chunk_s, runs, windows = await measure(args, fleet, shape, chunk_tokens)
-        state = await final_state(fleet)
-    workload = workload_json(args, shape, windows)
-    found_bounds = bounds(solo, chunk_s, runs)
-    result = comparison_result("hol", args, workload, runs, state, solo=solo) | {"solo": found_bounds}
+    starts = await measure_starts(args, shape, chunk_tokens)
+    args.rounds *= args.starts
+    whole = Measured.together(starts)
+    runs, solo = whole.runs, whole.solo
+    workload = workload_json(args, shape, whole.windows)
+    found_bounds = bounds(solo, whole.chunk_s, runs)
+    result = comparison_result("hol", args, workload, runs, whole.state, solo=solo)
+    result |= {"solo": found_bounds, "by_start": [start_json(start) for start in starts]}
     title = (
         f"Head-of-line blocking, {args.pattern}: {workload['longs']}, {workload['shorts']}, chunk {chunk_tokens}, "
-        f"{args.rounds} rounds, {args.model_name}, SGLang {state['sglang_version']}"
+        f"{args.rounds} rounds, {args.model_name}, SGLang {whole.state['sglang_version']}"
     )
     report.print_latency_table(title, runs)
     report.print_arm_table(runs, ratios_to_stock(runs))
+    print_starts(result["by_start"])
     print_bounds(found_bounds)
     headline(result, runs)
-    reference = solo[STOCK if STOCK in solo else arms[0].name].ttft_s
+    reference = solo[STOCK if STOCK in solo else next(iter(solo))].ttft_s
     plot_comparison(runs, args.out / "hol.png", title=title, solo_s=dict(reference))
     report.say(f"picture: {args.out / 'hol.png'}")
     report.write_requests(runs, args.out / "hol.requests.jsonl")

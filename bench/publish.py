@@ -62,7 +62,9 @@ def headline(result: Result) -> str:
     what = f"longs {work['longs']}, shorts {work['shorts']}, chunk {work['chunk_tokens']}"
     body = [[*row, cell] for row, cell in zip(rows, against, strict=True)]
     shown = table([what, "stock SGLang", "pla_sglang", "ratio"], body)
-    return f"{shown}\n\n{conditions(result)} · command: `make demo`"
+    starts = result["workload"].get("starts", 1)
+    command = f"make demo ARGS='--starts {starts} --rounds {result['rounds'] // starts}'" if starts > 1 else "make demo"
+    return f"{shown}\n\n{conditions(result)} · command: `{command}`"
 
 
 def _both(stock: Result, ours: Result, what: str, quantile: str) -> list[str]:
@@ -77,8 +79,28 @@ def hol(result: Result) -> str:
         f"long {solo['long_solo_ttft_s'] * 1e3:.0f} ms. "
         f"Five solo values plus the longest chunk ({solo['long_chunk_s'] * 1e3:.0f} ms): "
         f"{solo['short_ttft_p99_bound_s'] * 1e3:.0f} ms; "
-        f"p99 of shorts: {solo['short_ttft_p99_s'] * 1e3:.0f} ms, {within}."
+        f"p99 of shorts: {solo['short_ttft_p99_s'] * 1e3:.0f} ms, {within}." + starts(result)
     )
+
+
+def starts(result: Result) -> str:
+    """The headline figures start by start, where the servers were started more than once."""
+    by_start = [of_start["ours"] for of_start in result.get("by_start", ())]
+    if len(by_start) < 2:
+        return ""
+    rows = [
+        [
+            str(index),
+            f"{figures['short_ttft_p99_gain']:.3g}x lower",
+            f"{figures['short_ttft_p99_s'] * 1e3:.0f} ms of {figures['short_ttft_p99_bound_s'] * 1e3:.0f} ms",
+            f"{figures['long_ttft_p90_ratio']:.3g}x",
+            f"{figures['throughput_ratio']:.3g}x",
+        ]
+        for index, figures in enumerate(by_start, start=1)
+    ]
+    header = ["start of all servers", "short p99", "of its bound", "long p90", "tokens/s"]
+    each = rounds_of({"rounds": result["rounds"] // len(by_start)})
+    return f"\n\nStart by start, {each} each:\n\n{table(header, rows)}"
 
 
 def arms(result: Result) -> str:

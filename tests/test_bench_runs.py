@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import abort_storm, chat, hol, low_load, overload
+from bench import abort_storm, chat, hol, low_load, overload, publish
 from bench.lib import arms
 from bench.lib.compare import SOLO_COUNTS
 
@@ -61,6 +61,19 @@ def test_hol_shows_the_gain_of_shortest_first(model: Path, tmp_path: Path, capsy
     assert (tmp_path / "out" / "hol.png").stat().st_size > 10_000
     assert len((tmp_path / "out" / "hol.requests.jsonl").read_text().splitlines()) == 40
     assert json.loads((tmp_path / "out" / "hol.json").read_text()) == result
+
+
+def test_hol_over_several_starts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert hol.main(common(model, tmp_path / "out", "--starts", "2", "--rounds", "1")) == 0
+    result = last_json(capsys)
+    assert result["rounds"] == 2
+    assert len(result["by_start"]) == 2
+    assert result["outputs_by_arm"]["ours"]["compared"] == 2 * 10 + LONE  # each start has requests of its own
+    gains = [of_start["ours"]["short_ttft_p99_gain"] for of_start in result["by_start"]]
+    assert min(gains) - 0.01 <= result["short_ttft_p99_gain"] <= max(gains) + 0.01
+    table = publish.starts(result)
+    assert "1 rounds" not in table
+    assert len(table.splitlines()) == 8
 
 
 def test_different_answers_of_a_peer_are_reported(

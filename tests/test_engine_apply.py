@@ -168,7 +168,12 @@ def test_an_aborted_chunk_is_gone_in_the_next_pass() -> None:
     ],
 )
 def test_chunks_are_whole_pages(tokens: int, page: int, align: int | None, expected: int) -> None:
-    assert apply.align_chunk(tokens, page, align) == expected
+    scheduler = (
+        SimpleNamespace(page_size=page)
+        if align is None
+        else SimpleNamespace(page_size=page, truncation_align_size=align)
+    )
+    assert apply.align_chunk(tokens, apply.chunk_grid_tokens(scheduler)) == expected
 
 
 # -- batch_is_full -----------------------------------------------------------------------------------------------------

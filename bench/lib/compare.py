@@ -32,6 +32,14 @@ class Solo:
     def as_run(self) -> Run:
         return Run(self.outcomes, 0.0)
 
+    @classmethod
+    def together(cls, starts: Sequence[Solo]) -> Solo:
+        """Of several starts of one arm: medians over the starts, and the answers of all."""
+        return cls(
+            {kind: statistics.median(start.ttft_s[kind] for start in starts) for kind in starts[0].ttft_s},
+            tuple(outcome for start in starts for outcome in start.outcomes),
+        )
+
 
 async def measure_solo(
     fleet: Fleet, shape: HolShape, vocabulary: Vocabulary, *, seed: int, kinds: Sequence[str] = KINDS

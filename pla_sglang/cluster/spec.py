@@ -111,6 +111,7 @@ def router_arguments(config: ClusterConfig, engines: Sequence[InstanceSpec], por
     command = ["--host", config.host, "--port", str(port)]
     if config.router == "pla":
         workers = [part for one in engines for part in ("--worker", one.url)]
+        # SGLang's router writes round_robin, ours round-robin: both are understood
         return [*command, *workers, "--policy", config.policy.replace("_", "-"), *config.router_extra]
     if config.router == "mini-lb":
         command.append("--mini-lb")

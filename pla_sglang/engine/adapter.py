@@ -96,11 +96,16 @@ class PrefillAdapter:
                 margin=AGE_MARGIN,
                 chunk_max_tokens=chunk,
                 chunk_min_tokens=max(scheduler.page_size, config.long_chunk_min_tokens or (chunk or 0) // MOST_CUTS, 1),
+                grid_tokens=apply.chunk_grid_tokens(scheduler),
                 least_remaining=config.long_order == "least-remaining",
             ),
             mix=config.mixing == "allow",
             decode_gap_s=config.decode_gap_ms / 1e3,
         )
+
+    def on_host_complete(self) -> None:
+        """The host's ``__init__`` has gone on since ours and knows its grid for chunks now."""
+        self.policy.set_knobs(self._knobs(self.config))
 
     def set_config(self, config: PlaConfig) -> None:
         """Change knobs between two passes. The order of broadcast requests makes this the same pass on all ranks."""

@@ -65,10 +65,17 @@ def _places(waiting: Sequence[WaitingView], wanted: Sequence[WaitingView]) -> li
     return places
 
 
-def align_chunk(tokens: int, page_size: int, align: int | None) -> int:
-    """``tokens`` down to whole pages (and the host's truncation grid), but never below one of them."""
-    grid = max(page_size, align or 1)
-    return max(grid, tokens // grid * grid)
+def chunk_grid_tokens(scheduler: Any) -> int:
+    """The host cuts a prompt at multiples of this: whole pages, and under deterministic inference its tiles.
+
+    The second is known late in the host's ``__init__``; until then there are pages only.
+    """
+    return max(scheduler.page_size, getattr(scheduler, "truncation_align_size", None) or 1)
+
+
+def align_chunk(tokens: int, grid_tokens: int) -> int:
+    """``tokens`` down to the grid, but never below one step of it."""
+    return max(grid_tokens, tokens // grid_tokens * grid_tokens)
 
 
 def enter(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
@@ -90,9 +97,7 @@ def enter(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
     elif decision.chunk_tokens is None:
         scheduler.chunked_prefill_size = None  # whole requests only
     else:
-        scheduler.chunked_prefill_size = align_chunk(
-            decision.chunk_tokens, scheduler.page_size, scheduler.truncation_align_size
-        )
+        scheduler.chunked_prefill_size = align_chunk(decision.chunk_tokens, chunk_grid_tokens(scheduler))
     if decision.action is Action.HOLD and scheduler.chunked_req is not None:
         _park(context, scheduler)
 
@@ -102,7 +107,7 @@ def _mix(context: PassContext, scheduler: Any) -> None:
     decision, page = context.decision, scheduler.page_size
     assert decision is not None and decision.chunk_tokens is not None
     shorts = sum(-(-view.new_tokens // page) * page + page for view in decision.selected)
-    context.mixed_chunk_tokens = align_chunk(max(page, decision.chunk_tokens - shorts), page, None)
+    context.mixed_chunk_tokens = align_chunk(decision.chunk_tokens - shorts, page)
     scheduler.chunked_prefill_size = context.mixed_chunk_tokens + shorts
 
 

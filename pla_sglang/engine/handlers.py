@@ -45,6 +45,7 @@ def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:
     from pla_sglang.engine.clock import PlaTick
 
     scheduler._request_dispatcher += TypeBasedDispatcher([(PlaTick, scheduler.pla.on_tick)])
+    scheduler.pla.on_host_complete()
 
 
 def after_pull_raw_reqs(requests: Any, receiver: Any) -> Any:

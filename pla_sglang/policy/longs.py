@@ -20,9 +20,11 @@ and S_l the service times, n longs delayed, g seconds a launch and t seconds a t
     cost(C) = r * t * C / (2 * S_s) + n * g / (t * C * S_l)      is least at
     C* = sqrt(2 * n * g * S_s / (r * t^2 * S_l))
 
-clipped from below three times, so that cutting never costs the long more than ``overhead_max`` of its speed, never goes
-under twice the ridge of the roofline (below it a smaller chunk is no faster) and never under ``chunk_min``; and from
-above by the configured chunk, which is also what is used when no short is expected.
+clipped from above by the configured chunk, which is also what is used when no short is expected, and from below by
+``chunk_min`` and by twice the ridge of the roofline (below it a smaller chunk is no faster). What is left of the long
+is then cut into *equal* pieces: a first piece cut small for nothing leaves a small last one, and that is the dearest
+pass of all, as it reads the whole prompt again. There are never so many that the whole costs ``overhead_max`` more than
+in the fewest possible.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class LongKnobs:
         margin: how much longer than predicted a long may take, for errors of the model and for decode steps between.
         chunk_max_tokens: largest chunk; None: no chunking (one pass per long).
         chunk_min_tokens: smallest chunk.
-        overhead_max: speed that cutting into smaller chunks may cost a long.
+        grid_tokens: the host cuts at multiples of this, as its KV pages or its backend want it.
+        overhead_max: speed that cutting into more pieces than necessary may cost a long.
         least_remaining: order by remaining work; False: first come first served.
     """
 
@@ -58,6 +61,7 @@ class LongKnobs:
     margin: float = 1.0
     chunk_max_tokens: int | None = 8192
     chunk_min_tokens: int = 64
+    grid_tokens: int = 1
     overhead_max: float = 0.03
     least_remaining: bool = True
 
@@ -70,6 +74,8 @@ class LongKnobs:
             raise ValueError(f"chunk_max_tokens must be at least 1, got {self.chunk_max_tokens}")
         if self.chunk_min_tokens < 1:
             raise ValueError(f"chunk_min_tokens must be at least 1, got {self.chunk_min_tokens}")
+        if self.grid_tokens < 1:
+            raise ValueError(f"grid_tokens must be at least 1, got {self.grid_tokens}")
         if self.overhead_max <= 0:
             raise ValueError(f"overhead_max must be positive, got {self.overhead_max}")
 
@@ -246,9 +252,29 @@ def chunk_tokens(
     if token_s <= 0:
         return largest
     # A chunk below the roofline's ridge is memory-bound: halving it would not make it shorter.
-    ridge = model.crossing_tokens(view.history_tokens)
-    floor = max(float(knobs.chunk_min_tokens), launch_s / (knobs.overhead_max * token_s), min(2 * ridge, largest))
+    floor = max(float(knobs.chunk_min_tokens), 2 * model.crossing_tokens(view.history_tokens))
     passing_s = max(model.step_s(passing_tokens, 0), 1e-9)
     long_s = max(model.chunked_s(view.new_tokens, view.history_tokens, largest), passing_s)
     best = math.sqrt(2 * longs * launch_s * passing_s / (passing_rate_per_s * token_s * token_s * long_s))
-    return int(min(max(best, floor), largest))
+    return _equal_pieces(view, int(min(max(best, floor), largest)), model, knobs)
+
+
+def _equal_pieces(view: WaitingView, tokens: int, model: StepModel, knobs: LongKnobs) -> int:
+    """What is left of ``view`` in equal pieces of about ``tokens`` or more, within ``overhead_max``."""
+    assert knobs.chunk_max_tokens is not None, "asked for a size where there are chunks"
+    grid, rest, history = knobs.grid_tokens, view.new_tokens, view.history_tokens
+    largest = max(grid, knobs.chunk_max_tokens // grid * grid)
+    fewest = -(-rest // largest)
+    limit_s = (1 + knobs.overhead_max) * model.chunked_s(rest, history, -(-rest // fewest))
+    # The time grows with the number of pieces: the most that are affordable, by bisection.
+    pieces, most = fewest, max(fewest, rest // max(1, tokens))
+    while pieces < most:
+        middle = (pieces + most + 1) // 2
+        if model.chunked_s(rest, history, -(-rest // middle)) <= limit_s:
+            pieces = middle
+        else:
+            most = middle - 1
+    if pieces == 1:
+        return knobs.chunk_max_tokens
+    piece = -(-rest // pieces // grid) * grid
+    return min(max(piece, knobs.chunk_min_tokens), largest)

@@ -65,9 +65,8 @@ def restore(fleet: FleetView, changed: dict[int, dict[str, Any]]) -> None:
         # A role is changed where it can be listed: before an instance leaves the lists, after it joins them.
         if state is not instance.state:
             fleet.set_state(instance, state)
-        if role is not instance.role:
+        if since_s != instance.since_s:  # also to the role that it had: that moves it to the end of the list
             fleet.set_role(instance, role, since_s)
-        instance.since_s = since_s
         for name, value in values.items():
             setattr(instance, name, value)
 

@@ -80,12 +80,20 @@ class Child:
                 process.kill()
 
 
+def with_memory(arguments: list[str], folder: Path) -> list[str]:
+    """Relays name instances by number, so a control plane that is started again must know who had which."""
+    if any(one.split("=")[0] == "--memory-file" for one in arguments):
+        return arguments
+    return [*arguments, "--memory-file", str(folder / "memory.json")]
+
+
 async def supervise(config: RelayConfig, relays: int, control_arguments: list[str]) -> int:
     """Run the control plane and ``relays`` relays until a signal. The exit status."""
     stop = Stop(watch_stdin=False)
     with tempfile.TemporaryDirectory(prefix="pla_router.") as folder:
         address = f"ipc://{Path(folder) / 'control'}"
-        control = Child("the control plane", "control", {"address": address, "arguments": control_arguments})
+        arguments = with_memory(control_arguments, Path(folder))
+        control = Child("the control plane", "control", {"address": address, "arguments": arguments})
         members = [
             Child(f"relay {number}", "relay", {"number": number, "address": address, "config": config.to_json()})
             for number in range(relays)

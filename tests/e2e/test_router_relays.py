@@ -1,4 +1,4 @@
-"""Two relay processes and a control process in front of a real PD pair: real clients, every token, aborts, a restart."""
+"""Two relays and a control process in front of a real PD pair: real clients, every token, aborts, a restart."""
 
 from __future__ import annotations
 

@@ -6,9 +6,11 @@ import dataclasses
 import random
 
 import pytest
+from support.views import waiting
 
 from pla_sglang.policy.boundary import CPU_START, GPU_START, StepModel
 from pla_sglang.policy.fit import FitKnobs, StepFit, StepSample
+from pla_sglang.policy.longs import LongKnobs, chunk_tokens
 
 TRUTH = StepModel(g0_s=6e-3, gw_s=0.0, gr_s=2e-8, k0_s=1e-3, kr_s=0.0, b_s=3e-5, a_s=5e-10)
 
@@ -140,3 +142,53 @@ def test_the_hosts_part_is_never_taken_for_a_floor() -> None:
     assert model.k0_s >= 0.0035
     for new in (400, 1600):
         assert model.step_s(new, 0) == pytest.approx(truth.step_s(new, 0) + 0.004, rel=0.05)
+
+
+# Passes of a toy model on two CPU cores as measured, by new and history tokens: what ``bench.hol`` shows to the fit.
+HOL_PASSES_S = {(400, 0): 0.025, (1638, 0): 0.100, (1638, 1638): 0.205, (1524, 3276): 0.338}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_cutting_is_not_free_after_a_few_shapes_of_passes(seed: int) -> None:
+    """Four shapes do not tell launch, history and length apart. Measured, the rest of a long (1,524 tokens after 3,276)
+    takes 338 ms in one pass and 543 ms in two: no state of the fit may cut it.
+    """
+    rng = random.Random(seed)
+    fit = StepFit(CPU_START)
+    level = rng.uniform(0.8, 1.6)
+    rest = waiting(1524, history_tokens=3276)
+    for new, history in [*HOL_PASSES_S] * 30:
+        step_s = level * HOL_PASSES_S[new, history] * rng.lognormvariate(0, 0.12)
+        fit.observe(StepSample(new, history, float(new * (new + 2 * history)), step_s, 0.002))
+        chunk = chunk_tokens(
+            rest,
+            longs=9,
+            passing_rate_per_s=2.0,
+            passing_tokens=400.0,
+            model=fit.model,
+            knobs=LongKnobs(chunk_max_tokens=1638, chunk_min_tokens=205),
+        )
+        if fit.fits:
+            assert chunk is not None
+            assert chunk >= 1524, f"after {len(fit)} passes with {fit.model}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_few_slow_passes_do_not_take_a_term_for_themselves(seed: int) -> None:
+    """One shape, a long now and then, a twenty-fifth of the passes held up: no state of the fit predicts nonsense."""
+    rng = random.Random(seed)
+    fit = StepFit(CPU_START)
+    shapes = {key: step_s for key, step_s in HOL_PASSES_S.items() if key != (400, 0)}
+
+    def passed(new: int, history: int, attention: float, step_s: float) -> None:
+        held_up = rng.uniform(1.5, 4) if rng.random() < 0.04 else 1.0
+        step_s *= held_up * rng.lognormvariate(0, 0.12)
+        if fit.observe(StepSample(new, history, attention, step_s + 0.002, 0.002)):
+            for (length, cached), seconds in shapes.items():
+                assert fit.model.step_s(length, cached) == pytest.approx(seconds, rel=0.6)
+
+    for index in range(700):
+        if index < 3 or index % 90 == 50:
+            for (new, history), step_s in shapes.items():
+                passed(new, history, float(new * (new + 2 * history)), step_s)
+        passed(1600, 0, 4 * 400.0 * 400.0, 0.080)

@@ -207,11 +207,20 @@ def test_progress_makes_younger() -> None:
 # A launch of 1 ms and 0.1 ms a token, floor of 2 ms: ridge at 10 tokens, and 3 % of overhead at 334 tokens.
 LAUNCH = StepModel(g0_s=0.002, gw_s=0.0, gr_s=0.0, k0_s=0.001, kr_s=0.0, b_s=1e-4, a_s=0.0)
 BIG = LongKnobs(chunk_max_tokens=8192)
+LENGTH = 20_000
 
 
-def size(rate: float, *, longs: int = 1, model: StepModel = LAUNCH, knobs: LongKnobs = BIG, **view: Any) -> int | None:
+def size(
+    rate: float,
+    *,
+    rest: int = LENGTH,
+    longs: int = 1,
+    model: StepModel = LAUNCH,
+    knobs: LongKnobs = BIG,
+    history_tokens: int = 0,
+) -> int | None:
     return chunk_tokens(
-        long(0.0, 20_000, **view),
+        long(0.0, rest, history_tokens=history_tokens),
         longs=longs,
         passing_rate_per_s=rate,
         passing_tokens=20.0,
@@ -232,7 +241,34 @@ def test_size_against_the_closed_form() -> None:
     # sqrt(2 * n * g * S_s / (r * t^2 * S_l)) with S_s = 3 ms, S_l = 20,000 * 0.1 ms + 3 launches = 2.003 s
     knobs = dataclasses.replace(BIG, overhead_max=1.0)
     expected = (2 * 0.001 * 0.003 / (0.01 * 1e-8 * 2.003)) ** 0.5
-    assert size(0.01, knobs=knobs) == int(expected) == 173
+    assert int(expected) == 173  # 115 pieces of at least so much
+    assert size(0.01, knobs=knobs) == 174
+
+
+@given(rest=st.integers(1, 50_000), wanted=st.integers(1, 9000), grid=st.sampled_from([1, 16, 64, 200]))
+def test_pieces_are_equal_and_none_is_left_over(rest: int, wanted: int, grid: int) -> None:
+    """As the host cuts them, asked again before each piece, and never more than the fewest that are affordable."""
+    knobs = dataclasses.replace(BIG, chunk_min_tokens=wanted, grid_tokens=grid, overhead_max=10.0)
+    cuts: list[int] = []
+    while rest > 0:
+        asked = size(1e9, knobs=knobs, rest=rest)
+        assert asked is not None
+        piece = rest if rest <= asked else max(grid, asked // grid * grid)
+        cuts.append(min(piece, rest))
+        rest -= cuts[-1]
+    assert max(cuts) <= 8192
+    if 64 * grid < wanted < 4000:
+        assert min(cuts) >= min(wanted, sum(cuts)) / 2
+
+
+def test_a_small_first_piece_would_only_leave_a_small_dear_last_one() -> None:
+    """4,800 tokens go in 3 passes of at most 1,638; a first piece of 1,254 needs a fourth pass and costs 26 % more."""
+    model = StepModel(g0_s=11e-3, gw_s=0.0, gr_s=1e-6, k0_s=6e-3, kr_s=4.5e-5, b_s=4.5e-5, a_s=1e-8)
+    knobs = LongKnobs(chunk_max_tokens=1638, chunk_min_tokens=205)
+    assert [
+        size(2.0, longs=9, model=model, knobs=knobs, rest=4800 - history, history_tokens=history)
+        for history in (0, 1600, 3200)
+    ] == [1600, 1600, 1638]
 
 
 @given(slow=st.floats(1e-3, 1e3), factor=st.floats(1, 1e3), longs=st.integers(1, 50))
@@ -267,12 +303,10 @@ def test_within_limits_and_overhead_cap(
     got = size(rate, longs=longs, model=model, knobs=knobs, history_tokens=history)
     assert got is not None
     assert 1 <= got <= largest
-    token_s = model.b_s + 2 * model.a_s * history
-    launch_s = model.k0_s + model.kr_s * history
-    if got < largest:
-        assert got >= knobs.chunk_min_tokens
-        # One token of rounding.
-        assert launch_s <= knobs.overhead_max * token_s * (got + 1) * (1 + 1e-9)
+    assert got >= min(knobs.chunk_min_tokens, largest)
+    fewest = -(-LENGTH // largest)
+    least_s, asked_s = (model.chunked_s(LENGTH, history, -(-LENGTH // count)) for count in (fewest, -(-LENGTH // got)))
+    assert asked_s <= (1 + knobs.overhead_max) * least_s * (1 + 1e-9)
 
 
 def test_never_below_twice_the_ridge() -> None:

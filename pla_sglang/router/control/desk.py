@@ -187,11 +187,12 @@ class Desk:
         self.track(request, now_s)
         self.index.insert(prefill.view.index, request.prompt.keys)
         room = entry.room()
-        self._tell(request.ask.relay, assign_message(request, room, choice.reason.value))
-        self.series.admissions.labels("admitted", verdict.reason.value).inc()
-        self.series.dispatches.labels(choice.reason.value).inc()
-        self.series.placements.labels(choice.placement.value).inc()
+        self.series.admissions.inc("admitted", verdict.reason.value)
+        self.series.dispatches.inc(choice.reason.value)
+        self.series.placements.inc(choice.placement.value)
         story.decided_s, story.admission, story.room = now_s, verdict.reason.value, room
+        # Last: in one process the relay may answer before this returns.
+        self._tell(request.ask.relay, assign_message(request, room, choice.reason.value))
 
     def track(self, request: Open, now_s: float) -> None:
         """Enters the request in the load books of its instances."""
@@ -205,7 +206,7 @@ class Desk:
             decode.book.send(request.key, Tracked(view.input_tokens, 0, now_s, Phase.COMING, decodes_here=True))
 
     def _refuse(self, ask: m.Ask, verdict: Verdict, story: Story | None = None) -> None:
-        self.series.admissions.labels("refused", verdict.reason.value).inc()
+        self.series.admissions.inc("refused", verdict.reason.value)
         if story is not None:
             story.admission = verdict.reason.value
         self._tell(ask.relay, refusal(ask, verdict))
@@ -250,7 +251,7 @@ class Desk:
             self.admission.on_first_token(view.predicted_ttft_s, max(0.0, at_s - request.dispatched_s))
         self.series.ttft_s.observe(ttft_s)
         for name, seconds in (stages(story) or {}).items():
-            self.series.stage_s.labels(name.removesuffix("_s")).observe(seconds)
+            self.series.stage_s.inc(name.removesuffix("_s"), amount=seconds)
 
     def _note_ratio(self, worker: Worker, ttft_s: float, slo_s: float | None) -> None:
         """As the simulator's cluster keeps it."""
@@ -298,7 +299,7 @@ class Desk:
         if self.driver is not None and request.arrived:
             self.driver.finish(request.view, output_tokens, now_s)
         request.story.ended_s, request.story.end = at_s, end.value
-        self.series.requests.labels(end.value).inc()
+        self.series.requests.inc(end.value)
         del self.open[rid]
         return orders
 
@@ -313,7 +314,7 @@ class Desk:
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def on_failure(self, failure: m.Failure, now_s: float) -> None:
-        self.series.failures.labels(failure.kind.name.lower()).inc()
+        self.series.failures.inc(failure.kind.name.lower())
         worker = self.table.by_number.get(failure.worker)
         if worker is None or worker.state is WorkerState.DEAD:
             return

@@ -65,10 +65,17 @@ class PolicyDriver:
     Args:
         set_class: carries out a move between the short and the long pool; the view is changed here.
         recorder: None: nothing is recorded.
+        on_action: told of every action, by kind and reason; also of those that were only counted.
     """
 
     def __init__(
-        self, policy: PolicySet, fleet: FleetView, set_class: SetClass, *, recorder: Recorder | None = None
+        self,
+        policy: PolicySet,
+        fleet: FleetView,
+        set_class: SetClass,
+        *,
+        recorder: Recorder | None = None,
+        on_action: Callable[[str, str], None] | None = None,
     ) -> None:
         self.policy = policy
         self.fleet = fleet
@@ -78,6 +85,7 @@ class PolicyDriver:
         self._observers = policy.observers()
         self._set_class = set_class
         self._recorder = recorder
+        self._on_action = on_action
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
@@ -198,3 +206,5 @@ class PolicyDriver:
                 case SetRole() | Migrate() | ScaleTo():
                     kind = f"{kind}.refused"  # no instance of this fleet can do that
             self.actions[f"{kind}:{action.reason.value}"] += 1
+            if self._on_action is not None:
+                self._on_action(kind, action.reason.value)

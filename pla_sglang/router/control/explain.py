@@ -47,7 +47,7 @@ class Story:
     own_prefill_s: float | None = None  # expected for this request alone
     token_interval_s: float | None = None  # of the decode instance at the time
     actions: tuple[str, ...] = ()
-    candidates: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    candidates: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)  # name, queued, cached tokens
     decided_s: float | None = None
     sent_s: float | None = None
     done_s: float | None = None
@@ -74,10 +74,8 @@ def note_choice(
     story.actions = tuple(f"{type(one).__name__}:{one.reason.value}" for one in choice.actions)
     if predictor is not None:
         story.own_prefill_s = predictor.own_s(view, choice.prefill)
-    story.candidates = {
-        one.name: {"queued_tokens": one.queued_tokens, "cached_tokens": view.cached.get(one.index, 0)}
-        for one in ready[:SHOWN_CANDIDATES]
-    }
+    cached = view.cached
+    story.candidates = [(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]
 
 
 def stages(story: Story) -> dict[str, float] | None:
@@ -130,6 +128,9 @@ class ExplainStore:
         if story is None:
             return None
         told = dataclasses.asdict(story)
+        told["candidates"] = {
+            name: {"queued_tokens": queued, "cached_tokens": cached} for name, queued, cached in story.candidates
+        }
         parts = stages(story)
         if parts is not None and story.first_s is not None:
             told["ttft_s"] = max(story.first_s, story.arrived_s) - story.arrived_s

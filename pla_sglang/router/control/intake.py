@@ -54,6 +54,10 @@ class Intake:
             worker.detail = f"says {report.role}" if CLASSES[report.role] is not worker.view.length_class else ""
         return Heard(worker, _sample(worker, report))
 
+    def reports(self, worker: Worker) -> bool:
+        """Whether it has ever sent a report."""
+        return worker.number in self._latest
+
     def forget(self, worker: Worker) -> None:
         self._latest.pop(worker.number, None)
 

@@ -32,9 +32,24 @@ class Amounts:
     waiting_decodes: int = 0
     waiting_decode_tokens: int = 0
 
-    def add(self, other: Amounts, times: int = 1) -> None:
+    def add(self, other: Amounts) -> None:
         for name in FIELDS:
-            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def count(self, request: Tracked, phase: Phase, times: int = 1) -> None:
+        """Adds what ``request`` is in ``phase``; ``times`` -1 takes it away."""
+        new, history = request.new_tokens, request.history_tokens
+        if phase is Phase.QUEUED:
+            self.queued_prefills += times
+            self.queued_tokens += times * new
+            self.queued_attention += times * new * (new + 2 * history)
+            self.queued_history_tokens += times * history
+        elif phase is Phase.COMING:
+            self.waiting_decodes += times
+            self.waiting_decode_tokens += times * (new + history)
+        elif phase is Phase.RUNNING:
+            self.running += times
+            self.context_tokens += times * (new + history)
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Amounts))
@@ -73,16 +88,6 @@ class Tracked:
             return Phase.RUNNING if self.decodes_here else Phase.ABSENT
         return self.first_phase if received else Phase.ABSENT
 
-    def amounts(self, phase: Phase) -> Amounts:
-        new, history = self.new_tokens, self.history_tokens
-        if phase is Phase.QUEUED:
-            return Amounts(1, new, new * (new + 2 * history), history)
-        if phase is Phase.COMING:
-            return Amounts(waiting_decodes=1, waiting_decode_tokens=new + history)
-        if phase is Phase.RUNNING:
-            return Amounts(running=1, context_tokens=new + history)
-        return Amounts()
-
 
 @dataclasses.dataclass(slots=True)
 class Report:
@@ -115,7 +120,6 @@ class LoadBook:
         self._base: int | None = None  # what the instance has received that this router has not sent
         self._total = Amounts()  # may fall below 0 for a moment, where a report left out what it was sent
         self._tracked: dict[tuple[str, int], Tracked] = {}
-        self._ended: list[Tracked] = []  # since the last report
 
     def send(self, key: tuple[str, int], request: Tracked) -> None:
         """A request was sent to the instance. ``key``: request id and attempt."""
@@ -139,7 +143,6 @@ class LoadBook:
             return
         before = request.phase_at(now_s)
         request.ended_s = now_s
-        self._ended.append(request)
         self._shift(request, before, Phase.ABSENT)
 
     def report(self, report: Report, now_s: float) -> None:
@@ -148,13 +151,12 @@ class LoadBook:
         self.reports += 1
         total = self._total = dataclasses.replace(report.amounts)
         self._anchor(report.received, now_s)
-        for request in (*self._tracked.values(), *self._ended):
+        for request in self._tracked.values():  # what has ended is in no report that comes now
             counted = request.phase_at(now_s, received=self._received(request, report.received, now_s))
             now = request.phase_at(now_s)
             if counted is not now:
-                total.add(request.amounts(now))
-                total.add(request.amounts(counted), -1)
-        self._ended.clear()  # what has ended is in no later report
+                total.count(request, now)
+                total.count(request, counted, -1)
         self._publish()
         self._publish_rest(report)
 
@@ -188,13 +190,21 @@ class LoadBook:
     def _shift(self, request: Tracked, before: Phase, after: Phase) -> None:
         if before is after:
             return
-        self._total.add(request.amounts(after))
-        self._total.add(request.amounts(before), -1)
+        self._total.count(request, after)
+        self._total.count(request, before, -1)
         self._publish()
 
     def _publish(self) -> None:
-        for name in FIELDS:
-            setattr(self.view, name, max(0, getattr(self._total, name)))
+        # Written out, as it happens four times a request.
+        view, total = self.view, self._total
+        view.queued_prefills = max(0, total.queued_prefills)
+        view.queued_tokens = max(0, total.queued_tokens)
+        view.queued_attention = max(0, total.queued_attention)
+        view.queued_history_tokens = max(0, total.queued_history_tokens)
+        view.running = max(0, total.running)
+        view.context_tokens = max(0, total.context_tokens)
+        view.waiting_decodes = max(0, total.waiting_decodes)
+        view.waiting_decode_tokens = max(0, total.waiting_decode_tokens)
 
     def _publish_rest(self, report: Report) -> None:
         view = self.view

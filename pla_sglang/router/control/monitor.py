@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,7 +28,10 @@ from pla_sglang.telemetry.pull import Puller
 
 logger = logging.getLogger(__name__)
 CHECK_TICK_S = 0.1
+QUIET_S = 2.0  # an instance that reports is polled after such a silence; a long pass keeps it from reporting
 ABORT_RETRY_S = 0.5
+# An abort that overtakes its request on the way to an instance is lost, so it is said again before it counts.
+ABORT_AGAIN_S = 0.3
 DRAIN_TICK_S = 0.02  # ZMQ's descriptor tells of new messages only once
 Clock = Callable[[], float]
 
@@ -55,15 +59,23 @@ class Tasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class Monitor:
-    """See the module.
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """Whom the monitor tells.
 
-    Args:
-        poll_interval_s: of instances without fresh reports.
-        on_heard: told of every report that says something new.
-        on_described: told when a worker has said what it is, before it can be ready.
-        on_aborted: told when an instance has confirmed an abort.
+    Attributes:
+        heard: every report that says something new.
+        described: a worker has said what it is; before it can be ready.
+        aborted: an instance has confirmed an abort, or is dead; the second argument says which.
     """
+
+    heard: Callable[[Heard], None]
+    described: Callable[[Worker], None]
+    aborted: Callable[[AbortOrder, str], None]
+
+
+class Monitor:
+    """See the module. ``poll_interval_s``: of instances without fresh reports."""
 
     def __init__(
         self,
@@ -71,11 +83,9 @@ class Monitor:
         health: Health,
         instances: Instances,
         clock: Clock,
+        told: Told,
         *,
         poll_interval_s: float,
-        on_heard: Callable[[Heard], None],
-        on_described: Callable[[Worker], None],
-        on_aborted: Callable[[AbortOrder, str], None],
     ) -> None:
         self.intake = Intake(table)
         self.polls = 0
@@ -84,9 +94,7 @@ class Monitor:
         self._instances = instances
         self._clock = clock
         self._poll_interval_s = poll_interval_s
-        self._on_heard = on_heard
-        self._on_described = on_described
-        self._on_aborted = on_aborted
+        self._told = told
         self._tasks = Tasks()
         self._checked_s: dict[int, float] = {}
         self._polled_s: dict[int, float] = {}
@@ -119,7 +127,8 @@ class Monitor:
                     worker.breaker.tick(now_s)
                     if self._health.needs_check(worker, now_s):
                         self._once("check", worker, self._check(worker))
-                fresh = worker.book.is_fresh(now_s, 2 * self._poll_interval_s)
+                quiet_s = QUIET_S if self.intake.reports(worker) else 0.0
+                fresh = worker.book.is_fresh(now_s, max(quiet_s, 2 * self._poll_interval_s))
                 known = worker.state is not WorkerState.STARTING
                 if known and not fresh and self._due(self._polled_s, worker, self._poll_interval_s, now_s):
                     self._once("poll", worker, self._poll(worker))
@@ -176,7 +185,7 @@ class Monitor:
             self.restarted(worker)
         elif worker.description is None:
             self._table.describe(worker, said, self._clock())
-            self._on_described(worker)
+            self._told.described(worker)
             self._tell_class(worker)
 
     def restarted(self, worker: Worker) -> None:
@@ -201,7 +210,7 @@ class Monitor:
                     if heard is not None and heard.restarted:
                         self.restarted(heard.worker)
                     elif heard is not None:
-                        self._on_heard(heard)
+                        self._told.heard(heard)
                 wake.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(wake.wait(), DRAIN_TICK_S)
@@ -216,7 +225,7 @@ class Monitor:
         self.polls += 1
         if worker.state is not WorkerState.DEAD:
             worker.book.report(report, self._clock())
-            self._on_heard(Heard(worker, None))
+            self._told.heard(Heard(worker, None))
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
@@ -246,14 +255,16 @@ class Monitor:
         while True:
             worker = self._table.by_number.get(order.worker)
             if worker is None or worker.state is WorkerState.DEAD:
-                self._on_aborted(order, "dead")
+                self._told.aborted(order, "dead")
                 return
             try:
+                await self._instances.abort(worker, order.rid)
+                await asyncio.sleep(ABORT_AGAIN_S)
                 await self._instances.abort(worker, order.rid)
             except (NobodyListensError, NoAnswerError) as error:
                 logger.warning("abort of %s at %s: %s", order.rid, worker.view.name, error)
                 self.check_soon(worker)
                 await asyncio.sleep(ABORT_RETRY_S)
                 continue
-            self._on_aborted(order, "confirmed")
+            self._told.aborted(order, "confirmed")
             return

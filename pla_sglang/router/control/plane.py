@@ -32,7 +32,7 @@ from pla_sglang.router.control.health import Health
 from pla_sglang.router.control.instances import Instances
 from pla_sglang.router.control.intake import Heard
 from pla_sglang.router.control.knobs import DEFAULT_PROFILE, ControlKnobs
-from pla_sglang.router.control.monitor import Monitor, Tasks
+from pla_sglang.router.control.monitor import Monitor, Tasks, Told
 from pla_sglang.router.control.prompts import load_tokenizer
 from pla_sglang.router.control.recorder import Recorder
 from pla_sglang.router.control.series import Series
@@ -86,10 +86,8 @@ class Plane:
         instances = Instances(timeout_s=self.knobs.health.timeout_s, api_key=self.knobs.worker_api_key)
         self._monitor = Monitor(
             *(self.table, self.desk.health, instances, self._clock),
+            Told(self._heard, self._described, self._aborted),
             poll_interval_s=self.knobs.poll_interval_s,
-            on_heard=self._heard,
-            on_described=self._described,
-            on_aborted=self._aborted,
         )
         try:
             self._add_workers()
@@ -227,14 +225,16 @@ class Plane:
         own = getattr(policy.dispatcher, "predictor", None)
         self.desk.predictor = own if isinstance(own, TtftPredictor) else TtftPredictor({"": profile_curve(setup.steps)})
         self._own_predictor = not isinstance(own, TtftPredictor)
-        self.desk.driver = PolicyDriver(policy, self.table.fleet, self._set_class, recorder=self.recorder)
+        self.desk.driver = PolicyDriver(
+            *(policy, self.table.fleet, self._set_class), recorder=self.recorder, on_action=self.series.actions.inc
+        )
         for number, interval_s in enumerate(self.desk.driver.intervals_s()):
             self._tasks.spawn(self._every(interval_s, lambda number=number: self._tick(number)))  # type: ignore[misc]
 
     def _changed(self, worker: Worker) -> None:
         """Something that relays or policies see has changed."""
         now_s = self._clock()
-        self.series.moves.labels(worker.state.value, worker.reason.value).inc()
+        self.series.moves.inc(worker.state.value, worker.reason.value)
         if worker.state is WorkerState.READY and worker.wants_drain:
             worker.wants_drain = False
             self.table.drain(worker, now_s, then_remove=worker.leaves)
@@ -263,7 +263,7 @@ class Plane:
             self._monitor.abort(order)
 
     def _aborted(self, order: AbortOrder, outcome: str) -> None:
-        self.series.aborts.labels(outcome).inc()
+        self.series.aborts.inc(outcome)
         self.desk.aborted(order, self._clock())
 
     def _heard(self, heard: Heard) -> None:

@@ -36,7 +36,7 @@ class Series:
         self.aborts = self._counter("aborts", "Aborts that the router has ordered at instances.", "outcome")
         self.retries = self._counter("retries", "Requests sent again, nothing having been executed.")
         self.ttft_s = self._histogram("ttft_seconds", "Arrival to first token.")
-        self.stage_s = self._histogram("ttft_stage_seconds", "Parts of the time to first token.", "stage")
+        self.stage_s = self._counter("ttft_stage_seconds", "Parts of the time to first token, summed.", "stage")
         self.decision_s = self._histogram("decision_seconds", "Time of the control plane for one dispatch.")
         self.registry.register(_Now(gauges))
         self._relays = _Relays()
@@ -49,11 +49,25 @@ class Series:
         """In Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"pla_router_{name}", text, labels, registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Labelled:
+        return Labelled(Counter(f"pla_router_{name}", text, labels, registry=self.registry))
 
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(f"pla_router_{name}", text, labels, registry=self.registry, buckets=_SECONDS)
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"pla_router_{name}", text, registry=self.registry, buckets=_SECONDS)
+
+
+class Labelled:
+    """A counter whose children are looked up by a plain dictionary, as some are counted at every request."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._children: dict[tuple[str, ...], Counter] = {}
+
+    def inc(self, *labels: str, amount: float = 1.0) -> None:
+        child = self._children.get(labels)
+        if child is None:
+            child = self._children[labels] = self._counter.labels(*labels) if labels else self._counter
+        child.inc(amount)
 
 
 class _Now(Collector):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from random import Random
 
 import pytest
@@ -150,7 +151,7 @@ def test_rooms_are_far_apart_and_spread_over_ranks() -> None:
         book.assign(f"r{number}", PAIR, 0.0)
     rooms = sorted(book.rooms)
     assert len(rooms) == 2000
-    assert min(later - room for room, later in zip(rooms, rooms[1:], strict=False)) > LARGEST_BATCH
+    assert min(later - room for room, later in itertools.pairwise(rooms)) > LARGEST_BATCH
     assert 0 <= rooms[0] <= rooms[-1] < 1 << 63
     for ranks in (2, 3, 4, 8):
         shares = [sum(room % ranks == rank for room in rooms) / len(rooms) for rank in range(ranks)]

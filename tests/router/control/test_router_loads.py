@@ -139,14 +139,14 @@ class Engine:
     def report(self, now_s: float, *, counts: bool) -> Report:
         total = Amounts()
         for request in self.requests:
-            total.add(request.amounts(request.phase_at(now_s, received=self.received(request, now_s))))
+            total.count(request, request.phase_at(now_s, received=self.received(request, now_s)))
         received = 6 + sum(self.received(request, now_s) for request in self.requests)
         return Report(total, received if counts else None)
 
     def truth(self, now_s: float) -> Amounts:
         total = Amounts()
         for request in self.requests:
-            total.add(request.amounts(request.phase_at(now_s)))
+            total.count(request, request.phase_at(now_s))
         return total
 
 

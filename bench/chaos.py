@@ -1,0 +1,152 @@
+"""``python -m bench.chaos``: clients that go away, aborts, failed KV transfers, and instances that are killed.
+
+A cluster on an emulated device behind our router gets Poisson arrivals. Some clients disconnect at a random time, some
+requests are aborted at their prefill instance, KV transfers fail at random (SGLang's own test switch), and one prefill
+and one decode instance are killed by SIGKILL and started again. Afterwards every token of what completed is checked,
+and nothing may be left: ledger, gauges, KV. The last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from bench.chaotic.after import Leftover, at_rest, decode_free_s
+from bench.chaotic.faults import Fault, Faults
+from bench.chaotic.judge import Verdict, judge
+from bench.chaotic.picture import plot_chaos
+from bench.lib.report import emit, environment, progress_bar, say, stdout
+from bench.parity import workload
+from bench.replaying.client import Record
+from bench.replaying.cluster import running_cluster
+from bench.replaying.rough import RoughReplay
+from pla_sglang.metrics.goodput import quantile
+from pla_sglang.testing.server import ServerError
+
+TRANSFER_SWITCH = "SGLANG_TEST_DISAGG_FAILURE_PROB"  # of SGLang: each poll of a transfer fails so often
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m bench.chaos", description=(__doc__ or "").split("\n\n")[1])
+    made.add_argument("--requests", type=int, default=10_000)
+    made.add_argument("--rate", type=float, default=12.0, help="requests/s")
+    made.add_argument("--prefill", type=int, default=2)
+    made.add_argument("--decode", type=int, default=2)
+    made.add_argument("--policy", default="minimal-load")
+    made.add_argument("--profile", default="h100-llama3.1-8b-tp1")
+    made.add_argument("--time-scale", type=float, default=4.0)
+    made.add_argument("--disconnect-share", type=float, default=0.1)
+    made.add_argument("--abort-share", type=float, default=0.03)
+    made.add_argument("--poll-failures", type=float, default=0.002, help="share of transfer polls that fail")
+    made.add_argument("--no-kills", action="store_true")
+    made.add_argument("--abort-probes", type=int, default=20, help="lone requests whose prefill is aborted")
+    made.add_argument("--router-args", default="", help="further arguments of the router, quoted as one")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--quick", action="store_true", help="a small run that only shows that everything works")
+    made.add_argument("--out", type=Path, default=Path("bench_out"))
+    return made
+
+
+def arguments(options: argparse.Namespace) -> list[str]:
+    """Of the cluster."""
+    fleet = ["--prefill", str(options.prefill), "--decode", str(options.decode)]
+    router = ["--router", "pla", "--policy", options.policy, f"--router-args={options.router_args}"]
+    device = ["--pla-emulate", options.profile, "--pla-time-scale", str(options.time_scale)]
+    return [*fleet, *router, *device, "--incremental-streaming-output"]
+
+
+async def storm(described: dict[str, Any], state: Path, options: argparse.Namespace) -> tuple[list[Record], Faults]:
+    """All requests and all faults."""
+    rng = random.Random(options.seed)
+    planned = workload(options.requests, options.rate, options.seed)
+    end_s = planned[-1].at_s
+    give_up_s = {one.index: rng.uniform(0.01, 4.0) for one in planned if rng.random() < options.disconnect_share}
+    client = RoughReplay(described["url"], timeout_s=300, prefix=f"chaos-{options.seed}", give_up_s=give_up_s)
+    faults = Faults(described, state)
+    others = [one for one in planned if one.index not in give_up_s]
+    for one in rng.sample(others, int(options.abort_share * len(planned))):
+        faults.plan_abort(one.at_s + rng.uniform(0.02, 1.0), client.rid(one.index))
+    if not options.no_kills:
+        faults.plan_kill(end_s * 0.3, "prefill-0")
+        faults.plan_kill(end_s * 0.6, "decode-0")
+    with progress_bar("chaos", len(planned)) as advance:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(client.run(planned, on_done=advance))
+            group.create_task(faults.run())
+    return running.result(), faults
+
+
+def result_of(verdict: Verdict, rest: Leftover, freed_s: list[float], options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "requests": options.requests,
+        "completed": verdict.completed,
+        "failed": verdict.failed,
+        "failed_not_in_flight_at_kill": verdict.unexplained,
+        "failed_in_flight_at_kill": verdict.at_kill,
+        "failed_by_transfer": verdict.by_transfer,
+        "aborted": verdict.aborted,
+        "disconnected": verdict.gone,
+        "tokens_wrong": verdict.tokens_wrong,
+        "ledger_balanced": rest.ledger_balanced,
+        "gauges_zero": rest.gauges_zero,
+        "kv_free": rest.kv_free,
+        "leftovers": rest.details,
+        "decode_free_after_abort_p50_s": quantile(np.array(freed_s), 50) if freed_s else None,
+        "decode_free_after_abort_p99_s": quantile(np.array(freed_s), 99) if freed_s else None,
+        "errors": verdict.examples,
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.quick:
+        options.requests, options.abort_probes = 120, 3
+    os.environ[TRANSFER_SWITCH] = str(options.poll_failures)
+    state = options.out / "chaos.state.json"
+    with running_cluster(arguments(options), options.out, "chaos") as described:
+        records, faults = asyncio.run(storm(described, state, options))
+        say("waiting until nothing is left")
+        rest = asyncio.run(at_rest(described))
+        verdict = judge(records, faults, described, prefix=f"chaos-{options.seed}")
+    freed_s: list[float] = []
+    if options.abort_probes:
+        os.environ[TRANSFER_SWITCH] = "0"
+        with running_cluster(arguments(options), options.out, "chaos-aborts") as described:
+            freed_s = asyncio.run(decode_free_s(described, options.abort_probes, options.seed))
+    result = result_of(verdict, rest, freed_s, options)
+    table = Table(title=f"chaos, {options.requests} requests, policy {options.policy}")
+    for column in ("figure", "value"):
+        table.add_column(column)
+    for key, value in result.items():
+        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+    stdout.print(table)
+    plot_chaos(records, faults.done, options.out / "chaos.png")
+    settings = {name: getattr(options, name) for name in ("seed", "rate", "policy", "profile", "time_scale")}
+    shares = {name: getattr(options, name) for name in ("disconnect_share", "abort_share", "poll_failures")}
+    killed = [one.name for one in faults.done if one.kind is Fault.KILL]
+    emit(
+        {"bench": "chaos", **settings, **shares, "killed": killed, **result, "environment": environment()},
+        options.out,
+        "chaos",
+    )
+    good = not (verdict.unexplained or verdict.tokens_wrong) and rest.ledger_balanced and rest.gauges_zero
+    return 0 if good and rest.kv_free else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(parser().parse_args(argv))
+    except ServerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""The control plane in front of real engines: they do what the fakes pretend; what was recorded replays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e.test_emulation import ask, launch, wait_ready
+from support.fake_instance import INFO, LOAD
+
+from bench.replaying.client import Replay
+from bench.replaying.plan import Planned
+from bench.replaying.result import count_wrong
+from pla_sglang import chain
+from pla_sglang.parity import replay_file
+from pla_sglang.policy.fleet import InstanceKind
+from pla_sglang.router.control.discovery import describe, polled_report
+
+pytestmark = pytest.mark.e2e
+
+PROFILE, SCALE = "h100-llama3.1-8b-tp1", 8
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def call(url: str, body: object = None, method: str | None = None) -> tuple[int, Any]:
+    """Status and parsed body."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with _direct.open(request, timeout=60) as answer:
+            status, text = answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        status, text = error.code, error.read()
+    try:
+        return status, json.loads(text)
+    except json.JSONDecodeError:
+        return status, text.decode()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Two prefill instances and one for decode behind our router."""
+    pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
+    folder = tmp_path_factory.mktemp("router")
+    state, log, record = folder / "state.json", folder / "log", folder / "run.jsonl.gz"
+    router = f"--record {record} --boundary 500 --slo-ttft-ms 3000"
+    process = launch(
+        *(state, log, "--prefill", "2", "--decode", "1", "--pla-emulate", PROFILE, "--pla-time-scale", str(SCALE)),
+        *("--incremental-streaming-output", "--router", "pla", "--policy", "pla", "--router-args", router),
+    )
+    try:
+        yield wait_ready(process, state, log) | {"process": process, "log": log, "record": record}
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_the_fakes_are_like_real_instances(cluster: dict[str, Any]) -> None:
+    kinds = []
+    for one in cluster["instances"]:
+        status, info = call(one["url"] + "/server_info")
+        assert status == 200
+        assert set(INFO) <= set(info)
+        said = describe(info)
+        kinds.append(said.kind)
+        assert (said.profile, said.time_scale) == (PROFILE, SCALE)
+        assert said.bootstrap_port == one["bootstrap_port"]
+        assert said.report_key == one["url"].removeprefix("http://")
+        status, loads = call(one["url"] + "/v1/loads?include=core")
+        assert status == 200
+        assert set(LOAD) <= set(loads["loads"][0])
+        assert polled_report(loads, said.kind).kv_capacity_tokens == said.kv_capacity_tokens
+        assert call(one["url"] + "/abort_request", {"rid": "nobody"})[0] == 200
+        assert call(one["url"] + "/health")[0] == 200
+    assert kinds == [InstanceKind.PREFILL, InstanceKind.PREFILL, InstanceKind.DECODE]
+
+
+def test_every_token_is_right_and_nothing_is_left(cluster: dict[str, Any]) -> None:
+    ask(cluster["url"], 40, seed=1)
+    at_rest(cluster)
+    _, state = call(cluster["url"] + "/pla/state")
+    assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 1, "long": 1, "both": 0}
+    assert state["decisions"]["pla.short"] > 0
+    assert state["decisions"]["pla.long"] > 0
+
+
+def at_rest(cluster: dict[str, Any], limit_s: float = 5.0) -> None:
+    """Ledger balanced and empty, gauges at 0."""
+    end_s = time.monotonic() + limit_s
+    while True:
+        status, ledger = call(cluster["url"] + "/pla/ledger")
+        if not (ledger["live"] or ledger["legs_open"] or ledger["legs_aborting"]) or time.monotonic() > end_s:
+            break
+        time.sleep(0.05)
+    assert (status, ledger["balanced"], ledger["live"], ledger["rooms"]) == (200, True, {}, 0), ledger
+    assert sum(ledger["ended"].values()) == ledger["opened"]
+    metrics = call(cluster["url"] + "/metrics")[1]
+    for name in ("open_requests", "queued_requests", "rooms"):
+        assert f"pla_router_{name} 0.0" in metrics
+
+
+def test_an_explanation_adds_up(cluster: dict[str, Any]) -> None:
+    prompt = chain.prompt_of(2000, 5, random.Random(4))
+    body = {"input_ids": prompt, "rid": "explained-1", "sampling_params": {"temperature": 0, "max_new_tokens": 6}}
+    status, answer = call(cluster["url"] + "/generate", body)
+    assert status == 200
+    assert answer["output_ids"] == list(chain.expected(prompt, 6).tokens)
+    status, told = call(cluster["url"] + "/pla/explain/explained-1")
+    assert status == 200
+    assert (told["reason"], told["end"], told["input_tokens"], told["exact_tokens"]) == (
+        "pla.long",
+        "finished",
+        2000,
+        True,
+    )
+    assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-6)
+    assert told["stages"]["prefill_s"] > 0.2 * told["ttft_s"]
+    assert told["decode"] == cluster["instances"][2]["url"].removeprefix("http://")
+
+
+def test_a_client_that_goes_leaves_nothing(cluster: dict[str, Any]) -> None:
+    """Clients that give up during prefill or decode: both instances are free again soon."""
+    rng = random.Random(8)
+    planned = [Planned(index, 0.02 * index, chain.prompt_of(4000, 400, rng), 400) for index in range(12)]
+    records = asyncio.run(Replay(cluster["url"], timeout_s=2.5).run(planned))
+    assert sum("Timeout" in (record.error or "") for record in records) >= 6
+    at_rest(cluster)
+    for one in cluster["instances"]:
+        end_s = time.monotonic() + 5
+        while (load := call(one["url"] + "/v1/loads?include=core")[1]["loads"][0])["num_running_reqs"]:
+            assert time.monotonic() < end_s, load
+            time.sleep(0.1)
+    ask(cluster["url"], 5, seed=3)
+
+
+def test_a_drained_prefill_instance_gets_nothing_and_nobody_is_refused(cluster: dict[str, Any]) -> None:
+    assert call(cluster["url"] + "/workers/0/drain", {}, "POST")[0] == 202
+    before = call(cluster["url"] + "/pla/state")[1]["decisions"]
+    ask(cluster["url"], 12, seed=5)
+    after = call(cluster["url"] + "/pla/state")[1]
+    assert sum(after["decisions"].values()) - sum(before.values()) == 12
+    assert next(one for one in after["workers"] if one["number"] == 0)["drained"]
+    assert call(cluster["url"] + "/workers/0/undrain", {}, "POST")[0] == 202
+
+
+def test_what_was_recorded_replays(cluster: dict[str, Any]) -> None:
+    """Last: the recording is complete once the router has ended."""
+    planned = [Planned(0, 0.0, chain.prompt_of(50, 3, random.Random(1)), 3)]
+    assert sum(map(count_wrong, asyncio.run(Replay(cluster["url"], timeout_s=60).run(planned)))) == 0
+    os.kill(cluster["process"].pid, signal.SIGINT)
+    assert cluster["process"].wait(40) == 0
+    header, result = replay_file(Path(cluster["record"]))
+    assert header.policy == "pla"
+    assert (header.profile, header.time_scale) == (PROFILE, SCALE)
+    assert result.decisions["dispatched"] >= 60
+    assert result.identical_share == 1.0, result.differences

@@ -1,0 +1,179 @@
+"""Recordings: what is written is what is read, views survive as differences, and a replay that differs is found out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from pla_sglang.parity import main, replay_file
+from pla_sglang.policy.decisions import PrefillSample
+from pla_sglang.policy.fleet import FleetView, InstanceState, InstanceView, RequestView, Role
+from pla_sglang.policy.registry import Setup, build
+from pla_sglang.policy.types import PrefillClass
+from pla_sglang.recording.errors import RecordError
+from pla_sglang.recording.file import RecordWriter, read
+from pla_sglang.recording.setup import header_of, setup_of, steps_of
+from pla_sglang.recording.views import Differ, restore
+from pla_sglang.router.control.driver import PolicyDriver
+from pla_sglang.router.control.recorder import Recorder
+
+PROFILE = "linear"
+
+
+def setup(**fields: object) -> Setup:
+    values = {"kv_capacity_tokens": 10_000, "ttft_slo_s": 0.5, "tpot_slo_s": 0.1, "instances": 4} | fields
+    return Setup(steps=steps_of(PROFILE, 2.0), **values)  # type: ignore[arg-type]
+
+
+def record(path: Path, policy: str, *, requests: int = 120, **fields: object) -> None:
+    """A made-up life of four instances, driven as the router drives them."""
+    made = setup(**fields)
+    rng = Random(5)
+    fleet = FleetView([InstanceView(index, f"i{index}") for index in range(4)])
+    for index, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
+        fleet.set_role(fleet.instances[index], role, 0.0)
+    recorder = Recorder(RecordWriter(path), header_of(policy, PROFILE, 2.0, made), fleet)
+    driver = PolicyDriver(build(policy, made), fleet, lambda view, length_class: None, recorder=recorder)
+    for number in range(requests):
+        now_s = number * 0.1
+        request = RequestView(f"r{number}", rng.randrange(1, 2000), now_s, {rng.randrange(4): rng.randrange(500)})
+        driver.arrive(request, now_s)
+        driver.choose(request, now_s)
+        for view in fleet.instances:
+            view.queued_prefills = rng.randrange(4)
+            view.queued_tokens = view.queued_prefills * rng.randrange(1, 900)
+            view.queued_attention = view.queued_tokens**2
+            view.utilisation = rng.random()
+        view = rng.choice(fleet.instances)
+        driver.prefilled(PrefillSample(view, 100, 10_000, 0, 1, rng.uniform(0.05, 0.6)), now_s)
+        driver.first_token(request, view, now_s + 0.01)
+        driver.interval(view, rng.random(), now_s + 0.02)
+        if number == 40:
+            fleet.set_state(fleet.instances[0], InstanceState.DRAINING)
+            driver.listed(now_s + 0.03)
+        if number == 60:
+            fleet.set_state(fleet.instances[0], InstanceState.READY)
+            driver.listed(now_s + 0.03)
+        for place in range(len(driver.intervals_s())):
+            driver.tick(place, now_s + 0.04)
+        driver.finish(request, 5, now_s + 0.05)
+    recorder.close()
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "two-choices", "cache-aware", "minimal-load", "pla", "arrow"])
+def test_a_replay_decides_the_same(policy: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, policy)
+    header, result = replay_file(path)
+    assert setup_of(header) == setup()
+    assert result.decisions["dispatched"] == 120
+    assert result.identical_share == 1.0, result.differences
+
+
+def rewritten(path: Path, old: str, new: str, *, count: int = -1) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, count))
+
+
+def test_another_seed_is_found_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "two-choices")
+    rewritten(path, '"seed":1', '"seed":2')
+    _, result = replay_file(path)
+    assert 0.5 < result.identical_share < 0.99  # of two members, both are drawn
+    assert result.count - sum(result.identical.values()) == len(result.differences)
+    assert main([str(path), "--require", "0.99"]) == 1
+
+
+def test_another_boundary_is_found_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "pla", boundary_tokens=256)
+    rewritten(path, '"boundary_tokens":256', '"boundary_tokens":700')
+    assert replay_file(path)[1].identical_share < 1.0
+
+
+def test_lost_history_is_found_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "minimal-load")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line for line in lines if '"prefilled"' not in line) + "\n")
+    assert replay_file(path)[1].identical_share < 0.8  # the predictor was never corrected
+
+
+def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "round-robin", requests=10)
+    assert main([str(path), "--require", "1"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (figures["decisions"], figures["identical_share"], figures["policy"]) == (20, 1.0, "round-robin")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"type":"header"', '"type":"views"', "line 1"),
+        ('"version":1', '"version":9', "version 9"),
+        ('"type":"dispatched"', '"type":"nothing"', "line"),
+        ('"rid":"r3"', '"rid":"r9999"', "does not fit"),
+        ('"queued_tokens"', '"queued_tonkes"', "does not fit"),
+        ('"tpot_slo_s"', '"tpot"', "unknown fields"),
+    ],
+)
+def test_damaged_recordings(old: str, new: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "minimal-load", requests=10)
+    if old == '"version":1':
+        rewritten(path, '"type":"header"', '"type":"header","version":9')
+    else:
+        rewritten(path, old, new, count=1)
+    with pytest.raises((RecordError, ValueError), match=message):
+        replay_file(path)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "nowhere")]) == 2
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    assert main([str(empty)]) == 2
+    header = tmp_path / "header.jsonl"
+    record(header, "round-robin", requests=0)
+    assert main([str(header)]) == 2  # nothing to decide: no share
+
+
+def test_views_come_back_as_they_were() -> None:
+    rng = Random(2)
+    fleet, copy, differ = FleetView(), FleetView(), Differ()
+    for step in range(300):
+        if step % 60 == 0:
+            fleet.add(InstanceView(len(fleet.instances), f"i{step}", state=InstanceState.STARTING))
+        view = rng.choice(fleet.instances)
+        view.running, view.token_interval_s = rng.randrange(9), rng.choice([None, 0.5])
+        view.length_class = rng.choice([None, *PrefillClass])
+        if step % 3 == 0:
+            fleet.set_role(view, rng.choice(list(Role)), float(step))
+        elif step % 3 == 1 and view.state is InstanceState.STARTING:
+            fleet.set_state(view, InstanceState.READY)
+        elif step % 3 == 2 and view.state is InstanceState.READY:
+            fleet.set_state(view, InstanceState.DRAINING)
+        elif view.state is InstanceState.DRAINING:
+            fleet.set_state(view, InstanceState.READY)
+        restore(copy, differ.changes(fleet))
+        assert differ.changes(fleet) == {}
+        assert [str(one) for one in copy.ready] == [str(one) for one in fleet.ready]
+        for role in Role:
+            assert [one.name for one in copy.by_role[role]] == [one.name for one in fleet.by_role[role]]
+        assert [one.running for one in copy.instances] == [one.running for one in fleet.instances]
+    copy.check_integrity()
+
+
+def test_a_second_header_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "round-robin", requests=1)
+    text = path.read_text()
+    path.write_text(text + text.splitlines()[0] + "\n")
+    with pytest.raises(RecordError, match="begins with its header"):
+        list(read(path))

@@ -1,0 +1,146 @@
+"""What operators do to a running control plane, what outlives its restart, and what it records."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support.fake_instance import FakeInstance
+from support.router_scene import QUICK, Scene, run, scene
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.parity import replay_file
+from pla_sglang.router import messages as m
+from pla_sglang.router.control import ControlKnobs, Plane
+from pla_sglang.router.control.workers import WorkerState
+
+
+def test_workers_come_and_go() -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            other = await FakeInstance().start()
+            assert one.admin("POST", "/workers", {"url": other.url})[0] == 202
+            assert one.admin("POST", "/workers", {"url": other.url})[0] == 409
+            assert one.admin("POST", "/workers", {"url": "ftp://x"})[0] == 400
+            assert one.admin("POST", "/workers", {"link": other.url})[0] == 400
+            await one.ready(2)
+            assert one.admin("POST", "/workers/0/drain")[0] == 202
+            assert isinstance(answer := one.ask("r"), m.Assign)
+            assert answer.decode == 1
+            assert one.admin("POST", "/workers/0/undrain")[0] == 202
+            assert one.admin("DELETE", "/workers/1")[0] == 202
+            await asyncio.sleep(0.4)
+            assert len(one.admin("GET", "/workers")[1]["workers"]) == 2  # it still serves r
+            one.ended("r")
+            await one.until(lambda: len(one.admin("GET", "/workers")[1]["workers"]) == 1)
+            assert one.admin("GET", "/workers/1")[0] == 404
+            assert one.admin("PUT", "/workers")[0] == 404
+            await other.stop()
+
+    run(work)
+
+
+def test_the_worker_file_is_read_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        first, second = await FakeInstance().start(), await FakeInstance().start()
+        path = tmp_path / "workers.json"
+        path.write_text(json.dumps({"workers": [{"url": first.url}]}))
+        plane = Plane(ControlKnobs(worker_file=path, health=QUICK))
+        await plane.start()
+        one = Scene(plane, [first, second])
+        await one.ready(1)
+        path.write_text(json.dumps({"workers": [{"url": second.url}, {"url": first.url, "drain": True}]}))
+        status, told = one.admin("POST", "/pla/reload")
+        assert (status, told["added"]) == (200, [second.url])
+        await one.until(lambda: [view.name for view in plane.table.fleet.ready] == [f"127.0.0.1:{second.port}"])
+        path.write_text("{")
+        assert one.admin("POST", "/pla/reload")[0] == 400
+        path.write_text(json.dumps({"workers": [{"url": second.url}]}))
+        await one.until(lambda: len(list(plane.table)) == 1)  # found by itself
+        await plane.stop()
+        await first.stop()
+        await second.stop()
+
+    run(work)
+
+
+def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
+    async def work() -> None:
+        memory = tmp_path / "memory.json"
+        async with scene(["prefill", "decode"], memory_file=memory) as one:
+            assign = one.ask("kept")
+            one.ask("gone")
+            assert isinstance(assign, m.Assign)
+            asked = m.Ask("kept", 0, m.Endpoint.CHAT, True, time.monotonic(), 30, 50)
+            done = m.Stage("kept", m.Step.PREFILL_DONE, time.monotonic())
+            await one.plane.stop()
+            knobs = one.plane.knobs
+            second = Plane(knobs)
+            await second.start()
+            two = Scene(second, one.instances)
+            assert two.relay.last(m.Table).epoch != one.relay.last(m.Table).epoch
+            second.hear(m.Hello(0, m.PROTOCOL, 1, (m.OpenRequest(asked, assign, (done,)),)))
+            assert second.desk.ledger.rooms == {assign.bootstrap_room: "kept"}
+            assert second.table.by_number[assign.decode].view.waiting_decodes == 1
+            await two.ready(2)
+            assert {worker.number for worker in second.table} == {0, 1}
+            two.stage("kept", m.Step.FIRST_TOKEN)
+            two.ended("kept")
+            two.assert_at_rest()
+            second.hear(m.Hello(0, m.PROTOCOL, 1, ()))  # nothing new
+            two.assert_at_rest()
+            await second.stop()
+
+    run(work)
+
+
+def test_an_operators_wishes_outlive_a_restart(tmp_path: Path) -> None:
+    async def work() -> None:
+        memory = tmp_path / "memory.json"
+        async with scene(["null", "null", "null"], memory_file=memory) as one:
+            one.admin("POST", "/workers/1/drain")
+            one.admin("DELETE", "/workers/2")
+            await one.until(lambda: len(list(one.plane.table)) == 2)
+            await one.plane.stop()
+            second = Plane(one.plane.knobs)
+            await second.start()
+            two = Scene(second, one.instances)
+            await two.until(lambda: second.table.by_number[1].state is WorkerState.DRAINING)
+            assert [worker.number for worker in second.table] == [0, 1]
+            await second.stop()
+        memory.write_text("{")
+        with pytest.raises(ConfigError, match="memory file"):
+            Plane(ControlKnobs(memory_file=memory))
+
+    run(work)
+
+
+@pytest.mark.parametrize("policy", ["two-choices", "cache-aware", "pla", "arrow-no-flips"])
+def test_a_recorded_run_replays_to_the_same_decisions(policy: str, tmp_path: Path) -> None:
+    async def work() -> None:
+        path = tmp_path / "run.jsonl.gz"
+        async with scene(["prefill", "prefill", "decode", "decode"], policy=policy, record=path) as one:
+            system = "s" * 4000
+            for number in range(60):
+                body = {"messages": [{"role": "system", "content": system[: 400 * (number % 9)]}]}
+                assert isinstance(one.ask(f"r{number}", body), m.Assign)
+                if number >= 5:
+                    one.stage(f"r{number - 5}", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+                if number >= 9:
+                    one.ended(f"r{number - 9}")
+                if number % 20 == 0:
+                    one.instances[number // 20].load |= {"num_waiting_uncached_tokens": 900 * number}
+                    await asyncio.sleep(0.3)
+                if number == 30:
+                    one.admin("POST", "/workers/3/drain")
+                if number == 45:
+                    one.admin("POST", "/workers/3/undrain")
+        header, result = replay_file(path)
+        assert header.policy == policy
+        assert result.count >= 120
+        assert result.identical_share == 1.0, result.differences
+
+    run(work)

@@ -1,0 +1,244 @@
+"""The whole control plane against local fakes of instances: real HTTP and ZMQ, relays that are lists of messages."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from support.fake_instance import FakeInstance
+from support.router_scene import QUICK, Scene, run, scene
+
+from pla_sglang.router import messages as m
+from pla_sglang.router.control import ControlKnobs, Plane
+from pla_sglang.router.control.admission import AdmissionKnobs
+from pla_sglang.router.control.workers import WorkerState
+from pla_sglang.telemetry.message import Backlog, Pass, Report
+from pla_sglang.telemetry.push import Pusher
+
+
+def test_a_pair_serves_a_request_and_explains_it() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"], policy="minimal-load") as one:
+            table = one.relay.last(m.Table)
+            assert table.serving
+            assert [worker.kind for worker in table.workers] == ["prefill", "decode"]
+            assign = one.ask("r1")
+            assert isinstance(assign, m.Assign)
+            assert (assign.prefill, assign.decode) == (0, 1)
+            assert (assign.bootstrap_host, assign.bootstrap_port) == ("127.0.0.1", 8998)
+            assert one.plane.desk.ledger.rooms == {assign.bootstrap_room: "r1"}
+            assert one.plane.table.by_number[0].view.queued_prefills == 1
+            assert one.plane.table.by_number[1].view.waiting_decodes == 1
+            one.stage("r1", m.Step.SENT, m.Step.PREFILL_DONE)
+            assert one.plane.table.by_number[0].view.queued_prefills == 0
+            one.stage("r1", m.Step.FIRST_TOKEN)
+            assert one.plane.table.by_number[1].view.running == 1
+            one.ended("r1")
+            one.assert_at_rest()
+            status, told = one.admin("GET", "/pla/explain/r1")
+            assert status == 200
+            assert (told["prefill"], told["reason"], told["end"]) == (
+                one.plane.table.by_number[0].view.name,
+                "baseline.minimal_load",
+                "finished",
+            )
+            assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
+            assert one.admin("GET", "/pla/explain/nobody")[0] == 404
+            metrics = one.admin("GET", "/metrics")[1]
+            assert 'pla_router_requests_total{end="finished"} 1.0' in metrics
+            assert 'pla_router_dispatches_total{reason="baseline.minimal_load"} 1.0' in metrics
+            assert "pla_router_open_requests 0.0" in metrics
+
+    run(work)
+
+
+def test_who_is_not_served_yet_waits_and_goes_when_an_instance_is_ready() -> None:
+    async def work() -> None:
+        late = FakeInstance()
+        await late.start()
+        await late.stop()  # its port is known, nobody listens
+        plane = Plane(ControlKnobs(workers=(late.url,), health=QUICK, pending_s=20.0))
+        await plane.start()
+        one = Scene(plane, [late])
+        assert one.ask("r1") is None
+        assert not one.relay.last(m.Table).serving
+        await late.start()
+        await one.until(lambda: any(isinstance(told, m.Assign) for told in one.relay.told))
+        one.ended("r1")
+        one.assert_at_rest()
+        await plane.stop()
+        await late.stop()
+
+    run(work)
+
+
+def test_who_waits_too_long_is_refused() -> None:
+    async def work() -> None:
+        plane = Plane(ControlKnobs(workers=("http://127.0.0.1:9",), health=QUICK, pending_s=0.1))
+        await plane.start()
+        one = Scene(plane, [])
+        assert one.ask("r1") is None
+        await one.until(lambda: any(isinstance(told, m.Refuse) for told in one.relay.told))
+        refuse = one.relay.last(m.Refuse)
+        assert (refuse.status, refuse.code, refuse.retry_after_s) == (503, "no_instance", 5.0)
+        one.ended("r1", m.Outcome.REFUSED)
+        assert plane.desk.ledger.ended.total() == 1
+        one.assert_at_rest()
+        await plane.stop()
+
+    run(work)
+
+
+def test_limits_and_duplicates() -> None:
+    async def work() -> None:
+        async with scene(["null"], admission=AdmissionKnobs(open_requests=2)) as one:
+            assert isinstance(one.ask("a"), m.Assign)
+            assert isinstance(one.ask("b"), m.Assign)
+            over = one.ask("c")
+            assert isinstance(over, m.Refuse)
+            assert (over.status, over.code, over.retry_after_s) == (429, "open_limit", 1.0)
+            one.ended("c", m.Outcome.REFUSED)
+            twin = one.ask("a")
+            assert isinstance(twin, m.Refuse)
+            assert (twin.status, twin.code) == (409, "duplicate")
+            one.ended("a", m.Outcome.REFUSED)  # the twin's end, not that of the first
+            assert "a" in one.plane.desk.open
+            one.ended("a")
+            one.ended("b")
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_what_a_relay_has_not_aborted_is_aborted_here() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            prefill, decode = one.instances
+            one.ask("told")
+            one.ended("told", m.Outcome.CLIENT_GONE, aborted=(0, 1))
+            assert (prefill.aborted, decode.aborted) == ([], [])
+            decode.abort_status = 500
+            one.ask("untold")
+            one.ended("untold", m.Outcome.PREFILL_FAILED, aborted=(0,))
+            await asyncio.sleep(0.2)
+            audit = one.plane.desk.ledger.audit(time.monotonic())
+            assert (audit.legs_aborting, audit.rooms) == (1, 1)  # not confirmed: the room is not free
+            decode.abort_status = 200
+            await one.until(lambda: set(decode.aborted) == {"untold"})
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.ask("lost")
+            one.plane.forget(0)
+            await one.until(lambda: set(prefill.aborted) == {"lost"} and set(decode.aborted) == {"untold", "lost"})
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_failed_connection_is_tried_elsewhere() -> None:
+    async def work() -> None:
+        async with scene(["null", "null"]) as one:
+            first = one.ask("r")
+            assert isinstance(first, m.Assign)
+            await one.instances[first.decode].stop()
+            one.plane.hear(m.Failure(first.decode, m.Leg.WHOLE, m.FailureKind.CONNECT, time.monotonic(), "r"))
+            second = one.ask("r", attempt=2, excluded=(first.decode,))
+            assert isinstance(second, m.Assign)
+            assert second.decode != first.decode
+            assert second.attempt == 2
+            await one.until(lambda: one.plane.table.by_number[first.decode].state is WorkerState.DEAD)
+            assert [worker.number for worker in one.relay.last(m.Table).workers] == [1 - first.decode, 2]
+            one.ended("r")
+            one.assert_at_rest()
+            await one.instances[first.decode].start()
+            await one.ready(2)  # another process, another number
+
+    run(work)
+
+
+def test_requests_of_a_dead_instance_are_ended() -> None:
+    async def work() -> None:
+        async with scene(["null", "null"]) as one:
+            assigned = {rid: one.ask(rid) for rid in ("a", "b")}
+            victim = assigned["a"].decode  # type: ignore[union-attr]
+            await one.instances[victim].stop()
+            await one.until(lambda: any(isinstance(told, m.Abort) for told in one.relay.told))
+            abort = one.relay.last(m.Abort)
+            assert (abort.rid, abort.status, abort.code) == ("a", 502, "instance_dead")
+            one.ended("a", m.Outcome.ABORTED)
+            one.ended("b")
+            one.assert_at_rest()
+            await one.instances[victim].start()
+
+    run(work)
+
+
+def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Path) -> None:
+    async def work() -> None:
+        address = f"ipc://{tmp_path}/reports"
+        async with scene(["null"], telemetry=address, policy="minimal-load", poll_interval_s=5.0) as one:
+            pusher = Pusher(address)
+            name = f"127.0.0.1:{one.instances[0].port}"
+            worker = one.plane.table.by_number[0]
+            backlog = Backlog(2, 300, 45_000, 10)
+            passes = Pass(1000, 1_000_000, 0, 1, 1, 5.0)
+            report = Report(instance=name, sequence=1, clock_s=1.0, backlog=backlog, running=3, passes=passes)
+
+            def sent() -> bool:
+                return pusher.send(report)
+
+            await one.until(sent)
+            await one.until(lambda: worker.view.queued_tokens == 300)
+            assert (worker.view.queued_attention, worker.view.running) == (45_000, 3)
+            assert one.plane.desk.predictor is not None
+            assert one.plane.desk.predictor.factor(worker.view) > 1  # five seconds for a thousand tokens
+            again = Report(instance=name, sequence=1, clock_s=0.1, started_s=99.0)
+            pusher.send(again)
+            await one.until(lambda: worker.state is WorkerState.DEAD)
+            assert worker.reason.value == "restarted"
+            pusher.send(Report(instance="somebody else", sequence=1, clock_s=0.1))
+            await one.until(lambda: one.admin("GET", "/pla/state")[1]["telemetry"]["reports_of_nobody"] == 1)
+            pusher.close()
+
+    run(work)
+
+
+def test_polls_where_nothing_reports() -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            one.instances[0].load |= {"num_waiting_reqs": 2, "num_waiting_uncached_tokens": 600, "num_running_reqs": 1}
+            view = one.plane.table.by_number[0].view
+            await one.until(lambda: view.queued_tokens == 600)
+            assert (view.queued_prefills, view.queued_attention, view.running) == (2, 180_000, 1)
+
+    run(work)
+
+
+def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
+    async def work() -> None:
+        modes = ["prefill", "prefill", "prefill", "decode"]
+        async with scene(modes, has_role=True, policy="pla", slo_ttft_s=0.05, boundary_tokens=100) as one:
+            state = one.admin("GET", "/pla/state")[1]
+            assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 1, "long": 2, "both": 0}
+            await one.until(lambda: all(fake.roles for fake in one.instances[:3]))
+            names = {one.plane.table.by_number[number].view.length_class for number in range(3)}
+            assert len(names) == 2
+            for number in range(12):  # a burst of shorts: the short pool has a backlog, the long one none
+                answer = one.ask(f"s{number}", input_tokens=99, exact_tokens=True)
+                assert isinstance(answer, m.Assign)
+            loaded = [fake for fake in one.instances[:3] if fake.roles[-1] == "short"]
+            for fake in loaded:
+                fake.load |= {"num_waiting_reqs": 50, "num_waiting_uncached_tokens": 100_000}
+            await one.until(lambda: one.plane.desk.driver.flips == 1, 8.0)  # type: ignore[union-attr]
+            state = one.admin("GET", "/pla/state")[1]
+            assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 2, "long": 1, "both": 0}
+            await one.until(lambda: sorted(fake.roles[-1] for fake in one.instances[:3]) == ["long", "short", "short"])
+            metrics = one.admin("GET", "/metrics")[1]
+            assert 'pla_router_actions_total{action="SetLengthClass",reason="pla.pressure_short"} 1.0' in metrics
+            for number in range(12):
+                one.ended(f"s{number}")
+            one.assert_at_rest()
+
+    run(work)

@@ -1,0 +1,216 @@
+"""What instances say of themselves, what requests tell of themselves, and files that operators edit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_instance import INFO, LOAD
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.fleet import InstanceKind
+from pla_sglang.policy.types import PrefillClass
+from pla_sglang.router.control import worker_file
+from pla_sglang.router.control.discovery import Address, describe, parse_url, polled_report
+from pla_sglang.router.control.errors import WorkerError
+from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, stages
+from pla_sglang.router.control.intake import combined
+from pla_sglang.router.control.knobs import ControlKnobs
+from pla_sglang.router.control.loads import Amounts
+from pla_sglang.router.control.worker_file import Plan
+from pla_sglang.telemetry.message import Backlog, Report
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://h:80", Address("h", 80)),
+        ("http://127.0.0.1:30000/", Address("127.0.0.1", 30000)),
+        ("http://[::1]:7", Address("::1", 7)),
+    ],
+)
+def test_good_addresses(url: str, address: Address) -> None:
+    assert parse_url(url) == address
+    assert parse_url(address.url) == address
+
+
+BAD_URLS = [
+    "h:80",
+    "https://h:80",
+    "http://h",
+    "http://h:0",
+    "http://h:80/x",
+    "http://u@h:80",
+    "http://h:99999",
+    "http://:8",
+]
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_bad_addresses(url: str) -> None:
+    with pytest.raises(WorkerError, match="allowed: http://HOST:PORT"):
+        parse_url(url)
+
+
+def test_a_prefill_instance_describes_itself() -> None:
+    said = describe({**INFO, "disaggregation_mode": "prefill", "port": 7, "tp_size": 2})
+    assert (said.kind, said.bootstrap_port, said.report_key) == (InstanceKind.PREFILL, 8998, "127.0.0.1:7")
+    assert (said.kv_capacity_tokens, said.tensor_parallel, said.has_role) == (50_000, 2, False)
+
+
+def test_an_instance_of_ours_describes_itself() -> None:
+    pla = {"role": {"role": "short"}, "config": {"instance": "left"}}
+    emulation = {"profile": "linear", "time_scale": 4}
+    said = describe({**INFO, "internal_states": [{"pla": pla, "pla_emulation": emulation}]})
+    assert (said.length_class, said.has_role, said.report_key) == (PrefillClass.SHORT, True, "left")
+    assert (said.profile, said.time_scale) == ("linear", 4)
+    assert said.bootstrap_port is None
+
+
+def test_another_process_has_another_identity() -> None:
+    other = describe({**INFO, "startup_time": {"total": 1.6}})
+    assert other.identity != describe(INFO).identity
+    assert describe(dict(INFO)).identity == describe(INFO).identity
+
+
+@pytest.mark.parametrize("broken", [{}, {"disaggregation_mode": "encode"}, {"max_total_num_tokens": None}])
+def test_what_is_no_server_of_ours(broken: dict[str, Any]) -> None:
+    with pytest.raises(WorkerError, match="server_info"):
+        describe({**INFO, **broken} if broken else {})
+
+
+def test_polled_loads_by_kind() -> None:
+    load = LOAD | {
+        "num_waiting_reqs": 3,
+        "num_waiting_uncached_tokens": 90,
+        "num_running_reqs": 2,
+        "num_used_tokens": 70,
+    }
+    load |= {"num_total_tokens": 100, "num_active_tokens": 60}
+    unified = polled_report({"loads": [load, load]}, InstanceKind.UNIFIED).amounts
+    assert unified == Amounts(6, 180, 180 * 180 // 6, 0, 4, 140)
+    decode = polled_report({"loads": [load]}, InstanceKind.DECODE).amounts
+    assert decode == Amounts(running=2, context_tokens=70, waiting_decodes=3, waiting_decode_tokens=40)
+    chunk = polled_report({"loads": [LOAD | {"num_waiting_uncached_tokens": 50}]}, InstanceKind.PREFILL).amounts
+    assert (chunk.queued_prefills, chunk.queued_attention) == (1, 2500)
+    for broken in ({}, {"loads": [3]}, {"loads": [{"num_running_reqs": "x"}]}):
+        with pytest.raises(WorkerError, match="v1/loads"):
+            polled_report(broken, InstanceKind.UNIFIED)
+
+
+def test_ranks_of_one_server_are_added_up() -> None:
+    ranks = [
+        Report(instance="i", dp_rank=rank, dp_size=2, sequence=1, clock_s=0.0, backlog=Backlog(1, 10, 100, 2))
+        for rank in range(2)
+    ]
+    busy = [(3, 0.01, 0.4), (1, 0.03, 0.8)]
+    reports = [
+        msg(rank, running=running, token_interval_s=interval_s, utilisation=share, received=5)
+        for rank, (running, interval_s, share) in zip(ranks, busy, strict=True)
+    ]
+    total = combined(reports)
+    assert total.amounts == Amounts(2, 20, 200, 4, 4)
+    assert (total.received, total.utilisation) == (10, pytest.approx(0.6))
+    assert total.token_interval_s == pytest.approx((3 * 0.01 + 0.03) / 4)
+
+
+def msg(report: Report, **fields: Any) -> Report:
+    import msgspec
+
+    return msgspec.structs.replace(report, **fields)
+
+
+TIMES = st.none() | st.floats(0, 100)
+
+
+@given(st.floats(0, 50), TIMES, TIMES, TIMES, st.floats(0, 100), TIMES, TIMES, st.booleans())
+def test_stages_add_up_to_the_ttft_whatever_was_reported(
+    arrived: float,
+    decided: float | None,
+    sent: float | None,
+    done: float | None,
+    first: float,
+    own: float | None,
+    interval: float | None,
+    split: bool,
+) -> None:
+    story = Story("r", arrived, decided_s=decided, sent_s=sent, done_s=done, first_s=first, prefill="p")
+    story.own_prefill_s, story.token_interval_s, story.decode = own, interval, "d" if split else "p"
+    parts = stages(story)
+    assert parts is not None
+    assert tuple(parts) == STAGES
+    assert all(seconds >= 0 for seconds in parts.values())
+    assert sum(parts.values()) == pytest.approx(max(first, arrived) - arrived, abs=1e-9)
+
+
+def test_stages_of_a_pair() -> None:
+    story = Story("r", 1.0, prefill="p", decode="d", decided_s=1.2, sent_s=1.25, done_s=2.0, first_s=2.3)
+    story.own_prefill_s, story.token_interval_s = 0.5, 0.1
+    expected = (0.2, 0.05, 0.25, 0.5, 0.2, 0.1)
+    assert stages(story) == pytest.approx(dict(zip(STAGES, expected, strict=True)))
+    assert stages(Story("r", 1.0)) is None
+
+
+def test_old_stories_are_forgotten() -> None:
+    store = ExplainStore(capacity=2)
+    for rid in "abc":
+        store.open(Story(rid, 0.0))
+    assert store.explain("a") is None
+    assert store.explain("c") is not None
+
+
+A, B, C = Address("a", 1), Address("b", 2), Address("c", 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "present", "expected"),
+    [
+        ({}, {A: False}, [], Plan((A,), (), (), ())),
+        ({}, {A: False}, [A], Plan((), (), (), ())),
+        ({A: False}, {}, [A, B], Plan((), (A,), (), ())),  # b came in another way
+        ({A: False}, {}, [], Plan((), (), (), ())),  # removed by an operator before
+        ({A: False, B: True}, {A: True, B: False}, [A, B], Plan((), (), (A,), (B,))),
+        ({}, {C: True}, [], Plan((C,), (), (C,), ())),
+    ],
+)
+def test_what_a_new_version_of_the_file_changes(
+    before: dict[Address, bool], after: dict[Address, bool], present: list[Address], expected: Plan
+) -> None:
+    assert worker_file.plan(before, after, present) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "worker file"),
+        ('{"workers": [{"url": "x"}]}', "no address"),
+        ('{"workers": [{"url": "http://a:1"}, {"url": "http://a:1/"}]}', "twice"),
+        ('{"workers": [{"url": "http://a:1", "drian": true}]}', "drian"),
+    ],
+)
+def test_bad_worker_files(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "workers.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        worker_file.read(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("policy", "magic"),
+        ("workers", ("http://a:1", "http://a:1/")),
+        ("slo_ttft_s", 0.0),
+        ("boundary_tokens", 0),
+        ("telemetry", "udp://x"),
+        ("hold_tokens", 0),
+        ("poll_interval_s", 0.0),
+    ],
+)
+def test_bad_control_knobs(field: str, value: object) -> None:
+    with pytest.raises(ConfigError):
+        dataclasses.replace(ControlKnobs(), **{field: value})
