@@ -144,8 +144,14 @@ class Exchange:
             self._reconsider(leg.worker, why)
             return
         leg.connection = got
-        if all(one.connection is not None for one in self._legs):
-            self._send()
+        if any(one.connection is None for one in self._legs):
+            return
+        for one in self._legs:  # the first may have been closed while the second was being connected
+            if one.connection is not None and not one.connection.usable():
+                worker, one.connection = one.connection.worker, None
+                self._relay.pool.take(worker, functools.partial(self._connected, attempt, one))
+                return
+        self._send()
 
     def _reconsider(self, worker: int, why: str) -> None:
         """Nothing was sent to anybody: the only case in which a request is dispatched twice."""

@@ -196,7 +196,8 @@ class ClientConnection(asyncio.Protocol):
             work.pause()
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None:
+        """Nothing happens on a connection that has just been lost: ``client_gone`` is on its way then."""
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def head_of(self, head: AnswerHead, rid: str) -> bytes:

@@ -66,7 +66,7 @@ def test_the_same_words_elsewhere_are_allowed(fields: Any) -> None:
     b.read(json.dumps(fields).encode())
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"3", b"{", b'{"a":}', b'{"a":1}x', b'{"text":"\xff"}', b'{"rid":""}'])
+@pytest.mark.parametrize("raw", [b"", b"[]", b"3", b"{", b'{"a":}', b'{"a":1}x', b'{"rid":""}'])
 def test_what_is_no_json_object(raw: bytes) -> None:
     with pytest.raises(b.BadBody):
         b.read(raw)
