@@ -186,6 +186,8 @@ class Exchange:
             head = head_to(worker, request, len(front) + len(rest), own, keep_key=not relay.config.api_key)
             leg.connection.send("POST", [head + front, rest], leg)
         self.raw, self._head = b"", None  # nothing is ever sent twice from here on
+        if ask.body is not None:
+            self.ask = msgspec.structs.replace(ask, body=None)
         self._step(Step.SENT)
 
     # -- the answer --------------------------------------------------------------------------------------------------
@@ -355,14 +357,14 @@ class Exchange:
             if connection is not None:
                 connection.drop()
             aborted.append(leg.worker)
-            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask))
+            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
         return aborted
 
     def _linger(self, leg: LegSink, connection: UpstreamConnection) -> None:
         """A prefill leg whose answer should have ended by now."""
         if not leg.done:
             connection.drop()
-            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask))
+            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
