@@ -358,6 +358,7 @@ class Exchange:
                 connection.drop()
             aborted.append(leg.worker)
             self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
+        self._legs = []  # they point back here; without the cycle, a request is freed at once
         return aborted
 
     def _linger(self, leg: LegSink, connection: UpstreamConnection) -> None:

@@ -145,6 +145,20 @@ def test_what_is_refused(name: str) -> None:
     run(scenario)
 
 
+def test_a_client_that_still_sends_reads_why_it_is_refused() -> None:
+    async def scenario() -> None:
+        async with setting("unified", config=LIMITS) as here:
+            reader, writer = await here.connect()
+            writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n")
+            for _ in range(90):
+                writer.write(b"x" * 100_000)
+            assert (await read_answer(reader)).status == 413
+            await here.until(lambda: here.relay.gauges()["client_connections"] == 0)
+            writer.transport.abort()
+
+    run(scenario)
+
+
 def test_headers_say_what_a_request_wants() -> None:
     async def scenario() -> None:
         async with setting("unified") as here:
