@@ -70,7 +70,7 @@ async def relay_main(settings: dict[str, Any]) -> int:
     stop = Stop(watch_stdin=True)
     wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
     relay = Relay(config, number=settings["number"], say=wire.say, rng=random.SystemRandom())
-    wire.start(relay.tell)
+    wire.start(relay.tell, relay.on_attached)
     await relay.start()
     gc.freeze()  # what was imported stays: collections need not look at it again
     await stop.asked.wait()

@@ -168,6 +168,10 @@ class Relay:
         else:
             assert isinstance(message, Beat)
 
+    def on_attached(self) -> None:
+        """The control plane takes this relay for new: it is to be told what is open, as after its own restart."""
+        self.table = None
+
     def _to_exchange(self, rid: str, act: Callable[[Exchange], None]) -> None:
         exchange = self.open.get(rid)
         if exchange is not None:
