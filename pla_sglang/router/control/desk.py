@@ -86,7 +86,7 @@ class Desk:
         story = Story(ask.rid, ask.arrived_s, ask.tenant or "", prompt.tokens, prompt.exact)
         request = Open(ask, self.view_of(ask, prompt), prompt, story)
         story.slo_ttft_s = request.view.ttft_slo_s
-        self.ledger.open(ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay))
+        self.ledger.open(ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay), prompts=ask.prompts)
         self.open[ask.rid] = request
         self.stories.open(story)
         verdict = self.admission.before(self.ledger.live - 1, queued=len(self.queue))
@@ -286,7 +286,7 @@ class Desk:
             if complete or leg.worker in told:
                 self.ledger.finish_leg(ended.rid, leg.side, now_s)
             else:
-                self.abort(AbortOrder(ended.rid, leg.side, leg.worker, leg.attempt))
+                self.abort(AbortOrder(ended.rid, leg.side, leg.worker, leg.attempt, request.ask.prompts))
         self.pump(now_s)
 
     def close(self, request: Open, end: End, now_s: float, *, at_s: float, output_tokens: int = 0) -> list[AbortOrder]:

@@ -128,9 +128,10 @@ def test_what_a_relay_has_not_aborted_is_aborted_here() -> None:
             decode.abort_status = 200
             await one.until(lambda: set(decode.aborted) == {"untold"})
             await one.until(lambda: not one.plane.desk.ledger.entries)
-            one.ask("lost")
+            one.ask("lost", prompts=2)
             one.plane.forget(0)
-            await one.until(lambda: set(prefill.aborted) == {"lost"} and set(decode.aborted) == {"untold", "lost"})
+            lost = {"lost_0", "lost_1"}  # as SGLang names the prompts of a batch
+            await one.until(lambda: set(prefill.aborted) == lost and set(decode.aborted) == {"untold", *lost})
             await one.until(lambda: not one.plane.desk.ledger.entries)
             one.assert_at_rest()
 
@@ -240,5 +241,28 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             for number in range(12):
                 one.ended(f"s{number}")
             one.assert_at_rest()
+
+    run(work)
+
+
+def test_an_instance_that_is_not_well_is_not_let_in() -> None:
+    async def work() -> None:
+        fake = FakeInstance()
+        fake.healthy = False
+        await fake.start()
+        plane = Plane(ControlKnobs(workers=(fake.url,), health=QUICK))
+        await plane.start()
+        one = Scene(plane, [fake])
+        worker = plane.table.by_number[0]
+        await one.until(lambda: worker.misses >= 2)
+        assert worker.state is WorkerState.STARTING
+        assert "503" in worker.detail
+        fake.healthy = True
+        await one.ready(1)
+        fake.healthy = False  # one that serves is asked for less than a token
+        await asyncio.sleep(0.3)
+        assert worker.is_ready()
+        await plane.stop()
+        await fake.stop()
 
     run(work)
