@@ -7,6 +7,7 @@ standard input means that the launcher is gone, and so it ends as well. SIGTERM:
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -71,6 +72,7 @@ async def relay_main(settings: dict[str, Any]) -> int:
     relay = Relay(config, number=settings["number"], say=wire.say, rng=random.SystemRandom())
     wire.start(relay.tell)
     await relay.start()
+    gc.freeze()  # what was imported stays: collections need not look at it again
     await stop.asked.wait()
     await until_first(relay.drain(), stop.forced.wait())
     await relay.stop()

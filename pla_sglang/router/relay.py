@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -33,6 +33,7 @@ from pla_sglang.router.messages import (
     FromControl,
     FromRelay,
     Hello,
+    Outcome,
     Prompts,
     Refuse,
     RelayReport,
@@ -49,6 +50,7 @@ BACKLOG = 4096
 # again. An instance that has ended the request ignores it.
 ABORT_AGAIN_S = (0.0, 0.25, 0.7)
 ABORT_TIMEOUT_S = 5.0
+ENDED = {outcome: f'requests_total{{outcome="{outcome.name.lower()}"}}' for outcome in Outcome}
 
 
 class Work(Protocol):
@@ -93,7 +95,7 @@ class Relay:
         self._turn = 0  # over the workers, for requests that any can answer
         self._clients: set[ClientConnection] = set()
         self._buffered_bytes = 0
-        self._admin: dict[int, ClientConnection] = {}
+        self._admin: dict[int, tuple[ClientConnection, asyncio.TimerHandle]] = {}
         self._admin_asks = 0
         self._counters: dict[str, float] = {}
         self._server: asyncio.Server | None = None
@@ -158,7 +160,7 @@ class Relay:
         elif isinstance(message, Table):
             self._on_table(message)
         elif isinstance(message, AdminAnswer):
-            client = self._admin.pop(message.number, None)
+            client = self.forget_admin(message.number)
             if client is not None:
                 client.answer(message.status, message.body, content_type=message.content_type)
         elif isinstance(message, Drain):
@@ -212,7 +214,7 @@ class Relay:
     def close(self, exchange: Exchange, ended: Ended) -> None:
         """The only place where a request leaves the relay."""
         del self.open[exchange.ask.rid]
-        self.count("requests_total", outcome=ended.outcome.name.lower())
+        self.count(ENDED[ended.outcome])
         self.say(ended)
         self._access.write(exchange.ask, exchange.assign, ended)
         if self.draining and not self.open:
@@ -220,21 +222,26 @@ class Relay:
 
     def ask_admin(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
         self._admin_asks += 1
-        self._admin[self._admin_asks] = client
-        client.works(_AdminWait(self, self._admin_asks))
         number = self._admin_asks
-        self.later(self.config.dispatch_timeout_s, lambda: self._admin_late(number))
+        late = self.later(self.config.dispatch_timeout_s, lambda: self._admin_late(number))
+        self._admin[number] = (client, late)
+        client.works(_AdminWait(self, number))
         self.say(AdminAsk(number, self.number, head.method, head.path, head.query, body))
 
     def _admin_late(self, number: int) -> None:
-        client = self._admin.pop(number, None)
+        client = self.forget_admin(number)
         if client is not None:
             client.answer(503, answers.error_body(503, "no_control", "the control plane does not answer"))
 
-    def forget_admin(self, number: int) -> None:
-        self._admin.pop(number, None)
+    def forget_admin(self, number: int) -> ClientConnection | None:
+        """Who waited for this answer, if anybody still does."""
+        found = self._admin.pop(number, None)
+        if found is None:
+            return None
+        found[1].cancel()
+        return found[0]
 
-    def abort_upstream(self, number: int, rids: list[str]) -> None:
+    def abort_upstream(self, number: int, rids: Sequence[str]) -> None:
         """Make an instance free what it holds of a request."""
         worker = self._workers.get(number)
         if worker is None:
@@ -278,8 +285,8 @@ class Relay:
     def soon(self, act: Callable[[], None]) -> None:
         self.loop.call_soon(act)
 
-    def later(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.loop.call_later(delay_s, act)
+    def later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, act)
 
     def count(self, name: str, **labels: str) -> None:
         if labels:

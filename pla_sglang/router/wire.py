@@ -52,12 +52,8 @@ class _Socket:
 
     def drain(self) -> None:
         self._again = False
-        while True:
-            try:
-                frames = self.zmq.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._take(frames)
+        while self.zmq.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._take(self.zmq.recv_multipart(zmq.NOBLOCK))
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Never waits: queues are not bounded, as each message belongs to a request that is open."""

@@ -1,0 +1,130 @@
+"""Request bodies: what is read of them, what is refused, and that putting members in front changes nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pla_sglang.router import body as b
+
+BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "text": ({"text": "x" * 78}, {"input_tokens": 20, "exact_tokens": False}),
+    "ids": ({"input_ids": [1, 2, 3]}, {"input_tokens": 3, "exact_tokens": True, "prompts": 1}),
+    "ids in a batch": ({"input_ids": [[1, 2], [3]]}, {"input_tokens": 3, "exact_tokens": True, "prompts": 2}),
+    "texts": ({"text": ["a" * 38, "b" * 38]}, {"input_tokens": 20, "prompts": 2}),
+    "prompt": ({"prompt": [5] * 7, "max_tokens": 9}, {"input_tokens": 7, "output_tokens": 9}),
+    "chat": ({"messages": [], "max_completion_tokens": 5, "n": 3}, {"output_tokens": 5, "samples": 3}),
+    "stream": ({"text": "", "stream": True, "priority": 4}, {"stream": True, "priority": 4}),
+    "params": ({"sampling_params": {"n": 2, "max_new_tokens": 8}}, {"samples": 2, "output_tokens": 8}),
+    "rid": ({"rid": "mine"}, {"rid": "mine", "rids": ()}),
+    "rids": ({"rid": ["a", "b"], "text": ["x", "y"]}, {"rid": None, "rids": ("a", "b"), "prompts": 2}),
+    "nothing": ({}, {"input_tokens": 1, "rid": None, "rids": (), "stream": False}),
+    "odd types are the instance's matter": (
+        {"stream": "yes", "n": "2", "max_tokens": -1},
+        {"stream": False, "samples": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_read(name: str) -> None:
+    fields, expected = BODIES[name]
+    found = b.read(json.dumps(fields, indent=1).encode())
+    assert {key: getattr(found, key) for key in expected} == expected
+
+
+RESERVED = [
+    *({name: 1} for name in b.RESERVED_FIELDS),
+    {"custom_params": {"pla_recv": [1]}},
+    {"sampling_params": {"custom_params": {"pla_hold": 1}}},
+    {"sampling_params": [{}, {"custom_params": {"pla_attach": 1}}]},
+    {"rid": "pla-123"},
+]
+
+
+@pytest.mark.parametrize("fields", RESERVED, ids=json.dumps)
+@pytest.mark.parametrize("escaped", [False, True])
+def test_what_only_the_router_sets(fields: Any, escaped: bool) -> None:
+    text = json.dumps({"text": "x", **fields})
+    if escaped:  # the same names in other bytes
+        text = text.replace("_", "\\u005f").replace("pla-", "\\u0070la-")
+        assert json.loads(text) == {"text": "x", **fields}
+    with pytest.raises(b.BadBody) as caught:
+        b.read(text.encode())
+    assert caught.value.code == "reserved_field"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"text": '"bootstrap_host": 1'}, {"x": {"bootstrap_host": 1}}, {"custom_params": {"a": 1}}]
+)
+def test_the_same_words_elsewhere_are_allowed(fields: Any) -> None:
+    b.read(json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize("rid", ["", "a b", "a\r\nx-pla-evil: 1", "\u00e9", "x" * 129, 7, ["ok", "no\n"]])
+def test_a_rid_that_could_end_a_header_is_refused(rid: Any) -> None:
+    with pytest.raises(b.BadBody, match="visible ASCII"):
+        b.read(json.dumps({"rid": rid}).encode())
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"3", b"{", b'{"a":}', b'{"a":1}x', b'{"rid":""}'])
+def test_what_is_no_json_object(raw: bytes) -> None:
+    with pytest.raises(b.BadBody):
+        b.read(raw)
+
+
+def test_long_arrays_are_cut_out_and_nothing_else() -> None:
+    rng = random.Random(1)
+    ids = [rng.randrange(150_000) for _ in range(60_000)]
+    raw = json.dumps({"input_ids": ids, "stream": True, "max_tokens": 3}).encode()
+    short, tokens = b.cut_ids(raw)
+    assert len(short) < 100
+    assert tokens is not None
+    assert abs(tokens - len(ids)) < 0.03 * len(ids)
+    found = b.read(raw)
+    assert (found.stream, found.output_tokens, found.exact_tokens) == (True, 3, False)
+    nested = json.dumps({"input_ids": [ids, [1, 2]], "bootstrap_room": 3}).encode()
+    with pytest.raises(b.BadBody, match="bootstrap_room"):
+        b.read(nested)
+    assert b.read(json.dumps({"input_ids": [ids, [1, 2]]}).encode()).prompts == 2
+
+
+@given(st.text(st.sampled_from('"[]{}\\:, input_ids1'), max_size=60), st.sampled_from(["bootstrap_room", "x"]))
+def test_no_prompt_hides_a_member(text: str, name: str) -> None:
+    """Whatever a text says, what is behind it is seen."""
+    pad = "1," * b.LONG_BYTES
+    for fields in ({"text": text + pad, name: 1}, {"text": text, "input_ids": text + pad, name: 1}):
+        raw = json.dumps(fields).encode()
+        if name == "x":
+            b.read(raw)
+        else:
+            with pytest.raises(b.BadBody):
+                b.read(raw)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=6), JSON, max_size=4),
+    st.sampled_from([None, 1]),
+    st.sampled_from(["", " \r\n\t"]),
+)
+def test_members_in_front_change_nothing_else(fields: dict[str, Any], indent: int | None, blank: str) -> None:
+    raw = (blank + json.dumps(fields, indent=indent) + blank).encode()
+    front, rest = b.with_members(raw, b'"bootstrap_room":7')
+    assert json.loads(front + bytes(rest)) == {"bootstrap_room": 7, **fields}
+
+
+def test_members_need_an_object() -> None:
+    with pytest.raises(b.BadBody):
+        b.with_members(b"  [1]", b'"a":1')
