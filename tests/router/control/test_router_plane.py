@@ -123,6 +123,10 @@ def test_what_a_relay_has_not_aborted_is_aborted_here() -> None:
             one.ask("untold")
             one.ended("untold", m.Outcome.PREFILL_FAILED, aborted=(0,))
             await asyncio.sleep(0.2)
+            again = one.ask("untold")  # its name is not free yet
+            assert isinstance(again, m.Refuse)
+            assert again.status == 409
+            one.ended("untold", m.Outcome.REFUSED)
             audit = one.plane.desk.ledger.audit(time.monotonic())
             assert (audit.legs_aborting, audit.rooms) == (1, 1)  # not confirmed: the room is not free
             decode.abort_status = 200
@@ -169,6 +173,7 @@ def test_requests_of_a_dead_instance_are_ended() -> None:
             abort = one.relay.last(m.Abort)
             assert (abort.rid, abort.status, abort.code) == ("a", 502, "instance_dead")
             one.ended("a", m.Outcome.ABORTED)
+            assert one.admin("GET", "/pla/explain/a")[1]["end"] == "instance_dead"
             one.ended("b")
             one.assert_at_rest()
             await one.instances[victim].start()
