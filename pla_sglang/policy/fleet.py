@@ -249,7 +249,7 @@ class FleetView:
         return roles[Role.PREFILL] + roles[Role.DECODE_TO_PREFILL] + roles[Role.MIXED]
 
     def decode_capable(self) -> list[InstanceView]:
-        """Ready instances that take hand-offs, a new list. A unified one decodes only what it has prefilled."""
+        """Ready instances that take hand-offs: a new list. A unified one decodes only what it has prefilled."""
         roles = self.by_role
         mixed = [instance for instance in roles[Role.MIXED] if instance.kind is not InstanceKind.UNIFIED]
         return roles[Role.DECODE] + roles[Role.PREFILL_TO_DECODE] + mixed

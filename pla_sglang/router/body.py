@@ -25,6 +25,8 @@ RESERVED_PARAMS = "pla_"  # members of custom_params that start so steer instanc
 PARAMS_OF_USERS = frozenset({"pla_slo_ttft_ms"})
 RID_PREFIX = "pla-"  # of the router's own request ids
 MAX_RID_CHARS = 128
+# A rid travels in headers too, so nothing that could end a header's line.
+_RID = re.compile(rf"[\x21-\x7e]{{1,{MAX_RID_CHARS}}}")
 LONG_BYTES = 16_384  # from here on it pays to look for a long array
 SAMPLE_BYTES = 4096
 BYTES_PER_TOKEN = 4.0  # of text; an estimate for policies that need no better one
@@ -76,13 +78,13 @@ class Body(msgspec.Struct, gc=False, frozen=True):
 
     Attributes:
         rid: the client's own; None: none, or a list of them.
-        own_rids: the client named its requests itself, in one way or the other.
+        rids: that list.
         input_tokens: over all prompts; an estimate unless ``exact_tokens``.
         prompts: at least 1.
     """
 
     rid: str | None
-    own_rids: bool
+    rids: tuple[str, ...]
     stream: bool
     input_tokens: int
     exact_tokens: bool
@@ -134,14 +136,12 @@ def _check_custom(raw: msgspec.Raw) -> None:
 
 
 def _summary(members: _Members, params: list[_Params], ids_cut: int | None) -> Body:
-    rid = None if members.rid is _EMPTY else _decode_any(members.rid)
-    if isinstance(rid, str):
-        _check_rid(rid)
+    rid, rids = _rids(members.rid)
     tokens, exact, prompts = _prompt(members, ids_cut)
     first = params[0] if params else _Params()
     return Body(
-        rid=rid if isinstance(rid, str) else None,
-        own_rids=rid is not None,
+        rid=rid,
+        rids=rids,
         stream=members.stream is not _EMPTY and bytes(members.stream) == b"true",
         input_tokens=max(1, tokens),
         exact_tokens=exact,
@@ -154,12 +154,19 @@ def _summary(members: _Members, params: list[_Params], ids_cut: int | None) -> B
     )
 
 
-def _check_rid(rid: str) -> None:
-    """SGLang aborts every request whose rid starts with the one named, so a short or foreign one hits others."""
-    if rid.startswith(RID_PREFIX):
-        raise BadBody("reserved_field", f"rid may not start with {RID_PREFIX!r}")
-    if not 1 <= len(rid) <= MAX_RID_CHARS:
-        raise BadBody("bad_rid", f"rid must have 1 to {MAX_RID_CHARS} characters, got {len(rid)}")
+def _rids(raw: msgspec.Raw) -> tuple[str | None, tuple[str, ...]]:
+    """The client's name for its request, or its names for the prompts of a batch."""
+    if raw is _EMPTY:
+        return None, ()
+    given = _decode_any(raw)
+    if given is None:
+        return None, ()
+    for rid in given if isinstance(given, list) else [given]:
+        if not isinstance(rid, str) or _RID.fullmatch(rid) is None:
+            raise BadBody("bad_rid", f"rid must have 1 to {MAX_RID_CHARS} visible ASCII characters, got {rid!r:.60}")
+        if rid.startswith(RID_PREFIX):
+            raise BadBody("reserved_field", f"rid may not start with {RID_PREFIX!r}")
+    return (None, tuple(given)) if isinstance(given, list) else (given, ())
 
 
 def _prompt(members: _Members, ids_cut: int | None) -> tuple[int, bool, int]:

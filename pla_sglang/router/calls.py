@@ -28,7 +28,7 @@ class Call:
         self._then: Callable[[int], None] | None = then
         self._status = UNREACHABLE
         self._connection: UpstreamConnection | None = None
-        relay.later(timeout_s, self._expire)
+        self._timer = relay.later(timeout_s, self._expire)
 
     def start(self, worker: Worker, method: str, path: str, body: bytes = b"") -> None:
         key = f"authorization: Bearer {worker.api_key}\r\n" if worker.api_key else ""
@@ -70,6 +70,7 @@ class Call:
             self._end(UNREACHABLE)
 
     def _end(self, status: int) -> None:
+        self._timer.cancel()
         then, self._then = self._then, None
         if then is not None:
             then(status)
@@ -84,6 +85,7 @@ class PassThrough:
         self._connection: UpstreamConnection | None = None
         self._head: AnswerHead | None = None
         self._begun = self._over = False
+        self._timer = relay.later(relay.config.first_byte_timeout_s, self._expire)
 
     def start(self, worker: Worker, body: bytes) -> None:
         head = head_to(worker, self._request, len(body), keep_key=not self._relay.config.api_key)
@@ -97,7 +99,6 @@ class PassThrough:
                 self._connection = connection
                 connection.send(self._request.method, [head + body], self)
 
-        self._relay.later(self._relay.config.first_byte_timeout_s, self._expire)
         self._relay.pool.take(worker, taken)
 
     def on_head(self, head: AnswerHead) -> None:
@@ -113,14 +114,14 @@ class PassThrough:
     def on_done(self) -> None:
         if not self._begun:
             self.on_body(b"")
-        self._over, self._connection = True, None
+        self._finish()
         assert self._head is not None
         self._client.done(reusable=self._head.length is not None or self._head.chunked)
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         if self._over:
             return
-        self._over, self._connection = True, None
+        self._finish()
         if self._begun:
             self._client.cut()
         else:
@@ -132,6 +133,10 @@ class PassThrough:
             self._drop()
             self.on_lost(FailureKind.TIMEOUT, "too slow")
 
+    def _finish(self) -> None:
+        self._timer.cancel()
+        self._over, self._connection = True, None
+
     def _drop(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -140,8 +145,8 @@ class PassThrough:
     # -- Work --------------------------------------------------------------------------------------------------------
 
     def client_gone(self, detail: str) -> None:
-        self._over = True
         self._drop()
+        self._finish()
 
     def pause(self) -> None:
         if self._connection is not None:

@@ -7,6 +7,7 @@ standard input means that the launcher is gone, and so it ends as well. SIGTERM:
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -69,8 +70,9 @@ async def relay_main(settings: dict[str, Any]) -> int:
     stop = Stop(watch_stdin=True)
     wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
     relay = Relay(config, number=settings["number"], say=wire.say, rng=random.SystemRandom())
-    wire.start(relay.tell)
+    wire.start(relay.tell, relay.on_attached)
     await relay.start()
+    gc.freeze()  # what was imported stays: collections need not look at it again
     await stop.asked.wait()
     await until_first(relay.drain(), stop.forced.wait())
     await relay.stop()

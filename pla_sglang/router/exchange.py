@@ -144,8 +144,14 @@ class Exchange:
             self._reconsider(leg.worker, why)
             return
         leg.connection = got
-        if all(one.connection is not None for one in self._legs):
-            self._send()
+        if any(one.connection is None for one in self._legs):
+            return
+        for one in self._legs:  # the first may have been closed while the second was being connected
+            if one.connection is not None and not one.connection.usable():
+                worker, one.connection = one.connection.worker, None
+                self._relay.pool.take(worker, functools.partial(self._connected, attempt, one))
+                return
+        self._send()
 
     def _reconsider(self, worker: int, why: str) -> None:
         """Nothing was sent to anybody: the only case in which a request is dispatched twice."""
@@ -180,6 +186,8 @@ class Exchange:
             head = head_to(worker, request, len(front) + len(rest), own, keep_key=not relay.config.api_key)
             leg.connection.send("POST", [head + front, rest], leg)
         self.raw, self._head = b"", None  # nothing is ever sent twice from here on
+        if ask.body is not None:
+            self.ask = msgspec.structs.replace(ask, body=None)
         self._step(Step.SENT)
 
     # -- the answer --------------------------------------------------------------------------------------------------
@@ -349,14 +357,15 @@ class Exchange:
             if connection is not None:
                 connection.drop()
             aborted.append(leg.worker)
-            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask))
+            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
+        self._legs = []  # they point back here; without the cycle, a request is freed at once
         return aborted
 
     def _linger(self, leg: LegSink, connection: UpstreamConnection) -> None:
         """A prefill leg whose answer should have ended by now."""
         if not leg.done:
             connection.drop()
-            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask))
+            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Half-open clients: the kernel asks after 30 s of silence, and gives up on bytes that nobody acknowledges for as long.
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 30, 10, 3
 USER_TIMEOUT_MS = 30_000
+# For a client that is refused in the middle of its body: closing at once would reset the connection, answer included.
+LINGER_S = 1.0
 
 
 class Phase(enum.Enum):
@@ -184,8 +186,11 @@ class ClientConnection(asyncio.Protocol):
         self._drop_parts()
         self._relay.count("bad_requests_total", reason=error.reason)
         self._close_after = True
-        self._phase = Phase.BUSY
+        self._phase = Phase.CLOSED
         self.answer(error.status, answers.error_body(error.status, error.reason, str(error)))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+            self._relay.later(LINGER_S, self.cut)
 
     # -- answering, for whoever works on the request -----------------------------------------------------------------
 
@@ -196,7 +201,8 @@ class ClientConnection(asyncio.Protocol):
             work.pause()
 
     def write(self, data: bytes) -> None:
-        if self._transport is not None:
+        """Nothing happens on a connection that has just been lost: ``client_gone`` is on its way then."""
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def head_of(self, head: AnswerHead, rid: str) -> bytes:

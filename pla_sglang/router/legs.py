@@ -49,11 +49,12 @@ class LegSink:
         if self.leg is not Leg.PREFILL:
             self.exchange.on_answer_done()
             return
-        detail = self._sniffed[:300].decode("utf-8", "replace")
-        if self._status >= 500 or _ABORTED.search(self._sniffed):
+        said, self._sniffed = self._sniffed, b""
+        detail = said[:300].decode("utf-8", "replace")
+        if self._status >= 500 or _ABORTED.search(said):
             kind = FailureKind.STATUS if self._status >= 500 else None
             self.exchange.on_prefill_failed(self, kind, f"status {self._status}: {detail}")
-        elif self._status >= 400 or _ERROR.search(self._sniffed):
+        elif self._status >= 400 or _ERROR.search(said):
             self.exchange.on_prefill_refused(max(self._status, 400), detail)
         else:
             self.exchange.on_prefill_done()

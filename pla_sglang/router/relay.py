@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -95,7 +95,7 @@ class Relay:
         self._turn = 0  # over the workers, for requests that any can answer
         self._clients: set[ClientConnection] = set()
         self._buffered_bytes = 0
-        self._admin: dict[int, ClientConnection] = {}
+        self._admin: dict[int, tuple[ClientConnection, asyncio.TimerHandle]] = {}
         self._admin_asks = 0
         self._counters: dict[str, float] = {}
         self._server: asyncio.Server | None = None
@@ -160,13 +160,17 @@ class Relay:
         elif isinstance(message, Table):
             self._on_table(message)
         elif isinstance(message, AdminAnswer):
-            client = self._admin.pop(message.number, None)
+            client = self.forget_admin(message.number)
             if client is not None:
                 client.answer(message.status, message.body, content_type=message.content_type)
         elif isinstance(message, Drain):
             self.begin_drain()
         else:
             assert isinstance(message, Beat)
+
+    def on_attached(self) -> None:
+        """The control plane takes this relay for new: it is to be told what is open, as after its own restart."""
+        self.table = None
 
     def _to_exchange(self, rid: str, act: Callable[[Exchange], None]) -> None:
         exchange = self.open.get(rid)
@@ -222,21 +226,26 @@ class Relay:
 
     def ask_admin(self, client: ClientConnection, head: RequestHead, body: bytes) -> None:
         self._admin_asks += 1
-        self._admin[self._admin_asks] = client
-        client.works(_AdminWait(self, self._admin_asks))
         number = self._admin_asks
-        self.later(self.config.dispatch_timeout_s, lambda: self._admin_late(number))
+        late = self.later(self.config.dispatch_timeout_s, lambda: self._admin_late(number))
+        self._admin[number] = (client, late)
+        client.works(_AdminWait(self, number))
         self.say(AdminAsk(number, self.number, head.method, head.path, head.query, body))
 
     def _admin_late(self, number: int) -> None:
-        client = self._admin.pop(number, None)
+        client = self.forget_admin(number)
         if client is not None:
             client.answer(503, answers.error_body(503, "no_control", "the control plane does not answer"))
 
-    def forget_admin(self, number: int) -> None:
-        self._admin.pop(number, None)
+    def forget_admin(self, number: int) -> ClientConnection | None:
+        """Who waited for this answer, if anybody still does."""
+        found = self._admin.pop(number, None)
+        if found is None:
+            return None
+        found[1].cancel()
+        return found[0]
 
-    def abort_upstream(self, number: int, rids: list[str]) -> None:
+    def abort_upstream(self, number: int, rids: Sequence[str]) -> None:
         """Make an instance free what it holds of a request."""
         worker = self._workers.get(number)
         if worker is None:
@@ -280,8 +289,8 @@ class Relay:
     def soon(self, act: Callable[[], None]) -> None:
         self.loop.call_soon(act)
 
-    def later(self, delay_s: float, act: Callable[[], None]) -> None:
-        self.loop.call_later(delay_s, act)
+    def later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(delay_s, act)
 
     def count(self, name: str, **labels: str) -> None:
         if labels:

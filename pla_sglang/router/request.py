@@ -152,7 +152,7 @@ def members_of(ask: Ask, assign: Assign, body: Body, *, header_priority: int | N
     A batch gets its rid as one string too: SGLang names the prompts ``rid_0``, ``rid_1`` and so on.
     """
     parts = []
-    if not body.own_rids:
+    if body.rid is None and not body.rids:
         parts.append(f'"rid":"{ask.rid}"')  # one of ours: nothing in it needs escaping
     if assign.prefill is not None:
         parts.append(
@@ -166,9 +166,11 @@ def members_of(ask: Ask, assign: Assign, body: Body, *, header_priority: int | N
     return ",".join(parts).encode()
 
 
-def rids_at_instances(ask: Ask) -> list[str]:
+def rids_at_instances(ask: Ask, body: Body) -> tuple[str, ...]:
     """Under which ids SGLang knows the prompts of a request."""
-    return [ask.rid] if ask.prompts == 1 else [f"{ask.rid}_{index}" for index in range(ask.prompts)]
+    if body.rids or ask.prompts == 1:
+        return body.rids or (ask.rid,)
+    return tuple(f"{ask.rid}_{index}" for index in range(ask.prompts))
 
 
 def head_to(

@@ -58,6 +58,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._sink, self._method = sink, method
         self.transport.writelines(pieces)
 
+    def usable(self) -> bool:
+        """Whether it is still open, as far as is known."""
+        return self.transport is not None and not self.transport.is_closing()
+
     def at_boundary(self) -> bool:
         """Whether something may be put into the answer behind what the sink has got so far."""
         return self._framing is not None and self._framing.at_boundary()
@@ -186,7 +190,7 @@ class UpstreamPool:
         idle = self._idle.get(worker.number)
         while idle:
             connection = idle.pop()
-            if connection.transport is not None and not connection.transport.is_closing():
+            if connection.usable():
                 taker(connection, "")
                 return
         task = self._loop.create_task(self._connect(worker, taker))
@@ -194,6 +198,9 @@ class UpstreamPool:
         task.add_done_callback(self._connecting.discard)
 
     def give(self, connection: UpstreamConnection) -> None:
+        """Back, unused or after a complete answer."""
+        if not connection.usable():
+            return
         connection.idle_since_s = time.monotonic()
         self._idle.setdefault(connection.worker.number, deque()).append(connection)
 

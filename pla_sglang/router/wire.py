@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from pla_sglang.router.messages import BEAT_INTERVAL_S, FromControl, FromRelay
+from pla_sglang.router.messages import BEAT_INTERVAL_S, FromControl, FromRelay, Table
 from pla_sglang.router.plane import ControlPlane
 
 SILENCE_S = 6 * BEAT_INTERVAL_S
@@ -81,13 +81,16 @@ class RelayWire:
         self._outgoing: list[FromRelay] = []
         self._timer: asyncio.TimerHandle | None = None
         self.tell: Callable[[FromControl], None]
+        self._on_attached: Callable[[], None]
+        self._knocked = False
         self._socket = _Socket(zmq.DEALER, self._loop, self._take)
         self._socket.zmq.setsockopt(zmq.IDENTITY, b"%d/%d" % (number, os.getpid()))
         self._socket.zmq.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.zmq.connect(address)
 
-    def start(self, tell: Callable[[FromControl], None]) -> None:
-        self.tell = tell
+    def start(self, tell: Callable[[FromControl], None], on_attached: Callable[[], None] = lambda: None) -> None:
+        """``on_attached``: called before the first ``Table`` of each membership is told."""
+        self.tell, self._on_attached = tell, on_attached
         self._socket.begin()
         self._knock()
 
@@ -114,10 +117,15 @@ class RelayWire:
     def _take(self, frames: list[bytes]) -> None:
         self._heard_s = self._now_s()
         for message in _from_control(frames[0]):
+            if self._knocked:  # who was a member all the time hears a beat first, who is a new one its table
+                self._knocked = False
+                if isinstance(message, Table):
+                    self._on_attached()
             self.tell(message)
 
     def _knock(self) -> None:
         if self.silent_s() > SILENCE_S:
+            self._knocked = True
             self._socket.send([KNOCK])
         self._timer = self._loop.call_later(KNOCK_S, self._knock)
 

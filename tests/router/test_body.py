@@ -21,9 +21,9 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat": ({"messages": [], "max_completion_tokens": 5, "n": 3}, {"output_tokens": 5, "samples": 3}),
     "stream": ({"text": "", "stream": True, "priority": 4}, {"stream": True, "priority": 4}),
     "params": ({"sampling_params": {"n": 2, "max_new_tokens": 8}}, {"samples": 2, "output_tokens": 8}),
-    "rid": ({"rid": "mine"}, {"rid": "mine", "own_rids": True}),
-    "rids": ({"rid": ["a", "b"], "text": ["x", "y"]}, {"rid": None, "own_rids": True, "prompts": 2}),
-    "nothing": ({}, {"input_tokens": 1, "rid": None, "own_rids": False, "stream": False}),
+    "rid": ({"rid": "mine"}, {"rid": "mine", "rids": ()}),
+    "rids": ({"rid": ["a", "b"], "text": ["x", "y"]}, {"rid": None, "rids": ("a", "b"), "prompts": 2}),
+    "nothing": ({}, {"input_tokens": 1, "rid": None, "rids": (), "stream": False}),
     "odd types are the instance's matter": (
         {"stream": "yes", "n": "2", "max_tokens": -1},
         {"stream": False, "samples": 1},
@@ -66,7 +66,13 @@ def test_the_same_words_elsewhere_are_allowed(fields: Any) -> None:
     b.read(json.dumps(fields).encode())
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"3", b"{", b'{"a":}', b'{"a":1}x', b'{"text":"\xff"}', b'{"rid":""}'])
+@pytest.mark.parametrize("rid", ["", "a b", "a\r\nx-pla-evil: 1", "\u00e9", "x" * 129, 7, ["ok", "no\n"]])
+def test_a_rid_that_could_end_a_header_is_refused(rid: Any) -> None:
+    with pytest.raises(b.BadBody, match="visible ASCII"):
+        b.read(json.dumps({"rid": rid}).encode())
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"3", b"{", b'{"a":}', b'{"a":1}x', b'{"rid":""}'])
 def test_what_is_no_json_object(raw: bytes) -> None:
     with pytest.raises(b.BadBody):
         b.read(raw)

@@ -145,6 +145,20 @@ def test_what_is_refused(name: str) -> None:
     run(scenario)
 
 
+def test_a_client_that_still_sends_reads_why_it_is_refused() -> None:
+    async def scenario() -> None:
+        async with setting("unified", config=LIMITS) as here:
+            reader, writer = await here.connect()
+            writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n")
+            for _ in range(90):
+                writer.write(b"x" * 100_000)
+            assert (await read_answer(reader)).status == 413
+            await here.until(lambda: here.relay.gauges()["client_connections"] == 0)
+            writer.transport.abort()
+
+    run(scenario)
+
+
 def test_headers_say_what_a_request_wants() -> None:
     async def scenario() -> None:
         async with setting("unified") as here:
@@ -189,10 +203,12 @@ def test_slow_clients_are_not_waited_for() -> None:
                 assert here.relay.now_s() - started_s < 2
                 writer.close()
             reader, writer = await here.connect()  # a drop every now and then is no better
+            answer = asyncio.ensure_future(reader.read())
             for byte in request_bytes(ASK)[:60]:
-                writer.write(bytes([byte]))
-                await asyncio.sleep(0.02)
-            assert b"408" in await asyncio.wait_for(reader.read(), 5)
+                if not answer.done():
+                    writer.write(bytes([byte]))
+                    await asyncio.sleep(0.02)
+            assert b"408" in await asyncio.wait_for(answer, 5)
             writer.close()
             assert here.instances[0].requests == []
             here.check_balance()

@@ -100,10 +100,15 @@ def compare(raw: bytes) -> None:
     assert isinstance(theirs, h11.Request)
     assert (theirs.method.decode(), theirs.target) == (ours.method, ours.target)
     assert theirs.http_version == (b"1.%d" % ours.minor)
-    assert [(name, value) for name, value in theirs.headers] == ours.headers
+    assert [folded(name, value) for name, value in theirs.headers] == [folded(*pair) for pair in ours.headers]
     fields = dict(ours.headers)
     assert ours.chunked == (b"transfer-encoding" in fields)
     assert ours.length == (int(fields[b"content-length"]) if b"content-length" in fields else None)
+
+
+def folded(name: bytes, value: bytes) -> tuple[bytes, bytes]:
+    """h11 writes the transfer coding in lower case."""
+    return name, value.lower() if name == b"transfer-encoding" else value
 
 
 # -- bodies in pieces --------------------------------------------------------------------------------------------------
@@ -118,7 +123,7 @@ def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
 def chunked(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """A chunked body and its content."""
     chunks = draw(st.lists(st.binary(min_size=1, max_size=40), max_size=5))
-    extension = draw(st.sampled_from([b"", b";a=b", b" ; x"]))
+    extension = draw(st.sampled_from([b"", b";a=b", b";x y"]))
     zeros = draw(st.sampled_from([b"", b"00"]))
     trailer = draw(st.sampled_from([b"", b"x-t: 1\r\n"]))
     body = b"".join(zeros + b"%X" % len(chunk) + extension + b"\r\n" + chunk + b"\r\n" for chunk in chunks)

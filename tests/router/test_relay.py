@@ -127,6 +127,28 @@ def test_a_client_that_goes_frees_the_instances(kinds: tuple[str, ...], body: di
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("fields", "rids"),
+    [
+        ({"rid": ["a", "b"]}, ["a", "b"]),
+        ({"rid": "mine"}, ["mine_0", "mine_1"]),
+        ({"rid": "mine", "text": "x"}, ["mine"]),
+    ],
+)
+def test_aborts_name_requests_as_the_instance_does(fields: dict[str, Any], rids: list[str]) -> None:
+    async def scenario() -> None:
+        async with setting("unified", scripts={0: Script(first_s=30)}) as here:
+            _, writer = await here.connect()
+            writer.write(request_bytes({"text": ["x", "y"], **fields}))
+            await here.until(lambda: here.instances[0].held)
+            writer.close()
+            await here.until(lambda: len(here.instances[0].aborts) >= len(rids))
+            assert sorted(here.instances[0].aborts[: len(rids)]) == rids
+            here.check_balance()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("how", ["abort", "cut"])
 @pytest.mark.parametrize("body", [ASK, STREAM])
 def test_decode_is_freed_when_the_prefill_fails(how: str, body: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ async def beat(plane: TurnControl) -> None:
 async def relay_end(address: str, number: int = 0) -> AsyncIterator[Relay]:
     end = RelayWire(address, number, now_s=time.monotonic)
     relay = Relay(RelayConfig(), number=number, say=end.say, rng=random.Random(number))
-    end.start(relay.tell)
+    end.start(relay.tell, relay.on_attached)
     await relay.start()
     try:
         yield relay
@@ -108,6 +108,28 @@ def test_a_relay_that_is_gone_is_forgotten(address: str, monkeypatch: pytest.Mon
                 await Setting(relay, plane, []).until(lambda: 0 in plane.ports)
             await Setting(relay, plane, []).until(lambda: not plane.ports)
             assert not end._peers
+
+    run(scenario)
+
+
+def test_a_relay_that_was_forgotten_by_mistake_says_what_is_open(address: str) -> None:
+    """Its loop stood still for too long, say: what it had asked meanwhile must not wait for the time limit."""
+
+    async def scenario() -> None:
+        async with (
+            FakeInstance(0, script=Script(first_s=4)) as one,
+            control_end(address, plane := TurnControl((one.worker(),))) as end,
+            relay_end(address) as relay,
+        ):
+            here = Setting(relay, plane, [one])
+            await here.until(lambda: relay.table)
+            stream = asyncio.ensure_future(here.ask({"stream": True}))
+            await here.until(lambda: plane.of(m.Stage))
+            end._forget(next(iter(end._peers.values())))
+            lost = asyncio.ensure_future(here.ask({"text": "asked while nobody listens"}))
+            await here.until(lambda: len(plane.of(m.Hello)) == 2)
+            assert [one.ask.rid for one in plane.of(m.Hello)[1].open] == [plane.of(m.Ask)[0].rid]
+            assert {(await stream).status, (await lost).status} == {200}
 
     run(scenario)
 

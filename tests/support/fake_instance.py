@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
@@ -49,6 +50,8 @@ class FakeInstance:
         self.roles: list[str] = []
         self.starts = 0
         self.abort_status = 200
+        self.prefill_s, self.gap_s, self.events = 0.02, 0.01, 5  # of /generate
+        self.rooms: list[int] = []
         self._runner: web.AppRunner | None = None
 
     @property
@@ -65,6 +68,7 @@ class FakeInstance:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_post("/generate", self._generate)
         if self.has_role:
             app.router.add_post("/pla/role", self._role)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -95,6 +99,22 @@ class FakeInstance:
         if self.abort_status == 200:
             self.aborted.append((await request.json())["rid"])
         return web.Response(status=self.abort_status)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """Takes ``prefill_s``; then a prefill instance is done, any other streams ``events`` events."""
+        body = await request.json()
+        if "bootstrap_room" in body:
+            self.rooms.append(body["bootstrap_room"])
+        await asyncio.sleep(self.prefill_s)
+        if self.info["disaggregation_mode"] == "prefill":
+            return web.json_response({"text": ""})
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        for number in range(self.events):
+            await answer.write(b'data: {"text": "%d"}\n\n' % number)
+            await asyncio.sleep(self.gap_s)
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
 
     async def _role(self, request: web.Request) -> web.Response:
         self.roles.append((await request.json())["role"])

@@ -144,7 +144,7 @@ class FakeInstance:
             return whole(peer, writer, self.script.status, b'{"error":{"message":"scripted"}}')
         fields = json.loads(body)
         self.bodies.append(fields)
-        aborted = self.held.setdefault(fields["rid"], asyncio.Event())
+        aborted = self.held.setdefault(str(fields["rid"]), asyncio.Event())
         gone = asyncio.ensure_future(reader.read(1))  # a client that goes away ends its request, as in SGLang
         work = asyncio.ensure_future(self._work(peer, writer, fields))
         stop = asyncio.ensure_future(aborted.wait())
@@ -152,7 +152,7 @@ class FakeInstance:
             await asyncio.wait({work, stop, gone}, return_when=asyncio.FIRST_COMPLETED)
             return work.done() and work.result()
         finally:
-            self.held.pop(fields["rid"], None)
+            self.held.pop(str(fields["rid"]), None)
             for task in (work, stop, gone):
                 task.cancel()
             await asyncio.gather(work, stop, gone, return_exceptions=True)

@@ -52,6 +52,7 @@ class Open:
     prefill: Worker | None = None
     decode: Worker | None = None
     dispatched_s: float | None = None
+    end_as: End | None = None  # why this side has ended it, where the relay only knows that it was told to
 
     @property
     def key(self) -> tuple[str, int]:

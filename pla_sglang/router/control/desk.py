@@ -75,7 +75,9 @@ class Desk:
 
     def on_ask(self, ask: m.Ask, now_s: float) -> None:
         known = self.open.get(ask.rid)
-        if known is not None and (ask.attempt <= known.ask.attempt or ask.relay != known.ask.relay):
+        twin = known is not None and (ask.attempt <= known.ask.attempt or ask.relay != known.ask.relay)
+        ending = known is None and self.ledger.get(ask.rid) is not None  # an instance has not confirmed its abort
+        if twin or ending:
             self._duplicates[ask.rid] += 1
             self._refuse(ask, Verdict(False, AdmissionReason.DUPLICATE))
             return
@@ -86,7 +88,7 @@ class Desk:
         story = Story(ask.rid, ask.arrived_s, ask.tenant or "", prompt.tokens, prompt.exact)
         request = Open(ask, self.view_of(ask, prompt), prompt, story)
         story.slo_ttft_s = request.view.ttft_slo_s
-        self.ledger.open(ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay))
+        self.ledger.open(ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay), prompts=ask.prompts)
         self.open[ask.rid] = request
         self.stories.open(story)
         verdict = self.admission.before(self.ledger.live - 1, queued=len(self.queue))
@@ -124,6 +126,9 @@ class Desk:
         request.ask = ask
         request.prefill = request.decode = request.dispatched_s = None
         if rid in self.queue:
+            return
+        if not self.ledger.can_retry(rid, lambda _: False):
+            self._refuse(ask, Verdict(False, AdmissionReason.DUPLICATE))
             return
         self.ledger.retry(rid, lambda _: False, now_s)
         self.series.retries.inc()
@@ -272,7 +277,7 @@ class Desk:
             return
         complete = ended.outcome in COMPLETE
         told = frozenset(ended.aborted)
-        end = ENDS[ended.outcome]
+        end = request.end_as or ENDS[ended.outcome]
         if end is End.REFUSED and request.story.admission == AdmissionReason.NO_INSTANCE.value:
             end = End.NO_INSTANCE
         request.story.detail = ended.detail
@@ -286,7 +291,7 @@ class Desk:
             if complete or leg.worker in told:
                 self.ledger.finish_leg(ended.rid, leg.side, now_s)
             else:
-                self.abort(AbortOrder(ended.rid, leg.side, leg.worker, leg.attempt))
+                self.abort(AbortOrder(ended.rid, leg.side, leg.worker, leg.attempt, request.ask.prompts))
         self.pump(now_s)
 
     def close(self, request: Open, end: End, now_s: float, *, at_s: float, output_tokens: int = 0) -> list[AbortOrder]:
@@ -328,6 +333,7 @@ class Desk:
         for rid in self.ledger.worker_dead(worker.number, now_s):
             request = self.open.get(rid)
             if request is not None:
+                request.end_as = End.INSTANCE_DEAD
                 message = f"instance {worker.view.name} is dead"
                 self._tell(request.ask.relay, m.Abort(rid, 502, End.INSTANCE_DEAD.value, message))
 

@@ -94,6 +94,7 @@ class Entry:
     ended_s: float | None = None
     legs: list[Leg] = dataclasses.field(default_factory=list)
     attempts: int = 0
+    prompts: int = 1
 
     def move(self, stage: Stage) -> None:
         """Raises IllegalMoveError for a move that the table above does not have."""
@@ -121,6 +122,11 @@ class AbortOrder:
     side: Side
     worker: int
     attempt: int
+    prompts: int = 1
+
+    def rids(self) -> list[str]:
+        """Under which ids SGLang knows the prompts of the request."""
+        return [self.rid] if self.prompts == 1 else [f"{self.rid}_{index}" for index in range(self.prompts)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

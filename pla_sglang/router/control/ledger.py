@@ -57,11 +57,11 @@ class Ledger:
 
     # -- the life of a request ---------------------------------------------------------------------------------------
 
-    def open(self, rid: str, now_s: float, *, tenant: str = "", relay: str = "") -> Entry:
+    def open(self, rid: str, now_s: float, *, tenant: str = "", relay: str = "", prompts: int = 1) -> Entry:
         """Raises IllegalMoveError for a request id that is in the book."""
         if rid in self.entries:
             raise IllegalMoveError(f"{rid} was opened twice")
-        entry = self.entries[rid] = Entry(rid, now_s, tenant, relay)
+        entry = self.entries[rid] = Entry(rid, now_s, tenant, relay, prompts=prompts)
         self.opened += 1
         self.live += 1
         return entry
@@ -243,7 +243,7 @@ class Ledger:
         for leg in legs:
             if leg.state is LegState.OPEN:
                 leg.move(LegState.ABORTING, now_s)
-                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt))
+                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts))
         return orders
 
     def _forget(self, entry: Entry) -> None:

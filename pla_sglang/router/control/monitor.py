@@ -126,12 +126,12 @@ class Monitor:
                 if self._due(self._checked_s, worker, self._health.knobs.interval_s, now_s):
                     worker.breaker.tick(now_s)
                     if self._health.needs_check(worker, now_s):
-                        self._once("check", worker, self._check(worker))
+                        self._once(self._check, worker)
                 quiet_s = QUIET_S if self.intake.reports(worker) else 0.0
                 fresh = worker.book.is_fresh(now_s, max(quiet_s, 2 * self._poll_interval_s))
                 known = worker.state is not WorkerState.STARTING
                 if known and not fresh and self._due(self._polled_s, worker, self._poll_interval_s, now_s):
-                    self._once("poll", worker, self._poll(worker))
+                    self._once(self._poll, worker)
             await asyncio.sleep(min(CHECK_TICK_S, self._poll_interval_s))
 
     def _due(self, last_s: dict[int, float], worker: Worker, interval_s: float, now_s: float) -> bool:
@@ -140,17 +140,16 @@ class Monitor:
         last_s[worker.number] = now_s
         return True
 
-    def _once(self, what: str, worker: Worker, work: Coroutine[Any, Any, None]) -> None:
+    def _once(self, work: Callable[[Worker], Coroutine[Any, Any, None]], worker: Worker) -> None:
         """One of a kind at a time for a worker."""
-        key = (what, worker.number)
+        key = (work.__name__, worker.number)
         if key in self._busy:
-            work.close()
             return
         self._busy.add(key)
 
         async def guarded() -> None:
             try:
-                await work
+                await work(worker)
             finally:
                 self._busy.discard(key)
 
@@ -160,14 +159,15 @@ class Monitor:
 
     def check_soon(self, worker: Worker) -> None:
         """A request has failed there: look now, not at the next turn."""
-        self._once("check", worker, self._check(worker))
+        self._once(self._check, worker)
 
     async def _check(self, worker: Worker) -> None:
+        """One that serves is asked what it is: its scheduler must answer, and no token is generated for it. Before one
+        is let in (again), SGLang's /health generates a token there."""
         probe, detail = Probe.OK, ""
         try:
-            if worker.description is None or worker.misses or worker.state is WorkerState.SUSPECT:
-                await self._describe(worker)
-            if worker.state is not WorkerState.DEAD:
+            await self._describe(worker)
+            if worker.state in (WorkerState.STARTING, WorkerState.SUSPECT):
                 await self._instances.health(worker.address)
         except NobodyListensError as error:
             probe, detail = Probe.REFUSED, str(error)
@@ -258,9 +258,10 @@ class Monitor:
                 self._told.aborted(order, "dead")
                 return
             try:
-                await self._instances.abort(worker, order.rid)
-                await asyncio.sleep(ABORT_AGAIN_S)
-                await self._instances.abort(worker, order.rid)
+                for wait_s in (0.0, ABORT_AGAIN_S):
+                    await asyncio.sleep(wait_s)
+                    for rid in order.rids():
+                        await self._instances.abort(worker, rid)
             except (NobodyListensError, NoAnswerError) as error:
                 logger.warning("abort of %s at %s: %s", order.rid, worker.view.name, error)
                 self.check_soon(worker)

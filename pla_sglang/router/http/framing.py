@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from pla_sglang.router.http.head import AnswerHead, BadMessage
+from pla_sglang.router.http.head import FIELD, AnswerHead, BadMessage
 
-_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
+_TRAILER = re.compile(FIELD)
 MAX_LINE_BYTES = 4096  # of a chunk-size line or a trailer
 MAX_TRAILERS = 32
 
@@ -133,8 +134,8 @@ class Chunked:
         if line == b"\r\n":
             return True
         self._trailers += 1
-        if self._trailers > MAX_TRAILERS:
-            raise BadMessage("chunk", f"more than {MAX_TRAILERS} trailers")
+        if self._trailers > MAX_TRAILERS or _TRAILER.fullmatch(line) is None:
+            raise BadMessage("chunk", f"trailers are no header lines, or more than {MAX_TRAILERS}")
         return False
 
     def _check_line(self, length: int) -> None:

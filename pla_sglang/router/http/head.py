@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 
 CRLF2 = b"\r\n\r\n"
-_HEADERS = rb"((?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n)*)\r\n"
+FIELD = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n"
+_HEADERS = rb"((?:" + FIELD + rb")*)\r\n"
 _REQUEST = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) ([\x21-\x7e]+) HTTP/1\.([01])\r\n" + _HEADERS)
 _ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?\r\n" + _HEADERS)
 _DIGITS = re.compile(rb"[0-9]{1,18}")

@@ -123,14 +123,19 @@ def test_what_a_relay_has_not_aborted_is_aborted_here() -> None:
             one.ask("untold")
             one.ended("untold", m.Outcome.PREFILL_FAILED, aborted=(0,))
             await asyncio.sleep(0.2)
+            again = one.ask("untold")  # its name is not free yet
+            assert isinstance(again, m.Refuse)
+            assert again.status == 409
+            one.ended("untold", m.Outcome.REFUSED)
             audit = one.plane.desk.ledger.audit(time.monotonic())
             assert (audit.legs_aborting, audit.rooms) == (1, 1)  # not confirmed: the room is not free
             decode.abort_status = 200
             await one.until(lambda: set(decode.aborted) == {"untold"})
             await one.until(lambda: not one.plane.desk.ledger.entries)
-            one.ask("lost")
+            one.ask("lost", prompts=2)
             one.plane.forget(0)
-            await one.until(lambda: set(prefill.aborted) == {"lost"} and set(decode.aborted) == {"untold", "lost"})
+            lost = {"lost_0", "lost_1"}  # as SGLang names the prompts of a batch
+            await one.until(lambda: set(prefill.aborted) == lost and set(decode.aborted) == {"untold", *lost})
             await one.until(lambda: not one.plane.desk.ledger.entries)
             one.assert_at_rest()
 
@@ -168,6 +173,7 @@ def test_requests_of_a_dead_instance_are_ended() -> None:
             abort = one.relay.last(m.Abort)
             assert (abort.rid, abort.status, abort.code) == ("a", 502, "instance_dead")
             one.ended("a", m.Outcome.ABORTED)
+            assert one.admin("GET", "/pla/explain/a")[1]["end"] == "instance_dead"
             one.ended("b")
             one.assert_at_rest()
             await one.instances[victim].start()
@@ -240,5 +246,28 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             for number in range(12):
                 one.ended(f"s{number}")
             one.assert_at_rest()
+
+    run(work)
+
+
+def test_an_instance_that_is_not_well_is_not_let_in() -> None:
+    async def work() -> None:
+        fake = FakeInstance()
+        fake.healthy = False
+        await fake.start()
+        plane = Plane(ControlKnobs(workers=(fake.url,), health=QUICK))
+        await plane.start()
+        one = Scene(plane, [fake])
+        worker = plane.table.by_number[0]
+        await one.until(lambda: worker.misses >= 2)
+        assert worker.state is WorkerState.STARTING
+        assert "503" in worker.detail
+        fake.healthy = True
+        await one.ready(1)
+        fake.healthy = False  # one that serves is asked for less than a token
+        await asyncio.sleep(0.3)
+        assert worker.is_ready()
+        await plane.stop()
+        await fake.stop()
 
     run(work)
