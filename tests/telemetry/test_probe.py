@@ -11,7 +11,7 @@ from support.fake_scheduler import FakeReq, FakeScheduler
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Probe
 from pla_sglang.engine.roles import RoleState
-from pla_sglang.telemetry.message import Backlog, ClassQueue, Pass, Report
+from pla_sglang.telemetry.message import Backlog, ClassQueue, Report, Step
 
 NAMED = Identity("here", 1, 2, "null")
 
@@ -107,9 +107,10 @@ def test_a_pass_is_timed_from_the_one_before() -> None:
     probe.on_result(Batch([], [100]))
     clock.now_s += 0.300
     probe.on_result(Batch([], [200], [50]))
-    passes = [one for report in sink.reports for one in report.passes]
+    passes = [one for report in sink.reports for one in report.steps]
     assert [one.duration_s for one in passes] == pytest.approx([0.1, 0.3])
-    assert passes[1] == Pass(200, 200 * 300, 50, 1, passes[1].duration_s)
+    assert passes[1] == Step(200, 200 * 300, 50, 1, passes[1].duration_s)
+    assert sum(report.passes.passes for report in sink.reports) == 2
     assert probe.busy.busy_s == pytest.approx(0.4)
     assert sink.reports[-1].utilisation == pytest.approx(0.4 / 5)
     assert sink.reports[-1].backlog.prefills == 0
@@ -122,7 +123,7 @@ def test_a_cpu_computes_in_the_launch() -> None:
     probe.on_launched()
     clock.now_s += 0.5
     probe.on_result(Batch([], [100]))
-    assert sink.reports[-1].passes[0].duration_s == pytest.approx(0.2)
+    assert sink.reports[-1].passes.duration_s == pytest.approx(0.2)
     assert sink.reports[-1].busy_s == pytest.approx(0.2)
 
 

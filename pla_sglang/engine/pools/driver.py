@@ -162,7 +162,7 @@ class Pools:
             return
         self._dispatcher.on_prefill(sample, now_s)
         changed = False
-        for one in report.passes:
+        for one in report.steps:
             step = StepSample(one.new_tokens, one.history_tokens, one.attention, one.duration_s)
             changed = self._fit.observe(step) or changed
         if changed:
