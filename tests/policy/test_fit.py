@@ -171,3 +171,24 @@ def test_cutting_is_not_free_after_a_few_shapes_of_passes(seed: int) -> None:
         if fit.fits:
             assert chunk is not None
             assert chunk >= 1524, f"after {len(fit)} passes with {fit.model}"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_few_slow_passes_do_not_take_a_term_for_themselves(seed: int) -> None:
+    """One shape, a long now and then, a twenty-fifth of the passes held up: no state of the fit predicts nonsense."""
+    rng = random.Random(seed)
+    fit = StepFit(CPU_START)
+    shapes = {key: step_s for key, step_s in HOL_PASSES_S.items() if key != (400, 0)}
+
+    def passed(new: int, history: int, attention: float, step_s: float) -> None:
+        held_up = rng.uniform(1.5, 4) if rng.random() < 0.04 else 1.0
+        step_s *= held_up * rng.lognormvariate(0, 0.12)
+        if fit.observe(StepSample(new, history, attention, step_s + 0.002, 0.002)):
+            for (length, cached), seconds in shapes.items():
+                assert fit.model.step_s(length, cached) == pytest.approx(seconds, rel=0.6)
+
+    for index in range(700):
+        if index < 3 or index % 90 == 50:
+            for (new, history), step_s in shapes.items():
+                passed(new, history, float(new * (new + 2 * history)), step_s)
+        passed(1600, 0, 4 * 400.0 * 400.0, 0.080)
