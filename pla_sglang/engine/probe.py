@@ -134,9 +134,15 @@ class Probe:
             self._last_decode_s = now_s
 
     def _on_first_token(self, req: Any, now_s: float) -> None:
-        target_s = slo_s(req, self.config.slo_ttft_ms)
+        target_s = slo_s(req, self._default_slo_ms())
         if target_s is not None:
             self._ttft_ratio.add((now_s - backlog.arrival_s(req)) / target_s, now_s)
+
+    def _default_slo_ms(self) -> float | None:
+        """Target of requests that bring none; it may change at run time where our scheduling is on."""
+        adapter = getattr(self.scheduler, "pla", None)
+        config = self.config if adapter is None else adapter.config
+        return config.pool_slo_ttft_ms if config.controller_folder is not None else config.slo_ttft_ms
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
