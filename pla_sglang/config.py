@@ -26,6 +26,7 @@ BOUNDARY_RANGE_TOKENS = (1, 1 << 20)
 LAUNCHES = ("graph", "eager")
 ROLES = ("mixed", "short", "long")
 PRESSURE = ("auto", "off")
+PAPER_SLO_TTFT_MS = 400.0  # PLA-Serve
 ADDRESS_SCHEMES = ("tcp://", "ipc://")
 GRAPH_LAYOUTS = ("off", "varlen", "grid")
 
@@ -119,6 +120,11 @@ class PlaConfig:
     @property
     def enabled(self) -> bool:
         return self.prefill_disagg != "off"
+
+    @property
+    def pool_slo_ttft_ms(self) -> float:
+        """TTFT target that a server's own pools are steered by: the operator's, else the paper's (section 4.1)."""
+        return PAPER_SLO_TTFT_MS if self.slo_ttft_ms is None else self.slo_ttft_ms
 
     @property
     def reports(self) -> bool:

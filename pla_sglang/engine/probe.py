@@ -18,7 +18,7 @@ from pla_sglang.engine import backlog
 from pla_sglang.engine.clock import pack_model
 from pla_sglang.engine.snapshot import slo_s
 from pla_sglang.policy.types import PrefillClass
-from pla_sglang.telemetry.message import MOST_PASSES, Backlog, Pass, Report
+from pla_sglang.telemetry.message import MOST_STEPS, Backlog, Pass, Report, Step
 from pla_sglang.telemetry.push import Pusher
 from pla_sglang.telemetry.window import BusyShare, WindowMean
 
@@ -33,7 +33,7 @@ class _Launch:
     """A forward pass whose result has not been processed."""
 
     at_s: float
-    work: Pass | None  # of a prefill; its duration is not known yet
+    work: Step | None  # of a prefill; its duration is not known yet
     synchronous_s: float = 0.0
 
 
@@ -71,7 +71,7 @@ class Probe:
         self._synchronous = scheduler.device == "cpu" and config.emulate is None
         self._started_s = time.time()
         self._launched: deque[_Launch] = deque()
-        self._passes: deque[Pass] = deque(maxlen=MOST_PASSES)
+        self._steps: list[Step] = []  # since the last report
         self._last_done_s = 0.0
         self._last_decode_s: float | None = None
         self._decode_steps = WindowMean(WINDOW_S)
@@ -121,9 +121,9 @@ class Probe:
         self._last_decode_s = None
         self.maybe_send(self._clock())
 
-    def _account(self, batch: Any, work: Pass | None, duration_s: float, now_s: float) -> None:
+    def _account(self, batch: Any, work: Step | None, duration_s: float, now_s: float) -> None:
         if work is not None:
-            self._passes.append(msgspec.structs.replace(work, duration_s=max(0.0, duration_s)))
+            self._steps.append(msgspec.structs.replace(work, duration_s=max(0.0, duration_s)))
             for req in batch.reqs:
                 if len(req.output_ids) == 1 and not req.retracted_stain:
                     self._on_first_token(req, now_s)
@@ -134,9 +134,15 @@ class Probe:
             self._last_decode_s = now_s
 
     def _on_first_token(self, req: Any, now_s: float) -> None:
-        target_s = slo_s(req, self.config.slo_ttft_ms)
+        target_s = slo_s(req, self._default_slo_ms())
         if target_s is not None:
             self._ttft_ratio.add((now_s - backlog.arrival_s(req)) / target_s, now_s)
+
+    def _default_slo_ms(self) -> float | None:
+        """Target of requests that bring none; it may change at run time where our scheduling is on."""
+        adapter = getattr(self.scheduler, "pla", None)
+        config = self.config if adapter is None else adapter.config
+        return config.pool_slo_ttft_ms if config.controller_folder is not None else config.slo_ttft_ms
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -147,7 +153,7 @@ class Probe:
         report = self.report(now_s)
         for pusher in self.pushers:
             pusher.send(report)
-        self._passes.clear()
+        self._steps.clear()
         self._changed = False
         spent_s = self._clock() - now_s
         self.report_s += spent_s
@@ -176,7 +182,8 @@ class Probe:
             waiting_decode_tokens=decode_tokens,
             kv_used_tokens=backlog.kv_used_tokens(scheduler),
             kv_capacity_tokens=scheduler.max_total_num_tokens,
-            passes=tuple(self._passes),
+            passes=Pass.of(self._steps),
+            steps=tuple(self._steps[-MOST_STEPS:]),
             decode_step_s=self._decode_steps.mean(now_s),
             token_interval_s=self._intervals.mean(now_s),
             ttft_ratio=self._ttft_ratio.mean(now_s),
@@ -220,11 +227,11 @@ class Probe:
         }
 
 
-def _work(batch: Any) -> Pass | None:
+def _work(batch: Any) -> Step | None:
     """What a batch prefills; None for a decode step."""
     if not batch.forward_mode.is_extend() or not batch.extend_lens:
         return None
     attention = 0
     for new, history in zip(batch.extend_lens, batch.prefix_lens, strict=True):
         attention += new * (new + 2 * history)
-    return Pass(sum(batch.extend_lens), attention, sum(batch.prefix_lens), len(batch.extend_lens), 0.0)
+    return Step(sum(batch.extend_lens), attention, sum(batch.prefix_lens), len(batch.extend_lens), 0.0)

@@ -95,5 +95,7 @@ def after_prepare_abort(result: Any, req: Any, error_message: str, status_code: 
 
 def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     if _probe is not None:
-        output.internal_state.setdefault("pla", {})["telemetry"] = _probe.state()
+        block = output.internal_state.setdefault("pla", {})
+        block["telemetry"] = _probe.state()
+        block.setdefault("config", _probe.config.to_dict())  # a router looks there for our name in reports
     return output

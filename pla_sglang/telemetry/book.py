@@ -108,13 +108,13 @@ class InstanceBook:
 
     def _sample(self, report: Report) -> PrefillSample | None:
         done = report.passes
-        if not done:
+        if not done.passes:
             return None
         return PrefillSample(
             instance=self.view,
-            new_tokens=sum(one.new_tokens for one in done),
-            attention=sum(one.attention for one in done),
-            history_tokens=sum(one.history_tokens for one in done),
-            requests=sum(one.requests for one in done),
-            duration_s=sum(one.duration_s for one in done),
+            new_tokens=done.new_tokens,
+            attention=done.attention,
+            history_tokens=done.history_tokens,
+            requests=done.requests,
+            duration_s=done.duration_s,
         )

@@ -6,6 +6,7 @@ and sums since the start (``busy_s``, ``received``, ``errors``) let a receiver t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -14,7 +15,7 @@ from pla_sglang.errors import TelemetryError
 
 VERSION = 1
 LARGEST_BYTES = 1 << 20  # a report has about half a kilobyte; what is larger is none
-MOST_PASSES = 64
+MOST_STEPS = 64
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -36,7 +37,7 @@ class Backlog(msgspec.Struct, frozen=True, array_like=True):
     history_tokens: Count = 0
 
 
-class Pass(msgspec.Struct, frozen=True, array_like=True):
+class Step(msgspec.Struct, frozen=True, array_like=True):
     """One prefill pass that has ended: sums of L, of L*(L+2H) and of H over its requests, and its duration."""
 
     new_tokens: Count
@@ -44,6 +45,29 @@ class Pass(msgspec.Struct, frozen=True, array_like=True):
     history_tokens: Count
     requests: Count
     duration_s: Seconds
+
+
+class Pass(msgspec.Struct, frozen=True, array_like=True):
+    """The same summed over several passes, and how many they are."""
+
+    new_tokens: Count = 0
+    attention: Count = 0
+    history_tokens: Count = 0
+    requests: Count = 0
+    passes: Count = 0
+    duration_s: Seconds = 0.0
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Pass:
+        steps = list(steps)
+        return cls(
+            sum(one.new_tokens for one in steps),
+            sum(one.attention for one in steps),
+            sum(one.history_tokens for one in steps),
+            sum(one.requests for one in steps),
+            len(steps),
+            sum(one.duration_s for one in steps),
+        )
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,7 +91,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         running, context_tokens: requests that decode, and their KV tokens.
         waiting_decodes, waiting_decode_tokens: decodes that wait for KV or memory, and their KV tokens.
         kv_used_tokens, kv_capacity_tokens: used is what cannot be evicted.
-        passes: prefill passes since the last report, the latest ``MOST_PASSES`` of them.
+        passes: prefill passes since the last report.
+        steps: each of them, the latest ``MOST_STEPS``.
         decode_step_s: mean duration of recent decode steps; None without any.
         token_interval_s: mean time between two tokens of a request over a recent window; None without tokens.
         ttft_ratio: mean of TTFT / target over a recent window, in the engine; None without targets or first tokens.
@@ -99,7 +124,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waiting_decode_tokens: Count = 0
     kv_used_tokens: Count = 0
     kv_capacity_tokens: Count = 0
-    passes: Annotated[tuple[Pass, ...], msgspec.Meta(max_length=MOST_PASSES)] = ()
+    passes: Pass = Pass()
+    steps: Annotated[tuple[Step, ...], msgspec.Meta(max_length=MOST_STEPS)] = ()
     decode_step_s: Seconds | None = None
     token_interval_s: Seconds | None = None
     ttft_ratio: Seconds | None = None

@@ -13,7 +13,7 @@ from pla_sglang.engine.pools.signals import PERIODS, Averages
 from pla_sglang.policy.boundary import StepModel
 from pla_sglang.policy.fleet import InstanceView
 from pla_sglang.policy.types import PrefillClass
-from pla_sglang.telemetry.message import Backlog, Pass, Report
+from pla_sglang.telemetry.message import Backlog, Pass, Report, Step
 
 # 10 ms and 0.1 ms a token; the TTFT target is 1 s.
 STEP = StepModel(g0_s=0.01, gw_s=0.0, gr_s=0.0, k0_s=0.0, b_s=1e-4, a_s=0.0)
@@ -124,9 +124,9 @@ def test_with_one_pool_empty_its_class_goes_to_the_other() -> None:
 def test_the_fit_sees_the_passes_of_all_ranks() -> None:
     pools, _ = make(2, boundary_tokens=None)
     before = pools.state(0.0)
-    passes = [Pass(n, n * n, 0, 1, 0.02 + 2e-4 * n) for n in range(50, 2050, 50)]
-    for sequence, one in enumerate(passes, 1):
-        pools.on_report(report(sequence % 2, sequence, passes=(one,)), 0.0)
+    steps = [Step(n, n * n, 0, 1, 0.02 + 2e-4 * n) for n in range(50, 2050, 50)]
+    for sequence, one in enumerate(steps, 1):
+        pools.on_report(report(sequence % 2, sequence, steps=(one,), passes=Pass.of([one])), 0.0)
     after = pools.state(0.0)
     assert after["step_model"] != before["step_model"]
     assert pools.predictor.curves[""].time_s(1000) == pytest.approx(0.22, rel=0.15)

@@ -11,7 +11,7 @@ from support.fake_scheduler import FakeReq, FakeScheduler
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Probe
 from pla_sglang.engine.roles import RoleState
-from pla_sglang.telemetry.message import Backlog, ClassQueue, Pass, Report
+from pla_sglang.telemetry.message import Backlog, ClassQueue, Report, Step
 
 NAMED = Identity("here", 1, 2, "null")
 
@@ -59,6 +59,8 @@ def made(*queue: FakeReq, plain: bool = False, emulate: bool = True, **fields: A
     if plain:
         del scheduler.pla
     config = PlaConfig(emulate="x" if emulate else None, slo_ttft_ms=1000.0)
+    if not plain:
+        scheduler.pla.config = scheduler.pla.config.replace(slo_ttft_ms=1000.0)
     sink, clock = Sink(), Clock()
     return Probe(scheduler, config, NAMED, [sink], clock), sink, clock  # type: ignore[list-item]
 
@@ -107,9 +109,10 @@ def test_a_pass_is_timed_from_the_one_before() -> None:
     probe.on_result(Batch([], [100]))
     clock.now_s += 0.300
     probe.on_result(Batch([], [200], [50]))
-    passes = [one for report in sink.reports for one in report.passes]
+    passes = [one for report in sink.reports for one in report.steps]
     assert [one.duration_s for one in passes] == pytest.approx([0.1, 0.3])
-    assert passes[1] == Pass(200, 200 * 300, 50, 1, passes[1].duration_s)
+    assert passes[1] == Step(200, 200 * 300, 50, 1, passes[1].duration_s)
+    assert sum(report.passes.passes for report in sink.reports) == 2
     assert probe.busy.busy_s == pytest.approx(0.4)
     assert sink.reports[-1].utilisation == pytest.approx(0.4 / 5)
     assert sink.reports[-1].backlog.prefills == 0
@@ -122,7 +125,7 @@ def test_a_cpu_computes_in_the_launch() -> None:
     probe.on_launched()
     clock.now_s += 0.5
     probe.on_result(Batch([], [100]))
-    assert sink.reports[-1].passes[0].duration_s == pytest.approx(0.2)
+    assert sink.reports[-1].passes.duration_s == pytest.approx(0.2)
     assert sink.reports[-1].busy_s == pytest.approx(0.2)
 
 
@@ -154,6 +157,28 @@ def test_ttft_over_target() -> None:
     probe.on_launch(Batch([first, second, unfinished], [5, 5, 5]))
     probe.on_result(Batch([first, second, unfinished], [5, 5, 5]))
     assert probe.report(clock()).ttft_ratio == pytest.approx((0.5 / 1.0 + 2.0 / 0.5) / 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0.5),
+        ({"slo_ttft_ms": 2000.0}, 0.25),
+        ({"slo_ttft_ms": None}, None),
+        ({"slo_ttft_ms": None, "controller_folder": "/x"}, 0.5 / 0.4),
+    ],
+    ids=str,
+)
+def test_the_target_of_requests_that_bring_none(changes: dict[str, Any], expected: float | None) -> None:
+    """A server with pools is steered by the paper's 0.4 s where nobody has set one."""
+    probe, _, clock = made()
+    probe.scheduler.pla.config = probe.scheduler.pla.config.replace(**changes)
+    first = waiting("a", 5, arrival_s=99.5)
+    first.output_ids = [1]
+    probe.on_launch(Batch([first], [5]))
+    probe.on_result(Batch([first], [5]))
+    ratio = probe.report(clock()).ttft_ratio
+    assert ratio == (None if expected is None else pytest.approx(expected))
 
 
 def test_reports_are_not_sent_too_often_nor_too_seldom() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pla_sglang.errors import TelemetryError
 from pla_sglang.policy.fleet import InstanceView
 from pla_sglang.telemetry.book import InstanceBook
-from pla_sglang.telemetry.message import LARGEST_BYTES, VERSION, Backlog, ClassQueue, Pass, Report, decode, encode
+from pla_sglang.telemetry.message import LARGEST_BYTES, VERSION, Backlog, ClassQueue, Pass, Report, Step, decode, encode
 from pla_sglang.telemetry.pull import Puller
 from pla_sglang.telemetry.push import HIGH_WATER_MARK, Pusher
 from pla_sglang.telemetry.window import BusyShare, WindowMean
@@ -24,6 +24,7 @@ def report(sequence: int = 1, **fields: object) -> Report:
     return msgspec.structs.replace(Report(instance="a", sequence=sequence, clock_s=0.0, started_s=1.0), **fields)
 
 
+STEPS = (Step(500, 250_000, 0, 1, 0.03), Step(12, 50_000, 40, 2, 0.01))
 FULL = report(
     dp_rank=1,
     dp_size=2,
@@ -43,7 +44,8 @@ FULL = report(
     waiting_decode_tokens=90,
     kv_used_tokens=5000,
     kv_capacity_tokens=100_000,
-    passes=(Pass(500, 250_000, 0, 1, 0.03), Pass(12, 50_000, 40, 2, 0.01)),
+    passes=Pass.of(STEPS),
+    steps=STEPS,
     decode_step_s=0.01,
     token_interval_s=0.012,
     ttft_ratio=1.5,

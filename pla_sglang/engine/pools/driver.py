@@ -25,7 +25,6 @@ from pla_sglang.policy.types import PrefillClass
 from pla_sglang.telemetry.book import ROLE_CLASSES, InstanceBook
 from pla_sglang.telemetry.message import Report
 
-DEFAULT_TTFT_SLO_S = 0.4  # PLA-Serve section 4.1
 MOVES_KEPT = 64
 OPERATOR = "operator"  # reason of a move that somebody asked for
 
@@ -99,7 +98,7 @@ class Pools:
     def set_config(self, config: PlaConfig) -> None:
         """New knobs. A cool-down that is under way goes on."""
         self.config = config
-        target_s = DEFAULT_TTFT_SLO_S if config.slo_ttft_ms is None else config.slo_ttft_ms / 1e3
+        target_s = config.pool_slo_ttft_ms / 1e3
         self._slo_s = target_s
         self.boundary = Boundary(
             fixed_tokens=config.boundary_tokens, cap_tokens=self._cap_tokens, model=self._fit.model
@@ -162,7 +161,7 @@ class Pools:
             return
         self._dispatcher.on_prefill(sample, now_s)
         changed = False
-        for one in report.passes:
+        for one in report.steps:
             step = StepSample(one.new_tokens, one.history_tokens, one.attention, one.duration_s)
             changed = self._fit.observe(step) or changed
         if changed:

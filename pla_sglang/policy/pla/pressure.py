@@ -11,7 +11,8 @@ busy share, all without unit; gamma * u lowers the pressure of a pool that is bu
 0 counts as 0. Below ``idle_pressure`` nothing moves: the ratio of two numbers near zero means nothing.
 
 Beyond the paper: with few instances one is a large part of a pool, and the pool that gave it would ask for it back
-after the cool-down. So a move is made only if the rule, with the same work on the new sizes, would not undo it.
+after the cool-down. So nothing moves if the rule, with the same work on the new sizes, would undo it; nor if the pool
+that gives would be busier than ``busy`` and than the one that asks, since near 1 a backlog grows without bound.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class PressureKnobs:
         minimum: n_min of each pool.
         percentile: of the robust aggregator A, in (0, 100].
         idle_pressure: least pressure that asks for an instance.
+        busy: utilisation up to which a pool may always be brought by giving an instance.
         interval_s: control period.
     """
 
@@ -52,6 +54,7 @@ class PressureKnobs:
     minimum: int = 1
     percentile: float = 90.0
     idle_pressure: float = 0.1
+    busy: float = 0.9
     interval_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class PressureKnobs:
         for name in ("alpha", "beta", "gamma", "tau", "cool_down_s", "idle_pressure"):
             require(f"pressure {name}", getattr(self, name), 0)
         require("pressure minimum", self.minimum, 1)
+        require("pressure busy", self.busy, 0, 1)
         require("pressure percentile", self.percentile, 0, 100, above=True)
         require("pressure interval_s", self.interval_s, 0, above=True)
 
@@ -110,12 +114,19 @@ class PressureController:
             return [Hold(FleetReason.PRESSURE_BALANCED)]
         if len(gives) <= self.knobs.minimum:
             return [Hold(FleetReason.PRESSURE_MINIMUM)]
-        # The same work on one instance more, and on one less.
-        asker = max(short_pressure, long_pressure) * len(asks) / (len(asks) + 1)
-        giver = min(short_pressure, long_pressure) * len(gives) / (len(gives) - 1)
-        if self._asks(giver, asker):
+        asker, giver = max(short_pressure, long_pressure), min(short_pressure, long_pressure)
+        if self._would_return(asks, gives, asker, giver):
             return [Hold(FleetReason.PRESSURE_RETURN)]
         return [self._move(gives, to, reason, now_s)]
+
+    def _would_return(
+        self, asks: Sequence[InstanceView], gives: Sequence[InstanceView], asker: float, giver: float
+    ) -> bool:
+        """With the same work on one instance more and on one less."""
+        more, less = len(asks) / (len(asks) + 1), len(gives) / (len(gives) - 1)
+        if self._asks(giver * less, asker * more):
+            return True
+        return _utilisation(gives) * less > max(self.knobs.busy, _utilisation(asks))
 
     def _asks(self, mine: float, other: float) -> bool:
         return mine > (1 + self.knobs.tau) * other and mine > self.knobs.idle_pressure
@@ -126,3 +137,8 @@ class PressureController:
         assert leaver is not None, "the pool has more than its minimum"
         self._last_s = now_s
         return SetLengthClass(leaver, to, reason)
+
+
+def _utilisation(pool: Sequence[InstanceView]) -> float:
+    """Mean of a pool; 0 of nothing."""
+    return sum(instance.utilisation for instance in pool) / len(pool) if pool else 0.0

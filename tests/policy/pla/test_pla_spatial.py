@@ -65,6 +65,13 @@ TICKS: list[tuple[str, FleetView, str | None, R]] = [
     ("the other pool keeps its minimum", pools([backlog(900)], [{}]), None, R.PRESSURE_MINIMUM),
     ("nearly idle: no ratio of small numbers", pools([backlog(80)], [{}, {}]), None, R.PRESSURE_BALANCED),
     ("it would be asked back", pools([backlog(790), {}], [backlog(490), backlog(490)]), None, R.PRESSURE_RETURN),
+    ("it would be too busy", pools([backlog(900)], [{"utilisation": 0.5}] * 2), None, R.PRESSURE_RETURN),
+    (
+        "the asker is busier still",
+        pools([backlog(900, utilisation=1.0)], [{"utilisation": 0.48}] * 2),
+        "i1",
+        R.PRESSURE_SHORT,
+    ),
     ("deviation counts too", pools([{"ttft_ratio": 2.0}], [{}, {}]), "i1", R.PRESSURE_SHORT),
     ("nobody", fleet(), None, R.PRESSURE_BALANCED),
     ("a pool without members asks for nothing", pools([], [backlog(50), {}]), None, R.PRESSURE_BALANCED),
