@@ -1,6 +1,6 @@
 """Graphs under SGLang's own scheduler, radix cache, KV pool and sampler: greedy answers must be those without graphs.
 
-One process an arm, as a process has one scheduler. No HTTP and no other processes; ``tests/e2e/test_graphs.py`` has those.
+One process an arm, as a process has one scheduler. No HTTP and no ranks; ``tests/e2e/test_graphs.py`` has those.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +49,8 @@ def run_arm(model: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="float32")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="float32")
 
 
 @pytest.fixture(scope="module")
