@@ -79,8 +79,8 @@ async def load(url: str, clients: int, *, seconds: float, seed: int, answer_toke
                 await answer.read()
             found.append(time.perf_counter() - sent_s)
 
-    many = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=120)}
-    async with aiohttp.ClientSession(**many) as http, asyncio.TaskGroup() as group:  # type: ignore[arg-type]
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http, asyncio.TaskGroup() as group:
         for client in range(clients):
             group.create_task(one(http, client))
     return found
@@ -100,10 +100,12 @@ def figures(latencies_s: Sequence[float], seconds: float) -> dict[str, float]:
 def measure_arm(server: Server, device: str, *, seconds: float, seed: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for clients in CONCURRENCY[device]:
-        options = {"seed": seed, "answer_tokens": ANSWER_TOKENS[device]}
-        asyncio.run(load(server.url, clients, seconds=seconds / 4, **options))  # type: ignore[arg-type]  # warms up
+        answer_tokens = ANSWER_TOKENS[device]
+        warm_up = load(server.url, clients, seconds=seconds / 4, seed=seed, answer_tokens=answer_tokens)
+        asyncio.run(warm_up)
         server.post("/flush_cache?timeout=10", {})
-        latencies_s = asyncio.run(load(server.url, clients, seconds=seconds, **options))  # type: ignore[arg-type]
+        timed = load(server.url, clients, seconds=seconds, seed=seed, answer_tokens=answer_tokens)
+        latencies_s = asyncio.run(timed)
         server.post("/flush_cache?timeout=10", {})
         found[str(clients)] = figures(latencies_s, seconds)
         print(f"  {clients:3} clients: {found[str(clients)]}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from bench.gpu.plots import plot_fig6, plot_kernels, plot_steps
 from bench.gpu.steps import ARMS, TARGET
 from bench.lib.report import environment
 
-PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-kernel", "pla-sglang")
+PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sglang-kernel", "pla-sglang")
 SECTIONS = ("steps", "fig6", "hol", "kernels", "profile")
 LEAST_S = 15.0  # with less left, no part is started
 # Seconds of a part: on a GPU, where a server takes about 25 s to start, and in the reduced form.
@@ -38,7 +38,16 @@ LIMITS = {
 
 def steps_part(size: str, arm: str, model: Path, args: argparse.Namespace) -> Part:
     output = args.out / f"steps.{size}.{arm}.json"
-    flags = ("--arm", arm, "--model", str(model), "--device", args.device, "--rounds", str(args.rounds))
+    flags: tuple[str, ...] = (
+        "--arm",
+        arm,
+        "--model",
+        str(model),
+        "--device",
+        args.device,
+        "--rounds",
+        str(args.rounds),
+    )
     flags = (*flags, "--out", str(output))
     return Part("steps", f"{size} {arm}", "bench.gpu.steps", flags, LIMITS[args.device]["steps"], output)
 
@@ -54,7 +63,7 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
     common = ("--model", str(models[first]), "--device", device)
     load = (*common, "--seconds", "5" if device == "cuda" else "3", "--out", str(fig6))
     profile = (*common, "--size", first, "--out", str(fitted))
-    hol = ("--model-path", str(models[first]), "--device", device, "--out", str(out), "--rounds", "1")
+    hol: tuple[str, ...] = ("--model-path", str(models[first]), "--device", device, "--out", str(out), "--rounds", "1")
     hol += ("--server-flags", "--load-format dummy --dtype bfloat16") if device == "cuda" else ("--quick",)
     found += [
         Part("kernels", "", "bench.gpu.kernels", ("--out", str(kernels)), limits["kernels"], kernels),

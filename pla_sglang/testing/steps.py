@@ -61,13 +61,13 @@ class Stepper:
         vocabulary = min(self.scheduler.model_config.vocab_size, 10_000)
         return [self._rng.randrange(3, vocabulary) for _ in range(count)]
 
-    def _request(self, prompt: Sequence[int]) -> Any:
+    def _request(self, prompt: Sequence[int], new_tokens: int) -> Any:
         from array import array
 
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         params.normalize(None)
         self._made += 1
         vocabulary = self.scheduler.model_config.vocab_size
@@ -77,10 +77,19 @@ class Stepper:
 
     def run(self, prompts: Sequence[Sequence[int]]) -> list[Pass]:
         """Answer ``prompts`` with one token each; they wait together. Every prefill pass that it took, in order."""
+        return self._serve([self._request(prompt, 1) for prompt in prompts])
+
+    def answers(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
+        """Greedy answers of so many tokens, in the order of ``prompts``; they wait together."""
+        requests = [self._request(prompt, new_tokens) for prompt in prompts]
+        self._serve(requests)
+        return [list(request.output_ids) for request in requests]
+
+    def _serve(self, requests: Sequence[Any]) -> list[Pass]:
         import torch
 
-        for prompt in prompts:
-            self.scheduler._add_request_to_queue(self._request(prompt))
+        for request in requests:
+            self.scheduler._add_request_to_queue(request)
         with torch.no_grad():  # as in the host's own loops
             return self._drain()
 
@@ -90,6 +99,8 @@ class Stepper:
         scheduler = self.scheduler
         passes = []
         for _ in range(MOST_PASSES):
+            if hasattr(scheduler, "pla"):  # the clock rides on received requests, and nothing is received here
+                scheduler.pla.now_s = time.perf_counter()
             plan = scheduler.get_next_batch_to_run(
                 running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
             )
@@ -106,7 +117,8 @@ class Stepper:
                     passes.append(Pass(seconds, requests, new_tokens, first))
                 scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
-            if not batch and not scheduler.waiting_queue and scheduler.chunked_req is None:
+            idle = not batch and scheduler.running_batch.is_empty() and scheduler.chunked_req is None
+            if idle and not scheduler.waiting_queue:
                 return passes
         raise RuntimeError(f"not done after {MOST_PASSES} passes")
 
