@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.flag_checks import check_address, check_choice, check_range
 
 CONFIG_ENV = "SGLANG_PLA_CONFIG"
 
@@ -27,7 +28,6 @@ LAUNCHES = ("graph", "eager")
 ROLES = ("mixed", "short", "long")
 PRESSURE = ("auto", "off")
 PAPER_SLO_TTFT_MS = 400.0  # PLA-Serve
-ADDRESS_SCHEMES = ("tcp://", "ipc://")
 GRAPH_LAYOUTS = ("off", "varlen", "grid")
 
 
@@ -68,52 +68,52 @@ class PlaConfig:
     controller_folder: str | None = None  # no flag: sockets of a server's own pool controller; None: it has none
 
     def __post_init__(self) -> None:
-        _check_choice("--prefill-disagg", self.prefill_disagg, MODES)
-        _check_choice("--pla-long-order", self.long_order, LONG_ORDERS)
-        _check_choice("--pla-mixing", self.mixing, MIXING)
+        check_choice("--prefill-disagg", self.prefill_disagg, MODES)
+        check_choice("--pla-long-order", self.long_order, LONG_ORDERS)
+        check_choice("--pla-mixing", self.mixing, MIXING)
         if self.boundary_tokens is not None:
-            _check_range("--pla-boundary", self.boundary_tokens, *BOUNDARY_RANGE_TOKENS, unit="tokens (or 'auto')")
+            check_range("--pla-boundary", self.boundary_tokens, *BOUNDARY_RANGE_TOKENS, unit="tokens (or 'auto')")
         if self.slo_ttft_ms is not None:
-            _check_range("--pla-slo-ttft-ms", self.slo_ttft_ms, 1, 3_600_000, unit="ms")
-        _check_range("--pla-wait-min-ms", self.wait_min_ms, 0, 60_000, unit="ms")
-        _check_range("--pla-wait-max-ms", self.wait_max_ms, 0, 60_000, unit="ms")
+            check_range("--pla-slo-ttft-ms", self.slo_ttft_ms, 1, 3_600_000, unit="ms")
+        check_range("--pla-wait-min-ms", self.wait_min_ms, 0, 60_000, unit="ms")
+        check_range("--pla-wait-max-ms", self.wait_max_ms, 0, 60_000, unit="ms")
         if self.wait_min_ms > self.wait_max_ms:
             raise ConfigError(
                 f"--pla-wait-min-ms {self.wait_min_ms:g} is above --pla-wait-max-ms {self.wait_max_ms:g}; "
                 "allowed: minimum <= maximum"
             )
         if self.long_chunk_tokens is not None:
-            _check_range("--pla-long-chunk-tokens", self.long_chunk_tokens, 1, 1 << 20, unit="tokens")
+            check_range("--pla-long-chunk-tokens", self.long_chunk_tokens, 1, 1 << 20, unit="tokens")
         if self.long_chunk_min_tokens is not None:
-            _check_range("--pla-long-chunk-min-tokens", self.long_chunk_min_tokens, 1, 1 << 20, unit="tokens")
-        _check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
-        _check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
-        _check_choice("--pla-graph-layout", self.graph_layout, GRAPH_LAYOUTS)
-        _check_range("--pla-graph-budget-gb", self.graph_budget_gb, 0.001, 1024, unit="GiB")
-        _check_range("--pla-graph-capture-budget-s", self.graph_capture_budget_s, 0, 3600, unit="s")
+            check_range("--pla-long-chunk-min-tokens", self.long_chunk_min_tokens, 1, 1 << 20, unit="tokens")
+        check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
+        check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
+        check_choice("--pla-graph-layout", self.graph_layout, GRAPH_LAYOUTS)
+        check_range("--pla-graph-budget-gb", self.graph_budget_gb, 0.001, 1024, unit="GiB")
+        check_range("--pla-graph-capture-budget-s", self.graph_capture_budget_s, 0, 3600, unit="s")
         self._check_emulation()
         self._check_pools()
 
     def _check_pools(self) -> None:
-        _check_choice("--pla-role", self.role, ROLES)
-        _check_choice("--pla-pressure", self.pressure, PRESSURE)
+        check_choice("--pla-role", self.role, ROLES)
+        check_choice("--pla-pressure", self.pressure, PRESSURE)
         if self.short_ranks is not None:
-            _check_range("--pla-short-ranks", self.short_ranks, 0, 1024, unit="ranks")
-        _check_range("--pla-pressure-interval-ms", self.pressure_interval_ms, 10, 3_600_000, unit="ms")
-        _check_range("--pla-pressure-cool-down-ms", self.pressure_cool_down_ms, 0, 3_600_000, unit="ms")
-        _check_range("--pla-pressure-hysteresis", self.pressure_hysteresis, 0, 100, unit="times")
+            check_range("--pla-short-ranks", self.short_ranks, 0, 1024, unit="ranks")
+        check_range("--pla-pressure-interval-ms", self.pressure_interval_ms, 10, 3_600_000, unit="ms")
+        check_range("--pla-pressure-cool-down-ms", self.pressure_cool_down_ms, 0, 3_600_000, unit="ms")
+        check_range("--pla-pressure-hysteresis", self.pressure_hysteresis, 0, 100, unit="times")
         if self.telemetry is not None:
-            _check_address("--pla-telemetry", self.telemetry)
+            check_address("--pla-telemetry", self.telemetry)
         if self.instance is not None and not 1 <= len(self.instance) <= 200:
             raise ConfigError(f"--pla-instance {self.instance!r} is not allowed; allowed: 1 to 200 characters")
         if not self.enabled and self.role != "mixed":
             raise ConfigError(f"--pla-role {self.role} needs --prefill-disagg spatial or temporal")
 
     def _check_emulation(self) -> None:
-        _check_range("--pla-time-scale", self.time_scale, 0.01, 1000, unit="times")
-        _check_choice("--pla-emulate-launch", self.emulate_launch, LAUNCHES)
+        check_range("--pla-time-scale", self.time_scale, 0.01, 1000, unit="times")
+        check_choice("--pla-emulate-launch", self.emulate_launch, LAUNCHES)
         if self.emulate_kv_gbps is not None:
-            _check_range("--pla-emulate-kv-gbps", self.emulate_kv_gbps, 0.001, 100_000, unit="Gbit/s")
+            check_range("--pla-emulate-kv-gbps", self.emulate_kv_gbps, 0.001, 100_000, unit="Gbit/s")
         if self.emulate is None and (self.time_scale != 1.0 or self.emulate_kv_gbps is not None):
             raise ConfigError("--pla-time-scale and --pla-emulate-kv-gbps need --pla-emulate PROFILE")
 
@@ -149,30 +149,6 @@ class PlaConfig:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> PlaConfig:
         return cls().replace(**values)
-
-
-def _check_choice(flag: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{flag} {value!r} is not known; allowed: {', '.join(allowed)}")
-
-
-def _check_range(flag: str, value: object, low: float, high: float, *, unit: str) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not low <= value <= high:  # type: ignore[operator]  # false for nan too
-        raise ConfigError(f"{flag} {value!r} is out of range; allowed: {low:.0f} to {high:.0f} {unit}")
-
-
-def _check_address(flag: str, value: object) -> None:
-    """A ZMQ endpoint to connect to: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
-    allowed = "allowed: tcp://HOST:PORT or ipc:///PATH"
-    scheme = next((one for one in ADDRESS_SCHEMES if isinstance(value, str) and value.startswith(one)), None)
-    rest = "" if scheme is None or not isinstance(value, str) else value.removeprefix(scheme)
-    if not rest or any(char.isspace() for char in rest):
-        raise ConfigError(f"{flag} {value!r} is no address; {allowed}")
-    if scheme == "tcp://":
-        host, _, port = rest.rpartition(":")
-        if not host or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65_535):
-            raise ConfigError(f"{flag} {value!r} names no host and port; {allowed}")
 
 
 def parse_boundary(text: str) -> int | None:
