@@ -65,7 +65,8 @@ def trace_named(context: Context, name: str) -> Trace:
         return dataclasses.replace(load_trace(path), name=name)
     arrivals = Arrivals(shape.rate_per_s, random.Random(context.seed), cv=shape.cv)
     models = log_normal(*shape.inputs), log_normal(*shape.outputs)
-    return generated_trace(shape.requests, arrivals, *models, name=f"{GENERATED} {name}")
+    count = context.pick(200, shape.requests, shape.requests)
+    return generated_trace(count, arrivals, *models, name=f"{GENERATED} {name}")
 
 
 def is_recorded(trace: Trace) -> bool:
