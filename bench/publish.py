@@ -248,7 +248,7 @@ def publish(name: str, source: Path, root: Path) -> None:
     kept.mkdir(parents=True, exist_ok=True)
     (kept / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     picture = source.with_suffix(".png")
-    if picture.exists() and picture != kept / f"{name}.png":
+    if picture.exists() and picture.resolve() != (kept / f"{name}.png").resolve():
         shutil.copy(picture, kept / f"{name}.png")
 
 

@@ -59,7 +59,7 @@ def test_publishing_again_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_page_names_the_commits_that_measured() -> None:
     arm = {"sglang": "0.5.17", "short_mean_s": 0.5, "short_p99_s": 1.0, "long_mean_s": 5.0, "long_max_s": 9.0}
-    arm |= {"long_max_vs_fcfs": 1.2, "host_overhead_share": 0.01, "valid": True, "commits": ["abc", "def"]}
+    arm |= {"long_max_vs_fcfs": 1.2, "host_overhead_share": 0.01, "valid": True, "commits": ["abc", "def"], "seeds": 1}
     result = {
         "arms": {"ours": arm},
         "targets_missed": ["ours x is above y"],
@@ -72,3 +72,4 @@ def test_a_page_names_the_commits_that_measured() -> None:
     assert "Targets missed: ours x is above y." in page
     assert "commit abc, def" in page
     assert "later" not in page
+    assert "seeds measured: 1" in page, "what was asked for does not count"

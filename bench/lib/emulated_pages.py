@@ -15,7 +15,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def _conditions(result: Result, *further: str) -> str:
     where, commits = result["environment"], ", ".join(_commits(result))
-    return " · ".join([*further, where["hardware"], f"commit {commits}", f"seed {result.get('seed', 1)}"])
+    return " · ".join([*further, where["hardware"], f"commit {commits}", f"first seed {result.get('seed', 1)}"])
 
 
 def _commits(result: Result) -> list[str]:
@@ -73,7 +73,8 @@ def frontier(result: Result) -> str:
     header += ["host in the way", "valid"]
     misses = "; ".join(result["targets_missed"])
     verdict = f"Targets missed: {misses}." if misses else "All targets are met."
-    work = f"load {result['load']:.0%}, {result['seeds']} seeds"
+    seeds = min(own["seeds"] for own in result["arms"].values())
+    work = f"load {result['load']:.0%}, seeds measured: {seeds}"
     return f"{_table(header, rows)}\n\n{verdict}\n\n{_conditions(result, work, _scale(result))}"
 
 
