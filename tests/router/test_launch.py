@@ -100,6 +100,7 @@ class Stream(threading.Thread):
         body = request_body(events=events, gap_s=0.02, stream=True)
         head = b"POST /generate HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self._socket = socket.create_connection(("127.0.0.1", port))
+        self.port = self._socket.getsockname()[1]
         self._socket.sendall(head + body)
         self.raw = b""
         self.start()
@@ -128,17 +129,17 @@ def test_a_new_control_process_takes_over(router: Running) -> None:
 
 
 def test_a_relay_that_dies_takes_only_its_own_streams(router: Running) -> None:
-    streams = [Stream(router.port, 100) for _ in range(12)]
+    streams = [Stream(router.port, 200) for _ in range(12)]
     until(lambda: all(stream.events > 2 for stream in streams), what="streams under way")
     victim = router.children("relay")[0]
     own = {one.raddr.port for one in victim.net_connections("tcp") if one.laddr.port == router.port and one.raddr}
     victim.kill()
-    lost = [stream for stream in streams if stream._socket.getsockname()[1] in own]
+    lost = [stream for stream in streams if stream.port in own]
     kept = [stream for stream in streams if stream not in lost]
     for stream in streams:
         stream.join(30)
-    assert [stream.events for stream in kept] == [100] * len(kept)
-    assert all(stream.events < 100 for stream in lost)
+    assert [stream.events for stream in kept] == [200] * len(kept)
+    assert all(stream.events < 200 for stream in lost)
     until(lambda: len(router.children("relay")) == 2, what="a new relay")
     until(lambda: json.loads(router.get("/pla/state"))["open_requests"] == 0, what="no open request")
 
