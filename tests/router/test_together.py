@@ -86,15 +86,19 @@ def test_many_requests_some_of_whose_clients_go(tmp_path: Path) -> None:
         record = tmp_path / "run.jsonl"
         async with together(PAIRS, policy="pla", record=record) as here:
             rng = random.Random(2)
+            for one in here.fakes:
+                one.prefill_s = 0.3
             asked = [
-                here.ask(f"r{number:03d}", rng.choice([10, 2000]), give_up_s=0.03 if number % 6 == 0 else None)
+                here.ask(f"r{number:03d}", rng.choice([10, 2000]), give_up_s=0.25 if number % 6 == 0 else None)
                 for number in range(60)
             ]
             answers = await asyncio.gather(*asked)
             assert answers[1::6] + answers[2::6] == [(200, 5)] * 20
             assert sum(answer == (0, 0) for answer in answers) == 10
             ledger = await here.at_rest()
-            assert ledger["ended"] == {"finished": 50, "client_gone": 10}
+            gone = ledger["opened"] - 50  # on a slow machine some go before they are heard
+            assert 1 <= gone <= 10
+            assert ledger["ended"] == {"finished": 50, "client_gone": gone}
             rooms = [sorted(one.rooms) for one in here.fakes]
             assert sorted(rooms[0] + rooms[1]) == sorted(rooms[2] + rooms[3])
             assert len(set(rooms[0] + rooms[1])) == len(rooms[0] + rooms[1])
@@ -105,7 +109,7 @@ def test_many_requests_some_of_whose_clients_go(tmp_path: Path) -> None:
             assert 'pla_router_requests_total{end="finished"} 50.0' in metrics
             assert "pla_router_open_requests 0.0" in metrics
         _, result = replay_file(record)
-        assert result.decisions["dispatched"] == 60
+        assert result.decisions["dispatched"] == 50 + gone
         assert result.identical_share == 1.0, result.differences
 
     run(work)
