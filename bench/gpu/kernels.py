@@ -47,8 +47,16 @@ def packing(requests: int, tokens: int) -> dict[str, float]:
 
     new = torch.full((requests,), tokens // requests, dtype=torch.int64, device="cuda")
     real = int(new.sum())
-    per_request = [integers(requests) for _ in range(4)]
-    batch = BatchTensors(*(integers(real) for _ in range(3)), per_request[0], new, *per_request[1:])
+    batch = BatchTensors(
+        input_ids=integers(real),
+        positions=integers(real),
+        out_cache_loc=integers(real),
+        seq_lens=new,
+        extend_seq_lens=new,
+        extend_prefix_lens=integers(requests),
+        req_pool_indices=integers(requests),
+        orig_seq_lens=new,
+    )
     into = allocate(1024, 64, "cuda")
     return {
         "ours_us": time_us(lambda: kernel.pack_batch(batch, into, 1024, 64)),

@@ -16,7 +16,7 @@ GRAPHS = (
         _GRAPHS + "after_capture_prefill_graph",
         "model_runner, eager_runner, force_for_draft_worker",
         "Our prefill graphs in front of SGLang's own, which serve everything outside our shapes.",
-        "tests/graphs; e2e: token-identical answers, hits and fall-backs",
+        "tests/graphs: token-identical answers, hits and fall-backs under the real scheduler",
         "When SGLang captures prefill graphs by tokens and request slots, and lazily.",
     ),
     Seam(
@@ -27,7 +27,7 @@ GRAPHS = (
         _GRAPHS + "after_on_idle",
         "self",
         "Missed shapes are captured when nobody waits.",
-        "e2e: lazy capture",
+        "tests/graphs: lazy captures under the real scheduler",
         "As graph.prefill.",
     ),
     Seam(
@@ -38,7 +38,7 @@ GRAPHS = (
         _GRAPHS + "after_get_init_info",
         "self",
         "Say in /server_info whether our graphs serve, and start their series.",
-        "e2e: /server_info, /metrics",
+        "tests/graphs: series follow the totals",
         "As graph.prefill.",
     ),
     Seam(
@@ -49,7 +49,7 @@ GRAPHS = (
         _GRAPHS + "after_get_internal_state",
         "self, recv_req",
         "Hits, padding, captures and fall-backs by reason in /server_info.",
-        "e2e: /server_info",
+        "tests/graphs: state of the runner",
         "As graph.prefill.",
     ),
 )

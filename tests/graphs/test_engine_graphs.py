@@ -19,6 +19,7 @@ from pla_graphs.counts import GraphCounts
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.graphs import build, refusals
 from pla_sglang.engine.graphs.attention import FlashAttentionState, FlashInferState, NativeState, state_of
+from pla_sglang.engine.graphs.metrics import GraphSeries
 from pla_sglang.engine.graphs.runner import GraphRunner
 from pla_sglang.policy.buckets.layouts import Bucket, GridLayout, VariableLayout
 from pla_sglang.policy.buckets.reasons import GraphReason
@@ -302,3 +303,26 @@ def test_padding_is_counted() -> None:
     runner.execute(batch)
     counts = runner.cache.counts
     assert (counts.real_tokens, counts.padded_tokens, counts.hits[BUCKET]) == (50, 14, 1)
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def test_series_follow_the_totals() -> None:
+    from prometheus_client import REGISTRY
+
+    counts = GraphCounts()
+    cache: Any = Fake(counts=counts, captured=[BUCKET], memory_bytes=77)
+    series = GraphSeries({"engine": "test"})
+    for _ in range(2):
+        counts.on_replay(BUCKET, 50)
+        series.update(cache)
+        series.update(cache)  # nothing new: nothing added
+
+    def value(name: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(name, {"engine": "test", **labels})
+
+    assert value("pla:graph_batches_total", reason="replayed") == 2
+    assert value("pla:graph_hits_total", bucket=BUCKET.name) == 2
+    assert (value("pla:graph_tokens_total", kind="real"), value("pla:graph_tokens_total", kind="padded")) == (100, 28)
+    assert (value("pla:graph_captured"), value("pla:graph_bytes")) == (1, 77)

@@ -1,6 +1,6 @@
 """Graphs under SGLang's own scheduler, radix cache, KV pool and sampler: greedy answers must be those without graphs.
 
-One process an arm, as a process has one scheduler. No HTTP and no ranks; ``tests/e2e/test_graphs.py`` has those.
+One process an arm, as a process has one scheduler. No HTTP, and one rank.
 """
 
 from __future__ import annotations
