@@ -54,12 +54,13 @@ setup(
         "matplotlib",
         "rich",
         "psutil",
+        "uvloop",
         "orjson",
         "tqdm",
     ],
     extras_require={
         "bench": ["sglang-router"],
-        "test": ["pytest", "hypothesis", "sglang-router"],
+        "test": ["pytest", "hypothesis", "sglang-router", "h11", "openai"],
         "dev": ["ruff", "mypy"],
     },
     entry_points={
