@@ -127,7 +127,8 @@ class Supervisor:
             self._changed.clear()
             self._check_start(what)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), HEALTH_INTERVAL_S)
+                async with asyncio.timeout(HEALTH_INTERVAL_S):
+                    await self._changed.wait()
 
     async def _wait_ready(self, member: Instance, http: aiohttp.ClientSession) -> None:
         while not await _healthy(member.url, http):

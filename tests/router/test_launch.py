@@ -69,8 +69,14 @@ class Running:
         return False
 
     def children(self, kind: str) -> list[psutil.Process]:
-        found = psutil.Process(self.process.pid).children()
-        return [one for one in found if one.cmdline()[-1:] == [kind]]
+        return [one for one in psutil.Process(self.process.pid).children() if _arguments(one)[-1:] == [kind]]
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    """Its command line; none where it has ended, be it that nobody has waited for it yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one
+        return process.cmdline()
+    return []
 
 
 @pytest.fixture(scope="module")

@@ -212,8 +212,10 @@ class Monitor:
                     elif heard is not None:
                         self._told.heard(heard)
                 wake.clear()
+                # Not wait_for: where both fall together, it takes a cancellation for a wake-up, and this never ends.
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(wake.wait(), DRAIN_TICK_S)
+                    async with asyncio.timeout(DRAIN_TICK_S):
+                        await wake.wait()
         finally:
             loop.remove_reader(descriptor)
 
