@@ -18,12 +18,14 @@ def add_routes() -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def config_route(request: Request) -> Any:
-        return await change(await body_of(request), None)
+        try:
+            return await change(await body_of(request), None)
+        except ConfigError as error:
+            return refusal(str(error))
 
     async def role_route(request: Request) -> Any:
-        values = await body_of(request)
         try:
-            knobs, rank = control.role_change(values, _manager().server_args.dp_size)
+            knobs, rank = control.role_change(await body_of(request), _manager().server_args.dp_size)
         except ConfigError as error:
             return refusal(str(error))
         return await change(knobs, rank)
@@ -71,19 +73,17 @@ def role_of(state: dict[str, Any]) -> dict[str, Any]:
 
 
 async def body_of(request: Any) -> Any:
-    """JSON of the body; None where it is none, which no knob allows."""
+    """JSON of the body. Raises ConfigError where it is none."""
     try:
         return await request.json()
     except ValueError:
-        return None
+        raise ConfigError("the body is not valid JSON") from None
 
 
 async def change(values: Any, rank: int | None) -> Any:
     """Change knobs of all schedulers, or of one rank, between two of their passes."""
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
-    if values is None:
-        return refusal("the body is not valid JSON")
     manager = _manager()
     current = pla_config.PlaConfig.from_mapping((await states())[rank or 0]["config"])
     try:
