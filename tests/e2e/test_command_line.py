@@ -38,7 +38,12 @@ CASES = {
         OURS, (*TEMPORAL, "--pla-wait-max-ms", "-1"), ("--pla-wait-max-ms -1", "allowed: 0 to 60000 ms")
     ),
     "wrong type": Case(STOCK, ("--pla-boundary", "many"), ("--pla-boundary", "'many'")),
-    "not there yet": Case(OURS, ("--prefill-disagg", "spatial"), ("spatial", "allowed: off, temporal")),
+    "unknown mode": Case(OURS, ("--prefill-disagg", "diagonal"), ("'diagonal'", "'off', 'temporal', 'spatial'")),
+    "more short ranks than ranks": Case(
+        OURS,
+        ("--prefill-disagg", "spatial", "--dp-size", "2", "--pla-short-ranks", "3"),
+        ("--pla-short-ranks 3 above --dp-size 2",),
+    ),
 }
 
 
