@@ -62,7 +62,7 @@ class LongKnobs:
     chunk_max_tokens: int | None = 8192
     chunk_min_tokens: int = 64
     grid_tokens: int = 1
-    overhead_max: float = 0.03
+    overhead_max: float = 0.08
     least_remaining: bool = True
 
     def __post_init__(self) -> None:
@@ -99,6 +99,8 @@ def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
     """When ``view`` becomes aged, in seconds on the shared clock."""
     chunk = knobs.chunk_max_tokens or view.new_tokens
     service_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
+    if knobs.chunk_max_tokens is not None:
+        service_s *= 1 + knobs.overhead_max  # what cutting it smaller may cost
     return view.arrival_s + max(0.0, knobs.max_age_s - knobs.margin * service_s / knobs.share)
 
 
@@ -125,14 +127,15 @@ class LongQueue:
     ) -> tuple[LongPick | None, LongPick | None]:
         """Who advances by order, and who advances in the time that is set aside for aged longs; None for nobody.
 
-        ``longs`` are in host order. Only those of the best priority among them are considered. A chunk under way is
-        overtaken by those alone that one pass finishes and whose priority is no worse. It is aged, too, where an aged
-        long can only run after it.
+        ``longs`` are in host order. Only those of the best priority among them are considered. Where nothing is under
+        way, the oldest of the aged longs is next by order too. A chunk under way is overtaken by those alone that one
+        pass finishes and whose priority is no worse. It is aged, too, where an aged long can only run after it.
         """
         best = _Best()
         if chunk is None:
             best.scan(longs, self._aged_at_s, now_s)
-            return _start(best.least if self.knobs.least_remaining else best.first), _start(best.oldest)
+            next_one = best.oldest or (best.least if self.knobs.least_remaining else best.first)
+            return _start(next_one), _start(best.oldest)
         best.scan(self._overtakers(longs, chunk), self._aged_at_s, now_s)
         resumed = resume(chunk)
         by_order: LongPick | None = resumed if best.least is None else _overtake(best.least)

@@ -35,10 +35,10 @@ def test_without_longs_there_is_no_pick() -> None:
         ("least work first", [(4000, 0.0), (2000, 1.0), (3000, 2.0)], 3.0, KNOBS, 1, None),
         ("ties by arrival", [(4000, 2.0), (4000, 1.0)], 3.0, KNOBS, 1, None),
         ("first come first served", [(4000, 0.0), (2000, 1.0)], 3.0, FCFS, 0, None),
-        ("an aged one beside one with less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 1, 0),
+        ("an aged one before one with less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 0, 0),
         ("not aged yet", [(4000, 0.0), (2000, 5.0)], 9.1, KNOBS, 1, None),
-        ("among aged the earliest arrival", [(4000, 1.0), (2000, 0.5), (9000, 0.0)], 30.0, KNOBS, 1, 2),
-        ("aged under first come first served", [(4000, 1.0), (2000, 0.0)], 30.0, FCFS, 0, 1),
+        ("among aged the earliest arrival", [(4000, 1.0), (2000, 0.5), (9000, 0.0)], 30.0, KNOBS, 2, 2),
+        ("aged under first come first served", [(4000, 1.0), (2000, 0.0)], 30.0, FCFS, 1, 1),
     ],
 )
 def test_order(
@@ -184,10 +184,10 @@ def test_who_shares_a_pass_has_no_worse_priority() -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "arrival_s", "changes", "expected"),
     [
-        ("half of the device for 0.4 s", 4000, 0.0, {}, 9.2),
-        ("counts from arrival", 4000, 3.0, {}, 12.2),
-        ("whole device", 4000, 0.0, {"share": 1.0}, 9.6),
-        ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.4),
+        ("half of the device for 0.4 s and the overhead of 8 %", 4000, 0.0, {}, 9.136),
+        ("counts from arrival", 4000, 3.0, {}, 12.136),
+        ("whole device", 4000, 0.0, {"share": 1.0}, 9.568),
+        ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.272),
         ("too long for the bound: aged at once", 100_000, 3.0, {}, 3.0),
         ("without chunking", 4000, 0.0, {"chunk_max_tokens": None}, 9.2),
     ],
