@@ -241,8 +241,18 @@ def test_size_against_the_closed_form() -> None:
     # sqrt(2 * n * g * S_s / (r * t^2 * S_l)) with S_s = 3 ms, S_l = 20,000 * 0.1 ms + 3 launches = 2.003 s
     knobs = dataclasses.replace(BIG, overhead_max=1.0)
     expected = (2 * 0.001 * 0.003 / (0.01 * 1e-8 * 2.003)) ** 0.5
-    assert int(expected) == 173  # 115 pieces of at least so much
-    assert size(0.01, knobs=knobs) == 174
+    assert int(expected) == 173  # 20,000 tokens are 115.4 times as much
+    assert size(0.01, knobs=knobs) == -(-20_000 // 116)
+
+
+@pytest.mark.parametrize(("rest", "pieces"), [(240, 1), (250, 2), (410, 2), (420, 3), (1000, 6)])
+def test_as_many_pieces_as_cost_least(rest: int, pieces: int) -> None:
+    """Sizes off the closed form cost C + best² / C, so 1.42 times the best piece is cheaper in two."""
+    best, service_s = 170.0, rest * 1e-4 + 0.001
+    rate = 2 * 0.001 * 0.003 / (best * best * 1e-8 * max(service_s, 0.003))
+    asked = size(rate, knobs=dataclasses.replace(BIG, chunk_min_tokens=1, overhead_max=10.0), rest=rest)
+    assert asked == (8192 if pieces == 1 else -(-rest // pieces))
+    assert min(range(1, 12), key=lambda count: rest / count + best * best * count / rest) == pieces
 
 
 @given(rest=st.integers(1, 50_000), wanted=st.integers(1, 9000), grid=st.sampled_from([1, 16, 64, 200]))
