@@ -22,9 +22,9 @@ and S_l the service times, n longs delayed, g seconds a launch and t seconds a t
 
 clipped from above by the configured chunk, which is also what is used when no short is expected, and from below by
 ``chunk_min`` and by twice the ridge of the roofline (below it a smaller chunk is no faster). What is left of the long
-is then cut into *equal* pieces: a first piece cut small for nothing leaves a small last one, and that is the dearest
-pass of all, as it reads the whole prompt again. There are never so many that the whole costs ``overhead_max`` more than
-in the fewest possible.
+is then cut into *equal* pieces, as many as cost least: a first piece cut small for nothing leaves a small last one,
+and that is the dearest pass of all, as it reads the whole prompt again. There are never so many that the whole costs
+``overhead_max`` more than in the fewest possible.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LongKnobs:
     chunk_max_tokens: int | None = 8192
     chunk_min_tokens: int = 64
     grid_tokens: int = 1
-    overhead_max: float = 0.03
+    overhead_max: float = 0.08
     least_remaining: bool = True
 
     def __post_init__(self) -> None:
@@ -99,6 +99,8 @@ def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
     """When ``view`` becomes aged, in seconds on the shared clock."""
     chunk = knobs.chunk_max_tokens or view.new_tokens
     service_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
+    if knobs.chunk_max_tokens is not None:
+        service_s *= 1 + knobs.overhead_max  # what cutting it smaller may cost
     return view.arrival_s + max(0.0, knobs.max_age_s - knobs.margin * service_s / knobs.share)
 
 
@@ -125,14 +127,15 @@ class LongQueue:
     ) -> tuple[LongPick | None, LongPick | None]:
         """Who advances by order, and who advances in the time that is set aside for aged longs; None for nobody.
 
-        ``longs`` are in host order. Only those of the best priority among them are considered. A chunk under way is
-        overtaken by those alone that one pass finishes and whose priority is no worse. It is aged, too, where an aged
-        long can only run after it.
+        ``longs`` are in host order. Only those of the best priority among them are considered. Where nothing is under
+        way, the oldest of the aged longs is next by order too. A chunk under way is overtaken by those alone that one
+        pass finishes and whose priority is no worse. It is aged, too, where an aged long can only run after it.
         """
         best = _Best()
         if chunk is None:
             best.scan(longs, self._aged_at_s, now_s)
-            return _start(best.least if self.knobs.least_remaining else best.first), _start(best.oldest)
+            next_one = best.oldest or (best.least if self.knobs.least_remaining else best.first)
+            return _start(next_one), _start(best.oldest)
         best.scan(self._overtakers(longs, chunk), self._aged_at_s, now_s)
         resumed = resume(chunk)
         by_order: LongPick | None = resumed if best.least is None else _overtake(best.least)
@@ -256,18 +259,18 @@ def chunk_tokens(
     passing_s = max(model.step_s(passing_tokens, 0), 1e-9)
     long_s = max(model.chunked_s(view.new_tokens, view.history_tokens, largest), passing_s)
     best = math.sqrt(2 * longs * launch_s * passing_s / (passing_rate_per_s * token_s * token_s * long_s))
-    return _equal_pieces(view, int(min(max(best, floor), largest)), model, knobs)
+    return _equal_pieces(view, best, int(floor), model, knobs)
 
 
-def _equal_pieces(view: WaitingView, tokens: int, model: StepModel, knobs: LongKnobs) -> int:
-    """What is left of ``view`` in equal pieces of about ``tokens`` or more, within ``overhead_max``."""
+def _equal_pieces(view: WaitingView, best: float, smallest: int, model: StepModel, knobs: LongKnobs) -> int:
+    """What is left of ``view`` in equal pieces: near ``best``, not below ``smallest``, within ``overhead_max``."""
     assert knobs.chunk_max_tokens is not None, "asked for a size where there are chunks"
     grid, rest, history = knobs.grid_tokens, view.new_tokens, view.history_tokens
     largest = max(grid, knobs.chunk_max_tokens // grid * grid)
     fewest = -(-rest // largest)
     limit_s = (1 + knobs.overhead_max) * model.chunked_s(rest, history, -(-rest // fewest))
     # The time grows with the number of pieces: the most that are affordable, by bisection.
-    pieces, most = fewest, max(fewest, rest // max(1, tokens))
+    pieces, most = fewest, max(fewest, min(_cheapest_count(rest / max(best, 1.0)), rest // max(1, smallest)))
     while pieces < most:
         middle = (pieces + most + 1) // 2
         if model.chunked_s(rest, history, -(-rest // middle)) <= limit_s:
@@ -278,3 +281,11 @@ def _equal_pieces(view: WaitingView, tokens: int, model: StepModel, knobs: LongK
         return knobs.chunk_max_tokens
     piece = -(-rest // pieces // grid) * grid
     return min(max(piece, knobs.chunk_min_tokens), largest)
+
+
+def _cheapest_count(ratio: float) -> int:
+    """Number of pieces at which the cost C + best² / C is least, for a rest of ``ratio`` times the best piece.
+
+    m pieces cost no more than m - 1 from ratio² = m · (m - 1) on.
+    """
+    return int((1 + math.sqrt(1 + 4 * ratio * ratio)) / 2)

@@ -35,10 +35,10 @@ def test_without_longs_there_is_no_pick() -> None:
         ("least work first", [(4000, 0.0), (2000, 1.0), (3000, 2.0)], 3.0, KNOBS, 1, None),
         ("ties by arrival", [(4000, 2.0), (4000, 1.0)], 3.0, KNOBS, 1, None),
         ("first come first served", [(4000, 0.0), (2000, 1.0)], 3.0, FCFS, 0, None),
-        ("an aged one beside one with less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 1, 0),
+        ("an aged one before one with less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 0, 0),
         ("not aged yet", [(4000, 0.0), (2000, 5.0)], 9.1, KNOBS, 1, None),
-        ("among aged the earliest arrival", [(4000, 1.0), (2000, 0.5), (9000, 0.0)], 30.0, KNOBS, 1, 2),
-        ("aged under first come first served", [(4000, 1.0), (2000, 0.0)], 30.0, FCFS, 0, 1),
+        ("among aged the earliest arrival", [(4000, 1.0), (2000, 0.5), (9000, 0.0)], 30.0, KNOBS, 2, 2),
+        ("aged under first come first served", [(4000, 1.0), (2000, 0.0)], 30.0, FCFS, 1, 1),
     ],
 )
 def test_order(
@@ -184,10 +184,10 @@ def test_who_shares_a_pass_has_no_worse_priority() -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "arrival_s", "changes", "expected"),
     [
-        ("half of the device for 0.4 s", 4000, 0.0, {}, 9.2),
-        ("counts from arrival", 4000, 3.0, {}, 12.2),
-        ("whole device", 4000, 0.0, {"share": 1.0}, 9.6),
-        ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.4),
+        ("half of the device for 0.4 s and the overhead of 8 %", 4000, 0.0, {}, 9.136),
+        ("counts from arrival", 4000, 3.0, {}, 12.136),
+        ("whole device", 4000, 0.0, {"share": 1.0}, 9.568),
+        ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.272),
         ("too long for the bound: aged at once", 100_000, 3.0, {}, 3.0),
         ("without chunking", 4000, 0.0, {"chunk_max_tokens": None}, 9.2),
     ],
@@ -241,8 +241,18 @@ def test_size_against_the_closed_form() -> None:
     # sqrt(2 * n * g * S_s / (r * t^2 * S_l)) with S_s = 3 ms, S_l = 20,000 * 0.1 ms + 3 launches = 2.003 s
     knobs = dataclasses.replace(BIG, overhead_max=1.0)
     expected = (2 * 0.001 * 0.003 / (0.01 * 1e-8 * 2.003)) ** 0.5
-    assert int(expected) == 173  # 115 pieces of at least so much
-    assert size(0.01, knobs=knobs) == 174
+    assert int(expected) == 173  # 20,000 tokens are 115.4 times as much
+    assert size(0.01, knobs=knobs) == -(-20_000 // 116)
+
+
+@pytest.mark.parametrize(("rest", "pieces"), [(240, 1), (250, 2), (410, 2), (420, 3), (1000, 6)])
+def test_as_many_pieces_as_cost_least(rest: int, pieces: int) -> None:
+    """Sizes off the closed form cost C + best² / C, so 1.42 times the best piece is cheaper in two."""
+    best, service_s = 170.0, rest * 1e-4 + 0.001
+    rate = 2 * 0.001 * 0.003 / (best * best * 1e-8 * max(service_s, 0.003))
+    asked = size(rate, knobs=dataclasses.replace(BIG, chunk_min_tokens=1, overhead_max=10.0), rest=rest)
+    assert asked == (8192 if pieces == 1 else -(-rest // pieces))
+    assert min(range(1, 12), key=lambda count: rest / count + best * best * count / rest) == pieces
 
 
 @given(rest=st.integers(1, 50_000), wanted=st.integers(1, 9000), grid=st.sampled_from([1, 16, 64, 200]))
