@@ -66,12 +66,12 @@ def ports_of(described: dict[str, Any]) -> list[int]:
     return [int(one["url"].rsplit(":", 1)[1]) for one in members] + bootstrap
 
 
-def get(url: str) -> Any:
+def get(url: str, *, timeout_s: float = 60.0) -> Any:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return json.loads(opener.open(url, timeout=60).read())
+    return json.loads(opener.open(url, timeout=timeout_s).read())
 
 
-def ask(url: str, count: int, *, seed: int, gap_s: float = 0.05) -> None:
+def ask(url: str, count: int, *, seed: int, gap_s: float = 0.05, timeout_s: float = 200.0) -> None:
     """``count`` requests of mixed lengths; every token must be the oracle's."""
     import asyncio
 
@@ -82,7 +82,7 @@ def ask(url: str, count: int, *, seed: int, gap_s: float = 0.05) -> None:
         answer = rng.randint(1, 40)
         prompt = chain.prompt_of(rng.choice((5, 60, 900, 3000, 9000)), answer, rng)
         planned.append(Planned(index, index * gap_s, shared + prompt if index % 3 == 0 else prompt, answer))
-    records = asyncio.run(Replay(url, timeout_s=200).run(planned))
+    records = asyncio.run(Replay(url, timeout_s=timeout_s).run(planned))
     assert [record.error for record in records if record.error] == []
     assert sum(map(count_wrong, records)) == 0
     assert all(record.finish == "stop" for record in records)
