@@ -4,8 +4,8 @@ PLA-Serve section 3.2 advances one long by fixed-size chunks C_l and says nothin
 of starvation. This module adds the three.
 
 **Order.** Least remaining new tokens as a soft key: the long with the least work goes first, because that minimises the
-mean, until a long nears its age bound; then the earliest arrival goes first. A long that is under way is overtaken only
-by one that needs a single pass, for the host can hold one chunked request at a time.
+mean; those within a factor of two count as equal, and the earliest of them goes first. A long that is under way is
+overtaken only by one that needs a single pass, for the host can hold one chunked request at a time.
 
 **Age bound.** A long that needs R seconds of device time must have half of the device (``share``) from
 ``max_age - R / share`` after its arrival on to be done by ``max_age``. From then on it is *aged*: it runs whenever the
@@ -123,37 +123,48 @@ class LongQueue:
         return view.aged_at_s
 
     def pick(
-        self, longs: Sequence[WaitingView], chunk: WaitingView | None, now_s: float
+        self, longs: Sequence[WaitingView], chunk: WaitingView | None, now_s: float, *, shorts: bool
     ) -> tuple[LongPick | None, LongPick | None]:
         """Who advances by order, and who advances in the time that is set aside for aged longs; None for nobody.
 
-        ``longs`` are in host order. Only those of the best priority among them are considered. Where nothing is under
-        way, the oldest of the aged longs is next by order too. A chunk under way is overtaken by those alone that one
-        pass finishes and whose priority is no worse. It is aged, too, where an aged long can only run after it.
+        ``longs`` are in host order. Only those of the best priority among them are considered. A chunk under way is
+        overtaken by those alone that one pass finishes and whose priority is no worse. It is aged, too, where an aged
+        long can only run after it.
+
+        Time is set aside for who is passed: by ``shorts`` that wait, or by smaller longs. Under overload longs of one
+        size are all aged, but served as they came; nobody passes them, and what is set aside is for the larger ones.
         """
-        best = _Best()
+        best = _Best(self.knobs.least_remaining)
         if chunk is None:
             best.scan(longs, self._aged_at_s, now_s)
-            next_one = best.oldest or (best.least if self.knobs.least_remaining else best.first)
-            return _start(next_one), _start(best.oldest)
-        best.scan(self._overtakers(longs, chunk), self._aged_at_s, now_s)
+            return _start(best.next), _start(best.passed(shorts))
+        limit = self._overtakes_up_to(chunk)
+        best.scan([view for view in longs if view.new_tokens <= limit], self._aged_at_s, now_s, chunk.priority_rank)
         resumed = resume(chunk)
-        by_order: LongPick | None = resumed if best.least is None else _overtake(best.least)
+        first = resumed if best.next is None else _overtake(best.next)
         # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
         chunk_aged = aged_at_s(chunk, self.model, self.knobs) <= now_s
-        if best.oldest is not None and (not chunk_aged or best.oldest.arrival_s < chunk.arrival_s):
-            return by_order, _overtake(best.oldest)
-        if chunk_aged or any(self._aged_at_s(view) <= now_s for view in longs):
-            return by_order, resumed
-        return by_order, None
+        passed = best.passed(shorts)
+        if passed is not None and (not chunk_aged or passed.arrival_s < chunk.arrival_s):
+            return first, _overtake(passed)
+        if chunk_aged or any(view.new_tokens > limit and self._aged_at_s(view) <= now_s for view in longs):
+            return first, resumed
+        return first, None
 
-    def _overtakers(self, longs: Sequence[WaitingView], chunk: WaitingView) -> list[WaitingView]:
-        """Longs that one pass finishes, with less work than the chunk has left and no worse priority."""
+    def _overtakes_up_to(self, chunk: WaitingView) -> int:
+        """New tokens of the longest that may overtake ``chunk``: one pass finishes it, and it has less work left."""
         largest = self.knobs.chunk_max_tokens
-        if largest is None or not self.knobs.least_remaining:
-            return []
-        limit, rank = min(largest, chunk.new_tokens - 1), chunk.priority_rank
-        return [view for view in longs if view.new_tokens <= limit and view.priority_rank <= rank]
+        return 0 if largest is None or not self.knobs.least_remaining else min(largest, chunk.new_tokens - 1)
+
+
+def size_class(new_tokens: int) -> int:
+    """Sizes within a factor of two are one: who is only a little smaller has no claim to be earlier."""
+    return new_tokens.bit_length()
+
+
+def by_order(view: WaitingView) -> tuple[int, float]:
+    """Least remaining first, the earliest of one size class."""
+    return size_class(view.new_tokens), view.arrival_s
 
 
 def resume(chunk: WaitingView) -> LongPick:
@@ -169,24 +180,44 @@ def _overtake(view: WaitingView) -> LongPick:
     return LongPick(view, running=False, overtakes=True)
 
 
-@dataclasses.dataclass(slots=True)
 class _Best:
-    """The earliest aged long, the one with the least work, and the first in host order, of the best priority."""
+    """Who is next by order, and who is passed by it, among the longs of the best priority."""
 
-    oldest: WaitingView | None = None
-    least: WaitingView | None = None
-    first: WaitingView | None = None
+    __slots__ = ("_aged", "_class", "_least", "next")
 
-    def scan(self, longs: Sequence[WaitingView], aged_at: Callable[[WaitingView], float], now_s: float) -> None:
+    def __init__(self, least_remaining: bool) -> None:
+        self.next: WaitingView | None = None
+        self._least = least_remaining
+        self._class = 0  # size class of next
+        self._aged: dict[int, tuple[float, WaitingView]] = {}  # who aged first in each size class, and when
+
+    def scan(
+        self,
+        longs: Sequence[WaitingView],
+        aged_at: Callable[[WaitingView], float],
+        now_s: float,
+        worst_rank: int | None = None,
+    ) -> None:
+        rank = worst_rank
         for view in longs:
-            if self.first is None or view.priority_rank < self.first.priority_rank:
-                self.first, self.oldest, self.least = view, None, None
-            elif view.priority_rank > self.first.priority_rank:
+            if rank is not None and view.priority_rank > rank:
                 continue
-            if aged_at(view) <= now_s and (self.oldest is None or view.arrival_s < self.oldest.arrival_s):
-                self.oldest = view
-            if self.least is None or (view.new_tokens, view.arrival_s) < (self.least.new_tokens, self.least.arrival_s):
-                self.least = view
+            size = size_class(view.new_tokens)
+            if self.next is None or view.priority_rank < self.next.priority_rank:
+                self.next, self._class, rank = view, size, view.priority_rank
+                self._aged.clear()
+            elif self._least and (size, view.arrival_s) < (self._class, self.next.arrival_s):
+                self.next, self._class = view, size
+            at_s = aged_at(view)
+            if at_s <= now_s and (size not in self._aged or at_s < self._aged[size][0]):
+                self._aged[size] = (at_s, view)
+
+    def passed(self, shorts: bool) -> WaitingView | None:
+        """Who aged first of those that others pass. ``shorts``: some wait, which pass all of them."""
+        every = shorts or not self._least
+        aged = [one for size, one in self._aged.items() if every or size > self._class]
+        first = min(aged, key=lambda one: one[0])[1] if aged else None
+        return None if first is self.next and not shorts else first
 
 
 def companions(
@@ -213,7 +244,7 @@ def companions(
         if view is not pick and view.new_tokens <= room and view.priority_rank <= pick.priority_rank
     ]
     if knobs.least_remaining:
-        fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=lambda view: (view.new_tokens, view.arrival_s))
+        fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=by_order)
     taken: list[WaitingView] = []
     pass_s = batch_step_s((pick,), model)
     for view in fitting[:MOST_COMPANIONS]:

@@ -159,7 +159,7 @@ class TemporalPolicy:
         if self._decode_is_due(view):
             return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
         shorts, longs = self.classify(view.waiting)
-        by_order, aged = self.longs.pick(longs, view.chunk, now_s)
+        by_order, aged = self.longs.pick(longs, view.chunk, now_s, shorts=bool(shorts))
         self._track_ageing(aged)
         owed = aged is not None and self._aged_are_owed()
         pick = aged if owed else by_order

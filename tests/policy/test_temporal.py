@@ -181,11 +181,12 @@ CASES = [
         (1,),
     ),
     Case(
-        "an aged long, not the smallest one",
+        "an aged long, not the smallest one, in its time",
         pass_view([long(RECENT_S, 2000), long(AGED_S, 4000)]),
         L,
-        Reason.NO_SHORT,
+        Reason.AGE,
         (1,),
+        make=lambda: owing(policy()),
     ),
     # decode
     Case(
