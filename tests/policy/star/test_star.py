@@ -18,7 +18,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.policy.decisions import Migrate
 from pla_sglang.policy.fleet import DecodeBatch, FleetView
 from pla_sglang.policy.reasons import FleetReason as R
-from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summarise, trace
+from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summaries, summarise, trace
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle, Proportional
 from pla_sglang.policy.star.select import SelectKnobs, Worker, best_move, classify, objective
@@ -46,6 +46,17 @@ def test_a_summary_is_the_step_by_step_future(rows: Rows) -> None:
     assert summary.loads == pytest.approx(expected)
     assert summary.weighted == pytest.approx(float(horizon.beta @ expected[1:]))
     assert summary.ends.tolist() == [sum(value > 0 for value in row) for row in traces]
+
+
+@given(st.lists(LOADS, min_size=1, max_size=5), st.sampled_from([0, 40]))
+def test_workers_summed_up_together_are_each_as_if_alone(batches: list[Rows], steps: int) -> None:
+    horizon = Horizon(dataclasses.replace(SMALL, steps=steps))
+    for rows, together in zip(batches, summaries([DecodeBatch.of(rows) for rows in batches], horizon), strict=True):
+        alone = summarise(DecodeBatch.of(rows), horizon)
+        assert together.batch.rids == alone.batch.rids
+        for field in ("loads", "sum_wn", "sum_wtn", "peak", "largest", "ends"):
+            assert np.array_equal(getattr(together, field), getattr(alone, field)), field
+        assert together.weighted == pytest.approx(alone.weighted, rel=1e-12)
 
 
 def variance_objective(batches: list[Rows], horizon: Horizon) -> float:
