@@ -51,7 +51,6 @@ class FleetReason(enum.Enum):
     HOLD_LAST = "arrow.hold_last"  # it would have been the last of its phase
     HOLD_OVERLOAD = "arrow.hold_overload"  # decode is loaded as well: decode first
     HOLD_LATE = "arrow.hold_late"  # the request would be late on the flipped instance too
-    HOLD_PREFILL = "arrow.hold_prefill"  # prefill could not keep up without the instance
     HOLD_COOL_DOWN = "arrow.hold_cool_down"
     STEADY = "arrow.steady"
     # STAR

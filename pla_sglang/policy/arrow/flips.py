@@ -59,21 +59,21 @@ class Direction(enum.Enum):
 
 
 class LoadLevel:
-    """Work a second, such as arriving prompt tokens; older work is forgotten exponentially."""
+    """Arriving prompt tokens a second, older ones forgotten exponentially."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._work = 0.0
+        self._tokens = 0.0
         self._at_s: float | None = None
 
-    def add(self, work: float, now_s: float) -> None:
-        self._work = self.per_second(now_s) * self._window_s + work
+    def add(self, tokens: int, now_s: float) -> None:
+        self._tokens = self.per_second(now_s) * self._window_s + tokens
         self._at_s = now_s
 
     def per_second(self, now_s: float) -> float:
         if self._at_s is None:
             return 0.0
-        return self._work / self._window_s * math.exp(-max(0.0, now_s - self._at_s) / self._window_s)
+        return self._tokens / self._window_s * math.exp(-max(0.0, now_s - self._at_s) / self._window_s)
 
 
 class FlipGuard:

@@ -14,7 +14,6 @@ from pla_sglang.policy.arrow.flips import (
     Direction,
     FlipGuard,
     FlipKnobs,
-    LoadLevel,
     flip,
     least_running,
     pick_for_decode,
@@ -47,11 +46,6 @@ class ArrowKnobs:
         tpot_window_s: trigger 2: how long the mean token interval must be above target.
         idle_s: trigger 3: how long a prefill instance must have been idle.
         busy_load: trigger 3: decode load, as in ``FlipKnobs.low_load``, that counts as busy.
-        cache_share: of the TTFT target, up to which the instance that has most of a prompt cached may keep it waiting: the
-            work it saves is there for others. 0: the soonest answer counts.
-        prefill_share: triggers 1 and 3 leave an instance to prefill where the others would be busier than this share
-            without it; None: the prefill load is never asked for (the paper).
-        prefill_window_s: time constant of that load.
         adaptive: False: no flips at all, only request scheduling (for ablations).
         interval_s: time between two ticks.
     """
@@ -63,9 +57,6 @@ class ArrowKnobs:
     tpot_window_s: float = 1.0
     idle_s: float = 1.0
     busy_load: float = 0.5
-    cache_share: float = 0.0
-    prefill_share: float | None = None
-    prefill_window_s: float = 5.0
     adaptive: bool = True
     interval_s: float = 0.25
 
@@ -77,10 +68,6 @@ class ArrowKnobs:
         require("arrow tpot_window_s", self.tpot_window_s, 0)
         require("arrow idle_s", self.idle_s, 0)
         require("arrow busy_load", self.busy_load, 0, above=True)
-        require("arrow cache_share", self.cache_share, 0, 1)
-        if self.prefill_share is not None:
-            require("arrow prefill_share", self.prefill_share, 0, 1, above=True)
-        require("arrow prefill_window_s", self.prefill_window_s, 0, above=True)
         require("arrow interval_s", self.interval_s, 0, above=True)
 
 
@@ -94,7 +81,6 @@ class ArrowPolicy(Observer):
         self.interval_s = knobs.interval_s
         self._over_since_s: float | None = None  # token interval above target since; None: it is not
         self._idle_since_s: dict[int, float] = {}
-        self._prefill_work = LoadLevel(knobs.prefill_window_s)  # busy seconds of prefill instances
 
     # -- request scheduling --------------------------------------------------------------------------------------------
 
@@ -102,11 +88,11 @@ class ArrowPolicy(Observer):
         """Algorithm 1."""
         slo_s = request.ttft_slo_s if request.ttft_slo_s is not None else self.knobs.ttft_slo_s
         left_s = slo_s - (now_s - request.arrival_s)
-        first = self._best(fleet.by_role[Role.PREFILL], request, left_s)
+        first = self._best(fleet.by_role[Role.PREFILL], request)
         first_s = None if first is None else self.predictor.ttft_s(request, first)
         if first_s is not None and first_s <= left_s:
             return Dispatch(first, None, FleetReason.PREFILL_SLO, first_s)
-        second = self._best(fleet.by_role[Role.DECODE_TO_PREFILL], request, left_s)
+        second = self._best(fleet.by_role[Role.DECODE_TO_PREFILL], request)
         second_s = None if second is None else self.predictor.ttft_s(request, second)
         if second_s is not None and second_s <= left_s:
             return Dispatch(second, None, FleetReason.PREFILL_SLO_MIXED, second_s)
@@ -164,12 +150,10 @@ class ArrowPolicy(Observer):
         return flip(instance, Direction.TO_PREFILL, reason)
 
     def try_move_prefill_to_decode(self, fleet: FleetView, now_s: float, reason: FleetReason) -> SetRole | Hold:
-        """Algorithm 4 behind the guard. The prefill load matters only with ``prefill_share``, and not to trigger 2."""
+        """Algorithm 4 behind the guard; the prefill load does not matter."""
         instance = pick_for_decode(fleet, self.predictor) if self.knobs.adaptive else None
         if instance is None:
             return Hold(FleetReason.HOLD_LAST)
-        if reason is FleetReason.FLIP_NO_ROOM and self._prefill_is_needed(fleet, now_s):
-            return Hold(FleetReason.HOLD_PREFILL)
         if not self.guard.may(Direction.TO_DECODE, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
         self.guard.note(Direction.TO_DECODE, now_s)
@@ -199,8 +183,6 @@ class ArrowPolicy(Observer):
         """Trigger 3, for the instance that is idle."""
         if pick_for_decode(fleet, self.predictor) is None or not self.knobs.adaptive:
             return Hold(FleetReason.HOLD_LAST)
-        if self._prefill_is_needed(fleet, now_s):
-            return Hold(FleetReason.HOLD_PREFILL)
         if not self.guard.may(Direction.TO_DECODE, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
         self.guard.note(Direction.TO_DECODE, now_s)
@@ -224,21 +206,18 @@ class ArrowPolicy(Observer):
 
     # -- small questions -----------------------------------------------------------------------------------------------
 
-    def _best(self, pool: list[InstanceView], request: RequestView, left_s: float) -> InstanceView | None:
-        """Least delay (line 1), unless a cached prefix makes another one answer sooner, or saves work in good time."""
+    def _best(self, pool: list[InstanceView], request: RequestView) -> InstanceView | None:
+        """Least delay (line 1), unless a cached prefix makes another one answer sooner."""
         best = self.predictor.least_delay(pool)
         if best is None or not request.cached:
             return best
-        best_s, least_s = self.predictor.ttft_s(request, best), self.predictor.own_s(request, best)
-        saving: InstanceView | None = None
+        best_s = self.predictor.ttft_s(request, best)
         for instance in pool:
             if instance.index in request.cached:
-                other_s, own_s = self.predictor.ttft_s(request, instance), self.predictor.own_s(request, instance)
+                other_s = self.predictor.ttft_s(request, instance)
                 if other_s < best_s:
                     best, best_s = instance, other_s
-                if own_s < least_s and other_s <= self.knobs.cache_share * left_s:
-                    saving, least_s = instance, own_s
-        return saving or best
+        return best
 
     def limit_tokens(self, instance: InstanceView) -> int:
         """Max Running Tokens. Raises KeyError for a profile without limit where there is no default."""
@@ -270,12 +249,6 @@ class ArrowPolicy(Observer):
         tokens = sum(instance.decode_tokens() for instance in members)
         return tokens > self.knobs.busy_load * sum(self.limit_tokens(instance) for instance in members)
 
-    def _prefill_is_needed(self, fleet: FleetView, now_s: float) -> bool:
-        """Whether prefill instances would be too busy with one less. A decode that waits for room pays once, a prefill
-        pool that cannot keep up makes all who come later wait."""
-        share, count = self.knobs.prefill_share, len(fleet.by_role[Role.PREFILL])
-        return share is not None and self._prefill_work.per_second(now_s) > share * (count - 1)
-
     def _interval_is_over(self, fleet: FleetView, now_s: float) -> bool:
         """Trigger 2: above target at every tick for ``tpot_window_s``."""
         pace_s = _mean_interval_s(self._members(fleet))
@@ -302,8 +275,6 @@ class ArrowPolicy(Observer):
 
     def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
         self.predictor.on_prefill(sample)
-        if sample.instance.role is Role.PREFILL:
-            self._prefill_work.add(sample.duration_s, now_s)
 
     def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
         self.predictor.on_first_token(request, now_s)

@@ -17,7 +17,7 @@ from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceView, Reques
 from pla_sglang.policy.reasons import FleetReason
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summaries, summarise
 from pla_sglang.policy.star.predictors import Oracle, RemainingPredictor
-from pla_sglang.policy.star.select import Move, SelectKnobs, Worker, best_move
+from pla_sglang.policy.star.select import Choice, Move, SelectKnobs, Worker, best_move
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,11 @@ class StarRescheduler(Observer):
         workers = self._workers(instances, fleet, now_s)
         actions: list[FleetAction] = []
         for _ in range(self.knobs.moves):
-            move, overloaded = best_move(workers, self.horizon, self.knobs.select)
+            choice = best_move(workers, self.horizon, self.knobs.select)
+            move = choice.move
             if move is None:
                 if not actions:
-                    actions.append(Hold(self._why_not(workers, overloaded)))
+                    actions.append(Hold(_why_not(choice)))
                 break
             actions.append(self._migrate(move, instances, workers, now_s))
             self._carry_out(move, workers)
@@ -126,13 +127,12 @@ class StarRescheduler(Observer):
         workers[move.source].summary = summarise(left, self.horizon)
         workers[move.target].summary = summarise(joined, self.horizon)
 
-    def _why_not(self, workers: list[Worker], overloaded: bool) -> FleetReason:
-        if not overloaded:
-            return FleetReason.STAR_BALANCED
-        indifferent = dataclasses.replace(self.knobs.select, min_gain=0.0)
-        found, _ = best_move(workers, self.horizon, indifferent)
-        return FleetReason.STAR_NO_CANDIDATE if found is None else FleetReason.STAR_NO_GAIN
-
     def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
         self._moved_s.pop(request.rid, None)
         self.predictor.forget(request.rid)
+
+
+def _why_not(choice: Choice) -> FleetReason:
+    if not choice.overloaded:
+        return FleetReason.STAR_BALANCED
+    return FleetReason.STAR_NO_CANDIDATE if choice.best is None else FleetReason.STAR_NO_GAIN

@@ -15,7 +15,7 @@ from support.fleets import apply, d2p, decode, fleet, mixed, p2d, predictor, pre
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
-from pla_sglang.policy.decisions import Hold, PrefillSample, SetRole
+from pla_sglang.policy.decisions import Hold, SetRole
 from pla_sglang.policy.fleet import FleetView, InstanceState, RequestView, Role
 from pla_sglang.policy.reasons import FleetReason as R
 
@@ -245,50 +245,6 @@ def test_a_reversal_is_held_by_the_cool_down() -> None:
     assert late.reason is R.DECODE_FLIP
 
 
-@pytest.mark.parametrize(
-    ("name", "share", "busy_s", "reason"),
-    [
-        ("the paper never asks", None, 10.0, R.DECODE_FLIP),
-        ("the other one would be busier than that", 0.8, 4.5, R.DECODE_FALLBACK),
-        ("it would not", 0.8, 3.9, R.DECODE_FLIP),
-    ],
-)
-def test_an_instance_that_prefill_needs_stays(name: str, share: float | None, busy_s: float, reason: R) -> None:
-    arrow = policy(prefill_share=share, prefill_window_s=5.0)
-    view = fleet(prefill(), prefill(), decode(**FULL))
-    sample = PrefillSample(view.instances[0], 100, 10_000, 0, 1, duration_s=busy_s)
-    arrow.on_prefill(sample, 0.0)
-    arrow.on_prefill(dataclasses.replace(sample, instance=view.instances[2]), 0.0)  # in place: no work of the pool
-    answer = arrow.place_decode(request(prefilled_on=view.instances[0]), view, 0.0)
-    assert answer.reason is reason, name
-    if reason is R.DECODE_FALLBACK:
-        assert [action.reason for action in answer.actions] == [R.HOLD_PREFILL]
-        late = arrow.place_decode(request(prefilled_on=view.instances[0]), view, 5.0)  # a time constant later
-        assert late.reason is R.DECODE_FLIP
-
-
-@pytest.mark.parametrize(
-    ("name", "share", "queued", "chosen"),
-    [
-        ("the paper: the soonest answer", 0.0, 700, "i1"),
-        ("work is saved where there is time", 0.8, 600, "i0"),
-        ("not where that comes close to the target", 0.8, 700, "i1"),
-    ],
-)
-def test_a_cached_prefix_may_be_worth_a_wait(name: str, share: float, queued: int, chosen: str) -> None:
-    view = fleet(prefill(queued_tokens=queued), prefill(), decode())  # 100 new tokens of 400 on i0, all of them on i1
-    answer = policy(cache_share=share).dispatch(request(400, cached={0: 300}), view, 0.0)
-    assert (answer.prefill and answer.prefill.name, answer.reason) == (chosen, R.PREFILL_SLO), name
-
-
-def test_an_idle_instance_that_prefill_needs_stays() -> None:
-    arrow = policy(prefill_share=0.8, prefill_window_s=5.0)
-    view = fleet(prefill(), prefill(queued_tokens=10), decode(context_tokens=900))
-    arrow.on_prefill(PrefillSample(view.instances[1], 100, 10_000, 0, 1, duration_s=4.5), 0.0)
-    assert [action.reason for action in arrow.tick(view, 0.0)] == [R.HOLD_PREFILL]
-    assert [action.reason for action in arrow.tick(view, 5.0)] == [R.FLIP_IDLE]
-
-
 def test_without_flips_only_requests_are_scheduled() -> None:
     arrow = policy(adaptive=False)
     view = fleet(prefill(**LATE), decode(), decode())
@@ -297,14 +253,7 @@ def test_without_flips_only_requests_are_scheduled() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        {"ttft_slo_s": 0.0},
-        {"tpot_slo_s": -1.0},
-        {"max_running_tokens": {"": 0}},
-        {"interval_s": 0.0},
-        {"prefill_share": 0.0},
-    ],
+    "bad", [{"ttft_slo_s": 0.0}, {"tpot_slo_s": -1.0}, {"max_running_tokens": {"": 0}}, {"interval_s": 0.0}]
 )
 def test_bad_knobs(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):

@@ -92,7 +92,7 @@ def brute_force(batches: list[Rows], horizon: Horizon, knobs: SelectKnobs, room:
 def test_the_selection_is_the_best_feasible_move(batches: list[Rows], room: int, steps: int) -> None:
     horizon = Horizon(dataclasses.replace(SMALL, steps=steps))
     knobs = dataclasses.replace(ANY_GAIN, unknown_tokens=30)
-    move, _ = best_move([worker(rows, horizon, room) for rows in batches], horizon, knobs)
+    move = best_move([worker(rows, horizon, room) for rows in batches], horizon, knobs).move
     expected = brute_force(batches, horizon, knobs, room)
     scale = 1e-9 * max(1.0, variance_objective(batches, horizon))
     assert (0.0 if move is None else move.gain) == pytest.approx(expected, rel=1e-6, abs=scale)
@@ -102,7 +102,7 @@ def test_the_selection_is_the_best_feasible_move(batches: list[Rows], room: int,
 def test_the_gain_is_the_definition(batches: list[Rows]) -> None:
     horizon = Horizon(SMALL)
     workers = [worker(rows, horizon) for rows in batches]
-    move, _ = best_move(workers, horizon, ANY_GAIN)
+    move = best_move(workers, horizon, ANY_GAIN).move
     if move is None:
         return
     _, tokens, left = batches[move.source][move.request]
@@ -141,7 +141,7 @@ NOW = Horizon(HorizonKnobs(steps=0))
 def test_current_load_by_hand() -> None:
     workers = [worker([("a", 40, None), ("b", 50, None)], NOW), worker([("c", 10, None)], NOW)]
     knobs = dataclasses.replace(ANY_GAIN, unknown_tokens=0)
-    move, _ = best_move(workers, NOW, knobs)
+    move = best_move(workers, NOW, knobs).move
     assert move is not None
     assert (move.source, move.target, move.request) == (0, 1, 0)
     assert move.gain == pytest.approx(1600.0)
@@ -152,7 +152,7 @@ def test_prediction_prefers_the_request_that_stays() -> None:
     horizon = Horizon(HorizonKnobs(steps=100, points=10))
     workers = [worker([("ends", 500, 3.0), ("stays", 500, 1000.0), ("stays too", 500, 1000.0)], horizon)]
     workers.append(worker([], horizon))
-    move, _ = best_move(workers, horizon, ANY_GAIN)
+    move = best_move(workers, horizon, ANY_GAIN).move
     assert move is not None
     assert move.request == 1
 
