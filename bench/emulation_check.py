@@ -186,6 +186,8 @@ def run(options: argparse.Namespace) -> int:
         "host_overhead_share": steps["host_overhead_share"],
         "steps": steps["steps"],
         "time_scale": options.time_scale,
+        "duration_s": options.duration_s,
+        "rate_per_s": options.rate,
         "dopd_table_max_error": max(abs(row["error"]) for row in rows),
         "dopd_time_scale": options.dopd_scale,
         "dopd_table": rows,
