@@ -32,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pla_sglang.policy.awd import batch_step_s
 from pla_sglang.policy.boundary import StepModel
@@ -108,18 +108,19 @@ class LongQueue:
     """Chooses among the longs. Remembers when each becomes aged, as that is asked of every long in every pass."""
 
     def __init__(self, knobs: LongKnobs, model: StepModel) -> None:
-        self._stamp = 0
+        self.stamp = 0
         self.set(knobs, model)
 
     def set(self, knobs: LongKnobs, model: StepModel) -> None:
         self.knobs = knobs
         self.model = model
-        self._stamp += 1
+        self.stamp += 1
 
-    def _aged_at_s(self, view: WaitingView) -> float:
-        if view.aged_stamp != self._stamp:
+    def when_aged_s(self, view: WaitingView) -> float:
+        """``aged_at_s``, remembered in the view until knobs or model change."""
+        if view.aged_stamp != self.stamp:
             view.aged_at_s = aged_at_s(view, self.model, self.knobs)
-            view.aged_stamp = self._stamp
+            view.aged_stamp = self.stamp
         return view.aged_at_s
 
     def pick(
@@ -136,10 +137,10 @@ class LongQueue:
         """
         best = _Best(self.knobs.least_remaining)
         if chunk is None:
-            best.scan(longs, self._aged_at_s, now_s)
+            best.scan(longs, self, now_s)
             return _start(best.next), _start(best.passed(shorts))
         limit = self._overtakes_up_to(chunk)
-        best.scan([view for view in longs if view.new_tokens <= limit], self._aged_at_s, now_s, chunk.priority_rank)
+        best.scan([view for view in longs if view.new_tokens <= limit], self, now_s, chunk.priority_rank)
         resumed = resume(chunk)
         first = resumed if best.next is None else _overtake(best.next)
         # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
@@ -147,7 +148,7 @@ class LongQueue:
         passed = best.passed(shorts)
         if passed is not None and (not chunk_aged or passed.arrival_s < chunk.arrival_s):
             return first, _overtake(passed)
-        if chunk_aged or any(view.new_tokens > limit and self._aged_at_s(view) <= now_s for view in longs):
+        if chunk_aged or any(view.new_tokens > limit and self.when_aged_s(view) <= now_s for view in longs):
             return first, resumed
         return first, None
 
@@ -191,24 +192,19 @@ class _Best:
         self._class = 0  # size class of next
         self._aged: dict[int, tuple[float, WaitingView]] = {}  # who aged first in each size class, and when
 
-    def scan(
-        self,
-        longs: Sequence[WaitingView],
-        aged_at: Callable[[WaitingView], float],
-        now_s: float,
-        worst_rank: int | None = None,
-    ) -> None:
-        rank = worst_rank
+    def scan(self, longs: Sequence[WaitingView], queue: LongQueue, now_s: float, worst_rank: int | None = None) -> None:
+        """On the hot path."""
+        rank, stamp = worst_rank, queue.stamp
         for view in longs:
             if rank is not None and view.priority_rank > rank:
                 continue
-            size = size_class(view.new_tokens)
+            size = view.new_tokens.bit_length()  # size_class, without the call
             if self.next is None or view.priority_rank < self.next.priority_rank:
                 self.next, self._class, rank = view, size, view.priority_rank
                 self._aged.clear()
             elif self._least and (size, view.arrival_s) < (self._class, self.next.arrival_s):
                 self.next, self._class = view, size
-            at_s = aged_at(view)
+            at_s = view.aged_at_s if view.aged_stamp == stamp else queue.when_aged_s(view)
             if at_s <= now_s and (size not in self._aged or at_s < self._aged[size][0]):
                 self._aged[size] = (at_s, view)
 
