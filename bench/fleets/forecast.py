@@ -43,6 +43,7 @@ TARGETS = (0.95, 0.99)
 MAIN_TARGET = 0.99
 REQUEST_TARGET = 0.95
 DAY_HOURS = 24
+INTERVALS = 14 * DAY_HOURS  # by default, the last ones of each series
 
 Row = dict[str, Any]  # level, trace, forecaster, target, gpu_hours, headroom, attainment, error
 
@@ -195,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.fleets.forecast", description=(__doc__ or "").split("\n\n")[0])
     made.add_argument("--data", type=Path, help="folder with recorded traces (docs/fleets.md)")
     made.add_argument("--requests", type=int, default=3000, help="of each simulated hour at most; 0: no simulation")
-    made.add_argument("--intervals", type=int, default=24 * 14, help="the last ones of each series")
+    made.add_argument("--intervals", type=int, default=INTERVALS, help="the last ones of each series")
     made.add_argument("--full", action="store_true", help="all intervals and all requests")
     made.add_argument("--jobs", type=int, default=1, help="processes")
     made.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this code has found")

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--full", action="store_true", help="the sizes of the papers; hours")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--jobs", type=int, default=1, help="processes")
-    made.add_argument("--resume", action="store_true", help="keep what an earlier run has left in --out, run the rest")
+    made.add_argument("--resume", action="store_true", help="keep what an earlier run has left in --out")
     made.add_argument("--out", type=Path, default=Path("bench_out/papers"), help="folder of the results")
     return made
 
@@ -114,7 +114,8 @@ def measured(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Runs a script, prints and writes what it found."""
     started_s = time.monotonic()
     with progress_of(name, Console(stderr=True)) as done:
-        finding = script(name)(Context(args.data, 2 if args.full else 1, args.seed, args.jobs, done))
+        scratch = args.out / "cells" if args.resume else None
+        finding = script(name)(Context(args.data, 2 if args.full else 1, args.seed, args.jobs, scratch, done))
     spent_s = time.monotonic() - started_s
     told = about(args, spent_s)
     show(finding, Console(width=150))

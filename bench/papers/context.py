@@ -29,6 +29,7 @@ class Context:
         size: 0 for tests (seconds), 1 reduced, 2 full.
         seed: of everything random.
         jobs: processes.
+        scratch: folder in which long scripts keep cells, so that a run can be resumed; None: they keep none.
         progress: told how many cases of a script are done, and of how many.
     """
 
@@ -36,6 +37,7 @@ class Context:
     size: int = 1
     seed: int = 1
     jobs: int = 1
+    scratch: Path | None = None
     progress: Callable[[int, int], None] = silent
 
     def __post_init__(self) -> None:

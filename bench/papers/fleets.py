@@ -1,6 +1,7 @@
 """Beyond the papers: the combination against each single system, and what a forecast is worth (``bench/fleets``).
 
-The fleet benches take long and have runs of their own; here they run at a small size, over the systems alone.
+The fleet benches take long and have runs of their own; here they run over the systems alone, by interval alone. Cells
+are kept under the names of those benches, so that cells of one serve the other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleets import forecast, policies
-from bench.fleets.cells import Store
+from bench.fleets.cells import Store, code_version
 from bench.fleets.workloads import available
 from bench.papers.charts import bars, draw
 from bench.papers.context import Context
@@ -21,9 +22,10 @@ COMPARED = (*policies.SYSTEMS, policies.COMBINED)
 
 
 def run(context: Context) -> Finding:
-    with tempfile.TemporaryDirectory() as folder:
-        served = capacities(context, Store(Path(folder) / "policies.jsonl"))
-        planned = forecasts(context, Store(Path(folder) / "forecast.jsonl"))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = context.scratch or Path(temporary)
+        served = capacities(context, Store(folder / f"fleets_policies_{code_version()}.jsonl"))
+        planned = forecasts(context, Store(folder / f"fleets_forecast_{code_version()}.jsonl"))
     ratios = policies.combined_vs_best_single(served)
     hours = forecast.forecast_gpu_hours(planned)
     rates = policies.figure_of(served, "capacity_per_s")
@@ -31,7 +33,7 @@ def run(context: Context) -> Finding:
     return Finding(
         "fleets",
         "Beyond the papers: the combination, and forecasts",
-        "bench/fleets at a small size; its own runs are larger and have every baseline",
+        "bench/fleets, reduced: the first requests of each workload, the systems alone; forecasts by interval",
         [
             *[
                 Row(f"{name}: combined / best single system", None, ratio, "", NOT_PRINTED)
@@ -63,7 +65,8 @@ def run(context: Context) -> Finding:
 
 def capacities(context: Context, store: Store) -> list[dict[str, Any]]:
     names = available(context.data)
-    sizes = policies.Sizes(context.pick(60, 1500, None), context.pick(0.5, 0.05, 0.02), context.seed)
+    requests = context.pick(60, policies.REQUESTS, None)
+    sizes = policies.Sizes(requests, context.pick(0.5, policies.TOLERANCE, 0.02), context.seed)
     total = len(names) * len(COMPARED)
     return policies.measure(
         context.data,
@@ -79,5 +82,5 @@ def capacities(context: Context, store: Store) -> list[dict[str, Any]]:
 
 def forecasts(context: Context, store: Store) -> list[dict[str, Any]]:
     """Without recorded traces, the series that are generated."""
-    limit = context.pick(12, 24 * 7, None)
+    limit = context.pick(12, forecast.INTERVALS, None)
     return forecast.measure(context.data, store=store, limit=limit, requests=0, jobs=context.jobs)
