@@ -19,6 +19,7 @@ GAUGES = ("pla_router_open_requests", "pla_router_queued_requests", "pla_router_
 LOADS = ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens")
 POLL_S = 0.01
 PROBE_TOKENS = 6000
+FREE_LIMIT_S = 60.0  # a decode that is not free by then counts with this time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ async def _probe(
     for prefill in prefills:
         async with http.post(f"{prefill}/abort_request", json={"rid": rid}):
             pass
-    while await _held(http, decodes):
+    while await _held(http, decodes) and time.monotonic() - started_s < FREE_LIMIT_S:
         await asyncio.sleep(POLL_S)
     freed_s = time.monotonic() - started_s
     await request

@@ -28,7 +28,12 @@ _LEGAL = {
 
 @dataclasses.dataclass(slots=True)
 class Instance:
-    """An engine (with a spec) or the router (without). ``command``: the arguments of the router."""
+    """An engine (with a spec) or the router (without).
+
+    Attributes:
+        command: the arguments of the router.
+        ended_s: when its last process was seen to end, by ``time.monotonic``; None: never.
+    """
 
     name: str
     url: str
@@ -38,7 +43,7 @@ class Instance:
     pid: int | None = None
     restarts: int = 0
     exit_status: int | None = None
-    restart_wanted: bool = False
+    ended_s: float | None = None
 
     def to(self, state: State) -> None:
         """Change the state. Raises ValueError for a change that cannot happen."""

@@ -24,6 +24,9 @@ from pla_sglang.cluster.spec import ROUTER_MODULES, ClusterConfig, instances, ro
 HEALTH_INTERVAL_S = 0.25
 HEALTH_TIMEOUT_S = 10.0
 STOP_GRACE_S = 3.0
+# SGLang's decode instances keep the addresses of a prefill instance until two of their heartbeats, one in 5 s, have
+# found it dead. One that comes back sooner is never paired again: they go on writing to ports that nobody listens on.
+FORGOTTEN_S = 12.0
 # What makes the host's device a CPU, before anything asks; and one thread of torch a process, as engines share cores.
 ENVIRONMENT = {
     "SGLANG_PLA_PLATFORM": "cpu",
@@ -197,38 +200,47 @@ class Supervisor:
     def _on_exit(self, member: Instance, status: int) -> None:
         expected = member.state is State.STOPPING
         member.to(State.DEAD)
-        member.exit_status, member.pid = status, None
+        member.exit_status, member.pid, member.ended_s = status, None, time.monotonic()
         if not expected and not self._stop.is_set():
             self._say(f"{member.name} ended with status {status}")
-        if member.restart_wanted:
-            member.restart_wanted = False
-            member.restarts += 1
-            member.to(State.STARTING)
-            self._launch(member)
 
     async def restart(self, name: str) -> None:
-        """End one member and start it anew on the same ports; returns once it is ready. Raises ClusterError."""
+        """End one member and start it anew on the same ports; returns once it is ready.
+
+        A prefill instance stays down for ``FORGOTTEN_S`` where there are decode instances. Raises ClusterError.
+        """
         member = next((one for one in self.members if one.name == name), None)
         if member is None:
             raise ClusterError(f"no instance {name!r}; there are: {', '.join(one.name for one in self.members)}")
-        assert self._children is not None
-        restarts = member.restarts
-        member.restart_wanted = True
-        if member.state is State.DEAD:
-            member.restart_wanted = False
+        await self._bring_down(member)
+        await asyncio.sleep(max(0.0, self.may_start_s(member) - time.monotonic()))
+        self._check_start(name)
+        if member.state is State.DEAD:  # else somebody else has ordered the same meanwhile
             member.restarts += 1
             member.to(State.STARTING)
             self._launch(member)
-        elif member.state is not State.STOPPING:
-            member.to(State.STOPPING)
-            self._children.kill(name, signal.SIGTERM)
-            await asyncio.sleep(STOP_GRACE_S)
-            if member.restarts == restarts:
-                self._children.kill(name, signal.SIGKILL)
-        while member.restarts == restarts:
-            await asyncio.sleep(HEALTH_INTERVAL_S)
         async with aiohttp.ClientSession(trust_env=False) as http:
             await self._wait_ready(member, http)
+
+    async def _bring_down(self, member: Instance) -> None:
+        assert self._children is not None
+        if member.state in (State.STARTING, State.READY):
+            member.to(State.STOPPING)
+            self._children.kill(member.name, signal.SIGTERM)
+            end_s = time.monotonic() + STOP_GRACE_S
+            while member.state is State.STOPPING and time.monotonic() < end_s:
+                await asyncio.sleep(HEALTH_INTERVAL_S)
+            if member.state is State.STOPPING:
+                self._children.kill(member.name, signal.SIGKILL)
+        while member.state is State.STOPPING:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    def may_start_s(self, member: Instance) -> float:
+        """When a member that has ended may be started again, by ``time.monotonic``."""
+        decodes = any(one.spec is not None and one.spec.kind == "decode" for one in self.engines)
+        if member.ended_s is None or member.spec is None or member.spec.kind != "prefill" or not decodes:
+            return 0.0
+        return member.ended_s + FORGOTTEN_S
 
     # -- control and state -----------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ PLA-Serve section 3.2 advances one long by fixed-size chunks C_l and says nothin
 of starvation. This module adds the three.
 
 **Order.** Least remaining new tokens as a soft key: the long with the least work goes first, because that minimises the
-mean, until a long nears its age bound; then the earliest arrival goes first. A long that is under way is overtaken only
-by one that needs a single pass, for the host can hold one chunked request at a time.
+mean; those within a factor of two count as equal, and the earliest of them goes first. A long that is under way is
+overtaken only by one that needs a single pass, for the host can hold one chunked request at a time.
 
 **Age bound.** A long that needs R seconds of device time must have half of the device (``share``) from
 ``max_age - R / share`` after its arrival on to be done by ``max_age``. From then on it is *aged*: it runs whenever the
@@ -22,9 +22,9 @@ and S_l the service times, n longs delayed, g seconds a launch and t seconds a t
 
 clipped from above by the configured chunk, which is also what is used when no short is expected, and from below by
 ``chunk_min`` and by twice the ridge of the roofline (below it a smaller chunk is no faster). What is left of the long
-is then cut into *equal* pieces: a first piece cut small for nothing leaves a small last one, and that is the dearest
-pass of all, as it reads the whole prompt again. There are never so many that the whole costs ``overhead_max`` more than
-in the fewest possible.
+is then cut into *equal* pieces, as many as cost least: a first piece cut small for nothing leaves a small last one,
+and that is the dearest pass of all, as it reads the whole prompt again. There are never so many that the whole costs
+``overhead_max`` more than in the fewest possible.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LongKnobs:
     chunk_max_tokens: int | None = 8192
     chunk_min_tokens: int = 64
     grid_tokens: int = 1
-    overhead_max: float = 0.03
+    overhead_max: float = 0.08
     least_remaining: bool = True
 
     def __post_init__(self) -> None:
@@ -99,6 +99,8 @@ def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
     """When ``view`` becomes aged, in seconds on the shared clock."""
     chunk = knobs.chunk_max_tokens or view.new_tokens
     service_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
+    if knobs.chunk_max_tokens is not None:
+        service_s *= 1 + knobs.overhead_max  # what cutting it smaller may cost
     return view.arrival_s + max(0.0, knobs.max_age_s - knobs.margin * service_s / knobs.share)
 
 
@@ -121,36 +123,48 @@ class LongQueue:
         return view.aged_at_s
 
     def pick(
-        self, longs: Sequence[WaitingView], chunk: WaitingView | None, now_s: float
+        self, longs: Sequence[WaitingView], chunk: WaitingView | None, now_s: float, *, shorts: bool
     ) -> tuple[LongPick | None, LongPick | None]:
         """Who advances by order, and who advances in the time that is set aside for aged longs; None for nobody.
 
         ``longs`` are in host order. Only those of the best priority among them are considered. A chunk under way is
         overtaken by those alone that one pass finishes and whose priority is no worse. It is aged, too, where an aged
         long can only run after it.
+
+        Time is set aside for who is passed: by ``shorts`` that wait, or by smaller longs. Under overload longs of one
+        size are all aged, but served as they came; nobody passes them, and what is set aside is for the larger ones.
         """
-        best = _Best()
+        best = _Best(self.knobs.least_remaining)
         if chunk is None:
             best.scan(longs, self._aged_at_s, now_s)
-            return _start(best.least if self.knobs.least_remaining else best.first), _start(best.oldest)
-        best.scan(self._overtakers(longs, chunk), self._aged_at_s, now_s)
+            return _start(best.next), _start(best.passed(shorts))
+        limit = self._overtakes_up_to(chunk)
+        best.scan([view for view in longs if view.new_tokens <= limit], self._aged_at_s, now_s, chunk.priority_rank)
         resumed = resume(chunk)
-        by_order: LongPick | None = resumed if best.least is None else _overtake(best.least)
+        first = resumed if best.next is None else _overtake(best.next)
         # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
         chunk_aged = aged_at_s(chunk, self.model, self.knobs) <= now_s
-        if best.oldest is not None and (not chunk_aged or best.oldest.arrival_s < chunk.arrival_s):
-            return by_order, _overtake(best.oldest)
-        if chunk_aged or any(self._aged_at_s(view) <= now_s for view in longs):
-            return by_order, resumed
-        return by_order, None
+        passed = best.passed(shorts)
+        if passed is not None and (not chunk_aged or passed.arrival_s < chunk.arrival_s):
+            return first, _overtake(passed)
+        if chunk_aged or any(view.new_tokens > limit and self._aged_at_s(view) <= now_s for view in longs):
+            return first, resumed
+        return first, None
 
-    def _overtakers(self, longs: Sequence[WaitingView], chunk: WaitingView) -> list[WaitingView]:
-        """Longs that one pass finishes, with less work than the chunk has left and no worse priority."""
+    def _overtakes_up_to(self, chunk: WaitingView) -> int:
+        """New tokens of the longest that may overtake ``chunk``: one pass finishes it, and it has less work left."""
         largest = self.knobs.chunk_max_tokens
-        if largest is None or not self.knobs.least_remaining:
-            return []
-        limit, rank = min(largest, chunk.new_tokens - 1), chunk.priority_rank
-        return [view for view in longs if view.new_tokens <= limit and view.priority_rank <= rank]
+        return 0 if largest is None or not self.knobs.least_remaining else min(largest, chunk.new_tokens - 1)
+
+
+def size_class(new_tokens: int) -> int:
+    """Sizes within a factor of two are one: who is only a little smaller has no claim to be earlier."""
+    return new_tokens.bit_length()
+
+
+def by_order(view: WaitingView) -> tuple[int, float]:
+    """Least remaining first, the earliest of one size class."""
+    return size_class(view.new_tokens), view.arrival_s
 
 
 def resume(chunk: WaitingView) -> LongPick:
@@ -166,24 +180,44 @@ def _overtake(view: WaitingView) -> LongPick:
     return LongPick(view, running=False, overtakes=True)
 
 
-@dataclasses.dataclass(slots=True)
 class _Best:
-    """The earliest aged long, the one with the least work, and the first in host order, of the best priority."""
+    """Who is next by order, and who is passed by it, among the longs of the best priority."""
 
-    oldest: WaitingView | None = None
-    least: WaitingView | None = None
-    first: WaitingView | None = None
+    __slots__ = ("_aged", "_class", "_least", "next")
 
-    def scan(self, longs: Sequence[WaitingView], aged_at: Callable[[WaitingView], float], now_s: float) -> None:
+    def __init__(self, least_remaining: bool) -> None:
+        self.next: WaitingView | None = None
+        self._least = least_remaining
+        self._class = 0  # size class of next
+        self._aged: dict[int, tuple[float, WaitingView]] = {}  # who aged first in each size class, and when
+
+    def scan(
+        self,
+        longs: Sequence[WaitingView],
+        aged_at: Callable[[WaitingView], float],
+        now_s: float,
+        worst_rank: int | None = None,
+    ) -> None:
+        rank = worst_rank
         for view in longs:
-            if self.first is None or view.priority_rank < self.first.priority_rank:
-                self.first, self.oldest, self.least = view, None, None
-            elif view.priority_rank > self.first.priority_rank:
+            if rank is not None and view.priority_rank > rank:
                 continue
-            if aged_at(view) <= now_s and (self.oldest is None or view.arrival_s < self.oldest.arrival_s):
-                self.oldest = view
-            if self.least is None or (view.new_tokens, view.arrival_s) < (self.least.new_tokens, self.least.arrival_s):
-                self.least = view
+            size = size_class(view.new_tokens)
+            if self.next is None or view.priority_rank < self.next.priority_rank:
+                self.next, self._class, rank = view, size, view.priority_rank
+                self._aged.clear()
+            elif self._least and (size, view.arrival_s) < (self._class, self.next.arrival_s):
+                self.next, self._class = view, size
+            at_s = aged_at(view)
+            if at_s <= now_s and (size not in self._aged or at_s < self._aged[size][0]):
+                self._aged[size] = (at_s, view)
+
+    def passed(self, shorts: bool) -> WaitingView | None:
+        """Who aged first of those that others pass. ``shorts``: some wait, which pass all of them."""
+        every = shorts or not self._least
+        aged = [one for size, one in self._aged.items() if every or size > self._class]
+        first = min(aged, key=lambda one: one[0])[1] if aged else None
+        return None if first is self.next and not shorts else first
 
 
 def companions(
@@ -210,7 +244,7 @@ def companions(
         if view is not pick and view.new_tokens <= room and view.priority_rank <= pick.priority_rank
     ]
     if knobs.least_remaining:
-        fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=lambda view: (view.new_tokens, view.arrival_s))
+        fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=by_order)
     taken: list[WaitingView] = []
     pass_s = batch_step_s((pick,), model)
     for view in fitting[:MOST_COMPANIONS]:
@@ -256,18 +290,18 @@ def chunk_tokens(
     passing_s = max(model.step_s(passing_tokens, 0), 1e-9)
     long_s = max(model.chunked_s(view.new_tokens, view.history_tokens, largest), passing_s)
     best = math.sqrt(2 * longs * launch_s * passing_s / (passing_rate_per_s * token_s * token_s * long_s))
-    return _equal_pieces(view, int(min(max(best, floor), largest)), model, knobs)
+    return _equal_pieces(view, best, int(floor), model, knobs)
 
 
-def _equal_pieces(view: WaitingView, tokens: int, model: StepModel, knobs: LongKnobs) -> int:
-    """What is left of ``view`` in equal pieces of about ``tokens`` or more, within ``overhead_max``."""
+def _equal_pieces(view: WaitingView, best: float, smallest: int, model: StepModel, knobs: LongKnobs) -> int:
+    """What is left of ``view`` in equal pieces: near ``best``, not below ``smallest``, within ``overhead_max``."""
     assert knobs.chunk_max_tokens is not None, "asked for a size where there are chunks"
     grid, rest, history = knobs.grid_tokens, view.new_tokens, view.history_tokens
     largest = max(grid, knobs.chunk_max_tokens // grid * grid)
     fewest = -(-rest // largest)
     limit_s = (1 + knobs.overhead_max) * model.chunked_s(rest, history, -(-rest // fewest))
     # The time grows with the number of pieces: the most that are affordable, by bisection.
-    pieces, most = fewest, max(fewest, rest // max(1, tokens))
+    pieces, most = fewest, max(fewest, min(_cheapest_count(rest / max(best, 1.0)), rest // max(1, smallest)))
     while pieces < most:
         middle = (pieces + most + 1) // 2
         if model.chunked_s(rest, history, -(-rest // middle)) <= limit_s:
@@ -278,3 +312,11 @@ def _equal_pieces(view: WaitingView, tokens: int, model: StepModel, knobs: LongK
         return knobs.chunk_max_tokens
     piece = -(-rest // pieces // grid) * grid
     return min(max(piece, knobs.chunk_min_tokens), largest)
+
+
+def _cheapest_count(ratio: float) -> int:
+    """Number of pieces at which the cost C + best² / C is least, for a rest of ``ratio`` times the best piece.
+
+    m pieces cost no more than m - 1 from ratio² = m · (m - 1) on.
+    """
+    return int((1 + math.sqrt(1 + 4 * ratio * ratio)) / 2)

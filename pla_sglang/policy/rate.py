@@ -14,7 +14,7 @@ class ArrivalRate:
 
     MIN_ARRIVALS = 3
 
-    def __init__(self, *, window: int = 64, horizon_s: float = 10.0) -> None:
+    def __init__(self, *, window: int = 64, horizon_s: float = 30.0) -> None:
         self._arrivals: deque[tuple[float, int]] = deque()
         self._tokens = 0  # sum over the arrivals kept
         self._window = window

@@ -159,7 +159,7 @@ class TemporalPolicy:
         if self._decode_is_due(view):
             return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
         shorts, longs = self.classify(view.waiting)
-        by_order, aged = self.longs.pick(longs, view.chunk, now_s)
+        by_order, aged = self.longs.pick(longs, view.chunk, now_s, shorts=bool(shorts))
         self._track_ageing(aged)
         owed = aged is not None and self._aged_are_owed()
         pick = aged if owed else by_order
@@ -174,7 +174,7 @@ class TemporalPolicy:
             return self._long(pick, view, longs, now_s, Reason.PRIORITY)
         if pick is not None and owed:
             if stuck is None and (shorts or pick is not by_order):
-                return self._aged_pass(pick)
+                return self._aged_pass(pick, longs, now_s)
             if stuck is not None and view.running > 0:
                 return PassDecision(Action.HOLD, Reason.KV_DRAIN)
         return self._by_shorts(view, shorts, longs, pick, now_s, stuck)
@@ -247,10 +247,10 @@ class TemporalPolicy:
             return PassDecision(Action.LONG, reason, selected, chunk_tokens=None, park=view.chunk is not None)
         return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=self._chunk(pick, longs, now_s))
 
-    def _aged_pass(self, pick: LongPick) -> PassDecision:
-        """Whole chunks: its time is reckoned with them, and the others have time of their own."""
+    def _aged_pass(self, pick: LongPick, longs: list[WaitingView], now_s: float) -> PassDecision:
+        """Alone, so that all of its time is its own. Cut as ever: those that pass it wait for each of its chunks."""
         selected = () if pick.running else (pick.view,)
-        chunk = None if pick.overtakes else self.knobs.longs.chunk_max_tokens
+        chunk = None if pick.overtakes else self._chunk(pick, longs, now_s)
         return PassDecision(Action.LONG, Reason.AGE, selected, chunk_tokens=chunk, park=pick.overtakes)
 
     def _short(
@@ -322,7 +322,7 @@ class TemporalPolicy:
         assert self._aged_use_s is not None, "tracked while some long is aged"
         share = self.knobs.longs.share
         aged_s, others_s = self._aged_use_s
-        return aged_s * (1 - share) <= others_s * share
+        return aged_s * (1 - share) < others_s * share
 
     def _must_leave_headroom(self, pick: LongPick, view: PassView, now_s: float) -> bool:
         """Starting this long would leave no KV cache for the shorts that are expected while it runs."""

@@ -6,6 +6,7 @@ so its cost does not grow with the prompt.
 
 from __future__ import annotations
 
+import math
 import re
 
 import msgspec
@@ -81,6 +82,7 @@ class Body(msgspec.Struct, gc=False, frozen=True):
         rids: that list.
         input_tokens: over all prompts; an estimate unless ``exact_tokens``.
         prompts: at least 1.
+        samples: ``n``, at least 1.
     """
 
     rid: str | None
@@ -146,7 +148,7 @@ def _summary(members: _Members, params: list[_Params], ids_cut: int | None) -> B
         input_tokens=max(1, tokens),
         exact_tokens=exact,
         prompts=prompts,
-        samples=max(1, _integer(members.n) or _integer(first.n) or 1),
+        samples=max(_samples(members.n), _samples(first.n)),
         output_tokens=_integer(members.max_completion_tokens)
         or _integer(members.max_tokens)
         or _integer(first.max_new_tokens),
@@ -199,6 +201,17 @@ def _integer(raw: msgspec.Raw) -> int | None:
         return None
     digits = bytes(raw)
     return int(digits) if digits.isdigit() and len(digits) < 10 else None
+
+
+def _samples(raw: msgspec.Raw) -> int:
+    """At least 1. Read as leniently as instances do ("2" and 2.0 are 2): a pair must not get more than one."""
+    value = None if raw is _EMPTY else _decode_any(raw)
+    if not isinstance(value, int | float | str):
+        return 1
+    try:
+        return max(1, math.ceil(float(value)))
+    except (ValueError, OverflowError):  # no number, which the instance says better
+        return 1
 
 
 def _first(raw: msgspec.Raw) -> bytes:

@@ -159,6 +159,7 @@ class UpstreamConnection(asyncio.Protocol):
         sink = self._sink
         self._sink = self._head = self._framing = None
         if reusable:
+            self.resume()  # the answer's last bytes may have filled a slow client's buffers; that is over with it
             self._pool.give(self)
         elif self.transport is not None:
             self.transport.close()

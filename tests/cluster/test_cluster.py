@@ -18,7 +18,7 @@ from pla_sglang.cluster.lean import DISABLED_ENV, lean_environment
 from pla_sglang.cluster.logs import LONGEST_LINE, LineReader
 from pla_sglang.cluster.memory import pss_bytes, tree_pss_bytes
 from pla_sglang.cluster.spec import ClusterConfig, instances, router_arguments
-from pla_sglang.cluster.supervisor import control
+from pla_sglang.cluster.supervisor import FORGOTTEN_S, Supervisor, control
 from pla_sglang.cluster.zygote import Zygote
 from pla_sglang.errors import ConfigError
 from pla_sglang.launch_cluster import EXIT_BAD_ARGUMENTS, EXIT_FAILED, config_of, main, parser
@@ -109,6 +109,26 @@ def test_exit_codes(argv: list[str], code: int, message: str, capsys: pytest.Cap
 def test_control_without_a_cluster_says_so(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="no cluster answers"):
         control(tmp_path / "state.json", "stop")
+
+
+@pytest.mark.parametrize(
+    ("counts", "name", "wait_s"),
+    [
+        ({"prefill": 1, "decode": 1}, "prefill-0", FORGOTTEN_S),
+        ({"prefill": 1, "decode": 1}, "decode-0", None),
+        ({"prefill": 1, "unified": 1}, "prefill-0", None),
+        ({"unified": 1}, "unified-0", None),
+    ],
+)
+def test_decode_instances_forget_a_prefill_instance_before_it_comes_back(
+    counts: dict[str, int], name: str, wait_s: float | None
+) -> None:
+    config = ClusterConfig(counts, router="none")
+    made = Supervisor(config, free_port=ports(), sink=lambda *_: None, environment={})
+    member = next(one for one in made.members if one.name == name)
+    assert made.may_start_s(member) == 0.0, "it has not run yet"
+    member.ended_s = 7.0
+    assert made.may_start_s(member) == (0.0 if wait_s is None else 7.0 + wait_s)
 
 
 LEGAL = {

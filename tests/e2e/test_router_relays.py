@@ -1,32 +1,44 @@
-"""Two relays and a control process in front of a real PD pair: every token is right."""
+"""Two relays and a control process in front of a real PD pair: real clients, every token, aborts, a restart.
+
+Every wait here has an end, so that what hangs fails, and says where.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import signal
+import socket
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from e2e.test_emulation import ask, get, launch, wait_ready
+from support.relays import request_bytes
+from support.serving import until
+
+from pla_sglang import chain
+from pla_sglang.chain.vocab import EOS, token_text
 
 pytestmark = pytest.mark.e2e
 
 SCALE = 4
+LONG_ANSWER = 3000
+PATIENCE_S = 20.0  # of one step of a test; what it waits for takes a second or two
+PROFILE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--pla-time-scale", str(SCALE))
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
-    folder = tmp_path_factory.mktemp("relays")
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[dict[str, Any]]:
+    """A cluster behind our router."""
     state, log = folder / "state.json", folder / "log"
-    process = launch(
-        *(state, log, "--prefill", "1", "--decode", "1", "--pla-emulate", "h100-llama3.1-8b-tp1"),
-        *("--pla-time-scale", str(SCALE), "--incremental-streaming-output", "--router", "pla"),
-        *("--policy", "static-pd-round-robin", "--router-args", "--relay-workers 2"),
-    )
+    process = launch(state, log, *PROFILE, "--incremental-streaming-output", "--router", "pla", *arguments)
     try:
         yield wait_ready(process, state, log) | {"process": process, "log": log}
     finally:
@@ -39,17 +51,154 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         process.wait()
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
+    pair = ("--prefill", "1", "--decode", "1", "--policy", "static-pd-round-robin")
+    with running(tmp_path_factory.mktemp("relays"), *pair, "--router-args", "--relay-workers 2") as described:
+        yield described
+
+
 def held(cluster: dict[str, Any], kind: str) -> int:
     """Requests that an instance runs or has waiting, in any of its queues."""
     [one] = [one for one in cluster["instances"] if one["kind"] == kind]
-    loads = get(one["url"] + "/v1/loads?include=core")["loads"]
+    loads = get(one["url"] + "/v1/loads?include=core", timeout_s=PATIENCE_S)["loads"]
     return sum(rank["num_running_reqs"] + rank["num_waiting_reqs"] for rank in loads)
 
 
-def idle(cluster: dict[str, Any]) -> bool:
-    state = get(cluster["url"] + "/pla/state")
-    return state["open_requests"] == 0 and held(cluster, "prefill") == held(cluster, "decode") == 0
+def wait_until_idle(cluster: dict[str, Any]) -> None:
+    """Nobody holds anything any more, and the ledger balances (or it is answered with an error)."""
+
+    def idle() -> bool:
+        ledger = get(cluster["url"] + "/pla/ledger", timeout_s=PATIENCE_S)
+        left = sum(ledger["live"].values()) + ledger["rooms"] + ledger["legs_aborting"]
+        return left == held(cluster, "prefill") == held(cluster, "decode") == 0
+
+    until(idle, what="an idle cluster", patience_s=PATIENCE_S, poll_s=0.1)
+
+
+def generate_bytes(prompt: list[int], answer: int, **fields: Any) -> bytes:
+    """A request to /generate. SGLang reads JSON only where the type says so."""
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": answer, "temperature": 0}, **fields}
+    return request_bytes(body, headers={"content-type": "application/json", "connection": "close"})
+
+
+def connect(cluster: dict[str, Any]) -> socket.socket:
+    """Every read and write on it ends within ``PATIENCE_S``."""
+    return socket.create_connection(("127.0.0.1", int(cluster["url"].rsplit(":", 1)[1])), timeout=PATIENCE_S)
+
+
+def read(connection: socket.socket, enough: Callable[[bytes], bool]) -> bytes:
+    """Until ``enough``, or the end of the connection."""
+    raw, end_s = b"", time.monotonic() + 2 * PATIENCE_S
+    while not enough(raw) and (part := connection.recv(1 << 16)):
+        raw += part
+        assert time.monotonic() < end_s, f"no end after {len(raw)} bytes: ...{raw[-300:]!r}"
+    return raw
+
+
+def words_of(prompt: list[int], most: int) -> str:
+    """The oracle's answer as text."""
+    return "".join(token_text(token) for token in chain.expected(prompt, most).tokens if token != EOS)
 
 
 def test_every_token_is_right(cluster: dict[str, Any]) -> None:
-    ask(cluster["url"], 40, seed=11, gap_s=0.03)
+    ask(cluster["url"], 40, seed=11, gap_s=0.03, timeout_s=2 * PATIENCE_S)
+
+
+def test_the_openai_client_works_unmodified(cluster: dict[str, Any]) -> None:
+    from openai import BadRequestError, OpenAI
+
+    with OpenAI(base_url=cluster["url"] + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        model = client.models.list().data[0].id
+        prompt = chain.prompt_of(50, 8, random.Random(3))
+        words = words_of(prompt, 20)
+        whole = client.completions.create(model=model, prompt=prompt, max_tokens=20, temperature=0, logprobs=1)
+        assert whole.choices[0].text == words
+        assert whole.choices[0].logprobs is not None
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens == 50
+        batch = client.completions.create(model=model, prompt=[prompt, prompt], max_tokens=20, temperature=0)
+        assert [choice.text for choice in batch.choices] == [words] * 2
+        stream = client.completions.create(model=model, prompt=prompt, max_tokens=20, temperature=0, stream=True)
+        assert "".join(part.choices[0].text for part in stream if part.choices) == words
+        chat = [{"role": "user", "content": "hello" + chain.ask_text(6)}]
+        answer = client.chat.completions.create(model=model, messages=chat, max_tokens=20, temperature=0)  # type: ignore[call-overload]
+        assert len(answer.choices[0].message.content.split()) == 5
+        for streamed in (False, True):
+            with pytest.raises(BadRequestError, match="n > 1"):
+                client.completions.create(model=model, prompt=prompt, max_tokens=20, n=3, stream=streamed)
+    wait_until_idle(cluster)
+
+
+def test_clients_that_go_leave_nothing_behind(cluster: dict[str, Any]) -> None:
+    """At four points of a request's life: at once, in prefill, in decode, and half closed."""
+    before = get(cluster["url"] + "/pla/ledger", timeout_s=PATIENCE_S)["ended"]
+    rng = random.Random(4)
+    for number in range(24):
+        prompt = chain.prompt_of(rng.choice((20, 2000, 12_000)), LONG_ANSWER, rng)
+        with connect(cluster) as connection:
+            connection.sendall(generate_bytes(prompt, LONG_ANSWER, stream=number % 2 == 0))
+            if number % 4 == 3:
+                connection.shutdown(socket.SHUT_WR)
+            time.sleep(0.15 * (number % 4))
+    wait_until_idle(cluster)
+    after = get(cluster["url"] + "/pla/ledger", timeout_s=PATIENCE_S)["ended"]
+    assert after["client_gone"] - before.get("client_gone", 0) == 24, "somebody was answered before going away"
+    ask(cluster["url"], 5, seed=12, timeout_s=2 * PATIENCE_S)
+
+
+def test_streams_outlive_the_control_plane(cluster: dict[str, Any]) -> None:
+    """The control process is killed in the middle of a stream: the stream goes on, and new requests find a new one."""
+    [control] = [one for one in psutil.Process(cluster["pid"]).children(recursive=True) if is_control(one)]
+    prompt = chain.prompt_of(40, 200, random.Random(5))
+    with connect(cluster) as connection:
+        connection.sendall(generate_bytes(prompt, 200, stream=True))
+        raw = read(connection, lambda raw: raw.count(b"data: ") >= 5)
+        control.kill()
+        raw += read(connection, lambda _: False)
+    assert tokens_of(raw) == list(chain.expected(prompt, 200).tokens)
+    ask(cluster["url"], 5, seed=13, timeout_s=2 * PATIENCE_S)
+    wait_until_idle(cluster)
+
+
+def is_control(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()[-2:] == ["pla_sglang.router.children", "control"]
+    return False
+
+
+def tokens_of(raw: bytes) -> list[int]:
+    lines = [line[6:] for line in raw.split(b"\r\n") if line.startswith(b"data: {")]
+    return [token for line in lines for token in json.loads(line)["output_ids"]]
+
+
+def test_the_end_leaves_no_process(cluster: dict[str, Any]) -> None:
+    processes = psutil.Process(cluster["process"].pid).children(recursive=True)
+    assert sum(is_control(one) for one in processes) == 1
+    os.kill(cluster["process"].pid, signal.SIGINT)
+    assert cluster["process"].wait(40) == 0
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert alive == []
+    assert "Traceback" not in Path(cluster["log"]).read_text()
+
+
+def test_a_unified_instance_gives_several_samples(tmp_path: Path) -> None:
+    from openai import OpenAI
+
+    prompt = chain.prompt_of(50, 8, random.Random(3))
+    words = words_of(prompt, 20)
+    with (
+        running(tmp_path, "--unified", "1", "--policy", "round-robin") as described,
+        OpenAI(base_url=described["url"] + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
+    ):
+        model = client.models.list().data[0].id
+        whole = client.completions.create(model=model, prompt=prompt, max_tokens=20, temperature=0, n=3)
+        assert [choice.text for choice in whole.choices] == [words] * 3
+        texts = ["", ""]
+        for part in client.completions.create(
+            model=model, prompt=prompt, max_tokens=20, temperature=0, n=2, stream=True
+        ):
+            for choice in part.choices:
+                texts[choice.index] += choice.text
+        assert texts == [words] * 2

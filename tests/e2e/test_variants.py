@@ -65,9 +65,12 @@ def test_mixed_load(variant: Variant, reference: Reference, temporal: Callable[.
 
 
 def test_two_ranks_decide_alike(reference: Reference, temporal: Callable[..., Any]) -> None:
-    """Ranks that decided differently would hang in their collectives."""
-    with temporal("--tp-size", "2") as client:
+    """Ranks that decided, or captured and replayed graphs, differently would hang in their collectives."""
+    with temporal("--tp-size", "2", "--pla-graph-layout", "varlen", "--pla-graph-capture-budget-s", "2") as client:
         run_mixed(client, reference)
+        graphs = client.server.get("/server_info")["internal_states"][0]["pla_graphs"]
+        assert graphs["refused"] == []
+        assert graphs["reasons"]["replayed"] > 0
         client.configure(wait_min_ms=2, long_chunk_tokens=100)
         run_mixed(client, reference)
         state = client.state()

@@ -20,9 +20,14 @@ FCFS = dataclasses.replace(KNOBS, least_remaining=False)
 
 
 def pick(
-    longs: list[WaitingView], chunk: WaitingView | None, now_s: float, knobs: LongKnobs = KNOBS
+    longs: list[WaitingView],
+    chunk: WaitingView | None,
+    now_s: float,
+    knobs: LongKnobs = KNOBS,
+    *,
+    shorts: bool = False,
 ) -> tuple[LongPick | None, LongPick | None]:
-    return LongQueue(knobs, FLAT).pick(longs, chunk, now_s)
+    return LongQueue(knobs, FLAT).pick(longs, chunk, now_s, shorts=shorts)
 
 
 def test_without_longs_there_is_no_pick() -> None:
@@ -38,7 +43,10 @@ def test_without_longs_there_is_no_pick() -> None:
         ("an aged one beside one with less work", [(4000, 0.0), (2000, 5.0)], 9.3, KNOBS, 1, 0),
         ("not aged yet", [(4000, 0.0), (2000, 5.0)], 9.1, KNOBS, 1, None),
         ("among aged the earliest arrival", [(4000, 1.0), (2000, 0.5), (9000, 0.0)], 30.0, KNOBS, 1, 2),
+        ("a little smaller is no reason to be earlier", [(2100, 0.0), (2050, 1.0)], 3.0, KNOBS, 0, None),
+        ("of one size nobody is passed", [(2100, 0.0), (2050, 1.0), (2200, 2.0)], 30.0, KNOBS, 0, None),
         ("aged under first come first served", [(4000, 1.0), (2000, 0.0)], 30.0, FCFS, 0, 1),
+        ("first come and aged: nobody passes it", [(4000, 0.0), (2000, 1.0)], 30.0, FCFS, 0, None),
     ],
 )
 def test_order(
@@ -53,6 +61,22 @@ def test_order(
     first, owed = pick(longs, None, now_s, knobs)
     assert first == LongPick(longs[by_order], running=False, overtakes=False)
     assert owed == (None if aged is None else LongPick(longs[aged], running=False, overtakes=False))
+
+
+def test_shorts_pass_every_aged_long() -> None:
+    longs = [long(1.0, 2100), long(0.0, 2200), long(9.0, 2300)]
+    assert pick(longs, None, 30.0)[1] is None
+    assert pick(longs, None, 30.0, shorts=True) == (_new(longs[1]), _new(longs[1]))
+
+
+def test_under_overload_the_time_set_aside_is_for_the_larger_one() -> None:
+    """All are aged, and the larger one came last."""
+    longs = [*(long(float(index), 400) for index in range(9)), long(9.0, 4800)]
+    assert pick(longs, None, 60.0) == (_new(longs[0]), _new(longs[9]))
+
+
+def _new(view: WaitingView) -> LongPick:
+    return LongPick(view, running=False, overtakes=False)
 
 
 def test_best_priority_first_and_only() -> None:
@@ -104,17 +128,22 @@ def test_who_advances_in_the_time_of_the_aged(
         "chunk": LongPick(chunk, running=True, overtakes=False),
         "other": LongPick(other, running=False, overtakes=True),
     }
-    assert pick([other], chunk, now_s)[1] == picks[expected]
+    assert pick([other], chunk, now_s, shorts=True)[1] == picks[expected]
+
+
+def test_a_smaller_one_of_one_pass_overtakes_but_is_not_passed() -> None:
+    chunk, other = long(1.0, 4000), long(0.0, 900)
+    assert pick([other], chunk, 30.0) == (LongPick(other, False, True), LongPick(chunk, True, False))
 
 
 def test_ages_are_not_remembered_beyond_a_change_of_knobs_or_model() -> None:
     queue, view = LongQueue(KNOBS, FLAT), long(0.0, 4000)
-    assert queue.pick([view], None, 9.3)[1] is not None
+    assert queue.pick([view], None, 9.3, shorts=True)[1] is not None
     queue.set(dataclasses.replace(KNOBS, max_age_s=20.0), FLAT)
-    assert queue.pick([view], None, 9.3)[1] is None
+    assert queue.pick([view], None, 9.3, shorts=True)[1] is None
     queue.set(KNOBS, FLAT)
     view.set_history(3900)  # a prefix hit: 10 ms of work left
-    assert queue.pick([view], None, 9.3)[1] is None
+    assert queue.pick([view], None, 9.3, shorts=True)[1] is None
 
 
 # -- company in one pass -----------------------------------------------------------------------------------------------
@@ -184,10 +213,10 @@ def test_who_shares_a_pass_has_no_worse_priority() -> None:
 @pytest.mark.parametrize(
     ("name", "tokens", "arrival_s", "changes", "expected"),
     [
-        ("half of the device for 0.4 s", 4000, 0.0, {}, 9.2),
-        ("counts from arrival", 4000, 3.0, {}, 12.2),
-        ("whole device", 4000, 0.0, {"share": 1.0}, 9.6),
-        ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.4),
+        ("half of the device for 0.4 s and the overhead of 8 %", 4000, 0.0, {}, 9.136),
+        ("counts from arrival", 4000, 3.0, {}, 12.136),
+        ("whole device", 4000, 0.0, {"share": 1.0}, 9.568),
+        ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.272),
         ("too long for the bound: aged at once", 100_000, 3.0, {}, 3.0),
         ("without chunking", 4000, 0.0, {"chunk_max_tokens": None}, 9.2),
     ],
@@ -241,8 +270,18 @@ def test_size_against_the_closed_form() -> None:
     # sqrt(2 * n * g * S_s / (r * t^2 * S_l)) with S_s = 3 ms, S_l = 20,000 * 0.1 ms + 3 launches = 2.003 s
     knobs = dataclasses.replace(BIG, overhead_max=1.0)
     expected = (2 * 0.001 * 0.003 / (0.01 * 1e-8 * 2.003)) ** 0.5
-    assert int(expected) == 173  # 115 pieces of at least so much
-    assert size(0.01, knobs=knobs) == 174
+    assert int(expected) == 173  # 20,000 tokens are 115.4 times as much
+    assert size(0.01, knobs=knobs) == -(-20_000 // 116)
+
+
+@pytest.mark.parametrize(("rest", "pieces"), [(240, 1), (250, 2), (410, 2), (420, 3), (1000, 6)])
+def test_as_many_pieces_as_cost_least(rest: int, pieces: int) -> None:
+    """Sizes off the closed form cost C + best² / C, so 1.42 times the best piece is cheaper in two."""
+    best, service_s = 170.0, rest * 1e-4 + 0.001
+    rate = 2 * 0.001 * 0.003 / (best * best * 1e-8 * max(service_s, 0.003))
+    asked = size(rate, knobs=dataclasses.replace(BIG, chunk_min_tokens=1, overhead_max=10.0), rest=rest)
+    assert asked == (8192 if pieces == 1 else -(-rest // pieces))
+    assert min(range(1, 12), key=lambda count: rest / count + best * best * count / rest) == pieces
 
 
 @given(rest=st.integers(1, 50_000), wanted=st.integers(1, 9000), grid=st.sampled_from([1, 16, 64, 200]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -211,6 +212,32 @@ def test_a_permanent_stream_of_shorts_delays_a_long_by_its_bound(
     starts = [line.now_s for line in run.log if line.action is Action.SHORT]
     gaps = [after - before for before, after in itertools.pairwise(starts)]
     assert max(gaps) <= 2 * SLOW.step_s(1000, long_tokens) + short_pass_s
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(overload=st.floats(1.1, 2.0), tokens=st.integers(276, 490), at_s=st.floats(0.0, 8.0), seed=st.integers(0, 99))
+def test_a_stream_of_smaller_longs_delays_a_large_one_by_its_bound(
+    overload: float, tokens: int, at_s: float, seed: int
+) -> None:
+    """As above, with the stream in the long class too, where all of it ages under overload."""
+    rng = random.Random(seed)
+    longs = LongKnobs(max_age_s=4.0, chunk_max_tokens=1000)
+    knobs = TemporalKnobs(boundary_tokens=100, boundary_cap_tokens=1000, longs=longs)
+    together = 1000 // tokens
+    pass_s = SLOW.step_s(together * tokens, 0, together * tokens**2)
+    end_s = at_s + longs.max_age_s + 2.0
+    # All of one size class, but not all of one size.
+    stream = [
+        Arrival(one.at_s, tokens - rng.randrange(20)) for one in flood(overload * together / pass_s, tokens, end_s)
+    ]
+    policy = TemporalPolicy(knobs, SLOW)
+    run = VirtualEngine(
+        [policy], [*stream, Arrival(at_s, 4800)], SLOW, kv_tokens=10**7, slots=10**4, budget_tokens=1000
+    )
+    target = next(one for one in run.run(until_s=end_s) if one.arrival.new_tokens == 4800)
+    chunks = sum(any(one.rid == target.rid for one in line.ran) for line in run.log)
+    assert target.first_token_s is not None
+    assert target.first_token_s - at_s <= longs.max_age_s + (chunks + 1) * pass_s
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

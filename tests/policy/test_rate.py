@@ -24,8 +24,8 @@ def observed(*times_s: float, tokens: int = 10, **keywords: float) -> ArrivalRat
         ("silence since lowers it", (0.0, 1.0, 2.0), 4.0, 0.5),
         ("all at once", (3.0, 3.0, 3.0), 3.0, 0.0),  # no interval to divide by
         ("a burst, then time passes", (3.0, 3.0, 3.0), 3.5, 4.0),
-        ("too old", (0.0, 1.0, 2.0), 12.5, 0.0),
-        ("the old part expires", (0.0, 9.0, 9.5, 10.0), 10.5, 2 / 1.5),
+        ("too old", (0.0, 1.0, 2.0), 32.5, 0.0),
+        ("the old part expires", (0.0, 29.0, 29.5, 30.0), 30.5, 2 / 1.5),
     ],
 )
 def test_per_second(name: str, times_s: tuple[float, ...], now_s: float, expected: float) -> None:

@@ -25,9 +25,13 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "rids": ({"rid": ["a", "b"], "text": ["x", "y"]}, {"rid": None, "rids": ("a", "b"), "prompts": 2}),
     "nothing": ({}, {"input_tokens": 1, "rid": None, "rids": (), "stream": False}),
     "odd types are the instance's matter": (
-        {"stream": "yes", "n": "2", "max_tokens": -1},
+        {"stream": "yes", "n": [2], "max_tokens": -1},
         {"stream": False, "samples": 1},
     ),
+    "n as a text": ({"n": " 2"}, {"samples": 2}),
+    "n as a float": ({"sampling_params": {"n": 2.0}}, {"samples": 2}),
+    "n that is none": ({"n": None, "sampling_params": {"n": "many"}}, {"samples": 1}),
+    "n that is endless": ({"n": "inf"}, {"samples": 1}),
 }
 
 

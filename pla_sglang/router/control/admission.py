@@ -30,6 +30,7 @@ class AdmissionReason(enum.Enum):
     DRAINING = "draining"  # the router is going to stop
     DUPLICATE = "duplicate"  # a request with this id is open
     NO_INSTANCE = "no_instance"  # nobody became ready in time
+    SAMPLES = "several_samples"  # n > 1, and no unified instance is ready
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ _STATUS = {
     AdmissionReason.DRAINING: 503,
     AdmissionReason.DUPLICATE: 409,
     AdmissionReason.NO_INSTANCE: 503,
+    AdmissionReason.SAMPLES: 400,
 }
 _MESSAGES = {
     AdmissionReason.OPEN_LIMIT: "too many requests are open; try again later",
@@ -37,6 +38,7 @@ _MESSAGES = {
     AdmissionReason.DRAINING: "this router is going to stop",
     AdmissionReason.DUPLICATE: "a request with this id is open",
     AdmissionReason.NO_INSTANCE: "no instance is ready",
+    AdmissionReason.SAMPLES: "n > 1 is not served by a prefill and decode pair; send n requests, or a batch of prompts",
 }
 
 

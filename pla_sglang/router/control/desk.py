@@ -163,9 +163,14 @@ class Desk:
             driver.arrive(view, now_s)
         elif request.prompt.keys:
             view.cached = self.prompts.cached(request.prompt)
-        choice = driver.choose(view, now_s)
+        several = request.ask.samples > 1
+        choice = (driver.choose_whole(view) if several else None) or driver.choose(view, now_s)
         if not isinstance(choice, Choice):
             return False
+        if several and choice.prefill is not choice.decode:
+            self.queue.remove(held.rid)
+            self._refuse(request.ask, Verdict(False, AdmissionReason.SAMPLES), request.story)
+            return True
         predicted_s = choice.predicted_ttft_s
         if predicted_s is None and self.predictor is not None:
             predicted_s = self.predictor.ttft_s(view, choice.prefill)

@@ -119,6 +119,19 @@ class PolicyDriver:
         request.prefilled_on = prefill
         return choice
 
+    def whole(self) -> list[InstanceView]:
+        """Ready instances that do both phases of a request themselves."""
+        return [one for one in self.fleet.ready if one.kind is InstanceKind.UNIFIED]
+
+    def choose_whole(self, request: RequestView) -> Choice | None:
+        """The least loaded of ``whole``; the policy is not asked, as it may answer with a pair."""
+        found = min(self.whole(), key=InstanceView.requests, default=None)
+        if found is None:
+            return None
+        self.decisions[FleetReason.KEEP_LOCAL.value] += 1
+        request.predicted_ttft_s, request.prefilled_on = None, found
+        return Choice(found, found, FleetReason.KEEP_LOCAL, FleetReason.KEEP_LOCAL, None)
+
     def _complete(self, request: RequestView, answer: Dispatch, prefill: InstanceView, now_s: float) -> Choice | None:
         """With the decode instance, as the policy says now; None where nobody can take the KV."""
         if prefill.kind is InstanceKind.UNIFIED:

@@ -112,6 +112,30 @@ def test_limits_and_duplicates() -> None:
     run(work)
 
 
+def test_several_samples_of_a_prompt_need_a_unified_instance() -> None:
+    """All of them would have one room, so a pair cannot serve them; a batch of prompts has a room for each."""
+
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            refused = one.ask("n3", samples=3)
+            assert isinstance(refused, m.Refuse)
+            assert (refused.status, refused.code) == (400, "several_samples")
+            one.ended("n3", m.Outcome.REFUSED)
+            batch = one.ask("batch", prompts=3)
+            assert isinstance(batch, m.Assign)
+            one.ended("batch")
+            one.assert_at_rest()
+        async with scene(["prefill", "null", "decode"], policy="round-robin") as one:
+            for number in range(6):
+                assign = one.ask(f"n{number}", samples=2)
+                assert isinstance(assign, m.Assign)
+                assert (assign.prefill, assign.decode) == (None, 1)
+                one.ended(f"n{number}")
+            one.assert_at_rest()
+
+    run(work)
+
+
 def test_what_a_relay_has_not_aborted_is_aborted_here() -> None:
     async def work() -> None:
         async with scene(["prefill", "decode"]) as one:
