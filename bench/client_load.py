@@ -1,8 +1,9 @@
 """``python -m bench.client_load``: how many streams can the load generator follow from one core before it is late?
 
-One emulated engine, groups of requests at a steady pace, answers long enough that some hundred streams run at once. The
-client is one thread; its CPU time, its lag at sending, and how late its event loop wakes while everything streams are
-measured. Every token is checked. The last line of stdout is one JSON object.
+Groups of requests at a steady pace, answers long enough that some hundred streams run at once. The client is one
+thread; its CPU time, its lag at sending, and how late its event loop wakes while everything streams are measured. Every
+token is checked. The streams come from a process that costs next to nothing, on another core: an engine shares its two
+cores with the client and is the first to be late. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,22 +22,20 @@ import uvloop
 
 from bench.lib.picture import panels
 from bench.lib.plot import COLOURS
-from bench.lib.report import emit, environment, stdout
+from bench.lib.report import emit, environment, say
 from bench.replay import print_table
 from bench.replaying.client import Record, Replay
-from bench.replaying.engines import emulation
 from bench.replaying.plan import Planned
 from bench.replaying.result import count_wrong, lag_s
+from bench.replaying.source import running_source
 from bench.replaying.stopping import exit_status
 from pla_sglang import chain
 from pla_sglang.metrics.goodput import quantile
-from pla_sglang.testing.server import Server
 
 WANTED_STREAMS, WANTED_EVENTS_PER_S = 300, 3000
 MAX_LAG_MS = 50.0
 BEAT_S = 0.02
-LAUNCHER = "pla_sglang.launch_server"
-TIMEOUT_S = 400.0
+TIMEOUT_S = 200.0
 
 
 def requests(options: argparse.Namespace) -> list[Planned]:
@@ -104,23 +103,18 @@ def figures(records: Sequence[Record], late_s: Sequence[float], cpu_share: float
 
 
 def measure(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
-    """Raises ServerError when the engine does not start."""
-    flags = ["--pla-emulate", options.profile, "--pla-time-scale", f"{options.time_scale:g}", "--log-level", "warning"]
-    # Nothing here reads texts, so the engine need not make them: its core is the scarce one.
-    flags += ["--incremental-streaming-output", "--skip-tokenizer-init"]
-    options.out.mkdir(parents=True, exist_ok=True)
-    log = options.out / "client_load.log"
-    planned = requests(options)
-    with Server(None, flags, module=LAUNCHER, log_path=log, stop_timeout_s=2.0) as server:
-        late_s: list[float] = []
+    """Raises ServerError when the source does not start."""
+    planned, late_s = requests(options), list[float]()
+    with running_source(options.event_gap_ms / 1e3) as (url, source):
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            records = runner.run(follow(server.url, planned, late_s))
-        cpu_share = (time.process_time() - cpu_s) / (time.perf_counter() - wall_s)
-        state = emulation(server)
+            records = runner.run(follow(url, planned, late_s))
+        wall_s = time.perf_counter() - wall_s
+        cpu_share = (time.process_time() - cpu_s) / wall_s
+        used = source.cpu_times()
     for error in list(filter(None, (record.error for record in records)))[:3]:
-        stdout.print(f"failed: {error}", markup=False)
-    return records, figures(records, late_s, cpu_share) | {"host_overhead_share": state["host_overhead_share"]}
+        say(f"failed: {error}")
+    return records, figures(records, late_s, cpu_share) | {"source_cpu_share": (used.user + used.system) / wall_s}
 
 
 def plot(records: Sequence[Record], path: Path) -> None:
@@ -139,13 +133,12 @@ def plot(records: Sequence[Record], path: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.client_load", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--groups", type=int, default=12)
+    made.add_argument("--groups", type=int, default=9)
     made.add_argument("--group-requests", type=int, default=40)
-    made.add_argument("--gap-s", type=float, default=5.0, help="real time between groups")
+    made.add_argument("--gap-s", type=float, default=1.0, help="between groups")
+    made.add_argument("--event-gap-ms", type=float, default=100.0, help="between two tokens of a stream")
     made.add_argument("--prompt-tokens", type=int, default=64)
     made.add_argument("--answer-tokens", type=int, default=400)
-    made.add_argument("--profile", default="h100-llama3.1-8b-tp1")
-    made.add_argument("--time-scale", type=float, default=8.0)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
@@ -156,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
     records, result = measure(options)
     print_table(result, "one client, one core")
     plot(records, options.out / "client_load.png")
-    names = ("groups", "group_requests", "gap_s", "prompt_tokens", "answer_tokens", "profile", "time_scale", "seed")
+    names = ("groups", "group_requests", "gap_s", "event_gap_ms", "prompt_tokens", "answer_tokens", "seed")
     settings = {name: getattr(options, name) for name in names}
     emit({"bench": "client_load", **settings, **result, "environment": environment()}, options.out, "client_load")
     return 0 if result["valid"] and result["reached"] else 1

@@ -342,6 +342,17 @@ def test_the_client_must_reach_the_load_in_time(
     assert found["tokens_wrong"] == 0
 
 
+def test_the_source_streams_what_the_oracle_expects() -> None:
+    given = client_load.parser().parse_args(
+        ["--groups", "2", "--group-requests", "3", "--gap-s", "0.1", "--answer-tokens", "5", "--event-gap-ms", "10"]
+    )
+    records, result = client_load.measure(given)
+    assert [record.error for record in records] == [None] * 6
+    assert (result["completed"], result["tokens_verified"], result["tokens_wrong"]) == (6, 30, 0)
+    assert all(len(record.token_s) == 5 for record in records), "one token an event"
+    assert not result["reached"]
+
+
 def test_groups_arrive_together() -> None:
     given = client_load.parser().parse_args(["--groups", "2", "--group-requests", "3", "--gap-s", "1.5"])
     assert [one.at_s for one in client_load.requests(given)] == [0, 0, 0, 1.5, 1.5, 1.5]

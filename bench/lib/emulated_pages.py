@@ -131,6 +131,7 @@ def client_load(result: Result) -> str:
         "events_per_s": "{:,.0f}",
         "peak_events_per_s": "{:,}",
         "client_cpu_share": "{:.0%}",
+        "source_cpu_share": "{:.0%}",
         "client_lag_p99_ms": "{:.1f} ms",
         "client_loop_late_p99_ms": "{:.1f} ms",
         "tokens_verified": "{:,}",
@@ -141,11 +142,12 @@ def client_load(result: Result) -> str:
         "with 300 or more",
         "token events per s then",
         "most in a second",
-        "CPU of a core",
+        "client's CPU, of a core",
+        "source's",
     ]
     header += ["lag at sending, p99", "late wake-ups, p99", "tokens checked", "wrong"]
     cells = [form.format(result[name]) for name, form in names.items()]
-    return f"{markdown(header, [cells])}\n\n{_conditions(result, result['profile'], _scale(result))}"
+    return f"{markdown(header, [cells])}\n\n{_conditions(result)}"
 
 
 PAGES: dict[str, Callable[[Result], str]] = {
