@@ -15,23 +15,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from rich.table import Table
-
+from bench.lib.picture import panels
 from bench.lib.plot import COLOURS
-from bench.lib.report import emit, environment, say, stdout
+from bench.lib.report import emit, environment, say
+from bench.lib.tables import markdown, show, text
 from bench.replay import replay
 from bench.replaying.cluster import emulation_of, running_cluster
-from bench.replaying.layouts import PD_POLICIES, Layout, engine_arguments, numbers_of, part, read_traces, slo_of
+from bench.replaying.layouts import (
+    PD_POLICIES,
+    Layout,
+    add_arguments,
+    engine_arguments,
+    numbers_of,
+    part,
+    read_traces,
+    slo_of,
+)
 from bench.replaying.plan import plan
 from bench.replaying.result import figures
 from bench.replaying.steps import Row, Steps
-from bench.replaying.stopping import end_on_sigterm
+from bench.replaying.stopping import exit_status
 from pla_sglang.errors import ConfigError
-from pla_sglang.testing.server import ServerError
 from pla_sglang.workload import Trace
 
 POINT = ("layout", "policy", "workload", "rate_rps")
@@ -117,73 +121,57 @@ def run_arm(layout: Layout, policy: str, traces: dict[str, Trace], steps: Steps,
             measure(described, key, traces[key["workload"]], steps, options)
 
 
-def print_table(rows: Sequence[tuple[Key, Row]], path: Path) -> None:
-    """On stdout, and as Markdown in ``path``."""
-    table = Table(title="Stock SGLang, in device time")
-    columns = (*POINT, *SHOWN)
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    for column in columns:
-        table.add_column(column)
-    for key, row in rows:
-        cells = [key[name] for name in POINT] + [row[name] for name in SHOWN]
-        texts = [f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells]
-        table.add_row(*texts)
-        lines.append("| " + " | ".join(texts) + " |")
-    stdout.print(table)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def plot(rows: Sequence[tuple[Key, Row]], path: Path) -> None:
-    """Attainment against rate: one panel per workload, one line per layout and policy."""
+    """Attainment against rate, one panel per workload: colour by policy, line by layout; hollow where not valid."""
     names = list(dict.fromkeys(key["workload"] for key, _ in rows))
-    figure, panels = plt.subplots(1, len(names), figsize=(4.8 * len(names), 4), squeeze=False, layout="constrained")
     arms = list(dict.fromkeys((key["layout"], key["policy"]) for key, _ in rows))
-    for panel, name in zip(panels[0], names, strict=True):
-        for index, arm in enumerate(arms):
-            own = [
-                (key["rate_rps"], row["slo_attainment"])
-                for key, row in rows
-                if key["workload"] == name and (key["layout"], key["policy"]) == arm
-            ]
-            style = "s--" if arm[0].startswith("unified") else "o-"
-            rates, shares = [rate for rate, _ in sorted(own)], [share for _, share in sorted(own)]
-            panel.plot(rates, shares, style, color=COLOURS[index % len(COLOURS)], label=" ".join(arm), alpha=0.8)
-        slo = slo_of(name)
-        panel.set(title=f"{name} (TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s)", xlabel="requests per second")
-        panel.set(ylabel="share that met both targets", ylim=(0, 1.02))
-        panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    colours = dict(zip(dict.fromkeys(policy for _, policy in arms), COLOURS, strict=False))
+    styles = dict(zip(dict.fromkeys(layout for layout, _ in arms), ("o-", "s--", "^:", "d-."), strict=False))
+    with panels(path, len(names), size=(4.8 * len(names), 4)) as axes:
+        for panel, name in zip(axes, names, strict=True):
+            for arm in arms:
+                own = sorted(
+                    (key["rate_rps"], row["slo_attainment"], row["valid"])
+                    for key, row in rows
+                    if key["workload"] == name and (key["layout"], key["policy"]) == arm
+                )
+                if own:
+                    _line(panel, own, styles[arm[0]], colours[arm[1]], " ".join(arm))
+            slo = slo_of(name)
+            panel.set(title=f"{name} (TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s)", xlabel="requests per second")
+            panel.set(ylabel="share that met both targets", ylim=(0, 1.02))
+            panel.grid(alpha=0.3)
+
+
+def _line(panel: Any, points: Sequence[tuple[float, float, bool]], style: str, colour: str, label: str) -> None:
+    rates, shares, _ = zip(*points, strict=True)
+    panel.plot(rates, shares, style, color=colour, label=label, alpha=0.8)
+    for rate, share, valid in points:
+        if not valid:
+            panel.plot(rate, share, "o", mfc="white", mec=colour)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.baselines", description=(__doc__ or "").split("\n\n")[0])
-    made.add_argument("--traces", nargs="+", required=True, metavar="NAME=FILE")
-    made.add_argument("--layouts", default="unified-2,1+1")
+    add_arguments(made, layouts="unified-2,1+1", time_scale=8.0, timeout_s=600.0)
     made.add_argument("--policies", default="round_robin,cache_aware", help=f"from: {', '.join(PD_POLICIES)}")
     made.add_argument("--rates", nargs="+", default=["2,4,8"], help="per second: 2,4,8 or WORKLOAD=2,4,8 ...")
-    made.add_argument("--profile", default="h100-llama3.1-8b-tp1")
-    made.add_argument("--time-scale", type=float, default=8.0)
     made.add_argument("--first", type=int, default=0, help="row of the trace to begin with")
     made.add_argument("--limit", type=int, default=200, help="requests per point")
-    made.add_argument("--max-input-tokens", type=int, help="leave out longer prompts")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
     made.add_argument("--max-lag-ms", type=float, default=50.0)
     made.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a point invalid")
     made.add_argument("--retry-invalid", action="store_true", help="run points again that were not valid")
-    made.add_argument("--budget-s", type=float, help="no point begins that would not end within this")
-    made.add_argument("--start-s", type=float, default=60.0, help="what a cluster takes to start, for the budget")
-    made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
 
 
 def report(rows: Sequence[tuple[Key, Row]], open_points: int, options: argparse.Namespace) -> dict[str, Any]:
     """Table, picture and JSON. Returns the sums over all points."""
-    print_table(rows, options.out / "baselines.md")
+    columns = (*POINT, *SHOWN)
+    cells = [[key[name] for name in POINT] + [row[name] for name in SHOWN] for key, row in rows]
+    show("Stock SGLang, in device time", columns, cells)
     plot(rows, options.out / "baselines.png")
+    page = markdown(columns, [list(map(text, row)) for row in cells])
+    (options.out / "baselines.md").write_text(page + "\n", encoding="utf-8")
     totals = {key: sum(row[key] for _, row in rows) for key in COUNTS}
     settings = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
     points = {
@@ -197,28 +185,21 @@ def report(rows: Sequence[tuple[Key, Row]], open_points: int, options: argparse.
     return totals
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    end_on_sigterm()
-    try:
-        arms = arms_of(options)
-        traces = read_traces(options.traces, max_input_tokens=options.max_input_tokens)
-        keys = [key for layout, policy in arms for key in keys_of(options, layout, policy, list(traces))]
-        steps = Steps(options.out / "baselines.steps.jsonl", options.budget_s)
-        for layout, policy in arms:
-            run_arm(layout, policy, traces, steps, options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    rows = [(key, row) for key in keys if (row := steps.get(key)) is not None]
-    if not rows:
-        print("error: --budget-s left no time for a single point", file=sys.stderr)
-        return 1
+def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError, ServerError, NoStepError."""
+    arms = arms_of(options)
+    traces = read_traces(options.traces, max_input_tokens=options.max_input_tokens)
+    keys = [key for layout, policy in arms for key in keys_of(options, layout, policy, list(traces))]
+    steps = Steps(options.out / "baselines.steps.jsonl", options.budget_s)
+    for layout, policy in arms:
+        run_arm(layout, policy, traces, steps, options)
+    rows = steps.finished(keys)
     totals = report(rows, len(keys) - len(rows), options)
     return 0 if totals["tokens_wrong"] == 0 else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

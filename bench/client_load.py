@@ -16,13 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import uvloop
 
+from bench.lib.picture import panels
 from bench.lib.plot import COLOURS
 from bench.lib.report import emit, environment, stdout
 from bench.replay import print_table
@@ -30,10 +27,10 @@ from bench.replaying.client import Record, Replay
 from bench.replaying.engines import emulation
 from bench.replaying.plan import Planned
 from bench.replaying.result import count_wrong, lag_s
-from bench.replaying.stopping import end_on_sigterm
+from bench.replaying.stopping import exit_status
 from pla_sglang import chain
 from pla_sglang.metrics.goodput import quantile
-from pla_sglang.testing.server import Server, ServerError
+from pla_sglang.testing.server import Server
 
 WANTED_STREAMS, WANTED_EVENTS_PER_S = 300, 3000
 MAX_LAG_MS = 50.0
@@ -129,17 +126,15 @@ def measure(options: argparse.Namespace) -> tuple[list[Record], dict[str, Any]]:
 def plot(records: Sequence[Record], path: Path) -> None:
     """Streams and events by second."""
     streams, events = streams_and_events(records)
-    figure, panel = plt.subplots(figsize=(7.5, 4), layout="constrained")
-    panel.plot(events, color=COLOURS[0], label="token events per second")
-    panel.set(xlabel="s since the start", ylabel="token events per second", ylim=(0, None))
-    panel.axhline(WANTED_EVENTS_PER_S, color=COLOURS[0], ls="--", lw=1)
-    other = panel.twinx()
-    other.plot(streams, color=COLOURS[1], label="open streams")
-    other.axhline(WANTED_STREAMS, color=COLOURS[1], ls="--", lw=1)
-    other.set(ylabel="open streams", ylim=(0, None))
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with panels(path, size=(7.5, 4)) as (panel,):
+        panel.plot(events, color=COLOURS[0], label="token events per second")
+        panel.set(xlabel="s since the start", ylabel="token events per second", ylim=(0, None))
+        panel.axhline(WANTED_EVENTS_PER_S, color=COLOURS[0], ls="--", lw=1)
+        other = panel.twinx()
+        other.plot(streams, color=COLOURS[1], label="open streams")
+        other.axhline(WANTED_STREAMS, color=COLOURS[1], ls="--", lw=1)
+        other.set(ylabel="open streams", ylim=(0, None))
+        panel.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,20 +151,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    end_on_sigterm()
-    try:
-        records, result = measure(options)
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def run(options: argparse.Namespace) -> int:
+    """Raises ServerError."""
+    records, result = measure(options)
     print_table(result, "one client, one core")
     plot(records, options.out / "client_load.png")
     names = ("groups", "group_requests", "gap_s", "prompt_tokens", "answer_tokens", "profile", "time_scale", "seed")
     settings = {name: getattr(options, name) for name in names}
     emit({"bench": "client_load", **settings, **result, "environment": environment()}, options.out, "client_load")
     return 0 if result["valid"] and result["reached"] else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -15,23 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from rich.table import Table
-
+from bench.lib.picture import panels
 from bench.lib.plot import COLOURS
 from bench.lib.report import emit, environment, say, stdout
+from bench.lib.tables import show
 from bench.replaying.client import Replay
 from bench.replaying.cluster import running_cluster
 from bench.replaying.layouts import Layout, engine_arguments
 from bench.replaying.memory import by_kind
 from bench.replaying.plan import Planned
 from bench.replaying.result import count_wrong
-from bench.replaying.stopping import end_on_sigterm
+from bench.replaying.stopping import exit_status
 from pla_sglang import chain
-from pla_sglang.errors import ConfigError
 from pla_sglang.testing.server import ServerError
 
 TARGETS = {4: {"ready_s": 60.0, "pss_gib": 8.0}, 8: {"pss_gib": 14.0}}  # by number of engines
@@ -78,37 +73,23 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="Start of emulated clusters, router included")
-    columns = ("layout", "engines", "ready_s", "pss_gib", "pss_after_requests_gib", "tokens_wrong")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        cells = (row[column] for column in columns)
-        table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))
-    stdout.print(table)
-
-
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Start time, and memory by what holds it, with the targets as marks."""
     names = [row["layout"] for row in rows]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
-    left.bar(names, [row["ready_s"] for row in rows], color=COLOURS[0])
-    left.set(ylabel="s until everything is ready")
-    bottom = [0.0] * len(rows)
-    for index, part in enumerate(dict.fromkeys(part for row in rows for part in row["pss_by_part_gib"])):
-        sizes = [row["pss_by_part_gib"].get(part, 0.0) for row in rows]
-        right.bar(names, sizes, bottom=bottom, color=COLOURS[index % len(COLOURS)], label=part)
-        bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
-    right.set(ylabel="PSS after requests, GiB")
-    for place, row in enumerate(rows):
-        limits = TARGETS.get(row["engines"], {})
-        for panel, key in ((left, "ready_s"), (right, "pss_gib")):
-            if key in limits:
-                panel.hlines(limits[key], place - 0.4, place + 0.4, color="#222222", ls="--")
-    right.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with panels(path, 2, size=(9.5, 4)) as (left, right):
+        left.bar(names, [row["ready_s"] for row in rows], color=COLOURS[0])
+        left.set(ylabel="s until everything is ready")
+        bottom = [0.0] * len(rows)
+        for index, part in enumerate(dict.fromkeys(part for row in rows for part in row["pss_by_part_gib"])):
+            sizes = [row["pss_by_part_gib"].get(part, 0.0) for row in rows]
+            right.bar(names, sizes, bottom=bottom, color=COLOURS[index % len(COLOURS)], label=part)
+            bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
+        right.set(ylabel="PSS after requests, GiB")
+        for place, row in enumerate(rows):
+            limits = TARGETS.get(row["engines"], {})
+            for panel, key in ((left, "ready_s"), (right, "pss_gib")):
+                if key in limits:
+                    panel.hlines(limits[key], place - 0.4, place + 0.4, color="#222222", ls="--")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -120,21 +101,14 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    end_on_sigterm()
-    try:
-        rows = []
-        for layout in map(Layout.parse, options.layouts.split(",")):
-            rows.append(measure(layout, options))
-            say(f"{layout.name}: {rows[-1]}")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print_table(rows)
+def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError, ServerError."""
+    rows = []
+    for layout in map(Layout.parse, options.layouts.split(",")):
+        rows.append(measure(layout, options))
+        say(f"{layout.name}: {rows[-1]}")
+    columns = ("layout", "engines", "ready_s", "pss_gib", "pss_after_requests_gib", "tokens_wrong")
+    show("Start of emulated clusters, router included", columns, [[row[name] for name in columns] for row in rows])
     plot(rows, options.out / "cluster_start.png")
     misses = missed(rows)
     for miss in misses:
@@ -144,6 +118,10 @@ def main(argv: list[str] | None = None) -> int:
     result |= {"rows": rows, "tokens_wrong": wrong, "environment": environment()}
     emit(result, options.out, "cluster_start")
     return 0 if wrong == 0 else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from bench.lib.report import emit, environment, say, stdout
+from bench.lib.picture import panels
+from bench.lib.plot import COLOURS
+from bench.lib.report import emit, environment, say
+from bench.lib.tables import show
 from bench.replaying.client import Record, Replay
 from bench.replaying.plan import WORDS, Planned
 from bench.replaying.result import count_wrong
+from bench.replaying.stopping import exit_status
 from pla_sglang import chain
 from pla_sglang.testing.server import Server, ServerError
 
@@ -141,13 +143,22 @@ def step_errors(options: argparse.Namespace) -> tuple[dict[str, Any], Check]:
         return check.emulation(), check
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    table = Table(title="DOPD Table I, measured through HTTP")
-    for column in rows[0]:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(f"{value:+.2%}" if key == "error" else str(value) for key, value in row.items()))
-    stdout.print(table)
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Measured against stated milliseconds, and the error of each entry."""
+    with panels(path, 2, size=(10, 4)) as (left, right):
+        for colour, phase in zip(COLOURS, ("prefill", "decode"), strict=False):
+            own = [row for row in rows if row["phase"] == phase]
+            stated = [row["table_ms"] for row in own]
+            left.plot(stated, [row["measured_ms"] for row in own], "o", color=colour, label=phase, alpha=0.8)
+            right.plot(stated, [100 * row["error"] for row in own], "o", color=colour, label=phase, alpha=0.8)
+        most = max(row["table_ms"] for row in rows)
+        left.plot([0, most], [0, most], "-", color="#7f7f7f", lw=1)
+        left.set(xlabel="DOPD Table I, ms", ylabel="measured through HTTP, ms")
+        right.axhline(0, color="#7f7f7f", lw=1)
+        limit = max(5.0, *(100 * abs(row["error"]) for row in rows)) * 1.1
+        right.set(xlabel="DOPD Table I, ms", ylabel="error, %", ylim=(-limit, limit))
+        for panel in (left, right):
+            panel.grid(alpha=0.3)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -161,15 +172,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    try:
-        steps, first = step_errors(options)
-        rows, second = dopd_table(options)
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print_table(rows)
+def run(options: argparse.Namespace) -> int:
+    """Raises ServerError."""
+    steps, first = step_errors(options)
+    rows, second = dopd_table(options)
+    cells = [[f"{value:+.2%}" if key == "error" else value for key, value in row.items()] for row in rows]
+    show("DOPD Table I, measured through HTTP", list(rows[0]), cells)
+    plot(rows, options.out / "emulation_check.png")
     result = {
         "bench": "emulation_check",
         "step_error_p50": steps["step_error_p50"],
@@ -177,6 +186,8 @@ def main(argv: list[str] | None = None) -> int:
         "host_overhead_share": steps["host_overhead_share"],
         "steps": steps["steps"],
         "time_scale": options.time_scale,
+        "duration_s": options.duration_s,
+        "rate_per_s": options.rate,
         "dopd_table_max_error": max(abs(row["error"]) for row in rows),
         "dopd_time_scale": options.dopd_scale,
         "dopd_table": rows,
@@ -187,6 +198,10 @@ def main(argv: list[str] | None = None) -> int:
     }
     emit(result, options.out, "emulation_check")
     return 0 if result["tokens_wrong"] == 0 else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.lib import emulated_pages
+from bench.lib.tables import markdown as table
 
 Result = Mapping[str, Any]
 
@@ -28,11 +29,6 @@ def spread(value: Mapping[str, float], unit: str = "", digits: int = 3) -> str:
     """Median and range over rounds."""
     low, high = f"{value['low']:.{digits}g}", f"{value['high']:.{digits}g}"
     return f"{value['median']:.{digits}g}{unit} ({low} .. {high})"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "| --- |" + " --- |" * (len(header) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def rounds_of(result: Result) -> str:

@@ -15,13 +15,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from bench.lib.report import emit, environment, progress_bar, say, stdout
+from bench.lib.report import emit, environment, progress_bar, say
+from bench.lib.tables import show
 from bench.replaying.client import Record, Replay
 from bench.replaying.picture import plot_replay
 from bench.replaying.plan import Planned, plan
 from bench.replaying.result import figures, served, write_requests
+from bench.replaying.stopping import exit_status
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Slo
 from pla_sglang.workload import TRACE_KINDS, Trace, load_trace
@@ -92,12 +92,8 @@ def replay(url: str, planned: list[Planned], *, timeout_s: float) -> list[Record
 
 
 def print_table(result: dict[str, Any], title: str) -> None:
-    table = Table(title=title)
-    for column in ("figure", "value"):
-        table.add_column(column)
-    for key, value in result.items():
-        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
-    stdout.print(table)
+    rows = [(key, f"{value:.4g}" if isinstance(value, float) else str(value)) for key, value in result.items()]
+    show(title, ("figure", "value"), rows)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -125,11 +121,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(parser().parse_args(argv))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_status(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def measure(instances: int, arguments: argparse.Namespace) -> dict[str, float]:
     for number in range(arguments.states + 1):
         workers, summary_s = state(instances, arguments.requests, horizon, rng)
         start_s = time.perf_counter()
-        move, _ = best_move(workers, horizon, knobs)
+        move = best_move(workers, horizon, knobs).move
         if number:
             times_s.append(time.perf_counter() - start_s)
             moves += move is not None

@@ -15,23 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from rich.table import Table
-
+from bench.lib.picture import panels
 from bench.lib.plot import COLOURS
-from bench.lib.report import emit, environment, say, stdout
+from bench.lib.report import emit, environment, say
+from bench.lib.tables import show
 from bench.replay import replay
 from bench.replaying.cluster import running_cluster
-from bench.replaying.layouts import Layout, engine_arguments, numbers_of, part, read_traces
+from bench.replaying.layouts import Layout, add_arguments, engine_arguments, numbers_of, part, read_traces
 from bench.replaying.plan import plan
 from bench.replaying.result import count_wrong
 from bench.replaying.steps import Row, Steps
-from bench.replaying.stopping import end_on_sigterm
-from pla_sglang.errors import ConfigError
-from pla_sglang.testing.server import ServerError
+from bench.replaying.stopping import exit_status
 from pla_sglang.workload import Trace
 
 COUNTS = ("requests", "completed", "input_tokens", "tokens_verified", "tokens_wrong", "requests_wrong")
@@ -103,74 +97,44 @@ def summed(rows: Sequence[tuple[Key, Row]]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def print_table(groups: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="Requests whose every token was checked")
-    for column in ("layout", "workload", "parts", *COUNTS):
-        table.add_column(column)
-    for group in groups:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in group.values()))
-    stdout.print(table)
-
-
 def plot(groups: Sequence[dict[str, Any]], path: Path) -> None:
     """Requests right and not right, by layout and workload."""
     names = [f"{group['layout']}\n{group['workload']}" for group in groups]
     right = [group["completed"] - group["requests_wrong"] for group in groups]
     others = [group["requests"] - good for group, good in zip(groups, right, strict=True)]
-    figure, panel = plt.subplots(figsize=(1.4 * len(groups) + 2, 4), layout="constrained")
-    panel.bar(names, right, color=COLOURS[2], label="every token right")
-    panel.bar(names, others, bottom=right, color=COLOURS[1], label="failed, or a token wrong")
-    for place, group in enumerate(groups):
-        panel.annotate(
-            f"{group['tokens_verified']:,}\ntokens", (place, right[place]), ha="center", va="bottom", fontsize=8
-        )
-    panel.set(ylabel="requests", ylim=(0, max(group["requests"] for group in groups) * 1.25))
-    panel.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with panels(path, size=(1.4 * len(groups) + 2, 4)) as (panel,):
+        panel.bar(names, right, color=COLOURS[2], label="every token right")
+        panel.bar(names, others, bottom=right, color=COLOURS[1], label="failed, or a token wrong")
+        for place, group in enumerate(groups):
+            panel.annotate(
+                f"{group['tokens_verified']:,}\ntokens", (place, right[place]), ha="center", va="bottom", fontsize=8
+            )
+        panel.set(ylabel="requests", ylim=(0, max(group["requests"] for group in groups) * 1.25))
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m bench.verified", description=(__doc__ or "").split("\n\n")[1])
-    made.add_argument("--traces", nargs="+", required=True, metavar="NAME=FILE")
-    made.add_argument("--layouts", default="1+1,2+2")
+    # Twice as slow a device makes fewer and larger passes: less work for the host.
+    add_arguments(made, layouts="1+1,2+2", time_scale=2.0, timeout_s=300.0)
     made.add_argument("--policy", default="round_robin", help="of the router")
     made.add_argument("--requests", nargs="+", default=["900"], help="on each layout: 900 of each, or WORKLOAD=900 ...")
     made.add_argument("--part-requests", type=int, default=150)
     made.add_argument("--rate", type=float, default=6.0, help="requests per second; recorded gaps, stretched")
-    made.add_argument("--profile", default="h100-llama3.1-8b-tp1")
-    made.add_argument("--time-scale", type=float, default=2.0, help="fewer and larger passes: less work for the host")
-    made.add_argument("--max-input-tokens", type=int, help="leave out longer prompts")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--timeout-s", type=float, default=300.0, help="for one request")
-    made.add_argument("--budget-s", type=float, help="no part begins later than this after the start")
-    made.add_argument("--start-s", type=float, default=60.0, help="a cluster is not started with less than this left")
-    made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    end_on_sigterm()
-    try:
-        layouts = [Layout.parse(text) for text in options.layouts.split(",")]
-        traces = read_traces(options.traces, max_input_tokens=options.max_input_tokens)
-        steps = Steps(options.out / "verified.steps.jsonl", options.budget_s)
-        for layout in layouts:
-            run_layout(layout, traces, steps, options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError, ServerError, NoStepError."""
+    layouts = [Layout.parse(text) for text in options.layouts.split(",")]
+    traces = read_traces(options.traces, max_input_tokens=options.max_input_tokens)
+    steps = Steps(options.out / "verified.steps.jsonl", options.budget_s)
+    for layout in layouts:
+        run_layout(layout, traces, steps, options)
     keys = [key for layout in layouts for key in keys_of(options, layout, traces)]
-    rows = [(key, row) for key in keys if (row := steps.get(key)) is not None]
+    rows = steps.finished(keys)
     groups = summed(rows)
-    if not groups:
-        print("error: --budget-s left no time for a single part", file=sys.stderr)
-        return 1
-    print_table(groups)
+    columns = ("layout", "workload", "parts", *COUNTS)
+    show("Requests whose every token was checked", columns, [list(group.values()) for group in groups])
     plot(groups, options.out / "verified.png")
     totals = {count: sum(group[count] for group in groups) for count in COUNTS}
     settings = {"profile": options.profile, "policy": options.policy, "seed": options.seed}
@@ -179,6 +143,10 @@ def main(argv: list[str] | None = None) -> int:
     result = {"bench": "verified", **settings, **totals, **progress, "groups": groups, "commits": commits}
     emit(result | {"environment": environment()}, options.out, "verified")
     return 0 if totals["tokens_wrong"] == 0 and totals["completed"] == totals["requests"] else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

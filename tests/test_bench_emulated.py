@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import random
 from pathlib import Path
@@ -264,6 +265,21 @@ def test_verified_counts_are_summed_by_layout_and_workload(tmp_path: Path) -> No
     assert (tmp_path / "verified.png").stat().st_size > 5_000
 
 
+def test_baselines_show_points_that_are_not_valid_too(tmp_path: Path) -> None:
+    given = options("--out", str(tmp_path))
+    figures = dict.fromkeys((*baselines.SHOWN, *baselines.COUNTS), 1) | {"slo_attainment": 0.9}
+    key = {"policy": "round_robin", "workload": "azure_code"}
+    rows = [
+        (key | {"layout": layout, "rate_rps": rate}, figures | {"valid": valid})
+        for layout, rate, valid in (("1+1", 2.0, True), ("1+1", 4.0, False), ("unified-2", 2.0, True))
+    ]
+    assert baselines.report(rows, 3, given)["requests"] == 3
+    kept = json.loads((tmp_path / "baselines.json").read_text())
+    assert (kept["points"], kept["points_open"], kept["points_invalid"]) == (3, 3, 1)
+    assert "| 1+1 | round_robin | azure_code | 4 | 0.9 |" in (tmp_path / "baselines.md").read_text()
+    assert (tmp_path / "baselines.png").stat().st_size > 10_000
+
+
 def test_memory_is_told_apart_by_what_holds_it() -> None:
     parts = by_kind(os.getpid(), [{"pid": os.getpid()}])
     assert parts["http"] > 10 << 20
@@ -335,6 +351,13 @@ def test_targets_by_workload() -> None:
     assert slo_of("azure_code_2x").ttft_s == 3.0
     assert slo_of("mooncake_conv").ttft_s == 30.0
     assert slo_of("mine") == DEFAULT_SLO
+
+
+def test_errors_of_the_checked_table_are_drawn_with_their_sign(tmp_path: Path) -> None:
+    rows = [emulation_check._row("prefill", 1, 100, 36.0, 36.9), emulation_check._row("decode", 104, 100, 28.0, 27.9)]
+    assert [row["error"] for row in rows] == [0.025, -0.00357]
+    emulation_check.plot(rows, tmp_path / "check.png")
+    assert (tmp_path / "check.png").stat().st_size > 10_000
 
 
 def test_the_checked_table_is_the_one_of_the_profile() -> None:

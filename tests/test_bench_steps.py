@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.replaying.steps import Steps
+from bench.replaying.steps import NoStepError, Steps
 from pla_sglang.errors import ConfigError
 
 KEYS = [{"arm": "a", "rate": 1.0}, {"arm": "a", "rate": 2.0}, {"arm": "b", "rate": 1.0}]
@@ -21,6 +21,9 @@ def test_finished_steps_are_there_after_a_restart(tmp_path: Path) -> None:
     assert again.get(KEYS[1]) == {"value": 7}
     assert again.get({"rate": 2.0, "arm": "a"}) == {"value": 7}, "the order of a key's parts does not matter"
     assert again.open(KEYS) == [KEYS[0], KEYS[2]]
+    assert again.finished(KEYS) == [(KEYS[1], {"value": 7})]
+    with pytest.raises(NoStepError, match="no time for a single step"):
+        again.finished(KEYS[:1])
 
 
 def test_a_step_that_was_not_valid_may_run_again(tmp_path: Path) -> None:

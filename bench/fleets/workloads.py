@@ -21,6 +21,7 @@ from pla_sglang.workload import Arrivals, Trace, chat_trace, generated_trace, ho
 
 DATA_VARIABLE = "PLA_BENCH_DATA"
 HOL_PERIOD_S = 10.0
+CHAT_TIMES = 3  # as many requests of ``chat`` as of others: conversations take their time to fill a fleet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,8 @@ def workload(name: str, folder: Path | None, requests: int | None = None, seed: 
     makers = {"chat": _chat, "hol": _hol, "star": _star}
     if name not in makers:
         raise ConfigError(f"workload {name!r} is not known; allowed: {', '.join(NAMES)}")
-    return makers[name](requests or 10_000, random.Random(seed)).head(requests)
+    times = CHAT_TIMES if name == "chat" else 1
+    return makers[name](times * (requests or 10_000), random.Random(seed)).head(requests and times * requests)
 
 
 def _chat(requests: int, rng: random.Random) -> Workload:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.lib.tables import markdown
+
 Result = Mapping[str, Any]
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "| --- |" + " --- |" * (len(header) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def _conditions(result: Result, *further: str) -> str:
@@ -39,7 +36,8 @@ def verified(result: Result) -> str:
     ]
     rows.append(["all", "", *(f"{result[name]:,}" for name in COUNTS)])
     header = ["layout", "workload", "requests", "completed", "prompt tokens", "tokens checked", "wrong"]
-    return f"{_table(header, rows)}\n\n{_conditions(result, result['profile'], 'router round_robin')}"
+    router = f"router {result['policy']}"
+    return f"{markdown(header, rows)}\n\n{_conditions(result, result['profile'], router)}"
 
 
 COUNTS = ("requests", "completed", "input_tokens", "tokens_verified", "tokens_wrong")
@@ -58,7 +56,7 @@ def baselines(result: Result) -> str:
     header = ["layout", "router", "workload", "per s", "requests", "met both targets", "goodput per s"]
     header += ["TTFT p50, s", "p99", "TPOT p50, ms", "p99", "host in the way", "valid"]
     totals = f"{result['tokens_verified']:,} tokens checked, {result['tokens_wrong']} wrong"
-    return f"{_table(header, rows)}\n\n{totals} · {_conditions(result, result['profile'], _scale(result))}"
+    return f"{markdown(header, rows)}\n\n{totals} · {_conditions(result, result['profile'], _scale(result))}"
 
 
 def frontier(result: Result) -> str:
@@ -75,7 +73,7 @@ def frontier(result: Result) -> str:
     verdict = f"Targets missed: {misses}." if misses else "All targets are met."
     seeds = min(own["seeds"] for own in result["arms"].values())
     work = f"load {result['load']:.0%}, seeds measured: {seeds}"
-    return f"{_table(header, rows)}\n\n{verdict}\n\n{_conditions(result, work, _scale(result))}"
+    return f"{markdown(header, rows)}\n\n{verdict}\n\n{_conditions(result, work, _scale(result))}"
 
 
 def _spread(value: Mapping[str, float], unit: str = "") -> str:
@@ -93,7 +91,27 @@ def hol_emulated(result: Result) -> str:
     header = ["arm", "SGLang", "short TTFT p50", "short TTFT p99", "long TTFT p90", "short p99 gain"]
     header += ["long p90 ratio", "throughput", "host in the way", "valid"]
     work = f"{result['rounds']} rounds, median (lowest .. highest)"
-    return f"{_table(header, rows)}\n\n{_conditions(result, work, result['profile'], _scale(result))}"
+    return f"{markdown(header, rows)}\n\n{_conditions(result, work, result['profile'], _scale(result))}"
+
+
+def emulation_check(result: Result) -> str:
+    table = result["dopd_table"]
+    rows = []
+    for phase in ("prefill", "decode"):
+        own = [row for row in table if row["phase"] == phase]
+        worst = max(own, key=lambda row: abs(row["error"]))
+        shape = f"{worst['batch']} x {worst['context']:,} tokens"
+        rows.append([f"DOPD Table I, {phase}: largest error of {len(own)} entries", f"{worst['error']:+.2%} ({shape})"])
+    work = f"mixed load, time scale {result['time_scale']:g}, {result['steps']:,} passes"
+    rows = [
+        [f"error of a step's time, {work}: median", f"{result['step_error_p50']:.2%}"],
+        ["the same, p99", f"{result['step_error_p99']:.2%}"],
+        ["share of the time with work in which the device waited for its host", f"{result['host_overhead_share']:.1%}"],
+        *rows,
+        ["tokens checked, wrong", f"{result['tokens_verified']:,}, {result['tokens_wrong']}"],
+    ]
+    conditions = _conditions(result, f"DOPD's table at time scale {result['dopd_time_scale']:g}")
+    return f"{markdown(['what', 'result'], rows)}\n\n{conditions}"
 
 
 def cluster_start(result: Result) -> str:
@@ -103,7 +121,7 @@ def cluster_start(result: Result) -> str:
         parts = ", ".join(f"{part} {size:.2f}" for part, size in row["pss_by_part_gib"].items())
         rows.append([row["layout"], str(row["engines"]), f"{row['ready_s']:.1f} s", *sizes, parts])
     header = ["prefill + decode", "engines", "ready after", "memory (PSS)", "after 24 requests", "of it, in GiB"]
-    return f"{_table(header, rows)}\n\n{_conditions(result, result['profile'])}"
+    return f"{markdown(header, rows)}\n\n{_conditions(result, result['profile'])}"
 
 
 def client_load(result: Result) -> str:
@@ -127,7 +145,7 @@ def client_load(result: Result) -> str:
     ]
     header += ["lag at sending, p99", "late wake-ups, p99", "tokens checked", "wrong"]
     cells = [form.format(result[name]) for name, form in names.items()]
-    return f"{_table(header, [cells])}\n\n{_conditions(result, result['profile'], _scale(result))}"
+    return f"{markdown(header, [cells])}\n\n{_conditions(result, result['profile'], _scale(result))}"
 
 
 PAGES: dict[str, Callable[[Result], str]] = {
@@ -135,6 +153,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "baselines": baselines,
     "frontier": frontier,
     "hol_emulated": hol_emulated,
+    "emulation_check": emulation_check,
     "cluster_start": cluster_start,
     "client_load": client_load,
 }

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+
+import numpy as np
 
 from bench.papers.charts import draw, lines
 from bench.papers.context import Context
 from bench.papers.finding import Claim, Finding, Point, Row, number
 from bench.papers.measure import Steady, steady
-from bench.papers.pla_cases import MODES, SHORT, TTFT_SLO_S, two_kinds, world
+from bench.papers.pla_cases import MODES, SHORT, TTFT_SLO_S, world
 from pla_sglang.metrics.goodput import Slo
-from pla_sglang.workload import Trace
+from pla_sglang.workload import Arrivals, LengthModel, Trace, generated_trace
+from pla_sglang.workload.lengths import fixed
 
 MODEL, USERS = "14B", 64
 CURVE_ONLY = "the paper shows curves without numbers"
@@ -26,9 +30,11 @@ class Job:
 
 
 def shorts(requests: int, seed: int) -> Trace:
-    """Prompts under 64 tokens; the paper says under 256."""
-    trace = two_kinds(requests, 1, seed)
-    return trace.take(slice(0, requests))
+    """Prompts under 256 tokens, as the paper says; median and shape are ours. One token out."""
+    rng = random.Random(seed)
+    lengths = LengthModel((1.0,), (4.1,), (0.8,), least=8, most=255)
+    trace = generated_trace(requests, Arrivals(1.0, rng), lengths, fixed(1))
+    return dataclasses.replace(trace, client=np.full(requests, SHORT))
 
 
 def measure(job: Job) -> Steady:
@@ -51,7 +57,7 @@ def run(context: Context) -> Finding:
     return Finding(
         "pla_fig5",
         "PLA-Serve, Figure 5",
-        f"one prefill instance, Qwen2.5-14B, H200 step times, {USERS} users, prompts under 64 tokens",
+        f"one prefill instance, Qwen2.5-14B, H200 step times, {USERS} users, prompts under 256 tokens",
         [
             Row("window with the highest throughput", None, best, "ms", f"{CURVE_ONLY}. {why}"),
             Row("mean latency without window", None, latency[0], "ms", CURVE_ONLY),

@@ -69,8 +69,8 @@ def run(context: Context) -> Finding:
     return Finding(
         "pla_table2",
         "PLA-Serve, Table 2",
-        f"{PREFILLS} P + {DECODES} D, Qwen2.5-{MODEL}, H200 step times, {requests} prompts of conversations, answers of"
-        f" {ANSWER_TOKENS} tokens, {USERS} under way",
+        f"{PREFILLS} P + {DECODES} D, Qwen2.5-{MODEL} (the paper names none), H200 step times, {requests} prompts of"
+        f" conversations, answers of {ANSWER_TOKENS} tokens, {USERS} under way",
         rows,
         claims,
         [{"mode": mode, "dataset": dataset, "seconds": one} for (mode, dataset), one in found.items()],

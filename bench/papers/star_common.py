@@ -1,4 +1,4 @@
-"""What the scripts of STAR share: runs of several seeds taken together."""
+"""What the scripts of STAR share: runs of several seeds, taken together or side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.papers.context import Context
-from bench.papers.finding import Point
+from bench.papers.finding import Point, number
 from bench.papers.star_cases import StarCase, StarRun, run_case
 
 
@@ -65,11 +65,36 @@ def pool(runs: Sequence[StarRun]) -> Pooled:
     )
 
 
+def by_seed(context: Context, cases: Sequence[StarCase], seeds: Sequence[int]) -> list[list[StarRun]]:
+    """Each setting with its number of seeds, the first of which is the run's."""
+    work = [
+        dataclasses.replace(case, seed=context.seed + extra)
+        for case, count in zip(cases, seeds, strict=True)
+        for extra in range(count)
+    ]
+    runs = iter(context.map(run_case, work))
+    return [[next(runs) for _ in range(count)] for count in seeds]
+
+
 def pooled(context: Context, cases: Sequence[StarCase], seeds: int) -> list[Pooled]:
-    """Each setting with so many seeds, the first of which is the run's."""
-    work = [dataclasses.replace(case, seed=context.seed + extra) for case in cases for extra in range(seeds)]
-    runs = context.map(run_case, work)
-    return [pool(runs[place * seeds : (place + 1) * seeds]) for place in range(len(cases))]
+    """Each setting with so many seeds, taken together."""
+    return [pool(runs) for runs in by_seed(context, cases, [seeds] * len(cases))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """One figure over several seeds."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(float(np.median(values)), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{number(self.median)} ({number(self.least)} to {number(self.most)})"
 
 
 def reduction(before: float, after: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,20 @@ class Layout:
             arguments = ("--prefill", prefill, "--decode", decode)
             return cls(text, arguments, int(prefill) + int(decode), PD_POLICIES)
         raise ConfigError(f"layout {text!r} is not known; allowed: unified-N, or P+D such as 1+1")
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, layouts: str, time_scale: float, timeout_s: float) -> None:
+    """The options of a bench that sends recorded traces to emulated clusters, step by step; the rest are defaults."""
+    parser.add_argument("--traces", nargs="+", required=True, metavar="NAME=FILE")
+    parser.add_argument("--layouts", default=layouts, help="comma-separated: unified-N, or P+D such as 1+1")
+    parser.add_argument("--max-input-tokens", type=int, help="leave out longer prompts")
+    parser.add_argument("--profile", default="h100-llama3.1-8b-tp1")
+    parser.add_argument("--time-scale", type=float, default=time_scale, help="how much slower the device is")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="for one request")
+    parser.add_argument("--budget-s", type=float, help="no step begins that would not end within this")
+    parser.add_argument("--start-s", type=float, default=60.0, help="a cluster is not started with less than this left")
+    parser.add_argument("--out", type=Path, default=Path("bench_out"))
 
 
 def engine_arguments(profile: str, time_scale: float) -> list[str]:

@@ -5,30 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
+from bench.lib.picture import panels
 from bench.lib.plot import COLOURS, log_seconds
 from pla_sglang.metrics.goodput import Served, Slo
 
 
 def plot_replay(columns: Served, slo: Slo, path: Path, *, title: str) -> None:
     """TTFT and TPOT as distributions with their targets, TTFT by arrival time."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13.8, 4.2), layout="constrained")
-    _distribution(left, columns.ttft_s(), slo.ttft_s, "time to first token")
-    _distribution(middle, columns.tpot_s(), slo.tpot_s, "time per further token")
-    missed = ~columns.met(slo)
-    for mask, colour, label in ((~missed, COLOURS[0], "met both targets"), (missed, COLOURS[1], "missed one")):
-        right.plot(columns.arrival_s[mask], columns.ttft_s()[mask], ".", ms=3, color=colour, label=label)
-    right.set(xlabel="arrival, s of device time", ylabel="time to first token, s", yscale="log")
-    right.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with panels(path, 3, size=(13.8, 4.2), title=title) as (left, middle, right):
+        _distribution(left, columns.ttft_s(), slo.ttft_s, "time to first token")
+        _distribution(middle, columns.tpot_s(), slo.tpot_s, "time per further token")
+        missed = ~columns.met(slo)
+        for mask, colour, label in ((~missed, COLOURS[0], "met both targets"), (missed, COLOURS[1], "missed one")):
+            right.plot(columns.arrival_s[mask], columns.ttft_s()[mask], ".", ms=3, color=colour, label=label)
+        right.set(xlabel="arrival, s of device time", ylabel="time to first token, s", yscale="log")
 
 
 def _distribution(panel: Any, values: np.ndarray, target_s: float, label: str) -> None:
@@ -42,4 +34,3 @@ def _distribution(panel: Any, values: np.ndarray, target_s: float, label: str) -
     low, high = max(1e-4, min(float(known[0]), target_s) / 1.5), max(float(known[-1]), target_s) * 1.5
     panel.set_xlim(low, high)
     log_seconds(panel.xaxis, low, high)
-    panel.legend(frameon=False, fontsize=8)

@@ -14,6 +14,10 @@ from pla_sglang.errors import ConfigError
 Row = dict[str, Any]
 
 
+class NoStepError(RuntimeError):
+    """Nothing was measured: there is nothing to show."""
+
+
 class Steps:
     """Rows by key in a JSON Lines file, and the time that this run may take.
 
@@ -72,6 +76,13 @@ class Steps:
         return [
             key for key, row in zip(keys, rows, strict=True) if row is None or (invalid and not row.get("valid", True))
         ]
+
+    def finished(self, keys: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Row]]:
+        """Those of ``keys`` that are finished, with their rows, in their order. Raises NoStepError when none is."""
+        pairs = [(key, row) for key in keys if (row := self.get(key)) is not None]
+        if not pairs:
+            raise NoStepError("--budget-s left no time for a single step")
+        return pairs
 
     def has_time(self, needed_s: float = 0.0) -> bool:
         """Whether a step that takes ``needed_s`` would end within the budget."""

@@ -18,7 +18,8 @@ Where they want different things, the first of this list wins:
 
 A request goes the first way that is open:
 
-1. in place (DOPD): ultra-short, and the decode instance has room;
+1. in place (DOPD): few new tokens, computed sooner than their KV cache would be handed over, and the decode instance
+   has room and stands still no longer than one token may take;
 2. its length class (PLA), when the PREFILL pool has at least ``split_from`` instances, no instance has a prefix of it,
    and the class is at ease: predicted TTFT within ``comfort_share`` of the target. A class that is busier than that
    gives way to the whole pool: two queues of their own waste what one of them leaves idle, and above some load that is
@@ -140,7 +141,11 @@ class CombinedPolicy(Observer):
         return answer
 
     def _in_place(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
-        """DOPD's answer where it is in place, the decode instance has room, and the target is kept."""
+        """DOPD's answer where it is in place, the decode instance has room, and both targets are kept.
+
+        DOPD looks at each prompt alone. A burst of them on one instance adds up, so its whole backlog counts here: the
+        decodes there stand still for no longer than one token may take.
+        """
         local = self.parts.local
         if local is None:
             return None
@@ -149,6 +154,8 @@ class CombinedPolicy(Observer):
             return None
         answer = local.dispatch(request, fleet, now_s)
         if answer.reason is not FleetReason.DOPD_LOCAL or not self._on_time(answer, request, now_s):
+            return None
+        if answer.predicted_ttft_s is None or answer.predicted_ttft_s > self.parts.arrow.knobs.tpot_slo_s:
             return None
         return answer if answer.decode is not None and self._fits(request, answer.decode) else None
 

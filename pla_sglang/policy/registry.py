@@ -31,6 +31,7 @@ from pla_sglang.policy.steps import StepTimes
 from pla_sglang.policy.types import PrefillClass
 
 FORECASTERS = ("last", "peak", "holt_winters", "arima")
+IN_PLACE_TOKENS = 2048  # of the combination: what it costs decides, and its own guard on the stall (docs/fleets.md)
 DEFAULT_FORECASTER = "arima"  # fewest GPU-hours at equal attainment: docs/fleets.md, "Forecasts"
 
 
@@ -231,7 +232,7 @@ def _combined(setup: Setup, *, scaling: bool = False) -> tuple[Dispatcher, tuple
     arrow = _arrow_policy(setup)
     parts = Parts(
         arrow,
-        local=DopdDispatcher(DopdDispatchKnobs(), arrow.predictor),
+        local=DopdDispatcher(DopdDispatchKnobs(local_max_tokens=IN_PLACE_TOKENS), arrow.predictor),
         spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, setup.boundary_tokens), arrow.predictor),
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
         star=_star_controller(setup),

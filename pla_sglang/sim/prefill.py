@@ -90,9 +90,13 @@ class PrefillQueue:
         for view in self.waiting[: self._knobs.match_window]:
             request = request_of(view)
             if request.hash_ids and request.match_version != version:
-                self._count(view, -1)
-                self._match(request)
-                self._count(view, 1)
+                self._match_again(request)
+
+    def _match_again(self, request: SimRequest) -> None:
+        """Of a request that is counted."""
+        self._count(request.waiting, -1)
+        self._match(request)
+        self._count(request.waiting, 1)
 
     def _match(self, request: SimRequest) -> None:
         blocks = self._pool.match(request.hash_ids)
@@ -158,9 +162,9 @@ class PrefillQueue:
         fitting: list[tuple[SimRequest, int]] = []
         for waiting in decision.selected:
             request = request_of(waiting)
+            if request.hash_ids and request.match_version != self._pool.version:
+                self._match_again(request)  # as the host does when it adds a request: blocks have come or gone since
             blocks = request.hash_ids[: waiting.history_tokens // self._pool.block_tokens]
-            if blocks and request.match_version != self._pool.version:
-                break  # the match is out of date; the next pass has a fresh one
             locked = self._pool.available_tokens - self._pool.room_after_lock(blocks)
             needed = waiting.new_tokens + locked + int(growth * waiting.output_tokens)
             tokens = min(waiting.new_tokens, budget, most)

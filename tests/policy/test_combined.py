@@ -51,6 +51,14 @@ def listed(view: FleetView, *heavy: str) -> FleetView:
 
 DISPATCH: list[tuple[str, FleetView, Any, str, R]] = [
     ("ultra-short: in place", fleet(prefill(), decode()), request(5), "i1", R.DOPD_LOCAL),
+    (
+        "in place behind others: a stall of 49 ms",
+        fleet(prefill(), decode(queued_tokens=24)),
+        request(5),
+        "i1",
+        R.DOPD_LOCAL,
+    ),
+    ("not of 51 ms: a token may take 50", fleet(prefill(), decode(queued_tokens=26)), request(5), "i0", R.PREFILL_SLO),
     ("not on a full instance", fleet(prefill(), decode(context_tokens=1001)), request(5), "i0", R.PREFILL_SLO),
     (
         "short pool",

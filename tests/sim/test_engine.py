@@ -95,6 +95,20 @@ def test_a_prompt_in_the_cache_is_not_computed_again() -> None:
     assert result.served.ttft_s().tolist() == pytest.approx([0.13, 0.2 - 0.128])
 
 
+class LastFirst(Fcfs):
+    """Whoever came last, alone."""
+
+    def decide(self, view: PassView, now_s: float) -> PassDecision:
+        return PassDecision(Action.SHORT, Reason.ORDER, tuple(view.waiting[-1:]))
+
+
+def test_a_request_beyond_the_match_window_is_matched_when_it_is_added() -> None:
+    ids = ((1, 2), (1, 2, 3), (1, 2, 4))
+    rows = trace((0.0, 130, 1), (0.05, 200, 1), (0.05, 200, 1), hash_ids=ids, block_tokens=64)
+    result = run(rows, policy=LastFirst, engine=EngineKnobs(match_window=1))
+    assert result.served.ttft_s().tolist() == pytest.approx([0.13, 0.08 + 2 * 0.072, 0.08 + 0.072])
+
+
 def test_a_full_match_still_computes_one_token_or_more() -> None:
     result = run(trace((0.0, 128, 1), (10.0, 128, 1), hash_ids=((1, 2), (1, 2)), block_tokens=64))
     assert result.served.ttft_s().tolist() == pytest.approx([0.128, 0.064])

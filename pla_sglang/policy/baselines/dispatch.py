@@ -14,6 +14,7 @@ makes such a split.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from random import Random
@@ -46,17 +47,18 @@ def unfinished_tokens(instance: InstanceView) -> int:
     return instance.queued_tokens + instance.context_tokens + instance.waiting_decode_tokens
 
 
-class PoolDispatcher(Observer):
+class PoolDispatcher(Observer, abc.ABC):
     """The frame of all plain dispatchers: pools by role, a request stays on a MIXED instance."""
 
     reason = FleetReason.ROUND_ROBIN
 
+    @abc.abstractmethod
     def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
         """From a pool that is not empty."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
-        raise NotImplementedError
+        """From a pool that is not empty."""
 
     def predicted_ttft_s(self, request: RequestView, instance: InstanceView) -> float | None:
         return None

@@ -63,8 +63,10 @@ class Horizon:
 
 
 def running(values: Floats) -> Floats:
-    """Sums of the first k values, k = 0 ... len; shape [len + 1]."""
-    return np.concatenate([[0.0], np.cumsum(values)])
+    """Sums of the first k values of each row, k = 0 ... len; shape [..., len + 1]."""
+    sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+    np.cumsum(values, axis=-1, out=sums[..., 1:])
+    return sums
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -92,27 +94,49 @@ class Summary:
 
 
 def summarise(batch: DecodeBatch, horizon: Horizon) -> Summary:
-    """O(R log R + H). A request of unknown remaining length is taken to last beyond the horizon."""
-    steps = horizon.steps
-    remaining = np.where(np.isnan(batch.remaining), np.inf, np.maximum(batch.remaining, 1.0))
-    order = np.argsort(remaining)
-    tokens = batch.tokens[order].astype(np.float64)
-    gone = np.searchsorted(remaining[order], steps, side="right")  # requests with remaining <= t_j
-    left = len(remaining) - gone
-    held = tokens.sum() - running(tokens)[gone]
-    heaviest_left = np.append(np.maximum.accumulate(tokens[::-1])[::-1], 0.0)[gone]
-    loads = held + left * steps
-    weighted = float(horizon.beta @ loads[1:]) if len(steps) > 1 else float(loads[0])
-    return Summary(
-        loads=loads,
-        sum_wn=running(horizon.weights * loads),
-        sum_wtn=running(horizon.weights * steps * loads),
-        largest=np.where(left > 0, heaviest_left + steps, 0.0),
-        peak=np.concatenate([[0.0], np.maximum.accumulate(loads + steps)]),
-        weighted=weighted,
-        batch=batch,
-        ends=np.searchsorted(steps, remaining, side="left"),
-    )
+    """Of one worker. O(R log R + R H) in one pass of numpy each; see ``summaries``."""
+    return summaries([batch], horizon)[0]
+
+
+def summaries(batches: Sequence[DecodeBatch], horizon: Horizon) -> list[Summary]:
+    """Of several workers at once: one call of numpy a step for all of them, whatever their number.
+
+    A request of unknown remaining length is taken to last beyond the horizon. Rows are filled up with requests that
+    hold nothing and have ended, so that all are equally long.
+    """
+    steps, weights = horizon.steps, horizon.weights
+    remaining, tokens, inside = _padded(batches)
+    rows = np.arange(len(batches))[:, None]
+    order = np.argsort(remaining, axis=1)
+    tokens, ordered = tokens[rows, order], remaining[rows, order]
+    gone = (ordered[:, None, :] <= steps[:, None]).sum(axis=2)  # requests with remaining <= t_j, padding too
+    left = remaining.shape[1] - gone
+    ended = running(tokens)
+    loads = ended[:, -1:] - ended[rows, gone] + left * steps
+    heaviest = np.zeros_like(ended)  # of those at or after each place
+    np.maximum.accumulate(tokens[:, ::-1], axis=1, out=heaviest[:, -2::-1])
+    largest = np.where(left > 0, heaviest[rows, gone] + steps, 0.0)
+    peak = np.zeros((len(batches), len(steps) + 1))
+    np.maximum.accumulate(loads + steps, axis=1, out=peak[:, 1:])
+    weighted = loads[:, 1:] @ horizon.beta if len(steps) > 1 else loads[:, 0]
+    sum_wn, sum_wtn = running(weights * loads), running(weights * steps * loads)
+    ends = np.searchsorted(steps, remaining, side="left")
+    return [
+        Summary(loads[i], sum_wn[i], sum_wtn[i], peak[i], largest[i], float(weighted[i]), batch, ends[i, inside[i]])
+        for i, batch in enumerate(batches)
+    ]
+
+
+def _padded(batches: Sequence[DecodeBatch]) -> tuple[Floats, Floats, list[slice]]:
+    """Remaining lengths (at least 1; unknown: inf) and tokens, shape [batches, most requests], 0 beyond the last; and
+    which places of each row are requests."""
+    counts = [len(batch.tokens) for batch in batches]
+    places = np.arange(max(counts)) < np.array(counts)[:, None]
+    remaining, tokens = np.zeros(places.shape), np.zeros(places.shape)
+    known = np.concatenate([batch.remaining for batch in batches])
+    remaining[places] = np.where(np.isnan(known), np.inf, np.maximum(known, 1.0))
+    tokens[places] = np.concatenate([batch.tokens for batch in batches])
+    return remaining, tokens, [slice(count) for count in counts]
 
 
 def trace(tokens: int, remaining: float, steps: Sequence[float]) -> list[float]:

@@ -15,9 +15,9 @@ from pla_sglang.policy.checks import require
 from pla_sglang.policy.decisions import FleetAction, Hold, Migrate, Observer
 from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceView, RequestView
 from pla_sglang.policy.reasons import FleetReason
-from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, summarise
+from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summaries, summarise
 from pla_sglang.policy.star.predictors import Oracle, RemainingPredictor
-from pla_sglang.policy.star.select import Move, SelectKnobs, Worker, best_move
+from pla_sglang.policy.star.select import Choice, Move, SelectKnobs, Worker, best_move
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,27 +56,36 @@ class StarRescheduler(Observer):
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         instances = fleet.decode_capable()
-        workers = [self._worker(instance, fleet, now_s) for instance in instances]
+        workers = self._workers(instances, fleet, now_s)
         actions: list[FleetAction] = []
         for _ in range(self.knobs.moves):
-            move, overloaded = best_move(workers, self.horizon, self.knobs.select)
+            choice = best_move(workers, self.horizon, self.knobs.select)
+            move = choice.move
             if move is None:
                 if not actions:
-                    actions.append(Hold(self._why_not(workers, overloaded)))
+                    actions.append(Hold(_why_not(choice)))
                 break
             actions.append(self._migrate(move, instances, workers, now_s))
             self._carry_out(move, workers)
         return actions
 
-    def _worker(self, instance: InstanceView, fleet: FleetView, now_s: float) -> Worker:
-        batch = fleet.decodes(instance)
+    def _workers(self, instances: list[InstanceView], fleet: FleetView, now_s: float) -> list[Worker]:
+        """What all workers report, summed up together: a fleet of hundreds would spend its time in small calls."""
+        batches = [self._seen(fleet.decodes(instance), now_s) for instance in instances]
+        reports = summaries(batches, self.horizon) if batches else []
+        return [self._worker(instance, report) for instance, report in zip(instances, reports, strict=True)]
+
+    def _seen(self, batch: DecodeBatch, now_s: float) -> DecodeBatch:
+        """With predicted lengths; requests that rest cannot be moved."""
+        rested = np.array([self._is_rested(rid, now_s) for rid in batch.rids], dtype=np.bool_)
         known = self.predictor.predict(batch.rids, batch.remaining)
-        rested = [self._is_rested(rid, now_s) for rid in batch.rids]
-        seen = DecodeBatch(batch.rids, batch.tokens, known, batch.movable & np.array(rested, dtype=np.bool_))
-        running = int(batch.tokens.sum())
+        return DecodeBatch(batch.rids, batch.tokens, known, batch.movable & rested)
+
+    def _worker(self, instance: InstanceView, report: Summary) -> Worker:
+        running = int(report.batch.tokens.sum())
         used = max(instance.kv_used_tokens, running + instance.waiting_decode_tokens)
         return Worker(
-            summarise(seen, self.horizon),
+            report,
             room_tokens=instance.kv_capacity_tokens,
             other_tokens=used - running,
             step_s=instance.token_interval_s or self.knobs.step_s,
@@ -118,13 +127,12 @@ class StarRescheduler(Observer):
         workers[move.source].summary = summarise(left, self.horizon)
         workers[move.target].summary = summarise(joined, self.horizon)
 
-    def _why_not(self, workers: list[Worker], overloaded: bool) -> FleetReason:
-        if not overloaded:
-            return FleetReason.STAR_BALANCED
-        indifferent = dataclasses.replace(self.knobs.select, min_gain=0.0)
-        found, _ = best_move(workers, self.horizon, indifferent)
-        return FleetReason.STAR_NO_CANDIDATE if found is None else FleetReason.STAR_NO_GAIN
-
     def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
         self._moved_s.pop(request.rid, None)
         self.predictor.forget(request.rid)
+
+
+def _why_not(choice: Choice) -> FleetReason:
+    if not choice.overloaded:
+        return FleetReason.STAR_BALANCED
+    return FleetReason.STAR_NO_CANDIDATE if choice.best is None else FleetReason.STAR_NO_GAIN

@@ -180,30 +180,49 @@ def pair_bounds(held: Floats, largest: Floats, others: Floats, horizon: Horizon)
     return bounds
 
 
-def best_move(workers: Sequence[Worker], horizon: Horizon, knobs: SelectKnobs) -> tuple[Move | None, bool]:
-    """Lines 5 to 8 and 24 to 34: the best feasible move, and whether any instance was overloaded.
+@dataclasses.dataclass(slots=True, frozen=True)
+class Choice:
+    """What Algorithm 1 found.
 
-    None where no candidate is feasible or the best one brings less than ``min_gain``. The answer is a function of the
-    input: of equal moves the first in the order of search is taken.
+    Attributes:
+        best: the best feasible move that brings anything, worth its traffic or not; None where there is none.
+        worth: the gain above which a move is made (``min_gain``).
+        overloaded: whether any instance was.
+    """
+
+    best: Move | None
+    worth: float
+    overloaded: bool
+
+    @property
+    def move(self) -> Move | None:
+        """The move to make."""
+        return self.best if self.best is not None and self.best.gain > self.worth else None
+
+
+def best_move(workers: Sequence[Worker], horizon: Horizon, knobs: SelectKnobs) -> Choice:
+    """Lines 5 to 8 and 24 to 34.
+
+    The answer is a function of the input: of equal moves the first in the order of search is taken.
     """
     overloaded, underloaded = classify(workers, knobs.theta) if len(workers) > 1 else ([], [])
     if not overloaded or not underloaded:
-        return None, bool(overloaded)
+        return Choice(None, 0.0, bool(overloaded))
     stacked = Stacked.of(workers, knobs.memory_share)
     targets = np.array(underloaded, dtype=np.int64)
     largest = np.stack([workers[source].summary.largest for source in overloaded])
     scale = 2.0 / len(workers)
     bounds = scale * pair_bounds(stacked.loads[overloaded], largest, stacked.loads[targets].min(axis=0), horizon)
     best: Move | None = None
-    least = scale * knobs.min_gain * objective(stacked.loads, horizon)
-    least = max(least, ROUNDING * float(horizon.weights @ (stacked.loads**2).mean(axis=0)))
+    least = ROUNDING * float(horizon.weights @ (stacked.loads**2).mean(axis=0))
+    worth = max(least, scale * knobs.min_gain * objective(stacked.loads, horizon))
     for place in np.argsort(-bounds, kind="stable"):
         if bounds[place] <= least:
             break
         move = _best_from(overloaded[place], workers, stacked, targets, horizon, knobs, least)
         if move is not None:
             best, least = move, move.gain
-    return best, True
+    return Choice(best, worth, True)
 
 
 def _best_from(

@@ -46,6 +46,11 @@ ALL: dict[str, Any] = {
 }
 
 
+def test_a_dispatcher_without_a_choice_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="choose_decode"):
+        PoolDispatcher()  # type: ignore[abstract]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_phases_go_to_their_pools(name: str) -> None:
     router: PoolDispatcher = ALL[name]()

@@ -18,7 +18,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.policy.decisions import Migrate
 from pla_sglang.policy.fleet import DecodeBatch, FleetView
 from pla_sglang.policy.reasons import FleetReason as R
-from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summarise, trace
+from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summaries, summarise, trace
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle, Proportional
 from pla_sglang.policy.star.select import SelectKnobs, Worker, best_move, classify, objective
@@ -46,6 +46,17 @@ def test_a_summary_is_the_step_by_step_future(rows: Rows) -> None:
     assert summary.loads == pytest.approx(expected)
     assert summary.weighted == pytest.approx(float(horizon.beta @ expected[1:]))
     assert summary.ends.tolist() == [sum(value > 0 for value in row) for row in traces]
+
+
+@given(st.lists(LOADS, min_size=1, max_size=5), st.sampled_from([0, 40]))
+def test_workers_summed_up_together_are_each_as_if_alone(batches: list[Rows], steps: int) -> None:
+    horizon = Horizon(dataclasses.replace(SMALL, steps=steps))
+    for rows, together in zip(batches, summaries([DecodeBatch.of(rows) for rows in batches], horizon), strict=True):
+        alone = summarise(DecodeBatch.of(rows), horizon)
+        assert together.batch.rids == alone.batch.rids
+        for field in ("loads", "sum_wn", "sum_wtn", "peak", "largest", "ends"):
+            assert np.array_equal(getattr(together, field), getattr(alone, field)), field
+        assert together.weighted == pytest.approx(alone.weighted, rel=1e-12)
 
 
 def variance_objective(batches: list[Rows], horizon: Horizon) -> float:
@@ -81,7 +92,7 @@ def brute_force(batches: list[Rows], horizon: Horizon, knobs: SelectKnobs, room:
 def test_the_selection_is_the_best_feasible_move(batches: list[Rows], room: int, steps: int) -> None:
     horizon = Horizon(dataclasses.replace(SMALL, steps=steps))
     knobs = dataclasses.replace(ANY_GAIN, unknown_tokens=30)
-    move, _ = best_move([worker(rows, horizon, room) for rows in batches], horizon, knobs)
+    move = best_move([worker(rows, horizon, room) for rows in batches], horizon, knobs).move
     expected = brute_force(batches, horizon, knobs, room)
     scale = 1e-9 * max(1.0, variance_objective(batches, horizon))
     assert (0.0 if move is None else move.gain) == pytest.approx(expected, rel=1e-6, abs=scale)
@@ -91,7 +102,7 @@ def test_the_selection_is_the_best_feasible_move(batches: list[Rows], room: int,
 def test_the_gain_is_the_definition(batches: list[Rows]) -> None:
     horizon = Horizon(SMALL)
     workers = [worker(rows, horizon) for rows in batches]
-    move, _ = best_move(workers, horizon, ANY_GAIN)
+    move = best_move(workers, horizon, ANY_GAIN).move
     if move is None:
         return
     _, tokens, left = batches[move.source][move.request]
@@ -130,7 +141,7 @@ NOW = Horizon(HorizonKnobs(steps=0))
 def test_current_load_by_hand() -> None:
     workers = [worker([("a", 40, None), ("b", 50, None)], NOW), worker([("c", 10, None)], NOW)]
     knobs = dataclasses.replace(ANY_GAIN, unknown_tokens=0)
-    move, _ = best_move(workers, NOW, knobs)
+    move = best_move(workers, NOW, knobs).move
     assert move is not None
     assert (move.source, move.target, move.request) == (0, 1, 0)
     assert move.gain == pytest.approx(1600.0)
@@ -141,7 +152,7 @@ def test_prediction_prefers_the_request_that_stays() -> None:
     horizon = Horizon(HorizonKnobs(steps=100, points=10))
     workers = [worker([("ends", 500, 3.0), ("stays", 500, 1000.0), ("stays too", 500, 1000.0)], horizon)]
     workers.append(worker([], horizon))
-    move, _ = best_move(workers, horizon, ANY_GAIN)
+    move = best_move(workers, horizon, ANY_GAIN).move
     assert move is not None
     assert move.request == 1
 
