@@ -98,6 +98,7 @@ def test_the_addresses_of_a_prefill_instance_outlive_it_for_two_heartbeats(
         assert port_for_next_request(manager, address) == expected
     finally:
         manager.heartbeat_interval = 3600.0  # the thread has no other end
+        manager.prefill_info_table.clear()
         server.close()
 
 
