@@ -194,19 +194,22 @@ class _Best:
 
     def scan(self, longs: Sequence[WaitingView], queue: LongQueue, now_s: float, worst_rank: int | None = None) -> None:
         """On the hot path."""
-        rank, stamp = worst_rank, queue.stamp
+        rank, stamp, least, aged = worst_rank, queue.stamp, self._least, self._aged
+        first: WaitingView | None = None
+        first_size = 0
         for view in longs:
             if rank is not None and view.priority_rank > rank:
                 continue
             size = view.new_tokens.bit_length()  # size_class, without the call
-            if self.next is None or view.priority_rank < self.next.priority_rank:
-                self.next, self._class, rank = view, size, view.priority_rank
-                self._aged.clear()
-            elif self._least and (size, view.arrival_s) < (self._class, self.next.arrival_s):
-                self.next, self._class = view, size
+            if first is None or view.priority_rank < first.priority_rank:
+                first, first_size, rank = view, size, view.priority_rank
+                aged.clear()
+            elif least and (size < first_size or (size == first_size and view.arrival_s < first.arrival_s)):
+                first, first_size = view, size
             at_s = view.aged_at_s if view.aged_stamp == stamp else queue.when_aged_s(view)
-            if at_s <= now_s and (size not in self._aged or at_s < self._aged[size][0]):
-                self._aged[size] = (at_s, view)
+            if at_s <= now_s and (size not in aged or at_s < aged[size][0]):
+                aged[size] = (at_s, view)
+        self.next, self._class = first, first_size
 
     def passed(self, shorts: bool) -> WaitingView | None:
         """Who aged first of those that others pass. ``shorts``: some wait, which pass all of them."""
