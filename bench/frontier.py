@@ -19,24 +19,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from rich.table import Table
-
+from bench.lib.picture import panels
 from bench.lib.plot import arm_colours
 from bench.lib.report import emit, environment, stdout
+from bench.lib.tables import show
 from bench.replaying import engines
 from bench.replaying.engines import Arm, Setup
 from bench.replaying.plan import Planned
-from bench.replaying.steps import Row, Steps
-from bench.replaying.stopping import end_on_sigterm
+from bench.replaying.steps import Row
+from bench.replaying.stopping import exit_status
 from pla_sglang import chain
-from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import ecdf, percentile
 from pla_sglang.profiles import load_profile
-from pla_sglang.testing.server import ServerError
 
 CHUNK_TOKENS = 820
 LONG_TOKENS, SHORT_TOKENS = 2400, 200
@@ -140,36 +134,32 @@ def missed(by_arm: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def print_table(by_arm: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> None:
     seeds = min(row["seeds"] for row in by_arm.values())
-    table = Table(title=f"TTFT in s of device time, load {options.load:.0%}, seeds measured: {seeds}")
     keys = ("short_mean_s", "short_p99_s", "long_mean_s", "long_max_s", "long_max_vs_fcfs", "host_overhead_share")
-    for column in ("arm", *keys, "sglang", "valid"):
-        table.add_column(column)
-    for arm, row in by_arm.items():
-        cells = (f"{row[key]:.3f}" if key in row else "-" for key in keys)
-        table.add_row(arm, *cells, str(row["sglang"]), str(row["valid"]))
-    stdout.print(table)
+    rows = [
+        [arm, *(f"{row[key]:.3f}" if key in row else "-" for key in keys), row["sglang"], row["valid"]]
+        for arm, row in by_arm.items()
+    ]
+    title = f"TTFT in s of device time, load {options.load:.0%}, seeds measured: {seeds}"
+    show(title, ("arm", *keys, "sglang", "valid"), rows)
 
 
 def plot(by_arm: Mapping[str, Mapping[str, Any]], rows: Mapping[str, Sequence[Row]], path: Path) -> None:
     """Left: the frontier, mean long against mean short TTFT with p99 as a bar. Right: distribution of the shorts."""
     colours = arm_colours(list(by_arm))
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4.4), layout="constrained")
-    for arm, own in by_arm.items():
-        mean_s, p99_s, long_s = own["short_mean_s"], own["short_p99_s"], own["long_mean_s"]
-        left.plot([mean_s, p99_s], [long_s, long_s], "-", color=colours[arm], alpha=0.5)
-        left.plot(mean_s, long_s, "o", color=colours[arm], label=arm)
-        left.plot(p99_s, long_s, "|", color=colours[arm], ms=12)
-        values, shares = ecdf(ttft_s(rows[arm], short=True))
-        right.step(values, shares, where="post", color=colours[arm], label=arm)
-    for arm, limits in TARGETS.items():
-        left.plot(limits["short_mean_s"], limits["long_mean_s"], "x", color=colours.get(arm, "#222222"))
-    left.set(xscale="log", xlabel="short TTFT, s: mean (dot) to p99 (bar); x: target", ylabel="long TTFT, mean, s")
-    right.set(xscale="log", xlabel="short TTFT, s", ylabel="share of shorts", ylim=(0, 1.02))
-    left.legend(frameon=False, fontsize=8)
-    for panel in (left, right):
-        panel.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with panels(path, 2, size=(10.5, 4.4)) as (left, right):
+        for arm, own in by_arm.items():
+            mean_s, p99_s, long_s = own["short_mean_s"], own["short_p99_s"], own["long_mean_s"]
+            left.plot([mean_s, p99_s], [long_s, long_s], "-", color=colours[arm], alpha=0.5)
+            left.plot(mean_s, long_s, "o", color=colours[arm], label=arm)
+            left.plot(p99_s, long_s, "|", color=colours[arm], ms=12)
+            values, shares = ecdf(ttft_s(rows[arm], short=True))
+            right.step(values, shares, where="post", color=colours[arm])
+        for arm, limits in TARGETS.items():
+            left.plot(limits["short_mean_s"], limits["long_mean_s"], "x", color=colours.get(arm, "#222222"))
+        left.set(xscale="log", xlabel="short TTFT, s: mean (dot) to p99 (bar); x: target", ylabel="long TTFT, mean, s")
+        right.set(xscale="log", xlabel="short TTFT, s", ylabel="share of shorts", ylim=(0, 1.02))
+        for panel in (left, right):
+            panel.grid(alpha=0.3)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -182,36 +172,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[Row]]:
-    """Rows by arm, as far as the time went; arms without any are left out. Raises ConfigError, ServerError."""
+    """Rows by arm, as far as the time went; arms without any are left out.
+
+    Raises ConfigError, ServerError, NoStepError.
+    """
     chosen = engines.choose(options.arms, ARMS, options.peer_python)
     # As published: with overlap the next chunk is launched while one runs, and a short waits for both.
     flags = ("--chunked-prefill-size", str(CHUNK_TOKENS), "--disable-overlap-schedule")
     setup = Setup("linear", options.time_scale, flags, options.out, "frontier", options.peer_python)
     settings = {"load": options.load, "duration_s": options.duration_s, "time_scale": options.time_scale}
     keys = [{"seed": seed} | settings for seed in range(1, options.seeds + 1)]
-    steps = Steps(options.out / "frontier.steps.jsonl", options.budget_s)
 
     def plan_of(key: dict[str, Any]) -> list[Planned]:
         return planned(key["load"], key["duration_s"], key["seed"], key["time_scale"])
 
-    engines.collect(chosen, keys, plan_of, setup=setup, steps=steps)
-    rows = {arm.name: [row for key in keys if (row := steps.get(key | {"arm": arm.name}))] for arm in chosen}
-    return {arm: own for arm, own in rows.items() if own}
+    return engines.collect(chosen, keys, plan_of, setup=setup, budget_s=options.budget_s)
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    end_on_sigterm()
-    try:
-        rows = measure(options)
-        if not rows:
-            raise ServerError("--budget-s left no time for a single step")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError, ServerError, NoStepError."""
+    rows = measure(options)
     by_arm = {arm: figures(own) for arm, own in rows.items()}
     against_fcfs(by_arm, rows)
     print_table(by_arm, options)
@@ -226,6 +206,10 @@ def main(argv: list[str] | None = None) -> int:
     outcome = {"targets_missed": misses, "valid": valid, "arms": by_arm, "environment": environment()}
     emit({"bench": "frontier", **settings, **result, **outcome}, options.out, "frontier")
     return 0 if valid else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -16,25 +16,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from rich.table import Table
-
+from bench.lib.picture import panels
 from bench.lib.plot import arm_colours, log_seconds
-from bench.lib.report import emit, environment, stdout
+from bench.lib.report import emit, environment
+from bench.lib.tables import show
 from bench.lib.workload import PATTERNS, HolShape, hol_arrivals, round_rng
 from bench.replaying import engines
 from bench.replaying.engines import Arm, Setup
 from bench.replaying.plan import Planned
-from bench.replaying.steps import Row, Steps
-from bench.replaying.stopping import end_on_sigterm
+from bench.replaying.steps import Row
+from bench.replaying.stopping import exit_status
 from pla_sglang import chain
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import ecdf, percentile, spread
 from pla_sglang.profiles import load_profile
-from pla_sglang.testing.server import ServerError
 
 SPF = ("--schedule-policy", "shortest-prefill-first")
 ARMS = {
@@ -114,40 +109,36 @@ def ratios(rows: Mapping[str, Sequence[Row]], shape: HolShape) -> dict[str, dict
 
 
 def print_table(arms: Mapping[str, Any], against: Mapping[str, Any], title: str) -> None:
-    table = Table(title=title, caption="median over rounds (lowest .. highest), device time")
-    for column in ("arm", *FIGURES, *RATIOS, "host_overhead_share", "valid"):
-        table.add_column(column)
-
     def cell(value: Mapping[str, float] | None) -> str:
         return "-" if value is None else f"{value['median']:.3g} ({value['low']:.3g} .. {value['high']:.3g})"
 
+    rows = []
     for arm, own in arms.items():
         shown = [cell(own[name]) for name in FIGURES] + [cell(against.get(arm, {}).get(name)) for name in RATIOS]
-        table.add_row(arm, *shown, f"{own['host_overhead_share']:.1%}", str(own["valid"]))
-    stdout.print(table)
+        rows.append([arm, *shown, f"{own['host_overhead_share']:.1%}", own["valid"]])
+    header = ("arm", *FIGURES, *RATIOS, "host_overhead_share", "valid")
+    show(title, header, rows, caption="median over rounds (lowest .. highest), device time")
 
 
 def plot(rows: Mapping[str, Sequence[Row]], shape: HolShape, path: Path, title: str) -> None:
     """Distribution of TTFT by class, all rounds together."""
     colours = arm_colours(list(rows))
     limit = (shape.short_tokens + shape.long_tokens) / 2
-    figure, panels = plt.subplots(1, 2, figsize=(10.5, 4.4), layout="constrained")
-    for panel, kind in zip(panels, ("short", "long"), strict=True):
-        everything: list[float] = []
-        for arm, own in rows.items():
-            mine = [one for row in own for tokens, one, _ in row["requests"] if (tokens < limit) == (kind == "short")]
-            values, shares = ecdf(mine)
-            panel.step(values, shares, where="post", color=colours[arm], label=arm)
-            everything += values
-        low, high = min(everything) * 0.8, max(everything) * 1.25
-        panel.set(xscale="log", xlim=(low, high), ylim=(0, 1.02), xlabel=f"time to first token, {kind} prompts")
-        log_seconds(panel.xaxis, low, high)
-        panel.set_ylabel("share of requests")
-        panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with panels(path, 2, size=(10.5, 4.4), title=title) as axes:
+        for panel, kind in zip(axes, ("short", "long"), strict=True):
+            everything: list[float] = []
+            for arm, own in rows.items():
+                mine = [
+                    one for row in own for tokens, one, _ in row["requests"] if (tokens < limit) == (kind == "short")
+                ]
+                values, shares = ecdf(mine)
+                panel.step(values, shares, where="post", color=colours[arm], label=arm)
+                everything += values
+            low, high = min(everything) * 0.8, max(everything) * 1.25
+            panel.set(xscale="log", xlim=(low, high), ylim=(0, 1.02), xlabel=f"time to first token, {kind} prompts")
+            log_seconds(panel.xaxis, low, high)
+            panel.set_ylabel("share of requests")
+            panel.grid(alpha=0.3)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -163,35 +154,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace, shape: HolShape) -> dict[str, list[Row]]:
-    """Rows by arm, one per round that is finished. Raises ConfigError, ServerError."""
+    """Rows by arm, one per round that is finished. Raises ConfigError, ServerError, NoStepError."""
     chosen = engines.choose(options.arms, ARMS, options.peer_python)
     flags = ("--chunked-prefill-size", str(shape.chunk_tokens))
     setup = Setup(options.profile, options.time_scale, flags, options.out, "hol_emulated", options.peer_python)
     settings = {name: getattr(options, name) for name in ("profile", "scale", "pattern", "time_scale", "seed")}
     keys = [settings | {"round": index} for index in range(options.rounds)]
-    steps = Steps(options.out / "hol_emulated.steps.jsonl", options.budget_s)
     work_s = long_work_s(shape, options.profile)
-    engines.collect(chosen, keys, lambda key: planned(shape, key, work_s), setup=setup, steps=steps)
-    rows = {arm.name: [row for key in keys if (row := steps.get(key | {"arm": arm.name}))] for arm in chosen}
-    return {arm: own for arm, own in rows.items() if own}
+    return engines.collect(
+        chosen, keys, lambda key: planned(shape, key, work_s), setup=setup, budget_s=options.budget_s
+    )
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    end_on_sigterm()
-    try:
-        if not options.scale > 0:
-            raise ConfigError(f"--scale {options.scale} is out of range; allowed: above 0")
-        shape = HolShape.of_issue(options.scale, max_new_tokens=options.max_new_tokens)
-        rows = measure(options, shape)
-        if not rows:
-            raise ServerError("--budget-s left no time for a single step")
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError, ServerError, NoStepError."""
+    if not options.scale > 0:
+        raise ConfigError(f"--scale {options.scale} is out of range; allowed: above 0")
+    shape = HolShape.of_issue(options.scale, max_new_tokens=options.max_new_tokens)
+    rows = measure(options, shape)
     arms = {arm: arm_figures(own, shape) for arm, own in rows.items()}
     against = ratios(rows, shape)
     sizes = f"{shape.long_count} x {shape.long_tokens:,} and {shape.short_count} x {shape.short_tokens:,} tokens"
@@ -205,6 +185,10 @@ def main(argv: list[str] | None = None) -> int:
     outcome |= {"rounds": min(map(len, rows.values())), "ratios": against, "arms": arms, "valid": valid}
     emit({"bench": "hol_emulated", **settings, **outcome, "environment": environment()}, options.out, "hol_emulated")
     return 0 if valid else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_status(run, parser().parse_args(argv))
 
 
 if __name__ == "__main__":

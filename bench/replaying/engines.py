@@ -111,13 +111,34 @@ def collect(
     plan_of: Callable[[dict[str, Any]], list[Planned]],
     *,
     setup: Setup,
-    steps: Steps,
-) -> None:
+    budget_s: float | None,
+) -> dict[str, list[Row]]:
     """Run what is open of every arm with every key, all arms together, key after key.
+
+    Returns:
+        By arm the rows of the keys that are finished, earlier runs included; no entry for an arm without any.
 
     Raises:
         ServerError: an engine does not start, or a request fails.
+        NoStepError: the budget left no time for a single step, and none is kept.
+        ConfigError: see Steps.
     """
+    steps = Steps(setup.out / f"{setup.bench}.steps.jsonl", budget_s)
+    _collect_open(arms, keys, plan_of, setup, steps)
+    wanted = [key | {"arm": arm.name} for arm in arms for key in keys]
+    rows: dict[str, list[Row]] = {}
+    for key, row in steps.finished(wanted):
+        rows.setdefault(key["arm"], []).append(row)
+    return rows
+
+
+def _collect_open(
+    arms: Sequence[Arm],
+    keys: Sequence[dict[str, Any]],
+    plan_of: Callable[[dict[str, Any]], list[Planned]],
+    setup: Setup,
+    steps: Steps,
+) -> None:
     missing = [arm for arm in arms if any(steps.get(key | {"arm": arm.name}) is None for key in keys)]
     if not missing or not steps.has_time():
         return
