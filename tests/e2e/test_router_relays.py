@@ -173,6 +173,22 @@ def tokens_of(raw: bytes) -> list[int]:
     return [token for line in lines for token in json.loads(line)["output_ids"]]
 
 
+# SGLang logs this, with a traceback, when a room is aborted at the moment in which a transfer worker takes it up.
+ABORTED_TRANSFER = "Unexpected transfer worker error for room"
+
+
+def causes_of_tracebacks(log: Path) -> list[str]:
+    """What each process said just before a traceback. Lines of several processes are mixed, each with a prefix."""
+    last: dict[str, str] = {}
+    causes = []
+    for line in log.read_text().splitlines():
+        process, _, said = line.partition("] ")
+        if said.startswith("Traceback"):
+            causes.append(last.get(process, "nothing"))
+        last[process] = said
+    return causes
+
+
 def test_the_end_leaves_no_process(cluster: dict[str, Any]) -> None:
     processes = psutil.Process(cluster["process"].pid).children(recursive=True)
     assert sum(is_control(one) for one in processes) == 1
@@ -180,7 +196,7 @@ def test_the_end_leaves_no_process(cluster: dict[str, Any]) -> None:
     assert cluster["process"].wait(40) == 0
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert alive == []
-    assert "Traceback" not in Path(cluster["log"]).read_text()
+    assert [cause for cause in causes_of_tracebacks(Path(cluster["log"])) if ABORTED_TRANSFER not in cause] == []
 
 
 def test_a_unified_instance_gives_several_samples(tmp_path: Path) -> None:
