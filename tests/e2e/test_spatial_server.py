@@ -6,6 +6,7 @@ a test makes it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -79,7 +80,8 @@ def test_requests_go_to_the_pool_of_their_length(client: Spatial, reference: Ref
     assert all("seams verified" in one["hooks"] for one in state["schedulers"])
     assert [one["reports_lost"] for one in state["pools"]["ranks"]] == [0, 0]
     info = client.server.get("/server_info")
-    assert [one["pla"]["role"]["role"] for one in info["internal_states"]] == ["short", "long"]
+    # SGLang lists ranks in the order of their answers.
+    assert sorted(one["pla"]["role"]["role"] for one in info["internal_states"]) == ["long", "short"]
 
 
 def test_a_stray_is_served(client: Spatial, reference: Reference) -> None:
@@ -120,12 +122,14 @@ def test_a_role_changes_while_requests_wait(client: Spatial, reference: Referenc
 
 def test_aborts_in_both_pools(client: Spatial, reference: Reference) -> None:
     client.flush()
-    longs = [client.submit(prompt_of(6000), FEW, rid=f"long-{index}") for index in range(2)]
+    longs = [client.submit(prompt_of(6000), 2000, rid=f"long-{index}") for index in range(2)]
     client.wait_for_chunk()
     shorts = [client.submit(prompt_of(20), 4000, rid=f"short-{index}") for index in range(2)]
     beside = [client.submit(prompt, FEW) for prompt in SHORTS[4:8]]
-    for name in ("long-0", "long-1", "short-0", "short-1"):
-        client.abort(name)
+    for _ in range(3):  # one that overtakes its request on the way is lost
+        for name in ("long-0", "long-1", "short-0", "short-1"):
+            client.abort(name)
+        time.sleep(0.3)
     assert all(aborted(one) for one in (*longs, *shorts))
     assert set(check(beside, SHORTS[4:8], reference)) == {SHORT_RANK}
     client.flush()
