@@ -99,7 +99,7 @@ def test_stalls_are_no_decode_load() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_answer_is_late_whatever_comes(seed: int) -> None:
-    """The bound of the module's head, by an engine that prefills first: random prompts, each taken as soon as it fits."""
+    """The bound of the module's head, in an engine that prefills first: prompts are taken as they fit."""
     rng = random.Random(seed)
     one, member = in_place(), decoding()
     step_s = LinearSteps().decode_s(1, 0)

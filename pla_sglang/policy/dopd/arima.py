@@ -1,8 +1,8 @@
 """ARIMA one-step forecasts (DOPD Algorithm 2, line 8, and section V-D on refitting).
 
-Parameters are fitted by statsmodels, which costs tens of milliseconds, and only when the forecast was far off; a fit that
-did not help doubles the wait for the next one, since of noise nothing can be learnt. Between two fits each step costs
-O(p + q), by the recursion of line 8 on the differenced series:
+Parameters are fitted by statsmodels, which costs tens of milliseconds, and only when the forecast was far off. A fit
+that did not help doubles the wait for the next one, since of noise nothing can be learnt. Between two fits each step
+costs O(p + q), by the recursion of line 8 on the differenced series:
 
     x[t+1] = mu + sum_j phi_j * (x[t+1-j] - mu) + sum_k theta_k * e[t+1-k]
 
