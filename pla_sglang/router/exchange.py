@@ -36,7 +36,7 @@ from pla_sglang.router.messages import (
     Stage,
     Step,
 )
-from pla_sglang.router.request import head_to, members_of, rids_at_instances
+from pla_sglang.router.request import head_to, header_lines, members_of, passed_on, rids_at_instances
 from pla_sglang.router.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
 
 
 class State(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
+
     ASKING = "asking"
     CONNECTING = "connecting"
     WAITING = "waiting"
@@ -124,10 +126,17 @@ class Exchange:
         if None in workers:
             self._fail(Outcome.NO_CONTROL, 503, "no_worker", "the control plane named an instance that is not known")
             return
-        attempt = assign.attempt
-        for leg, worker in zip(list(self._legs), workers, strict=True):
+        pool = self._relay.pool
+        absent = []
+        for leg, worker in zip(self._legs, workers, strict=True):
             assert worker is not None
-            self._relay.pool.take(worker, functools.partial(self._connected, attempt, leg))
+            leg.connection = pool.idle(worker)
+            if leg.connection is None:
+                absent.append((leg, worker))
+        if not absent:
+            self._send()
+        for leg, worker in absent:
+            pool.connect(worker, functools.partial(self._connected, assign.attempt, leg))
 
     def on_refuse(self, refuse: Refuse) -> None:
         if self._state is State.ASKING and refuse.attempt == self.ask.attempt:
@@ -178,13 +187,18 @@ class Exchange:
         front, rest = with_members(self.raw, members) if members else (b"", memoryview(self.raw))
         self._to(State.WAITING)
         self._deadline_s = relay.now_s() + relay.config.first_byte_timeout_s
+        own = header_lines((("x-request-id", ask.rid), ("traceparent", ask.trace)))
+        keyless: bool | None = None  # of ``lines``; both instances get the same but for a key
+        lines = b""
         for leg in self._legs:
             assert leg.connection is not None
-            own = assign.prefill_headers if leg.leg is Leg.PREFILL else assign.decode_headers
-            own = (*own, ("x-request-id", ask.rid), ("traceparent", ask.trace))
             worker = leg.connection.worker
-            head = head_to(worker, request, len(front) + len(rest), own, keep_key=not relay.config.api_key)
-            leg.connection.send("POST", [head + front, rest], leg)
+            if keyless is not bool(relay.config.api_key or worker.api_key):
+                keyless = bool(relay.config.api_key or worker.api_key)
+                lines = passed_on(request, keep_key=not keyless) + own
+            extra = assign.prefill_headers if leg.leg is Leg.PREFILL else assign.decode_headers
+            of_leg = lines + header_lines(extra) if extra else lines
+            leg.connection.send("POST", head_to(worker, request, len(front) + len(rest), of_leg) + front, rest, leg)
         self.raw, self._head = b"", None  # nothing is ever sent twice from here on
         if ask.body is not None:
             self.ask = msgspec.structs.replace(ask, body=None)
@@ -232,20 +246,25 @@ class Exchange:
 
     # -- the prefill leg ---------------------------------------------------------------------------------------------
 
-    def on_prefill_done(self) -> None:
-        if self._state is not State.ENDED:
+    def on_prefill_done(self, leg: LegSink) -> None:
+        if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
+        else:
             self._step(Step.PREFILL_DONE)
 
     def on_prefill_failed(self, leg: LegSink, kind: FailureKind | None, detail: str) -> None:
         if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
             return
         if kind is not None:
             self._report(leg, kind, detail)
         if self._state is State.WAITING:  # else decode has the KV already, and answers
             self._fail(Outcome.PREFILL_FAILED, 502, "prefill_failed", f"the prefill failed: {detail}")
 
-    def on_prefill_refused(self, status: int, detail: str) -> None:
-        if self._state is State.WAITING:
+    def on_prefill_refused(self, leg: LegSink, status: int, detail: str) -> None:
+        if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
+        elif self._state is State.WAITING:
             self._refusal = (status, detail)
             self._deadline_s = self._relay.now_s() + REFUSAL_GRACE_S
 
@@ -352,7 +371,8 @@ class Exchange:
             if leg.done:
                 continue
             if outcome in LINGER_S and connection is not None:
-                self._relay.later(LINGER_S[outcome], functools.partial(self._linger, leg, connection))
+                leg.connection = connection
+                self._relay.lingering[leg] = self._relay.now_s() + LINGER_S[outcome]
                 continue
             if connection is not None:
                 connection.drop()
@@ -361,11 +381,11 @@ class Exchange:
         self._legs = []  # they point back here; without the cycle, a request is freed at once
         return aborted
 
-    def _linger(self, leg: LegSink, connection: UpstreamConnection) -> None:
+    def give_up(self, leg: LegSink) -> None:
         """A prefill leg whose answer should have ended by now."""
-        if not leg.done:
-            connection.drop()
-            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
+        if leg.connection is not None:
+            leg.connection.drop()
+        self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

@@ -55,9 +55,9 @@ class LegSink:
             kind = FailureKind.STATUS if self._status >= 500 else None
             self.exchange.on_prefill_failed(self, kind, f"status {self._status}: {detail}")
         elif self._status >= 400 or _ERROR.search(said):
-            self.exchange.on_prefill_refused(max(self._status, 400), detail)
+            self.exchange.on_prefill_refused(self, max(self._status, 400), detail)
         else:
-            self.exchange.on_prefill_done()
+            self.exchange.on_prefill_done(self)
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         """The connection is closed; it still knows whether the answer broke between two events."""
