@@ -12,7 +12,6 @@ work for it is told to abort.
 
 from __future__ import annotations
 
-import enum
 import functools
 from typing import TYPE_CHECKING
 
@@ -37,6 +36,7 @@ from pla_sglang.router.messages import (
     Step,
 )
 from pla_sglang.router.request import head_to, header_lines, members_of, passed_on, rids_at_instances
+from pla_sglang.router.states import LEGAL, State
 from pla_sglang.router.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
@@ -47,25 +47,6 @@ if TYPE_CHECKING:
 REFUSAL_GRACE_S = 0.3
 # How long a prefill leg may take to end its answer once decode has answered completely, by whether that went well.
 LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
-
-
-class State(enum.Enum):
-    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
-
-    ASKING = "asking"
-    CONNECTING = "connecting"
-    WAITING = "waiting"
-    FORWARDING = "forwarding"
-    ENDED = "ended"
-
-
-LEGAL = {
-    State.ASKING: {State.CONNECTING, State.ENDED},
-    State.CONNECTING: {State.ASKING, State.WAITING, State.ENDED},
-    State.WAITING: {State.FORWARDING, State.ENDED},
-    State.FORWARDING: {State.ENDED},
-    State.ENDED: set(),
-}
 
 
 class Exchange:
@@ -213,8 +194,7 @@ class Exchange:
             self._streams = True
 
     def on_answer_body(self, data: bytes) -> None:
-        now_s = self._last_s = self._relay.now_s()
-        self._deadline_s = now_s + self._relay.config.stall_timeout_s
+        self._last_s = self._relay.now_s()
         self._output_bytes += len(data)
         if self._streams:
             self._events += data.count(b"\n\n")
@@ -222,7 +202,7 @@ class Exchange:
             self._client.write(data)
             return
         self._to(State.FORWARDING)
-        self._first_s = now_s
+        self._first_s = self._last_s
         assert self._answer is not None
         self._client.write(self._client.head_of(self._answer, self.ask.rid) + data)
         self._step(Step.FIRST_TOKEN)
@@ -281,7 +261,7 @@ class Exchange:
         config = self._relay.config
         if now_s - self.ask.arrived_s > config.request_timeout_s:
             self._time_out(f"not done within {config.request_timeout_s:g} s")
-        elif now_s <= self._deadline_s or self._paused:
+        elif now_s <= self._deadline_s or self._paused or self._moves(now_s):
             return
         elif self._state is State.ASKING:
             self._fail(
@@ -294,6 +274,11 @@ class Exchange:
             self._time_out(f"no answer within {config.first_byte_timeout_s:g} s")
         elif self._state is State.FORWARDING:
             self._time_out(f"the answer stood still for {config.stall_timeout_s:g} s")
+
+    def _moves(self, now_s: float) -> bool:
+        """Whether its answer has not stood still for too long."""
+        last_s = self._last_s if self._state is State.FORWARDING else None
+        return last_s is not None and now_s <= last_s + self._relay.config.stall_timeout_s
 
     def _time_out(self, message: str) -> None:
         for leg in self._legs:
