@@ -211,7 +211,7 @@ class UpstreamPool:
         return None
 
     def connect(self, worker: Worker, taker: Taker) -> None:
-        """As ``take``, always a new one. Each costs memory: ``MAX_CONNECTING`` at a time to an instance, the rest wait."""
+        """As ``take``, always a new one. As each costs memory, those beyond ``MAX_CONNECTING`` to an instance wait."""
         if self._under_way[worker.number] >= MAX_CONNECTING:
             self._waiting.setdefault(worker.number, deque()).append(taker)
         else:
