@@ -55,8 +55,8 @@ def arms(instances: Instances, port: dict[str, int]) -> list[Arm]:
     prefill, decode = instances.urls()
 
     def ours(name: str, relays: int, wire: str = "unix") -> Arm:
-        arguments = ("--port", str(port[name]), "--relay-workers", str(relays), "--policy", "static-pd-round-robin")
-        arguments += ("--relay-wire", wire)
+        arguments: tuple[str, ...] = ("--port", str(port[name]), "--relay-workers", str(relays), "--relay-wire", wire)
+        arguments += ("--policy", "static-pd-round-robin")
         return Arm(name, ("-m", "pla_sglang.launch_router", *arguments, "--worker", prefill, "--worker", decode))
 
     pair = ("--pd-disaggregation", "--prefill", prefill, str(BOOTSTRAP_PORT), "--decode", decode)
