@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
         stdout.print(f"MISSED: {miss}", markup=False)
     of_arms = {arm: rows[CHANGING, arm] for arm in result["arms"]}
     plot(result["arms"], of_arms, setting.slo_ttft_s, options.out / f"spatial-{setting.layout}.png", title)
-    about = dataclasses.asdict(setting) | dataclasses.asdict(work) | {"seeds_asked": options.seeds}
+    about = dataclasses.asdict(setting) | dataclasses.asdict(work) | {"seed": 1, "seeds_asked": options.seeds}
     emit({**result, **about, "environment": environment()}, options.out, f"spatial-{setting.layout}")
     return 0 if result["valid"] else 1
 
