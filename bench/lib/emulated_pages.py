@@ -166,10 +166,8 @@ def spatial(result: Result) -> str:
     savings = [f"{_SAVINGS[key]} {result[key]:.0%}" for key in _SAVINGS if result.get(key) is not None]
     lines = [markdown(header, rows), "", f"Fewer late requests with pools than with {', '.join(savings)}."]
     if "flips_constant_load" in result:
-        settling = result["flips_constant_load_while_settling"]
-        lines[-1] += (
-            f" At constant load {settling} moves while the pools settle, {result['flips_constant_load']} after."
-        )
+        settling, after = result["flips_constant_load_while_settling"], result["flips_constant_load"]
+        lines[-1] += f" At constant load {settling} moves while the pools settle, {after} after."
     misses = "; ".join(result["targets_missed"])
     lines[-1] += f" Targets missed: {misses}." if misses else " All targets are met."
     rates = " then ".join(f"{rate:g}" for rate in result["long_rps"])

@@ -25,6 +25,7 @@ from pla_sglang.metrics.goodput import quantile
 from pla_sglang.testing.server import ServerError, free_port
 
 REQUEST_TIMEOUT_S = 300.0
+IDLE_S = 20.0
 SHOWN_ERRORS = 3
 
 
@@ -67,7 +68,7 @@ class Engines:
     def _reset(self, arm: str) -> None:
         """Empty prefix caches, and no class left from an arm before."""
         for one in self._described["instances"]:
-            post(f"{one['url']}/flush_cache")
+            flush(one["url"])
             if is_ours(arm) and one["kind"] == "prefill":
                 post(f"{one['url']}/pla/role", {"role": "mixed"})
 
@@ -82,6 +83,18 @@ def running_engines(arm: str, setting: Setting, folder: Path, name: str) -> Iter
 
 async def _replay(url: str, planned: list[Planned]) -> list[Record]:
     return await Replay(url, timeout_s=REQUEST_TIMEOUT_S, body=text_body).run(planned)
+
+
+def flush(engine_url: str) -> None:
+    """An engine refuses until it is idle. Raises ServerError when it does not get so."""
+    end_s = time.monotonic() + IDLE_S
+    while True:
+        try:
+            return post(f"{engine_url}/flush_cache")
+        except ServerError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.5)
 
 
 def post(url: str, body: Any = None) -> None:
