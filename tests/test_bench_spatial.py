@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from bench import spatial
+from bench.lib.emulated_pages import PAGES
 from bench.pooling import measure
 from bench.pooling.arms import DEFAULT_ARMS, Setting, engine_arguments, is_ours, router_of
 from bench.pooling.figures import fewer, figures, flips, missed, rate, summary
@@ -192,6 +193,19 @@ def test_a_late_a_failed_and_a_missing_first_token_violate() -> None:
     assert made["host_overhead_by_instance"] == {"a": pytest.approx(0.1)}
 
 
+@pytest.mark.parametrize(
+    ("changes", "valid"),
+    [
+        ({}, True),
+        ({"client_lag_p99_s": 0.041}, False),
+        ({"host_overhead_by_instance": {"prefill-0": 0.21, "decode-0": 0.1}}, False),
+        ({"host_overhead_by_instance": {"prefill-0": 0.19, "decode-0": 0.9}}, True),
+    ],
+)
+def test_a_disturbed_run_is_not_valid(changes: dict[str, Any], valid: bool) -> None:
+    assert figures([row(record(0, 1.0)) | changes], 0.4, 30.0)["valid"] is valid
+
+
 def test_a_wrong_token_makes_a_run_invalid() -> None:
     wrong = record(0, 1.0)
     wrong.output_ids = (wrong.output_ids[0] + 1, *wrong.output_ids[1:])
@@ -257,6 +271,11 @@ def test_a_finished_run_is_shown_without_any_engine(tmp_path: Path, capsys: pyte
     assert (result["flips"], result["flips_constant_load"], result["tokens_wrong"]) == (1, 0, 0)
     assert result["targets_missed"] == []
     assert (tmp_path / "spatial-pd.png").stat().st_size > 5000
+    page = PAGES["spatial-pd"](result)
+    assert "| `spatial` | 25.0% | 0.0% | 100.0% | 25.0% |" in page
+    assert (
+        "plain round robin: 67%. At constant load 1 moves while the pools settle, 0 after. All targets are met." in page
+    )
 
 
 def test_without_time_nothing_starts(tmp_path: Path) -> None:
