@@ -132,7 +132,7 @@ def test_aborts_in_both_pools(client: Spatial, reference: Reference) -> None:
     shorts = [client.submit(prompt_of(20), 4000, rid=f"short-{index}") for index in range(2)]
     beside = [client.submit(prompt, FEW) for prompt in SHORTS[4:8]]
     sent = len(longs) + len(shorts) + len(beside)
-    until(lambda: client.dispatched() == before + sent, what="every request has been dispatched")
+    until(lambda: client.dispatched() >= before + sent, what="every request has been dispatched")
     for name in ("long-0", "long-1", "short-0", "short-1"):
         client.abort(name)
     assert all(aborted(one) for one in (*longs, *shorts))
