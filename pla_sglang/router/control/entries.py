@@ -73,7 +73,7 @@ class Leg:
     attempt: int = 1
     room: int | None = None
     state: LegState = LegState.OPEN
-    executed: bool = True  # False: the request is known not to have reached the instance
+    executed: bool = True  # False: it has not reached the instance, or was taken back: nothing can come of it
 
     def move(self, state: LegState, now_s: float) -> None:
         if state not in _LEGAL_LEGS[self.state]:

@@ -25,6 +25,16 @@ SHOWN_CANDIDATES = 8
 STAGES = ("queue_s", "route_s", "prefill_wait_s", "prefill_s", "transfer_s", "first_token_s")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Former:
+    """An attempt that came to nothing, before the one that the story tells."""
+
+    prefill: str | None
+    decode: str | None
+    why: str
+    detail: str
+
+
 @dataclasses.dataclass(slots=True)
 class Story:
     """One request, as it went. Times are those of the machine's monotonic clock; None: it did not come to that."""
@@ -38,6 +48,7 @@ class Story:
     slo_ttft_s: float | None = None
     admission: str = ""
     attempts: int = 0
+    former: list[Former] = dataclasses.field(default_factory=list)
     reason: str = ""
     placement: str = ""
     prefill: str | None = None
@@ -55,6 +66,12 @@ class Story:
     ended_s: float | None = None
     end: str | None = None
     detail: str = ""
+
+
+def note_retry(story: Story, why: str, detail: str) -> None:
+    """The attempt is over; what is known of it moves to ``former``. Its time counts as queueing."""
+    story.former.append(Former(story.prefill, story.decode, why, detail))
+    story.decided_s = story.sent_s = story.done_s = None
 
 
 def note_choice(

@@ -1,0 +1,101 @@
+"""Takes an attempt back: makes sure that no instance has anything of it any more, so that it may be dispatched again.
+
+After a failed KV transfer one instance has said so and the other may wait or compute. The other is told to abort, and
+its answer is waited for. Only when both answers are complete, and no abort is on its way that could hit the next
+attempt, is the attempt over: SGLang refuses a request id that it still knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pla_sglang.router.calls import UNREACHABLE
+from pla_sglang.router.http.head import AnswerHead
+from pla_sglang.router.legs import LegSink
+from pla_sglang.router.messages import FailureKind
+
+if TYPE_CHECKING:
+    from pla_sglang.router.relay import Relay
+
+RECALL_S = 10.0  # for both answers to end; a forward pass that is under way is not cut short
+# As in Relay: an abort that overtakes its request on the way to an instance is lost.
+ABORT_AGAIN_S = (0.0, 0.25, 0.7)
+
+
+class Recall:
+    """Stands in for the request at its legs (``LegSink.exchange``) until both are done.
+
+    Args:
+        rids: under which the instances know the request.
+        over: called once: True where both instances have answered completely.
+    """
+
+    def __init__(
+        self, relay: Relay, legs: Sequence[LegSink], rids: Sequence[str], over: Callable[[bool], None]
+    ) -> None:
+        self._relay, self._legs, self._rids = relay, legs, rids
+        self._over: Callable[[bool], None] | None = over
+        self._aborts = 0  # on their way
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def start(self) -> None:
+        for leg in self._legs:
+            leg.exchange = self
+        self._timers = [self._relay.later(delay_s, self._abort) for delay_s in ABORT_AGAIN_S]
+        self._timers.append(self._relay.later(RECALL_S, lambda: self._end(over=False)))
+
+    def cancel(self) -> None:
+        """The request has ended; ``over`` is not called any more."""
+        self._over = None
+        for timer in self._timers:
+            timer.cancel()
+
+    def _abort(self) -> None:
+        for leg in self._legs:
+            if not leg.done:
+                self._aborts += self._relay.abort_once(leg.worker, self._rids, self._aborted)
+        self._look()
+
+    def _aborted(self, status: int) -> None:
+        self._aborts -= 1
+        if status == UNREACHABLE:
+            self._end(over=False)  # it may come late, and hit the next attempt
+        self._look()
+
+    def _look(self) -> None:
+        if not self._aborts and all(leg.done for leg in self._legs):
+            self._end(over=True)
+
+    def _end(self, *, over: bool) -> None:
+        told = self._over
+        self.cancel()
+        if told is not None:
+            told(over)
+
+    # -- what legs say -----------------------------------------------------------------------------------------------
+
+    def on_answer_head(self, head: AnswerHead) -> None:
+        """Nobody gets this answer."""
+
+    def on_answer_body(self, data: bytes) -> None:
+        """Nobody gets this answer."""
+
+    def on_answer_done(self) -> None:
+        self._look()
+
+    def on_answer_lost(self, leg: LegSink, kind: FailureKind, detail: str) -> None:
+        self._end(over=False)  # what the instance has of it, or whether there still is one, is not known
+
+    def on_prefill_done(self) -> None:
+        self._look()
+
+    def on_prefill_failed(self, leg: LegSink, kind: FailureKind | None, detail: str, *, transfer: bool) -> None:
+        if leg.done:
+            self._look()
+        else:
+            self._end(over=False)
+
+    def on_prefill_refused(self, status: int, detail: str) -> None:
+        self._look()
