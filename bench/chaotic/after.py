@@ -61,78 +61,107 @@ async def _look(http: aiohttp.ClientSession, described: dict[str, Any]) -> Lefto
 
 
 async def _instance(http: aiohttp.ClientSession, one: dict[str, Any], details: list[str]) -> bool:
-    """Queues empty and, once its prefix cache is flushed, no KV in use."""
+    """Queues are empty and no KV is in use: at decode at once, at prefill when its prefix cache is flushed."""
     try:
-        async with http.post(f"{one['url']}/flush_cache") as answer:
-            flushed = answer.status == 200  # SGLang flushes only when no request holds anything
-        async with http.get(f"{one['url']}/v1/loads?include=core") as answer:
-            load = (await answer.json())["loads"][0]
+        before = await _load(http, one["url"])
+        flushed = await _flushed(http, one["url"])
+        after = await _load(http, one["url"])
     except (aiohttp.ClientError, OSError) as error:
         details.append(f"{one['name']}: {error!r}")
         return False
-    held = {name: load[name] for name in (*LOADS, "num_used_tokens") if load[name]}
-    if held or not flushed:
-        details.append(f"{one['name']}: {held} flushed {flushed}")
-    return flushed and not held
+    held = {name: after[name] for name in (*LOADS, "num_used_tokens") if after[name]}
+    leaked = before["num_used_tokens"] if one["kind"] == "decode" else 0  # decode has no prefix cache
+    if held or leaked or not flushed:
+        details.append(f"{one['name']}: {held} leaked {leaked} flushed {flushed}")
+    return flushed and not held and not leaked
 
 
-async def decode_free_s(described: dict[str, Any], probes: int, seed: int) -> list[float]:
-    """Seconds from an abort at the prefill instance until decode holds nothing of the request, one by one."""
+async def _load(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with http.get(f"{url}/v1/loads?include=core") as answer:
+        load: dict[str, Any] = (await answer.json())["loads"][0]
+    return load
+
+
+async def _flushed(http: aiohttp.ClientSession, url: str) -> bool:
+    """SGLang flushes only when no request holds anything, so this says whether one does (Scheduler.is_fully_idle)."""
+    async with http.post(f"{url}/flush_cache") as answer:
+        return answer.status == 200
+
+
+async def retry_counts(described: dict[str, Any]) -> dict[str, float]:
+    """Dispatches and retries by reason, off the router's metrics."""
+    async with aiohttp.ClientSession(trust_env=False) as http, http.get(f"{described['url']}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    found = {line.split()[0]: float(line.split()[1]) for line in lines if line and not line.startswith("#")}
+    dispatches = sum(value for name, value in found.items() if name.startswith("pla_router_dispatches_total"))
+    failed = found.get('pla_router_retries_total{reason="transfer_failed"}', 0.0)
+    unsent = found.get('pla_router_retries_total{reason="not_sent"}', 0.0)
+    return {"dispatches": dispatches, "retried_after_transfer": failed, "retried_unsent": unsent}
+
+
+@dataclasses.dataclass(frozen=True)
+class Freed:
+    """How soon decode held nothing of a request whose prefill was aborted, in seconds.
+
+    Attributes:
+        after_abort_s: since the router knew that the prefill had ended with an abort.
+        after_order_s: since the order to the prefill instance, which finishes its forward pass first.
+    """
+
+    after_abort_s: float
+    after_order_s: float
+
+
+async def decode_free(described: dict[str, Any], probes: int, seed: int) -> list[Freed]:
+    """Aborts at the prefill instance while decode waits for the KV, one request at a time on an idle cluster."""
     rng = random.Random(seed)
-    prefills = [one["url"] for one in described["instances"] if one["kind"] == "prefill"]
-    decodes = [one["url"] for one in described["instances"] if one["kind"] == "decode"]
     freed = []
     async with aiohttp.ClientSession(trust_env=False) as http:
         for number in range(probes):
             prompt = chain.prompt_of(PROBE_TOKENS, 50, rng)
-            seconds = await _probe(
-                http, described["url"], prefills, decodes, prompt, f"abort-probe-{seed}-{number:04d}"
-            )
-            if seconds is None:
-                say(f"abort probe {number} had ended before its abort")
+            found = await _probe(http, described, prompt, f"abort-probe-{seed}-{number:04d}")
+            if found is None:
+                say(f"abort probe {number}: the prefill had ended before the abort")
             else:
-                freed.append(seconds)
+                freed.append(found)
     return freed
 
 
-async def _probe(
-    http: aiohttp.ClientSession, url: str, prefills: list[str], decodes: list[str], prompt: list[int], rid: str
-) -> float | None:
-    body = {
-        "rid": rid,
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 60},
-        "stream": True,
-    }
+async def _probe(http: aiohttp.ClientSession, described: dict[str, Any], prompt: list[int], rid: str) -> Freed | None:
+    prefills = [one["url"] for one in described["instances"] if one["kind"] == "prefill"]
+    decodes = [one["url"] for one in described["instances"] if one["kind"] == "decode"]
+    sampling = {"temperature": 0, "max_new_tokens": 60}
+    body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling, "stream": True}
 
     async def ask() -> None:
         with contextlib.suppress(aiohttp.ClientError):
-            async with http.post(f"{url}/generate", json=body) as answer:
+            async with http.post(f"{described['url']}/generate", json=body) as answer:
                 await answer.read()
 
     request = asyncio.create_task(ask())
-    end_s = time.monotonic() + 20
-    while not await _held(http, decodes):
-        if request.done() or time.monotonic() > end_s:
-            await request
-            return None
-        await asyncio.sleep(POLL_S)
-    started_s = time.monotonic()
-    for prefill in prefills:
-        async with http.post(f"{prefill}/abort_request", json={"rid": rid}):
-            pass
-    while await _held(http, decodes) and time.monotonic() - started_s < FREE_LIMIT_S:
-        await asyncio.sleep(POLL_S)
-    freed_s = time.monotonic() - started_s
+    await _until(http, decodes, held=True)
+    ordered_s = time.monotonic()
+    await asyncio.gather(*(_abort(http, url, rid) for url in prefills))
+    freed_s = await _until(http, decodes, held=False)
     await request
-    return freed_s
+    async with http.get(f"{described['url']}/pla/explain/{rid}") as answer:
+        story = await answer.json()
+    if story["end"] != "prefill_aborted" or story["attempts"] > 1:
+        return None
+    return Freed(max(0.0, freed_s - story["ended_s"]), freed_s - ordered_s)
 
 
-async def _held(http: aiohttp.ClientSession, decodes: list[str]) -> int:
-    """Requests at the decode instances."""
-    total = 0
-    for url in decodes:
-        async with http.get(f"{url}/v1/loads?include=core") as answer:
-            load = (await answer.json())["loads"][0]
-        total += load["num_running_reqs"] + load["num_waiting_reqs"]
-    return total
+async def _abort(http: aiohttp.ClientSession, url: str, rid: str) -> None:
+    async with http.post(f"{url}/abort_request", json={"rid": rid}):
+        pass
+
+
+async def _until(http: aiohttp.ClientSession, urls: list[str], *, held: bool) -> float:
+    """When any of the instances holds something, or none does; at most after FREE_LIMIT_S."""
+    end_s = time.monotonic() + FREE_LIMIT_S
+    while time.monotonic() < end_s:
+        idle = all(await asyncio.gather(*(_flushed(http, url) for url in urls)))
+        if idle is not held:
+            break
+        await asyncio.sleep(POLL_S)
+    return time.monotonic()
