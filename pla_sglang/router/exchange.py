@@ -369,21 +369,8 @@ class Exchange:
         legs, self._legs = self._legs, []  # they point back here; without the cycle, a request is freed at once
         aborted = release(self._relay, legs, rids_at_instances(self.ask, self.body), outcome, sent=sent)
         now_s = self._relay.now_s()
-        self._relay.close(
-            self,
-            Ended(
-                self.ask.rid,
-                outcome,
-                status,
-                now_s,
-                self._output_bytes,
-                self._events,
-                self._first_s,
-                self._last_s,
-                aborted,
-                detail,
-            ),
-        )
+        counts = (self._output_bytes, self._events, self._first_s, self._last_s)
+        self._relay.close(self, Ended(self.ask.rid, outcome, status, now_s, *counts, aborted, detail))
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
