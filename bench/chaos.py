@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--time-scale", type=float, default=4.0)
     made.add_argument("--disconnect-share", type=float, default=0.1)
     made.add_argument("--abort-share", type=float, default=0.03)
-    made.add_argument("--poll-failures", type=float, default=0.002, help="share of transfer polls that fail")
+    made.add_argument("--poll-failures", type=float, default=0.0008, help="share of transfer polls that fail")
     made.add_argument("--no-kills", action="store_true")
     made.add_argument("--abort-probes", type=int, default=20, help="lone requests whose prefill is aborted")
     made.add_argument("--router-args", default="", help="further arguments of the router, quoted as one")

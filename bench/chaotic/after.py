@@ -17,8 +17,12 @@ from pla_sglang import chain
 REST_S = 30.0
 GAUGES = ("pla_router_open_requests", "pla_router_queued_requests", "pla_router_rooms")
 LOADS = ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens")
-POLL_S = 0.01
-PROBE_TOKENS = 6000
+POLL_S = 0.03
+PROBE_TOKENS = 7000
+HEAD_START_S = 0.1  # of the requests for which a probe waits
+PROBE_ABORT_S = 0.2  # after sending it
+# To a prefill instance that is to compute for nobody: SGLang's own health checks do so (FAKE_BOOTSTRAP_HOST).
+ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 FREE_LIMIT_S = 60.0  # a decode that is not free by then counts with this time
 
 
@@ -113,13 +117,20 @@ class Freed:
 
 
 async def decode_free(described: dict[str, Any], probes: int, seed: int) -> list[Freed]:
-    """Aborts at the prefill instance while decode waits for the KV, one request at a time on an idle cluster."""
+    """Aborts requests that wait at their prefill instance, one at a time on an otherwise idle cluster.
+
+    SGLang acts on an abort of what waits, or has been computed; one in the middle of its pass goes on to its end. So
+    each prefill instance first gets a prompt of its own to compute, behind which the probe waits.
+    """
     rng = random.Random(seed)
     freed = []
     async with aiohttp.ClientSession(trust_env=False) as http:
         for number in range(probes):
-            prompt = chain.prompt_of(PROBE_TOKENS, 50, rng)
-            found = await _probe(http, described, prompt, f"abort-probe-{seed}-{number:04d}")
+            async with asyncio.TaskGroup() as group:
+                for one in _of_kind(described, "prefill"):
+                    group.create_task(_ask(http, one["url"], f"ahead-{seed}-{number:04d}", rng, **ALONE))
+                await asyncio.sleep(HEAD_START_S)
+                found = await _probe(http, described, f"abort-probe-{seed}-{number:04d}", rng)
             if found is None:
                 say(f"abort probe {number}: the prefill had ended before the abort")
             else:
@@ -127,26 +138,33 @@ async def decode_free(described: dict[str, Any], probes: int, seed: int) -> list
     return freed
 
 
-async def _probe(http: aiohttp.ClientSession, described: dict[str, Any], prompt: list[int], rid: str) -> Freed | None:
-    prefills = [one["url"] for one in described["instances"] if one["kind"] == "prefill"]
-    decodes = [one["url"] for one in described["instances"] if one["kind"] == "decode"]
+def _of_kind(described: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [one for one in described["instances"] if one["kind"] == kind]
+
+
+async def _ask(http: aiohttp.ClientSession, url: str, rid: str, rng: random.Random, **fields: Any) -> None:
+    """A long prompt."""
     sampling = {"temperature": 0, "max_new_tokens": 60}
-    body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling, "stream": True}
+    prompt = chain.prompt_of(PROBE_TOKENS, 50, rng)
+    body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling, "stream": True, **fields}
+    with contextlib.suppress(aiohttp.ClientError):
+        async with http.post(f"{url}/generate", json=body) as answer:
+            await answer.read()
 
-    async def ask() -> None:
-        with contextlib.suppress(aiohttp.ClientError):
-            async with http.post(f"{described['url']}/generate", json=body) as answer:
-                await answer.read()
 
-    request = asyncio.create_task(ask())
-    await _until(http, decodes, held=True)
+async def _probe(http: aiohttp.ClientSession, described: dict[str, Any], rid: str, rng: random.Random) -> Freed | None:
+    """None where the request was not aborted, or decode had nothing of it."""
+    decodes = [one["url"] for one in _of_kind(described, "decode")]
+    request = asyncio.create_task(_ask(http, described["url"], rid, rng))
+    await asyncio.sleep(PROBE_ABORT_S)
+    held = not all(await asyncio.gather(*(_flushed(http, url) for url in decodes)))
     ordered_s = time.monotonic()
-    await asyncio.gather(*(_abort(http, url, rid) for url in prefills))
-    freed_s = await _until(http, decodes, held=False)
+    await asyncio.gather(*(_abort(http, one["url"], rid) for one in _of_kind(described, "prefill")))
+    freed_s = await _until_free(http, decodes)
     await request
     async with http.get(f"{described['url']}/pla/explain/{rid}") as answer:
         story = await answer.json()
-    if story["end"] != "prefill_aborted" or story["attempts"] > 1:
+    if not held or story["end"] != "prefill_aborted" or story["attempts"] > 1:
         return None
     return Freed(max(0.0, freed_s - story["ended_s"]), freed_s - ordered_s)
 
@@ -156,12 +174,11 @@ async def _abort(http: aiohttp.ClientSession, url: str, rid: str) -> None:
         pass
 
 
-async def _until(http: aiohttp.ClientSession, urls: list[str], *, held: bool) -> float:
-    """When any of the instances holds something, or none does; at most after FREE_LIMIT_S."""
+async def _until_free(http: aiohttp.ClientSession, urls: list[str]) -> float:
+    """When none of the instances holds anything; at most after FREE_LIMIT_S."""
     end_s = time.monotonic() + FREE_LIMIT_S
     while time.monotonic() < end_s:
-        idle = all(await asyncio.gather(*(_flushed(http, url) for url in urls)))
-        if idle is not held:
+        if all(await asyncio.gather(*(_flushed(http, url) for url in urls))):
             break
         await asyncio.sleep(POLL_S)
     return time.monotonic()

@@ -40,7 +40,7 @@ from pla_sglang.router.messages import (
     Step,
 )
 from pla_sglang.router.recall import Recall
-from pla_sglang.router.request import head_to, members_of, rids_at_instances
+from pla_sglang.router.request import body_of_attempt, head_to, members_of, rids_at_instances
 from pla_sglang.router.states import LEGAL, State
 from pla_sglang.router.upstream import UpstreamConnection
 
@@ -162,10 +162,9 @@ class Exchange:
         self._legs, self._steps, self._answer, self._refusal, self._streams = [], [], None, None, False
         self.assign = None
         body = self.raw if relay.wants_bodies else None
+        told = {"again": why, "detail": detail, "reached": self.ask.reached + (why is Again.TRANSFER_FAILED)}
         attempt = self.ask.attempt + 1
-        self.ask = msgspec.structs.replace(
-            self.ask, attempt=attempt, excluded=excluded, again=why, detail=detail, body=body
-        )
+        self.ask = msgspec.structs.replace(self.ask, attempt=attempt, excluded=excluded, body=body, **told)
         self._deadline_s = relay.now_s() + relay.config.dispatch_timeout_s
         relay.say(self.ask)
 
@@ -174,7 +173,8 @@ class Exchange:
         assert assign is not None
         assert request is not None
         members = members_of(ask, assign, self.body, header_priority=ask.priority)
-        front, rest = with_members(self.raw, members) if members else (b"", memoryview(self.raw))
+        raw = body_of_attempt(self.raw, ask, self.body)
+        front, rest = with_members(raw, members) if members else (b"", memoryview(raw))
         self._to(State.WAITING)
         self._deadline_s = relay.now_s() + relay.config.first_byte_timeout_s
         for leg in self._legs:
@@ -263,8 +263,7 @@ class Exchange:
 
     def _take_back(self, detail: str) -> None:
         """The KV transfer has failed, and the client has not got a byte: another attempt, where that is allowed."""
-        transfers = self.ask.attempt - len(self.ask.excluded)  # this one included
-        if not self._kept or transfers >= self._relay.config.transfer_attempts:
+        if not self._kept or self.ask.reached + 1 >= self._relay.config.transfer_attempts:
             self._transfer_failed(detail)
             return
         self._to(State.RECALLING)

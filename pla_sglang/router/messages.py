@@ -110,6 +110,7 @@ class Ask(Message, frozen=True):
         trace: W3C ``traceparent`` that goes to the instances.
         attempt: 1, or how many Asks there were for this rid.
         excluded: instances that a former attempt could not connect to.
+        reached: former attempts that instances got; each has another id there (``body.rid_there``).
         again, detail: of an ``attempt`` above 1: why the former one is over, as a code and for people.
         body: the JSON body, with Prompts.BODY only.
     """
@@ -133,6 +134,7 @@ class Ask(Message, frozen=True):
     trace: str = ""
     attempt: int = 1
     excluded: tuple[int, ...] = ()
+    reached: int = 0
     again: Again = Again.NOT_SENT
     detail: str = ""
     body: bytes | None = None

@@ -1,8 +1,7 @@
 """Takes an attempt back: makes sure that no instance has anything of it any more, so that it may be dispatched again.
 
 After a failed KV transfer one instance has said so and the other may wait or compute. The other is told to abort, and
-its answer is waited for. Only when both answers are complete, and no abort is on its way that could hit the next
-attempt, is the attempt over: SGLang refuses a request id that it still knows.
+its answer is waited for. When both answers are complete, the attempt is over everywhere.
 """
 
 from __future__ import annotations

@@ -25,6 +25,10 @@ def attempts(here: Setting) -> list[tuple[int, m.Again]]:
     return [(ask.attempt, ask.again) for ask in here.control.of(m.Ask)]
 
 
+def bootstrap(room: int) -> dict[str, Any]:
+    return {"bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": room}
+
+
 TWICE = [(1, m.Again.NOT_SENT), (2, m.Again.TRANSFER_FAILED)]
 
 
@@ -41,15 +45,46 @@ def test_another_attempt_follows(who: int, body: dict[str, Any]) -> None:
             assert "abort" not in answer.body.decode()
             assert attempts(here) == TWICE
             assert "transfer failed for request" in here.control.of(m.Ask)[1].detail
-            rooms = [[one["bootstrap_room"] for one in instance.bodies] for instance in here.instances]
-            assert rooms == [[1000, 2000]] * 2
-            first, second = here.instances[DECODE].bodies
-            assert {**first, "bootstrap_room": 0} == {**second, "bootstrap_room": 0}
+            for instance in here.instances:
+                first, second = instance.bodies
+                assert first == body | bootstrap(1000) | {"rid": "r"}
+                assert second == body | bootstrap(2000) | {"rid": "pla-2~r"}  # SGLang aborts "r" 2 s after its end
             assert here.instances[1 - who].aborts[:1] == ["r"]
             assert here.instances[who].aborts == []
             [ended] = here.ended()
             assert (ended.outcome, ended.aborted) == (m.Outcome.OK, ())
             assert here.relay._counters['retries_total{reason="transfer_failed"}'] == 1
+            here.check_balance()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "second", "there"),
+    [
+        ({"text": "x"}, {"text": "x"}, None),
+        ({"text": ["x", "y"], "rid": ["a", "b"]}, {"text": ["x", "y"], "rid": ["pla-2~a", "pla-2~b"]}, None),
+        ({"text": ["x", "y"], "rid": "m"}, {"text": ["x", "y"], "rid": "pla-2~m"}, ["pla-2~m_0", "pla-2~m_1"]),
+    ],
+)
+def test_an_attempt_has_an_id_of_its_own(
+    fields: dict[str, Any], second: dict[str, Any], there: list[str] | None
+) -> None:
+    """Also where the router has made it up, and in a batch; aborts name the attempt."""
+
+    async def scenario() -> None:
+        async with setting(*PAIR, scripts={PREFILL: Script(transfers=["failed"])}) as here:
+            here.instances[DECODE].script.first_s = 0.3
+            _, writer = await here.connect()
+            writer.write(request_bytes(fields))
+            await here.until(lambda: len(here.instances[DECODE].bodies) == 2)
+            found = here.instances[DECODE].bodies[1]
+            wanted = second if "rid" in fields else second | {"rid": f"pla-2~{here.control.of(m.Ask)[0].rid}"}
+            assert found == wanted | bootstrap(2000)
+            here.instances[DECODE].aborts.clear()
+            writer.close()
+            names = there or (found["rid"] if isinstance(found["rid"], list) else [found["rid"]])
+            await here.until(lambda: here.instances[DECODE].aborts[: len(names)] == names)
             here.check_balance()
 
     run(scenario)

@@ -23,9 +23,11 @@ PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
 def test_reserved_fields_are_refused_at_every_endpoint(path: str, name: str) -> None:
+    values: tuple[Any, ...] = (1, "evil", None, [1], {})
+
     async def scenario() -> None:
         async with setting("prefill", "decode") as here:
-            for value in (1, "evil", None, [1], {}):
+            for value in values:
                 answer = await here.ask(ASK | {name: value}, path)
                 assert (answer.status, answer.error["type"]) == (400, "reserved_field"), value
             assert name in answer.error["message"]

@@ -149,7 +149,9 @@ class FakeInstance:
             return whole(peer, writer, self.script.status, b'{"error":{"message":"scripted"}}')
         fields = json.loads(body)
         self.bodies.append(fields)
-        aborted = self.held.setdefault(str(fields["rid"]), asyncio.Event())
+        aborted = asyncio.Event()
+        names = names_of(fields)
+        self.held |= dict.fromkeys(names, aborted)
         gone = asyncio.ensure_future(reader.read(1))  # a client that goes away ends its request, as in SGLang
         work = asyncio.ensure_future(self._work(peer, writer, fields))
         stop = asyncio.ensure_future(aborted.wait())
@@ -159,7 +161,8 @@ class FakeInstance:
                 return last_word(peer, writer, fields, {"type": "abort", "message": "Abort in waiting queue"})
             return work.done() and work.result()
         finally:
-            self.held.pop(str(fields["rid"]), None)
+            for name in names:
+                self.held.pop(name, None)
             for task in (work, stop, gone):
                 task.cancel()
             await asyncio.gather(work, stop, gone, return_exceptions=True)
@@ -202,6 +205,14 @@ class FakeInstance:
         writer.write(peer.send(h11.Data(b"data: [DONE]\n\n")) or b"")
         writer.write(peer.send(h11.EndOfMessage()) or b"")
         return True
+
+
+def names_of(fields: dict[str, Any]) -> list[str]:
+    """Under which ids SGLang knows the prompts of a request."""
+    rid, text = fields["rid"], fields.get("text")
+    if isinstance(rid, list):
+        return [str(one) for one in rid]
+    return [f"{rid}_{index}" for index in range(len(text))] if isinstance(text, list) else [str(rid)]
 
 
 def transfer_failure(kind: str, fields: dict[str, Any], *, ordered: bool = False) -> dict[str, Any]:

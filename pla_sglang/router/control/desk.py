@@ -134,6 +134,7 @@ class Desk:
             self._refuse(ask, Verdict(False, AdmissionReason.DUPLICATE))
             return
         self.ledger.retry(rid, lambda _: False, now_s)
+        self.ledger.entries[rid].reached = ask.reached
         self.series.retries.inc(why)
         for number in ask.excluded:
             failed = self.table.by_number.get(number)
@@ -307,7 +308,8 @@ class Desk:
             if complete or leg.worker in told:
                 self.ledger.finish_leg(ended.rid, leg.side, now_s)
             else:
-                self.abort(AbortOrder(ended.rid, leg.side, leg.worker, leg.attempt, request.ask.prompts))
+                ask = request.ask
+                self.abort(AbortOrder(ask.rid, leg.side, leg.worker, leg.attempt, ask.prompts, ask.reached))
         self.pump(now_s)
 
     def close(self, request: Open, end: End, now_s: float, *, at_s: float, output_tokens: int = 0) -> list[AbortOrder]:

@@ -245,7 +245,7 @@ class Ledger:
         for leg in legs:
             if leg.state is LegState.OPEN:
                 leg.move(LegState.ABORTING, now_s)
-                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts))
+                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts, entry.reached))
         return orders
 
     def _forget(self, entry: Entry) -> None:

@@ -16,7 +16,7 @@ from pla_sglang.router import messages as m
 from pla_sglang.router.control.driver import PolicyDriver
 
 BUSY = {"queued_tokens": 9}
-FAILED: dict[str, Any] = {"attempt": 2, "again": m.Again.TRANSFER_FAILED, "detail": "KVTransferError"}
+FAILED: dict[str, Any] = {"attempt": 2, "reached": 1, "again": m.Again.TRANSFER_FAILED, "detail": "KVTransferError"}
 TWO_PAIRS = ["prefill", "prefill", "decode", "decode"]
 
 
@@ -67,6 +67,21 @@ def test_the_only_pair_is_tried_again() -> None:
             one.ended("r", m.Outcome.PREFILL_FAILED, aborted=(0, 1))
             one.assert_at_rest()
             assert len(one.admin("GET", "/pla/explain/r")[1]["former"]) == 2
+
+    run(work)
+
+
+def test_aborts_of_a_later_attempt_name_it() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            one.ask("r", prompts=2)
+            one.stage("r", m.Step.SENT)
+            one.ask("r", prompts=2, **FAILED)
+            one.plane.forget(0)
+            names = {"pla-2~r_0", "pla-2~r_1"}
+            await one.until(lambda: all(set(fake.aborted) == names for fake in one.instances))
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.assert_at_rest()
 
     run(work)
 
