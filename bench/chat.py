@@ -39,8 +39,7 @@ from bench.lib.cli import (
 )
 from bench.lib.client import Client, Run
 from bench.lib.compare import final_state, measure_solo, run_rounds
-from bench.lib.plot import plot_comparison
-from bench.lib.results import comparison_result, headline, ratios_to_stock
+from bench.lib.results import comparison_result, headline, keep, ratios_to_stock
 from bench.lib.workload import HolShape
 
 # (sessions, sessions per second, answer tokens, context cap, chunk): about two thirds busy on each.
@@ -151,11 +150,7 @@ async def bench(args: argparse.Namespace) -> int:
     report.print_latency_table(title, runs)
     report.print_arm_table(runs, ratios_to_stock(runs))
     headline(result, runs)
-    plot_comparison(runs, args.out / "chat.png", title=title)
-    report.say(f"picture: {args.out / 'chat.png'}")
-    report.write_requests(runs, args.out / "chat.requests.jsonl")
-    report.emit(result, args.out, "chat")
-    return 0 if result["valid"] else 1
+    return keep("chat", result, runs, args.out, title=title)
 
 
 def main(argv: list[str] | None = None) -> int:

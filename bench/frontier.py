@@ -6,7 +6,8 @@ Poisson arrivals for a minute at 90 % load, a quarter of the work short; arrival
 3 %. Figures are pooled over the seeds. Arms: ``stock``; ``chunk820``, ours with whole chunks; ``adaptive``, ours by
 default; ``fcfs820``, as ``chunk820`` with the longs in order of arrival; with ``--peer-python`` of an SGLang 0.5.23 its
 own shortest-prefill-first with chunks of 820 (``spf820``) and of 256 tokens (``spf256``), the same emulated device
-below. The last line of stdout is one JSON object.
+below. ``bounds`` is what the best order without a host reaches on the same arrivals (:mod:`bench.replaying.ideal`).
+The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from bench.lib.picture import panels
 from bench.lib.plot import arm_colours
 from bench.lib.report import emit, environment, stdout
 from bench.lib.tables import show
-from bench.replaying import engines
+from bench.replaying import engines, ideal
 from bench.replaying.engines import Arm, Setup
 from bench.replaying.plan import Planned
 from bench.replaying.steps import Row
@@ -34,6 +36,7 @@ from pla_sglang.profiles import load_profile
 
 CHUNK_TOKENS = 820
 LONG_TOKENS, SHORT_TOKENS = 2400, 200
+BOUND_CHUNKS_TOKENS = (820, 256)
 SPREAD = 0.1
 SHORT_SHARE = 0.25
 LOAD_TOLERANCE = 0.03
@@ -96,23 +99,47 @@ def planned(load: float, duration_s: float, seed: int, time_scale: float) -> lis
     ]
 
 
+def is_short(tokens: int) -> bool:
+    return tokens < (SHORT_TOKENS + LONG_TOKENS) / 2
+
+
 def ttft_s(rows: Sequence[Row], *, short: bool) -> list[float]:
     """Of one class, over all seeds, in device time."""
-    limit = (SHORT_TOKENS + LONG_TOKENS) / 2
-    return [first_s for row in rows for tokens, first_s, _ in row["requests"] if (tokens < limit) is short]
+    return [first_s for row in rows for tokens, first_s, _ in row["requests"] if is_short(tokens) is short]
 
 
-def figures(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of one arm, pooled over the seeds."""
-    shorts, longs = ttft_s(rows, short=True), ttft_s(rows, short=False)
+def summary(shorts: Sequence[float], longs: Sequence[float]) -> dict[str, float]:
+    """The figures of the acceptance, from TTFTs in seconds."""
     return {
         "short_mean_s": statistics.fmean(shorts),
         "short_p99_s": percentile(shorts, 99),
         "long_mean_s": statistics.fmean(longs),
         "long_max_s": max(longs),
-        "requests": len(shorts) + len(longs),
-        "seeds": len(rows),
-    } | engines.quality(rows)
+    }
+
+
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of one arm, pooled over the seeds."""
+    shorts, longs = ttft_s(rows, short=True), ttft_s(rows, short=False)
+    counts = {"requests": len(shorts) + len(longs), "seeds": len(rows)}
+    return summary(shorts, longs) | counts | engines.quality(rows)
+
+
+def bounds(load: float, duration_s: float, seeds: int) -> dict[str, dict[str, float]]:
+    """By name, pooled over the seeds: SRPT at the pass boundary with each chunk, and fluid SRPT."""
+    profile = load_profile("linear")
+    ways: dict[str, Callable[[list[tuple[float, int]]], list[float]]] = {
+        f"srpt{chunk}": partial(ideal.at_pass_boundary_s, profile=profile, chunk_tokens=chunk)
+        for chunk in BOUND_CHUNKS_TOKENS
+    }
+    ways["fluid"] = partial(ideal.fluid_s, profile=profile)
+    drawn = [arrivals(load, duration_s, seed) for seed in range(1, seeds + 1)]
+    found = {}
+    for name, way in ways.items():
+        pairs = [(tokens, took_s) for some in drawn for (_, tokens), took_s in zip(some, way(some), strict=True)]
+        shorts, longs = ([took_s for tokens, took_s in pairs if is_short(tokens) is short] for short in (True, False))
+        found[name] = summary(shorts, longs)
+    return found
 
 
 def against_fcfs(by_arm: dict[str, dict[str, Any]], rows: Mapping[str, Sequence[Row]]) -> None:
@@ -132,12 +159,14 @@ def missed(by_arm: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def print_table(by_arm: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> None:
+def print_table(
+    by_arm: Mapping[str, Mapping[str, Any]], limits: Mapping[str, Mapping[str, float]], options: argparse.Namespace
+) -> None:
     seeds = min(row["seeds"] for row in by_arm.values())
     keys = ("short_mean_s", "short_p99_s", "long_mean_s", "long_max_s", "long_max_vs_fcfs", "host_overhead_share")
     rows = [
-        [arm, *(f"{row[key]:.3f}" if key in row else "-" for key in keys), row["sglang"], row["valid"]]
-        for arm, row in by_arm.items()
+        [arm, *(f"{row[key]:.3f}" if key in row else "-" for key in keys), row.get("sglang", "bound"), row.get("valid")]
+        for arm, row in [*by_arm.items(), *limits.items()]
     ]
     title = f"TTFT in s of device time, load {options.load:.0%}, seeds measured: {seeds}"
     show(title, ("arm", *keys, "sglang", "valid"), rows)
@@ -194,16 +223,17 @@ def run(options: argparse.Namespace) -> int:
     rows = measure(options)
     by_arm = {arm: figures(own) for arm, own in rows.items()}
     against_fcfs(by_arm, rows)
-    print_table(by_arm, options)
+    measured = min(row["seeds"] for row in by_arm.values())
+    limits = bounds(options.load, options.duration_s, measured)
+    print_table(by_arm, limits, options)
     plot(by_arm, rows, options.out / "frontier.png")
     misses = missed(by_arm)
     for miss in misses:
         stdout.print(f"MISSED: {miss}", markup=False)
     result: dict[str, Any] = {key: {arm: row.get(key) for arm, row in by_arm.items()} for key in KEYS}
-    measured = min(row["seeds"] for row in by_arm.values())
     settings = {"load": options.load, "seeds": measured, "seeds_asked": options.seeds, "time_scale": options.time_scale}
     valid = all(row["valid"] for row in by_arm.values())
-    outcome = {"targets_missed": misses, "valid": valid, "arms": by_arm, "environment": environment()}
+    outcome = {"targets_missed": misses, "valid": valid, "arms": by_arm, "bounds": limits, "environment": environment()}
     emit({"bench": "frontier", **settings, **result, **outcome}, options.out, "frontier")
     return 0 if valid else 1
 

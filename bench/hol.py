@@ -22,8 +22,7 @@ from bench.lib.arms import STOCK
 from bench.lib.cli import arms_of, check_common, make_fleet, make_parser, run_bench, vocabulary_of
 from bench.lib.compare import Solo, final_state, measure_last_chunk, measure_solo, run_request_rounds
 from bench.lib.fleet import Fleet
-from bench.lib.plot import plot_comparison
-from bench.lib.results import HEADLINE, comparison_result, headline, ratios_to_stock
+from bench.lib.results import HEADLINE, comparison_result, headline, keep, ratios_to_stock
 from bench.lib.stats import Runs, per_round
 from bench.lib.workload import PATTERNS, HolShape, Request, hol_requests
 from pla_sglang.metrics.latency import spread
@@ -241,11 +240,7 @@ async def bench(args: argparse.Namespace) -> int:
     print_bounds(found_bounds)
     headline(result, runs)
     reference = solo[STOCK if STOCK in solo else next(iter(solo))].ttft_s
-    plot_comparison(runs, args.out / "hol.png", title=title, solo_s=dict(reference))
-    report.say(f"picture: {args.out / 'hol.png'}")
-    report.write_requests(runs, args.out / "hol.requests.jsonl")
-    report.emit(result, args.out, "hol")
-    return 0 if result["valid"] else 1
+    return keep("hol", result, runs, args.out, title=title, solo_s=dict(reference))
 
 
 def main(argv: list[str] | None = None) -> int:

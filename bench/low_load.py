@@ -15,8 +15,7 @@ from bench.lib import report
 from bench.lib.arms import STOCK
 from bench.lib.cli import arms_of, check_common, make_fleet, make_parser, run_bench, vocabulary_of
 from bench.lib.compare import Solo, final_state, measure_solo, run_request_rounds
-from bench.lib.plot import plot_comparison
-from bench.lib.results import comparison_result, headline, ratios_to_stock
+from bench.lib.results import comparison_result, headline, keep, ratios_to_stock
 from bench.lib.stats import Runs, as_json
 from bench.lib.workload import HolShape, Request, gapped_arrivals, round_rng, short_requests
 
@@ -93,11 +92,7 @@ async def bench(args: argparse.Namespace) -> int:
     report.print_latency_table(title, runs)
     report.print_arm_table(runs, against)
     headline(result, runs)
-    plot_comparison(runs, args.out / "low_load.png", title=title)
-    report.say(f"picture: {args.out / 'low_load.png'}")
-    report.write_requests(runs, args.out / "low_load.requests.jsonl")
-    report.emit(result, args.out, "low_load")
-    return 0 if result["valid"] else 1
+    return keep("low_load", result, runs, args.out, title=title)
 
 
 def main(argv: list[str] | None = None) -> int:

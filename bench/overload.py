@@ -20,8 +20,7 @@ from bench.lib.client import Run
 from bench.lib.compare import Solo, final_state, measure_solo, run_request_rounds
 from bench.lib.fleet import Fleet
 from bench.lib.overload_report import duration_key, kv_pressure_result, overload_result, print_kv, print_overload
-from bench.lib.plot import plot_comparison
-from bench.lib.results import comparison_result, headline
+from bench.lib.results import comparison_result, headline, keep
 from bench.lib.server import ServerError
 from bench.lib.stats import Runs
 from bench.lib.workload import HolShape, Request, hol_requests, overload_requests, short_requests
@@ -133,7 +132,7 @@ async def overload(args: argparse.Namespace) -> int:
     headline(result, runs)
     longest = duration_key(max(args.durations))
     title = f"Shorts at {args.load:g}x capacity for {longest} s, {len(LONG_AT_SHARES)} longs"
-    return finish(args, result, by_duration[max(args.durations)], "overload", title)
+    return keep("overload", result, by_duration[max(args.durations)], args.out, title=title)
 
 
 async def kv_pressure(args: argparse.Namespace) -> int:
@@ -170,15 +169,7 @@ async def kv_pressure(args: argparse.Namespace) -> int:
     print_kv(result, runs)
     headline(result, runs)
     title = f"KV pool of {args.kv_tokens} tokens, longs of {shape.long_tokens}"
-    return finish(args, result, runs, "kv_pressure", title)
-
-
-def finish(args: argparse.Namespace, result: dict[str, Any], runs: Runs, name: str, title: str) -> int:
-    plot_comparison(runs, args.out / f"{name}.png", title=title)
-    report.say(f"picture: {args.out / f'{name}.png'}")
-    report.write_requests(runs, args.out / f"{name}.requests.jsonl")
-    report.emit(result, args.out, name)
-    return 0 if result["valid"] else 1
+    return keep("kv_pressure", result, runs, args.out, title=title)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from bench import baselines, client_load, cluster_start, emulation_check, frontier, hol_emulated, verified
 from bench.lib.workload import HolShape
-from bench.replaying import engines
+from bench.replaying import engines, ideal
 from bench.replaying.client import Record
 from bench.replaying.engines import Arm, Setup
 from bench.replaying.layouts import DEFAULT_SLO, Layout, numbers_of, part, read_traces, slo_of
@@ -119,6 +120,16 @@ def test_frontier_figures_are_by_class_and_against_fcfs() -> None:
         "chunk820 long_mean_s 10.500 is above 7.7",
         "chunk820 long_max_vs_fcfs 1.500 is above 1.3",
     ]
+
+
+def test_frontier_bounds_lie_where_they_must() -> None:
+    lone = frontier.arrivals(0.05, 400.0, 1)
+    profile = load_profile("linear")
+    took_s = ideal.at_pass_boundary_s(lone, profile, frontier.CHUNK_TOKENS)
+    assert min(took - frontier.work_s(tokens) for (_, tokens), took in zip(lone, took_s, strict=True)) > -1e-9
+    assert statistics.median(took_s) == pytest.approx(frontier.work_s(200), rel=0.1)
+    found = frontier.bounds(0.9, 60.0, 1)
+    assert found["fluid"]["short_mean_s"] < found["srpt256"]["short_mean_s"] < found["srpt820"]["short_mean_s"]
 
 
 def test_frontier_picture_and_table(tmp_path: Path) -> None:

@@ -68,6 +68,9 @@ def frontier(result: Result) -> str:
         times = [f"{own[name]:.2f}" for name in ("short_mean_s", "short_p99_s", "long_mean_s")]
         times += [f"{own['long_max_s']:.1f}", ratio]
         rows.append([f"`{arm}`", own["sglang"], *times, f"{own['host_overhead_share']:.1%}", _yes(own["valid"])])
+    for name, own in result.get("bounds", {}).items():
+        times = [f"{own[key]:.2f}" for key in ("short_mean_s", "short_p99_s", "long_mean_s")]
+        rows.append([f"`{name}`", "bound", *times, f"{own['long_max_s']:.1f}", "-", "-", "-"])
     header = ["arm", "SGLang", "short mean, s", "short p99", "long mean", "long max", "against FCFS"]
     header += ["host in the way", "valid"]
     misses = "; ".join(result["targets_missed"])

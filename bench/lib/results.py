@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from bench.lib import report
 from bench.lib.arms import OUR_PRESETS, OURS, STOCK
 from bench.lib.compare import Solo
+from bench.lib.plot import plot_comparison
 from bench.lib.stats import Identity, Runs, answers, arm_figures, as_json, compare_outputs, problems, ratios, warnings
 from pla_sglang.metrics.latency import Spread
 
@@ -105,3 +107,14 @@ def headline(result: Mapping[str, Any], runs: Runs) -> None:
     cached = {arm: figures["cached_tokens"] for arm, figures in result["figures"].items()}
     if len(set(cached.values())) > 1:
         report.stdout.print(f"note: the arms took different numbers of tokens from their prefix caches: {cached}")
+
+
+def keep(
+    name: str, result: dict[str, Any], runs: Runs, out: Path, *, title: str, solo_s: dict[str, float] | None = None
+) -> int:
+    """Writes picture, requests and result of bench ``name`` to ``out``. Returns its exit status."""
+    plot_comparison(runs, out / f"{name}.png", title=title, solo_s=solo_s)
+    report.say(f"picture: {out / f'{name}.png'}")
+    report.write_requests(runs, out / f"{name}.requests.jsonl")
+    report.emit(result, out, name)
+    return 0 if result["valid"] else 1

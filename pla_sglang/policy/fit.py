@@ -45,12 +45,16 @@ class StepSample:
 class FitKnobs:
     """Sizes in samples. A sample is an outlier when its error is ``outlier_mads`` median deviations off the median.
 
+    A new server is refitted after each ``min_samples``: until then it decides by a start model that may be off by a
+    factor of twenty, and the first long would be cut for another device. From ``refit_every`` samples on that many make
+    a new fit, and outliers are looked for only from there on: of a few samples none is the odd one.
+
     ``anchor_weight`` is that of one prediction of the start model, a sample's being 1.
     """
 
     window: int = 256
     refit_every: int = 16
-    min_samples: int = 12
+    min_samples: int = 4
     outlier_mads: float = 6.0
     rounds: int = 8
     anchor_weight: float = 0.1
@@ -78,8 +82,8 @@ class StepFit:
             return False
         self._samples.append(sample)
         self._fresh += 1
-        due = self._knobs.refit_every if self.fits else self._knobs.min_samples
-        if self._fresh < due or len(self._samples) < self._knobs.min_samples:
+        many = len(self._samples) > self._knobs.refit_every
+        if self._fresh < (self._knobs.refit_every if many else self._knobs.min_samples):
             return False
         self._fresh = 0
         return self._refit()
@@ -94,7 +98,7 @@ class StepFit:
         error = np.abs(_predict(table, model) / table[:, 3] - 1)
         spread = float(np.median(np.abs(error - np.median(error)))) + 1e-9
         kept = table[error <= float(np.median(error)) + self._knobs.outlier_mads * spread]
-        if len(kept) >= self._knobs.min_samples and len(kept) < len(table):
+        if self._knobs.refit_every <= len(kept) < len(table):
             model = self._fit(kept, model)
             table = kept
         self.error = float(np.mean(np.abs(_predict(table, model) / table[:, 3] - 1)))

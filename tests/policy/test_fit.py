@@ -76,15 +76,25 @@ def test_same_samples_give_the_same_model() -> None:
 
 
 def test_too_few_samples_keep_the_start() -> None:
-    fit = fitted(samples(11))
+    fit = fitted(samples(3))
     assert (fit.model, fit.fits, fit.error) == (GPU_START, 0, None)
     assert fit.observe(samples(1, seed=2)[0])
     assert fit.fits == 1
 
 
-def test_refits_every_few_samples() -> None:
-    fit = fitted(samples(12 + 16 * 3, noise=0.02), min_samples=12, refit_every=16)
-    assert fit.fits == 4
+def test_refits_every_few_samples_at_first_and_then_less_often() -> None:
+    assert [fitted(samples(count, noise=0.02)).fits for count in (4, 16, 31, 32, 64)] == [1, 4, 4, 5, 7]
+
+
+@pytest.mark.parametrize("factor", [1.0, 20.0])
+def test_a_few_passes_tell_how_fast_the_device_is(factor: float) -> None:
+    """The start model is 20 times too fast here; and the first passes of all may load kernels, 20 times as slow."""
+    slow = StepModel(g0_s=0.02, gw_s=0.0, gr_s=0.0, k0_s=0.02, kr_s=0.0, b_s=1e-3, a_s=0.0)
+    sizes = (29, 1, 219, 209, 185, 218, 205, 801)
+    observed = [sample(new, 0, slow, factor=factor if index < 2 else 1.0) for index, new in enumerate(sizes)]
+    model = fitted(observed, CPU_START).model
+    for new in (200, 800, 2400):
+        assert model.step_s(new, 0) == pytest.approx(slow.step_s(new, 0), rel=0.35)
 
 
 def test_window_forgets_the_past() -> None:

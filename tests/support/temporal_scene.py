@@ -1,0 +1,47 @@
+"""The temporal policy with round knobs: FLAT model, boundary at 100 tokens, chunks of 1000."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pla_sglang.policy.awd import AwdKnobs
+from pla_sglang.policy.longs import LongKnobs
+from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.types import PassDecision, PassView, WaitingView
+from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
+
+KNOBS = TemporalKnobs(
+    boundary_tokens=BOUNDARY_TOKENS,
+    awd=AwdKnobs(depth_max=16),
+    longs=LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000),
+)
+NOW_S = 100.0
+RECENT_S = NOW_S - 0.001  # arrival a moment ago
+AGED_S = NOW_S - 60.0
+
+
+def policy(*, busy: bool = False, **changes: object) -> TemporalPolicy:
+    """``busy``: shorts have been coming at 1000 a second, so that waiting for a fuller batch pays."""
+    made = TemporalPolicy(dataclasses.replace(KNOBS, **changes), FLAT)  # type: ignore[arg-type]
+    if busy:
+        for index in range(64):
+            made.on_arrival(short(), NOW_S - 0.064 + index / 1000)
+    return made
+
+
+def lone_short() -> WaitingView:
+    return short(RECENT_S)
+
+
+def run(made: TemporalPolicy, view: PassView, now_s: float = NOW_S) -> PassDecision:
+    """Decide and report the pass as carried out."""
+    decision = made.decide(view, now_s)
+    chunk = () if view.chunk is None else (view.chunk,)
+    made.on_pass(decision, view, decision.selected or chunk, now_s)
+    return decision
+
+
+def owing(made: TemporalPolicy) -> TemporalPolicy:
+    """Shorts have had the device since some long is aged, so that the aged longs are owed their share."""
+    run(made, pass_view([lone_short()], long(AGED_S)))
+    return made
