@@ -1,7 +1,8 @@
 """Takes an attempt back: makes sure that no instance has anything of it any more, so that it may be dispatched again.
 
 After a failed KV transfer one instance has said so and the other may wait or compute. The other is told to abort, and
-its answer is waited for. When both answers are complete, the attempt is over everywhere.
+its answer is waited for. When both answers are complete, the attempt is over everywhere. An abort that is still on its
+way then hits nothing: the next attempt has another id.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pla_sglang.router.calls import UNREACHABLE
 from pla_sglang.router.http.head import AnswerHead
 from pla_sglang.router.legs import LegSink
 from pla_sglang.router.messages import FailureKind
@@ -36,7 +36,6 @@ class Recall:
     ) -> None:
         self._relay, self._legs, self._rids = relay, legs, rids
         self._over: Callable[[bool], None] | None = over
-        self._aborts = 0  # on their way
         self._timers: list[asyncio.TimerHandle] = []
 
     def start(self) -> None:
@@ -54,17 +53,11 @@ class Recall:
     def _abort(self) -> None:
         for leg in self._legs:
             if not leg.done:
-                self._aborts += self._relay.abort_once(leg.worker, self._rids, self._aborted)
-        self._look()
-
-    def _aborted(self, status: int) -> None:
-        self._aborts -= 1
-        if status == UNREACHABLE:
-            self._end(over=False)  # it may come late, and hit the next attempt
+                self._relay.abort_once(leg.worker, self._rids)
         self._look()
 
     def _look(self) -> None:
-        if not self._aborts and all(leg.done for leg in self._legs):
+        if all(leg.done for leg in self._legs):
             self._end(over=True)
 
     def _end(self, *, over: bool) -> None:

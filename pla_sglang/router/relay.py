@@ -254,21 +254,18 @@ class Relay:
             else:
                 self.abort_once(number, rids)
 
-    def abort_once(self, number: int, rids: Sequence[str], then: Callable[[int], None] | None = None) -> int:
-        """Tell an instance to drop a request. ``then`` gets the status of each call; returns how many there are."""
+    def abort_once(self, number: int, rids: Sequence[str]) -> None:
+        """Tell an instance to drop a request."""
         worker = self._workers.get(number)
         if worker is None:
-            return 0
+            return
 
         def done(status: int) -> None:
             self.count("upstream_aborts_total", status=str(status))
-            if then is not None:
-                then(status)
 
         for rid in rids:
             call = Call(self, done, timeout_s=ABORT_TIMEOUT_S)
             call.start(worker, "POST", "/abort_request", msgspec.json.encode({"rid": rid}))
-        return len(rids)
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -302,7 +299,7 @@ class Relay:
     def soon(self, act: Callable[[], None]) -> None:
         self.loop.call_soon(act)
 
-    def later(self, delay_s: float, act: Callable[[], object]) -> asyncio.TimerHandle:
+    def later(self, delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
         return self.loop.call_later(delay_s, act)
 
     def count(self, name: str, **labels: str) -> None:
