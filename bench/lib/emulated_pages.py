@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.lib import router_pages
 from bench.lib.tables import markdown
 
 Result = Mapping[str, Any]
@@ -196,4 +197,5 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "cluster_start": cluster_start,
     "client_load": client_load,
     "spatial-pd": spatial,
+    **router_pages.PAGES,
 }

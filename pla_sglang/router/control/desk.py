@@ -18,7 +18,7 @@ from pla_sglang.router.control.admission import Admission, AdmissionReason, Verd
 from pla_sglang.router.control.answers import COMPLETE, ENDS, Open, assign_message, refusal
 from pla_sglang.router.control.driver import Choice, PolicyDriver
 from pla_sglang.router.control.entries import AbortOrder, End, Side
-from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, note_choice, stages
+from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, note_choice, note_retry, stages
 from pla_sglang.router.control.fairness import FairQueue, Held
 from pla_sglang.router.control.health import Health
 from pla_sglang.router.control.knobs import ControlKnobs
@@ -126,11 +126,14 @@ class Desk:
             self.queue.push(held)  # else nobody was before it, and it need not stand in line
 
     def _again(self, request: Open, ask: m.Ask, now_s: float) -> None:
-        """The relay could not send it, to anybody: take the first choice back and choose anew."""
-        rid = ask.rid
+        """No instance has anything of it: take the former choice back and choose anew."""
+        rid, why = ask.rid, ask.again.name.lower()
         for worker, side in self.legs_of(request):
             worker.book.end(request.key, now_s)
-            self.ledger.not_sent(rid, side, now_s)
+            self.ledger.take_back(rid, side, now_s)
+        if ask.again is m.Again.TRANSFER_FAILED and request.prefill is not None and request.decode is not None:
+            request.failed = (request.prefill, request.decode)
+        note_retry(request.story, why, ask.detail)
         request.ask_again(ask)
         if rid in self.queue:
             return
@@ -138,7 +141,8 @@ class Desk:
             self._refuse(ask, Verdict(False, AdmissionReason.DUPLICATE))
             return
         self.ledger.retry(rid, lambda _: False, now_s)
-        self.series.retries.inc()
+        self.ledger.entries[rid].reached = ask.reached
+        self.series.retries.inc(why)
         for number in ask.excluded:
             failed = self.table.by_number.get(number)
             if failed is not None and failed.is_ready():  # the relay's report of the failure was lost
@@ -171,7 +175,8 @@ class Desk:
         elif request.prompt.keys:
             view.cached = self.prompts.cached(request.prompt)
         several = request.ask.samples > 1
-        choice = (driver.choose_whole(view) if several else None) or driver.choose(view, now_s)
+        special = driver.choose_whole(view) if several else self._other_pair(request, driver)
+        choice = special or driver.choose(view, now_s)
         if not isinstance(choice, Choice):
             return False
         if several and choice.prefill is not choice.decode:
@@ -190,6 +195,13 @@ class Desk:
         self.queue.take(held)
         self._assign(request, choice, verdict, now_s)
         return True
+
+    def _other_pair(self, request: Open, driver: PolicyDriver) -> Choice | None:
+        """For a request whose KV transfer has failed."""
+        if request.failed is None:
+            return None
+        prefill, decode = request.failed
+        return driver.choose_other(request.view, prefill.view, decode.view)
 
     def _assign(self, request: Open, choice: Choice, verdict: Verdict, now_s: float) -> None:
         prefill, decode = self.table.of(choice.prefill), self.table.of(choice.decode)
