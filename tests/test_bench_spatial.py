@@ -273,9 +273,8 @@ def test_a_finished_run_is_shown_without_any_engine(tmp_path: Path, capsys: pyte
     assert (tmp_path / "spatial-pd.png").stat().st_size > 5000
     page = PAGES["spatial-pd"](result)
     assert "| `spatial` | 25.0% | 0.0% | 100.0% | 25.0% |" in page
-    assert (
-        "plain round robin: 67%. At constant load 1 moves while the pools settle, 0 after. All targets are met." in page
-    )
+    assert "plain round robin: 67%. At constant load 1 moves while the pools settle, 0 after. All measured" in page
+    assert "Not measured: `fewer_than_router`, `fewer_than_bucket`." in page
 
 
 def test_without_time_nothing_starts(tmp_path: Path) -> None:

@@ -172,12 +172,19 @@ def spatial(result: Result) -> str:
     if "flips_constant_load" in result:
         settling, after = result["flips_constant_load_while_settling"], result["flips_constant_load"]
         lines[-1] += f" At constant load {settling} moves while the pools settle, {after} after."
-    misses = "; ".join(result["targets_missed"])
-    lines[-1] += f" Targets missed: {misses}." if misses else " All targets are met."
+    lines[-1] += _spatial_verdict(result)
     rates = " then ".join(f"{rate:g}" for rate in result["long_rps"])
     work = f"{result['short_rps']:g} shorts and {rates} longs per s for {result['duration_s']:g} s"
     checked = f"{result['tokens_verified']:,} tokens checked, {result['tokens_wrong']} wrong"
     return "\n".join([*lines, "", _conditions(result, work, checked, result["profile"], _scale(result))])
+
+
+def _spatial_verdict(result: Result) -> str:
+    wanted = ("fewer_than_dp", "fewer_than_router", "fewer_than_bucket", "flips_constant_load")
+    absent = ", ".join(f"`{key}`" for key in wanted if result.get(key) is None)
+    misses = "; ".join(result["targets_missed"])
+    found = f" Targets missed: {misses}." if misses else f" All {'measured ' if absent else ''}targets are met."
+    return found + (f" Not measured: {absent}." if absent else "")
 
 
 _SAVINGS = {
