@@ -73,7 +73,7 @@ def arms(instances: Instances, port: dict[str, int]) -> list[Arm]:
     ]
 
 
-def missing() -> str:
+def why_not() -> str:
     """Why SGLang's routers cannot run here; empty: they can."""
     found = importlib.util.find_spec("sglang_router")
     return "" if found is not None else "sglang_router is not installed (the bench extra)"

@@ -31,6 +31,8 @@ class InstanceKind(enum.Enum):
 class Role(enum.Enum):
     """What an instance is used for now; the last four are Arrow's pools (section 5.2)."""
 
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
+
     MIXED = "mixed"
     PREFILL = "prefill"
     DECODE = "decode"

@@ -205,7 +205,9 @@ def _integer(raw: msgspec.Raw) -> int | None:
 
 def _samples(raw: msgspec.Raw) -> int:
     """At least 1. Read as leniently as instances do ("2" and 2.0 are 2): a pair must not get more than one."""
-    value = None if raw is _EMPTY else _decode_any(raw)
+    if raw is _EMPTY:
+        return 1
+    value = _decode_any(raw)
     if not isinstance(value, int | float | str):
         return 1
     try:

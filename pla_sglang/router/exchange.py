@@ -40,7 +40,7 @@ from pla_sglang.router.messages import (
     Step,
 )
 from pla_sglang.router.recall import Recall
-from pla_sglang.router.request import body_of_attempt, head_to, members_of, rids_at_instances
+from pla_sglang.router.request import body_of_attempt, head_to, header_lines, members_of, passed_on, rids_at_instances
 from pla_sglang.router.states import LEGAL, State
 from pla_sglang.router.upstream import UpstreamConnection
 
@@ -113,10 +113,17 @@ class Exchange:
         if None in workers:
             self._fail(Outcome.NO_CONTROL, 503, "no_worker", "the control plane named an instance that is not known")
             return
-        attempt = assign.attempt
-        for leg, worker in zip(list(self._legs), workers, strict=True):
+        pool = self._relay.pool
+        absent = []
+        for leg, worker in zip(self._legs, workers, strict=True):
             assert worker is not None
-            self._relay.pool.take(worker, functools.partial(self._connected, attempt, leg))
+            leg.connection = pool.idle(worker)
+            if leg.connection is None:
+                absent.append((leg, worker))
+        if not absent:
+            self._send()
+        for leg, worker in absent:
+            pool.connect(worker, functools.partial(self._connected, assign.attempt, leg))
 
     def on_refuse(self, refuse: Refuse) -> None:
         if self._state is State.ASKING and refuse.attempt == self.ask.attempt:
@@ -144,12 +151,9 @@ class Exchange:
 
     def _reconsider(self, worker: int, why: str) -> None:
         """Nothing was sent to anybody."""
-        for leg in self._legs:
-            if leg.connection is not None:
-                self._relay.pool.give(leg.connection)
+        release(self._relay, self._legs, (), Outcome.UPSTREAM_LOST, sent=False)
         excluded = (*self.ask.excluded, worker)
         if len(excluded) >= self._relay.config.connect_attempts:
-            self._legs = []
             self._fail(Outcome.UPSTREAM_LOST, 502, "upstream_unreachable", f"no instance could be reached: {why}")
             return
         self._ask_again(Again.NOT_SENT, why, excluded)
@@ -170,20 +174,24 @@ class Exchange:
 
     def _send(self) -> None:
         assign, relay, ask, request = self.assign, self._relay, self.ask, self._head
-        assert assign is not None
-        assert request is not None
+        assert assign is not None and request is not None
         members = members_of(ask, assign, self.body, header_priority=ask.priority)
         raw = body_of_attempt(self.raw, ask, self.body)
         front, rest = with_members(raw, members) if members else (b"", memoryview(raw))
         self._to(State.WAITING)
         self._deadline_s = relay.now_s() + relay.config.first_byte_timeout_s
+        own = header_lines((("x-request-id", ask.rid), ("traceparent", ask.trace)))
+        keyless: bool | None = None  # of ``lines``; both instances get the same but for a key
+        lines = b""
         for leg in self._legs:
             assert leg.connection is not None
-            own = assign.prefill_headers if leg.leg is Leg.PREFILL else assign.decode_headers
-            own = (*own, ("x-request-id", ask.rid), ("traceparent", ask.trace))
             worker = leg.connection.worker
-            head = head_to(worker, request, len(front) + len(rest), own, keep_key=not relay.config.api_key)
-            leg.connection.send("POST", [head + front, rest], leg)
+            if keyless is not bool(relay.config.api_key or worker.api_key):
+                keyless = bool(relay.config.api_key or worker.api_key)
+                lines = passed_on(request, keep_key=not keyless) + own
+            extra = assign.prefill_headers if leg.leg is Leg.PREFILL else assign.decode_headers
+            of_leg = lines + header_lines(extra) if extra else lines
+            leg.connection.send("POST", head_to(worker, request, len(front) + len(rest), of_leg) + front, rest, leg)
         # A pair's transfer may fail, and the request be sent again; from a unified instance nothing comes back.
         if len(self._legs) > 1 and relay.config.transfer_attempts > 1 and (self._kept or relay.keep(len(self.raw))):
             self._kept = True
@@ -204,8 +212,7 @@ class Exchange:
     def on_answer_head(self, head: AnswerHead) -> None:
         """Kept until there is something to go with it: one segment for both, and errors still get their own status."""
         self._answer = head
-        if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
-            self._streams = True
+        self._streams = (head.get(b"content-type") or b"").startswith(b"text/event-stream")
 
     def on_answer_body(self, data: bytes) -> None:
         if self._kept and self._answer is not None and transfer_failed(self._answer.status, data):
@@ -245,12 +252,15 @@ class Exchange:
 
     # -- the prefill leg ---------------------------------------------------------------------------------------------
 
-    def on_prefill_done(self) -> None:
-        if self._state is not State.ENDED:
+    def on_prefill_done(self, leg: LegSink) -> None:
+        if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
+        else:
             self._step(Step.PREFILL_DONE)
 
     def on_prefill_failed(self, leg: LegSink, kind: FailureKind | None, detail: str, *, transfer: bool) -> None:
         if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
             return
         if kind is not None:
             self._report(leg, kind, detail)
@@ -280,12 +290,13 @@ class Exchange:
             self._transfer_failed(detail)
 
     def _transfer_failed(self, detail: str) -> None:
-        tried = f" (attempt {self.ask.attempt})" if self.ask.attempt > 1 else ""
-        message = f"the KV transfer from prefill to decode failed{tried}: {detail}"
+        message = f"the KV transfer from prefill to decode failed, attempt {self.ask.attempt}: {detail}"
         self._fail(Outcome.PREFILL_FAILED, 502, "transfer_failed", message)
 
-    def on_prefill_refused(self, status: int, detail: str) -> None:
-        if self._state is State.WAITING:
+    def on_prefill_refused(self, leg: LegSink, status: int, detail: str) -> None:
+        if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
+        elif self._state is State.WAITING:
             self._refusal = (status, detail)
             self._deadline_s = self._relay.now_s() + REFUSAL_GRACE_S
 
@@ -342,7 +353,7 @@ class Exchange:
             return
         begun = self._first_s is not None
         decode = self._legs[0].connection if self._legs else None
-        can_add = begun and self._streams and self._boundary(decode)
+        can_add = begun and self._streams and self._client.understands_chunks and decode and decode.at_boundary()
         self._end(outcome, self._answer.status if begun and self._answer else status, message)
         if not begun:
             body = answers.error_body(status, code, message)
@@ -352,9 +363,6 @@ class Exchange:
             self._client.done(reusable=True)
         else:
             self._client.cut()
-
-    def _boundary(self, decode: UpstreamConnection | None) -> bool:
-        return decode is not None and self._client.understands_chunks and decode.at_boundary()
 
     def _end(self, outcome: Outcome, status: int, detail: str = "") -> None:
         """Exactly once: free the instances, tell the control plane, forget the request."""
@@ -367,9 +375,14 @@ class Exchange:
         self._drop_body()
         legs, self._legs = self._legs, []  # they point back here; without the cycle, a request is freed at once
         aborted = release(self._relay, legs, rids_at_instances(self.ask, self.body), outcome, sent=sent)
-        now_s = self._relay.now_s()
-        counts = (self._output_bytes, self._events, self._first_s, self._last_s)
+        now_s, counts = self._relay.now_s(), (self._output_bytes, self._events, self._first_s, self._last_s)
         self._relay.close(self, Ended(self.ask.rid, outcome, status, now_s, *counts, aborted, detail))
+
+    def give_up(self, leg: LegSink) -> None:
+        """A prefill leg whose answer should have ended by now."""
+        if leg.connection is not None:
+            leg.connection.drop()
+        self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -47,12 +46,15 @@ class Request(Protocol):
 
     def on_answer_lost(self, leg: LegSink, kind: FailureKind, detail: str) -> None: ...
 
-    def on_prefill_done(self) -> None: ...
+    def on_prefill_done(self, leg: LegSink) -> None: ...
 
     def on_prefill_failed(self, leg: LegSink, kind: FailureKind | None, detail: str, *, transfer: bool) -> None:
         """``kind``: what it is to the instance's circuit breaker; ``transfer``: as ``transfer_failed``."""
 
-    def on_prefill_refused(self, status: int, detail: str) -> None: ...
+    def on_prefill_refused(self, leg: LegSink, status: int, detail: str) -> None: ...
+
+    def give_up(self, leg: LegSink) -> None:
+        """The request was answered, and this leg has not ended in time."""
 
 
 class LegSink:
@@ -93,9 +95,9 @@ class LegSink:
             kind = FailureKind.STATUS if self._status >= 500 and not transfer else None  # it may be decode's fault
             self.exchange.on_prefill_failed(self, kind, f"status {self._status}: {detail}", transfer=transfer)
         elif self._status >= 400 or ERROR.search(said):
-            self.exchange.on_prefill_refused(max(self._status, 400), detail)
+            self.exchange.on_prefill_refused(self, max(self._status, 400), detail)
         else:
-            self.exchange.on_prefill_done()
+            self.exchange.on_prefill_done(self)
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         """The connection is closed; it still knows whether the answer broke between two events."""
@@ -121,17 +123,11 @@ def release(
         elif leg.done:
             continue
         elif outcome in LINGER_S and connection is not None:
-            relay.later(LINGER_S[outcome], functools.partial(_linger, relay, leg, connection, rids))
+            leg.connection = connection
+            relay.lingering[leg] = relay.now_s() + LINGER_S[outcome]
         else:
             if connection is not None:
                 connection.drop()
             aborted.append(leg.worker)
             relay.abort_upstream(leg.worker, rids)
     return tuple(aborted)
-
-
-def _linger(relay: Relay, leg: LegSink, connection: UpstreamConnection, rids: Sequence[str]) -> None:
-    """A prefill leg whose answer should have ended by now."""
-    if not leg.done:
-        connection.drop()
-        relay.abort_upstream(leg.worker, rids)

@@ -80,7 +80,7 @@ class Recall:
     def on_answer_lost(self, leg: LegSink, kind: FailureKind, detail: str) -> None:
         self._end(over=False)  # what the instance has of it, or whether there still is one, is not known
 
-    def on_prefill_done(self) -> None:
+    def on_prefill_done(self, leg: LegSink) -> None:
         self._look()
 
     def on_prefill_failed(self, leg: LegSink, kind: FailureKind | None, detail: str, *, transfer: bool) -> None:
@@ -89,5 +89,8 @@ class Recall:
         else:
             self._end(over=False)
 
-    def on_prefill_refused(self, status: int, detail: str) -> None:
+    def on_prefill_refused(self, leg: LegSink, status: int, detail: str) -> None:
         self._look()
+
+    def give_up(self, leg: LegSink) -> None:
+        """Only legs of answered requests are given up."""

@@ -21,6 +21,7 @@ from pla_sglang.router.exchange import Exchange
 from pla_sglang.router.front import ClientConnection
 from pla_sglang.router.http import answers
 from pla_sglang.router.http.head import BadMessage, RequestHead
+from pla_sglang.router.legs import LegSink
 from pla_sglang.router.messages import (
     PROTOCOL,
     Abort,
@@ -91,6 +92,7 @@ class Relay:
         self.port = config.port
         self.draining = False
         self.open: dict[str, Exchange] = {}
+        self.lingering: dict[LegSink, float] = {}  # prefill legs of answered requests, and when they must have ended
         self._workers: dict[int, Worker] = {}
         self._turn = 0  # over the workers, for requests that any can answer
         self._clients: set[ClientConnection] = set()
@@ -312,6 +314,9 @@ class Relay:
         now_s = self.now_s()
         for exchange in list(self.open.values()):
             exchange.tick(now_s)
+        for leg in [leg for leg, due_s in self.lingering.items() if now_s > due_s]:
+            del self.lingering[leg]
+            leg.exchange.give_up(leg)
         for client in list(self._clients):
             client.tick(now_s)
         self.pool.sweep(now_s)

@@ -6,6 +6,8 @@ import enum
 
 
 class State(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
+
     ASKING = "asking"
     CONNECTING = "connecting"
     WAITING = "waiting"

@@ -14,6 +14,7 @@ from pla_sglang.router.http.head import CRLF2, AnswerHead, BadMessage, parse_ans
 from pla_sglang.router.messages import FailureKind, Worker
 
 MAX_HEAD_BYTES = 65_536
+COPY_BYTES = 16_384  # up to here one piece is cheaper to send than two
 
 
 class AnswerSink(Protocol):
@@ -51,12 +52,15 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- for whoever uses it -----------------------------------------------------------------------------------------
 
-    def send(self, method: str, pieces: list[bytes | memoryview], sink: AnswerSink) -> None:
-        """Send one request; the connection must be idle."""
+    def send(self, method: str, front: bytes, rest: bytes | memoryview, sink: AnswerSink) -> None:
+        """Send one request, in two pieces so that a long one need not be copied; the connection must be idle."""
         assert self._sink is None
         assert self.transport is not None
         self._sink, self._method = sink, method
-        self.transport.writelines(pieces)
+        if len(rest) > COPY_BYTES:
+            self.transport.writelines((front, rest))
+        else:
+            self.transport.write(b"".join((front, rest)))
 
     def usable(self) -> bool:
         """Whether it is still open, as far as is known."""
@@ -188,12 +192,23 @@ class UpstreamPool:
 
     def take(self, worker: Worker, taker: Taker) -> None:
         """Calls ``taker`` with a connection, at once or later; with None and a reason where there is none to be had."""
+        connection = self.idle(worker)
+        if connection is None:
+            self.connect(worker, taker)
+        else:
+            taker(connection, "")
+
+    def idle(self, worker: Worker) -> UpstreamConnection | None:
+        """One that is there and not in use, now the caller's."""
         idle = self._idle.get(worker.number)
         while idle:
             connection = idle.pop()
             if connection.usable():
-                taker(connection, "")
-                return
+                return connection
+        return None
+
+    def connect(self, worker: Worker, taker: Taker) -> None:
+        """As ``take``, always a new one."""
         task = self._loop.create_task(self._connect(worker, taker))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)

@@ -22,7 +22,7 @@ class Transport(asyncio.Transport):
     def get_extra_info(self, name: str, default: object = None) -> None:
         return None
 
-    def writelines(self, list_of_data: object) -> None:
+    def write(self, data: object) -> None:
         """Nobody reads it."""
 
     def is_closing(self) -> bool:
@@ -65,7 +65,7 @@ def test_a_connection_goes_back_to_the_pool_reading() -> None:
         connection, transport = UpstreamConnection(pool, WORKER), Transport()
         connection.connection_made(transport)
         sink = SlowClient(connection)
-        connection.send("POST", [b"x"], sink)
+        connection.send("POST", b"x", b"", sink)
         connection.data_received(HEAD + b"do")
         assert (sink.done, transport.reading) == (False, False)
         connection.data_received(b"ne")

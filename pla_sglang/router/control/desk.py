@@ -114,8 +114,12 @@ class Desk:
 
     def _enqueue(self, request: Open, now_s: float) -> None:
         ask = request.ask
-        self.queue.push(Held(ask.rid, ask.tenant or "", ask.priority or 0, request.prompt.tokens, now_s))
-        self.pump(now_s)
+        held = Held(ask.rid, ask.tenant or "", ask.priority or 0, request.prompt.tokens, now_s)
+        if self.queue:
+            self.queue.push(held)
+            self.pump(now_s)
+        elif self.driver is None or self._holds() or not self._dispatch(request, held, now_s):
+            self.queue.push(held)  # else nobody was before it, and it need not stand in line
 
     def _again(self, request: Open, ask: m.Ask, now_s: float) -> None:
         """No instance has anything of it: take the former choice back and choose anew."""
@@ -126,8 +130,7 @@ class Desk:
         if ask.again is m.Again.TRANSFER_FAILED and request.prefill is not None and request.decode is not None:
             request.failed = (request.prefill, request.decode)
         note_retry(request.story, why, ask.detail)
-        request.ask = ask
-        request.prefill = request.decode = request.dispatched_s = None
+        request.ask_again(ask)
         if rid in self.queue:
             return
         if not self.ledger.can_retry(rid, lambda _: False):
@@ -209,12 +212,12 @@ class Desk:
         self.track(request, now_s)
         self.index.insert(prefill.view.index, request.prompt.keys)
         room = entry.room()
-        self.series.admissions.inc("admitted", verdict.reason.value)
-        self.series.dispatches.inc(choice.reason.value)
-        self.series.placements.inc(choice.placement.value)
         story.decided_s, story.admission, story.room = now_s, verdict.reason.value, room
+        self.series.admissions.inc("admitted", story.admission)
+        self.series.dispatches.inc(story.reason)
+        self.series.placements.inc(story.placement)
         # Last: in one process the relay may answer before this returns.
-        self._tell(request.ask.relay, assign_message(request, room, choice.reason.value))
+        self._tell(request.ask.relay, assign_message(request, room, story.reason))
 
     def track(self, request: Open, now_s: float) -> None:
         """Enters the request in the load books of its instances."""
@@ -302,14 +305,12 @@ class Desk:
         if complete:
             for worker, _ in self.legs_of(request):
                 self.health.on_success(worker, now_s)
-        self.close(request, end, now_s, at_s=ended.at_s, output_tokens=ended.events)
         entry = self.ledger.get(ended.rid)
         for leg in [] if entry is None else entry.open_legs():
             if complete or leg.worker in told:
                 self.ledger.finish_leg(ended.rid, leg.side, now_s)
-            else:
-                ask = request.ask
-                self.abort(AbortOrder(ask.rid, leg.side, leg.worker, leg.attempt, ask.prompts, ask.reached))
+        for order in self.close(request, end, now_s, at_s=ended.at_s, output_tokens=ended.events):
+            self.abort(order)
         self.pump(now_s)
 
     def close(self, request: Open, end: End, now_s: float, *, at_s: float, output_tokens: int = 0) -> list[AbortOrder]:
@@ -321,8 +322,8 @@ class Desk:
             worker.book.end(request.key, now_s)
         if self.driver is not None and request.arrived:
             self.driver.finish(request.view, output_tokens, now_s)
-        request.story.ended_s, request.story.end = at_s, end.value
-        self.series.requests.inc(end.value)
+        request.story.ended_s, request.story.end = at_s, (how := end.value)
+        self.series.requests.inc(how)
         del self.open[rid]
         return orders
 

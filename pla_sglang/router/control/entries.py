@@ -12,6 +12,8 @@ from pla_sglang.router.control.errors import IllegalMoveError
 class Stage(enum.Enum):
     """Where a request is, as far as the router knows."""
 
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
+
     WAITING = "waiting"  # admitted, at no instance
     PREFILL = "prefill"  # sent, no token yet
     STREAMING = "streaming"  # its client has seen a token
@@ -43,6 +45,8 @@ class Side(enum.Enum):
 
 
 class LegState(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
+
     OPEN = "open"  # may have been sent, may be executing
     ABORTING = "aborting"  # ordered to abort
     CLOSED = "closed"  # the instance holds nothing for it

@@ -25,8 +25,10 @@ from pla_sglang.router.control.errors import IllegalMoveError
 # SGLang keeps rooms in signed 64-bit integers, gives each prompt of a batch the next one, and takes a room modulo the
 # data-parallel size as the rank: rooms of two requests lie further apart than any batch, at places that spread.
 ROOM_BITS = 63
-ROOM_SPACING = 1 << 14
-LARGEST_BATCH = 1 << 13
+SLOT_BITS = 49
+ROOM_SPACING = 1 << (ROOM_BITS - SLOT_BITS)
+PLACE_BITS = 13  # of a request's first room within its slot
+LARGEST_BATCH = ROOM_SPACING - (1 << PLACE_BITS)
 
 
 class Ledger:
@@ -74,19 +76,19 @@ class Ledger:
             IllegalMoveError: it is not waiting, or an earlier leg of it may still be executing.
         """
         entry = self.entries[rid]
-        if any(leg.executed for leg in entry.open_legs()):
+        left = entry.open_legs()
+        if left and any(leg.executed for leg in left):
             raise IllegalMoveError(f"{rid} would be sent twice")
         entry.move(Stage.PREFILL)
         entry.attempts += 1
         placed = list(workers)
-        if all(side is Side.BOTH for side, _ in placed):
+        if placed[0][0] is Side.BOTH:
             room = None
         elif room is None:
             room = self._new_room(rid)
         else:
             self.rooms[room] = rid
-        entry.legs = entry.open_legs()
-        entry.legs += [Leg(side, worker, now_s, entry.attempts, room) for side, worker in placed]
+        entry.legs = left + [Leg(side, worker, now_s, entry.attempts, room) for side, worker in placed]
         return entry
 
     def first_token(self, rid: str) -> bool:
@@ -250,18 +252,18 @@ class Ledger:
 
     def _forget(self, entry: Entry) -> None:
         """Rooms that nobody uses are free; a request that is ended and closed everywhere leaves the book."""
-        held = entry.rooms()
+        left = entry.open_legs()
+        held = {leg.room for leg in left}
         for leg in entry.legs:
             if leg.room is not None and leg.room not in held:
                 self.rooms.pop(leg.room, None)
-        if entry.stage is Stage.ENDED and not entry.open_legs():
+        if not left and entry.stage is Stage.ENDED:
             self.entries.pop(entry.rid, None)
 
     def _new_room(self, rid: str) -> int:
-        slots = (1 << ROOM_BITS) // ROOM_SPACING
         room = -1
         while room < 0 or room in self.rooms:
-            slot = self._rng.randrange(slots)
-            room = slot * ROOM_SPACING + self._rng.randrange(ROOM_SPACING - LARGEST_BATCH)
+            drawn = self._rng.getrandbits(SLOT_BITS + PLACE_BITS)
+            room = (drawn >> PLACE_BITS) * ROOM_SPACING + (drawn & ((1 << PLACE_BITS) - 1))
         self.rooms[room] = rid
         return room
