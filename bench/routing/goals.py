@@ -70,7 +70,7 @@ def page(result: Mapping[str, Any]) -> str:
     rounds = f"{result['rounds']} rounds, probes of {result['duration_s']:g} s, medians over calm rounds"
     return (
         table(["figure", "goal", *ARMS], rows)
-        + f"\n\nThe control plane in a process of its own adds {split:.2f} ms to the median (goal: {SPLIT_LIMIT_MS:g}). "
-        + f"Errors: {sum(result[arm]['errors'] for arm in ARMS)}.\n\n"
+        + f"\n\nThe control plane in a process of its own adds {split:.2f} ms to the median (goal: {SPLIT_LIMIT_MS:g})."
+        + f" Errors: {sum(result[arm]['errors'] for arm in ARMS)}.\n\n"
         + f"{rounds} · {result['hardware']} · commit {result['plugin_commit']} · seed {result['seed']}"
     )

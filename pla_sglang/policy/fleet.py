@@ -22,6 +22,8 @@ from pla_sglang.policy.types import PrefillClass
 class InstanceKind(enum.Enum):
     """What an instance is able to run."""
 
+    __hash__ = object.__hash__  # as for ``Role``
+
     UNIFIED = "unified"  # both phases of a request, always on the same instance
     PREFILL = "prefill"
     DECODE = "decode"

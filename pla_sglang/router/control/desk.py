@@ -8,7 +8,7 @@ at instances go through ``abort``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from random import Random
 
 from pla_sglang.policy.arrow.predictor import TtftPredictor
@@ -18,7 +18,7 @@ from pla_sglang.router.control.admission import Admission, AdmissionReason, Verd
 from pla_sglang.router.control.answers import COMPLETE, ENDS, Open, assign_message, refusal
 from pla_sglang.router.control.driver import Choice, PolicyDriver
 from pla_sglang.router.control.entries import AbortOrder, End, Side
-from pla_sglang.router.control.explain import ExplainStore, Story, note_choice, note_retry, stages
+from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, note_choice, note_retry, stages
 from pla_sglang.router.control.fairness import FairQueue, Held
 from pla_sglang.router.control.health import Health
 from pla_sglang.router.control.knobs import ControlKnobs
@@ -30,6 +30,7 @@ from pla_sglang.router.control.series import Series
 from pla_sglang.router.control.workers import Worker, WorkerState, WorkerTable
 
 RETRY_NO_INSTANCE_S = 5.0
+_STAGES = tuple(name.removesuffix("_s") for name in STAGES)  # as their label says
 
 
 class Desk:
@@ -275,8 +276,8 @@ class Desk:
         if request.dispatched_s is not None:
             self.admission.on_first_token(view.predicted_ttft_s, max(0.0, at_s - request.dispatched_s))
         self.series.ttft_s.observe(ttft_s)
-        for name, seconds in (stages(story) or {}).items():
-            self.series.stage_s.inc(name.removesuffix("_s"), amount=seconds)
+        for name, seconds in zip(_STAGES, (stages(story) or {}).values(), strict=False):
+            self.series.stage_s.inc(name, amount=seconds)
 
     def _note_ratio(self, worker: Worker, ttft_s: float, slo_s: float | None) -> None:
         """As the simulator's cluster keeps it."""
@@ -305,18 +306,24 @@ class Desk:
         if complete:
             for worker, _ in self.legs_of(request):
                 self.health.on_success(worker, now_s)
-        entry = self.ledger.get(ended.rid)
-        for leg in [] if entry is None else entry.open_legs():
-            if complete or leg.worker in told:
-                self.ledger.finish_leg(ended.rid, leg.side, now_s)
-        for order in self.close(request, end, now_s, at_s=ended.at_s, output_tokens=ended.events):
+        free = told if not complete else {worker.number for worker, _ in self.legs_of(request)}
+        for order in self.close(request, end, now_s, at_s=ended.at_s, output_tokens=ended.events, free=free):
             self.abort(order)
         self.pump(now_s)
 
-    def close(self, request: Open, end: End, now_s: float, *, at_s: float, output_tokens: int = 0) -> list[AbortOrder]:
-        """The end of a request everywhere but at its instances."""
+    def close(  # all of it is known to the caller alone
+        self,
+        request: Open,
+        end: End,
+        now_s: float,
+        *,
+        at_s: float,
+        output_tokens: int = 0,
+        free: Container[int] = (),
+    ) -> list[AbortOrder]:
+        """The end of a request everywhere but at its instances; those in ``free`` hold nothing of it any more."""
         rid = request.ask.rid
-        orders = self.ledger.end(rid, end, now_s)
+        orders = self.ledger.end(rid, end, now_s, free=free)
         self.queue.remove(rid)
         for worker, _ in self.legs_of(request):
             worker.book.end(request.key, now_s)

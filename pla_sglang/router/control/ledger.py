@@ -16,7 +16,7 @@ Two rules keep work from being done twice or for nobody:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from random import Random
 
 from pla_sglang.router.control.entries import AbortOrder, Audit, End, Entry, Leg, LegState, Side, Stage
@@ -127,8 +127,9 @@ class Ledger:
                     leg.move(LegState.CLOSED, now_s)
         self._forget(entry)
 
-    def end(self, rid: str, end: End, now_s: float) -> list[AbortOrder]:
-        """The request has ended for its client. Returns what must be aborted; nothing if it had ended before."""
+    def end(self, rid: str, end: End, now_s: float, *, free: Container[int] = ()) -> list[AbortOrder]:
+        """The request has ended for its client, and for the workers in ``free``. Returns what must be aborted at
+        others; nothing if it had ended before."""
         entry = self._find(rid)
         if entry is None:
             return []
@@ -136,7 +137,13 @@ class Ledger:
         entry.end, entry.ended_s = end, now_s
         self.live -= 1
         self.ended[end] += 1
-        orders = self._abort(entry, entry.open_legs(), now_s)
+        left = []
+        for leg in entry.open_legs():
+            if leg.worker in free:
+                leg.move(LegState.CLOSED, now_s)
+            else:
+                left.append(leg)
+        orders = self._abort(entry, left, now_s) if left else []
         self._forget(entry)
         if self._on_end is not None:
             self._on_end(entry, now_s)
