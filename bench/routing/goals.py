@@ -46,8 +46,8 @@ SPLIT_LIMIT_MS = 0.2  # what the control plane in a process of its own may add t
 
 def split_ms(by_arm: Mapping[str, Mapping[str, Any]]) -> float | None:
     """What the control plane in a process of its own adds to the median TTFT at 200/s."""
-    values = [by_arm.get(arm, {}).get("added_ttft_p50_ms") for arm in ("ours", "ours_one_process")]
-    return None if None in values else round(values[0] - values[1], 4)
+    apart, together = (by_arm.get(arm, {}).get("added_ttft_p50_ms") for arm in ("ours", "ours_one_process"))
+    return None if apart is None or together is None else round(apart - together, 4)
 
 
 def missed(by_arm: Mapping[str, Mapping[str, Any]]) -> list[str]:

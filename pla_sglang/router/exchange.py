@@ -15,7 +15,6 @@ work for it is told to abort.
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -218,8 +217,7 @@ class Exchange:
         if self._kept and self._answer is not None and transfer_failed(self._answer.status, data):
             self._take_back(data[:DETAIL_CHARS].decode("utf-8", "replace"))
             return
-        now_s = self._last_s = self._relay.now_s()
-        self._deadline_s = now_s + self._relay.config.stall_timeout_s
+        self._last_s = self._relay.now_s()
         self._output_bytes += len(data)
         if self._streams:
             self._events += data.count(b"\n\n")
@@ -228,7 +226,7 @@ class Exchange:
             return
         self._to(State.FORWARDING)
         self._drop_body()
-        self._first_s = now_s
+        self._first_s = self._last_s
         assert self._answer is not None
         self._client.write(self._client.head_of(self._answer, self.ask.rid) + data)
         self._step(Step.FIRST_TOKEN)
@@ -264,11 +262,9 @@ class Exchange:
             return
         if kind is not None:
             self._report(leg, kind, detail)
-        if self._state is not State.WAITING:
-            return  # decode has the KV already, and answers
-        if transfer:
+        if self._state is State.WAITING and transfer:
             self._take_back(detail)
-        else:
+        elif self._state is State.WAITING:  # else decode has the KV already, and answers
             self._fail(Outcome.PREFILL_FAILED, 502, "prefill_failed", f"the prefill failed: {detail}")
 
     def _take_back(self, detail: str) -> None:
@@ -277,7 +273,6 @@ class Exchange:
             self._transfer_failed(detail)
             return
         self._to(State.RECALLING)
-        self._deadline_s = math.inf
         rids = rids_at_instances(self.ask, self.body)
         self._recall = Recall(self._relay, self._legs, rids, functools.partial(self._recalled, detail))
         self._recall.start()
@@ -313,7 +308,7 @@ class Exchange:
         config = self._relay.config
         if now_s - self.ask.arrived_s > config.request_timeout_s:
             self._time_out(f"not done within {config.request_timeout_s:g} s")
-        elif now_s <= self._deadline_s or self._paused:
+        elif now_s <= self._deadline_s or self._paused or self._moves(now_s):
             return
         elif self._state is State.ASKING:
             self._fail(
@@ -326,6 +321,11 @@ class Exchange:
             self._time_out(f"no answer within {config.first_byte_timeout_s:g} s")
         elif self._state is State.FORWARDING:
             self._time_out(f"the answer stood still for {config.stall_timeout_s:g} s")
+
+    def _moves(self, now_s: float) -> bool:
+        """Whether its answer has not stood still for too long."""
+        last_s = self._last_s if self._state is State.FORWARDING else None
+        return last_s is not None and now_s <= last_s + self._relay.config.stall_timeout_s
 
     def _time_out(self, message: str) -> None:
         for leg in self._legs:
