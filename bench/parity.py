@@ -169,11 +169,18 @@ def run(options: argparse.Namespace) -> int:
         workers = [one["url"] for one in described["instances"]]
         for policy in wanted:
             by_policy[policy] = one_policy(policy, workers, options) | {"plugin_commit": commit}
-    result = settings_of(options) | totals(by_policy) | {"by_policy": by_policy, "environment": environment()}
+            (options.out / "parity.json").write_text(
+                json.dumps(result_of(by_policy, options)), encoding="utf-8"
+            )  # ``--keep`` goes on from here
+    result = result_of(by_policy, options)
     show(by_policy)
     plot_parity(by_policy, options.out / "parity.png")
     emit(result, options.out, "parity")
     return 0 if result["identical_share"] >= TARGET and not result["tokens_wrong"] else 1
+
+
+def result_of(by_policy: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    return settings_of(options) | totals(by_policy) | {"by_policy": by_policy, "environment": environment()}
 
 
 def totals(by_policy: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -70,4 +70,9 @@ def _yes(value: bool) -> str:
     return "yes" if value else "NO"
 
 
-PAGES: dict[str, Callable[[Result], str]] = {"chaos": chaos, "parity": parity, "router_clients": router_clients}
+PAGES: dict[str, Callable[[Result], str]] = {
+    "chaos": chaos,
+    "chaos_10000": chaos,
+    "parity": parity,
+    "router_clients": router_clients,
+}

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import zmq
 
 from pla_sglang import config as pla_config
 from pla_sglang.emulate.batch import shape_of
@@ -19,9 +20,11 @@ logger = logging.getLogger(__name__)
 
 NAP_S = 5e-4  # of device time: small against any step
 MAX_NAP_S = 4e-3
+REST_S = 0.05  # with no request at all; a message ends it at once
 
 _device: Device | None = None
 _link: KvLink | None = None
+_poller: zmq.Poller | None = None
 
 
 def device() -> Device:
@@ -51,10 +54,30 @@ def after_copy_to_cpu(result: Any, batch_result: Any, *args: Any, **kwargs: Any)
 
 
 def after_on_idle(result: Any, scheduler: Any) -> None:
-    """Nothing to launch. The host's loops spin then, on a core that other engines of a cluster need: nap a little."""
-    mine = device()
+    """Nothing to launch. The host's loops spin then, on a core that other engines of a cluster need: rest a little.
+
+    A message ends the rest. KV transfers and requests that are held say nothing when they are ready, so with any of
+    them the rest is short; so it is on a rank that gets its messages from another rank.
+    """
+    mine, inbox = device(), _inbox(scheduler)
     mine.timeline.rest()
-    time.sleep(min(MAX_NAP_S, NAP_S * mine.time_scale))
+    nap_s = min(MAX_NAP_S, NAP_S * mine.time_scale)
+    if not inbox.sockets:
+        time.sleep(nap_s)
+        return
+    inbox.poll(max(1, round(1e3 * (REST_S if scheduler.is_fully_idle() else nap_s))))
+
+
+def _inbox(scheduler: Any) -> zmq.Poller:
+    """Where this process gets its messages from, if from outside."""
+    global _poller
+    if _poller is None:
+        _poller = zmq.Poller()
+        channels = scheduler.ipc_channels
+        for socket in (channels.recv_from_tokenizer, channels.recv_from_rpc):
+            if isinstance(socket, zmq.Socket):
+                _poller.register(socket, zmq.POLLIN)
+    return _poller
 
 
 def after_send_metadata(result: Any, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> None:

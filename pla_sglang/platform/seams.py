@@ -20,6 +20,18 @@ CPU = (
         host_versions=_BOTH,
     ),
     Seam(
+        id="cpu.nixl_rest",
+        group=Group.CPU,
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__",
+        hook=Hook.BEFORE,
+        handler="pla_sglang.platform.nixl_rest:let_nixl_rest",
+        parameters="self, args, disaggregation_mode, server_args, is_mla_backend",
+        why="NIXL's progress thread polls without a pause: three quarters of a core in every idle engine of a pair.",
+        verify="tests/e2e/test_cpu_pd.py: an idle pair uses a fraction of a core; KV still moves, both orders",
+        exit="When SGLang or NIXL's Python API has a setting for pthrDelay.",
+        host_versions=_BOTH,
+    ),
+    Seam(
         id="cpu.collectives",
         group=Group.CPU,
         target="sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",

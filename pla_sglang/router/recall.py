@@ -18,7 +18,8 @@ from pla_sglang.router.messages import FailureKind
 if TYPE_CHECKING:
     from pla_sglang.router.relay import Relay
 
-RECALL_S = 10.0  # for both answers to end; a forward pass that is under way is not cut short
+# For both answers to end: a forward pass is not cut short, and a crowded instance is late in saying that it is done.
+RECALL_S = 60.0
 # As in Relay: an abort that overtakes its request on the way to an instance is lost.
 ABORT_AGAIN_S = (0.0, 0.25, 0.7)
 

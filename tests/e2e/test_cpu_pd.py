@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import NEW_TOKENS
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.e2e
 
 ORDERS = ("prefill first", "decode first", "together")
 HEAD_START_S = 0.5
+WATCHED_S = 2.0
 _rooms = itertools.count(1)
 
 
@@ -83,3 +85,22 @@ def test_both_sides_are_healthy_after_all(pair: Pair) -> None:
     for server in (pair.prefill, pair.decode):
         server.get("/health_generate")
         assert server.is_alive()
+
+
+def test_nixl_rests_while_nothing_is_transferred(pair: Pair) -> None:
+    """Its progress thread polls without a pause otherwise. A scheduler's own loop, its main thread, does spin here."""
+    schedulers = [of_scheduler(server) for server in (pair.prefill, pair.decode)]
+    before_s = [beside_main_s(process) for process in schedulers]
+    time.sleep(WATCHED_S)
+    used_s = [beside_main_s(process) - before for process, before in zip(schedulers, before_s, strict=True)]
+    assert max(used_s) < 0.2 * WATCHED_S
+
+
+def of_scheduler(server: Server) -> psutil.Process:
+    children = psutil.Process(server.pid).children(recursive=True)
+    return next(process for process in children if "scheduler" in " ".join(process.cmdline()))
+
+
+def beside_main_s(process: psutil.Process) -> float:
+    """CPU time of all threads but the main one."""
+    return sum(one.user_time + one.system_time for one in process.threads() if one.id != process.pid)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from pla_sglang.config import PlaConfig
+from pla_sglang.emulate import handlers
 from pla_sglang.emulate.arguments import check, value_of, with_emulation
 from pla_sglang.emulate.batch import StepShape, shape_of
 from pla_sglang.emulate.device import Device, KvLink, ResultReady, build
@@ -129,6 +131,42 @@ def test_a_result_is_waited_for_and_seen_once() -> None:
     assert time.perf_counter() - started_s >= 0.030
     assert device.log.steps == 1
     assert device.state()["steps"] == 1
+
+
+@pytest.mark.parametrize(("fully_idle", "waits_ms"), [(True, 50), (False, 2)])
+def test_an_idle_engine_rests_until_a_message_comes(
+    monkeypatch: pytest.MonkeyPatch, fully_idle: bool, waits_ms: int
+) -> None:
+    """Held requests and KV transfers send no message, so the rest is half a millisecond of device time with them."""
+    inbox, outside = zmq.Context.instance().socket(zmq.PULL), zmq.Context.instance().socket(zmq.PUSH)
+    outside.connect(f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}")
+    waited_ms: list[int] = []
+    host = SimpleNamespace(
+        ipc_channels=SimpleNamespace(recv_from_tokenizer=inbox, recv_from_rpc=None), is_fully_idle=lambda: fully_idle
+    )
+    monkeypatch.setattr(handlers, "_device", Device(load_profile("linear"), time_scale=4.0, prefill_graph=True))
+    monkeypatch.setattr(handlers, "_poller", None)
+    outside.send(b"request")
+    try:
+        assert handlers._inbox(host).poll(5000) == [(inbox, zmq.POLLIN)]  # the message ends the rest
+        monkeypatch.setattr(zmq.Poller, "poll", lambda poller, timeout: waited_ms.append(timeout))
+        handlers.after_on_idle(None, host)
+        assert waited_ms == [waits_ms]
+    finally:
+        inbox.close(0)
+        outside.close(0)
+
+
+def test_a_rank_without_an_inbox_takes_short_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps_s: list[float] = []
+    host = SimpleNamespace(
+        ipc_channels=SimpleNamespace(recv_from_tokenizer=None, recv_from_rpc=None), is_fully_idle=lambda: True
+    )
+    monkeypatch.setattr(handlers, "_device", Device(load_profile("linear"), time_scale=4.0, prefill_graph=True))
+    monkeypatch.setattr(handlers, "_poller", None)
+    monkeypatch.setattr(handlers.time, "sleep", naps_s.append)
+    handlers.after_on_idle(None, host)
+    assert naps_s == [pytest.approx(0.002)]
 
 
 def test_transfers_share_a_link() -> None:
