@@ -39,7 +39,7 @@ COLUMNS = (
     ("kb_per_stream", "KB/stream"),
     ("errors", "errors"),
 )
-PORT_NAMES = ("ours", "ours_one_process", "mini_lb", "rust", "rust_metrics")
+PORT_NAMES = ("ours", "ours_one_process", "ours_zmq", "mini_lb", "rust", "rust_metrics")
 
 
 def parser() -> argparse.ArgumentParser:

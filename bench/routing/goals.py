@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.lib.tables import markdown as table
 
-ARMS = ("ours", "ours_quickack", "ours_one_process", "mini_lb", "rust", "rust_quickack")
+ARMS = ("ours", "ours_quickack", "ours_one_process", "ours_zmq", "mini_lb", "rust", "rust_quickack")
 
 
 @dataclasses.dataclass(frozen=True)
