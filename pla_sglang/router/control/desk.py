@@ -28,8 +28,10 @@ from pla_sglang.router.control.prefixes import PrefixIndex
 from pla_sglang.router.control.prompts import Prompt, Prompts
 from pla_sglang.router.control.series import Series
 from pla_sglang.router.control.workers import Worker, WorkerState, WorkerTable
+from pla_sglang.telemetry.window import WindowMean
 
 RETRY_NO_INSTANCE_S = 5.0
+RATIO_WINDOW_S = 5.0  # as in an engine's reports
 _STAGES = tuple(name.removesuffix("_s") for name in STAGES)  # as their label says
 
 
@@ -67,6 +69,7 @@ class Desk:
         self.predictor: TtftPredictor | None = None
         self.open: dict[str, Open] = {}
         self.draining = False
+        self._ratios: dict[int, WindowMean] = {}  # TTFT over target, by worker number
         self._duplicates: Counter[str] = Counter()  # refused for their id; their Ended is not that of the first
         self._tell = tell
         self.abort = abort
@@ -270,7 +273,7 @@ class Desk:
         request.decode.book.start(request.key, now_s)
         story.first_s = at_s
         ttft_s = max(0.0, at_s - view.arrival_s)
-        self._note_ratio(request.prefill, ttft_s, view.ttft_slo_s)
+        self._note_ratio(request.prefill, ttft_s, view.ttft_slo_s, now_s)
         if self.driver is not None:
             self.driver.first_token(view, request.prefill.view, now_s)
         if request.dispatched_s is not None:
@@ -279,11 +282,17 @@ class Desk:
         for name, seconds in zip(_STAGES, (stages(story) or {}).values(), strict=False):
             self.series.stage_s.inc(name, amount=seconds)
 
-    def _note_ratio(self, worker: Worker, ttft_s: float, slo_s: float | None) -> None:
-        """As the simulator's cluster keeps it."""
+    def _note_ratio(self, worker: Worker, ttft_s: float, slo_s: float | None, now_s: float) -> None:
         if slo_s:
-            ratio, view = ttft_s / slo_s, worker.view
-            view.ttft_ratio = ratio if view.ttft_ratio is None else 0.9 * view.ttft_ratio + 0.1 * ratio
+            window = self._ratios.setdefault(worker.number, WindowMean(RATIO_WINDOW_S))
+            window.add(ttft_s / slo_s, now_s)
+            worker.view.ttft_ratio = window.mean(now_s)
+
+    def age_ratios(self, now_s: float) -> None:
+        """A pool that was late and then gets nothing is not late any more. Call a few times a second."""
+        for worker in self.table:
+            window = self._ratios.get(worker.number)
+            worker.view.ttft_ratio = None if window is None else window.mean(now_s)
 
     # -- a request ends ----------------------------------------------------------------------------------------------
 
