@@ -203,6 +203,6 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "emulation_check": emulation_check,
     "cluster_start": cluster_start,
     "client_load": client_load,
-    "spatial-pd": spatial,
     **router_pages.PAGES,
+    "spatial-pd": spatial,
 }

@@ -15,7 +15,6 @@ work for it is told to abort.
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,14 +39,7 @@ from pla_sglang.router.messages import (
     Step,
 )
 from pla_sglang.router.recall import Recall
-from pla_sglang.router.request import (
-    body_of_attempt,
-    head_to,
-    header_lines,
-    members_of,
-    passed_on,
-    rids_at_instances,
-)
+from pla_sglang.router.request import body_of_attempt, head_to, header_lines, members_of, passed_on, rids_at_instances
 from pla_sglang.router.states import LEGAL, State
 from pla_sglang.router.upstream import UpstreamConnection
 
@@ -158,12 +150,9 @@ class Exchange:
 
     def _reconsider(self, worker: int, why: str) -> None:
         """Nothing was sent to anybody."""
-        for leg in self._legs:
-            if leg.connection is not None:
-                self._relay.pool.give(leg.connection)
+        release(self._relay, self._legs, (), Outcome.UPSTREAM_LOST, sent=False)
         excluded = (*self.ask.excluded, worker)
         if len(excluded) >= self._relay.config.connect_attempts:
-            self._legs = []
             self._fail(Outcome.UPSTREAM_LOST, 502, "upstream_unreachable", f"no instance could be reached: {why}")
             return
         self._ask_again(Again.NOT_SENT, why, excluded)
@@ -184,8 +173,7 @@ class Exchange:
 
     def _send(self) -> None:
         assign, relay, ask, request = self.assign, self._relay, self.ask, self._head
-        assert assign is not None
-        assert request is not None
+        assert assign is not None and request is not None
         members = members_of(ask, assign, self.body, header_priority=ask.priority)
         raw = body_of_attempt(self.raw, ask, self.body)
         front, rest = with_members(raw, members) if members else (b"", memoryview(raw))
@@ -223,8 +211,7 @@ class Exchange:
     def on_answer_head(self, head: AnswerHead) -> None:
         """Kept until there is something to go with it: one segment for both, and errors still get their own status."""
         self._answer = head
-        if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
-            self._streams = True
+        self._streams = (head.get(b"content-type") or b"").startswith(b"text/event-stream")
 
     def on_answer_body(self, data: bytes) -> None:
         if self._kept and self._answer is not None and transfer_failed(self._answer.status, data):
@@ -275,27 +262,10 @@ class Exchange:
             return
         if kind is not None:
             self._report(leg, kind, detail)
-        if self._state is not State.WAITING:
-            return  # decode has the KV already, and answers
-        if transfer:
+        if self._state is State.WAITING and transfer:
             self._take_back(detail)
-        else:
+        elif self._state is State.WAITING:  # else decode has the KV already, and answers
             self._fail(Outcome.PREFILL_FAILED, 502, "prefill_failed", f"the prefill failed: {detail}")
-
-    def on_prefill_refused(self, leg: LegSink, status: int, detail: str) -> None:
-        if self._state is State.ENDED:
-            self._relay.lingering.pop(leg, None)
-        elif self._state is State.WAITING:
-            self._refusal = (status, detail)
-            self._deadline_s = self._relay.now_s() + REFUSAL_GRACE_S
-
-    def give_up(self, leg: LegSink) -> None:
-        """A prefill leg whose answer should have ended by now."""
-        if leg.connection is not None:
-            leg.connection.drop()
-        self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
-
-    # -- another attempt ---------------------------------------------------------------------------------------------
 
     def _take_back(self, detail: str) -> None:
         """The KV transfer has failed, and the client has not got a byte: another attempt, where that is allowed."""
@@ -303,7 +273,6 @@ class Exchange:
             self._transfer_failed(detail)
             return
         self._to(State.RECALLING)
-        self._deadline_s = math.inf
         rids = rids_at_instances(self.ask, self.body)
         self._recall = Recall(self._relay, self._legs, rids, functools.partial(self._recalled, detail))
         self._recall.start()
@@ -316,9 +285,15 @@ class Exchange:
             self._transfer_failed(detail)
 
     def _transfer_failed(self, detail: str) -> None:
-        tried = f" (attempt {self.ask.attempt})" if self.ask.attempt > 1 else ""
-        message = f"the KV transfer from prefill to decode failed{tried}: {detail}"
+        message = f"the KV transfer from prefill to decode failed, attempt {self.ask.attempt}: {detail}"
         self._fail(Outcome.PREFILL_FAILED, 502, "transfer_failed", message)
+
+    def on_prefill_refused(self, leg: LegSink, status: int, detail: str) -> None:
+        if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
+        elif self._state is State.WAITING:
+            self._refusal = (status, detail)
+            self._deadline_s = self._relay.now_s() + REFUSAL_GRACE_S
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -378,7 +353,7 @@ class Exchange:
             return
         begun = self._first_s is not None
         decode = self._legs[0].connection if self._legs else None
-        can_add = begun and self._streams and self._boundary(decode)
+        can_add = begun and self._streams and self._client.understands_chunks and decode and decode.at_boundary()
         self._end(outcome, self._answer.status if begun and self._answer else status, message)
         if not begun:
             body = answers.error_body(status, code, message)
@@ -388,9 +363,6 @@ class Exchange:
             self._client.done(reusable=True)
         else:
             self._client.cut()
-
-    def _boundary(self, decode: UpstreamConnection | None) -> bool:
-        return decode is not None and self._client.understands_chunks and decode.at_boundary()
 
     def _end(self, outcome: Outcome, status: int, detail: str = "") -> None:
         """Exactly once: free the instances, tell the control plane, forget the request."""
@@ -403,9 +375,14 @@ class Exchange:
         self._drop_body()
         legs, self._legs = self._legs, []  # they point back here; without the cycle, a request is freed at once
         aborted = release(self._relay, legs, rids_at_instances(self.ask, self.body), outcome, sent=sent)
-        now_s = self._relay.now_s()
-        counts = (self._output_bytes, self._events, self._first_s, self._last_s)
+        now_s, counts = self._relay.now_s(), (self._output_bytes, self._events, self._first_s, self._last_s)
         self._relay.close(self, Ended(self.ask.rid, outcome, status, now_s, *counts, aborted, detail))
+
+    def give_up(self, leg: LegSink) -> None:
+        """A prefill leg whose answer should have ended by now."""
+        if leg.connection is not None:
+            leg.connection.drop()
+        self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 

@@ -94,4 +94,4 @@ class Recall:
         self._look()
 
     def give_up(self, leg: LegSink) -> None:
-        self._end(over=False)
+        """Only legs of answered requests are given up."""
