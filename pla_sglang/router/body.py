@@ -241,6 +241,20 @@ def cut_ids(body: bytes) -> tuple[bytes, int | None]:
     return body[:start] + body[end:], tokens
 
 
+def rid_there(rid: str, reached: int) -> str:
+    """Under which id instances know a request of which they got ``reached`` attempts before.
+
+    A new one for each, and none the beginning of another: 2 s after a stream has ended, SGLang 0.5.17 aborts whatever
+    has its id then (TokenizerManager.create_abort_task). Clients cannot use these ids.
+    """
+    return f"{RID_PREFIX}{reached + 1}~{rid}" if reached else rid
+
+
+def with_rid(body: bytes, rid: str | list[str]) -> bytes:
+    """``body``, a JSON object that is not empty, with another rid. The last of two members of a name counts."""
+    return body.rstrip(_BLANK)[:-1] + b',"rid":' + msgspec.json.encode(rid) + b"}"
+
+
 def with_members(body: bytes, members: bytes) -> tuple[bytes, memoryview]:
     """``body`` with ``members`` (no outer commas) in front of its own, as two pieces; the long one is not copied.
 

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable
 
-from pla_sglang.router.body import RID_PREFIX, Body
+from pla_sglang.router.body import RID_PREFIX, Body, rid_there, with_rid
 from pla_sglang.router.http.head import BadMessage, RequestHead
 from pla_sglang.router.messages import Ask, Assign, Endpoint, Worker
 
@@ -154,7 +154,7 @@ def members_of(ask: Ask, assign: Assign, body: Body, *, header_priority: int | N
     """
     parts = []
     if body.rid is None and not body.rids:
-        parts.append(f'"rid":"{ask.rid}"')  # one of ours: nothing in it needs escaping
+        parts.append(f'"rid":"{rid_there(ask.rid, ask.reached)}"')  # one of ours: nothing in it needs escaping
     if assign.prefill is not None:
         parts.append(
             f'"bootstrap_host":"{assign.bootstrap_host}","bootstrap_port":{assign.bootstrap_port}'
@@ -169,9 +169,17 @@ def members_of(ask: Ask, assign: Assign, body: Body, *, header_priority: int | N
 
 def rids_at_instances(ask: Ask, body: Body) -> tuple[str, ...]:
     """Under which ids SGLang knows the prompts of a request."""
-    if body.rids or ask.prompts == 1:
-        return body.rids or (ask.rid,)
-    return tuple(f"{ask.rid}_{index}" for index in range(ask.prompts))
+    if body.rids:
+        return tuple(rid_there(rid, ask.reached) for rid in body.rids)
+    rid = rid_there(ask.rid, ask.reached)
+    return (rid,) if ask.prompts == 1 else tuple(f"{rid}_{index}" for index in range(ask.prompts))
+
+
+def body_of_attempt(raw: bytes, ask: Ask, body: Body) -> bytes:
+    """The client's body, with another rid in place of its own where instances got the request before."""
+    if not ask.reached or (body.rid is None and not body.rids):
+        return raw
+    return with_rid(raw, list(rids_at_instances(ask, body)) if body.rids else rid_there(ask.rid, ask.reached))
 
 
 def passed_on(head: RequestHead, *, keep_key: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""States of a dispatched request (``exchange.py``), and which may follow which."""
+"""States of a dispatched request in a relay, and the moves between them; drawn in ``exchange``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ class State(enum.Enum):
     ASKING = "asking"
     CONNECTING = "connecting"
     WAITING = "waiting"
+    RECALLING = "recalling"
     FORWARDING = "forwarding"
     ENDED = "ended"
 
@@ -18,7 +19,8 @@ class State(enum.Enum):
 LEGAL = {
     State.ASKING: {State.CONNECTING, State.ENDED},
     State.CONNECTING: {State.ASKING, State.WAITING, State.ENDED},
-    State.WAITING: {State.FORWARDING, State.ENDED},
+    State.WAITING: {State.FORWARDING, State.RECALLING, State.ENDED},
+    State.RECALLING: {State.ASKING, State.ENDED},
     State.FORWARDING: {State.ENDED},
     State.ENDED: set(),
 }

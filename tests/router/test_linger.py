@@ -8,8 +8,8 @@ from typing import Any
 
 from pla_sglang.router import messages as m
 from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.exchange import LINGER_S
 from pla_sglang.router.front import ClientConnection
+from pla_sglang.router.legs import LINGER_S
 from pla_sglang.router.relay import Relay
 from pla_sglang.router.upstream import UpstreamConnection
 

@@ -55,6 +55,7 @@ class Open:
     prefill: Worker | None = None
     decode: Worker | None = None
     dispatched_s: float | None = None
+    failed: tuple[Worker, Worker] | None = None  # prefill and decode between which the last KV transfer failed
     end_as: End | None = None  # why this side has ended it, where the relay only knows that it was told to
     key: tuple[str, int] = dataclasses.field(init=False)
 

@@ -18,7 +18,7 @@ from pla_sglang.router.control.admission import Admission, AdmissionReason, Verd
 from pla_sglang.router.control.answers import COMPLETE, ENDS, Open, assign_message, refusal
 from pla_sglang.router.control.driver import Choice, PolicyDriver
 from pla_sglang.router.control.entries import AbortOrder, End, Side
-from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, note_choice, stages
+from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, note_choice, note_retry, stages
 from pla_sglang.router.control.fairness import FairQueue, Held
 from pla_sglang.router.control.health import Health
 from pla_sglang.router.control.knobs import ControlKnobs
@@ -28,8 +28,10 @@ from pla_sglang.router.control.prefixes import PrefixIndex
 from pla_sglang.router.control.prompts import Prompt, Prompts
 from pla_sglang.router.control.series import Series
 from pla_sglang.router.control.workers import Worker, WorkerState, WorkerTable
+from pla_sglang.telemetry.window import WindowMean
 
 RETRY_NO_INSTANCE_S = 5.0
+RATIO_WINDOW_S = 5.0  # as in an engine's reports
 _STAGES = tuple(name.removesuffix("_s") for name in STAGES)  # as their label says
 
 
@@ -67,6 +69,7 @@ class Desk:
         self.predictor: TtftPredictor | None = None
         self.open: dict[str, Open] = {}
         self.draining = False
+        self._ratios: dict[int, WindowMean] = {}  # TTFT over target, by worker number
         self._duplicates: Counter[str] = Counter()  # refused for their id; their Ended is not that of the first
         self._tell = tell
         self.abort = abort
@@ -123,11 +126,14 @@ class Desk:
             self.queue.push(held)  # else nobody was before it, and it need not stand in line
 
     def _again(self, request: Open, ask: m.Ask, now_s: float) -> None:
-        """The relay could not send it, to anybody: take the first choice back and choose anew."""
-        rid = ask.rid
+        """No instance has anything of it: take the former choice back and choose anew."""
+        rid, why = ask.rid, ask.again.name.lower()
         for worker, side in self.legs_of(request):
             worker.book.end(request.key, now_s)
-            self.ledger.not_sent(rid, side, now_s)
+            self.ledger.take_back(rid, side, now_s)
+        if ask.again is m.Again.TRANSFER_FAILED and request.prefill is not None and request.decode is not None:
+            request.failed = (request.prefill, request.decode)
+        note_retry(request.story, why, ask.detail)
         request.ask_again(ask)
         if rid in self.queue:
             return
@@ -135,7 +141,8 @@ class Desk:
             self._refuse(ask, Verdict(False, AdmissionReason.DUPLICATE))
             return
         self.ledger.retry(rid, lambda _: False, now_s)
-        self.series.retries.inc()
+        self.ledger.entries[rid].reached = ask.reached
+        self.series.retries.inc(why)
         for number in ask.excluded:
             failed = self.table.by_number.get(number)
             if failed is not None and failed.is_ready():  # the relay's report of the failure was lost
@@ -168,7 +175,8 @@ class Desk:
         elif request.prompt.keys:
             view.cached = self.prompts.cached(request.prompt)
         several = request.ask.samples > 1
-        choice = (driver.choose_whole(view) if several else None) or driver.choose(view, now_s)
+        special = driver.choose_whole(view) if several else self._other_pair(request, driver)
+        choice = special or driver.choose(view, now_s)
         if not isinstance(choice, Choice):
             return False
         if several and choice.prefill is not choice.decode:
@@ -187,6 +195,13 @@ class Desk:
         self.queue.take(held)
         self._assign(request, choice, verdict, now_s)
         return True
+
+    def _other_pair(self, request: Open, driver: PolicyDriver) -> Choice | None:
+        """For a request whose KV transfer has failed."""
+        if request.failed is None:
+            return None
+        prefill, decode = request.failed
+        return driver.choose_other(request.view, prefill.view, decode.view)
 
     def _assign(self, request: Open, choice: Choice, verdict: Verdict, now_s: float) -> None:
         prefill, decode = self.table.of(choice.prefill), self.table.of(choice.decode)
@@ -258,7 +273,7 @@ class Desk:
         request.decode.book.start(request.key, now_s)
         story.first_s = at_s
         ttft_s = max(0.0, at_s - view.arrival_s)
-        self._note_ratio(request.prefill, ttft_s, view.ttft_slo_s)
+        self._note_ratio(request.prefill, ttft_s, view.ttft_slo_s, now_s)
         if self.driver is not None:
             self.driver.first_token(view, request.prefill.view, now_s)
         if request.dispatched_s is not None:
@@ -267,11 +282,17 @@ class Desk:
         for name, seconds in zip(_STAGES, (stages(story) or {}).values(), strict=False):
             self.series.stage_s.inc(name, amount=seconds)
 
-    def _note_ratio(self, worker: Worker, ttft_s: float, slo_s: float | None) -> None:
-        """As the simulator's cluster keeps it."""
+    def _note_ratio(self, worker: Worker, ttft_s: float, slo_s: float | None, now_s: float) -> None:
         if slo_s:
-            ratio, view = ttft_s / slo_s, worker.view
-            view.ttft_ratio = ratio if view.ttft_ratio is None else 0.9 * view.ttft_ratio + 0.1 * ratio
+            window = self._ratios.setdefault(worker.number, WindowMean(RATIO_WINDOW_S))
+            window.add(ttft_s / slo_s, now_s)
+            worker.view.ttft_ratio = window.mean(now_s)
+
+    def age_ratios(self, now_s: float) -> None:
+        """A pool that was late and then gets nothing is not late any more. Call a few times a second."""
+        for worker in self.table:
+            window = self._ratios.get(worker.number)
+            worker.view.ttft_ratio = None if window is None else window.mean(now_s)
 
     # -- a request ends ----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,15 @@ SHOWN_CANDIDATES = 8
 STAGES = ("queue_s", "route_s", "prefill_wait_s", "prefill_s", "transfer_s", "first_token_s")
 
 
+class Former(msgspec.Struct, frozen=True, gc=False):
+    """An attempt that came to nothing, before the one that the story tells."""
+
+    prefill: str | None
+    decode: str | None
+    why: str
+    detail: str
+
+
 class Story(msgspec.Struct, gc=False):
     """One request, as it went. Times are those of the machine's monotonic clock; None: it did not come to that.
 
@@ -41,6 +50,7 @@ class Story(msgspec.Struct, gc=False):
     slo_ttft_s: float | None = None
     admission: str = ""
     attempts: int = 0
+    former: list[Former] = []  # msgspec copies it
     reason: str = ""
     placement: str = ""
     prefill: str | None = None
@@ -58,6 +68,12 @@ class Story(msgspec.Struct, gc=False):
     ended_s: float | None = None
     end: str | None = None
     detail: str = ""
+
+
+def note_retry(story: Story, why: str, detail: str) -> None:
+    """The attempt is over; what is known of it moves to ``former``. Its time counts as queueing."""
+    story.former.append(Former(story.prefill, story.decode, why, detail))
+    story.decided_s = story.sent_s = story.done_s = None
 
 
 def note_choice(
@@ -132,6 +148,7 @@ class ExplainStore:
         if story is None:
             return None
         told = msgspec.structs.asdict(story)
+        told["former"] = [msgspec.structs.asdict(one) for one in story.former]
         told["candidates"] = {
             name: {"queued_tokens": queued, "cached_tokens": cached} for name, queued, cached in story.candidates
         }

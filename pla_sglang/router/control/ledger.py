@@ -9,8 +9,8 @@ pair: only then may its number be given again.
 Two rules keep work from being done twice or for nobody:
 
 * the decode leg of a request whose prefill leg failed is aborted at once (SGLang itself waits up to 300 s for it);
-* a request is sent again only if nothing can have been executed, or the instance that had it is dead, and if its
-  client has not seen anything yet.
+* a request is sent again only if its client has not seen anything yet and no instance can be executing it: nothing was
+  sent, the instance is dead, or it has said that its part is over.
 """
 
 from __future__ import annotations
@@ -113,16 +113,18 @@ class Ledger:
                 leg.move(LegState.CLOSED, now_s)
         self._forget(entry)
 
-    def not_sent(self, rid: str, side: Side, now_s: float, *, attempt: int | None = None) -> None:
-        """The instance was not reached: nothing can have been executed there."""
+    def take_back(self, rid: str, side: Side, now_s: float, *, attempt: int | None = None) -> None:
+        """The instance has nothing of it, and of what it may have computed nobody has seen a byte: it was not reached,
+        or has ended its part with an error."""
         entry = self.entries.get(rid)
         if entry is None:
             self.unknown_events += 1
             return
-        for leg in entry.open_legs():
+        for leg in entry.legs:
             if leg.side is side and attempt in (None, leg.attempt):
                 leg.executed = False
-                leg.move(LegState.CLOSED, now_s)
+                if leg.state is not LegState.CLOSED:
+                    leg.move(LegState.CLOSED, now_s)
         self._forget(entry)
 
     def end(self, rid: str, end: End, now_s: float, *, free: Container[int] = ()) -> list[AbortOrder]:
@@ -150,7 +152,7 @@ class Ledger:
     def can_retry(self, rid: str, dead: Callable[[int], bool]) -> bool:
         """Whether it may be sent again: no token was seen, and no leg that is left can be executing or have executed.
 
-        A leg counts as harmless if it was never sent or its instance is dead. A decode leg whose prefill leg never
+        A leg counts as harmless if it was taken back or its instance is dead. A decode leg whose prefill leg never
         executed has no KV to start from; it only has to be closed first.
         """
         entry = self.entries.get(rid)
@@ -252,7 +254,7 @@ class Ledger:
         for leg in legs:
             if leg.state is LegState.OPEN:
                 leg.move(LegState.ABORTING, now_s)
-                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts))
+                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts, entry.reached))
         return orders
 
     def _forget(self, entry: Entry) -> None:

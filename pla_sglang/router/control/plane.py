@@ -218,6 +218,9 @@ class Plane:
             instances=max(2, len(list(self.table))),
             seed=knobs.seed,
             boundary_tokens=knobs.boundary_tokens,
+            pressure_interval_s=knobs.pressure_interval_s,
+            pressure_cool_down_s=knobs.pressure_cool_down_s,
+            pressure_hysteresis=knobs.pressure_hysteresis,
         )
         self.profile = f"{profile} x {time_scale:g}"
         if knobs.record is not None:
@@ -296,6 +299,7 @@ class Plane:
     def _sweep(self) -> None:
         now_s = self._clock()
         self.table.remove_drained(now_s)
+        self.desk.age_ratios(now_s)
         self.desk.sweep(now_s)
         self.desk.pump(now_s)
         self._remember()

@@ -36,7 +36,7 @@ class Series:
         self.failures = self._counter("instance_failures", "Failures of instances.", "kind")
         self.moves = self._counter("worker_moves", "Changes of worker states.", "state", "reason")
         self.aborts = self._counter("aborts", "Aborts that the router has ordered at instances.", "outcome")
-        self.retries = self._counter("retries", "Requests sent again, nothing having been executed.")
+        self.retries = self._counter("retries", "Requests sent again, by why.", "reason")
         self.ttft_s = self._histogram("ttft_seconds", "Arrival to first token.")
         self.stage_s = self._counter("ttft_stage_seconds", "Parts of the time to first token, summed.", "stage")
         self.decision_s = self._histogram("decision_seconds", "Time of the control plane for one dispatch.")
