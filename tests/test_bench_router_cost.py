@@ -68,3 +68,10 @@ def test_the_mock_reads_a_request_however_it_is_cut(step: int) -> None:
             mock.data_received(data[start : start + step])
         assert written.data.count(b'data: {"text"') == 2
         assert written.data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_the_mock_answers_who_tries_http2_first() -> None:
+    mock, written = Mock("decode", 1, {}), Written()
+    mock.connection_made(written)  # type: ignore[arg-type]
+    mock.data_received(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(30))
+    assert written.data.startswith(b"HTTP/1.1 200 OK")

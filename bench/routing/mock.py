@@ -82,7 +82,8 @@ class Mock(asyncio.Protocol):
             found = _LENGTH.search(data, 0, end + 2)
             self._path = data[: data.find(b" HTTP/")].partition(b" ")[2]
             self._begun = b""
-            self._left = end + 4 + (int(found[1]) if found else 0) - len(data)
+            # No less than 0: who tries HTTP/2 first sends more than a head, and takes any answer for a no.
+            self._left = max(0, end + 4 + (int(found[1]) if found else 0) - len(data))
             self._edges = edges(data[end + 4 :])
         if not self._left:
             self._answer(self._path, self._edges)

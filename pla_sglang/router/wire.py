@@ -25,8 +25,9 @@ from pla_sglang.router.plane import ControlPlane
 SILENCE_S = 6 * BEAT_INTERVAL_S
 KNOCK_S = 0.25
 GONE_S = 3.0  # a relay reports every second
-# Less than a pass of an engine takes, so that the control plane knows of a first token before the next load report.
-LAZY_S = 0.005
+# About a pass of an engine, and so about the age of a load report. Each frame wakes the control process, which costs
+# more than what it says.
+LAZY_S = 0.02
 KNOCK = b""
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
