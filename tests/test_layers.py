@@ -139,6 +139,7 @@ OURS = {
         "pla_sglang.chain",
         "pla_sglang.launch_cluster",
         "pla_sglang.cluster.memory",
+        "pla_sglang.cluster.spec",  # how a cluster starts its router
         "pla_sglang.metrics",
         "pla_sglang.parity",
         "pla_sglang.profiles",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.lib import router_pages
 from bench.lib.tables import markdown
 
 Result = Mapping[str, Any]
@@ -153,6 +154,47 @@ def client_load(result: Result) -> str:
     return f"{markdown(header, [cells])}\n\n{_conditions(result)}"
 
 
+def spatial(result: Result) -> str:
+    rows = []
+    for arm, own in result["arms"].items():
+        shares = [own["violation_rate"], own["short"]["violation_rate"], own["long"]["violation_rate"]]
+        by_seed = ", ".join(f"{value:.1%}" for value in own["violation_rate_by_seed"])
+        times = [f"{own[name][f'ttft_{at}_s']:.3f}" for name in ("short", "long") for at in ("p50", "p99")]
+        moves = str(own["flips"] + own["flips_while_settling"]) if "moves" in own else "-"
+        hosts = [own["host_overhead_share"], own["host_overhead_share_decode"]]
+        cells = [*(f"{share:.1%}" for share in shares), by_seed, *times, moves]
+        cells.append(", ".join(f"{share:.1%}" for share in hosts if share is not None))
+        rows.append([f"`{arm}`", *cells, _yes(own["valid"])])
+    header = ["arm", "late", "of shorts", "of longs", "late by seed", "short TTFT p50, s", "p99", "long p50", "p99"]
+    header += ["moves", "host in the way: prefill, decode", "valid"]
+    savings = [f"{_SAVINGS[key]} {result[key]:.0%}" for key in _SAVINGS if result.get(key) is not None]
+    lines = [markdown(header, rows), "", f"Fewer late requests with pools than with {', '.join(savings)}."]
+    if "flips_constant_load" in result:
+        settling, after = result["flips_constant_load_while_settling"], result["flips_constant_load"]
+        lines[-1] += f" At constant load {settling} moves while the pools settle, {after} after."
+    lines[-1] += _spatial_verdict(result)
+    rates = " then ".join(f"{rate:g}" for rate in result["long_rps"])
+    work = f"{result['short_rps']:g} shorts and {rates} longs per s for {result['duration_s']:g} s"
+    checked = f"{result['tokens_verified']:,} tokens checked, {result['tokens_wrong']} wrong"
+    return "\n".join([*lines, "", _conditions(result, work, checked, result["profile"], _scale(result))])
+
+
+def _spatial_verdict(result: Result) -> str:
+    wanted = ("fewer_than_dp", "fewer_than_router", "fewer_than_bucket", "flips_constant_load")
+    absent = ", ".join(f"`{key}`" for key in wanted if result.get(key) is None)
+    misses = "; ".join(result["targets_missed"])
+    found = f" Targets missed: {misses}." if misses else f" All {'measured ' if absent else ''}targets are met."
+    return found + (f" Not measured: {absent}." if absent else "")
+
+
+_SAVINGS = {
+    "fewer_than_dp": "plain round robin:",
+    "fewer_than_router": "SGLang's best load balancing:",
+    "fewer_than_bucket": "`bucket`:",
+    "fewer_than_temporal": "`temporal`:",
+}
+
+
 PAGES: dict[str, Callable[[Result], str]] = {
     "verified": verified,
     "baselines": baselines,
@@ -161,4 +203,6 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "emulation_check": emulation_check,
     "cluster_start": cluster_start,
     "client_load": client_load,
+    **router_pages.PAGES,
+    "spatial-pd": spatial,
 }

@@ -14,6 +14,7 @@ class FleetReason(enum.Enum):
     # any dispatcher
     NO_INSTANCE = "any.no_instance"  # nobody is ready for this phase
     KEEP_LOCAL = "any.keep_local"  # one instance does both phases of this request
+    OTHER_PAIR = "any.other_pair"  # the former pair's KV transfer has failed
     # baselines
     ROUND_ROBIN = "baseline.round_robin"
     LEAST_REQUESTS = "baseline.least_requests"

@@ -25,6 +25,7 @@ from pla_sglang.policy.fleet import Role
 from pla_sglang.policy.in_place import InPlace, InPlaceKnobs
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
+from pla_sglang.policy.pla.steady import SteadyPressure
 from pla_sglang.policy.star.horizon import HorizonKnobs
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import NoPrediction, RemainingPredictor
@@ -53,6 +54,7 @@ class Setup:
         predictor: of remaining lengths; None: what the driver reports.
         instances_min, instances_max: for policies that plan counts; equal ones: only the ratio is planned.
         plan_interval_s, headroom: of policies that plan from a forecast (``PlannerKnobs``).
+        pressure_interval_s, pressure_cool_down_s, pressure_hysteresis: of PLA pools (``PressureKnobs``).
     """
 
     steps: StepTimes
@@ -70,6 +72,9 @@ class Setup:
     instances_max: int = 64
     plan_interval_s: float = 60.0
     headroom: float = 1.0
+    pressure_interval_s: float = 1.0
+    pressure_cool_down_s: float = 10.0
+    pressure_hysteresis: float = 0.5
 
     def __post_init__(self) -> None:
         require("ttft_slo_s", self.ttft_slo_s, 0, above=True)
@@ -209,7 +214,13 @@ def _dopd(setup: Setup) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]
 def _pla(setup: Setup) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]:
     predictor = setup.predictor_of_ttft()
     dispatcher = SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, setup.boundary_tokens), predictor)
-    return dispatcher, (PressureController(PressureKnobs(setup.ttft_slo_s), predictor),), setup.split()
+    knobs = PressureKnobs(
+        setup.ttft_slo_s,
+        tau=setup.pressure_hysteresis,
+        cool_down_s=setup.pressure_cool_down_s,
+        interval_s=setup.pressure_interval_s,
+    )
+    return dispatcher, (SteadyPressure(knobs, predictor),), setup.split()
 
 
 def _threshold(setup: Setup) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]:
@@ -235,7 +246,7 @@ def _combined(setup: Setup, *, scaling: bool = False) -> tuple[Dispatcher, tuple
         arrow,
         in_place=InPlace(InPlaceKnobs(), arrow, setup.steps),
         local=DopdDispatcher(DopdDispatchKnobs(local_max_tokens=IN_PLACE_TOKENS), arrow.predictor),
-        spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, setup.boundary_tokens), arrow.predictor),
+        spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, setup.boundary_tokens, spill_at=1.0), arrow.predictor),
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
         star=_star_controller(setup),
         planner=_dopd_controller(setup) if scaling else None,

@@ -164,6 +164,8 @@ class Replay:
 
     def _compare(self, number: int, line: rows.Dispatched | rows.Placed | rows.Ticked, answer: rows.Answer) -> None:
         kind, result = type(line).__name__.lower(), self.result
+        if isinstance(line, rows.Ticked) and not line.answer.actions and not answer.actions:
+            return  # the controller has only looked
         result.decisions[kind] += 1
         result.reasons[line.answer.reason or str(_first_reason(line.answer))] += 1
         # The replayed answer goes through the same text as the live one: a tuple comes back as a list inside actions.

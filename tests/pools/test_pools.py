@@ -9,10 +9,7 @@ import pytest
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.pools.driver import OPERATOR, Pools, curve_of, start_roles
 from pla_sglang.engine.pools.prefixes import BLOCK_TOKENS, PrefixModel, block_hashes
-from pla_sglang.engine.pools.signals import PERIODS, Averages
 from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.fleet import InstanceView
-from pla_sglang.policy.types import PrefillClass
 from pla_sglang.telemetry.message import Backlog, Pass, Report, Step
 
 # 10 ms and 0.1 ms a token; the TTFT target is 1 s.
@@ -242,19 +239,6 @@ def test_state_names_signals_as_the_paper_does() -> None:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def test_averages_follow_with_their_time_constant() -> None:
-    view = InstanceView(0, "a", length_class=PrefillClass.LONG)
-    averages = Averages([view], 1.0)
-    averages.observe(0.0)
-    view.queued_tokens, view.utilisation = 1000, 1.0
-    averages.observe(0.0)
-    averages.observe(PERIODS)
-    mean = averages.fleet.instances[0]
-    assert mean.queued_tokens == pytest.approx(1000 * 0.632, rel=0.01)
-    assert mean.utilisation == pytest.approx(0.632, rel=0.01)
-    assert mean.length_class is PrefillClass.LONG
 
 
 def test_prefixes_are_found_block_by_block() -> None:

@@ -12,15 +12,15 @@ from typing import Any
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.pools.prefixes import PrefixModel, block_hashes
-from pla_sglang.engine.pools.signals import Averages
 from pla_sglang.policy.arrow.curve import PrefillCurve
 from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.boundary import Boundary, StepModel
 from pla_sglang.policy.decisions import SetLengthClass
 from pla_sglang.policy.fit import StepFit, StepSample
 from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
-from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
+from pla_sglang.policy.pla.pressure import PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
+from pla_sglang.policy.pla.steady import SteadyPressure
 from pla_sglang.policy.types import PrefillClass
 from pla_sglang.telemetry.book import ROLE_CLASSES, InstanceBook
 from pla_sglang.telemetry.message import Report
@@ -50,6 +50,16 @@ def start_roles(ranks: int, short_ranks: int | None) -> list[str]:
     """The first ``short_ranks`` are short, half of them by default. With one pool empty its class goes to the other."""
     shorts = ranks // 2 if short_ranks is None else short_ranks
     return ["short"] * shorts + ["long"] * (ranks - shorts)
+
+
+def pressure_knobs(config: PlaConfig) -> PressureKnobs:
+    """Inputs of Algorithm 2 as the flags have them."""
+    return PressureKnobs(
+        ttft_slo_s=config.pool_slo_ttft_ms / 1e3,
+        tau=config.pressure_hysteresis,
+        cool_down_s=config.pressure_cool_down_ms / 1e3,
+        interval_s=config.pressure_interval_ms / 1e3,
+    )
 
 
 class Pools:
@@ -89,11 +99,8 @@ class Pools:
         self.moves: deque[Move] = deque(maxlen=MOVES_KEPT)
         self.move_count: Counter[str] = Counter()
         self.external = 0
-        self._moved_s = float("-inf")
-        self.config = config
+        self._pressure = SteadyPressure(pressure_knobs(config), self.predictor)
         self.set_config(config)
-        self._averages = Averages(views, self._pressure.interval_s)
-        self._next_tick_s: float | None = None
 
     def set_config(self, config: PlaConfig) -> None:
         """New knobs. A cool-down that is under way goes on."""
@@ -106,16 +113,7 @@ class Pools:
         self._dispatcher = SpatialDispatcher(
             SpatialKnobs(ttft_slo_s=target_s, boundary_tokens=max(1, self.boundary.tokens(0))), self.predictor
         )
-        self._pressure = PressureController(
-            PressureKnobs(
-                ttft_slo_s=target_s,
-                tau=config.pressure_hysteresis,
-                cool_down_s=config.pressure_cool_down_ms / 1e3,
-                interval_s=config.pressure_interval_ms / 1e3,
-            ),
-            self.predictor,
-        )
-        self._pressure.cool_down_from(self._moved_s)
+        self._pressure.retune(pressure_knobs(config))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -182,17 +180,11 @@ class Pools:
     # -- pools -------------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
-        """Call often; decides once in a control period. Algorithm 2 on averaged signals."""
-        self._averages.period_s = self._pressure.interval_s
-        self._averages.observe(now_s)
-        if self._next_tick_s is None:
-            self._next_tick_s = now_s + self._pressure.interval_s
-        if now_s < self._next_tick_s:
-            return
-        self._next_tick_s = now_s + self._pressure.interval_s
+        """Call often; decides once in a control period."""
         if self.config.pressure == "off":
+            self._pressure.look(self.fleet, now_s)
             return
-        for action in self._pressure.tick(self._averages.fleet, now_s):
+        for action in self._pressure.tick(self.fleet, now_s):
             self.ticks[action.reason.value] += 1
             if isinstance(action, SetLengthClass):
                 assert action.length_class is not None, "the pressure controller knows two classes"
@@ -220,12 +212,10 @@ class Pools:
         view.length_class, view.since_s = ROLE_CLASSES[role], now_s
         self.moves.append(Move(now_s, rank, role, reason, pressures["short"], pressures["long"]))
         self.move_count[reason] += 1
-        self._moved_s = now_s
         self._pressure.cool_down_from(now_s)
 
     def pool(self, cls: PrefillClass) -> list[InstanceView]:
-        """Averaged views of the pool's members."""
-        return [view for view in self._averages.fleet.instances if view.length_class is cls]
+        return [view for view in self.fleet.instances if view.length_class is cls]
 
     def pressures(self) -> dict[str, float]:
         """P of each pool, from the averaged signals."""
@@ -235,12 +225,13 @@ class Pools:
 
     def signals(self, rank: int) -> dict[str, float]:
         """q, e, u and psi of one rank (Algorithm 2 lines 18 to 21), averaged."""
-        view = self._averages.fleet.instances[rank]
+        real = self.fleet.instances[rank]
+        view = self._pressure.averaged(real)
         return {
             "q": self.predictor.delay_s(view) / self._slo_s,
             "e": 0.0 if view.ttft_ratio is None else max(0.0, view.ttft_ratio - 1.0),
             "u": view.utilisation,
-            "psi": self._pressure.pressure(view),
+            "psi": self._pressure.pressure(real),
         }
 
     def state(self, now_s: float) -> dict[str, Any]:

@@ -100,7 +100,10 @@ class PressureController:
         return max(0.0, percentile([self.pressure(instance) for instance in pool], self.knobs.percentile))
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
-        members = fleet.prefill_capable()
+        return self.decide(fleet.prefill_capable(), now_s)
+
+    def decide(self, members: Sequence[InstanceView], now_s: float) -> list[FleetAction]:
+        """Algorithm 2 over the instances that take prefills. One action: a move, or why there is none."""
         shorts = [instance for instance in members if instance.length_class is PrefillClass.SHORT]
         longs = [instance for instance in members if instance.length_class is PrefillClass.LONG]
         if now_s - self._last_s < self.knobs.cool_down_s:

@@ -2,8 +2,10 @@
 
 A request is classed by its *new* tokens on the candidate instance, so the next turn of a conversation is short where
 its history is cached, and long elsewhere. Instances whose pool is that of its class there are its own; it goes to the
-one with the least predicted TTFT. Beyond the paper: where all of its own would miss the TTFT target and another would
-keep it, or where it has none, the request spills over. Decodes are placed by the least tokens.
+one with the least predicted TTFT. Beyond the paper: where the best of its own would use more than ``spill_at`` of the
+TTFT target and one of another pool would not, or where it has none of its own, the request spills over. A pool is a
+part of the fleet: without that its longs are late while the others idle, and predictions are never exact, so waiting
+until the target itself is at stake is too late. Decodes are placed by the least tokens.
 """
 
 from __future__ import annotations
@@ -21,15 +23,24 @@ from pla_sglang.policy.types import PrefillClass
 
 @dataclasses.dataclass(frozen=True)
 class SpatialKnobs:
-    """``boundary_tokens``: new tokens at which a request is long; ``spill``: allow the other pool at all."""
+    """Inputs of the dispatcher.
+
+    Attributes:
+        ttft_slo_s: target of requests that bring none.
+        boundary_tokens: new tokens at which a request is long.
+        spill: allow the other pool at all.
+        spill_at: share of what is left of the target that the own pool may use up before the other one is looked at.
+    """
 
     ttft_slo_s: float
     boundary_tokens: int = 256
     spill: bool = True
+    spill_at: float = 0.75
 
     def __post_init__(self) -> None:
         require("spatial ttft_slo_s", self.ttft_slo_s, 0, above=True)
         require("spatial boundary_tokens", self.boundary_tokens, 1)
+        require("spatial spill_at", self.spill_at, 0, 1, above=True)
 
 
 class SpatialDispatcher(Observer):
@@ -44,7 +55,7 @@ class SpatialDispatcher(Observer):
         own, others = self._split(request, members)
         best = self._best(own, request)
         slo_s = request.ttft_slo_s if request.ttft_slo_s is not None else self.knobs.ttft_slo_s
-        left_s = slo_s - (now_s - request.arrival_s)
+        left_s = self.knobs.spill_at * (slo_s - (now_s - request.arrival_s))
         best_s = None if best is None else self.predictor.ttft_s(request, best)
         if best is not None and best_s is not None and (best_s <= left_s or not self.knobs.spill):
             return self._to(best, self._reason(request, best), best_s)

@@ -42,6 +42,9 @@ def _policy_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--profile", default="auto", metavar="NAME", help="step times to start from; auto: as told")
     group.add_argument("--profile-time-scale", type=float, default=1.0, metavar="X")
     group.add_argument("--boundary", type=int, default=256, metavar="N", help="new tokens at which a prefill is long")
+    group.add_argument("--pressure-interval-ms", type=float, default=1000.0, metavar="MS", help="pla: control period")
+    group.add_argument("--pressure-cool-down-ms", type=float, default=10_000.0, metavar="MS", help="pla: after a move")
+    group.add_argument("--pressure-hysteresis", type=float, default=0.5, metavar="X", help="pla: tau of Algorithm 2")
     group.add_argument("--tokenizer", default="", metavar="PATH", help="default: that of the first instance")
     group.add_argument("--tokenize-bytes", type=int, default=8192, metavar="N", help="longer bodies are estimated")
     group.add_argument("--policy-seed", type=int, default=1, metavar="N")
@@ -75,6 +78,9 @@ def knobs_of(options: argparse.Namespace) -> ControlKnobs:
         profile=options.profile,
         time_scale=options.profile_time_scale,
         boundary_tokens=options.boundary,
+        pressure_interval_s=options.pressure_interval_ms * seconds,
+        pressure_cool_down_s=options.pressure_cool_down_ms * seconds,
+        pressure_hysteresis=options.pressure_hysteresis,
         seed=options.policy_seed,
         telemetry=options.telemetry,
         poll_interval_s=options.poll_interval_ms * seconds,

@@ -8,7 +8,7 @@ unified one takes no hand-off, and roles are fixed at start-up.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from pla_sglang.policy.decisions import (
@@ -44,7 +44,22 @@ LIVE_POLICIES = (
 LENGTH_BLIND = frozenset({"round-robin", "least-requests", "least-tokens", "two-choices", "static-pd-round-robin"})
 _PREFILLS = frozenset({InstanceKind.UNIFIED, InstanceKind.PREFILL, InstanceKind.STATELESS})
 _TAKES_HANDOFFS = frozenset({InstanceKind.DECODE, InstanceKind.STATELESS})
+MOVES_KEPT = 64
 SetClass = Callable[[InstanceView, PrefillClass | None], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """An instance has changed its role or its pool."""
+
+    at_s: float
+    instance: str
+    role: str
+    reason: str
+
+    def to_dict(self, now_s: float) -> dict[str, object]:
+        """For operators, whose clock is another one."""
+        return {"ago_s": now_s - self.at_s, "instance": self.instance, "role": self.role, "reason": self.reason}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +97,7 @@ class PolicyDriver:
         self.decisions: Counter[str] = Counter()  # by reason
         self.actions: Counter[str] = Counter()  # "kind:reason"
         self.flips = 0
+        self.moves: deque[Move] = deque(maxlen=MOVES_KEPT)
         self._observers = policy.observers()
         self._set_class = set_class
         self._recorder = recorder
@@ -131,6 +147,28 @@ class PolicyDriver:
         self.decisions[FleetReason.KEEP_LOCAL.value] += 1
         request.predicted_ttft_s, request.prefilled_on = None, found
         return Choice(found, found, FleetReason.KEEP_LOCAL, FleetReason.KEEP_LOCAL, None)
+
+    def choose_other(self, request: RequestView, prefill: InstanceView, decode: InstanceView) -> Choice | None:
+        """Instances other than these two, as far as there are others; None where no pair is ready.
+
+        The least loaded, of the same pool where it can be. The policy is not asked: it might answer as before.
+        """
+        prefills = [one for one in self.fleet.ready if one.kind in _PREFILLS]
+        decodes = [one for one in self.fleet.ready if one.kind in _TAKES_HANDOFFS]
+        to = min(
+            prefills,
+            key=lambda one: (one is prefill, one.length_class is not prefill.length_class, one.queued_tokens),
+            default=None,
+        )
+        at = to if to is not None and to.kind is InstanceKind.UNIFIED else None
+        if at is None:
+            at = min(decodes, key=lambda one: (one is decode, one.requests()), default=None)
+        if to is None or at is None:
+            return None
+        self.decisions[FleetReason.OTHER_PAIR.value] += 1
+        request.predicted_ttft_s, request.prefilled_on = None, to
+        placement = FleetReason.KEEP_LOCAL if to is at else FleetReason.OTHER_PAIR
+        return Choice(to, at, FleetReason.OTHER_PAIR, placement, None)
 
     def _complete(self, request: RequestView, answer: Dispatch, prefill: InstanceView, now_s: float) -> Choice | None:
         """With the decode instance, as the policy says now; None where nobody can take the KV."""
@@ -207,11 +245,12 @@ class PolicyDriver:
             kind = type(action).__name__
             match action:
                 case SetRole() if action.instance.kind is InstanceKind.STATELESS:
-                    self.flips += 1
+                    self._moved(action.instance, action.role.value, action.reason, now_s)
                     self.fleet.set_role(action.instance, action.role, now_s)
                     self.listed(now_s)
                 case SetLengthClass():
-                    self.flips += 1
+                    pool = "both" if action.length_class is None else action.length_class.value
+                    self._moved(action.instance, pool, action.reason, now_s)
                     action.instance.length_class = action.length_class
                     self._set_class(action.instance, action.length_class)
                 case Hold():
@@ -221,3 +260,7 @@ class PolicyDriver:
             self.actions[f"{kind}:{action.reason.value}"] += 1
             if self._on_action is not None:
                 self._on_action(kind, action.reason.value)
+
+    def _moved(self, instance: InstanceView, role: str, reason: FleetReason, now_s: float) -> None:
+        self.flips += 1
+        self.moves.append(Move(now_s, instance.name, role, reason.value))

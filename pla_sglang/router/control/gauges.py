@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from pla_sglang.policy.fleet import InstanceKind
-from pla_sglang.policy.pla.pressure import PressureController
+from pla_sglang.policy.pla.steady import SteadyPressure
 from pla_sglang.policy.types import PrefillClass
 from pla_sglang.router.control.desk import Desk
 from pla_sglang.router.control.workers import WorkerState
@@ -64,6 +65,7 @@ def state_of(desk: Desk, now_s: float) -> dict[str, Any]:
         "decisions": {} if driver is None else dict(driver.decisions),
         "actions": {} if driver is None else dict(driver.actions),
         "flips": 0 if driver is None else driver.flips,
+        "last_moves": [] if driver is None else [move.to_dict(now_s) for move in driver.moves],
         "pools": pools if desk.table.pools else None,
         "pressure": _pressure(desk),
         "open_requests": desk.ledger.live,
@@ -84,12 +86,13 @@ def _pressure(desk: Desk) -> dict[str, Any] | None:
     """Signals of the pool-pressure controller (PLA-Serve Algorithm 2), where there is one."""
     controllers = () if desk.driver is None else desk.driver.policy.controllers
     for controller in controllers:
-        if isinstance(controller, PressureController):
+        if isinstance(controller, SteadyPressure):
             members = desk.table.fleet.prefill_capable()
             pool = {kind: [one for one in members if one.length_class is kind] for kind in PrefillClass}
             return {
                 "short": controller.pool_pressure(pool[PrefillClass.SHORT]),
                 "long": controller.pool_pressure(pool[PrefillClass.LONG]),
                 "by_instance": {one.name: controller.pressure(one) for one in members},
+                "knobs": dataclasses.asdict(controller.knobs),
             }
     return None

@@ -28,6 +28,8 @@ class ControlKnobs:
         profile, time_scale: step times for the policy's predictor; "auto": an emulated instance says them, otherwise
             ``DEFAULT_PROFILE`` is where the online correction starts from.
         boundary_tokens: new tokens at which a prefill is long.
+        pressure_interval_s, pressure_cool_down_s, pressure_hysteresis: of the controller that sizes the pools of
+            policy ``pla``: control period, T_cool and tau of PLA-Serve's Algorithm 2.
         seed: of policies and rooms.
         telemetry: ZMQ address to bind for load reports; empty: none, loads are polled.
         poll_interval_s: between polls of an instance that does not report.
@@ -53,6 +55,9 @@ class ControlKnobs:
     profile: str = "auto"
     time_scale: float = 1.0
     boundary_tokens: int = 256
+    pressure_interval_s: float = 1.0
+    pressure_cool_down_s: float = 10.0
+    pressure_hysteresis: float = 0.5
     seed: int = 1
     telemetry: str = ""
     poll_interval_s: float = 0.25
@@ -79,6 +84,9 @@ class ControlKnobs:
         require("slo_tpot_s", self.slo_tpot_s, 0, above=True)
         require("profile time_scale", self.time_scale, 0, above=True)
         require("boundary_tokens", self.boundary_tokens, 1)
+        require("pressure_interval_s", self.pressure_interval_s, 0.01)
+        require("pressure_cool_down_s", self.pressure_cool_down_s, 0)
+        require("pressure_hysteresis", self.pressure_hysteresis, 0)
         require("poll_interval_s", self.poll_interval_s, 0.01)
         require("settle_s", self.settle_s, 0)
         require("pending_s", self.pending_s, 0)

@@ -19,9 +19,9 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.policy.fleet import InstanceView
 from pla_sglang.policy.types import PrefillClass
 from pla_sglang.router.control.entries import AbortOrder
-from pla_sglang.router.control.errors import WorkerError
+from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.router.control.health import Health, Probe
-from pla_sglang.router.control.instances import Instances, NoAnswerError, NobodyListensError
+from pla_sglang.router.control.instances import Instances
 from pla_sglang.router.control.intake import Heard, Intake
 from pla_sglang.router.control.workers import Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.telemetry.pull import Puller
@@ -99,6 +99,7 @@ class Monitor:
         self._checked_s: dict[int, float] = {}
         self._polled_s: dict[int, float] = {}
         self._busy: set[tuple[str, int]] = set()
+        self._classes: dict[int, PrefillClass | None] = {}  # as the workers were told
         self._puller: Puller | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class Monitor:
         elif worker.description is None:
             self._table.describe(worker, said, self._clock())
             self._told.described(worker)
-            self._tell_class(worker)
+            self._tell_classes()
 
     def restarted(self, worker: Worker) -> None:
         """Another process answers at the worker's address."""
@@ -235,13 +236,22 @@ class Monitor:
         """The policy has moved an instance to another pool; the instance is told, which may fail."""
         self._tell_class(self._table.of(view))
 
+    def _tell_classes(self) -> None:
+        """Whose class is not the one it was told; a newcomer changes that of an instance that was alone."""
+        for worker in self._table:
+            known = worker.number in self._classes and self._classes[worker.number] is worker.view.length_class
+            if not known:
+                self._tell_class(worker)
+
     def _tell_class(self, worker: Worker) -> None:
         said = worker.description
         if said is None or not said.has_role or not self._table.pools:
             return
-        self._tasks.spawn(self._post_class(worker, worker.view.length_class))
+        self._classes[worker.number] = worker.view.length_class
+        self._tasks.spawn(self._post_class(worker))
 
-    async def _post_class(self, worker: Worker, length_class: PrefillClass | None) -> None:
+    async def _post_class(self, worker: Worker) -> None:
+        length_class = worker.view.length_class  # as it is when this is sent: orders may overtake each other
         try:
             await self._instances.set_class(worker, length_class)
         except (NobodyListensError, NoAnswerError) as error:

@@ -51,7 +51,7 @@ class Recorder:
         self._writer.write(rows.Placed(now_s=now_s, rid=request.rid, prefilled_on=place, answer=rows.answer_of(answer)))
 
     def ticked(self, controller: int, answer: list[FleetAction], now_s: float) -> None:
-        self.decisions += 1
+        self.decisions += bool(answer)  # otherwise the controller has only looked
         self._writer.write(rows.Ticked(now_s=now_s, controller=controller, answer=rows.answer_of(answer)))
 
     def prefilled(self, sample: PrefillSample, now_s: float) -> None:

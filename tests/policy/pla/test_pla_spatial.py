@@ -140,6 +140,10 @@ SPATIAL: list[tuple[str, FleetView, Any, str | None, R]] = [
     ("too late there", pools([{}], [backlog(9000)]), request(800, cached={1: 700}), "i0", R.PLA_SPILL),
     ("least backlog", pools([backlog(9), {}], [{}]), request(9), "i1", R.PLA_SHORT),
     ("spill", pools([backlog(1500)], [{}]), request(9), "i1", R.PLA_SPILL),
+    ("over three quarters of the target", pools([backlog(740)], [{}]), request(9), "i1", R.PLA_SPILL),
+    ("up to that there is no need", pools([backlog(720)], [{}]), request(9), "i0", R.PLA_SHORT),
+    ("of what is left of it", pools([backlog(360)], [{}]), request(9, arrival_s=-0.5), "i1", R.PLA_SPILL),
+    ("the others have no time either", pools([backlog(900)], [backlog(740)]), request(9), "i0", R.PLA_SHORT),
     ("no spill where both are late", pools([backlog(1500)], [backlog(1400)]), request(9), "i0", R.PLA_SHORT),
     ("the own pool is gone", pools([], [backlog(1400)]), request(9), "i0", R.PLA_SPILL),
     ("instances without class take both", fleet(prefill(), prefill(length_class=L)), request(9), "i0", R.PLA_SHORT),
@@ -151,6 +155,12 @@ SPATIAL: list[tuple[str, FleetView, Any, str | None, R]] = [
 def test_spatial_dispatch(name: str, view: FleetView, ask: Any, chosen: str | None, reason: R) -> None:
     answer = SpatialDispatcher(SpatialKnobs(ttft_slo_s=1.0), predictor()).dispatch(ask, view, 0.0)
     assert (answer.prefill.name if answer.prefill else None, answer.reason) == (chosen, reason)
+
+
+def test_a_late_pool_that_may_not_spill() -> None:
+    router = SpatialDispatcher(SpatialKnobs(ttft_slo_s=1.0, spill=False), predictor())
+    answer = router.dispatch(request(9), pools([backlog(5000)], [{}]), 0.0)
+    assert (str(answer.prefill), answer.reason) == ("i0", R.PLA_SHORT)
 
 
 def test_decodes_of_spatial_pools() -> None:
@@ -240,6 +250,8 @@ def test_bucket_first() -> None:
         (lambda: dataclasses.replace(KNOBS, minimum=0), "minimum"),
         (lambda: dataclasses.replace(KNOBS, percentile=101), "percentile"),
         (lambda: SpatialKnobs(1.0, boundary_tokens=0), "boundary_tokens"),
+        (lambda: SpatialKnobs(1.0, spill_at=0.0), "spill_at"),
+        (lambda: SpatialKnobs(1.0, spill_at=1.1), "spill_at"),
     ],
 )
 def test_bad_values(make: Any, message: str) -> None:

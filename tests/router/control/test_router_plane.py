@@ -11,7 +11,7 @@ from support.fake_instance import FakeInstance
 from support.router_scene import QUICK, Scene, run, scene
 
 from pla_sglang.router import messages as m
-from pla_sglang.router.control import ControlKnobs, Plane
+from pla_sglang.router.control import ControlKnobs, Plane, desk
 from pla_sglang.router.control.admission import AdmissionKnobs
 from pla_sglang.router.control.workers import WorkerState
 from pla_sglang.telemetry.message import Backlog, Pass, Report
@@ -253,8 +253,8 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             state = one.admin("GET", "/pla/state")[1]
             assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 1, "long": 2, "both": 0}
             await one.until(lambda: all(fake.roles for fake in one.instances[:3]))
-            names = {one.plane.table.by_number[number].view.length_class for number in range(3)}
-            assert len(names) == 2
+            # Also the first of them, which was alone at first and took both classes.
+            await one.until(lambda: sorted(fake.roles[-1] for fake in one.instances[:3]) == ["long", "long", "short"])
             for number in range(12):  # a burst of shorts: the short pool has a backlog, the long one none
                 answer = one.ask(f"s{number}", input_tokens=99, exact_tokens=True)
                 assert isinstance(answer, m.Assign)
@@ -264,12 +264,35 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             await one.until(lambda: one.plane.desk.driver.flips == 1, 8.0)  # type: ignore[union-attr]
             state = one.admin("GET", "/pla/state")[1]
             assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 2, "long": 1, "both": 0}
+            (move,) = state["last_moves"]
+            assert (move["role"], move["reason"]) == ("short", "pla.pressure_short")
+            assert 0 <= move["ago_s"] < 5
+            assert state["pressure"]["short"] > 1.5 * state["pressure"]["long"]
+            assert state["pressure"]["knobs"]["tau"] == 0.5
             await one.until(lambda: sorted(fake.roles[-1] for fake in one.instances[:3]) == ["long", "short", "short"])
             metrics = one.admin("GET", "/metrics")[1]
             assert 'pla_router_actions_total{action="SetLengthClass",reason="pla.pressure_short"} 1.0' in metrics
             for number in range(12):
                 one.ended(f"s{number}")
             one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_pool_that_was_late_is_forgiven_once_it_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its deviation would ask for instances for ever."""
+    monkeypatch.setattr(desk, "RATIO_WINDOW_S", 0.6)
+
+    async def work() -> None:
+        async with scene(["null"], slo_ttft_s=0.01) as one:
+            one.ask("late")
+            await asyncio.sleep(0.05)
+            one.stage("late", m.Step.SENT, m.Step.FIRST_TOKEN)
+            view = one.plane.table.by_number[0].view
+            assert view.ttft_ratio is not None
+            assert view.ttft_ratio >= 5
+            one.ended("late")
+            await one.until(lambda: view.ttft_ratio is None, 3.0)
 
     run(work)
 

@@ -1,0 +1,1 @@
+"""Parts of ``bench.spatial``: workload, arms, measuring, figures, picture."""
