@@ -32,11 +32,13 @@ from bench.replaying.result import count_wrong
 from pla_sglang import chain
 from pla_sglang.errors import PlaError
 from pla_sglang.parity import replay_file
-from pla_sglang.router.control.driver import LIVE_POLICIES
 from pla_sglang.sim.parity import Parity
 from pla_sglang.testing.server import ServerError, free_port
 
-POLICIES = ",".join(name for name in LIVE_POLICIES if name != "minimal-load")  # another name of static-pd
+# All that run live; minimal-load is another name of static-pd.
+POLICIES = (
+    "round-robin,least-requests,least-tokens,two-choices,cache-aware,static-pd-round-robin,static-pd,pla,arrow-no-flips"
+)
 READY_S = 30.0
 TARGET = 0.99
 

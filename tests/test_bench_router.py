@@ -9,6 +9,7 @@ from typing import Any
 from bench import parity, router_clients
 from bench.lib.parity_plot import plot_parity
 from bench.lib.router_pages import CHAOS_ROWS, PAGES
+from pla_sglang.router.control.driver import LIVE_POLICIES
 
 WHERE = {"environment": {"hardware": "2 x cpu", "plugin_commit": "abc"}, "profile": "p", "time_scale": 4.0, "seed": 0}
 
@@ -17,6 +18,10 @@ def policy(decisions: int, identical: int, **fields: Any) -> dict[str, Any]:
     counts = {"decisions": decisions, "identical": identical, "identical_share": identical / decisions}
     kinds = {"by_kind": {"dispatched": decisions}, "failed": 0, "tokens_wrong": 0, "plugin_commit": "abc"}
     return {**counts, **kinds, **fields}
+
+
+def test_parity_asks_every_live_policy_once() -> None:
+    assert sorted(parity.POLICIES.split(",")) == sorted(set(LIVE_POLICIES) - {"minimal-load"})
 
 
 def test_parity_goes_on_only_from_a_run_of_the_same_kind(tmp_path: Path) -> None:

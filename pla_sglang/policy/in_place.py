@@ -8,7 +8,8 @@ most ``depth`` seconds, an answer of n tokens that lives for T seconds is stalle
     T = n * step + depth + rate * T <= n * target      if  depth <= n * (target * (1 - rate) - step)
 
 With free = 1 - step / target the bucket has rate = ``rate_share`` * free and depth = ``depth_share`` * free * n *
-target, which keeps that bound for all answers of n tokens and more if the two shares add up to at most 1. n is a low
+target, which keeps that bound for all answers of n tokens and more if the two shares add up to at most 1; what they
+leave is a reserve for steps that are longer than the profile says. n is a low
 quantile of recent answers. For a request that is late everywhere else n is a higher quantile: then a stall makes at
 worst a short answer late, where otherwise a request is late for certain.
 
@@ -63,7 +64,7 @@ class InPlaceKnobs:
     memory_share: of the KV cache that prompts may fill.
     """
 
-    usual: Share = Share(0.5, 0.5, 0.05)
+    usual: Share = Share(0.5, 0.25, 0.05)
     late: Share = Share(0.8, 0.2, 0.5)
     answers: int = 500
     first_answer_tokens: int = 8
@@ -130,7 +131,7 @@ class InPlace:
         rate, depth_s = self.bucket_s(instance, self.knobs.late if late else self.knobs.usual)
         if instance.prefill_age_s > max(depth_s, target_s):
             return False
-        if not instance.running and not instance.waiting_decodes:
+        if not instance.requests():
             return True  # nobody is there to be stalled
         return self._owed_s(instance, rate, now_s) + arrow.predictor.own_s(request, instance) <= depth_s
 

@@ -23,7 +23,7 @@ TARGET_S = 0.05
 
 def in_place(**knobs: Any) -> InPlace:
     arrow = ArrowPolicy(ArrowKnobs(1.0, TARGET_S, {"": 1000}), predictor())
-    return InPlace(InPlaceKnobs(**knobs), arrow, LinearSteps())
+    return InPlace(InPlaceKnobs(usual=Share(0.5, 0.5, 0.05), **knobs), arrow, LinearSteps())
 
 
 def decoding(**fields: Any) -> InstanceView:
@@ -31,9 +31,19 @@ def decoding(**fields: Any) -> InstanceView:
 
 
 def test_the_bucket_by_hand() -> None:
-    rate, depth_s = in_place().bucket_s(decoding(), InPlaceKnobs().usual)
+    one = in_place()
+    rate, depth_s = one.bucket_s(decoding(), one.knobs.usual)
     assert rate == pytest.approx(0.399)
     assert depth_s == pytest.approx(0.1596)
+
+
+def test_an_empty_instance_takes_one_of_any_length_but_not_two() -> None:
+    """The second would stop the decode of the first."""
+    one, member = in_place(), decoding(running=0)
+    assert one.can_take(request(900), member, 0.0)
+    one.take(request(900), member, 0.0)
+    member.queued_prefills = 1
+    assert not one.can_take(request(900), member, 0.0)
 
 
 def test_it_fills_and_drains() -> None:
