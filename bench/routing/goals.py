@@ -58,12 +58,19 @@ def missed(by_arm: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return keys if split is not None and split <= SPLIT_LIMIT_MS else [*keys, "split_added_ttft_p50_ms"]
 
 
+def _shown(value: float | None) -> str:
+    """Three digits."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def page(result: Mapping[str, Any]) -> str:
     """A row a figure, a column an arm."""
     rows = []
     for goal in GOALS:
         limit = f"{'at least ' if goal.at_least else ''}{goal.limit:,g}"
-        cells = ["-" if result[arm].get(goal.key) is None else f"{result[arm][goal.key]:,.3g}" for arm in ARMS]
+        cells = [_shown(result[arm].get(goal.key)) for arm in ARMS]
         late = goal.key in result["goals_missed"]
         rows.append([goal.title, limit, f"{cells[0]}{' (missed)' if late else ''}", *cells[1:]])
     split = result["split_added_ttft_p50_ms"]
