@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import random
 import signal
 import subprocess
@@ -16,12 +17,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from bench.lib.parity_plot import plot_parity
 from bench.lib.report import emit, environment, say, stdout
 from bench.replay import replay
 from bench.replaying.cluster import running_cluster
@@ -33,8 +35,12 @@ from pla_sglang.parity import replay_file
 from pla_sglang.sim.parity import Parity
 from pla_sglang.testing.server import ServerError, free_port
 
-POLICIES = "round-robin,two-choices,cache-aware,minimal-load,arrow-no-flips,pla"
+# All that run live; minimal-load is another name of static-pd.
+POLICIES = (
+    "round-robin,least-requests,least-tokens,two-choices,cache-aware,static-pd-round-robin,static-pd,pla,arrow-no-flips"
+)
 READY_S = 30.0
+TARGET = 0.99
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--engine-args", default="", help="further arguments of every engine, quoted as one")
     made.add_argument("--router-args", default="", help="further arguments of every router, quoted as one")
     made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--keep", action="store_true", help="go on from OUT/parity.json: measure only what is not there")
     made.add_argument("--quick", action="store_true", help="a small run that only shows that everything works")
     made.add_argument("--out", type=Path, default=Path("bench_out"))
     return made
@@ -128,6 +135,29 @@ def figures(result: Parity, *, failed: int, wrong: int) -> dict[str, Any]:
     }
 
 
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What results must share to stand in one table."""
+    return {
+        "bench": "parity",
+        "seed": options.seed,
+        "requests": options.requests,
+        "rate_rps": options.rate,
+        "profile": options.profile,
+        "time_scale": options.time_scale,
+        "instances": options.prefill + options.decode,
+    }
+
+
+def kept(options: argparse.Namespace) -> dict[str, Any]:
+    """Policies that an earlier run with ``--keep`` has measured in the same way, by name."""
+    path = options.out / "parity.json"
+    if not options.keep or not path.is_file():
+        return {}
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    same = all(earlier.get(name) == value for name, value in settings_of(options).items())
+    return dict(earlier["by_policy"]) if same else {}
+
+
 def run(options: argparse.Namespace) -> int:
     if options.quick:
         options.requests, options.policies = 40, "cache-aware,pla"
@@ -135,24 +165,40 @@ def run(options: argparse.Namespace) -> int:
     fleet = ["--prefill", str(options.prefill), "--decode", str(options.decode), "--router", "none"]
     device = ["--pla-emulate", options.profile, "--pla-time-scale", str(options.time_scale)]
     engine = ["--incremental-streaming-output", *options.engine_args.split()]
-    by_policy = {}
+    by_policy, commit = kept(options), environment()["plugin_commit"]
+    wanted = [policy for policy in options.policies.split(",") if policy not in by_policy]
     with running_cluster([*fleet, *device, *engine], options.out, "parity-cluster") as described:
         workers = [one["url"] for one in described["instances"]]
-        for policy in options.policies.split(","):
-            by_policy[policy] = one_policy(policy, workers, options)
-    decisions = sum(one["decisions"] for one in by_policy.values())
-    share = sum(one["identical"] for one in by_policy.values()) / decisions
+        for policy in wanted:
+            by_policy[policy] = one_policy(policy, workers, options) | {"plugin_commit": commit}
+            (options.out / "parity.json").write_text(
+                json.dumps(result_of(by_policy, options)), encoding="utf-8"
+            )  # ``--keep`` goes on from here
+    result = result_of(by_policy, options)
+    show(by_policy)
+    plot_parity(by_policy, options.out / "parity.png")
+    emit(result, options.out, "parity")
+    return 0 if result["identical_share"] >= TARGET and not result["tokens_wrong"] else 1
+
+
+def result_of(by_policy: Mapping[str, Mapping[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    return settings_of(options) | totals(by_policy) | {"by_policy": by_policy, "environment": environment()}
+
+
+def totals(by_policy: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    counts = {name: sum(one[name] for one in by_policy.values()) for name in ("decisions", "failed", "tokens_wrong")}
+    identical = sum(one["identical"] for one in by_policy.values())
+    commits = sorted({one["plugin_commit"] for one in by_policy.values()})
+    return {**counts, "identical_share": identical / counts["decisions"], "commits": commits}
+
+
+def show(by_policy: Mapping[str, Mapping[str, Any]]) -> None:
     table = Table(title="live decisions, replayed in virtual time")
     for column in ("policy", "decisions", "identical", "failed requests", "wrong tokens"):
         table.add_column(column)
     for policy, one in by_policy.items():
         table.add_row(policy, *(str(one[key]) for key in ("decisions", "identical", "failed", "tokens_wrong")))
     stdout.print(table)
-    about = {"bench": "parity", "seed": options.seed, "requests": options.requests, "rate_rps": options.rate}
-    settings = {"profile": options.profile, "time_scale": options.time_scale, "instances": len(workers)}
-    result = {"decisions": decisions, "identical_share": share, "by_policy": by_policy}
-    emit({**about, **settings, **result, "environment": environment()}, options.out, "parity")
-    return 0 if share >= 0.99 and not any(one["tokens_wrong"] for one in by_policy.values()) else 1
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 from bench.lib import emulated_pages
 from bench.lib.tables import markdown as table
+from bench.routing import goals
 
 Result = Mapping[str, Any]
 
@@ -210,6 +211,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "abort_storm": abort_storm,
     "sched_pass": sched_pass,
     "stock_client": stock_client,
+    "router_cost": goals.page,
     **emulated_pages.PAGES,
 }
 

@@ -19,7 +19,8 @@ import psutil
 from rich.table import Table
 
 from bench.lib.report import emit, environment, say, stdout
-from bench.routing.arms import Arm, Instances, Router, arms, log_folder, missing, mocks
+from bench.routing.arms import Arm, Instances, Router, arms, log_folder, mocks, why_not
+from bench.routing.goals import missed, split_ms
 from bench.routing.measure import Client, figures, probes, sample
 from pla_sglang.testing.server import free_port
 
@@ -38,7 +39,7 @@ COLUMNS = (
     ("kb_per_stream", "KB/stream"),
     ("errors", "errors"),
 )
-PORT_NAMES = ("ours", "ours_one_process", "mini_lb", "rust", "rust_metrics")
+PORT_NAMES = ("ours", "ours_one_process", "ours_zmq", "mini_lb", "rust", "rust_metrics")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -146,8 +147,8 @@ def main() -> int:
         raise SystemExit("--rounds must be at least 1 and --duration-s above 0")
     if options.quick:
         options.rounds, options.duration_s = 1, 0.5
-    if missing():
-        raise SystemExit(f"error: {missing()}")
+    if why_not():
+        raise SystemExit(f"error: {why_not()}")
     samples = measure(options)
     direct = samples["direct"]
     by_arm = {arm: figures(of_arm, direct) for arm, of_arm in samples.items() if arm != "direct"}
@@ -156,6 +157,8 @@ def main() -> int:
     result = {
         "bench": "router_cost",
         **by_arm,
+        "split_added_ttft_p50_ms": split_ms(by_arm),
+        "goals_missed": missed(by_arm),
         "direct": figures(direct, direct),
         "rounds": options.rounds,
         "duration_s": options.duration_s,

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
 import sys
 import time
 from typing import Any
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.checks import require
-from pla_sglang.router.children import EXIT_BAD_ARGUMENTS, Stop, run, until_first
+from pla_sglang.router.children import EXIT_BAD_ARGUMENTS, Stop, run, seeded, settle, until_first
 from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.links import STREAM, ZMQ
 from pla_sglang.router.supervisor import supervise
 
 MAX_RELAYS = 64
+CARRIERS = {"unix": STREAM, "zmq": ZMQ}
 HELP = {
     "host": "where to listen",
     "port": "where to listen; 0: a free port, which is printed",
@@ -37,6 +38,12 @@ def add_relay_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--relay-workers", type=int, default=0, metavar="N", help="processes on the port; 0: all in one process"
     )
+    group.add_argument(
+        "--relay-wire",
+        choices=sorted(CARRIERS),
+        default="unix",
+        help="between relays and control (%(default)s)",
+    )
     for field in dataclasses.fields(RelayConfig):
         flag = "--" + field.name.replace("_", "-")
         kind = type(field.default)
@@ -45,14 +52,24 @@ def add_relay_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be started. ``relays`` 0: all in one process. ``carrier``: see ``links.py``."""
+
+    config: RelayConfig
+    relays: int
+    carrier: str
+    control_arguments: list[str]
+
+
 def relay_config(options: argparse.Namespace) -> RelayConfig:
     """Raises ConfigError."""
     require("--relay-workers", options.relay_workers, 0, MAX_RELAYS)
     return RelayConfig(**{field.name: getattr(options, field.name) for field in dataclasses.fields(RelayConfig)})
 
 
-def parse(argv: list[str]) -> tuple[RelayConfig, int, list[str]]:
-    """The relays' settings, how many there are, and the arguments of the control plane. Raises ConfigError."""
+def parse(argv: list[str]) -> Plan:
+    """Flags that are not the relays' are the control plane's. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m pla_sglang.launch_router", allow_abbrev=False, add_help=False)
     add_relay_arguments(parser)
     if {"-h", "--help"} & set(argv):
@@ -63,7 +80,7 @@ def parse(argv: list[str]) -> tuple[RelayConfig, int, list[str]]:
         control.add_arguments(whole)
         whole.parse_args(argv)
     options, rest = parser.parse_known_args(argv)
-    return relay_config(options), options.relay_workers, rest
+    return Plan(relay_config(options), options.relay_workers, CARRIERS[options.relay_wire], rest)
 
 
 async def together(config: RelayConfig, control_arguments: list[str]) -> int:
@@ -76,11 +93,12 @@ async def together(config: RelayConfig, control_arguments: list[str]) -> int:
     plane = control.build(parser.parse_args(control_arguments))
     stop = Stop(watch_stdin=False)
     await plane.start()
-    relay = Relay(config, number=0, say=plane.hear, rng=random.SystemRandom(), now_s=time.monotonic)
+    relay = Relay(config, number=0, say=plane.hear, rng=seeded(), now_s=time.monotonic)
     try:
         await relay.start()
         plane.attach(0, relay)
         announce(config, relay.port, 0)
+        settle()
         await stop.asked.wait()
         await until_first(relay.drain(), stop.forced.wait())
     finally:
@@ -89,16 +107,16 @@ async def together(config: RelayConfig, control_arguments: list[str]) -> int:
     return 0
 
 
-async def apart(config: RelayConfig, relays: int, control_arguments: list[str]) -> int:
+async def apart(plan: Plan) -> int:
     """Raises OSError where the port is taken."""
     from pla_sglang.router.relay import listening_socket
 
     # Held, not listening: the relays share the port with it, nobody else can take it, and port 0 becomes a number.
-    holder = listening_socket(config.host, config.port)
+    holder = listening_socket(plan.config.host, plan.config.port)
     try:
-        config = dataclasses.replace(config, port=holder.getsockname()[1])
-        announce(config, config.port, relays)
-        return await supervise(config, relays, control_arguments)
+        config = dataclasses.replace(plan.config, port=holder.getsockname()[1])
+        announce(config, config.port, plan.relays)
+        return await supervise(config, plan.relays, plan.control_arguments, carrier=plan.carrier)
     finally:
         holder.close()
 
@@ -110,11 +128,11 @@ def announce(config: RelayConfig, port: int, relays: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     try:
-        config, relays, rest = parse(sys.argv[1:] if argv is None else argv)
+        plan = parse(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_BAD_ARGUMENTS
-    work: Any = apart(config, relays, rest) if relays else together(config, rest)
+    work: Any = apart(plan) if plan.relays else together(plan.config, plan.control_arguments)
     return run(work)
 
 

@@ -1,7 +1,8 @@
 """What became of each request, and whether it had a right to fail.
 
-A request may fail that was at an instance when that was killed, whose KV transfer was made to fail, or that was
-aborted. Where a request was is asked of the router (/pla/explain), not guessed.
+A request may fail that was at an instance when that was killed, or that was aborted. Where a request was is asked of
+the router (/pla/explain), not guessed. One whose KV transfers were made to fail had no right to: the router has to
+make another attempt.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bench.replaying.result import count_wrong
 from bench.replaying.rough import GONE
 
 TRANSFER = ("KVTransferError", "KV transfer", "Prefill transfer failed", "Decode transfer failed", "bootstrap failed")
-GRACE_S = 0.5  # between an instance's death and the end of its requests
+CLOCK_S = 0.02  # between the end of an instance and the moment at which that was noticed here
 SHOWN = 5
 
 
@@ -33,9 +34,14 @@ class Verdict:
     aborted: int = 0
     at_kill: int = 0
     by_transfer: int = 0
-    unexplained: int = 0
+    unexplained: int = 0  # neither of the last two
     tokens_wrong: int = 0
     examples: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def wrongly_failed(self) -> int:
+        """Had no right to."""
+        return self.failed - self.at_kill
 
 
 def judge(records: Sequence[Record], faults: Faults, described: dict[str, Any], *, prefix: str) -> Verdict:
@@ -72,18 +78,25 @@ def _explain(verdict: Verdict, error: str, story: dict[str, Any], kills: Sequenc
     text = f"{error} {story.get('detail', '')}"
     if any(was_there(story, one, hosts[one.name]) for one in kills):
         verdict.at_kill += 1
-    elif any(mark in text for mark in TRANSFER):
+        return
+    if any(mark in text for mark in TRANSFER):
         verdict.by_transfer += 1
     else:
         verdict.unexplained += 1
-        if len(verdict.examples) < SHOWN:
-            verdict.examples.append(f"{story.get('prefill')} {story.get('decode')} {story.get('end')}: {text[:200]}")
+    if len(verdict.examples) < SHOWN:
+        times = {name: story.get(name) for name in ("arrived_s", "decided_s", "sent_s", "done_s", "ended_s")}
+        where = f"{story.get('prefill')} {story.get('decode')} attempt {story.get('attempts')}"
+        verdict.examples.append(f"{where} {story.get('end')} {times}: {text[:300]}")
 
 
 def was_there(story: dict[str, Any], kill: Done, host: str) -> bool:
-    """Whether the request was at the instance when that was killed."""
-    if host not in (story.get("prefill"), story.get("decode")):
+    """Whether the last attempt was in flight at the instance when that was killed.
+
+    From its dispatch until the end of its part: at a prefill instance that is when its KV is with decode.
+    """
+    decided_s, done_s, ended_s = story.get("decided_s"), story.get("done_s"), story.get("ended_s")
+    if decided_s is None or decided_s > kill.over_s + CLOCK_S:
         return False
-    ended_s = story.get("ended_s")
-    started = story["arrived_s"] <= kill.at_s + GRACE_S
-    return started and (ended_s is None or ended_s >= kill.at_s - GRACE_S)
+    if host == story.get("decode"):
+        return ended_s is None or ended_s >= kill.at_s
+    return host == story.get("prefill") and all(end_s is None or end_s >= kill.at_s for end_s in (done_s, ended_s))

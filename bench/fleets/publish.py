@@ -105,9 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name, (file, make) in TABLES.items():
         path = folder / f"{file}.json"
-        if path.exists():
-            page = fill(page, name, make(json.loads(path.read_text(encoding="utf-8"))))
-            print(f"{name}: from {path}")
+        result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if result is None or (name == "gpu_hours" and not any("gpu_hours" in row for row in result["rows"])):
+            continue  # not measured: what the page says stays
+        page = fill(page, name, make(result))
+        print(f"{name}: from {path}")
     for path in [*folder.glob("fleets_*.json"), *folder.glob("fleets_*.png")]:
         shutil.copy(path, RESULTS / path.name)
     PAGE.write_text(page, encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.lib import router_pages
 from bench.lib.tables import markdown
 
 Result = Mapping[str, Any]
@@ -202,5 +203,6 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "emulation_check": emulation_check,
     "cluster_start": cluster_start,
     "client_load": client_load,
+    **router_pages.PAGES,
     "spatial-pd": spatial,
 }

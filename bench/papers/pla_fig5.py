@@ -53,13 +53,12 @@ def run(context: Context) -> Finding:
     latency = [1e3 * one.ttft_mean_s for one in found]
     best = windows[throughput.index(max(throughput))]
     shown = f"{number(adaptive.requests_per_s)} of {number(max(throughput))} requests/s"
-    why = "Users of a closed loop that wait for a batch send nothing meanwhile: a longer window only delays."
     return Finding(
         "pla_fig5",
         "PLA-Serve, Figure 5",
         f"one prefill instance, Qwen2.5-14B, H200 step times, {USERS} users, prompts under 256 tokens",
         [
-            Row("window with the highest throughput", None, best, "ms", f"{CURVE_ONLY}. {why}"),
+            Row("window with the highest throughput", None, best, "ms", CURVE_ONLY),
             Row("mean latency without window", None, latency[0], "ms", CURVE_ONLY),
             Row("mean latency with the longest window", None, latency[-1], "ms", CURVE_ONLY),
             Row("throughput without window", None, throughput[0], "req/s", CURVE_ONLY),

@@ -54,8 +54,9 @@ def arms(instances: Instances, port: dict[str, int]) -> list[Arm]:
     """Every arm, in the order of the table. ``port``: of each router, by arm."""
     prefill, decode = instances.urls()
 
-    def ours(name: str, relays: int) -> Arm:
-        arguments = ("--port", str(port[name]), "--relay-workers", str(relays), "--policy", "static-pd-round-robin")
+    def ours(name: str, relays: int, wire: str = "unix") -> Arm:
+        arguments: tuple[str, ...] = ("--port", str(port[name]), "--relay-workers", str(relays), "--relay-wire", wire)
+        arguments += ("--policy", "static-pd-round-robin")
         return Arm(name, ("-m", "pla_sglang.launch_router", *arguments, "--worker", prefill, "--worker", decode))
 
     pair = ("--pd-disaggregation", "--prefill", prefill, str(BOOTSTRAP_PORT), "--decode", decode)
@@ -67,13 +68,14 @@ def arms(instances: Instances, port: dict[str, int]) -> list[Arm]:
         ours("ours", 1),
         dataclasses.replace(ours("ours", 1), name="ours_quickack", quickack=True, shares="ours"),
         ours("ours_one_process", 0),
+        ours("ours_zmq", 1, "zmq"),
         Arm("mini_lb", (*common, "--port", str(port["mini_lb"]), "--mini-lb")),
         Arm("rust", rust),
         Arm("rust_quickack", rust, quickack=True, shares="rust"),
     ]
 
 
-def missing() -> str:
+def why_not() -> str:
     """Why SGLang's routers cannot run here; empty: they can."""
     found = importlib.util.find_spec("sglang_router")
     return "" if found is not None else "sglang_router is not installed (the bench extra)"

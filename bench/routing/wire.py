@@ -24,9 +24,14 @@ def request_body(*, events: int, gap_s: float, stream: bool, tokens: int = 0, se
     return json.dumps({**prompt, "sampling_params": params, "stream": stream}).encode()
 
 
+def edges(body: bytes) -> bytes:
+    """Start and end of a long body; a short one as it is."""
+    return body if len(body) <= 2 * EDGE_BYTES else body[:EDGE_BYTES] + body[-EDGE_BYTES:]
+
+
 def wishes(body: bytes) -> tuple[int, float, bool]:
     """Events, seconds between two, whether as a stream."""
-    edge = body if len(body) <= 2 * EDGE_BYTES else body[:EDGE_BYTES] + body[-EDGE_BYTES:]
+    edge = edges(body)
     events, gap = _EVENTS.search(edge), _GAP.search(edge)
     stream = b'"stream":true' in edge or b'"stream": true' in edge
     return (int(events[1]) if events else 1), (float(gap[1]) if gap else 0.0), stream

@@ -16,17 +16,20 @@ Where they want different things, the first of this list wins:
 4. comfort: PLA's length classes, then STAR's moves. STAR never moves a request to an instance that Arrow is emptying
    (D->P), nor to one that would then hold more than Max Running Tokens, and it stops while decode is being flipped.
 
-A request goes the first way that is open:
+A request goes the first way that is open. The first, the third and the last are prefills in place (``in_place.py``),
+on a decode instance that has memory and whose decodes can bear the stall:
 
-1. in place (DOPD): few new tokens, computed sooner than their KV cache would be handed over, and the decode instance
-   has room and stands still no longer than one token may take;
-2. its length class (PLA), when the PREFILL pool has at least ``split_from`` instances, no instance has a prefix of it,
+1. an ultra-short prompt (DOPD): few new tokens, computed sooner than their KV cache would be handed over;
+2. where the prefill pool would take more than ``flip_share`` of the target: Arrow's flip for a TTFT, made before the
+   target is lost. What it may not do at the target it may not do here either;
+3. where the pool is not at ease, above ``ease_share`` of the target, and the prompt would be done sooner in place, the
+   hand-over included;
+4. its length class (PLA), when the PREFILL pool has at least ``split_from`` instances, no instance has a prefix of it,
    and the class is at ease: predicted TTFT within ``comfort_share`` of the target. A class that is busier than that
    gives way to the whole pool: two queues of their own waste what one of them leaves idle, and above some load that is
    what decides whether targets are kept;
-3. Arrow's Algorithm 1 over all, which may flip an instance;
-4. where even that would be late: in place on a decode instance that would be in time and keeps its pace, for the last
-   decode instance may not be flipped, and with short answers it has time to spare.
+5. Arrow's Algorithm 1 over all;
+6. where even that would be late: in place, with the larger share of what decodes can bear.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ from pla_sglang.policy.decisions import (
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.in_place import InPlace
 from pla_sglang.policy.pla.pressure import PressureController
 from pla_sglang.policy.pla.spatial import SpatialDispatcher
 from pla_sglang.policy.reasons import FleetReason
@@ -69,9 +73,8 @@ class CombinedKnobs:
     comfort_share: of the TTFT target, up to which a length class keeps its requests to itself.
     class_memory: recent requests by which it is judged whether classes are in use; pools that most of them do not
         keep to are not sized.
-    spare_pace: share of the TPOT target at which a decode instance takes requests that would be late elsewhere; 0:
-        none does.
-    spare_memory: share of the KV cache that in-place prefills may fill.
+    ease_share: of the TTFT target, above which the prefill pool is not at ease.
+    flip_share: of the TTFT target, above which Arrow's flip for a TTFT is made; 1: when the target is lost.
     interval_s: of the common tick; each part keeps its own interval on top.
     """
 
@@ -79,8 +82,8 @@ class CombinedKnobs:
     split_from: int = 3
     comfort_share: float = 0.05
     class_memory: int = 200
-    spare_pace: float = 0.5
-    spare_memory: float = 0.8
+    ease_share: float = 0.25
+    flip_share: float = 0.5
     interval_s: float = 0.25
 
     def __post_init__(self) -> None:
@@ -88,16 +91,17 @@ class CombinedKnobs:
         require("combined split_from", self.split_from, 0)
         require("combined comfort_share", self.comfort_share, 0, 1)
         require("combined class_memory", self.class_memory, 1)
-        require("combined spare_pace", self.spare_pace, 0, 1)
-        require("combined spare_memory", self.spare_memory, 0, 1)
+        require("combined ease_share", self.ease_share, 0, 1)
+        require("combined flip_share", self.flip_share, 0, 1)
         require("combined interval_s", self.interval_s, 0, above=True)
 
 
 @dataclasses.dataclass
 class Parts:
-    """The parts; a part that is None is left out."""
+    """The parts; a part that is None is left out. ``local`` needs ``in_place``."""
 
     arrow: ArrowPolicy
+    in_place: InPlace | None = None
     local: DopdDispatcher | None = None
     spatial: SpatialDispatcher | None = None
     pressure: PressureController | None = None
@@ -123,16 +127,19 @@ class CombinedPolicy(Observer):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:
-        local = self._in_place(request, fleet, now_s)
-        if local is not None:
-            return local
-        own = self._own_class(request, fleet, now_s)
-        if own is not None:
-            return own
+        left_s = self._target_s(request) - (now_s - request.arrival_s)
+        found = (
+            self._ultra_short(request, fleet, now_s)
+            or self._early_flip(request, fleet, now_s)
+            or self._relief(request, fleet, now_s, left_s)
+            or self._own_class(request, fleet, now_s)
+        )
+        if found is not None:
+            return found
         answer = self.parts.arrow.dispatch(request, fleet, now_s)
         self._note(answer.actions, now_s)
         if answer.reason is FleetReason.PREFILL_FALLBACK:
-            return self._spare(request, fleet, now_s) or answer
+            return self._put(request, _decodes(fleet), left_s, now_s, FleetReason.SPARE_LATE) or answer
         return answer
 
     def place_decode(self, request: RequestView, fleet: FleetView, now_s: float) -> Placement:
@@ -140,14 +147,10 @@ class CombinedPolicy(Observer):
         self._note(answer.actions, now_s)
         return answer
 
-    def _in_place(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
-        """DOPD's answer where it is in place, the decode instance has room, and both targets are kept.
-
-        DOPD looks at each prompt alone. A burst of them on one instance adds up, so its whole backlog counts here: the
-        decodes there stand still for no longer than one token may take.
-        """
-        local = self.parts.local
-        if local is None:
+    def _ultra_short(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
+        """DOPD's answer where it is in place. DOPD looks at each prompt alone; the account of stalls adds them up."""
+        local, in_place = self.parts.local, self.parts.in_place
+        if local is None or in_place is None:
             return None
         most_cached = max(request.cached.values(), default=0)
         if request.input_tokens > local.knobs.local_max_tokens + most_cached:
@@ -155,9 +158,49 @@ class CombinedPolicy(Observer):
         answer = local.dispatch(request, fleet, now_s)
         if answer.reason is not FleetReason.DOPD_LOCAL or not self._on_time(answer, request, now_s):
             return None
-        if answer.predicted_ttft_s is None or answer.predicted_ttft_s > self.parts.arrow.knobs.tpot_slo_s:
+        if answer.decode is None or not in_place.can_take(request, answer.decode, now_s):
             return None
-        return answer if answer.decode is not None and self._fits(request, answer.decode) else None
+        in_place.take(request, answer.decode, now_s)
+        return answer
+
+    def _early_flip(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
+        """Arrow's flip for a TTFT, before the target is lost."""
+        arrow, target_s = self.parts.arrow, self._target_s(request)
+        best = arrow.best_prefill(request, fleet)
+        if best is None or arrow.predictor.ttft_s(request, best) <= self.knobs.flip_share * target_s:
+            return None
+        move = arrow.move_for(request, fleet, now_s, target_s - (now_s - request.arrival_s))
+        if not isinstance(move, SetRole):
+            return None
+        self._note((move,), now_s)
+        ttft_s = arrow.predictor.ttft_s(request, move.instance)
+        return Dispatch(move.instance, None, FleetReason.PREFILL_FLIP, ttft_s, (move,))
+
+    def _relief(self, request: RequestView, fleet: FleetView, now_s: float, left_s: float) -> Dispatch | None:
+        """A decode instance that is sooner than a prefill pool that is not at ease."""
+        arrow, local = self.parts.arrow, self.parts.local
+        best = arrow.best_prefill(request, fleet)
+        best_s = None if best is None else arrow.predictor.ttft_s(request, best)
+        if best_s is not None and best_s <= self.knobs.ease_share * self._target_s(request):
+            return None
+        hand_over_s = 0.0 if local is None else local.transfer_s(request)
+        before_s = left_s if best_s is None else min(left_s, best_s + hand_over_s)
+        return self._put(request, _decodes(fleet), before_s, now_s, FleetReason.SPARE_DECODE)
+
+    def _put(
+        self, request: RequestView, pool: list[InstanceView], before_s: float, now_s: float, reason: FleetReason
+    ) -> Dispatch | None:
+        """In place where the first token comes soonest, if before ``before_s``."""
+        in_place = self.parts.in_place
+        if in_place is None or not pool:
+            return None
+        late = reason is FleetReason.SPARE_LATE
+        chosen = in_place.soonest(request, pool, before_s, now_s, late=late)
+        if chosen is None:
+            return None
+        ttft_s = self.parts.arrow.predictor.ttft_s(request, chosen)
+        in_place.take(request, chosen, now_s, late=late)
+        return Dispatch(chosen, chosen, reason, ttft_s)
 
     def _own_class(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
         """PLA's answer where length classes are formed and the request's own is at ease."""
@@ -171,41 +214,14 @@ class CombinedPolicy(Observer):
         self._classed.append(follows)
         return answer if follows else None
 
-    def _spare(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
-        """The decode instance with the least backlog, if it would be in time and has time and memory to spare.
-
-        Its decodes stand still meanwhile: no longer than one token may take.
-        """
-        arrow, knobs = self.parts.arrow, self.knobs
-        pace_s = knobs.spare_pace * arrow.knobs.tpot_slo_s
-        able = [
-            instance
-            for instance in fleet.by_role[Role.DECODE]
-            if self._fits(request, instance) and (instance.token_interval_s or 0.0) <= pace_s
-        ]
-        chosen = arrow.predictor.least_delay(able) if pace_s else None
-        if chosen is None:
-            return None
-        ttft_s = arrow.predictor.ttft_s(request, chosen)
-        answer = Dispatch(chosen, chosen, FleetReason.SPARE_DECODE, ttft_s)
-        return answer if ttft_s <= arrow.knobs.tpot_slo_s and self._on_time(answer, request, now_s) else None
-
-    def _fits(self, request: RequestView, instance: InstanceView) -> bool:
-        """Room for one more decode (Arrow), memory for its prompt beside what is queued, and no prefill that is stuck.
-
-        An engine admits a prefill only if its running requests can still grow, which a router does not see: a prefill
-        that has waited for longer than a token may take tells.
-        """
-        used = instance.kv_used_tokens + instance.queued_tokens + request.input_tokens
-        if used > self.knobs.spare_memory * instance.kv_capacity_tokens:
-            return False
-        return instance.prefill_age_s <= self.parts.arrow.knobs.tpot_slo_s and self.parts.arrow.has_room(instance)
-
     def _on_time(self, answer: Dispatch, request: RequestView, now_s: float, share: float = 1.0) -> bool:
         """Whether the predicted TTFT is within ``share`` of the target, counted from arrival."""
-        slo_s = request.ttft_slo_s if request.ttft_slo_s is not None else self.parts.arrow.knobs.ttft_slo_s
-        left_s = share * slo_s - (now_s - request.arrival_s)
+        left_s = share * self._target_s(request) - (now_s - request.arrival_s)
         return answer.predicted_ttft_s is not None and answer.predicted_ttft_s <= left_s
+
+    def _target_s(self, request: RequestView) -> float:
+        """TTFT target of ``request``."""
+        return request.ttft_slo_s if request.ttft_slo_s is not None else self.parts.arrow.knobs.ttft_slo_s
 
     def _is_split(self, fleet: FleetView) -> bool:
         members = fleet.by_role[Role.PREFILL]
@@ -319,9 +335,18 @@ class CombinedPolicy(Observer):
             part.on_first_token(request, instance, now_s)
 
     def on_token_interval(self, instance: InstanceView, interval_s: float, now_s: float) -> None:
+        if self.parts.in_place is not None:
+            self.parts.in_place.on_report(instance)
         for part in self.parts.observers():
             part.on_token_interval(instance, interval_s, now_s)
 
     def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
+        if self.parts.in_place is not None:
+            self.parts.in_place.on_answer(output_tokens)
         for part in self.parts.observers():
             part.on_finish(request, output_tokens, now_s)
+
+
+def _decodes(fleet: FleetView) -> list[InstanceView]:
+    """Ready instances that decode, those that have just joined included."""
+    return fleet.by_role[Role.DECODE] + fleet.by_role[Role.PREFILL_TO_DECODE]

@@ -22,6 +22,8 @@ from pla_sglang.policy.types import PrefillClass
 class InstanceKind(enum.Enum):
     """What an instance is able to run."""
 
+    __hash__ = object.__hash__  # as for ``Role``
+
     UNIFIED = "unified"  # both phases of a request, always on the same instance
     PREFILL = "prefill"
     DECODE = "decode"
@@ -30,6 +32,8 @@ class InstanceKind(enum.Enum):
 
 class Role(enum.Enum):
     """What an instance is used for now; the last four are Arrow's pools (section 5.2)."""
+
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
 
     MIXED = "mixed"
     PREFILL = "prefill"

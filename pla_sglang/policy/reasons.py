@@ -14,6 +14,7 @@ class FleetReason(enum.Enum):
     # any dispatcher
     NO_INSTANCE = "any.no_instance"  # nobody is ready for this phase
     KEEP_LOCAL = "any.keep_local"  # one instance does both phases of this request
+    OTHER_PAIR = "any.other_pair"  # the former pair's KV transfer has failed
     # baselines
     ROUND_ROBIN = "baseline.round_robin"
     LEAST_REQUESTS = "baseline.least_requests"
@@ -75,5 +76,6 @@ class FleetReason(enum.Enum):
     PRESSURE_MINIMUM = "pla.pressure_minimum"
     PRESSURE_RETURN = "pla.pressure_return"  # the pool that gives would ask for it back at once
     # combined
-    SPARE_DECODE = "combined.spare_decode"  # late everywhere else, and a decode instance has time to spare
+    SPARE_DECODE = "combined.spare_decode"  # in place: sooner than in a prefill pool that is not at ease
+    SPARE_LATE = "combined.spare_late"  # in place: late everywhere else
     VETO = "combined.veto"  # another part with precedence wants the opposite

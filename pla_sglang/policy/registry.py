@@ -22,6 +22,7 @@ from pla_sglang.policy.dopd.forecast import Forecaster, HoltWinters, LastValue, 
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.fleet import Role
+from pla_sglang.policy.in_place import InPlace, InPlaceKnobs
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
 from pla_sglang.policy.pla.steady import SteadyPressure
@@ -243,6 +244,7 @@ def _combined(setup: Setup, *, scaling: bool = False) -> tuple[Dispatcher, tuple
     arrow = _arrow_policy(setup)
     parts = Parts(
         arrow,
+        in_place=InPlace(InPlaceKnobs(), arrow, setup.steps),
         local=DopdDispatcher(DopdDispatchKnobs(local_max_tokens=IN_PLACE_TOKENS), arrow.predictor),
         spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, setup.boundary_tokens, spill_at=1.0), arrow.predictor),
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),

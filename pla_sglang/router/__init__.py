@@ -4,7 +4,7 @@
     HTTP front, request bodies, upstream connections,      policies, worker table, health, ledger, telemetry,
     streams, time limits, aborts                           admission, explain, metrics text
                  │                                                     ▲
-                 └── messages.py, over ZMQ or by plain calls ──────────┘
+                 └── messages.py, over a socket or by plain calls ──────────┘
 
 Who owns what:
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pla_sglang.router.http import answers
 from pla_sglang.router.http.head import AnswerHead, RequestHead
 from pla_sglang.router.messages import FailureKind, Worker
-from pla_sglang.router.request import head_to
+from pla_sglang.router.request import head_to, passed_on
 from pla_sglang.router.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Call:
                 self._relay.pool.give(connection)
             else:
                 self._connection = connection
-                connection.send(method, [head.encode() + body], self)
+                connection.send(method, head.encode(), body, self)
 
         self._relay.pool.take(worker, taken)
 
@@ -88,7 +88,8 @@ class PassThrough:
         self._timer = relay.later(relay.config.first_byte_timeout_s, self._expire)
 
     def start(self, worker: Worker, body: bytes) -> None:
-        head = head_to(worker, self._request, len(body), keep_key=not self._relay.config.api_key)
+        keep_key = not self._relay.config.api_key and not worker.api_key
+        head = head_to(worker, self._request, len(body), passed_on(self._request, keep_key=keep_key))
 
         def taken(connection: UpstreamConnection | None, why: str) -> None:
             if connection is None:
@@ -97,7 +98,7 @@ class PassThrough:
                 self._relay.pool.give(connection)
             else:
                 self._connection = connection
-                connection.send(self._request.method, [head + body], self)
+                connection.send(self._request.method, head, body, self)
 
         self._relay.pool.take(worker, taken)
 

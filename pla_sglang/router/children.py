@@ -21,6 +21,7 @@ import uvloop
 
 from pla_sglang.errors import PlaError
 
+RARELY = 10_000  # objects that must have been added until the collector looks at the youngest; Python's own value: 700
 EXIT_FAILED = 1
 EXIT_BAD_ARGUMENTS = 2
 
@@ -60,6 +61,19 @@ def run(main: Coroutine[Any, Any, int]) -> int:
         return EXIT_FAILED
 
 
+def seeded() -> random.Random:
+    """For ids: no two relays alike, and no system call for each."""
+    return random.Random(random.SystemRandom().getrandbits(256))
+
+
+def settle() -> None:
+    """What was imported stays, so collections need not look at it again; and requests leave no cycles behind, so
+    collections can be rare."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(RARELY)
+
+
 async def relay_main(settings: dict[str, Any]) -> int:
     """Keys: number, address, config (RelayConfig as JSON text)."""
     from pla_sglang.router.config import RelayConfig
@@ -69,10 +83,10 @@ async def relay_main(settings: dict[str, Any]) -> int:
     config = RelayConfig.from_json(settings["config"])
     stop = Stop(watch_stdin=True)
     wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
-    relay = Relay(config, number=settings["number"], say=wire.say, rng=random.SystemRandom())
+    relay = Relay(config, number=settings["number"], say=wire.say, rng=seeded())
     wire.start(relay.tell, relay.on_attached)
     await relay.start()
-    gc.freeze()  # what was imported stays: collections need not look at it again
+    settle()
     await stop.asked.wait()
     await until_first(relay.drain(), stop.forced.wait())
     await relay.stop()
@@ -93,7 +107,8 @@ async def control_main(settings: dict[str, Any]) -> int:
     stop = Stop(watch_stdin=True)
     await plane.start()
     wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
-    wire.start()
+    await wire.start()
+    settle()
     await stop.asked.wait()
     wire.close()
     await plane.stop()

@@ -23,12 +23,14 @@ class RelayConfig:
         access_log: "off", "-" for stderr, or a file: one JSON object a request.
         max_head_bytes, max_headers, max_body_bytes: of one request; more is refused.
         max_buffered_bytes: of all bodies that are on their way in, in one relay; then 503.
+        max_kept_bytes: of all bodies that are kept for another attempt, in one relay; beyond it a request gets none.
         max_connections: of clients, in one relay; further ones are closed at once.
         head_timeout_s: for a complete request head, from its first byte or from the connection's start.
         body_timeout_s: for the next byte of a request body.
         idle_timeout_s: between two requests of a connection.
         write_timeout_s: for a client to read on, once its buffers are full.
         connect_timeout_s: to an instance. connect_attempts: dispatches until the client is told.
+        transfer_attempts: dispatches of a request whose KV transfers fail before its client has got anything.
         dispatch_timeout_s: for the control plane's answer; it includes waiting for admission.
         first_byte_timeout_s: for an answer's body to begin, once the request is sent.
         stall_timeout_s: for the next byte of an answer.
@@ -47,6 +49,7 @@ class RelayConfig:
     max_headers: int = 100
     max_body_bytes: int = 64 << 20
     max_buffered_bytes: int = 1 << 30
+    max_kept_bytes: int = 256 << 20
     max_connections: int = 20_000
     head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
@@ -54,6 +57,7 @@ class RelayConfig:
     write_timeout_s: float = 60.0
     connect_timeout_s: float = 3.0
     connect_attempts: int = 3
+    transfer_attempts: int = 4
     dispatch_timeout_s: float = 60.0
     first_byte_timeout_s: float = 600.0
     stall_timeout_s: float = 300.0
@@ -67,8 +71,10 @@ class RelayConfig:
         require("max_headers", self.max_headers, 1, 10_000)
         require("max_body_bytes", self.max_body_bytes, 1, 1 << 32)
         require("max_buffered_bytes", self.max_buffered_bytes, 1, 1 << 40)
+        require("max_kept_bytes", self.max_kept_bytes, 0, 1 << 40)
         require("max_connections", self.max_connections, 1, 1 << 20)
         require("connect_attempts", self.connect_attempts, 1, 100)
+        require("transfer_attempts", self.transfer_attempts, 1, 100)
         for field in dataclasses.fields(self):
             if field.name.endswith("_s"):
                 require(field.name, getattr(self, field.name), 0, DAY_S, above=True)

@@ -1,8 +1,10 @@
 """One dispatched request: from the question to the control plane to the last byte for the client.
 
     ASKING ──assign──► CONNECTING ──all connected──► WAITING ──first byte──► FORWARDING ──last byte──► ENDED
-       ▲                   │ no connection: nothing was sent, ask again
-       └───────────────────┘                 (from every state: failure, time limit, abort, client gone ──► ENDED)
+       ▲                   │ no connection: nothing was sent, ask again  │ KV transfer failed
+       ├───────────────────┘                                             ▼
+       └───────────────────── both instances have ended it ───────── RECALLING
+                                             (from every state: failure, time limit, abort, client gone ──► ENDED)
 
 A pair has two legs with the same body. The decode leg's answer is the client's. The prefill leg's answer is read and
 dropped; if it says that the prefill failed before the decode leg has begun to answer, the request has failed: without
@@ -12,7 +14,6 @@ work for it is told to abort.
 
 from __future__ import annotations
 
-import enum
 import functools
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,10 @@ import msgspec
 from pla_sglang.router.body import Body, with_members
 from pla_sglang.router.http import answers
 from pla_sglang.router.http.head import AnswerHead, RequestHead
-from pla_sglang.router.legs import LegSink
+from pla_sglang.router.legs import LegSink, release, transfer_failed
 from pla_sglang.router.messages import (
     Abort,
+    Again,
     Ask,
     Assign,
     Ended,
@@ -36,7 +38,9 @@ from pla_sglang.router.messages import (
     Stage,
     Step,
 )
-from pla_sglang.router.request import head_to, members_of, rids_at_instances
+from pla_sglang.router.recall import Recall
+from pla_sglang.router.request import body_of_attempt, head_to, header_lines, members_of, passed_on, rids_at_instances
+from pla_sglang.router.states import LEGAL, State
 from pla_sglang.router.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
@@ -45,33 +49,16 @@ if TYPE_CHECKING:
 
 # A bad request is refused by both instances, and decode's answer is the better one; but it must not be waited for long.
 REFUSAL_GRACE_S = 0.3
-# How long a prefill leg may take to end its answer once decode has answered completely, by whether that went well.
-LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
-
-
-class State(enum.Enum):
-    ASKING = "asking"
-    CONNECTING = "connecting"
-    WAITING = "waiting"
-    FORWARDING = "forwarding"
-    ENDED = "ended"
-
-
-LEGAL = {
-    State.ASKING: {State.CONNECTING, State.ENDED},
-    State.CONNECTING: {State.ASKING, State.WAITING, State.ENDED},
-    State.WAITING: {State.FORWARDING, State.ENDED},
-    State.FORWARDING: {State.ENDED},
-    State.ENDED: set(),
-}
+DETAIL_CHARS = 300  # of what an instance says
 
 
 class Exchange:
     """Made when the request's body is complete; ``start`` asks where it goes."""
 
     __slots__ = (
-        *("_answer", "_client", "_deadline_s", "_first_s", "_head", "_last_s", "_legs", "_output_bytes"),
-        *("_events", "_paused", "_refusal", "_relay", "_state", "_steps", "_streams", "ask", "assign", "body", "raw"),
+        *("_answer", "_client", "_deadline_s", "_events", "_first_s", "_head", "_kept", "_last_s", "_legs"),
+        *("_output_bytes", "_paused", "_recall", "_refusal", "_relay", "_state", "_steps", "_streams"),
+        *("ask", "assign", "body", "raw"),
     )
 
     def __init__(
@@ -89,7 +76,8 @@ class Exchange:
         self._first_s: float | None = None
         self._last_s: float | None = None
         self._output_bytes = self._events = 0
-        self._streams = self._paused = False
+        self._streams = self._paused = self._kept = False
+        self._recall: Recall | None = None
         self._deadline_s = 0.0
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -124,10 +112,17 @@ class Exchange:
         if None in workers:
             self._fail(Outcome.NO_CONTROL, 503, "no_worker", "the control plane named an instance that is not known")
             return
-        attempt = assign.attempt
-        for leg, worker in zip(list(self._legs), workers, strict=True):
+        pool = self._relay.pool
+        absent = []
+        for leg, worker in zip(self._legs, workers, strict=True):
             assert worker is not None
-            self._relay.pool.take(worker, functools.partial(self._connected, attempt, leg))
+            leg.connection = pool.idle(worker)
+            if leg.connection is None:
+                absent.append((leg, worker))
+        if not absent:
+            self._send()
+        for leg, worker in absent:
+            pool.connect(worker, functools.partial(self._connected, assign.attempt, leg))
 
     def on_refuse(self, refuse: Refuse) -> None:
         if self._state is State.ASKING and refuse.attempt == self.ask.attempt:
@@ -154,53 +149,75 @@ class Exchange:
         self._send()
 
     def _reconsider(self, worker: int, why: str) -> None:
-        """Nothing was sent to anybody: the only case in which a request is dispatched twice."""
-        for leg in self._legs:
-            if leg.connection is not None:
-                self._relay.pool.give(leg.connection)
-        self._legs = []
-        if self.ask.attempt >= self._relay.config.connect_attempts:
+        """Nothing was sent to anybody."""
+        release(self._relay, self._legs, (), Outcome.UPSTREAM_LOST, sent=False)
+        excluded = (*self.ask.excluded, worker)
+        if len(excluded) >= self._relay.config.connect_attempts:
             self._fail(Outcome.UPSTREAM_LOST, 502, "upstream_unreachable", f"no instance could be reached: {why}")
             return
+        self._ask_again(Again.NOT_SENT, why, excluded)
+
+    def _ask_again(self, why: Again, detail: str, excluded: tuple[int, ...]) -> None:
+        """The attempt is over, nobody has anything of it, and the client has not got a byte."""
+        relay = self._relay
         self._to(State.ASKING)
-        self._relay.count("retries_total")
-        excluded = (*self.ask.excluded, worker)
-        self.ask = msgspec.structs.replace(self.ask, attempt=self.ask.attempt + 1, excluded=excluded)
+        relay.count("retries_total", reason=why.name.lower())
+        self._legs, self._steps, self._answer, self._refusal, self._streams = [], [], None, None, False
         self.assign = None
-        self._deadline_s = self._relay.now_s() + self._relay.config.dispatch_timeout_s
-        self._relay.say(self.ask)
+        body = self.raw if relay.wants_bodies else None
+        told = {"again": why, "detail": detail, "reached": self.ask.reached + (why is Again.TRANSFER_FAILED)}
+        attempt = self.ask.attempt + 1
+        self.ask = msgspec.structs.replace(self.ask, attempt=attempt, excluded=excluded, body=body, **told)
+        self._deadline_s = relay.now_s() + relay.config.dispatch_timeout_s
+        relay.say(self.ask)
 
     def _send(self) -> None:
         assign, relay, ask, request = self.assign, self._relay, self.ask, self._head
-        assert assign is not None
-        assert request is not None
+        assert assign is not None and request is not None
         members = members_of(ask, assign, self.body, header_priority=ask.priority)
-        front, rest = with_members(self.raw, members) if members else (b"", memoryview(self.raw))
+        raw = body_of_attempt(self.raw, ask, self.body)
+        front, rest = with_members(raw, members) if members else (b"", memoryview(raw))
         self._to(State.WAITING)
         self._deadline_s = relay.now_s() + relay.config.first_byte_timeout_s
+        own = header_lines((("x-request-id", ask.rid), ("traceparent", ask.trace)))
+        keyless: bool | None = None  # of ``lines``; both instances get the same but for a key
+        lines = b""
         for leg in self._legs:
             assert leg.connection is not None
-            own = assign.prefill_headers if leg.leg is Leg.PREFILL else assign.decode_headers
-            own = (*own, ("x-request-id", ask.rid), ("traceparent", ask.trace))
             worker = leg.connection.worker
-            head = head_to(worker, request, len(front) + len(rest), own, keep_key=not relay.config.api_key)
-            leg.connection.send("POST", [head + front, rest], leg)
-        self.raw, self._head = b"", None  # nothing is ever sent twice from here on
+            if keyless is not bool(relay.config.api_key or worker.api_key):
+                keyless = bool(relay.config.api_key or worker.api_key)
+                lines = passed_on(request, keep_key=not keyless) + own
+            extra = assign.prefill_headers if leg.leg is Leg.PREFILL else assign.decode_headers
+            of_leg = lines + header_lines(extra) if extra else lines
+            leg.connection.send("POST", head_to(worker, request, len(front) + len(rest), of_leg) + front, rest, leg)
+        # A pair's transfer may fail, and the request be sent again; from a unified instance nothing comes back.
+        if len(self._legs) > 1 and relay.config.transfer_attempts > 1 and (self._kept or relay.keep(len(self.raw))):
+            self._kept = True
+        else:
+            self._drop_body()
         if ask.body is not None:
             self.ask = msgspec.structs.replace(ask, body=None)
         self._step(Step.SENT)
+
+    def _drop_body(self) -> None:
+        """Nothing is sent again from here on."""
+        if self._kept:
+            self._relay.keep(-len(self.raw))
+        self._kept, self.raw, self._head = False, b"", None
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
     def on_answer_head(self, head: AnswerHead) -> None:
         """Kept until there is something to go with it: one segment for both, and errors still get their own status."""
         self._answer = head
-        if (head.get(b"content-type") or b"").startswith(b"text/event-stream"):
-            self._streams = True
+        self._streams = (head.get(b"content-type") or b"").startswith(b"text/event-stream")
 
     def on_answer_body(self, data: bytes) -> None:
-        now_s = self._last_s = self._relay.now_s()
-        self._deadline_s = now_s + self._relay.config.stall_timeout_s
+        if self._kept and self._answer is not None and transfer_failed(self._answer.status, data):
+            self._take_back(data[:DETAIL_CHARS].decode("utf-8", "replace"))
+            return
+        self._last_s = self._relay.now_s()
         self._output_bytes += len(data)
         if self._streams:
             self._events += data.count(b"\n\n")
@@ -208,7 +225,8 @@ class Exchange:
             self._client.write(data)
             return
         self._to(State.FORWARDING)
-        self._first_s = now_s
+        self._drop_body()
+        self._first_s = self._last_s
         assert self._answer is not None
         self._client.write(self._client.head_of(self._answer, self.ask.rid) + data)
         self._step(Step.FIRST_TOKEN)
@@ -232,20 +250,48 @@ class Exchange:
 
     # -- the prefill leg ---------------------------------------------------------------------------------------------
 
-    def on_prefill_done(self) -> None:
-        if self._state is not State.ENDED:
+    def on_prefill_done(self, leg: LegSink) -> None:
+        if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
+        else:
             self._step(Step.PREFILL_DONE)
 
-    def on_prefill_failed(self, leg: LegSink, kind: FailureKind | None, detail: str) -> None:
+    def on_prefill_failed(self, leg: LegSink, kind: FailureKind | None, detail: str, *, transfer: bool) -> None:
         if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
             return
         if kind is not None:
             self._report(leg, kind, detail)
-        if self._state is State.WAITING:  # else decode has the KV already, and answers
+        if self._state is State.WAITING and transfer:
+            self._take_back(detail)
+        elif self._state is State.WAITING:  # else decode has the KV already, and answers
             self._fail(Outcome.PREFILL_FAILED, 502, "prefill_failed", f"the prefill failed: {detail}")
 
-    def on_prefill_refused(self, status: int, detail: str) -> None:
-        if self._state is State.WAITING:
+    def _take_back(self, detail: str) -> None:
+        """The KV transfer has failed, and the client has not got a byte: another attempt, where that is allowed."""
+        if not self._kept or self.ask.reached + 1 >= self._relay.config.transfer_attempts:
+            self._transfer_failed(detail)
+            return
+        self._to(State.RECALLING)
+        rids = rids_at_instances(self.ask, self.body)
+        self._recall = Recall(self._relay, self._legs, rids, functools.partial(self._recalled, detail))
+        self._recall.start()
+
+    def _recalled(self, detail: str, over: bool) -> None:
+        self._recall = None
+        if over:
+            self._ask_again(Again.TRANSFER_FAILED, detail, self.ask.excluded)
+        else:
+            self._transfer_failed(detail)
+
+    def _transfer_failed(self, detail: str) -> None:
+        message = f"the KV transfer from prefill to decode failed, attempt {self.ask.attempt}: {detail}"
+        self._fail(Outcome.PREFILL_FAILED, 502, "transfer_failed", message)
+
+    def on_prefill_refused(self, leg: LegSink, status: int, detail: str) -> None:
+        if self._state is State.ENDED:
+            self._relay.lingering.pop(leg, None)
+        elif self._state is State.WAITING:
             self._refusal = (status, detail)
             self._deadline_s = self._relay.now_s() + REFUSAL_GRACE_S
 
@@ -262,7 +308,7 @@ class Exchange:
         config = self._relay.config
         if now_s - self.ask.arrived_s > config.request_timeout_s:
             self._time_out(f"not done within {config.request_timeout_s:g} s")
-        elif now_s <= self._deadline_s or self._paused:
+        elif now_s <= self._deadline_s or self._paused or self._moves(now_s):
             return
         elif self._state is State.ASKING:
             self._fail(
@@ -275,6 +321,11 @@ class Exchange:
             self._time_out(f"no answer within {config.first_byte_timeout_s:g} s")
         elif self._state is State.FORWARDING:
             self._time_out(f"the answer stood still for {config.stall_timeout_s:g} s")
+
+    def _moves(self, now_s: float) -> bool:
+        """Whether its answer has not stood still for too long."""
+        last_s = self._last_s if self._state is State.FORWARDING else None
+        return last_s is not None and now_s <= last_s + self._relay.config.stall_timeout_s
 
     def _time_out(self, message: str) -> None:
         for leg in self._legs:
@@ -302,7 +353,7 @@ class Exchange:
             return
         begun = self._first_s is not None
         decode = self._legs[0].connection if self._legs else None
-        can_add = begun and self._streams and self._boundary(decode)
+        can_add = begun and self._streams and self._client.understands_chunks and decode and decode.at_boundary()
         self._end(outcome, self._answer.status if begun and self._answer else status, message)
         if not begun:
             body = answers.error_body(status, code, message)
@@ -313,59 +364,25 @@ class Exchange:
         else:
             self._client.cut()
 
-    def _boundary(self, decode: UpstreamConnection | None) -> bool:
-        return decode is not None and self._client.understands_chunks and decode.at_boundary()
-
     def _end(self, outcome: Outcome, status: int, detail: str = "") -> None:
         """Exactly once: free the instances, tell the control plane, forget the request."""
         if self._state is State.ENDED:
             return
-        sent = self._state in (State.WAITING, State.FORWARDING)
+        sent = self._state in (State.WAITING, State.RECALLING, State.FORWARDING)
         self._to(State.ENDED)
-        aborted = tuple(self._release(outcome, sent=sent))
-        now_s = self._relay.now_s()
-        self._relay.close(
-            self,
-            Ended(
-                self.ask.rid,
-                outcome,
-                status,
-                now_s,
-                self._output_bytes,
-                self._events,
-                self._first_s,
-                self._last_s,
-                aborted,
-                detail,
-            ),
-        )
+        if self._recall is not None:
+            self._recall.cancel()
+        self._drop_body()
+        legs, self._legs = self._legs, []  # they point back here; without the cycle, a request is freed at once
+        aborted = release(self._relay, legs, rids_at_instances(self.ask, self.body), outcome, sent=sent)
+        now_s, counts = self._relay.now_s(), (self._output_bytes, self._events, self._first_s, self._last_s)
+        self._relay.close(self, Ended(self.ask.rid, outcome, status, now_s, *counts, aborted, detail))
 
-    def _release(self, outcome: Outcome, *, sent: bool) -> list[int]:
-        """Give connections back or drop them; the instances that were told to abort."""
-        aborted = []
-        for leg in self._legs:
-            connection, leg.connection = leg.connection, None
-            if not sent:
-                if connection is not None:
-                    self._relay.pool.give(connection)
-                continue
-            if leg.done:
-                continue
-            if outcome in LINGER_S and connection is not None:
-                self._relay.later(LINGER_S[outcome], functools.partial(self._linger, leg, connection))
-                continue
-            if connection is not None:
-                connection.drop()
-            aborted.append(leg.worker)
-            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
-        self._legs = []  # they point back here; without the cycle, a request is freed at once
-        return aborted
-
-    def _linger(self, leg: LegSink, connection: UpstreamConnection) -> None:
+    def give_up(self, leg: LegSink) -> None:
         """A prefill leg whose answer should have ended by now."""
-        if not leg.done:
-            connection.drop()
-            self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
+        if leg.connection is not None:
+            leg.connection.drop()
+        self._relay.abort_upstream(leg.worker, rids_at_instances(self.ask, self.body))
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -380,4 +397,4 @@ class Exchange:
         self._relay.say(stage)
 
     def _report(self, leg: LegSink, kind: FailureKind, detail: str) -> None:
-        self._relay.say(Failure(leg.worker, leg.leg, kind, self._relay.now_s(), self.ask.rid, detail[:300]))
+        self._relay.say(Failure(leg.worker, leg.leg, kind, self._relay.now_s(), self.ask.rid, detail[:DETAIL_CHARS]))

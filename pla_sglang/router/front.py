@@ -213,12 +213,7 @@ class ClientConnection(asyncio.Protocol):
             self._close_after = True
         if self._close_after:
             own += b"connection: close\r\n"
-        if (
-            self.understands_chunks
-            and head.get(b"connection") is None
-            and head.get(b"keep-alive") is None
-            and head.minor
-        ):
+        if self.understands_chunks and not head.own_hop and head.minor:
             return head.raw[:-2] + own + b"\r\n"
         dropped = {b"connection", b"keep-alive"} | (set() if self.understands_chunks else {b"transfer-encoding"})
         lines = [b"%s: %s\r\n" % (name, value) for name, value in head.headers if name not in dropped]

@@ -6,9 +6,9 @@ Order of a request's messages, all from the relay that holds the client's connec
          ->  Stage ...         (SENT, then PREFILL_DONE, FIRST_TOKEN as they happen)
          ->  Ended             (exactly once for every Ask, whatever happened, also where the answer was Refuse)
 
-A relay may Ask again for the same rid (``attempt`` + 1) when it is certain that no instance has seen a byte of the
-request; the control plane then takes the former Assign back. No Stage was sent for it. An ``Abort`` from control may
-cross ``Ended``: the relay ignores it.
+A relay may Ask again for the same rid (``attempt`` + 1) when it is certain that no instance has anything of the
+request (any more) and its client has not got a byte; ``again`` says how that came. The control plane then takes the
+former Assign back, and forgets its Stages. An ``Abort`` from control may cross ``Ended``: the relay ignores it.
 
 Times ``*_s`` are CLOCK_MONOTONIC seconds, the same clock for all processes of a machine.
 """
@@ -19,7 +19,7 @@ import enum
 
 import msgspec
 
-PROTOCOL = 1  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 2  # raised with every change of a message; sides that disagree refuse each other
 
 
 class Endpoint(enum.IntEnum):
@@ -71,6 +71,13 @@ class FailureKind(enum.IntEnum):
     BAD_ANSWER = 4  # not HTTP/1.1, or over the limits
 
 
+class Again(enum.IntEnum):
+    """Why a request is asked for again."""
+
+    NOT_SENT = 0  # an instance could not be reached, so no byte was sent to any
+    TRANSFER_FAILED = 1  # the KV did not get to decode; both instances have answered and hold nothing
+
+
 class Prompts(enum.IntEnum):
     """What ``Ask`` must say about the prompt; the control plane chooses by what its policy needs."""
 
@@ -103,6 +110,8 @@ class Ask(Message, frozen=True):
         trace: W3C ``traceparent`` that goes to the instances.
         attempt: 1, or how many Asks there were for this rid.
         excluded: instances that a former attempt could not connect to.
+        reached: former attempts that instances got; each has another id there (``body.rid_there``).
+        again, detail: of an ``attempt`` above 1: why the former one is over, as a code and for people.
         body: the JSON body, with Prompts.BODY only.
     """
 
@@ -125,6 +134,9 @@ class Ask(Message, frozen=True):
     trace: str = ""
     attempt: int = 1
     excluded: tuple[int, ...] = ()
+    reached: int = 0
+    again: Again = Again.NOT_SENT
+    detail: str = ""
     body: bytes | None = None
 
 

@@ -1,7 +1,8 @@
 """What the two planes may ask of each other, without the transport.
 
 Both sides live on one event loop each and call from its thread only. Calls return at once; an answer comes through the
-other side's interface. In one process the objects call each other; over ZMQ ``wire.py`` stands in for the other side.
+other side's interface. In one process the objects call each other; between processes ``wire.py`` stands in for the
+other side.
 """
 
 from __future__ import annotations

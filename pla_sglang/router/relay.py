@@ -21,6 +21,7 @@ from pla_sglang.router.exchange import Exchange
 from pla_sglang.router.front import ClientConnection
 from pla_sglang.router.http import answers
 from pla_sglang.router.http.head import BadMessage, RequestHead
+from pla_sglang.router.legs import LegSink
 from pla_sglang.router.messages import (
     PROTOCOL,
     Abort,
@@ -91,10 +92,12 @@ class Relay:
         self.port = config.port
         self.draining = False
         self.open: dict[str, Exchange] = {}
+        self.lingering: dict[LegSink, float] = {}  # prefill legs of answered requests, and when they must have ended
         self._workers: dict[int, Worker] = {}
         self._turn = 0  # over the workers, for requests that any can answer
         self._clients: set[ClientConnection] = set()
         self._buffered_bytes = 0
+        self._kept_bytes = 0
         self._admin: dict[int, tuple[ClientConnection, asyncio.TimerHandle]] = {}
         self._admin_asks = 0
         self._counters: dict[str, float] = {}
@@ -247,22 +250,24 @@ class Relay:
 
     def abort_upstream(self, number: int, rids: Sequence[str]) -> None:
         """Make an instance free what it holds of a request."""
+        for delay_s in ABORT_AGAIN_S:
+            if delay_s:
+                self.later(delay_s, functools.partial(self.abort_once, number, rids))
+            else:
+                self.abort_once(number, rids)
+
+    def abort_once(self, number: int, rids: Sequence[str]) -> None:
+        """Tell an instance to drop a request."""
         worker = self._workers.get(number)
         if worker is None:
             return
-        for delay_s in ABORT_AGAIN_S:
-            for rid in rids:
-                body = msgspec.json.encode({"rid": rid})
-                if delay_s:
-                    self.later(delay_s, functools.partial(self._abort, worker, body))
-                else:
-                    self._abort(worker, body)
 
-    def _abort(self, worker: Worker, body: bytes) -> None:
         def done(status: int) -> None:
             self.count("upstream_aborts_total", status=str(status))
 
-        Call(self, done, timeout_s=ABORT_TIMEOUT_S).start(worker, "POST", "/abort_request", body)
+        for rid in rids:
+            call = Call(self, done, timeout_s=ABORT_TIMEOUT_S)
+            call.start(worker, "POST", "/abort_request", msgspec.json.encode({"rid": rid}))
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -276,6 +281,13 @@ class Relay:
 
     def release(self, client: ClientConnection) -> None:
         self._clients.discard(client)
+
+    def keep(self, count: int) -> bool:
+        """Count bytes of bodies that are kept for another attempt; False where the limit stands against it."""
+        if count > 0 and self._kept_bytes + count > self.config.max_kept_bytes:
+            return False
+        self._kept_bytes += count
+        return True
 
     def buffer(self, count: int) -> bool:
         """Count bytes of bodies that are on their way in; False where the limit stands against it."""
@@ -302,6 +314,9 @@ class Relay:
         now_s = self.now_s()
         for exchange in list(self.open.values()):
             exchange.tick(now_s)
+        for leg in [leg for leg, due_s in self.lingering.items() if now_s > due_s]:
+            del self.lingering[leg]
+            leg.exchange.give_up(leg)
         for client in list(self._clients):
             client.tick(now_s)
         self.pool.sweep(now_s)
@@ -316,6 +331,7 @@ class Relay:
         return {
             "open_requests": len(self.open),
             "buffered_bytes": self._buffered_bytes,
+            "kept_bytes": self._kept_bytes,
             "admin_requests": len(self._admin),
             "client_connections": len(self._clients),
             "idle_upstream_connections": self.pool.idle_count(),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
 import re
 from collections.abc import Callable
 
-from pla_sglang.router.body import RID_PREFIX, Body
+from pla_sglang.router.body import RID_PREFIX, Body, rid_there, with_rid
 from pla_sglang.router.http.head import BadMessage, RequestHead
 from pla_sglang.router.messages import Ask, Assign, Endpoint, Worker
 
@@ -153,7 +154,7 @@ def members_of(ask: Ask, assign: Assign, body: Body, *, header_priority: int | N
     """
     parts = []
     if body.rid is None and not body.rids:
-        parts.append(f'"rid":"{ask.rid}"')  # one of ours: nothing in it needs escaping
+        parts.append(f'"rid":"{rid_there(ask.rid, ask.reached)}"')  # one of ours: nothing in it needs escaping
     if assign.prefill is not None:
         parts.append(
             f'"bootstrap_host":"{assign.bootstrap_host}","bootstrap_port":{assign.bootstrap_port}'
@@ -168,31 +169,46 @@ def members_of(ask: Ask, assign: Assign, body: Body, *, header_priority: int | N
 
 def rids_at_instances(ask: Ask, body: Body) -> tuple[str, ...]:
     """Under which ids SGLang knows the prompts of a request."""
-    if body.rids or ask.prompts == 1:
-        return body.rids or (ask.rid,)
-    return tuple(f"{ask.rid}_{index}" for index in range(ask.prompts))
+    if body.rids:
+        return tuple(rid_there(rid, ask.reached) for rid in body.rids)
+    rid = rid_there(ask.rid, ask.reached)
+    return (rid,) if ask.prompts == 1 else tuple(f"{rid}_{index}" for index in range(ask.prompts))
 
 
-def head_to(
-    worker: Worker, head: RequestHead, length: int, own: tuple[tuple[str, str], ...] = (), *, keep_key: bool = True
-) -> bytes:
-    """The request's head for one instance; ``own`` are headers that the router adds.
+def body_of_attempt(raw: bytes, ask: Ask, body: Body) -> bytes:
+    """The client's body, with another rid in place of its own where instances got the request before."""
+    if not ask.reached or (body.rid is None and not body.rids):
+        return raw
+    return with_rid(raw, list(rids_at_instances(ask, body)) if body.rids else rid_there(ask.rid, ask.reached))
 
-    ``keep_key``: the client's Authorization is meant for the instance; else it was for the router.
+
+def passed_on(head: RequestHead, *, keep_key: bool) -> bytes:
+    """Header lines of a client that its instances get.
+
+    ``keep_key``: its Authorization is meant for the instance; else it was for the router.
     """
-    lines = [b"%s %s HTTP/1.1\r\nhost: %s:%d\r\n" % (head.method.encode(), head.target, _host(worker), worker.port)]
-    if length or head.method == "POST":
-        lines.append(b"content-length: %d\r\n" % length)
-    keep_key = keep_key and not worker.api_key
-    for name, value in head.headers:
-        if name not in _HOP and (keep_key or name != b"authorization"):
-            lines.append(b"%s: %s\r\n" % (name, value))
-    if worker.api_key:
-        lines.append(b"authorization: Bearer %s\r\n" % worker.api_key.encode())
-    lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in own]
-    lines.append(b"\r\n")
-    return b"".join(lines)
+    return b"".join(
+        [
+            b"%s: %s\r\n" % (name, value)
+            for name, value in head.headers
+            if name not in _HOP and (keep_key or name != b"authorization")
+        ]
+    )
 
 
-def _host(worker: Worker) -> bytes:
-    return f"[{worker.host}]".encode() if ":" in worker.host else worker.host.encode()
+def head_to(worker: Worker, head: RequestHead, length: int, lines: bytes) -> bytes:
+    """The request's head for one instance. ``lines``: headers of the client and the router, each with its line end."""
+    method = head.method.encode()
+    sized = b"content-length: %d\r\n" % length if length or method == b"POST" else b""
+    key = b"authorization: Bearer %s\r\n" % worker.api_key.encode() if worker.api_key else b""
+    host = _authority(worker.host, worker.port)
+    return b"%s %s HTTP/1.1\r\nhost: %s\r\n%s%s%s\r\n" % (method, head.target, host, sized, lines, key)
+
+
+def header_lines(headers: tuple[tuple[str, str], ...]) -> bytes:
+    return b"".join([f"{name}: {value}\r\n".encode("latin-1") for name, value in headers])
+
+
+@functools.lru_cache(maxsize=4096)
+def _authority(host: str, port: int) -> bytes:
+    return (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()

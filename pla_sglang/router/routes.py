@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
 import msgspec
 
@@ -53,12 +54,17 @@ def serve(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes
     elif path == "/workers" or path.startswith(("/workers/", "/pla/")):
         check_key(head, relay.config.admin_key)
         relay.ask_admin(client, head, body)
-    elif path in PASSED_GET or path.startswith(PASSED_GET_PREFIX) or path in PASSED_POST:
+    elif path in PASSED_GET or names_a_model(path) or path in PASSED_POST:
         need(method, "POST" if path in PASSED_POST else "GET")
         check_key(head, relay.config.api_key)
         pass_through(relay, client, head, body)
     else:
         raise BadMessage("not_found", f"there is no {path}", 404)
+
+
+def names_a_model(path: str) -> bool:
+    """``/v1/models/ID``, and nothing that something on the way to an instance could read as another path."""
+    return path.startswith(PASSED_GET_PREFIX) and not {".", ".."} & set(unquote(path).replace("\\", "/").split("/"))
 
 
 def need(method: str, allowed: str) -> None:

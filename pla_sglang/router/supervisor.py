@@ -14,6 +14,7 @@ from typing import Any
 
 from pla_sglang.router.children import EXIT_BAD_ARGUMENTS, Stop, until_first
 from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.links import STREAM
 
 RESTART_S = (0.1, 5.0)  # first and longest wait before a process is started again
 STEADY_S = 30.0  # one that ran for so long starts over with the first wait
@@ -88,11 +89,12 @@ def with_memory(arguments: list[str], folder: Path) -> list[str]:
     return [*arguments, "--memory-file", str(folder / "memory.json")]
 
 
-async def supervise(config: RelayConfig, relays: int, control_arguments: list[str]) -> int:
-    """Run the control plane and ``relays`` relays until a signal. The exit status."""
+async def supervise(config: RelayConfig, relays: int, control_arguments: list[str], *, carrier: str = STREAM) -> int:
+    """Run the control plane and ``relays`` relays, joined by ``carrier`` (``links.py``), until a signal. The exit
+    status."""
     stop = Stop(watch_stdin=False)
     with tempfile.TemporaryDirectory(prefix="pla_router.") as folder:
-        address = f"ipc://{Path(folder) / 'control'}"
+        address = f"{carrier}{Path(folder) / 'control'}"
         arguments = with_memory(control_arguments, Path(folder))
         control = Child("the control plane", "control", {"address": address, "arguments": arguments})
         members = [

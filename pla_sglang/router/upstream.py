@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -14,6 +14,8 @@ from pla_sglang.router.http.head import CRLF2, AnswerHead, BadMessage, parse_ans
 from pla_sglang.router.messages import FailureKind, Worker
 
 MAX_HEAD_BYTES = 65_536
+MAX_CONNECTING = 32
+COPY_BYTES = 16_384  # up to here one piece is cheaper to send than two
 
 
 class AnswerSink(Protocol):
@@ -51,12 +53,15 @@ class UpstreamConnection(asyncio.Protocol):
 
     # -- for whoever uses it -----------------------------------------------------------------------------------------
 
-    def send(self, method: str, pieces: list[bytes | memoryview], sink: AnswerSink) -> None:
-        """Send one request; the connection must be idle."""
+    def send(self, method: str, front: bytes, rest: bytes | memoryview, sink: AnswerSink) -> None:
+        """Send one request, in two pieces so that a long one need not be copied; the connection must be idle."""
         assert self._sink is None
         assert self.transport is not None
         self._sink, self._method = sink, method
-        self.transport.writelines(pieces)
+        if len(rest) > COPY_BYTES:
+            self.transport.writelines((front, rest))
+        else:
+            self.transport.write(b"".join((front, rest)))
 
     def usable(self) -> bool:
         """Whether it is still open, as far as is known."""
@@ -185,15 +190,35 @@ class UpstreamPool:
         self._idle_s = idle_s
         self._idle: dict[int, deque[UpstreamConnection]] = {}
         self._connecting: set[asyncio.Task[None]] = set()
+        self._under_way: Counter[int] = Counter()  # of them, by instance
+        self._waiting: dict[int, deque[Taker]] = {}
 
     def take(self, worker: Worker, taker: Taker) -> None:
         """Calls ``taker`` with a connection, at once or later; with None and a reason where there is none to be had."""
+        connection = self.idle(worker)
+        if connection is None:
+            self.connect(worker, taker)
+        else:
+            taker(connection, "")
+
+    def idle(self, worker: Worker) -> UpstreamConnection | None:
+        """One that is there and not in use, now the caller's."""
         idle = self._idle.get(worker.number)
         while idle:
             connection = idle.pop()
             if connection.usable():
-                taker(connection, "")
-                return
+                return connection
+        return None
+
+    def connect(self, worker: Worker, taker: Taker) -> None:
+        """As ``take``, always a new one. As each costs memory, those beyond ``MAX_CONNECTING`` to an instance wait."""
+        if self._under_way[worker.number] >= MAX_CONNECTING:
+            self._waiting.setdefault(worker.number, deque()).append(taker)
+        else:
+            self._begin(worker, taker)
+
+    def _begin(self, worker: Worker, taker: Taker) -> None:
+        self._under_way[worker.number] += 1
         task = self._loop.create_task(self._connect(worker, taker))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
@@ -235,11 +260,21 @@ class UpstreamPool:
                     lambda: UpstreamConnection(self, worker), worker.host, worker.port
                 )
         except TimeoutError:
-            taker(None, f"no connection within {self._connect_timeout_s:g} s")
+            self._failed(worker, taker, f"no connection within {self._connect_timeout_s:g} s")
         except OSError as error:
-            taker(None, str(error) or type(error).__name__)
+            self._failed(worker, taker, str(error) or type(error).__name__)
         else:
+            self._under_way[worker.number] -= 1
+            waiting = self._waiting.get(worker.number)
+            if waiting:
+                self._begin(worker, waiting.popleft())
             taker(connection, "")
+
+    def _failed(self, worker: Worker, taker: Taker, why: str) -> None:
+        """Those who wait for their turn would not fare better, and must not wait for a time limit each."""
+        self._under_way[worker.number] -= 1
+        for one in (taker, *self._waiting.pop(worker.number, ())):
+            one(None, why)
 
 
 def no_delay(transport: asyncio.Transport) -> None:

@@ -1,12 +1,11 @@
-"""The two planes in different processes: messages over ZMQ on a Unix socket.
+"""The two planes in different processes: messages in frames, which ``links.py`` carries.
 
-A relay connects a DEALER to the control plane's ROUTER. What one turn of the event loop says goes out as one frame, a
-list of messages. A relay knocks (an empty frame) until it is attached, and again whenever it has heard nothing for
-``SILENCE_S``: a control plane that has restarted does not know it, attaches it, and its table has a new epoch. What a
-relay that is not attached says is dropped; its ``Hello`` will tell all that matters.
+What one turn of the event loop says goes out as one frame, a list of messages. Stages and ends of requests, which
+nobody waits for, stay up to ``LAZY_S`` for a question that goes out anyway: one frame a request instead of four.
 
-ZMQ's descriptor is edge-triggered and speaks of both directions, so after each event, and after each send, everything
-that is there is read.
+A relay knocks (an empty frame) until it is attached, and again whenever it has heard nothing for ``SILENCE_S``: a
+control plane that has restarted does not know it, attaches it, and its table has a new epoch. What a relay that is not
+attached says is dropped; its ``Hello`` will tell all that matters.
 """
 
 from __future__ import annotations
@@ -15,60 +14,25 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
-import zmq
 
-from pla_sglang.router.messages import BEAT_INTERVAL_S, FromControl, FromRelay, Table
+from pla_sglang.router.links import hub_at, link_to
+from pla_sglang.router.messages import BEAT_INTERVAL_S, Ended, FromControl, FromRelay, Stage, Table
 from pla_sglang.router.plane import ControlPlane
 
 SILENCE_S = 6 * BEAT_INTERVAL_S
 KNOCK_S = 0.25
 GONE_S = 3.0  # a relay reports every second
+# About a pass of an engine, and so about the age of a load report. Each frame wakes the control process, which costs
+# more than what it says.
+LAZY_S = 0.02
 KNOCK = b""
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 _from_control = msgspec.msgpack.Decoder(list[FromControl]).decode
 _from_relay = msgspec.msgpack.Decoder(list[FromRelay]).decode
-
-
-class _Socket:
-    """A ZMQ socket on an event loop. ``take`` gets the frames of each message."""
-
-    def __init__(self, kind: int, loop: asyncio.AbstractEventLoop, take: Callable[[list[bytes]], None]) -> None:
-        self._context = zmq.Context()
-        self.zmq: Any = self._context.socket(kind)
-        self.zmq.setsockopt(zmq.LINGER, 500)
-        self.zmq.setsockopt(zmq.SNDHWM, 0)
-        self.zmq.setsockopt(zmq.RCVHWM, 0)
-        self._loop, self._take = loop, take
-        self._again = False
-
-    def begin(self) -> None:
-        self._loop.add_reader(self.zmq.getsockopt(zmq.FD), self.drain)
-        self.drain()
-
-    def drain(self) -> None:
-        self._again = False
-        while self.zmq.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._take(self.zmq.recv_multipart(zmq.NOBLOCK))
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        """Never waits: queues are not bounded, as each message belongs to a request that is open."""
-        try:
-            self.zmq.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            _log.warning("a message to a peer that is gone was dropped")
-        if not self._again:  # sending may have swallowed the sign that something came in
-            self._again = True
-            self._loop.call_soon(self.drain)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self.zmq.getsockopt(zmq.FD))
-        self.zmq.close()
-        self._context.term()
 
 
 class RelayWire:
@@ -79,25 +43,28 @@ class RelayWire:
         self._now_s = now_s
         self._heard_s = float("-inf")
         self._outgoing: list[FromRelay] = []
+        self._soon = self._lazy = False  # whether a flush will come at the end of this turn, or within LAZY_S
         self._timer: asyncio.TimerHandle | None = None
         self.tell: Callable[[FromControl], None]
         self._on_attached: Callable[[], None]
         self._knocked = False
-        self._socket = _Socket(zmq.DEALER, self._loop, self._take)
-        self._socket.zmq.setsockopt(zmq.IDENTITY, b"%d/%d" % (number, os.getpid()))
-        self._socket.zmq.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.zmq.connect(address)
+        self._link = link_to(address, b"%d/%d" % (number, os.getpid()))
 
     def start(self, tell: Callable[[FromControl], None], on_attached: Callable[[], None] = lambda: None) -> None:
         """``on_attached``: called before the first ``Table`` of each membership is told."""
         self.tell, self._on_attached = tell, on_attached
-        self._socket.begin()
-        self._knock()
+        self._link.start(self._take, self._opened)
+        self._watch()
 
     def say(self, message: FromRelay) -> None:
-        if not self._outgoing:
-            self._loop.call_soon(self._flush)
         self._outgoing.append(message)
+        if isinstance(message, Stage | Ended):
+            if not self._lazy:
+                self._lazy = True
+                self._loop.call_later(LAZY_S, self._flush_lazy)
+        elif not self._soon:
+            self._soon = True
+            self._loop.call_soon(self._flush)
 
     def silent_s(self) -> float:
         """Since the control plane was last heard."""
@@ -107,27 +74,40 @@ class RelayWire:
         if self._timer is not None:
             self._timer.cancel()
         self._flush()
-        self._socket.close()
+        self._link.close()
 
     def _flush(self) -> None:
+        self._soon = False
         if self._outgoing:
             outgoing, self._outgoing = self._outgoing, []
-            self._socket.send([_encode(outgoing)])
+            self._link.send(_encode(outgoing))
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _flush_lazy(self) -> None:
+        self._lazy = False
+        self._flush()
+
+    def _take(self, frame: bytes) -> None:
         self._heard_s = self._now_s()
-        for message in _from_control(frames[0]):
+        for message in _from_control(frame):
             if self._knocked:  # who was a member all the time hears a beat first, who is a new one its table
                 self._knocked = False
                 if isinstance(message, Table):
                     self._on_attached()
             self.tell(message)
 
+    def _opened(self) -> None:
+        """Nobody at the other end of a new connection knows this relay."""
+        self._heard_s = float("-inf")
+        self._knock()
+
     def _knock(self) -> None:
+        self._knocked = True
+        self._link.send(KNOCK)
+
+    def _watch(self) -> None:
         if self.silent_s() > SILENCE_S:
-            self._knocked = True
-            self._socket.send([KNOCK])
-        self._timer = self._loop.call_later(KNOCK_S, self._knock)
+            self._knock()
+        self._timer = self._loop.call_later(KNOCK_S, self._watch)
 
 
 @dataclasses.dataclass
@@ -159,27 +139,26 @@ class ControlWire:
         self._control, self._now_s = control, now_s
         self._peers: dict[bytes, _Peer] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._socket = _Socket(zmq.ROUTER, self.loop, self._take)
-        self._socket.zmq.bind(address)
+        self._hub = hub_at(address)
 
-    def start(self) -> None:
-        self._socket.begin()
+    async def start(self) -> None:
+        """Raises OSError where the address cannot be bound."""
+        await self._hub.start(self._take, self._gone)
         self._sweep()
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        self._socket.send([identity, frame])
+        self._hub.send(identity, frame)
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         for peer in self._peers.values():
             peer.flush()
-        self._socket.close()
+        self._hub.close()
 
-    def _take(self, frames: list[bytes]) -> None:
-        identity, content = frames
+    def _take(self, identity: bytes, frame: bytes) -> None:
         peer = self._peers.get(identity)
-        if content == KNOCK:
+        if frame == KNOCK:
             if peer is None:
                 self._attach(identity)
             return
@@ -187,7 +166,7 @@ class ControlWire:
             return
         peer.heard_s = self._now_s()
         try:
-            messages = _from_relay(content)
+            messages = _from_relay(frame)
         except msgspec.DecodeError as error:  # another version of us; nothing it says can be trusted
             _log.error("relay %d sent what this control plane does not know: %s", peer.number, error)
             self._forget(peer)
@@ -203,6 +182,15 @@ class ControlWire:
         self._peers[identity] = peer
         self._control.attach(number, peer)
 
+    def _gone(self, identity: bytes) -> None:
+        peer = self._peers.get(identity)
+        if peer is not None:
+            self._lose(peer)
+
+    def _lose(self, peer: _Peer) -> None:
+        _log.warning("relay %d is gone", peer.number)
+        self._forget(peer)
+
     def _forget(self, peer: _Peer) -> None:
         del self._peers[peer.identity]
         self._control.forget(peer.number)
@@ -211,6 +199,5 @@ class ControlWire:
         """Relays that say nothing any more are gone; what they held, the control plane frees."""
         now_s = self._now_s()
         for peer in [peer for peer in self._peers.values() if now_s - peer.heard_s > GONE_S]:
-            _log.warning("relay %d is gone", peer.number)
-            self._forget(peer)
+            self._lose(peer)
         self._timer = self.loop.call_later(KNOCK_S, self._sweep)

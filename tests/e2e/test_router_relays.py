@@ -9,6 +9,8 @@ import contextlib
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -128,6 +130,42 @@ def test_the_openai_client_works_unmodified(cluster: dict[str, Any]) -> None:
         for streamed in (False, True):
             with pytest.raises(BadRequestError, match="n > 1"):
                 client.completions.create(model=model, prompt=prompt, max_tokens=20, n=3, stream=streamed)
+    wait_until_idle(cluster)
+
+
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_a_chat_through_the_openai_client(cluster: dict[str, Any]) -> None:
+    """Streamed and whole, with logprobs, usage and tools: fields that the router does not know go through it."""
+    from openai import OpenAI
+
+    chat = [{"role": "user", "content": "hello" + chain.ask_text(6)}]
+    fields = {"messages": chat, "max_tokens": 20, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    with OpenAI(base_url=cluster["url"] + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        fields["model"] = client.models.list().data[0].id
+        whole = client.chat.completions.create(**fields, tools=TOOLS, tool_choice="auto")  # type: ignore[call-overload]
+        words = whole.choices[0].message.content
+        assert len(words.split()) == 5
+        assert whole.choices[0].message.tool_calls is None
+        assert [len(one.top_logprobs) for one in whole.choices[0].logprobs.content[:5]] == [2] * 5
+        stream = client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
+        parts = list(stream)
+        assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == words
+        assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+        assert any(part.choices and part.choices[0].logprobs for part in parts)
+    wait_until_idle(cluster)
+
+
+def test_the_curl_line_of_the_readme(cluster: dict[str, Any]) -> None:
+    text = Path("README.md").read_text(encoding="utf-8")
+    [line] = re.findall(r"^curl localhost:30000(/v1/[^\n]*\\\n[^\n]*)$", text, re.MULTILINE)
+    command = shlex.split(line.replace("\\\n", " "))
+    command[-1] = command[-1].replace("Hello", "Hello" + chain.ask_text(6))  # or it never stops
+    curl = ["curl", "-sS", "--fail-with-body", "--max-time", str(PATIENCE_S), cluster["url"] + command[0], *command[1:]]
+    answer = json.loads(subprocess.run(curl, capture_output=True, check=True, timeout=2 * PATIENCE_S).stdout)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["usage"]["completion_tokens"] > 0
     wait_until_idle(cluster)
 
 

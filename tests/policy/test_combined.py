@@ -18,6 +18,7 @@ from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.fleet import DecodeBatch, FleetView, Role
+from pla_sglang.policy.in_place import InPlace, InPlaceKnobs
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
 from pla_sglang.policy.reasons import FleetReason as R
@@ -33,6 +34,7 @@ def combined(**knobs: Any) -> CombinedPolicy:
     tables = PrefillTable.profile(LinearSteps()), DecodeTable.profile(LinearSteps())
     parts = Parts(
         arrow,
+        in_place=InPlace(InPlaceKnobs(), arrow, LinearSteps()),
         local=DopdDispatcher(DopdDispatchKnobs(), arrow.predictor),
         spatial=SpatialDispatcher(SpatialKnobs(1.0, boundary_tokens=100), arrow.predictor),
         pressure=PressureController(PressureKnobs(1.0, cool_down_s=0.0), arrow.predictor),
@@ -58,7 +60,6 @@ DISPATCH: list[tuple[str, FleetView, Any, str, R]] = [
         "i1",
         R.DOPD_LOCAL,
     ),
-    ("not of 51 ms: a token may take 50", fleet(prefill(), decode(queued_tokens=26)), request(5), "i0", R.PREFILL_SLO),
     ("not on a full instance", fleet(prefill(), decode(context_tokens=1001)), request(5), "i0", R.PREFILL_SLO),
     (
         "short pool",
@@ -89,36 +90,30 @@ DISPATCH: list[tuple[str, FleetView, Any, str, R]] = [
         R.PREFILL_SLO,
     ),
     (
-        "all late, nothing to flip: a decode instance with time to spare",
-        fleet(prefill(**LATE), decode(token_interval_s=0.025)),
+        "a pool that is not at ease: in place, where it is sooner",
+        fleet(prefill(queued_tokens=260), decode(running=1)),
         request(30),
         "i1",
         R.SPARE_DECODE,
     ),
+    ("a pool at ease keeps what it has", fleet(prefill(queued_tokens=190), decode()), request(30), "i0", R.PREFILL_SLO),
     (
-        "not on a decode instance that needs its pace",
-        fleet(prefill(**LATE), decode(token_interval_s=0.026)),
+        "half of the target: flip before it is lost",
+        fleet(prefill(queued_tokens=480), decode(), decode()),
         request(30),
+        "i1",
+        R.PREFILL_FLIP,
+    ),
+    (
+        "not in place when its decodes cannot bear it, though all are late",
+        fleet(prefill(**LATE), decode(running=1)),
+        request(160),
         "i0",
         R.PREFILL_FALLBACK,
     ),
     (
-        "nor for longer than a token may take",
-        fleet(prefill(**LATE), decode()),
-        request(41),
-        "i0",
-        R.PREFILL_FALLBACK,
-    ),
-    (
-        "nor where a prefill is stuck",
-        fleet(prefill(**LATE), decode(prefill_age_s=0.06)),
-        request(30),
-        "i0",
-        R.PREFILL_FALLBACK,
-    ),
-    (
-        "nor without memory for the prompt",
-        fleet(prefill(**LATE), decode(kv_used_tokens=60, kv_capacity_tokens=100)),
+        "nor where tokens come too late already",
+        fleet(prefill(**LATE), decode(token_interval_s=0.051)),
         request(30),
         "i0",
         R.PREFILL_FALLBACK,
@@ -219,8 +214,8 @@ def test_one_arrow_decides_all_roles() -> None:
         {"split_from": -1},
         {"comfort_share": 1.1},
         {"class_memory": 0},
-        {"spare_pace": -0.1},
-        {"spare_memory": 2.0},
+        {"ease_share": -0.1},
+        {"flip_share": 2.0},
         {"interval_s": 0.0},
     ],
 )

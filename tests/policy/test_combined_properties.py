@@ -22,6 +22,7 @@ from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceState, InstanceView, Role
+from pla_sglang.policy.in_place import InPlace, InPlaceKnobs
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
@@ -36,6 +37,7 @@ def policy_of(*, scaling: bool) -> CombinedPolicy:
     knobs = PlannerKnobs(1.0, 10, interval_s=1.0, down_intervals=1, instances_max=12)
     parts = Parts(
         arrow,
+        in_place=InPlace(InPlaceKnobs(), arrow, LinearSteps()),
         local=DopdDispatcher(DopdDispatchKnobs(), arrow.predictor),
         spatial=SpatialDispatcher(SpatialKnobs(1.0, boundary_tokens=100), arrow.predictor),
         pressure=PressureController(PressureKnobs(1.0, cool_down_s=0.0), arrow.predictor),

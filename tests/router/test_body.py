@@ -129,6 +129,19 @@ def test_members_in_front_change_nothing_else(fields: dict[str, Any], indent: in
     assert json.loads(front + bytes(rest)) == {"bootstrap_room": 7, **fields}
 
 
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=6), JSON, min_size=1, max_size=4),
+    st.sampled_from(["", " \r\n\t"]),
+    st.integers(0, 3),
+)
+def test_another_rid_changes_nothing_else(fields: dict[str, Any], blank: str, reached: int) -> None:
+    raw = (blank + json.dumps({"rid": "r", **fields}) + blank).encode()
+    rid = b.rid_there("r", reached)
+    assert json.loads(b.with_rid(raw, rid)) == {**json.loads(raw), "rid": rid}
+    assert (rid == "r") is (reached == 0)
+    assert not rid.startswith("r") or reached == 0, "SGLang aborts every id that starts with the one named"
+
+
 def test_members_need_an_object() -> None:
     with pytest.raises(b.BadBody):
         b.with_members(b"  [1]", b'"a":1')

@@ -187,6 +187,38 @@ def test_headers_say_what_a_request_wants() -> None:
     run(scenario)
 
 
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": "\u00fc \u2028"}}}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_the_openai_clients_fields_reach_the_instances_unchanged() -> None:
+    """Tools, a JSON schema, logprobs, and whatever else the router knows nothing of."""
+    from openai import AsyncOpenAI
+
+    async def scenario() -> None:
+        async with setting("prefill", "decode") as here:
+            url = f"http://127.0.0.1:{here.relay.port}/v1"
+            fields: dict[str, Any] = {
+                "model": "m",
+                "messages": [{"role": "user", "content": "\u00fc \U0001f600"}],
+                "tools": [TOOL],
+                "tool_choice": {"type": "function", "function": {"name": "look_up"}},
+                "response_format": SCHEMA,
+                "logprobs": True,
+                "top_logprobs": 3,
+            }
+            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=10) as client:
+                await client.chat.completions.create(**fields, extra_body={"chat_template_kwargs": {"thinking": True}})
+            wanted = fields | {"chat_template_kwargs": {"thinking": True}}
+            for one in here.instances:
+                assert {name: one.bodies[0][name] for name in wanted} == wanted
+                added = set(one.bodies[0]) - set(wanted)
+                assert added == {"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+            here.check_balance()
+
+    run(scenario)
+
+
 def test_slow_clients_are_not_waited_for() -> None:
     async def scenario() -> None:
         limits = RelayConfig(head_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=0.3)

@@ -31,11 +31,9 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def test_flags_go_to_the_part_that_knows_them() -> None:
-    config, relays, rest = parse(
-        ["--port", "7", "--worker", "http://a:1", "--relay-workers", "2", "--head-timeout-s", "3"]
-    )
-    assert (config.port, config.head_timeout_s, relays) == (7, 3.0, 2)
-    assert rest == ["--worker", "http://a:1"]
+    plan = parse(["--port", "7", "--worker", "http://a:1", "--relay-workers", "2", "--head-timeout-s", "3"])
+    assert (plan.config.port, plan.config.head_timeout_s, plan.relays, plan.carrier) == (7, 3.0, 2, "unix://")
+    assert plan.control_arguments == ["--worker", "http://a:1"]
 
 
 @pytest.mark.parametrize("bad", [["--relay-workers", "-1"], ["--port", "70000"], ["--head-timeout-s", "0"]])

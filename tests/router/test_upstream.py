@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from pla_sglang.router import upstream
 from pla_sglang.router.http.head import AnswerHead
 from pla_sglang.router.messages import FailureKind, Worker
 from pla_sglang.router.upstream import UpstreamConnection, UpstreamPool
@@ -22,7 +25,7 @@ class Transport(asyncio.Transport):
     def get_extra_info(self, name: str, default: object = None) -> None:
         return None
 
-    def writelines(self, list_of_data: object) -> None:
+    def write(self, data: object) -> None:
         """Nobody reads it."""
 
     def is_closing(self) -> bool:
@@ -65,12 +68,42 @@ def test_a_connection_goes_back_to_the_pool_reading() -> None:
         connection, transport = UpstreamConnection(pool, WORKER), Transport()
         connection.connection_made(transport)
         sink = SlowClient(connection)
-        connection.send("POST", [b"x"], sink)
+        connection.send("POST", b"x", b"", sink)
         connection.data_received(HEAD + b"do")
         assert (sink.done, transport.reading) == (False, False)
         connection.data_received(b"ne")
         assert sink.done
         assert pool.idle_count() == 1
         assert transport.reading
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_few_connect_at_a_time_and_all_are_told(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst of requests opens connections a few at a time; where nobody listens, nobody waits for a turn."""
+    monkeypatch.setattr(upstream, "MAX_CONNECTING", 3)
+
+    async def scenario() -> None:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        worker = Worker(0, "w", "127.0.0.1", server.sockets[0].getsockname()[1], "unified")
+        if not listens:
+            server.close()
+            await server.wait_closed()
+        pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=5.0, idle_s=3.0)
+        got: list[UpstreamConnection | None] = []
+        for _ in range(10):
+            pool.take(worker, lambda connection, _: got.append(connection))
+        assert len(pool._connecting) == 3
+        async with asyncio.timeout(5):
+            while len(got) < 10:
+                await asyncio.sleep(0.01)
+        assert [one is not None for one in got] == [listens] * 10
+        assert (+pool._under_way, any(pool._waiting.values())) == ({}, False)
+        for one in got:
+            if one is not None:
+                one.drop()
+        await pool.close()
+        server.close()
 
     asyncio.run(scenario())

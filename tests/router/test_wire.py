@@ -1,4 +1,4 @@
-"""Relay and control in two event-loop ends joined by ZMQ: order, restarts of either side, silence."""
+"""Relay and control in two event-loop ends joined by either carrier: order, restarts of either side, silence."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from support.relays import Setting, TurnControl, run
 from pla_sglang.router import messages as m
 from pla_sglang.router import wire
 from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.links import STREAM, ZMQ, Framed
 from pla_sglang.router.relay import Relay
 from pla_sglang.router.wire import ControlWire, RelayWire
 
@@ -23,7 +24,7 @@ from pla_sglang.router.wire import ControlWire, RelayWire
 @contextlib.asynccontextmanager
 async def control_end(address: str, plane: TurnControl) -> AsyncIterator[ControlWire]:
     end = ControlWire(address, plane, now_s=time.monotonic)
-    end.start()
+    await end.start()
     beats = asyncio.ensure_future(beat(plane))
     try:
         yield end
@@ -52,9 +53,45 @@ async def relay_end(address: str, number: int = 0) -> AsyncIterator[Relay]:
         end.close()
 
 
-@pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/c"
+@pytest.fixture(params=[STREAM, ZMQ])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}{tmp_path}/c"
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5, 1000])
+def test_frames_arrive_whole_however_they_are_cut(step: int) -> None:
+    frames = [b"", b"a", b"bc" * 300, b"", bytes(range(256))]
+    data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
+    got: list[bytes] = []
+    framed = Framed(lambda _, frame: got.append(frame), lambda _: None)
+    for start in range(0, len(data), step):
+        framed.data_received(data[start : start + step])
+    assert got == frames
+
+
+def test_stages_wait_for_a_question(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody waits for goes with what somebody does, in order; alone it goes a little later."""
+    monkeypatch.setattr(wire, "LAZY_S", 0.3)
+
+    async def scenario() -> None:
+        async with control_end(address, plane := TurnControl()), relay_end(address) as relay:
+            here = Setting(relay, plane, [])
+            await here.until(lambda: plane.of(m.Hello))
+            ask = m.Ask("a", 0, m.Endpoint.GENERATE, False, 0.0, 1, 1)
+            relay.say(m.Stage("b", m.Step.SENT, 0.0))
+            await asyncio.sleep(0.1)
+            assert not plane.of(m.Stage)
+            plane.answer = lambda _: None
+            relay.say(ask)
+            relay.say(m.Ended("b", m.Outcome.OK, 200, 0.0))
+            await here.until(lambda: plane.of(m.Ask))
+            assert [type(one) for one in plane.heard if not isinstance(one, m.Hello | m.RelayReport)] == [
+                *(m.Stage, m.Ask, m.Ended),
+            ]
+            relay.say(m.Stage("c", m.Step.SENT, 0.0))
+            await here.until(lambda: len(plane.of(m.Stage)) == 2)
+
+    run(scenario)
 
 
 def test_requests_go_through_two_relays(address: str) -> None:
@@ -140,7 +177,7 @@ def test_nonsense_from_a_relay_ends_its_membership(address: str) -> None:
             stranger = RelayWire(address, 7, now_s=time.monotonic)
             stranger.start(lambda message: None)
             await Setting(None, plane, []).until(lambda: 7 in plane.ports)  # type: ignore[arg-type]
-            stranger._socket.send([b"\x91\x92nonsense"])
+            stranger._link.send(b"\x91\x92nonsense")
             await Setting(None, plane, []).until(lambda: 7 not in plane.ports)  # type: ignore[arg-type]
             stranger.close()
 

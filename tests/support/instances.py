@@ -37,6 +37,9 @@ class Script:
         status: other than 200: answered at once, with an error body.
         die_after: events after which the connection is cut; None: never.
         fail_prefill: how a prefill ends: "" well, "abort" with an abort as its finish reason, "cut", "error" event.
+        transfers: what becomes of the KV transfers of the next requests: "ok", "failed", "aborted" by somebody's order.
+            Those after them are well.
+        deaf: takes aborts and does not act on them.
     """
 
     events: int = 4
@@ -45,6 +48,8 @@ class Script:
     status: int = 200
     die_after: int | None = None
     fail_prefill: str = ""
+    transfers: list[str] = field(default_factory=list)
+    deaf: bool = False
     event: Callable[[int, dict[str, Any]], bytes] = lambda index, body: json.dumps({"text": f"w{index}"}).encode()
 
 
@@ -135,7 +140,7 @@ class FakeInstance:
         if path == "/abort_request":
             rid = json.loads(body)["rid"]
             self.aborts.append(rid)
-            if rid in self.held:
+            if rid in self.held and not self.script.deaf:
                 self.held[rid].set()
             return whole(peer, writer, 200, b"")
         if request.method == b"GET":
@@ -144,22 +149,30 @@ class FakeInstance:
             return whole(peer, writer, self.script.status, b'{"error":{"message":"scripted"}}')
         fields = json.loads(body)
         self.bodies.append(fields)
-        aborted = self.held.setdefault(str(fields["rid"]), asyncio.Event())
+        aborted = asyncio.Event()
+        names = names_of(fields)
+        self.held |= dict.fromkeys(names, aborted)
         gone = asyncio.ensure_future(reader.read(1))  # a client that goes away ends its request, as in SGLang
         work = asyncio.ensure_future(self._work(peer, writer, fields))
         stop = asyncio.ensure_future(aborted.wait())
         try:
             await asyncio.wait({work, stop, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done() and not work.done() and not gone.done():
+                return last_word(peer, writer, fields, {"type": "abort", "message": "Abort in waiting queue"})
             return work.done() and work.result()
         finally:
-            self.held.pop(str(fields["rid"]), None)
+            for name in names:
+                self.held.pop(name, None)
             for task in (work, stop, gone):
                 task.cancel()
             await asyncio.gather(work, stop, gone, return_exceptions=True)
 
     async def _work(self, peer: h11.Connection, writer: asyncio.StreamWriter, fields: dict[str, Any]) -> bool:
         script = self.script
+        transfer = script.transfers.pop(0) if script.transfers else "ok"
         await asyncio.sleep(script.first_s)
+        if transfer != "ok":
+            return last_word(peer, writer, fields, transfer_failure(self.kind, fields, ordered=transfer == "aborted"))
         if self.kind == "prefill":
             if script.fail_prefill == "cut":
                 return False
@@ -192,6 +205,43 @@ class FakeInstance:
         writer.write(peer.send(h11.Data(b"data: [DONE]\n\n")) or b"")
         writer.write(peer.send(h11.EndOfMessage()) or b"")
         return True
+
+
+def names_of(fields: dict[str, Any]) -> list[str]:
+    """Under which ids SGLang knows the prompts of a request."""
+    rid, text = fields["rid"], fields.get("text")
+    if isinstance(rid, list):
+        return [str(one) for one in rid]
+    return [f"{rid}_{index}" for index in range(len(text))] if isinstance(text, list) else [str(rid)]
+
+
+def transfer_failure(kind: str, fields: dict[str, Any], *, ordered: bool = False) -> dict[str, Any]:
+    """The finish reason with which SGLang 0.5.17 ends a request whose KV transfer has failed."""
+    side, room = kind.capitalize(), fields["bootstrap_room"]
+    why = "Aborted by AbortReq." if ordered else "NIXL KVSender Exception"
+    message = (
+        f"{side} transfer failed for request rank=0 req.rid={fields['rid']!r} req.bootstrap_room={room} "
+        f"with exception KVTransferError(bootstrap_room={room}): {why}"
+    )
+    return {"type": "abort", "message": message, "status_code": 500, "err_type": None}
+
+
+def last_word(
+    peer: h11.Connection, writer: asyncio.StreamWriter, fields: dict[str, Any], reason: dict[str, Any]
+) -> bool:
+    """An answer that says no more than why it ends."""
+    last = {"text": "", "output_ids": [], "meta_info": {"id": fields["rid"], "finish_reason": reason}}
+    if not fields.get("stream"):
+        if reason.get("status_code") != 500:
+            return whole(peer, writer, 200, json.dumps(last).encode())
+        return whole(peer, writer, 500, json.dumps({"error": {"message": reason["message"]}}).encode())
+    if peer.our_state is h11.SEND_RESPONSE:
+        headers = [("content-type", "text/event-stream; charset=utf-8"), ("transfer-encoding", "chunked")]
+        writer.write(peer.send(h11.Response(status_code=200, headers=headers)) or b"")
+    writer.write(peer.send(h11.Data(b"data: " + json.dumps(last).encode() + b"\n\n")) or b"")
+    writer.write(peer.send(h11.Data(b"data: [DONE]\n\n")) or b"")
+    writer.write(peer.send(h11.EndOfMessage()) or b"")
+    return True
 
 
 def whole(peer: h11.Connection, writer: asyncio.StreamWriter, status: int, body: bytes) -> bool:

@@ -144,7 +144,8 @@ class Setting:
             elif isinstance(message, m.Ended):
                 over.add(message.rid)
         gauges = self.relay.gauges()
-        assert (gauges["open_requests"], gauges["buffered_bytes"], gauges["admin_requests"]) == (0, 0, 0)
+        left = [gauges[name] for name in ("open_requests", "buffered_bytes", "kept_bytes", "admin_requests")]
+        assert left == [0, 0, 0, 0]
 
 
 def request_bytes(

@@ -8,7 +8,7 @@ first, the paper's overload rule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pla_sglang.policy.arrow.flips import (
     Direction,
@@ -72,13 +72,17 @@ class ArrowKnobs:
 
 
 class ArrowPolicy(Observer):
-    """Dispatcher and controller in one: both change the same pools."""
+    """Dispatcher and controller in one: both change the same pools.
+
+    ``pace_s`` reads an instance's token interval, None where there is none that tells of its decode load.
+    """
 
     def __init__(self, knobs: ArrowKnobs, predictor: TtftPredictor) -> None:
         self.knobs = knobs
         self.predictor = predictor
         self.guard = FlipGuard(knobs.flips)
         self.interval_s = knobs.interval_s
+        self.pace_s: Callable[[InstanceView], float | None] = measured_pace_s
         self._over_since_s: float | None = None  # token interval above target since; None: it is not
         self._idle_since_s: dict[int, float] = {}
 
@@ -96,7 +100,7 @@ class ArrowPolicy(Observer):
         second_s = None if second is None else self.predictor.ttft_s(request, second)
         if second_s is not None and second_s <= left_s:
             return Dispatch(second, None, FleetReason.PREFILL_SLO_MIXED, second_s)
-        move = self._move_for(request, fleet, now_s, left_s)
+        move = self.move_for(request, fleet, now_s, left_s)
         if isinstance(move, SetRole):
             third_s = self.predictor.ttft_s(request, move.instance)
             return Dispatch(move.instance, None, FleetReason.PREFILL_FLIP, third_s, (move,))
@@ -106,7 +110,7 @@ class ArrowPolicy(Observer):
         fallback_s = self.predictor.ttft_s(request, fallback)
         return Dispatch(fallback, None, FleetReason.PREFILL_FALLBACK, fallback_s, (move,))
 
-    def _move_for(self, request: RequestView, fleet: FleetView, now_s: float, left_s: float) -> SetRole | Hold:
+    def move_for(self, request: RequestView, fleet: FleetView, now_s: float, left_s: float) -> SetRole | Hold:
         """Lines 7 to 9. Beyond the paper: no flip for a request that would be late on an idle instance as well."""
         candidate = pick_for_prefill(fleet) if self.knobs.adaptive else None
         if candidate is not None and self.predictor.ttft_s(request, candidate) > left_s:
@@ -206,6 +210,10 @@ class ArrowPolicy(Observer):
 
     # -- small questions -----------------------------------------------------------------------------------------------
 
+    def best_prefill(self, request: RequestView, fleet: FleetView) -> InstanceView | None:
+        """The member of both prefill pools with the least predicted TTFT; None without members."""
+        return self._best(fleet.by_role[Role.PREFILL] + fleet.by_role[Role.DECODE_TO_PREFILL], request)
+
     def _best(self, pool: list[InstanceView], request: RequestView) -> InstanceView | None:
         """Least delay (line 1), unless a cached prefix makes another one answer sooner."""
         best = self.predictor.least_delay(pool)
@@ -227,9 +235,9 @@ class ArrowPolicy(Observer):
 
     def has_room(self, instance: InstanceView) -> bool:
         """The test of Algorithm 2: at most Max Running Tokens, and tokens at the wanted pace."""
-        interval_s = instance.token_interval_s
+        pace_s = self.pace_s(instance)
         return instance.decode_tokens() <= self.limit_tokens(instance) and (
-            interval_s is None or interval_s <= self.knobs.tpot_slo_s
+            pace_s is None or pace_s <= self.knobs.tpot_slo_s
         )
 
     def _members(self, fleet: FleetView) -> list[InstanceView]:
@@ -240,9 +248,14 @@ class ArrowPolicy(Observer):
         members = self._members(fleet)
         tokens = sum(instance.decode_tokens() for instance in members)
         room = sum(self.limit_tokens(instance) for instance in members) - self.limit_tokens(leaver)
-        pace_s = _mean_interval_s(members)
+        pace_s = self._mean_pace_s(members)
         low = self.knobs.flips.low_load
         return tokens <= low * room and (pace_s is None or pace_s <= self.knobs.tpot_slo_s)
+
+    def _mean_pace_s(self, members: list[InstanceView]) -> float | None:
+        """Mean token interval over members that have one."""
+        paces = [pace_s for member in members if (pace_s := self.pace_s(member)) is not None]
+        return sum(paces) / len(paces) if paces else None
 
     def _decode_is_busy(self, fleet: FleetView) -> bool:
         members = self._members(fleet)
@@ -251,7 +264,7 @@ class ArrowPolicy(Observer):
 
     def _interval_is_over(self, fleet: FleetView, now_s: float) -> bool:
         """Trigger 2: above target at every tick for ``tpot_window_s``."""
-        pace_s = _mean_interval_s(self._members(fleet))
+        pace_s = self._mean_pace_s(self._members(fleet))
         if pace_s is None or pace_s <= self.knobs.tpot_slo_s:
             self._over_since_s = None
             return False
@@ -280,7 +293,6 @@ class ArrowPolicy(Observer):
         self.predictor.on_first_token(request, now_s)
 
 
-def _mean_interval_s(members: list[InstanceView]) -> float | None:
-    """Mean token interval over members that have one."""
-    intervals = [instance.token_interval_s for instance in members if instance.token_interval_s is not None]
-    return sum(intervals) / len(intervals) if intervals else None
+def measured_pace_s(instance: InstanceView) -> float | None:
+    """The token interval as it is."""
+    return instance.token_interval_s

@@ -1,7 +1,8 @@
 """ARIMA one-step forecasts (DOPD Algorithm 2, line 8, and section V-D on refitting).
 
-Parameters are fitted by statsmodels, which costs milliseconds to tens of them, and only when the forecast was far off;
-between two fits each step costs O(p + q), by the recursion of line 8 on the differenced series:
+Parameters are fitted by statsmodels, which costs tens of milliseconds, and only when the forecast was far off. A fit
+that did not help doubles the wait for the next one, since of noise nothing can be learnt. Between two fits each step
+costs O(p + q), by the recursion of line 8 on the differenced series:
 
     x[t+1] = mu + sum_j phi_j * (x[t+1-j] - mu) + sum_k theta_k * e[t+1-k]
 
@@ -29,7 +30,7 @@ class ArimaKnobs:
         history: N, values that a fit looks at.
         first_fit: values before the first fit; until then the last value is the forecast.
         refit_error: mean relative error of recent forecasts that asks for a new fit.
-        refit_gap: least number of values between two fits.
+        refit_gap: least number of values between two fits; doubled, up to ``history``, while forecasts stay far off.
     """
 
     p: int = 2
@@ -61,6 +62,7 @@ class ArimaForecaster:
         self._mean, self._ar, self._ma = 0.0, np.zeros(0), np.zeros(0)
         self._residuals: deque[float] = deque(maxlen=max(1, self.knobs.q))
         self._since_fit = 0
+        self._gap = self.knobs.refit_gap
         self._error = 0.0
 
     def add(self, value: float) -> None:
@@ -71,6 +73,8 @@ class ArimaForecaster:
             self._error += 0.3 * (min(relative, 10.0) - self._error)
         self._values.append(value)
         self._since_fit += 1
+        if self._error <= self.knobs.refit_error and self._since_fit >= self._gap:
+            self._gap = self.knobs.refit_gap  # the last fit has helped
         if self._fit_is_due():
             self._fit()
 
@@ -83,11 +87,13 @@ class ArimaForecaster:
             return False
         if self.fits == 0 and not self.failed_fits:
             return True
-        return self._since_fit >= knobs.refit_gap and self._error > knobs.refit_error
+        return self._since_fit >= self._gap and self._error > knobs.refit_error
 
     def _fit(self) -> None:
         """O(N (p + q)^2). A constant series has no parameters to fit: the last value is exact."""
         knobs, values = self.knobs, np.array(self._values)
+        if self.fits or self.failed_fits:
+            self._gap = min(2 * self._gap, knobs.history)
         self.fits += 1
         self._since_fit = 0
         self._error = 0.0

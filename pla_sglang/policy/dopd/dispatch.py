@@ -68,14 +68,16 @@ class DopdDispatcher(Observer):
         return Placement(decode, FleetReason.NO_INSTANCE if decode is None else FleetReason.DOPD_REMOTE)
 
     def runs_in_place(self, request: RequestView, instance: InstanceView) -> bool:
-        knobs = self.knobs
         if instance.role is Role.MIXED:
             return True
-        if request.new_tokens(instance) > knobs.local_max_tokens:
+        if request.new_tokens(instance) > self.knobs.local_max_tokens:
             return False
         own_s = self.predictor.own_s(request, instance)
-        transfer_s = knobs.transfer_base_s + knobs.transfer_s_per_token * request.input_tokens
-        return own_s <= transfer_s and own_s <= knobs.local_stall_s
+        return own_s <= self.transfer_s(request) and own_s <= self.knobs.local_stall_s
+
+    def transfer_s(self, request: RequestView) -> float:
+        """What the hand-over of its KV cache takes."""
+        return self.knobs.transfer_base_s + self.knobs.transfer_s_per_token * request.input_tokens
 
     def _decode_instance(self, request: RequestView, pool: list[InstanceView]) -> InstanceView | None:
         """Least cost, the first of equals."""

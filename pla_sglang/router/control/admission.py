@@ -9,6 +9,7 @@ served (a published TTFT gate refused 979 of 1,000 servable requests for that re
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import enum
 import math
@@ -82,21 +83,24 @@ class Correction:
 
     def __init__(self, window: int) -> None:
         self.count = 0
-        self._ratios: deque[float] = deque(maxlen=window)
-        self._sorted: list[float] | None = None
+        self._window = window
+        self._ratios: deque[float] = deque()
+        self._sorted: list[float] = []  # the same, kept in order: each request adds one and asks for the median
 
     def add(self, predicted_s: float, observed_s: float) -> None:
-        if predicted_s > 0:
-            self.count += 1
-            self._ratios.append(observed_s / predicted_s)
-            self._sorted = None
+        if predicted_s <= 0:
+            return
+        self.count += 1
+        ratio = observed_s / predicted_s
+        self._ratios.append(ratio)
+        bisect.insort(self._sorted, ratio)
+        if len(self._ratios) > self._window:
+            del self._sorted[bisect.bisect_left(self._sorted, self._ratios.popleft())]
 
     def quantile(self, share: float) -> float:
         """Nearest rank; 1 before anything was seen."""
         if not self._ratios:
             return 1.0
-        if self._sorted is None:
-            self._sorted = sorted(self._ratios)
         return self._sorted[min(len(self._sorted) - 1, max(0, math.ceil(share * len(self._sorted)) - 1))]
 
 

@@ -44,7 +44,8 @@ _MESSAGES = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Open:
-    """One request that has not ended, and where it is. ``key`` names its attempt in the load books."""
+    """One request that has not ended, and where it is. ``key`` names its attempt in the load books; ``ask`` and it
+    change together, by ``ask_again``."""
 
     ask: m.Ask
     view: RequestView
@@ -54,11 +55,17 @@ class Open:
     prefill: Worker | None = None
     decode: Worker | None = None
     dispatched_s: float | None = None
+    failed: tuple[Worker, Worker] | None = None  # prefill and decode between which the last KV transfer failed
     end_as: End | None = None  # why this side has ended it, where the relay only knows that it was told to
+    key: tuple[str, int] = dataclasses.field(init=False)
 
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.ask.rid, self.ask.attempt
+    def __post_init__(self) -> None:
+        self.key = (self.ask.rid, self.ask.attempt)
+
+    def ask_again(self, ask: m.Ask) -> None:
+        """Another attempt: it is nowhere yet."""
+        self.ask, self.key = ask, (ask.rid, ask.attempt)
+        self.prefill = self.decode = self.dispatched_s = None
 
 
 def assign_message(request: Open, room: int | None, reason: str) -> m.Assign:

@@ -8,7 +8,7 @@ at instances go through ``abort``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from random import Random
 
 from pla_sglang.policy.arrow.predictor import TtftPredictor
@@ -18,7 +18,7 @@ from pla_sglang.router.control.admission import Admission, AdmissionReason, Verd
 from pla_sglang.router.control.answers import COMPLETE, ENDS, Open, assign_message, refusal
 from pla_sglang.router.control.driver import Choice, PolicyDriver
 from pla_sglang.router.control.entries import AbortOrder, End, Side
-from pla_sglang.router.control.explain import ExplainStore, Story, note_choice, stages
+from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, note_choice, note_retry, stages
 from pla_sglang.router.control.fairness import FairQueue, Held
 from pla_sglang.router.control.health import Health
 from pla_sglang.router.control.knobs import ControlKnobs
@@ -32,6 +32,7 @@ from pla_sglang.telemetry.window import WindowMean
 
 RETRY_NO_INSTANCE_S = 5.0
 RATIO_WINDOW_S = 5.0  # as in an engine's reports
+_STAGES = tuple(name.removesuffix("_s") for name in STAGES)  # as their label says
 
 
 class Desk:
@@ -117,24 +118,31 @@ class Desk:
 
     def _enqueue(self, request: Open, now_s: float) -> None:
         ask = request.ask
-        self.queue.push(Held(ask.rid, ask.tenant or "", ask.priority or 0, request.prompt.tokens, now_s))
-        self.pump(now_s)
+        held = Held(ask.rid, ask.tenant or "", ask.priority or 0, request.prompt.tokens, now_s)
+        if self.queue:
+            self.queue.push(held)
+            self.pump(now_s)
+        elif self.driver is None or self._holds() or not self._dispatch(request, held, now_s):
+            self.queue.push(held)  # else nobody was before it, and it need not stand in line
 
     def _again(self, request: Open, ask: m.Ask, now_s: float) -> None:
-        """The relay could not send it, to anybody: take the first choice back and choose anew."""
-        rid = ask.rid
+        """No instance has anything of it: take the former choice back and choose anew."""
+        rid, why = ask.rid, ask.again.name.lower()
         for worker, side in self.legs_of(request):
             worker.book.end(request.key, now_s)
-            self.ledger.not_sent(rid, side, now_s)
-        request.ask = ask
-        request.prefill = request.decode = request.dispatched_s = None
+            self.ledger.take_back(rid, side, now_s)
+        if ask.again is m.Again.TRANSFER_FAILED and request.prefill is not None and request.decode is not None:
+            request.failed = (request.prefill, request.decode)
+        note_retry(request.story, why, ask.detail)
+        request.ask_again(ask)
         if rid in self.queue:
             return
         if not self.ledger.can_retry(rid, lambda _: False):
             self._refuse(ask, Verdict(False, AdmissionReason.DUPLICATE))
             return
         self.ledger.retry(rid, lambda _: False, now_s)
-        self.series.retries.inc()
+        self.ledger.entries[rid].reached = ask.reached
+        self.series.retries.inc(why)
         for number in ask.excluded:
             failed = self.table.by_number.get(number)
             if failed is not None and failed.is_ready():  # the relay's report of the failure was lost
@@ -167,7 +175,8 @@ class Desk:
         elif request.prompt.keys:
             view.cached = self.prompts.cached(request.prompt)
         several = request.ask.samples > 1
-        choice = (driver.choose_whole(view) if several else None) or driver.choose(view, now_s)
+        special = driver.choose_whole(view) if several else self._other_pair(request, driver)
+        choice = special or driver.choose(view, now_s)
         if not isinstance(choice, Choice):
             return False
         if several and choice.prefill is not choice.decode:
@@ -187,6 +196,13 @@ class Desk:
         self._assign(request, choice, verdict, now_s)
         return True
 
+    def _other_pair(self, request: Open, driver: PolicyDriver) -> Choice | None:
+        """For a request whose KV transfer has failed."""
+        if request.failed is None:
+            return None
+        prefill, decode = request.failed
+        return driver.choose_other(request.view, prefill.view, decode.view)
+
     def _assign(self, request: Open, choice: Choice, verdict: Verdict, now_s: float) -> None:
         prefill, decode = self.table.of(choice.prefill), self.table.of(choice.decode)
         request.prefill, request.decode, request.dispatched_s = prefill, decode, now_s
@@ -200,12 +216,12 @@ class Desk:
         self.track(request, now_s)
         self.index.insert(prefill.view.index, request.prompt.keys)
         room = entry.room()
-        self.series.admissions.inc("admitted", verdict.reason.value)
-        self.series.dispatches.inc(choice.reason.value)
-        self.series.placements.inc(choice.placement.value)
         story.decided_s, story.admission, story.room = now_s, verdict.reason.value, room
+        self.series.admissions.inc("admitted", story.admission)
+        self.series.dispatches.inc(story.reason)
+        self.series.placements.inc(story.placement)
         # Last: in one process the relay may answer before this returns.
-        self._tell(request.ask.relay, assign_message(request, room, choice.reason.value))
+        self._tell(request.ask.relay, assign_message(request, room, story.reason))
 
     def track(self, request: Open, now_s: float) -> None:
         """Enters the request in the load books of its instances."""
@@ -263,8 +279,8 @@ class Desk:
         if request.dispatched_s is not None:
             self.admission.on_first_token(view.predicted_ttft_s, max(0.0, at_s - request.dispatched_s))
         self.series.ttft_s.observe(ttft_s)
-        for name, seconds in (stages(story) or {}).items():
-            self.series.stage_s.inc(name.removesuffix("_s"), amount=seconds)
+        for name, seconds in zip(_STAGES, (stages(story) or {}).values(), strict=False):
+            self.series.stage_s.inc(name, amount=seconds)
 
     def _note_ratio(self, worker: Worker, ttft_s: float, slo_s: float | None, now_s: float) -> None:
         if slo_s:
@@ -299,26 +315,31 @@ class Desk:
         if complete:
             for worker, _ in self.legs_of(request):
                 self.health.on_success(worker, now_s)
-        self.close(request, end, now_s, at_s=ended.at_s, output_tokens=ended.events)
-        entry = self.ledger.get(ended.rid)
-        for leg in [] if entry is None else entry.open_legs():
-            if complete or leg.worker in told:
-                self.ledger.finish_leg(ended.rid, leg.side, now_s)
-            else:
-                self.abort(AbortOrder(ended.rid, leg.side, leg.worker, leg.attempt, request.ask.prompts))
+        free = told if not complete else {worker.number for worker, _ in self.legs_of(request)}
+        for order in self.close(request, end, now_s, at_s=ended.at_s, output_tokens=ended.events, free=free):
+            self.abort(order)
         self.pump(now_s)
 
-    def close(self, request: Open, end: End, now_s: float, *, at_s: float, output_tokens: int = 0) -> list[AbortOrder]:
-        """The end of a request everywhere but at its instances."""
+    def close(  # all of it is known to the caller alone
+        self,
+        request: Open,
+        end: End,
+        now_s: float,
+        *,
+        at_s: float,
+        output_tokens: int = 0,
+        free: Container[int] = (),
+    ) -> list[AbortOrder]:
+        """The end of a request everywhere but at its instances; those in ``free`` hold nothing of it any more."""
         rid = request.ask.rid
-        orders = self.ledger.end(rid, end, now_s)
+        orders = self.ledger.end(rid, end, now_s, free=free)
         self.queue.remove(rid)
         for worker, _ in self.legs_of(request):
             worker.book.end(request.key, now_s)
         if self.driver is not None and request.arrived:
             self.driver.finish(request.view, output_tokens, now_s)
-        request.story.ended_s, request.story.end = at_s, end.value
-        self.series.requests.inc(end.value)
+        request.story.ended_s, request.story.end = at_s, (how := end.value)
+        self.series.requests.inc(how)
         del self.open[rid]
         return orders
 

@@ -148,6 +148,28 @@ class PolicyDriver:
         request.predicted_ttft_s, request.prefilled_on = None, found
         return Choice(found, found, FleetReason.KEEP_LOCAL, FleetReason.KEEP_LOCAL, None)
 
+    def choose_other(self, request: RequestView, prefill: InstanceView, decode: InstanceView) -> Choice | None:
+        """Instances other than these two, as far as there are others; None where no pair is ready.
+
+        The least loaded, of the same pool where it can be. The policy is not asked: it might answer as before.
+        """
+        prefills = [one for one in self.fleet.ready if one.kind in _PREFILLS]
+        decodes = [one for one in self.fleet.ready if one.kind in _TAKES_HANDOFFS]
+        to = min(
+            prefills,
+            key=lambda one: (one is prefill, one.length_class is not prefill.length_class, one.queued_tokens),
+            default=None,
+        )
+        at = to if to is not None and to.kind is InstanceKind.UNIFIED else None
+        if at is None:
+            at = min(decodes, key=lambda one: (one is decode, one.requests()), default=None)
+        if to is None or at is None:
+            return None
+        self.decisions[FleetReason.OTHER_PAIR.value] += 1
+        request.predicted_ttft_s, request.prefilled_on = None, to
+        placement = FleetReason.KEEP_LOCAL if to is at else FleetReason.OTHER_PAIR
+        return Choice(to, at, FleetReason.OTHER_PAIR, placement, None)
+
     def _complete(self, request: RequestView, answer: Dispatch, prefill: InstanceView, now_s: float) -> Choice | None:
         """With the decode instance, as the policy says now; None where nobody can take the KV."""
         if prefill.kind is InstanceKind.UNIFIED:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from pla_sglang.router.body import rid_there
 from pla_sglang.router.control.errors import IllegalMoveError
 
 
 class Stage(enum.Enum):
     """Where a request is, as far as the router knows."""
+
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
 
     WAITING = "waiting"  # admitted, at no instance
     PREFILL = "prefill"  # sent, no token yet
@@ -42,6 +45,8 @@ class Side(enum.Enum):
 
 
 class LegState(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
+
     OPEN = "open"  # may have been sent, may be executing
     ABORTING = "aborting"  # ordered to abort
     CLOSED = "closed"  # the instance holds nothing for it
@@ -73,7 +78,7 @@ class Leg:
     attempt: int = 1
     room: int | None = None
     state: LegState = LegState.OPEN
-    executed: bool = True  # False: the request is known not to have reached the instance
+    executed: bool = True  # False: it has not reached the instance, or was taken back: nothing can come of it
 
     def move(self, state: LegState, now_s: float) -> None:
         if state not in _LEGAL_LEGS[self.state]:
@@ -95,6 +100,7 @@ class Entry:
     legs: list[Leg] = dataclasses.field(default_factory=list)
     attempts: int = 0
     prompts: int = 1
+    reached: int = 0  # attempts that instances got, before the present one
 
     def move(self, stage: Stage) -> None:
         """Raises IllegalMoveError for a move that the table above does not have."""
@@ -123,10 +129,12 @@ class AbortOrder:
     worker: int
     attempt: int
     prompts: int = 1
+    reached: int = 0
 
     def rids(self) -> list[str]:
         """Under which ids SGLang knows the prompts of the request."""
-        return [self.rid] if self.prompts == 1 else [f"{self.rid}_{index}" for index in range(self.prompts)]
+        rid = rid_there(self.rid, self.reached)
+        return [rid] if self.prompts == 1 else [f"{rid}_{index}" for index in range(self.prompts)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

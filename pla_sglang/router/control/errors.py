@@ -19,3 +19,15 @@ class WorkerError(ControlError, ValueError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class NobodyListensError(ControlError):
+    """The connection was refused."""
+
+
+class NoAnswerError(ControlError):
+    """No answer in time, a broken one, or one that says no. ``status`` is 0 where there was none."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status

@@ -12,10 +12,11 @@ span from *sent* to *seen* is wait and prefill.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.fleet import InstanceView, RequestView
@@ -25,9 +26,20 @@ SHOWN_CANDIDATES = 8
 STAGES = ("queue_s", "route_s", "prefill_wait_s", "prefill_s", "transfer_s", "first_token_s")
 
 
-@dataclasses.dataclass(slots=True)
-class Story:
-    """One request, as it went. Times are those of the machine's monotonic clock; None: it did not come to that."""
+class Former(msgspec.Struct, frozen=True, gc=False):
+    """An attempt that came to nothing, before the one that the story tells."""
+
+    prefill: str | None
+    decode: str | None
+    why: str
+    detail: str
+
+
+class Story(msgspec.Struct, gc=False):
+    """One request, as it went. Times are those of the machine's monotonic clock; None: it did not come to that.
+
+    Thousands are kept, and hold nothing that could point back to them: the garbage collector need not visit them.
+    """
 
     rid: str
     arrived_s: float
@@ -38,6 +50,7 @@ class Story:
     slo_ttft_s: float | None = None
     admission: str = ""
     attempts: int = 0
+    former: list[Former] = []  # msgspec copies it
     reason: str = ""
     placement: str = ""
     prefill: str | None = None
@@ -47,7 +60,7 @@ class Story:
     own_prefill_s: float | None = None  # expected for this request alone
     token_interval_s: float | None = None  # of the decode instance at the time
     actions: tuple[str, ...] = ()
-    candidates: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)  # name, queued, cached tokens
+    candidates: tuple[tuple[str, int, int], ...] = ()  # name, queued and cached tokens
     decided_s: float | None = None
     sent_s: float | None = None
     done_s: float | None = None
@@ -55,6 +68,12 @@ class Story:
     ended_s: float | None = None
     end: str | None = None
     detail: str = ""
+
+
+def note_retry(story: Story, why: str, detail: str) -> None:
+    """The attempt is over; what is known of it moves to ``former``. Its time counts as queueing."""
+    story.former.append(Former(story.prefill, story.decode, why, detail))
+    story.decided_s = story.sent_s = story.done_s = None
 
 
 def note_choice(
@@ -75,7 +94,8 @@ def note_choice(
     if predictor is not None:
         story.own_prefill_s = predictor.own_s(view, choice.prefill)
     cached = view.cached
-    story.candidates = [(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]
+    shown = [(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]
+    story.candidates = tuple(shown)
 
 
 def stages(story: Story) -> dict[str, float] | None:
@@ -127,7 +147,8 @@ class ExplainStore:
         story = self._stories.get(rid)
         if story is None:
             return None
-        told = dataclasses.asdict(story)
+        told = msgspec.structs.asdict(story)
+        told["former"] = [msgspec.structs.asdict(one) for one in story.former]
         told["candidates"] = {
             name: {"queued_tokens": queued, "cached_tokens": cached} for name, queued, cached in story.candidates
         }

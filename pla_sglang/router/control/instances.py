@@ -13,23 +13,10 @@ import orjson
 
 from pla_sglang.policy.types import PrefillClass
 from pla_sglang.router.control.discovery import Address, Description, describe, polled_report
-from pla_sglang.router.control.errors import ControlError, WorkerError
+from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.router.control.loads import Report
+from pla_sglang.router.control.polls import ANSWER_BYTES, Polls
 from pla_sglang.router.control.workers import Worker
-
-ANSWER_BYTES = 4 << 20
-
-
-class NobodyListensError(ControlError):
-    """The connection was refused."""
-
-
-class NoAnswerError(ControlError):
-    """No answer in time, a broken one, or one that says no. ``status`` is 0 where there was none."""
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Instances:
@@ -43,8 +30,10 @@ class Instances:
             headers=headers,
             trust_env=False,
         )
+        self._polls = Polls(timeout_s=timeout_s, api_key=api_key)
 
     async def close(self) -> None:
+        await self._polls.close()
         await self._http.close()
 
     async def describe(self, address: Address) -> Description:
@@ -56,8 +45,9 @@ class Instances:
         await self._call("GET", f"{address.url}/health", None)
 
     async def loads(self, worker: Worker) -> Report:
-        """Raises NobodyListensError, NoAnswerError, WorkerError."""
-        answer = await self._json("GET", f"{worker.url}/v1/loads?include=core")
+        """Raises NoAnswerError, WorkerError."""
+        target = "/v1/loads?include=core"
+        answer = _object(await self._polls.get(worker, target), f"{worker.url}{target}")
         return polled_report(answer, worker.view.kind)
 
     async def set_class(self, worker: Worker, length_class: PrefillClass | None) -> bool:
@@ -82,14 +72,7 @@ class Instances:
         await self._call("POST", f"{worker.url}/abort_request", {"rid": rid})
 
     async def _json(self, method: str, url: str) -> dict[str, Any]:
-        data = await self._call(method, url, None)
-        try:
-            parsed = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise NoAnswerError(f"{url} answered no JSON: {error}") from None
-        if not isinstance(parsed, dict):
-            raise WorkerError(f"{url} answered {type(parsed).__name__}, not an object", status=502)
-        return parsed
+        return _object(await self._call(method, url, None), url)
 
     async def _call(self, method: str, url: str, body: dict[str, Any] | None) -> bytes:
         data = None if body is None else orjson.dumps(body)
@@ -109,3 +92,14 @@ class Instances:
             raise NobodyListensError(f"{url}: {error}") from None
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise NoAnswerError(f"{url}: {type(error).__name__} {error}") from None
+
+
+def _object(data: bytes, url: str) -> dict[str, Any]:
+    """Raises NoAnswerError, WorkerError."""
+    try:
+        parsed = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise NoAnswerError(f"{url} answered no JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise WorkerError(f"{url} answered {type(parsed).__name__}, not an object", status=502)
+    return parsed

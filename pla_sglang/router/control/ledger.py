@@ -9,14 +9,14 @@ pair: only then may its number be given again.
 Two rules keep work from being done twice or for nobody:
 
 * the decode leg of a request whose prefill leg failed is aborted at once (SGLang itself waits up to 300 s for it);
-* a request is sent again only if nothing can have been executed, or the instance that had it is dead, and if its
-  client has not seen anything yet.
+* a request is sent again only if its client has not seen anything yet and no instance can be executing it: nothing was
+  sent, the instance is dead, or it has said that its part is over.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from random import Random
 
 from pla_sglang.router.control.entries import AbortOrder, Audit, End, Entry, Leg, LegState, Side, Stage
@@ -25,8 +25,10 @@ from pla_sglang.router.control.errors import IllegalMoveError
 # SGLang keeps rooms in signed 64-bit integers, gives each prompt of a batch the next one, and takes a room modulo the
 # data-parallel size as the rank: rooms of two requests lie further apart than any batch, at places that spread.
 ROOM_BITS = 63
-ROOM_SPACING = 1 << 14
-LARGEST_BATCH = 1 << 13
+SLOT_BITS = 49
+ROOM_SPACING = 1 << (ROOM_BITS - SLOT_BITS)
+PLACE_BITS = 13  # of a request's first room within its slot
+LARGEST_BATCH = ROOM_SPACING - (1 << PLACE_BITS)
 
 
 class Ledger:
@@ -74,19 +76,19 @@ class Ledger:
             IllegalMoveError: it is not waiting, or an earlier leg of it may still be executing.
         """
         entry = self.entries[rid]
-        if any(leg.executed for leg in entry.open_legs()):
+        left = entry.open_legs()
+        if left and any(leg.executed for leg in left):
             raise IllegalMoveError(f"{rid} would be sent twice")
         entry.move(Stage.PREFILL)
         entry.attempts += 1
         placed = list(workers)
-        if all(side is Side.BOTH for side, _ in placed):
+        if placed[0][0] is Side.BOTH:
             room = None
         elif room is None:
             room = self._new_room(rid)
         else:
             self.rooms[room] = rid
-        entry.legs = entry.open_legs()
-        entry.legs += [Leg(side, worker, now_s, entry.attempts, room) for side, worker in placed]
+        entry.legs = left + [Leg(side, worker, now_s, entry.attempts, room) for side, worker in placed]
         return entry
 
     def first_token(self, rid: str) -> bool:
@@ -111,20 +113,23 @@ class Ledger:
                 leg.move(LegState.CLOSED, now_s)
         self._forget(entry)
 
-    def not_sent(self, rid: str, side: Side, now_s: float, *, attempt: int | None = None) -> None:
-        """The instance was not reached: nothing can have been executed there."""
+    def take_back(self, rid: str, side: Side, now_s: float, *, attempt: int | None = None) -> None:
+        """The instance has nothing of it, and of what it may have computed nobody has seen a byte: it was not reached,
+        or has ended its part with an error."""
         entry = self.entries.get(rid)
         if entry is None:
             self.unknown_events += 1
             return
-        for leg in entry.open_legs():
+        for leg in entry.legs:
             if leg.side is side and attempt in (None, leg.attempt):
                 leg.executed = False
-                leg.move(LegState.CLOSED, now_s)
+                if leg.state is not LegState.CLOSED:
+                    leg.move(LegState.CLOSED, now_s)
         self._forget(entry)
 
-    def end(self, rid: str, end: End, now_s: float) -> list[AbortOrder]:
-        """The request has ended for its client. Returns what must be aborted; nothing if it had ended before."""
+    def end(self, rid: str, end: End, now_s: float, *, free: Container[int] = ()) -> list[AbortOrder]:
+        """The request has ended for its client, and for the workers in ``free``. Returns what must be aborted at
+        others; nothing if it had ended before."""
         entry = self._find(rid)
         if entry is None:
             return []
@@ -132,7 +137,13 @@ class Ledger:
         entry.end, entry.ended_s = end, now_s
         self.live -= 1
         self.ended[end] += 1
-        orders = self._abort(entry, entry.open_legs(), now_s)
+        left = []
+        for leg in entry.open_legs():
+            if leg.worker in free:
+                leg.move(LegState.CLOSED, now_s)
+            else:
+                left.append(leg)
+        orders = self._abort(entry, left, now_s) if left else []
         self._forget(entry)
         if self._on_end is not None:
             self._on_end(entry, now_s)
@@ -141,7 +152,7 @@ class Ledger:
     def can_retry(self, rid: str, dead: Callable[[int], bool]) -> bool:
         """Whether it may be sent again: no token was seen, and no leg that is left can be executing or have executed.
 
-        A leg counts as harmless if it was never sent or its instance is dead. A decode leg whose prefill leg never
+        A leg counts as harmless if it was taken back or its instance is dead. A decode leg whose prefill leg never
         executed has no KV to start from; it only has to be closed first.
         """
         entry = self.entries.get(rid)
@@ -243,23 +254,23 @@ class Ledger:
         for leg in legs:
             if leg.state is LegState.OPEN:
                 leg.move(LegState.ABORTING, now_s)
-                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts))
+                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts, entry.reached))
         return orders
 
     def _forget(self, entry: Entry) -> None:
         """Rooms that nobody uses are free; a request that is ended and closed everywhere leaves the book."""
-        held = entry.rooms()
+        left = entry.open_legs()
+        held = {leg.room for leg in left}
         for leg in entry.legs:
             if leg.room is not None and leg.room not in held:
                 self.rooms.pop(leg.room, None)
-        if entry.stage is Stage.ENDED and not entry.open_legs():
+        if not left and entry.stage is Stage.ENDED:
             self.entries.pop(entry.rid, None)
 
     def _new_room(self, rid: str) -> int:
-        slots = (1 << ROOM_BITS) // ROOM_SPACING
         room = -1
         while room < 0 or room in self.rooms:
-            slot = self._rng.randrange(slots)
-            room = slot * ROOM_SPACING + self._rng.randrange(ROOM_SPACING - LARGEST_BATCH)
+            drawn = self._rng.getrandbits(SLOT_BITS + PLACE_BITS)
+            room = (drawn >> PLACE_BITS) * ROOM_SPACING + (drawn & ((1 << PLACE_BITS) - 1))
         self.rooms[room] = rid
         return room

@@ -190,21 +190,23 @@ class LoadBook:
     def _shift(self, request: Tracked, before: Phase, after: Phase) -> None:
         if before is after:
             return
-        self._total.count(request, after)
-        self._total.count(request, before, -1)
+        if after is not Phase.ABSENT:
+            self._total.count(request, after)
+        if before is not Phase.ABSENT:
+            self._total.count(request, before, -1)
         self._publish()
 
     def _publish(self) -> None:
-        # Written out, as it happens four times a request.
+        # Written out, and without calls of max(), as it happens five times a request.
         view, total = self.view, self._total
-        view.queued_prefills = max(0, total.queued_prefills)
-        view.queued_tokens = max(0, total.queued_tokens)
-        view.queued_attention = max(0, total.queued_attention)
-        view.queued_history_tokens = max(0, total.queued_history_tokens)
-        view.running = max(0, total.running)
-        view.context_tokens = max(0, total.context_tokens)
-        view.waiting_decodes = max(0, total.waiting_decodes)
-        view.waiting_decode_tokens = max(0, total.waiting_decode_tokens)
+        view.queued_prefills = total.queued_prefills if total.queued_prefills > 0 else 0
+        view.queued_tokens = total.queued_tokens if total.queued_tokens > 0 else 0
+        view.queued_attention = total.queued_attention if total.queued_attention > 0 else 0
+        view.queued_history_tokens = total.queued_history_tokens if total.queued_history_tokens > 0 else 0
+        view.running = total.running if total.running > 0 else 0
+        view.context_tokens = total.context_tokens if total.context_tokens > 0 else 0
+        view.waiting_decodes = total.waiting_decodes if total.waiting_decodes > 0 else 0
+        view.waiting_decode_tokens = total.waiting_decode_tokens if total.waiting_decode_tokens > 0 else 0
 
     def _publish_rest(self, report: Report) -> None:
         view = self.view

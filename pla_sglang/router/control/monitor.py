@@ -19,9 +19,9 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.policy.fleet import InstanceView
 from pla_sglang.policy.types import PrefillClass
 from pla_sglang.router.control.entries import AbortOrder
-from pla_sglang.router.control.errors import WorkerError
+from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.router.control.health import Health, Probe
-from pla_sglang.router.control.instances import Instances, NoAnswerError, NobodyListensError
+from pla_sglang.router.control.instances import Instances
 from pla_sglang.router.control.intake import Heard, Intake
 from pla_sglang.router.control.workers import Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.telemetry.pull import Puller

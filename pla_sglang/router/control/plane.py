@@ -78,6 +78,7 @@ class Plane:
             check_soon=self._check_soon,
         )
         self._routes = Routes(self, clock)
+        self._told = self._ears()
 
     # -- ControlPlane ------------------------------------------------------------------------------------------------
 
@@ -117,23 +118,24 @@ class Plane:
         self.desk.forget_relay(relay, self._clock())
 
     def hear(self, message: m.FromRelay) -> None:
-        now_s, desk = self._clock(), self.desk
-        match message:
-            case m.Ask():
-                desk.on_ask(message, now_s)
-                self.series.decision_s.observe(self._clock() - now_s)
-            case m.Stage():
-                desk.on_stage(message, now_s)
-            case m.Ended():
-                desk.on_ended(message, now_s)
-            case m.Failure():
-                desk.on_failure(message, now_s)
-            case m.RelayReport():
-                self.series.on_relay(message)
-            case m.AdminAsk():
-                self._tell(message.relay, self._routes.answer(message))
-            case m.Hello():
-                on_hello(desk, message, now_s)
+        self._told[type(message)](message, self._clock())
+
+    def _ears(self) -> dict[type[Any], Callable[[Any, float], None]]:
+        """By message: who is told of it, and of the time."""
+        desk = self.desk
+        return {
+            m.Ask: self._asked,
+            m.Stage: desk.on_stage,
+            m.Ended: desk.on_ended,
+            m.Failure: desk.on_failure,
+            m.RelayReport: lambda message, _: self.series.on_relay(message),
+            m.AdminAsk: lambda message, _: self._tell(message.relay, self._routes.answer(message)),
+            m.Hello: lambda message, now_s: on_hello(desk, message, now_s),
+        }
+
+    def _asked(self, ask: m.Ask, now_s: float) -> None:
+        self.desk.on_ask(ask, now_s)
+        self.series.decision_s.observe(self._clock() - now_s)
 
     # -- for operators -----------------------------------------------------------------------------------------------
 

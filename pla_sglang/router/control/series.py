@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pla_sglang.router.messages import RelayReport
@@ -34,7 +36,7 @@ class Series:
         self.failures = self._counter("instance_failures", "Failures of instances.", "kind")
         self.moves = self._counter("worker_moves", "Changes of worker states.", "state", "reason")
         self.aborts = self._counter("aborts", "Aborts that the router has ordered at instances.", "outcome")
-        self.retries = self._counter("retries", "Requests sent again, nothing having been executed.")
+        self.retries = self._counter("retries", "Requests sent again, by why.", "reason")
         self.ttft_s = self._histogram("ttft_seconds", "Arrival to first token.")
         self.stage_s = self._counter("ttft_stage_seconds", "Parts of the time to first token, summed.", "stage")
         self.decision_s = self._histogram("decision_seconds", "Time of the control plane for one dispatch.")
@@ -49,25 +51,65 @@ class Series:
         """In Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Labelled:
-        return Labelled(Counter(f"pla_router_{name}", text, labels, registry=self.registry))
+    def _counter(self, name: str, text: str, *labels: str) -> Tally:
+        tally = Tally(f"pla_router_{name}", text, labels)
+        self.registry.register(tally)
+        return tally
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"pla_router_{name}", text, registry=self.registry, buckets=_SECONDS)
+    def _histogram(self, name: str, text: str) -> Durations:
+        durations = Durations(f"pla_router_{name}", text)
+        self.registry.register(durations)
+        return durations
 
 
-class Labelled:
-    """A counter whose children are looked up by a plain dictionary, as some are counted at every request."""
+class _Named(Collector):
+    """Counted in plain Python, as a request is counted ten times; turned into samples when somebody asks.
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._children: dict[tuple[str, ...], Counter] = {}
+    Prometheus' own counters lock and check at each step, for threads that do not exist here.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+class Tally(_Named):
+    """A counter by labels; one without labels is there from the start."""
+
+    def __init__(self, name: str, text: str, labels: tuple[str, ...]) -> None:
+        super().__init__(name, text)
+        self._labels = labels
+        self._counts: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
 
     def inc(self, *labels: str, amount: float = 1.0) -> None:
-        child = self._children.get(labels)
-        if child is None:
-            child = self._children[labels] = self._counter.labels(*labels) if labels else self._counter
-        child.inc(amount)
+        counts = self._counts
+        counts[labels] = counts.get(labels, 0.0) + amount
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+
+class Durations(_Named):
+    """A histogram of seconds."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(name, text)
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
+        self._sum_s += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(str, _SECONDS), "+Inf"]
+        upto = itertools.accumulate(self._counts)
+        yield HistogramMetricFamily(self._name, self._text, list(zip(bounds, upto, strict=True)), self._sum_s)
 
 
 class _Now(Collector):

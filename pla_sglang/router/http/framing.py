@@ -11,6 +11,9 @@ _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _TRAILER = re.compile(FIELD)
 MAX_LINE_BYTES = 4096  # of a chunk-size line or a trailer
 MAX_TRAILERS = 32
+# Size lines that were found good, and what they say: events of a stream have few sizes.
+_SEEN: dict[bytes, int] = {}
+SEEN_LINES, SEEN_LINE_BYTES = 4096, 8
 
 
 class Framing(Protocol):
@@ -87,22 +90,32 @@ class Chunked:
             if self._left:
                 position = self._skip(data, position, payload)
                 continue
-            stop = data.find(b"\n", position)
-            if stop < 0:
+            stop = data.find(b"\n", position) + 1
+            if not stop:
                 self._line += data[position:]
                 self._check_line(len(self._line))
                 return -1
-            line = self._line + data[position : stop + 1]
-            self._line = b""
-            position = stop + 1
-            self._check_line(len(line))
-            if not line.endswith(b"\r\n"):
-                raise BadMessage("chunk", "a chunk's line must end with CRLF")
+            line, position = data[position:stop], stop
+            if self._line:
+                line, self._line = self._line + line, b""
             if self._trailers >= 0:
+                self._check_line(len(line))
                 if self._trailer(line):
                     return position
-            else:
-                self._size_line(line)
+                continue
+            size = _SEEN.get(line)
+            if size is None:
+                size = self._size_line(line)
+            self.size += size
+            if not size:
+                self._trailers = 0
+                continue
+            self._left = size + 2
+            if payload is None and position + self._left <= end:  # all of it is here, which is the usual case
+                position += self._left
+                self._left = 0
+                if data[position - 2 : position] != b"\r\n":
+                    raise BadMessage("chunk", "a chunk is longer than its size says")
         return -1
 
     def _skip(self, data: bytes, position: int, payload: list[bytes] | None) -> int:
@@ -118,19 +131,22 @@ class Chunked:
         self._left -= have
         return position + have
 
-    def _size_line(self, line: bytes) -> None:
-        match = _SIZE.fullmatch(line, 0, len(line) - 2)
+    def _size_line(self, line: bytes) -> int:
+        self._check_line(len(line))
+        match = _SIZE.fullmatch(line, 0, len(line) - 2) if line.endswith(b"\r\n") else None
         if match is None:
-            raise BadMessage("chunk", f"{line[:20]!r} is no chunk size")
+            raise BadMessage("chunk", f"{line[:20]!r} is no chunk size with CRLF")
         size = int(match[1], 16)
-        self.size += size
-        if size:
-            self._left = size + 2
-        else:
-            self._trailers = 0
+        if len(line) <= SEEN_LINE_BYTES:
+            if len(_SEEN) >= SEEN_LINES:
+                _SEEN.clear()
+            _SEEN[line] = size
+        return size
 
     def _trailer(self, line: bytes) -> bool:
         """Whether ``line`` is the blank one that ends the message."""
+        if not line.endswith(b"\r\n"):
+            raise BadMessage("chunk", "a chunk's line must end with CRLF")
         if line == b"\r\n":
             return True
         self._trailers += 1

@@ -15,6 +15,8 @@ _HEADERS = rb"((?:" + FIELD + rb")*)\r\n"
 _REQUEST = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) ([\x21-\x7e]+) HTTP/1\.([01])\r\n" + _HEADERS)
 _ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?\r\n" + _HEADERS)
 _DIGITS = re.compile(rb"[0-9]{1,18}")
+# Names and values of lines that FIELD has found good.
+_SPLIT = re.compile(rb"([^:]+):[\t ]*([^\r]*)\r\n").findall
 
 
 class BadMessage(Exception):
@@ -39,28 +41,29 @@ class Head:
         length: Content-Length; None without one.
         chunked: Transfer-Encoding: chunked.
         keep_alive: whether the sender wants to use the connection again.
+        own_hop: whether there are headers about this connection alone: Connection, Keep-Alive.
     """
 
-    __slots__ = ("chunked", "headers", "keep_alive", "length", "minor")
+    __slots__ = ("chunked", "headers", "keep_alive", "length", "minor", "own_hop")
 
     def __init__(self, minor: int, fields: bytes) -> None:
         self.minor = minor
         self.length: int | None = None
         self.chunked = False
         self.keep_alive = minor == 1
-        self.headers: list[tuple[bytes, bytes]] = []
-        append = self.headers.append
-        for line in fields.split(b"\r\n")[:-1]:
-            name, _, value = line.partition(b":")
-            name, value = name.lower(), value.strip(b" \t")
-            append((name, value))
+        self.own_hop = False
+        self.headers = [(name.lower(), value.rstrip(b" \t")) for name, value in _SPLIT(fields)]
+        for name, value in self.headers:
             if name in _FRAMING:
                 self._frame(name, value)
         if self.chunked and self.length is not None:
             raise BadMessage("two_lengths", "Content-Length and Transfer-Encoding in one message")
 
     def _frame(self, name: bytes, value: bytes) -> None:
-        if name == b"connection":
+        if name == b"keep-alive":
+            self.own_hop = True
+        elif name == b"connection":
+            self.own_hop = True
             options = {option.strip().lower() for option in value.split(b",")}
             if b"close" in options:
                 self.keep_alive = False
@@ -83,7 +86,7 @@ class Head:
         return None
 
 
-_FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding"})
+_FRAMING = frozenset({b"connection", b"keep-alive", b"content-length", b"transfer-encoding"})
 
 
 class RequestHead(Head):

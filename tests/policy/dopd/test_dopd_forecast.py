@@ -176,3 +176,12 @@ def test_the_recent_peak_is_kept_for_as_long_as_it_is_recent() -> None:
     assert told == [1.0, 5.0, 5.0, 5.0, 3.0, 3.0]
     with pytest.raises(ConfigError, match="peak count must be at least 1"):
         RecentPeak(0)
+
+
+def test_of_noise_few_fits_are_made() -> None:
+    """Gaps of 6, 12, 24, 48, then 96 values: in 1,000 values of noise no more than 15 fits, not 160."""
+    rng = random.Random(3)
+    ours = ArimaForecaster()
+    for _ in range(1000):
+        ours.add(rng.expovariate(1.0))
+    assert 2 <= ours.fits + ours.failed_fits <= 15

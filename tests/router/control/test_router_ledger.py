@@ -121,7 +121,7 @@ def test_who_may_be_sent_again(name: str, unsent: list[Side], dead: list[int], t
     if token:
         book.first_token("r")
     for side in unsent:
-        book.not_sent("r", side, 1.0)
+        book.take_back("r", side, 1.0)
     assert book.can_retry("r", lambda worker: worker in dead) is allowed, name
     if not allowed:
         with pytest.raises(IllegalMoveError, match="may have been executed"):
@@ -212,7 +212,7 @@ def happen(book: Ledger, rid: str, event: object, now_s: float, dead: set[int]) 
         case "decode_done":
             book.finish_leg(rid, Side.DECODE, now_s)
         case "unsent_prefill" | "unsent_decode":
-            book.not_sent(rid, Side.PREFILL if event == "unsent_prefill" else Side.DECODE, now_s)
+            book.take_back(rid, Side.PREFILL if event == "unsent_prefill" else Side.DECODE, now_s)
         case "retry":
             if book.can_retry(rid, dead.__contains__):
                 orders = book.retry(rid, dead.__contains__, now_s)

@@ -1,0 +1,91 @@
+"""Polls over connections as relays have them: answers, refusals, silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from pla_sglang.router.control import polls
+from pla_sglang.router.control.breaker import BreakerKnobs
+from pla_sglang.router.control.discovery import parse_url
+from pla_sglang.router.control.errors import NoAnswerError
+from pla_sglang.router.control.polls import Polls
+from pla_sglang.router.control.workers import Worker, WorkerTable
+
+
+@asynccontextmanager
+async def instance(answer: bytes) -> AsyncIterator[tuple[Worker, list[bytes]]]:
+    """Gives every request this answer; none where it is empty. Yields what it was asked."""
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                asked.append(head)
+                writer.write(answer)
+        except asyncio.IncompleteReadError:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    table = WorkerTable(BreakerKnobs(), pools=False, settle_s=0.1, on_change=lambda _: None)
+    try:
+        yield table.add(parse_url(f"http://127.0.0.1:{port}"), 0.0), asked
+    finally:
+        server.close()
+
+
+def ok(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
+    async def scenario() -> None:
+        async with instance(ok(b'{"a":1}')) as (worker, asked):
+            client = Polls(timeout_s=5.0, api_key="k")
+            assert [await client.get(worker, "/v1/loads?x") for _ in range(3)] == [b'{"a":1}'] * 3
+            assert len(asked) == 3
+            assert asked[0].startswith(b"GET /v1/loads?x HTTP/1.1\r\nhost: 127.0.0.1:")
+            assert b"authorization: Bearer k\r\n" in asked[0]
+            assert client._pool.idle_count() == 1
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "why"),
+    [
+        (b"HTTP/1.1 503 No\r\ncontent-length: 4\r\n\r\nbusy", 503, "answered 503: busy"),
+        (b"nonsense\r\n\r\n", 0, "not an HTTP/1.1 answer"),
+        (b"", 0, "no answer within 0.1 s"),
+        (ok(b"x" * 50), 200, "more than 40 bytes"),
+    ],
+)
+def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polls, "ANSWER_BYTES", 40)
+
+    async def scenario() -> None:
+        async with instance(answer) as (worker, _):
+            client = Polls(timeout_s=0.1)
+            with pytest.raises(NoAnswerError, match=why) as caught:
+                await client.get(worker, "/v1/loads")
+            assert caught.value.status == status
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_listens() -> None:
+    async def scenario() -> None:
+        async with instance(b"") as (worker, _):
+            pass
+        client = Polls(timeout_s=1.0)
+        with pytest.raises(NoAnswerError):
+            await client.get(worker, "/v1/loads")
+        await client.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,136 @@
+"""The control plane and requests that are asked for again: another pair, a new room, a story of both attempts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.fleets import LinearSteps
+from support.router_scene import Scene, run, scene
+
+from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceView, RequestView
+from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.registry import Setup, build
+from pla_sglang.policy.types import PrefillClass
+from pla_sglang.router import messages as m
+from pla_sglang.router.control.driver import PolicyDriver
+
+BUSY = {"queued_tokens": 9}
+FAILED: dict[str, Any] = {"attempt": 2, "reached": 1, "again": m.Again.TRANSFER_FAILED, "detail": "KVTransferError"}
+TWO_PAIRS = ["prefill", "prefill", "decode", "decode"]
+
+
+@pytest.mark.parametrize("policy", ["minimal-load", "cache-aware", "pla", "arrow-no-flips"])
+@pytest.mark.parametrize("steps", [(m.Step.SENT,), (m.Step.SENT, m.Step.PREFILL_DONE)])
+def test_a_failed_transfer_is_tried_between_two_others(policy: str, steps: tuple[m.Step, ...]) -> None:
+    async def work() -> None:
+        async with scene(TWO_PAIRS, policy=policy) as one:
+            first = one.ask("r")
+            assert isinstance(first, m.Assign)
+            one.stage("r", *steps)
+            second = one.ask("r", **FAILED)
+            assert isinstance(second, m.Assign)
+            assert {first.prefill, second.prefill, first.decode, second.decode} == {0, 1, 2, 3}
+            assert (second.attempt, second.reason) == (2, FleetReason.OTHER_PAIR.value)
+            assert second.bootstrap_room != first.bootstrap_room
+            assert list(one.plane.desk.ledger.rooms) == [second.bootstrap_room]
+            one.stage("r", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+            one.ended("r")
+            one.assert_at_rest()
+            check_story(one, first, second)
+
+    run(work)
+
+
+def check_story(one: Scene, first: m.Assign, second: m.Assign) -> None:
+    names = {worker.number: worker.view.name for worker in one.plane.table}
+    told = one.admin("GET", "/pla/explain/r")[1]
+    former = {"why": "transfer_failed", "detail": "KVTransferError"}
+    assert told["former"] == [former | {"prefill": names[first.prefill or 0], "decode": names[first.decode]}]
+    assert (told["prefill"], told["decode"]) == (names[second.prefill or 0], names[second.decode])
+    assert (told["attempts"], told["end"]) == (2, "finished")
+    assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
+    metrics = one.admin("GET", "/metrics")[1]
+    assert 'pla_router_retries_total{reason="transfer_failed"} 1.0' in metrics
+    assert 'pla_router_dispatches_total{reason="any.other_pair"} 1.0' in metrics
+
+
+def test_the_only_pair_is_tried_again() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            for attempt in (1, 2, 3):
+                fields = FAILED | {"attempt": attempt} if attempt > 1 else {}
+                assign = one.ask("r", **fields)
+                assert isinstance(assign, m.Assign)
+                assert (assign.attempt, assign.prefill, assign.decode) == (attempt, 0, 1)
+                one.stage("r", m.Step.SENT)
+            one.ended("r", m.Outcome.PREFILL_FAILED, aborted=(0, 1))
+            one.assert_at_rest()
+            assert len(one.admin("GET", "/pla/explain/r")[1]["former"]) == 2
+
+    run(work)
+
+
+def test_aborts_of_a_later_attempt_name_it() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            one.ask("r", prompts=2)
+            one.stage("r", m.Step.SENT)
+            one.ask("r", prompts=2, **FAILED)
+            one.plane.forget(0)
+            names = {"pla-2~r_0", "pla-2~r_1"}
+            await one.until(lambda: all(set(fake.aborted) == names for fake in one.instances))
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_request_whose_token_was_seen_is_not_sent_again() -> None:
+    """A relay does not ask for that; if one did, its client would get the beginning twice."""
+
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            one.ask("r")
+            one.stage("r", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+            answer = one.ask("r", **FAILED)
+            assert isinstance(answer, m.Refuse)
+            assert answer.status == 409
+            one.ended("r", m.Outcome.REFUSED)
+            one.assert_at_rest()
+
+    run(work)
+
+
+SETUP = Setup(steps=LinearSteps(), kv_capacity_tokens=1000, ttft_slo_s=1.0, tpot_slo_s=0.1)
+P, D, U = InstanceKind.PREFILL, InstanceKind.DECODE, InstanceKind.UNIFIED
+SHORT, LONG = PrefillClass.SHORT, PrefillClass.LONG
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "prefill", "decode"),
+    [
+        ("the least loaded of the others", [(P, {}), (P, {"queued_tokens": 9}), (P, {}), (D, {}), (D, {})], 2, 4),
+        ("nobody else prefills", [(P, {}), (D, {}), (D, {"running": 5})], 0, 2),
+        ("nobody else decodes", [(P, {}), (P, {"queued_tokens": 9}), (D, {})], 1, 2),
+        (
+            "a busier one of the same pool",
+            [(P, {"length_class": SHORT}), (P, {"length_class": LONG}), (P, {"length_class": SHORT, **BUSY}), (D, {})],
+            2,
+            3,
+        ),
+        ("one that needs no transfer", [(P, {}), (U, {}), (D, {})], 1, 1),
+        ("nobody decodes", [(P, {}), (P, {})], None, None),
+    ],
+)
+def test_who_else_there_is(
+    name: str, members: list[tuple[InstanceKind, dict[str, Any]]], prefill: int | None, decode: int | None
+) -> None:
+    """The first prefill and the first decode instance have failed."""
+    views = [InstanceView(index, f"i{index}", kind=kind, **fields) for index, (kind, fields) in enumerate(members)]
+    driver = PolicyDriver(build("round-robin", SETUP), FleetView(views), lambda view, length_class: None)
+    request = RequestView("r", 10, 0.0)
+    failed = next((view for view in views if view.kind is D), views[-1])
+    choice = driver.choose_other(request, views[0], failed)
+    assert (choice and choice.prefill.index, choice and choice.decode.index) == (prefill, decode), name
+    assert request.prefilled_on is (choice and choice.prefill)

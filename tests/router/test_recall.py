@@ -1,0 +1,261 @@
+"""A KV transfer that fails before the first byte: both instances end the request, then another attempt is made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from support.instances import Script, transfer_failure
+from support.relays import Setting, request_bytes, run, setting
+
+from pla_sglang.router import messages as m
+from pla_sglang.router import recall
+from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.legs import transfer_failed
+
+PAIR = ("prefill", "decode")
+PREFILL, DECODE = 0, 1
+ASK = {"text": "hello", "rid": "r", "sampling_params": {"max_new_tokens": 4}}
+STREAM = ASK | {"stream": True}
+
+
+def attempts(here: Setting) -> list[tuple[int, m.Again]]:
+    return [(ask.attempt, ask.again) for ask in here.control.of(m.Ask)]
+
+
+def bootstrap(room: int) -> dict[str, Any]:
+    return {"bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": room}
+
+
+TWICE = [(1, m.Again.NOT_SENT), (2, m.Again.TRANSFER_FAILED)]
+
+
+@pytest.mark.parametrize("body", [ASK, STREAM])
+@pytest.mark.parametrize("who", [PREFILL, DECODE])
+def test_another_attempt_follows(who: int, body: dict[str, Any]) -> None:
+    """Whoever says it first, the other is told to abort, and both have ended before the request goes out again."""
+
+    async def scenario() -> None:
+        scripts = {who: Script(transfers=["failed"]), 1 - who: Script(first_s=0.05)}
+        async with setting(*PAIR, scripts=scripts) as here:
+            answer = await here.ask(body)
+            assert answer.status == 200
+            assert "abort" not in answer.body.decode()
+            assert attempts(here) == TWICE
+            assert "transfer failed for request" in here.control.of(m.Ask)[1].detail
+            for instance in here.instances:
+                first, second = instance.bodies
+                assert first == body | bootstrap(1000) | {"rid": "r"}
+                assert second == body | bootstrap(2000) | {"rid": "pla-2~r"}  # SGLang aborts "r" 2 s after its end
+            assert here.instances[1 - who].aborts[:1] == ["r"]
+            assert here.instances[who].aborts == []
+            [ended] = here.ended()
+            assert (ended.outcome, ended.aborted) == (m.Outcome.OK, ())
+            assert here.relay._counters['retries_total{reason="transfer_failed"}'] == 1
+            here.check_balance()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("fields", "second", "there"),
+    [
+        ({"text": "x"}, {"text": "x"}, None),
+        ({"text": ["x", "y"], "rid": ["a", "b"]}, {"text": ["x", "y"], "rid": ["pla-2~a", "pla-2~b"]}, None),
+        ({"text": ["x", "y"], "rid": "m"}, {"text": ["x", "y"], "rid": "pla-2~m"}, ["pla-2~m_0", "pla-2~m_1"]),
+    ],
+)
+def test_an_attempt_has_an_id_of_its_own(
+    fields: dict[str, Any], second: dict[str, Any], there: list[str] | None
+) -> None:
+    """Also where the router has made it up, and in a batch; aborts name the attempt."""
+
+    async def scenario() -> None:
+        async with setting(*PAIR, scripts={PREFILL: Script(transfers=["failed"])}) as here:
+            here.instances[DECODE].script.first_s = 0.3
+            _, writer = await here.connect()
+            writer.write(request_bytes(fields))
+            await here.until(lambda: len(here.instances[DECODE].bodies) == 2)
+            found = here.instances[DECODE].bodies[1]
+            wanted = second if "rid" in fields else second | {"rid": f"pla-2~{here.control.of(m.Ask)[0].rid}"}
+            assert found == wanted | bootstrap(2000)
+            here.instances[DECODE].aborts.clear()
+            writer.close()
+            names = there or (found["rid"] if isinstance(found["rid"], list) else [found["rid"]])
+            await here.until(lambda: here.instances[DECODE].aborts[: len(names)] == names)
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_attempts_are_bounded() -> None:
+    async def scenario() -> None:
+        always = {PREFILL: Script(transfers=["failed"] * 9)}
+        async with setting(*PAIR, scripts=always, config=RelayConfig(transfer_attempts=3)) as here:
+            answer = await here.ask(STREAM)
+            assert (answer.status, answer.error["type"]) == (502, "transfer_failed")
+            assert "attempt 3" in answer.error["message"]
+            assert [attempt for attempt, _ in attempts(here)] == [1, 2, 3]
+            assert here.ended()[0].outcome is m.Outcome.PREFILL_FAILED
+            here.check_balance()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "config", "code"),
+    [
+        ("somebody wanted the abort", Script(transfers=["aborted"]), RelayConfig(), "prefill_failed"),
+        ("never again", Script(transfers=["failed"]), RelayConfig(transfer_attempts=1), "transfer_failed"),
+        ("no room to keep the body", Script(transfers=["failed"]), RelayConfig(max_kept_bytes=5), "transfer_failed"),
+    ],
+)
+def test_who_gets_no_other_attempt(name: str, script: Script, config: RelayConfig, code: str) -> None:
+    async def scenario() -> None:
+        async with setting(*PAIR, scripts={PREFILL: script}, config=config) as here:
+            answer = await here.ask(STREAM)
+            assert (answer.status, answer.error["type"]) == (502, code), name
+            assert len(attempts(here)) == 1
+            await here.until(lambda: not here.instances[DECODE].held, patience_s=1.0)
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_after_the_first_byte_the_answer_is_the_clients() -> None:
+    async def scenario() -> None:
+        def event(index: int, body: dict[str, Any]) -> bytes:
+            reason = transfer_failure("decode", body) if index == 1 else None
+            return json.dumps({"text": "w", "meta_info": {"finish_reason": reason}}).encode()
+
+        async with setting(*PAIR, scripts={DECODE: Script(events=2, gap_s=0.02, event=event)}) as here:
+            answer = await here.ask(STREAM)
+            assert "transfer failed" in answer.events[1]
+            assert len(attempts(here)) == 1
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_connections_that_fail_and_transfers_that_fail_are_counted_apart() -> None:
+    async def scenario() -> None:
+        scripts = {0: Script(transfers=["failed", "failed"])}
+        limits = RelayConfig(connect_attempts=2, transfer_attempts=3)
+        async with setting("prefill", "decode", "decode", scripts=scripts, config=limits) as here:
+            await here.instances[2].stop()
+            assert (await here.ask(STREAM)).status == 200
+            agains = [again for attempt, again in attempts(here) if attempt > 1]
+            assert sorted(agains) == [m.Again.NOT_SENT, m.Again.TRANSFER_FAILED, m.Again.TRANSFER_FAILED]
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_an_instance_that_does_not_end_it_costs_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows what it still does, so the request is not sent again."""
+    monkeypatch.setattr(recall, "RECALL_S", 0.2)
+
+    async def scenario() -> None:
+        scripts = {PREFILL: Script(transfers=["failed"]), DECODE: Script(deaf=True)}
+        async with setting(*PAIR, scripts=scripts) as here:
+            answer = await here.ask(STREAM)
+            assert (answer.status, answer.error["type"]) == (502, "transfer_failed")
+            assert len(attempts(here)) == 1
+            assert here.ended()[0].aborted == (DECODE,)
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_an_instance_that_is_lost_meanwhile_costs_the_request() -> None:
+    async def scenario() -> None:
+        scripts = {PREFILL: Script(transfers=["failed"]), DECODE: Script(deaf=True)}
+        async with setting(*PAIR, scripts=scripts) as here:
+            asked = asyncio.ensure_future(here.ask(STREAM))
+            await here.until(lambda: here.instances[DECODE].aborts)
+            await here.instances[DECODE].stop()
+            assert (await asked).error["type"] == "transfer_failed"
+            assert len(attempts(here)) == 1
+            here.check_balance()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["client", "control"])
+def test_a_request_that_ends_while_it_is_taken_back(how: str) -> None:
+    async def scenario() -> None:
+        scripts = {PREFILL: Script(transfers=["failed"]), DECODE: Script(deaf=True)}
+        async with setting(*PAIR, scripts=scripts) as here:
+            _, writer = await here.connect()
+            writer.write(request_bytes(STREAM))
+            await here.until(lambda: here.instances[DECODE].aborts)
+            if how == "client":
+                writer.close()
+            else:
+                here.relay.tell(m.Abort("r", 502, "instance_dead", "instance decode-1 is dead"))
+            [ended] = await here.until(here.ended)
+            assert ended.outcome is (m.Outcome.CLIENT_GONE if how == "client" else m.Outcome.ABORTED)
+            assert ended.aborted == (DECODE,)
+            await here.until(lambda: not here.instances[DECODE].held)
+            assert len(attempts(here)) == 1
+            here.check_balance()
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_control_plane_that_restarts_meanwhile_hears_of_both_attempts() -> None:
+    async def scenario() -> None:
+        scripts = {PREFILL: Script(transfers=["failed"]), DECODE: Script(deaf=True)}
+        async with setting(*PAIR, scripts=scripts) as here:
+            asked = asyncio.ensure_future(here.ask(STREAM))
+            await here.until(lambda: here.instances[DECODE].aborts)
+            here.control.epoch = 2
+            here.relay.tell(here.control.table())
+            [opened] = here.control.of(m.Hello)[-1].open
+            assert (opened.ask.attempt, [step.step for step in opened.steps]) == (1, [m.Step.SENT])
+            here.instances[DECODE].held["r"].set()
+            assert (await asked).status == 200
+            assert attempts(here) == TWICE
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_bodies_are_kept_only_for_pairs_and_until_the_first_byte() -> None:
+    async def scenario() -> None:
+        for kinds, kept in ((("unified",), 0), (PAIR, 1)):
+            script = Script(first_s=0.2, events=2, gap_s=0.2)
+            async with setting(*kinds, scripts={len(kinds) - 1: script}) as here:
+                asked = asyncio.ensure_future(here.ask(STREAM))
+                await here.until(lambda here=here: here.control.of(m.Stage))
+                assert here.relay.gauges()["kept_bytes"] == kept * len(json.dumps(STREAM))
+                await here.until(lambda here=here: here.relay.gauges()["kept_bytes"] == 0)
+                assert not asked.done()
+                assert (await asked).status == 200
+                here.check_balance()
+
+    run(scenario)
+
+
+REASON = transfer_failure("prefill", {"rid": "r", "bootstrap_room": 7})
+ORDERED = transfer_failure("prefill", {"rid": "r", "bootstrap_room": 7}, ordered=True)
+WORDS = json.dumps({"text": json.dumps({"finish_reason": REASON}), "meta_info": {"finish_reason": None}})
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "said", "failed"),
+    [
+        ("an event of /generate", 200, json.dumps({"meta_info": {"finish_reason": REASON}}), True),
+        ("an event of the OpenAI API", 200, json.dumps({"error": {"message": REASON["message"], "code": 500}}), True),
+        ("an answer", 500, json.dumps({"detail": REASON["message"]}), True),
+        ("by order", 200, json.dumps({"meta_info": {"finish_reason": ORDERED}}), False),
+        ("by order, an answer", 500, json.dumps({"detail": ORDERED["message"]}), False),
+        ("another abort", 200, '{"meta_info":{"finish_reason":{"type":"abort","message":"Abort in waiting"}}}', False),
+        ("words of a model", 200, WORDS, False),
+    ],
+)
+def test_what_a_failed_transfer_looks_like(name: str, status: int, said: str, failed: bool) -> None:
+    assert transfer_failed(status, said.encode()) is failed, name

@@ -1,0 +1,224 @@
+"""What a client may not do: steer the router, reach what it does not serve, or hold it up half-open."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+from support.instances import FakeInstance, Rooms
+from support.relays import Setting, read_answer, request_bytes, run, setting
+
+from pla_sglang.router import front
+from pla_sglang.router import messages as m
+from pla_sglang.router.body import RESERVED_FIELDS
+from pla_sglang.router.config import RelayConfig
+
+ASK: dict[str, Any] = {"text": "hello"}
+PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", sorted(RESERVED_FIELDS))
+def test_reserved_fields_are_refused_at_every_endpoint(path: str, name: str) -> None:
+    values: tuple[Any, ...] = (1, "evil", None, [1], {})
+
+    async def scenario() -> None:
+        async with setting("prefill", "decode") as here:
+            for value in values:
+                answer = await here.ask(ASK | {name: value}, path)
+                assert (answer.status, answer.error["type"]) == (400, "reserved_field"), value
+            assert name in answer.error["message"]
+            assert [one.requests for one in here.instances] == [[], []]
+            assert here.control.of(m.Ask) == []
+
+    run(scenario)
+
+
+STEERS = ("host", "x-forwarded-host", "x-forwarded-for", "forwarded", "x-real-ip", "x-original-url", "x-rewrite-url")
+
+
+@pytest.mark.parametrize("name", STEERS)
+def test_no_header_becomes_an_address(name: str) -> None:
+    """Each names an instance that would answer; it hears nothing, and the listed ones get their own addresses."""
+
+    async def scenario() -> None:
+        async with setting("prefill", "decode") as here, FakeInstance(9, rooms=Rooms()) as decoy:
+            there = f"127.0.0.1:{decoy.port}"
+            value = f"host={there}" if name == "forwarded" else there
+            headers = [(key, value) for key in (name,)] + ([] if name == "host" else [("host", "router")])
+            lines = "".join(f"{key}: {text}\r\n" for key, text in headers)
+            body = json.dumps(ASK)
+            raw = f"POST /generate?host={there} HTTP/1.1\r\n{lines}content-length: {len(body)}\r\n\r\n{body}"
+            reader, writer = await here.connect()
+            writer.write(raw.encode())
+            assert (await read_answer(reader)).status == 200
+            writer.close()
+            check_addresses(here, decoy)
+            here.check_balance()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "target", ["http://127.0.0.1:{port}/generate", "127.0.0.1:{port}", "//127.0.0.1:{port}/x", "*"]
+)
+def test_no_target_becomes_an_address(target: str) -> None:
+    async def scenario() -> None:
+        async with setting("prefill", "decode") as here, FakeInstance(9) as decoy:
+            raw = request_bytes(ASK).replace(b"/generate", target.format(port=decoy.port).encode(), 1)
+            for method in (b"POST", b"GET", b"CONNECT"):
+                reader, writer = await here.connect()
+                writer.write(raw.replace(b"POST", method, 1))
+                assert (await read_answer(reader)).status in (400, 404, 405)
+                writer.close()
+            check_addresses(here, decoy)
+
+    run(scenario)
+
+
+def check_addresses(here: Setting, decoy: FakeInstance) -> None:
+    assert decoy.connections == 0
+    for one in here.instances:
+        for request, _ in one.requests:
+            hosts = [value for name, value in request.headers if name == b"host"]
+            assert hosts == [f"127.0.0.1:{one.port}".encode()]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/abort_request", "/flush_cache", "/update_weights_from_disk", "/start_profile", "/set_internal_state"),
+        *("/v1/models/../../flush_cache", "/v1/models/%2e%2e/flush_cache", "/v1/models/..%2fflush_cache"),
+        *("/v1/models/..%5cflush_cache", "/generate/", "/Generate", "/health/../flush_cache", "/%67enerate"),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_what_is_not_served_does_not_reach_an_instance(path: str, method: str) -> None:
+    async def scenario() -> None:
+        async with setting("unified") as here:
+            answer = await here.ask(ASK if method == "POST" else None, path, method=method)
+            assert answer.status in (404, 405)
+            assert here.instances[0].requests == []
+
+    run(scenario)
+
+
+ADMIN = [
+    ("GET", "/workers"),
+    ("POST", "/workers"),
+    ("DELETE", "/workers/0"),
+    ("POST", "/workers/0/drain"),
+    ("GET", "/pla/state"),
+    ("GET", "/pla/ledger"),
+    ("GET", "/pla/explain/r"),
+]
+WRONG = [None, "Bearer users", "Bearer roo", "Bearer root ", "bearer root", "root", "Basic root", "Bearer rööt"]
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN)
+def test_operators_need_their_key(method: str, path: str) -> None:
+    async def scenario() -> None:
+        async with setting("unified", config=RelayConfig(api_key="users", admin_key="root")) as here:
+            for key in WRONG:
+                headers = {} if key is None else {"authorization": key}
+                refused = await here.ask({"url": "http://127.0.0.1:1"}, path, method=method, headers=headers)
+                stripped = key is not None and key.strip() == "Bearer root"  # blanks around a value are not part of it
+                assert refused.status == (200 if stripped else 401), key
+            asked = len(here.control.of(m.AdminAsk))
+            assert asked == 1
+            right = await here.ask(None, path, method=method, headers={"authorization": "Bearer root"})
+            assert json.loads(right.body)["path"] == path
+
+    run(scenario)
+
+
+def test_the_kernel_ends_half_open_connections() -> None:
+    """A client that vanishes without a word: no packet ever says so, only silence does."""
+
+    async def scenario() -> None:
+        async with setting("unified") as here:
+            _, writer = await here.connect()
+            await here.until(lambda: here.relay._clients)
+            [client] = here.relay._clients
+            assert client._transport is not None
+            sock = client._transport.get_extra_info("socket")
+            found = [
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE),
+                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT),
+                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+            ]
+            intervals = [front.KEEPALIVE_IDLE_S, front.KEEPALIVE_INTERVAL_S, front.KEEPALIVE_COUNT]
+            assert found == [1, *intervals, front.USER_TIMEOUT_MS]
+            assert front.KEEPALIVE_IDLE_S + front.KEEPALIVE_INTERVAL_S * front.KEEPALIVE_COUNT <= 60
+            writer.close()
+
+    run(scenario)
+
+
+def test_a_client_that_closes_its_half_is_gone() -> None:
+    """Nobody who closes waits for an answer; its instances are freed."""
+
+    async def scenario() -> None:
+        async with setting("prefill", "decode") as here:
+            here.instances[0].script.first_s = 30
+            _, writer = await here.connect()
+            writer.write(request_bytes(ASK))
+            await here.until(lambda: all(one.held for one in here.instances))
+            writer.write_eof()
+            [ended] = await here.until(here.ended)
+            assert ended.outcome is m.Outcome.CLIENT_GONE
+            await here.until(lambda: not any(one.held for one in here.instances), patience_s=1.0)
+            here.check_balance()
+            writer.close()
+
+    run(scenario)
+
+
+def test_many_idle_clients_leave_room_for_others() -> None:
+    """Slow-loris: connections that send nothing, or a byte, are closed; nobody else notices them."""
+
+    async def scenario() -> None:
+        limits = RelayConfig(head_timeout_s=0.4, max_connections=64)
+        async with setting("unified", config=limits) as here:
+            held = [await here.connect() for _ in range(60)]
+            for _, writer in held[::2]:
+                writer.write(b"P")
+            assert (await here.ask(ASK)).status == 200
+            await here.until(lambda: here.relay.gauges()["client_connections"] <= 1, patience_s=3)
+            assert (await here.ask(ASK)).status == 200
+            for _, writer in held:
+                writer.close()
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_answers_of_an_instance_are_bounded() -> None:
+    """The head of an answer has a limit as well: an instance that went mad does not fill the router's memory."""
+
+    async def scenario() -> None:
+        async def mad(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n" + b"a: " + b"x" * 100_000)
+            await writer.drain()
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(mad, "127.0.0.1", 0)
+        async with setting() as here:
+            port = server.sockets[0].getsockname()[1]
+            here.control.workers = (m.Worker(0, "one", "127.0.0.1", port, "unified"),)
+            here.relay.tell(here.control.table())
+            answer = await here.ask(ASK)
+            assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
+            [failure] = here.control.of(m.Failure)
+            assert failure.kind is m.FailureKind.BAD_ANSWER
+            here.check_balance()
+        server.close()
+
+    run(scenario)

@@ -1,0 +1,64 @@
+"""Benches of the router: what goes on from an earlier run, and what the pages say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench import parity, router_clients
+from bench.lib.parity_plot import plot_parity
+from bench.lib.router_pages import CHAOS_ROWS, PAGES
+from pla_sglang.router.control.driver import LIVE_POLICIES
+
+WHERE = {"environment": {"hardware": "2 x cpu", "plugin_commit": "abc"}, "profile": "p", "time_scale": 4.0, "seed": 0}
+
+
+def policy(decisions: int, identical: int, **fields: Any) -> dict[str, Any]:
+    counts = {"decisions": decisions, "identical": identical, "identical_share": identical / decisions}
+    kinds = {"by_kind": {"dispatched": decisions}, "failed": 0, "tokens_wrong": 0, "plugin_commit": "abc"}
+    return {**counts, **kinds, **fields}
+
+
+def test_parity_asks_every_live_policy_once() -> None:
+    assert sorted(parity.POLICIES.split(",")) == sorted(set(LIVE_POLICIES) - {"minimal-load"})
+
+
+def test_parity_goes_on_only_from_a_run_of_the_same_kind(tmp_path: Path) -> None:
+    options = parity.parser().parse_args(["--keep", "--out", str(tmp_path)])
+    assert parity.kept(options) == {}
+    earlier = parity.settings_of(options) | {"by_policy": {"pla": policy(10, 9)}}
+    (tmp_path / "parity.json").write_text(json.dumps(earlier), encoding="utf-8")
+    assert list(parity.kept(options)) == ["pla"]
+    for changed in (["--rate", "9"], ["--requests", "7"], ["--prefill", "3"], ["--seed", "1"]):
+        assert parity.kept(parity.parser().parse_args(["--keep", "--out", str(tmp_path), *changed])) == {}
+    assert parity.kept(parity.parser().parse_args(["--out", str(tmp_path)])) == {}
+
+
+def test_parity_counts_over_all_policies(tmp_path: Path) -> None:
+    by_policy = {"pla": policy(300, 300), "cache-aware": policy(100, 90, tokens_wrong=2, plugin_commit="def")}
+    totals = parity.totals(by_policy)
+    assert totals["identical_share"] == 0.975
+    assert (totals["decisions"], totals["tokens_wrong"], totals["commits"]) == (400, 2, ["abc", "def"])
+    plot_parity(by_policy, tmp_path / "parity.png")
+    assert (tmp_path / "parity.png").stat().st_size > 5000
+    page = PAGES["parity"](WHERE | totals | {"by_policy": by_policy, "requests": 9, "rate_rps": 2.0, "instances": 4})
+    assert "| `cache-aware` | 100 | 90.00% | 0 | 2 |" in page
+    assert "commit abc, def" in page
+
+
+def test_the_load_client_gets_stock_flags_only() -> None:
+    command = router_clients.command_of(router_clients.parser().parse_args([]), "sglang", "http://x", "m")
+    assert command[:2] == ["-m", "sglang.bench_serving"]
+    assert not [part for part in command if "pla" in part]
+
+
+def test_the_page_of_chaos_shows_failures_as_what_they_are() -> None:
+    result: dict[str, Any] = dict.fromkeys((*CHAOS_ROWS, "abort_probes"), 3)
+    result |= {"transfer_failure_share": 0.05, "ledger_balanced": True, "gauges_zero": False, "kv_free": True}
+    times = [f"decode_free_after_{name}_{share}_s" for name in ("abort", "order") for share in ("p50", "p99")]
+    result |= dict.fromkeys(times, 0.25) | {"rate": 12.0, "policy": "pla", "killed": ["decode-0"]}
+    page = PAGES["chaos"](WHERE | result)
+    assert "| failed otherwise | 3 |" in page
+    assert "| gauges at 0 | NO |" in page
+    assert "SIGKILL of `decode-0`" in page
