@@ -129,7 +129,7 @@ def test_the_cluster_and_our_router_know_their_arguments() -> None:
         assert router is not None
         command = command_of(router, FLEET, 5)
         assert command[1:3] == ["-m", "pla_sglang.launch_router"]
-        _, _, told = launch_router.parse(command[3:])
+        told = launch_router.parse(command[3:]).control_arguments
         flags = argparse.ArgumentParser()
         control.add_arguments(flags)
         knobs = control.knobs_of(flags.parse_args(told))
