@@ -30,9 +30,12 @@ class Source(Mock):
         self._tokens: tuple[int, ...] = ()
         self._sent = 0
 
-    def _answer(self, request: bytes, body: bytes) -> None:
-        if not request.startswith(b"POST /generate "):
-            super()._answer(request, body)
+    def _keep(self, body: bytes) -> bytes:
+        return body
+
+    def _answer(self, path: bytes, body: bytes) -> None:
+        if path != b"/generate":
+            super()._answer(path, body)
             return
         asked = orjson.loads(body)
         self._tokens = chain.expected(asked["input_ids"], asked["sampling_params"]["max_new_tokens"]).tokens

@@ -72,7 +72,7 @@ class Mock(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._left:
             self._left -= len(data)
-            self._edges = edges(self._edges + edges(data))
+            self._edges = self._keep(self._edges + self._keep(data))
         else:
             data = self._begun + data
             end = data.find(b"\r\n\r\n")
@@ -84,9 +84,13 @@ class Mock(asyncio.Protocol):
             self._begun = b""
             # No less than 0: who tries HTTP/2 first sends more than a head, and takes any answer for a no.
             self._left = max(0, end + 4 + (int(found[1]) if found else 0) - len(data))
-            self._edges = edges(data[end + 4 :])
+            self._edges = self._keep(data[end + 4 :])
         if not self._left:
             self._answer(self._path, self._edges)
+
+    def _keep(self, body: bytes) -> bytes:
+        """Of a body what ``_answer`` needs."""
+        return edges(body)
 
     def _answer(self, path: bytes, body: bytes) -> None:
         if path != b"/generate":
