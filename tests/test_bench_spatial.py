@@ -149,7 +149,7 @@ def test_sglang_s_router_gets_the_pair_with_its_bootstrap_port() -> None:
     router = router_of("router:bucket", Setting(), TELEMETRY)
     assert router is not None
     line = " ".join(command_of(router, FLEET, 5))
-    assert "--policy bucket" in line
+    assert "--policy round_robin --prefill-policy bucket" in line
     assert "--pd-disaggregation --prefill http://127.0.0.1:1 3 --decode http://127.0.0.1:2" in line
 
 

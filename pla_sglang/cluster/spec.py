@@ -15,7 +15,7 @@ ROUTER_MODULES = {
     "mini-lb": "sglang_router.launch_router",
     "pla": "pla_sglang.launch_router",
 }
-POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "bucket", "manual", "consistent_hashing")
+POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "bucket", "manual")
 MAX_INSTANCES = 64
 TRANSFER = ("--disaggregation-transfer-backend", "nixl")
 
@@ -46,6 +46,8 @@ class ClusterConfig:
                 raise ConfigError(f"--{kind} {count} is out of range; allowed: 0 to {MAX_INSTANCES}")
         if self.router not in ROUTERS:
             raise ConfigError(f"--router {self.router!r} is not known; allowed: {', '.join(ROUTERS)}")
+        if self.router == "sglang" and self.policy == "bucket" and self.counts.get("unified"):
+            raise ConfigError("--policy 'bucket' is not for unified instances, but for prefill and decode ones")
         if self.router == "sglang" and self.policy not in POLICIES:
             raise ConfigError(f"--policy {self.policy!r} is not known; allowed: {', '.join(POLICIES)}")
         self._check_mix()
@@ -116,7 +118,10 @@ def router_arguments(config: ClusterConfig, engines: Sequence[InstanceSpec], por
     if config.router == "mini-lb":
         command.append("--mini-lb")
     else:
-        command += ["--policy", config.policy, "--prometheus-port", str(metrics_port), "--log-level", "warn"]
+        # SGLang's router knows bucket for prefill instances only, and wants another policy for the decode instances.
+        bucket = ["--policy", "round_robin", "--prefill-policy", "bucket"]
+        command += bucket if config.policy == "bucket" else ["--policy", config.policy]
+        command += ["--prometheus-port", str(metrics_port), "--log-level", "warn"]
         command += ["--worker-startup-check-interval", "1"]  # it looks every 30 s by default
     unified = [one.url for one in engines if one.kind == "unified"]
     if unified:

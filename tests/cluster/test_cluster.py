@@ -46,7 +46,8 @@ def test_routers_are_told_who_does_what() -> None:
     pair = ClusterConfig({"prefill": 1, "decode": 1}, policy="bucket", router_extra=("--z",))
     command = router_arguments(pair, instances(pair, ports()), 30_000, 30_001)
     assert command[:4] == ["--host", "127.0.0.1", "--port", "30000"]
-    assert command[command.index("--policy") + 1] == "bucket"
+    assert command[command.index("--prefill-policy") + 1] == "bucket"
+    assert command[command.index("--policy") + 1] == "round_robin"
     assert command[-7:] == [
         "--pd-disaggregation",
         *("--prefill", "http://127.0.0.1:20000", "20001"),
