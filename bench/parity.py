@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.lib.child import running_child
 from bench.lib.parity_plot import plot_parity
 from bench.lib.report import emit, environment, say, stdout
 from bench.replay import replay
@@ -40,6 +40,7 @@ POLICIES = (
     "round-robin,least-requests,least-tokens,two-choices,cache-aware,static-pd-round-robin,static-pd,pla,arrow-no-flips"
 )
 READY_S = 30.0
+STOP_S = 40.0
 TARGET = 0.99
 
 
@@ -81,20 +82,10 @@ def running_router(workers: Sequence[str], arguments: Sequence[str], log: Path) 
     port = free_port()
     named = [part for url in workers for part in ("--worker", url)]
     command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(port), *named, *arguments]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
-    try:
+    with running_child(command, log, stop_s=STOP_S) as process:
         _wait(process, url, log)
         yield url
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(40)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

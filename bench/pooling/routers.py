@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.lib.child import running_child
 from bench.pooling.arms import Router
 from pla_sglang.cluster.spec import ROUTER_MODULES, ClusterConfig, InstanceSpec, router_arguments
 from pla_sglang.testing.server import ServerError, free_port
@@ -42,21 +42,10 @@ def _port_of(url: str) -> int:
 def running_router(router: Router, described: Mapping[str, Any], log: Path) -> Iterator[str]:
     """Starts it and yields its URL once a request goes through. Raises ServerError, ConfigError."""
     port = free_port()
-    with log.open("wb") as output:
-        command = command_of(router, described, port)
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
-    try:
+    with running_child(command_of(router, described, port), log, stop_s=STOP_S) as process:
         _wait(process, url, log)
         yield url
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

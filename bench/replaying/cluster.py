@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.lib.child import running_child
 from bench.lib.report import say
 from pla_sglang.testing.server import ServerError
 
@@ -30,20 +30,10 @@ def running_cluster(arguments: Sequence[str], folder: Path, name: str) -> Iterat
     state, log = folder / f"{name}.state.json", folder / f"{name}.log"
     state.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pla_sglang.launch_cluster", "--state-file", str(state), *arguments]
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
+    with running_child(command, log, stop_s=STOP_TIMEOUT_S) as process:
         described = _wait(process, state, log)
         say(f"{name}: ready after {described['ready_s']:.0f} s, {described['pss_bytes'] / 2**30:.2f} GiB")
         yield described
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()  # its children end with it
-                process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], state: Path, log: Path) -> dict[str, Any]:
