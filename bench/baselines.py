@@ -20,7 +20,7 @@ from bench.lib.plot import COLOURS
 from bench.lib.report import emit, environment, say
 from bench.lib.tables import markdown, show, text
 from bench.replay import replay
-from bench.replaying.cluster import emulation_of, running_cluster
+from bench.replaying.cluster import emulation_of, flush_cache, running_cluster
 from bench.replaying.layouts import (
     PD_POLICIES,
     Layout,
@@ -74,21 +74,29 @@ def arms_of(options: argparse.Namespace) -> list[tuple[Layout, str]]:
 def keys_of(options: argparse.Namespace, layout: Layout, policy: str, names: Sequence[str]) -> list[Key]:
     """The points of one arm."""
     settings = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
-    settings |= {"first": options.first, "limit": options.limit, "max_input": options.max_input_tokens}
+    settings |= {"first": options.first, "max_input": options.max_input_tokens}
     return [
-        {"layout": layout.name, "policy": policy, "workload": name, "rate_rps": rate} | settings
+        {"layout": layout.name, "policy": policy, "workload": name, "rate_rps": rate, "limit": limit_of(options, rate)}
+        | settings
         for name in names
         for rate in numbers_of(options.rates, name, "--rates")
     ]
 
 
+def limit_of(options: argparse.Namespace, rate_rps: float) -> int:
+    """Requests of a point: so many, or as many as come in so long a time. A short point hides a growing queue."""
+    return options.limit if options.duration_s is None else max(1, round(rate_rps * options.duration_s))
+
+
 def measure(described: dict[str, Any], key: Key, trace: Trace, steps: Steps, options: argparse.Namespace) -> bool:
-    """Run one point and keep it; False where there is no time left for it."""
+    """Run one point, from empty prefix caches on, and keep it; False where there is no time left for it."""
     own = part(trace, key["first"], key["limit"]).at_rate(key["rate_rps"])
     planned = plan(own, seed=key["seed"], time_scale=key["time_scale"])
     if not steps.has_time(planned[-1].at_s + DRAIN_S):
         return False
     say(f"{' '.join(str(key[name]) for name in POINT)}/s: {len(planned)} requests, {planned[-1].at_s:.0f} s")
+    for one in described["instances"]:
+        flush_cache(one["url"])
     before = emulation_of(described)
     records = replay(described["url"], planned, timeout_s=options.timeout_s)
     row = figures(
@@ -158,6 +166,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rates", nargs="+", default=["2,4,8"], help="per second: 2,4,8 or WORKLOAD=2,4,8 ...")
     made.add_argument("--first", type=int, default=0, help="row of the trace to begin with")
     made.add_argument("--limit", type=int, default=200, help="requests per point")
+    made.add_argument("--duration-s", type=float, help="instead: requests of so many seconds of device time, per point")
     made.add_argument("--max-lag-ms", type=float, default=50.0)
     made.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a point invalid")
     made.add_argument("--retry-invalid", action="store_true", help="run points again that were not valid")

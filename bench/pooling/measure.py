@@ -17,7 +17,7 @@ from bench.pooling.arms import PAIRS, SPATIAL, Setting, engine_arguments, is_our
 from bench.pooling.routers import running_router
 from bench.pooling.work import text_body, warm_up
 from bench.replaying.client import START_DELAY_S, Record, Replay
-from bench.replaying.cluster import running_cluster
+from bench.replaying.cluster import flush_cache, post, running_cluster
 from bench.replaying.plan import Planned
 from bench.replaying.result import count_wrong, lag_s, served
 from bench.replaying.steps import Row
@@ -25,7 +25,6 @@ from pla_sglang.metrics.goodput import quantile
 from pla_sglang.testing.server import ServerError, free_port
 
 REQUEST_TIMEOUT_S = 300.0
-IDLE_S = 20.0
 SHOWN_ERRORS = 3
 
 
@@ -68,7 +67,7 @@ class Engines:
     def _reset(self, arm: str) -> None:
         """Empty prefix caches, and no class left from an arm before."""
         for one in self._described["instances"]:
-            flush(one["url"])
+            flush_cache(one["url"])
             if is_ours(arm) and one["kind"] == "prefill":
                 post(f"{one['url']}/pla/role", {"role": "mixed"})
 
@@ -83,29 +82,6 @@ def running_engines(arm: str, setting: Setting, folder: Path, name: str) -> Iter
 
 async def _replay(url: str, planned: list[Planned]) -> list[Record]:
     return await Replay(url, timeout_s=REQUEST_TIMEOUT_S, body=text_body).run(planned)
-
-
-def flush(engine_url: str) -> None:
-    """An engine refuses until it is idle. Raises ServerError when it does not get so."""
-    end_s = time.monotonic() + IDLE_S
-    while True:
-        try:
-            return post(f"{engine_url}/flush_cache")
-        except ServerError:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(0.5)
-
-
-def post(url: str, body: Any = None) -> None:
-    """Raises ServerError unless it is answered with 200."""
-    data = b"" if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        opener.open(request, timeout=60).read()
-    except OSError as error:
-        raise ServerError(f"{url}: {error}") from None
 
 
 def get_json(url: str) -> Any:

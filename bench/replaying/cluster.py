@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pla_sglang.testing.server import ServerError
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 40.0
 LOG_TAIL_LINES = 25
+IDLE_S = 20.0
 
 
 @contextlib.contextmanager
@@ -50,11 +52,32 @@ def _wait(process: subprocess.Popen[bytes], state: Path, log: Path) -> dict[str,
 
 def emulation_of(described: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What each engine says about its emulated device, by instance."""
-    import urllib.request
-
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     states = {}
     for one in described["instances"]:
         info = json.loads(opener.open(f"{one['url']}/server_info", timeout=60).read())
         states[one["name"]] = info["internal_states"][0]["pla_emulation"]
     return states
+
+
+def flush_cache(engine_url: str) -> None:
+    """Empty the prefix cache; an engine refuses until it is idle. Raises ServerError when it does not get so."""
+    end_s = time.monotonic() + IDLE_S
+    while True:
+        try:
+            return post(f"{engine_url}/flush_cache")
+        except ServerError:
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(0.5)
+
+
+def post(url: str, body: Any = None) -> None:
+    """Raises ServerError unless it is answered with 200."""
+    data = b"" if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        opener.open(request, timeout=60).read()
+    except OSError as error:
+        raise ServerError(f"{url}: {error}") from None

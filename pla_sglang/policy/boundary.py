@@ -61,7 +61,11 @@ def head_of_line_penalty_s(rate: float, short_share: float, load: float, long_s:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepModel:
-    """Coefficients of the roofline above: g0, k0 in s; gw, gr, kr, b in s/token; a in s/token^2. None is negative."""
+    """Coefficients of the roofline above: g0, k0 in s; gw, gr, kr, b in s/token; a in s/token^2. None is negative.
+
+    ``ridge`` times the crossing is where passes run at the compute term's speed. Real rooflines bend: a GPU's pass at
+    the crossing takes up to a quarter longer than either term, so it is 2 until passes there were measured.
+    """
 
     g0_s: float
     gw_s: float
@@ -70,6 +74,7 @@ class StepModel:
     b_s: float
     a_s: float
     kr_s: float = 0.0
+    ridge: float = 2.0
 
     def memory_s(self, new_tokens: float, history_tokens: float) -> float:
         return self.g0_s + self.gw_s * new_tokens + self.gr_s * history_tokens

@@ -10,6 +10,9 @@ A pass also costs its host a fixed time where the device waits for it. That part
 both terms after the fit: over a few lengths of prompts a floor and an intercept look alike, and a fit that takes the
 launch for free would cut every prompt to pieces.
 
+Where the two terms meet, a device may be slower than either says. Passes measured there decide whether chunks may be
+as small as the crossing (``StepModel.ridge``): the fit often puts a floor just below the smallest passes it has seen.
+
 What the window does not say is taken from the start model: a few of its predictions, scaled to the measured level,
 stand among the samples with little weight. A server that sees prompts of one length only keeps a sane boundary.
 """
@@ -24,6 +27,10 @@ import numpy as np
 from scipy.optimize import nnls
 
 from pla_sglang.policy.boundary import StepModel
+
+
+RIDGE_SAMPLES = 8  # passes near the crossing that say how sharp the roofline bends there
+RIDGE_TOLERANCE = 0.05
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +112,8 @@ class StepFit:
         self.fits += 1
         self._device = model
         host_s = float(np.median([sample.host_s for sample in self._samples]))
-        before, self.model = self.model, dataclasses.replace(model, g0_s=model.g0_s + host_s, k0_s=model.k0_s + host_s)
+        g0_s, k0_s, ridge = model.g0_s + host_s, model.k0_s + host_s, _ridge(table, model)
+        before, self.model = self.model, dataclasses.replace(model, g0_s=g0_s, k0_s=k0_s, ridge=ridge)
         return self.model != before
 
     def _fit(self, table: np.ndarray, model: StepModel) -> StepModel:
@@ -135,8 +143,19 @@ def _predict(table: np.ndarray, model: StepModel) -> np.ndarray:
     return np.maximum(memory, compute)
 
 
+def _ridge(table: np.ndarray, model: StepModel) -> float:
+    """1.0 where passes between the crossing and twice the crossing were seen to take what the terms say, else 2.0."""
+    crossing = model.crossing_tokens(0)
+    near = table[(table[:, 0] >= crossing) & (table[:, 0] < 2 * crossing)]
+    if len(near) < RIDGE_SAMPLES:
+        return 2.0
+    slower = float(np.median(near[:, 3] / _predict(near, model)))
+    return 1.0 if slower <= 1 + RIDGE_TOLERANCE else 2.0
+
+
 def _scaled(model: StepModel, factor: float) -> StepModel:
-    return StepModel(**{name: factor * value for name, value in dataclasses.asdict(model).items()})
+    times = {name: factor * value for name, value in dataclasses.asdict(model).items() if name != "ridge"}
+    return dataclasses.replace(model, **times)
 
 
 def _alternate(table: np.ndarray, weights: np.ndarray, start: StepModel, rounds: int) -> Iterator[StepModel]:

@@ -21,7 +21,7 @@ and S_l the service times, n longs delayed, g seconds a launch and t seconds a t
     C* = sqrt(2 * n * g * S_s / (r * t^2 * S_l))
 
 clipped from above by the configured chunk, which is also what is used when no short is expected, and from below by
-``chunk_min`` and by twice the ridge of the roofline (below it a smaller chunk is no faster). What is left of the long
+``chunk_min`` and by the ridge of the roofline (below it a smaller chunk is no faster). What is left of the long
 is then cut into *equal* pieces, as many as cost least: a first piece cut small for nothing leaves a small last one,
 and that is the dearest pass of all, as it reads the whole prompt again. There are never so many that the whole costs
 ``overhead_max`` more than in the fewest possible.
@@ -285,7 +285,7 @@ def chunk_tokens(
     if token_s <= 0:
         return largest
     # A chunk below the roofline's ridge is memory-bound: halving it would not make it shorter.
-    floor = max(float(knobs.chunk_min_tokens), 2 * model.crossing_tokens(view.history_tokens))
+    floor = max(float(knobs.chunk_min_tokens), model.ridge * model.crossing_tokens(view.history_tokens))
     passing_s = max(model.step_s(passing_tokens, 0), 1e-9)
     long_s = max(model.chunked_s(view.new_tokens, view.history_tokens, largest), passing_s)
     best = math.sqrt(2 * longs * launch_s * passing_s / (passing_rate_per_s * token_s * token_s * long_s))

@@ -9,16 +9,20 @@ class ArrivalRate:
     """Arrivals per second (the r-hat of PLA-Serve section 3.2) and the mean size of what arrived.
 
     The last ``window`` arrivals no older than ``horizon_s`` count. Fewer than three arrivals give a rate of zero:
-    nothing is expected until there is evidence, so a lone request on an idle server never waits.
+    nothing is expected until there is evidence, so a lone request on an idle server never waits. ``usual_per_second``
+    remembers the last rate that had evidence, for those who have to expect something.
     """
 
     MIN_ARRIVALS = 3
+    HALF_LIFE_S = 300.0  # of a remembered rate
 
     def __init__(self, *, window: int = 64, horizon_s: float = 30.0) -> None:
         self._arrivals: deque[tuple[float, int]] = deque()
         self._tokens = 0  # sum over the arrivals kept
         self._window = window
         self._horizon_s = horizon_s
+        self._usual = (0.0, 0.0)  # the last rate with evidence, and when
+        self._usual_tokens = 0.0
 
     def observe(self, now_s: float, tokens: int) -> None:
         """One arrival with this many new tokens."""
@@ -26,6 +30,8 @@ class ArrivalRate:
         self._tokens += tokens
         if len(self._arrivals) > self._window:
             self._drop_oldest()
+        if rate := self.per_second(now_s):
+            self._usual, self._usual_tokens = (rate, now_s), self.mean_tokens(0.0)
 
     def _drop_oldest(self) -> None:
         self._tokens -= self._arrivals.popleft()[1]
@@ -42,7 +48,15 @@ class ArrivalRate:
         # The oldest arrival opens the interval, so it is not counted in it.
         return (len(self._arrivals) - 1) / span_s if span_s > 0 else 0.0
 
+    def usual_per_second(self, now_s: float) -> float:
+        """The present rate, or, without evidence, the last that had it, halved every ``HALF_LIFE_S`` since."""
+        if rate := self.per_second(now_s):
+            return rate
+        rate, at_s = self._usual
+        return rate * 0.5 ** ((now_s - at_s) / self.HALF_LIFE_S)
+
     def mean_tokens(self, default: float) -> float:
+        """Of the arrivals that count; without any, of those behind ``usual_per_second``; else ``default``."""
         if not self._arrivals:
-            return default
+            return self._usual_tokens or default
         return self._tokens / len(self._arrivals)

@@ -273,7 +273,7 @@ class TemporalPolicy:
         return chunk_tokens(
             pick.view,
             longs=max(1, len(longs) + (1 if pick.running else 0)),
-            passing_rate_per_s=passing.per_second(now_s),
+            passing_rate_per_s=passing.usual_per_second(now_s),
             passing_tokens=passing.mean_tokens(default=64.0),
             model=self.model,
             knobs=self.knobs.longs,

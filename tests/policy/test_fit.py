@@ -202,3 +202,25 @@ def test_a_few_slow_passes_do_not_take_a_term_for_themselves(seed: int) -> None:
             for (new, history), step_s in shapes.items():
                 passed(new, history, float(new * (new + 2 * history)), step_s)
         passed(1600, 0, 4 * 400.0 * 400.0, 0.080)
+
+
+@pytest.mark.parametrize(
+    ("name", "bend", "near", "expected"),
+    [
+        ("as the terms say", 1.0, 20, 1.0),
+        ("slower where they meet, as a GPU", 1.2, 20, 2.0),
+        ("not seen there", 1.0, 3, 2.0),
+    ],
+)
+def test_chunks_may_be_as_small_as_the_crossing_where_passes_there_were_seen_to_be_quick(
+    name: str, bend: float, near: int, expected: float
+) -> None:
+    """TRUTH crosses at 166 tokens."""
+    observed = [sample(new, 0) for new in (16, 32, 64, 100, 500, 800, 2000, 6000) for _ in range(12)]
+    observed += [sample(170 + 5 * index, 0, factor=bend) for index in range(near)]
+    assert fitted(observed).model.ridge == expected
+
+
+def test_scaling_the_start_model_leaves_the_ridge_alone() -> None:
+    model = fitted([sample(400, 0, factor=30.0)] * 40).model
+    assert model.ridge in (1.0, 2.0)

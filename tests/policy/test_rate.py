@@ -43,3 +43,16 @@ def test_mean_tokens() -> None:
     rate.observe(0.0, 10)
     rate.observe(0.1, 30)
     assert rate.mean_tokens(default=64.0) == 20.0
+
+
+def test_the_usual_rate_outlives_the_evidence_and_fades() -> None:
+    rate = observed(0.0, 1.0, 2.0)
+    assert rate.usual_per_second(2.0) == rate.per_second(2.0) == pytest.approx(1.0)
+    assert rate.per_second(302.0) == 0.0
+    assert rate.usual_per_second(302.0) == pytest.approx(0.5)
+    assert rate.mean_tokens(default=64.0) == 10.0
+
+
+def test_there_is_no_usual_rate_without_evidence() -> None:
+    assert observed(0.0, 1.0).usual_per_second(1.0) == 0.0
+    assert ArrivalRate().usual_per_second(5.0) == 0.0
