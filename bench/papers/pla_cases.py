@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from bench.papers.measure import MakeEngine, World, fcfs
 from pla_sglang.policy.awd import AwdKnobs
 from pla_sglang.policy.baselines.dispatch import LeastLoad, RoundRobin, least_tokens
+from pla_sglang.policy.buckets.choose import LARGEST_TOKENS
+from pla_sglang.policy.buckets.layouts import token_steps
 from pla_sglang.policy.decisions import Controller, Dispatcher
 from pla_sglang.policy.fleet import Role
 from pla_sglang.policy.registry import Setup, build
@@ -26,7 +28,7 @@ from pla_sglang.workload import Arrivals, LengthModel, Trace, chat_trace, genera
 from pla_sglang.workload.lengths import fixed
 
 TTFT_SLO_S = 0.4  # section 4.1
-GRAPH_TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # one-dimensional, as docs/policies/awd.md has it
+GRAPH_TOKENS = tuple(token_steps(LARGEST_TOKENS))  # those of --pla-graph-layout varlen
 CHUNK_TOKENS = 8192
 MODELS = {"7B": "h100-qwen2.5-7b-tp1", "14B": "h200-qwen2.5-14b-tp1", "32B": "h200-qwen2.5-32b-tp1"}
 SHORT, LONG = 0, 1  # clients of ``two_kinds``
@@ -76,13 +78,14 @@ def world(
     users: Mapping[int, int] | None,
     router: str = "least tokens",
     wait_s: float | None = None,
+    boundary_tokens: int | None = None,
 ) -> World:
     """Prefill instances alone: requests end with their first token. ``router`` counts where nothing is split."""
     profile = load_profile(MODELS[model])
     graphs = GRAPH_TOKENS if mode.graphs else ()
     config = {"users": users, "prefill_graph_tokens": graphs, "ttft_slo_s": TTFT_SLO_S, "tpot_slo_s": 1.0}
     knobs = EngineKnobs(chunk_tokens=CHUNK_TOKENS)
-    engine = temporal(wait_s) if mode.split else fcfs
+    engine = temporal(wait_s, boundary_tokens=boundary_tokens) if mode.split else fcfs
     fleet = [InstanceSpec(profile, count=instances, role=Role.PREFILL)]
     if mode.split and instances > 1:
         dispatcher, controllers, fleet = spatial(profile, instances)

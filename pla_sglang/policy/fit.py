@@ -28,7 +28,6 @@ from scipy.optimize import nnls
 
 from pla_sglang.policy.boundary import StepModel
 
-
 RIDGE_SAMPLES = 8  # passes near the crossing that say how sharp the roofline bends there
 RIDGE_TOLERANCE = 0.05
 
