@@ -61,8 +61,9 @@ from pla_sglang.policy.pla.spatial import SpatialDispatcher
 from pla_sglang.policy.reasons import FleetReason
 from pla_sglang.policy.star.policy import StarRescheduler
 from pla_sglang.policy.types import PrefillClass
+from pla_sglang.policy.unite import Unite
 
-_URGENT = {FleetReason.FLIP_TTFT, FleetReason.FLIP_NO_ROOM, FleetReason.FLIP_TPOT, FleetReason.REPAIR}
+_URGENT = {FleetReason.FLIP_TTFT, FleetReason.FLIP_NO_ROOM, FleetReason.FLIP_TPOT, FleetReason.REPAIR, FleetReason.SPLIT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Parts:
     pressure: PressureController | None = None
     star: StarRescheduler | None = None
     planner: DopdController | None = None
+    unite: Unite | None = None
 
     def observers(self) -> list[Observer]:
         """Those that want reports. ``local`` and ``spatial`` share the predictor of ``arrow``, which feeds it."""
@@ -127,6 +129,8 @@ class CombinedPolicy(Observer):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:
+        if (united := self._united(request, fleet, now_s)) is not None:
+            return united
         left_s = self._target_s(request) - (now_s - request.arrival_s)
         found = (
             self._ultra_short(request, fleet, now_s)
@@ -146,6 +150,17 @@ class CombinedPolicy(Observer):
         answer = self.parts.arrow.place_decode(request, fleet, now_s)
         self._note(answer.actions, now_s)
         return answer
+
+    def _united(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
+        """Where both phases cost least, if the fleet has given up roles."""
+        unite = self.parts.unite
+        if unite is None:
+            return None
+        unite.note(request, fleet, now_s)
+        chosen = unite.choose(request, fleet)
+        if chosen is None:
+            return None
+        return Dispatch(chosen, None, FleetReason.UNITED, self.parts.arrow.predictor.ttft_s(request, chosen))
 
     def _ultra_short(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
         """DOPD's answer where it is in place. DOPD looks at each prompt alone; the account of stalls adds them up."""
@@ -233,7 +248,7 @@ class CombinedPolicy(Observer):
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         """Arrow first; the others when they are due and nothing with precedence speaks against it."""
-        actions = self.parts.arrow.tick(fleet, now_s)
+        actions = self._mode(fleet, now_s) or self.parts.arrow.tick(fleet, now_s)
         self._note(actions, now_s)
         if any(isinstance(action, SetRole) for action in actions):
             return actions  # the pools change; the others see them at the next tick
@@ -243,6 +258,9 @@ class CombinedPolicy(Observer):
         actions += self._split(fleet, now_s)
         actions += self._level(fleet, now_s)
         return actions
+
+    def _mode(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
+        return [] if self.parts.unite is None else self.parts.unite.tick(fleet, now_s)
 
     def _plan(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         planner = self.parts.planner
@@ -343,6 +361,8 @@ class CombinedPolicy(Observer):
     def on_finish(self, request: RequestView, output_tokens: int, now_s: float) -> None:
         if self.parts.in_place is not None:
             self.parts.in_place.on_answer(output_tokens)
+        if self.parts.unite is not None:
+            self.parts.unite.on_answer(output_tokens)
         for part in self.parts.observers():
             part.on_finish(request, output_tokens, now_s)
 

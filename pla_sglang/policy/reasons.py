@@ -78,4 +78,7 @@ class FleetReason(enum.Enum):
     # combined
     SPARE_DECODE = "combined.spare_decode"  # in place: sooner than in a prefill pool that is not at ease
     SPARE_LATE = "combined.spare_late"  # in place: late everywhere else
+    UNITED = "combined.united"  # no roles: where both phases cost least
+    UNITE = "combined.unite"  # roles are given up: decodes bear the prefills beside them
+    SPLIT = "combined.split"  # roles are taken: they do not
     VETO = "combined.veto"  # another part with precedence wants the opposite

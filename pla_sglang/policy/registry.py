@@ -31,6 +31,7 @@ from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import NoPrediction, RemainingPredictor
 from pla_sglang.policy.steps import StepTimes
 from pla_sglang.policy.types import PrefillClass
+from pla_sglang.policy.unite import Unite, UniteKnobs
 
 FORECASTERS = ("last", "peak", "holt_winters", "arima")
 IN_PLACE_TOKENS = 2048  # of the combination: what it costs decides, and its own guard on the stall (docs/fleets.md)
@@ -250,9 +251,10 @@ def _combined(setup: Setup, *, scaling: bool = False) -> tuple[Dispatcher, tuple
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
         star=_star_controller(setup),
         planner=_dopd_controller(setup) if scaling else None,
+        unite=None if scaling else Unite(UniteKnobs(), arrow, setup.steps),
     )
     policy = CombinedPolicy(CombinedKnobs(), parts)
-    return policy, (policy,), setup.split()
+    return policy, (policy,), setup.split() if scaling else [Role.MIXED] * setup.instances
 
 
 POLICIES: Mapping[str, Maker] = {

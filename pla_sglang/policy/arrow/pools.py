@@ -16,6 +16,7 @@ class PoolEvent(enum.Enum):
     TO_PREFILL = "to_prefill"  # Algorithm 3
     TO_DECODE = "to_decode"  # Algorithm 4
     SETTLE = "settle"  # the old work of a transitional member is done
+    UNITE = "unite"  # not in the paper: both phases from now on (``unite.py``)
 
 
 class IllegalMoveError(ValueError):
@@ -27,14 +28,16 @@ def transition(role: Role, event: PoolEvent, *, has_prefills: bool, has_decodes:
 
     Raises IllegalMoveError where the diagram has no such edge.
     """
-    if event is PoolEvent.TO_PREFILL and role in (Role.DECODE, Role.PREFILL_TO_DECODE):
+    if event is PoolEvent.TO_PREFILL and role in (Role.DECODE, Role.PREFILL_TO_DECODE, Role.MIXED):
         return Role.DECODE_TO_PREFILL if has_decodes else Role.PREFILL
-    if event is PoolEvent.TO_DECODE and role in (Role.PREFILL, Role.DECODE_TO_PREFILL):
+    if event is PoolEvent.TO_DECODE and role in (Role.PREFILL, Role.DECODE_TO_PREFILL, Role.MIXED):
         return Role.PREFILL_TO_DECODE if has_prefills else Role.DECODE
     if event is PoolEvent.SETTLE and role is Role.PREFILL_TO_DECODE and not has_prefills:
         return Role.DECODE
     if event is PoolEvent.SETTLE and role is Role.DECODE_TO_PREFILL and not has_decodes:
         return Role.PREFILL
+    if event is PoolEvent.UNITE and role is not Role.MIXED:
+        return Role.MIXED
     raise IllegalMoveError(
         f"{event.value} from {role.value} with has_prefills={has_prefills}, has_decodes={has_decodes}"
     )

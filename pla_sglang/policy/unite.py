@@ -1,0 +1,234 @@
+"""When a fleet gives up roles: both phases of a request on one instance, as long as decodes bear the prefills beside them.
+
+Roles keep prefills from stopping decodes. They cost the KV memory and the compute of the instances that only prefill, the
+transfer, and the prefix that lies where it cannot be prefilled. Where stalls make nobody late, they are all cost.
+
+*United*, all instances are MIXED, and a request goes where the larger of what it waits and what it weighs is least:
+
+    cost = predicted TTFT / TTFT target + decode_weight * decode step with it / TPOT target
+
+*Would stalls make answers late?* Each arriving prefill is put, in thought, on the lane (a virtual instance) that is free
+first, whether the fleet is united or not. An answer of n tokens bears n * (target - step) seconds of stalls, over a life of
+at most n * target seconds. So for a few quantiles of recent answers a lane sums its prefill seconds, older ones forgotten
+with time constant n * target; the quantile is late where the sum is more than it bears. ``late_share`` is the share of late
+quantiles, averaged over recent arrivals.
+
+* Roles are taken when ``late_share`` reaches ``split_share``, if they would help: decodes fit into fewer instances, and the
+  others would be through with all waiting prefills in ``queue_share`` of the TTFT target.
+* They are given up when ``late_share`` has been at most ``unite_share`` for ``calm_s``. Taking them again within
+  ``regret_s`` doubles that time, up to ``calm_max_s``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from pla_sglang.policy.arrow.policy import ArrowPolicy
+from pla_sglang.policy.arrow.pools import PoolEvent, after
+from pla_sglang.policy.checks import require, require_order
+from pla_sglang.policy.decisions import FleetAction, SetRole
+from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
+from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.steps import StepTimes
+
+
+@dataclasses.dataclass(frozen=True)
+class UniteKnobs:
+    """Attributes:
+    split_share, unite_share: of late answers, at which roles are taken and given up.
+    memory: recent arrivals that the share is an average over.
+    judge_after: answers that must have ended before roles are taken.
+    calm_s, calm_max_s, regret_s: how long the share must have been low, and what a mistake makes of it.
+    queue_share: of the TTFT target, within which prefill instances would have to be through with what waits.
+    decode_weight: of the decode step against the TTFT in the choice of an instance.
+    memory_share: of the KV cache that prompts may fill, unless all are fuller.
+    answers, refresh: recent answers that quantiles are of, and after how many they are taken anew.
+    """
+
+    split_share: float = 0.1
+    unite_share: float = 0.02
+    memory: int = 100
+    judge_after: int = 50
+    calm_s: float = 60.0
+    calm_max_s: float = 3600.0
+    regret_s: float = 600.0
+    queue_share: float = 0.5
+    decode_weight: float = 1.0
+    memory_share: float = 0.9
+    answers: int = 500
+    refresh: int = 50
+
+    def __post_init__(self) -> None:
+        require("unite split_share", self.split_share, 0, 1, above=True)
+        require("unite unite_share", self.unite_share, 0, 1)
+        require_order("unite unite_share", self.unite_share, "split_share", self.split_share)
+        require("unite memory", self.memory, 1)
+        require("unite judge_after", self.judge_after, 1)
+        require("unite calm_s", self.calm_s, 0)
+        require_order("unite calm_s", self.calm_s, "calm_max_s", self.calm_max_s)
+        require("unite regret_s", self.regret_s, 0)
+        require("unite queue_share", self.queue_share, 0)
+        require("unite decode_weight", self.decode_weight, 0)
+        require("unite memory_share", self.memory_share, 0, 1)
+        require("unite answers", self.answers, 1)
+        require("unite refresh", self.refresh, 1)
+
+
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+class Mode(enum.Enum):
+    UNITED = "united"
+    ROLES = "roles"
+
+
+@dataclasses.dataclass(slots=True)
+class _Lane:
+    """A virtual instance: free from ``free_s`` on; decaying prefill seconds by quantile, as of ``at_s``."""
+
+    free_s: float
+    at_s: float
+    sums_s: list[float]
+
+
+class Unite:
+    """Mode of a fleet, the judgement it rests on, and the choice of an instance while united.
+
+    Args:
+        arrow: whose targets, predictor and Max Running Tokens hold.
+        steps: step times of an instance.
+    """
+
+    def __init__(self, knobs: UniteKnobs, arrow: ArrowPolicy, steps: StepTimes) -> None:
+        self.knobs = knobs
+        self.mode = Mode.UNITED
+        self.late_share = 0.0
+        self._arrow = arrow
+        self._steps = steps
+        self._lanes: list[_Lane] = []
+        self._answers: deque[int] = deque(maxlen=knobs.answers)
+        self._ended = 0
+        self._tokens: tuple[int, ...] = ()
+        self._step_s = 0.0
+        self._calm_since_s: float | None = None
+        self._calm_s = knobs.calm_s
+        self._united_s = float("-inf")
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def choose(self, request: RequestView, fleet: FleetView) -> InstanceView | None:
+        """While united: the instance with the least cost, the first of equals; None if roles are in use."""
+        if self.mode is Mode.ROLES:
+            return None
+        best: InstanceView | None = None
+        best_cost = math.inf
+        knobs, arrow = self.knobs, self._arrow
+        for instance in fleet.by_role[Role.MIXED]:
+            ttft_s = arrow.predictor.ttft_s(request, instance)
+            here = instance.kv_used_tokens + instance.queued_tokens + request.new_tokens(instance)
+            cost = ttft_s / arrow.knobs.ttft_slo_s
+            cost += knobs.decode_weight * self._step_with_s(request, instance) / arrow.knobs.tpot_slo_s
+            if here > knobs.memory_share * instance.kv_capacity_tokens:
+                cost += 1e6
+            if cost < best_cost:
+                best, best_cost = instance, cost
+        return best
+
+    def _step_with_s(self, request: RequestView, instance: InstanceView) -> float:
+        """Decode step once all that is there and ``request`` decode."""
+        batch = instance.requests() + 1
+        queued = instance.queued_tokens + instance.queued_history_tokens
+        return self._steps.decode_s(batch, instance.decode_tokens() + queued + request.input_tokens)
+
+    def note(self, request: RequestView, fleet: FleetView, now_s: float) -> None:
+        """``request`` is being dispatched."""
+        if not fleet.ready:
+            return
+        holder = max(fleet.ready, key=lambda one: request.cached.get(one.index, 0)) if request.cached else fleet.ready[0]
+        own_s = self._arrow.predictor.own_s(request, holder)
+        if len(self._lanes) != len(fleet.ready):
+            self._resize(len(fleet.ready), now_s)
+        lane = min(self._lanes, key=lambda one: one.free_s)
+        lane.free_s = max(lane.free_s, now_s) + own_s
+        if not self._tokens:
+            return
+        target_s = self._arrow.knobs.tpot_slo_s
+        late = 0
+        for place, tokens in enumerate(self._tokens):
+            keep = math.exp((lane.at_s - now_s) / (tokens * target_s))
+            lane.sums_s[place] = lane.sums_s[place] * keep + own_s
+            late += lane.sums_s[place] > tokens * (target_s - self._step_s)
+        lane.at_s = now_s
+        self.late_share += (late / len(self._tokens) - self.late_share) / self.knobs.memory
+
+    def _resize(self, count: int, now_s: float) -> None:
+        del self._lanes[count:]
+        while len(self._lanes) < count:
+            self._lanes.append(_Lane(now_s, now_s, [0.0] * len(QUANTILES)))
+
+    def on_answer(self, tokens: int) -> None:
+        """A request has ended after so many tokens."""
+        knobs = self.knobs
+        self._answers.append(max(1, tokens))
+        self._ended += 1
+        if self._ended >= knobs.judge_after and (not self._tokens or self._ended % knobs.refresh == 0):
+            ordered = sorted(self._answers)
+            self._tokens = tuple(ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in QUANTILES)
+
+    # -- instances -----------------------------------------------------------------------------------------------------
+
+    def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
+        """Role changes, all of them or none."""
+        ready = fleet.ready
+        if not ready or any(one.kind is not InstanceKind.STATELESS for one in ready):
+            return []
+        running, context = sum(one.running for one in ready), sum(one.context_tokens for one in ready)
+        self._step_s = self._steps.decode_s(math.ceil(running / len(ready)), context // len(ready)) if running else 0.0
+        if self.mode is Mode.UNITED and self.late_share >= self.knobs.split_share:
+            actions = self._roles(ready)
+            if actions:
+                self.mode, self._calm_since_s = Mode.ROLES, None
+                again = now_s - self._united_s < self.knobs.regret_s
+                self._calm_s = min(2 * self._calm_s, self.knobs.calm_max_s) if again else self.knobs.calm_s
+            return actions
+        if self.mode is Mode.ROLES and self._is_calm(now_s):
+            self.mode, self._united_s = Mode.UNITED, now_s
+        return self._keep(fleet)
+
+    def _is_calm(self, now_s: float) -> bool:
+        if self.late_share > self.knobs.unite_share:
+            self._calm_since_s = None
+            return False
+        if self._calm_since_s is None:
+            self._calm_since_s = now_s
+        return now_s - self._calm_since_s >= self._calm_s
+
+    def _roles(self, ready: Sequence[InstanceView]) -> list[FleetAction]:
+        """Decode instances, those with the most decodes, as few as hold them all; empty where roles would not help."""
+        arrow = self._arrow
+        ordered = sorted(ready, key=lambda one: -one.decode_tokens())
+        tokens = sum(one.decode_tokens() for one in ready)
+        low = arrow.knobs.flips.low_load
+        decodes, room = 1, low * arrow.limit_tokens(ordered[0])
+        while decodes < len(ordered) and room < tokens:
+            room += low * arrow.limit_tokens(ordered[decodes])
+            decodes += 1
+        prefills = len(ordered) - decodes
+        waiting_s = sum(arrow.predictor.delay_s(one) for one in ready)
+        if not prefills or waiting_s > prefills * self.knobs.queue_share * arrow.knobs.ttft_slo_s:
+            return []
+        return [
+            SetRole(one, after(one, PoolEvent.TO_DECODE if place < decodes else PoolEvent.TO_PREFILL), FleetReason.SPLIT)
+            for place, one in enumerate(ordered)
+        ]
+
+    def _keep(self, fleet: FleetView) -> list[FleetAction]:
+        """Instances that are not as the mode has them: all of them after it has changed, else newcomers."""
+        if self.mode is Mode.ROLES:
+            return [SetRole(one, after(one, PoolEvent.TO_DECODE), FleetReason.SPLIT) for one in fleet.by_role[Role.MIXED]]
+        apart: Iterable[InstanceView] = (one for one in fleet.ready if one.role is not Role.MIXED)
+        return [SetRole(one, after(one, PoolEvent.UNITE), FleetReason.UNITE) for one in apart]
