@@ -160,6 +160,8 @@ class CombinedPolicy(Observer):
         chosen = unite.choose(request, fleet)
         if chosen is None:
             return None
+        if self.parts.in_place is not None:
+            self.parts.in_place.note(chosen)
         return Dispatch(chosen, None, FleetReason.UNITED, self.parts.arrow.predictor.ttft_s(request, chosen))
 
     def _ultra_short(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:

@@ -151,6 +151,10 @@ class InPlace:
         rate, _ = self.bucket_s(instance, self.knobs.late if late else self.knobs.usual)
         owed_s = self._owed_s(instance, rate, now_s) + self._arrow.predictor.own_s(request, instance)
         self._accounts[instance.index] = _Account(owed_s, now_s)
+        self.note(instance)
+
+    def note(self, instance: InstanceView) -> None:
+        """A prefill goes there: its next token intervals hold a stall, whoever sent it."""
         self._noted.add(instance.index)
 
     def _owed_s(self, instance: InstanceView, rate: float, now_s: float) -> float:

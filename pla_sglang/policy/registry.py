@@ -241,7 +241,7 @@ def _sla(setup: Setup) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]:
     return _minimal_load(setup), (SlaScaler(knobs, *_tables(setup), setup.make_forecaster()),), setup.split()
 
 
-def _combined(setup: Setup, *, scaling: bool = False) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]:
+def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]:
     arrow = _arrow_policy(setup)
     parts = Parts(
         arrow,
@@ -251,10 +251,10 @@ def _combined(setup: Setup, *, scaling: bool = False) -> tuple[Dispatcher, tuple
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
         star=_star_controller(setup),
         planner=_dopd_controller(setup) if scaling else None,
-        unite=None if scaling else Unite(UniteKnobs(), arrow, setup.steps),
+        unite=Unite(UniteKnobs(), arrow, setup.steps) if unite else None,
     )
     policy = CombinedPolicy(CombinedKnobs(), parts)
-    return policy, (policy,), setup.split() if scaling else [Role.MIXED] * setup.instances
+    return policy, (policy,), [Role.MIXED] * setup.instances if unite else setup.split()
 
 
 POLICIES: Mapping[str, Maker] = {
@@ -276,7 +276,8 @@ POLICIES: Mapping[str, Maker] = {
     "star-no-prediction": lambda setup: _star(setup, predict=False),
     "dopd": _dopd,
     "combined": _combined,
-    "combined-scaling": lambda setup: _combined(setup, scaling=True),
+    "combined-roles": lambda setup: _combined(setup, unite=False),
+    "combined-scaling": lambda setup: _combined(setup, scaling=True, unite=False),  # DOPD plans counts of roles
 }
 
 

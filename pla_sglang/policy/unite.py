@@ -49,15 +49,17 @@ class UniteKnobs:
     answers, refresh: recent answers that quantiles are of, and after how many they are taken anew.
     """
 
-    split_share: float = 0.1
+    split_share: float = 0.2
     unite_share: float = 0.02
-    memory: int = 100
+    bears_share: float = 0.5
+    memory: int = 50
     judge_after: int = 50
     calm_s: float = 60.0
     calm_max_s: float = 3600.0
     regret_s: float = 600.0
     queue_share: float = 0.5
     decode_weight: float = 1.0
+    stall_weight: float = 0.5
     memory_share: float = 0.9
     answers: int = 500
     refresh: int = 50
@@ -132,6 +134,9 @@ class Unite:
             here = instance.kv_used_tokens + instance.queued_tokens + request.new_tokens(instance)
             cost = ttft_s / arrow.knobs.ttft_slo_s
             cost += knobs.decode_weight * self._step_with_s(request, instance) / arrow.knobs.tpot_slo_s
+            if self._tokens:
+                stall = arrow.predictor.own_s(request, instance) * instance.running
+                cost += knobs.stall_weight * stall / (self._tokens[2] * arrow.knobs.tpot_slo_s)
             if here > knobs.memory_share * instance.kv_capacity_tokens:
                 cost += 1e6
             if cost < best_cost:
@@ -161,7 +166,7 @@ class Unite:
         for place, tokens in enumerate(self._tokens):
             keep = math.exp((lane.at_s - now_s) / (tokens * target_s))
             lane.sums_s[place] = lane.sums_s[place] * keep + own_s
-            late += lane.sums_s[place] > tokens * (target_s - self._step_s)
+            late += lane.sums_s[place] > self.knobs.bears_share * tokens * (target_s - self._step_s)
         lane.at_s = now_s
         self.late_share += (late / len(self._tokens) - self.late_share) / self.knobs.memory
 
