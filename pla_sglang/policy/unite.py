@@ -51,7 +51,7 @@ class UniteKnobs:
 
     split_share: float = 0.2
     unite_share: float = 0.02
-    bears_share: float = 0.5
+    bears_share: float = 0.7
     memory: int = 50
     judge_after: int = 50
     calm_s: float = 60.0
@@ -116,6 +116,7 @@ class Unite:
         self._ended = 0
         self._tokens: tuple[int, ...] = ()
         self._step_s = 0.0
+        self._running = 0.0  # of an instance, on average
         self._calm_since_s: float | None = None
         self._calm_s = knobs.calm_s
         self._united_s = float("-inf")
@@ -135,7 +136,7 @@ class Unite:
             cost = ttft_s / arrow.knobs.ttft_slo_s
             cost += knobs.decode_weight * self._step_with_s(request, instance) / arrow.knobs.tpot_slo_s
             if self._tokens:
-                stall = arrow.predictor.own_s(request, instance) * instance.running
+                stall = arrow.predictor.own_s(request, instance) * self._running
                 cost += knobs.stall_weight * stall / (self._tokens[2] * arrow.knobs.tpot_slo_s)
             if here > knobs.memory_share * instance.kv_capacity_tokens:
                 cost += 1e6
@@ -192,6 +193,7 @@ class Unite:
         if not ready or any(one.kind is not InstanceKind.STATELESS for one in ready):
             return []
         running, context = sum(one.running for one in ready), sum(one.context_tokens for one in ready)
+        self._running = running / len(ready)
         self._step_s = self._steps.decode_s(math.ceil(running / len(ready)), context // len(ready)) if running else 0.0
         if self.mode is Mode.UNITED and self.late_share >= self.knobs.split_share:
             actions = self._roles(ready)
