@@ -54,7 +54,7 @@ class UniteKnobs:
     bears_share: float = 0.7
     memory: int = 50
     judge_after: int = 50
-    calm_s: float = 60.0
+    calm_s: float = 120.0
     calm_max_s: float = 3600.0
     regret_s: float = 600.0
     queue_share: float = 0.5
