@@ -16,6 +16,9 @@ Where they want different things, the first of this list wins:
 4. comfort: PLA's length classes, then STAR's moves. STAR never moves a request to an instance that Arrow is emptying
    (D->P), nor to one that would then hold more than Max Running Tokens, and it stops while decode is being flipped.
 
+While decodes bear the prefills beside them, none of this is needed: the fleet gives up roles (``unite.py``), a request
+goes where both phases cost least, and of the parts only STAR is at work. What follows is for a fleet with roles.
+
 A request goes the first way that is open. The first, the third and the last are prefills in place (``in_place.py``),
 on a decode instance that has memory and whose decodes can bear the stall:
 
@@ -63,7 +66,13 @@ from pla_sglang.policy.star.policy import StarRescheduler
 from pla_sglang.policy.types import PrefillClass
 from pla_sglang.policy.unite import Unite
 
-_URGENT = {FleetReason.FLIP_TTFT, FleetReason.FLIP_NO_ROOM, FleetReason.FLIP_TPOT, FleetReason.REPAIR, FleetReason.SPLIT}
+_URGENT = {
+    FleetReason.FLIP_TTFT,
+    FleetReason.FLIP_NO_ROOM,
+    FleetReason.FLIP_TPOT,
+    FleetReason.REPAIR,
+    FleetReason.SPLIT,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +108,8 @@ class CombinedKnobs:
 
 @dataclasses.dataclass
 class Parts:
-    """The parts; a part that is None is left out. ``local`` needs ``in_place``."""
+    """The parts; a part that is None is left out. ``local`` needs ``in_place``; ``planner`` plans counts of roles, so
+    there is no ``unite`` beside it."""
 
     arrow: ArrowPolicy
     in_place: InPlace | None = None

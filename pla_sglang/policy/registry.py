@@ -241,7 +241,9 @@ def _sla(setup: Setup) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]:
     return _minimal_load(setup), (SlaScaler(knobs, *_tables(setup), setup.make_forecaster()),), setup.split()
 
 
-def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]:
+def _combined(
+    setup: Setup, *, scaling: bool = False, unite: bool = True
+) -> tuple[Dispatcher, tuple[Controller, ...], list[Role]]:
     arrow = _arrow_policy(setup)
     parts = Parts(
         arrow,

@@ -1,22 +1,29 @@
-"""When a fleet gives up roles: both phases of a request on one instance, as long as decodes bear the prefills beside them.
+"""When a fleet gives up roles: both phases of a request on one instance, while decodes bear the prefills beside them.
 
-Roles keep prefills from stopping decodes. They cost the KV memory and the compute of the instances that only prefill, the
-transfer, and the prefix that lies where it cannot be prefilled. Where stalls make nobody late, they are all cost.
+Roles keep prefills from stopping decodes. They cost the KV memory and the compute that the other phase cannot use, the
+transfer, and the prefixes that lie where they cannot be used. Where stalls make nobody late, roles are all cost.
 
-*United*, all instances are MIXED, and a request goes where the larger of what it waits and what it weighs is least:
+*United*, all instances are MIXED, and a request goes where this is least:
 
-    cost = predicted TTFT / TTFT target + decode_weight * decode step with it / TPOT target
+    cost = TTFT there / TTFT target
+         + decode_weight * decode step once it runs there / TPOT target
+         + stall_weight * its prefill time there * decodes of an average instance / what a middle answer may take
 
-*Would stalls make answers late?* Each arriving prefill is put, in thought, on the lane (a virtual instance) that is free
-first, whether the fleet is united or not. An answer of n tokens bears n * (target - step) seconds of stalls, over a life of
-at most n * target seconds. So for a few quantiles of recent answers a lane sums its prefill seconds, older ones forgotten
-with time constant n * target; the quantile is late where the sum is more than it bears. ``late_share`` is the share of late
-quantiles, averaged over recent arrivals.
+The last term is what a cached prefix spares others; it is the same everywhere for a prompt that is cached nowhere.
 
-* Roles are taken when ``late_share`` reaches ``split_share``, if they would help: decodes fit into fewer instances, and the
-  others would be through with all waiting prefills in ``queue_share`` of the TTFT target.
+*Would stalls make answers late?* Each prefill is put, in thought, on the lane (a virtual instance) that is free first,
+whether the fleet is united or not. An answer of n tokens bears n * (target - step) seconds of stalls, and lives for at
+most n * target seconds. So for a few quantiles of recent answers a lane sums its prefill seconds, older ones forgotten
+with time constant n * target; that answer is late where the sum exceeds ``bears_share`` of what it bears.
+``late_share`` is the share of late quantiles, averaged over recent arrivals.
+
+* Roles are taken when ``late_share`` reaches ``split_share``, if they would help: decodes fit into fewer instances, and
+  the others would be through with all waiting prefills in ``queue_share`` of the TTFT target.
 * They are given up when ``late_share`` has been at most ``unite_share`` for ``calm_s``. Taking them again within
   ``regret_s`` doubles that time, up to ``calm_max_s``.
+
+A fleet starts united: what speaks against it shows within one burst, as short answers end soon, and what speaks for it
+only when long ones have ended. Instances that are not stateless keep the roles they have.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ import dataclasses
 import enum
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.arrow.pools import PoolEvent, after
@@ -40,12 +47,13 @@ from pla_sglang.policy.steps import StepTimes
 class UniteKnobs:
     """Attributes:
     split_share, unite_share: of late answers, at which roles are taken and given up.
-    memory: recent arrivals that the share is an average over.
-    judge_after: answers that must have ended before roles are taken.
+    bears_share: of the stalls that an answer bears, from which on it counts as late: before it is.
+    memory: recent arrivals that the share is averaged over.
+    judge_after: answers that must have ended before anything is judged.
     calm_s, calm_max_s, regret_s: how long the share must have been low, and what a mistake makes of it.
     queue_share: of the TTFT target, within which prefill instances would have to be through with what waits.
-    decode_weight: of the decode step against the TTFT in the choice of an instance.
-    memory_share: of the KV cache that prompts may fill, unless all are fuller.
+    decode_weight, stall_weight: in the choice of an instance; the TTFT has 1.
+    memory_share: of the KV cache that prompts may fill; fuller instances come last.
     answers, refresh: recent answers that quantiles are of, and after how many they are taken anew.
     """
 
@@ -68,6 +76,7 @@ class UniteKnobs:
         require("unite split_share", self.split_share, 0, 1, above=True)
         require("unite unite_share", self.unite_share, 0, 1)
         require_order("unite unite_share", self.unite_share, "split_share", self.split_share)
+        require("unite bears_share", self.bears_share, 0, 1, above=True)
         require("unite memory", self.memory, 1)
         require("unite judge_after", self.judge_after, 1)
         require("unite calm_s", self.calm_s, 0)
@@ -75,12 +84,15 @@ class UniteKnobs:
         require("unite regret_s", self.regret_s, 0)
         require("unite queue_share", self.queue_share, 0)
         require("unite decode_weight", self.decode_weight, 0)
+        require("unite stall_weight", self.stall_weight, 0)
         require("unite memory_share", self.memory_share, 0, 1)
         require("unite answers", self.answers, 1)
         require("unite refresh", self.refresh, 1)
 
 
-QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
+QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of recent answers, each standing for a fifth of them
+MIDDLE = 2
+FULL = 1e6  # cost of an instance without room, above all others
 
 
 class Mode(enum.Enum):
@@ -127,22 +139,22 @@ class Unite:
         """While united: the instance with the least cost, the first of equals; None if roles are in use."""
         if self.mode is Mode.ROLES:
             return None
-        best: InstanceView | None = None
-        best_cost = math.inf
-        knobs, arrow = self.knobs, self._arrow
+        best, best_cost = None, math.inf
         for instance in fleet.by_role[Role.MIXED]:
-            ttft_s = arrow.predictor.ttft_s(request, instance)
-            here = instance.kv_used_tokens + instance.queued_tokens + request.new_tokens(instance)
-            cost = ttft_s / arrow.knobs.ttft_slo_s
-            cost += knobs.decode_weight * self._step_with_s(request, instance) / arrow.knobs.tpot_slo_s
-            if self._tokens:
-                stall = arrow.predictor.own_s(request, instance) * self._running
-                cost += knobs.stall_weight * stall / (self._tokens[2] * arrow.knobs.tpot_slo_s)
-            if here > knobs.memory_share * instance.kv_capacity_tokens:
-                cost += 1e6
+            cost = self._cost(request, instance)
             if cost < best_cost:
                 best, best_cost = instance, cost
         return best
+
+    def _cost(self, request: RequestView, instance: InstanceView) -> float:
+        knobs, predictor, targets = self.knobs, self._arrow.predictor, self._arrow.knobs
+        own_s = predictor.own_s(request, instance)
+        cost = (predictor.delay_s(instance) + own_s) / targets.ttft_slo_s
+        cost += knobs.decode_weight * self._step_with_s(request, instance) / targets.tpot_slo_s
+        if self._tokens:
+            cost += knobs.stall_weight * own_s * self._running / (self._tokens[MIDDLE] * targets.tpot_slo_s)
+        filled = instance.kv_used_tokens + instance.queued_tokens + request.new_tokens(instance)
+        return cost + FULL if filled > knobs.memory_share * instance.kv_capacity_tokens else cost
 
     def _step_with_s(self, request: RequestView, instance: InstanceView) -> float:
         """Decode step once all that is there and ``request`` decode."""
@@ -151,25 +163,30 @@ class Unite:
         return self._steps.decode_s(batch, instance.decode_tokens() + queued + request.input_tokens)
 
     def note(self, request: RequestView, fleet: FleetView, now_s: float) -> None:
-        """``request`` is being dispatched."""
-        if not fleet.ready:
+        """``request`` is being dispatched, in either mode; its prefix is taken to be where most of it is cached."""
+        ready = fleet.ready
+        if not ready:
             return
-        holder = max(fleet.ready, key=lambda one: request.cached.get(one.index, 0)) if request.cached else fleet.ready[0]
+        cached = request.cached
+        holder = max(ready, key=lambda one: cached.get(one.index, 0)) if cached else ready[0]
         own_s = self._arrow.predictor.own_s(request, holder)
-        if len(self._lanes) != len(fleet.ready):
-            self._resize(len(fleet.ready), now_s)
+        if len(self._lanes) != len(ready):
+            self._resize(len(ready), now_s)
         lane = min(self._lanes, key=lambda one: one.free_s)
         lane.free_s = max(lane.free_s, now_s) + own_s
-        if not self._tokens:
-            return
-        target_s = self._arrow.knobs.tpot_slo_s
-        late = 0
+        if self._tokens:
+            late = self._add(lane, own_s, now_s) / len(self._tokens)
+            self.late_share += (late - self.late_share) / self.knobs.memory
+
+    def _add(self, lane: _Lane, own_s: float, now_s: float) -> int:
+        """A prefill of ``own_s`` comes to ``lane``: how many quantiles are late there now."""
+        target_s, late = self._arrow.knobs.tpot_slo_s, 0
         for place, tokens in enumerate(self._tokens):
             keep = math.exp((lane.at_s - now_s) / (tokens * target_s))
             lane.sums_s[place] = lane.sums_s[place] * keep + own_s
             late += lane.sums_s[place] > self.knobs.bears_share * tokens * (target_s - self._step_s)
         lane.at_s = now_s
-        self.late_share += (late / len(self._tokens) - self.late_share) / self.knobs.memory
+        return late
 
     def _resize(self, count: int, now_s: float) -> None:
         del self._lanes[count:]
@@ -188,23 +205,37 @@ class Unite:
     # -- instances -----------------------------------------------------------------------------------------------------
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
-        """Role changes, all of them or none."""
+        """Role changes that the mode asks for."""
         ready = fleet.ready
         if not ready or any(one.kind is not InstanceKind.STATELESS for one in ready):
             return []
+        self._measure(ready)
+        if self.mode is Mode.ROLES:
+            if not self._is_calm(now_s):
+                return self._place_newcomer(fleet)
+            self.mode, self._united_s = Mode.UNITED, now_s
+        apart: list[FleetAction] = [
+            SetRole(one, after(one, PoolEvent.UNITE), FleetReason.UNITE) for one in ready if one.role is not Role.MIXED
+        ]
+        if apart or self.late_share < self.knobs.split_share:
+            return apart
+        actions = self._roles(ready)
+        if actions:
+            self._split(now_s)
+        return actions
+
+    def _measure(self, ready: Sequence[InstanceView]) -> None:
+        """The decode step of an average instance: what it would be united."""
         running, context = sum(one.running for one in ready), sum(one.context_tokens for one in ready)
         self._running = running / len(ready)
-        self._step_s = self._steps.decode_s(math.ceil(running / len(ready)), context // len(ready)) if running else 0.0
-        if self.mode is Mode.UNITED and self.late_share >= self.knobs.split_share:
-            actions = self._roles(ready)
-            if actions:
-                self.mode, self._calm_since_s = Mode.ROLES, None
-                again = now_s - self._united_s < self.knobs.regret_s
-                self._calm_s = min(2 * self._calm_s, self.knobs.calm_max_s) if again else self.knobs.calm_s
-            return actions
-        if self.mode is Mode.ROLES and self._is_calm(now_s):
-            self.mode, self._united_s = Mode.UNITED, now_s
-        return self._keep(fleet)
+        self._step_s = self._steps.decode_s(math.ceil(self._running), context // len(ready)) if running else 0.0
+
+    def _split(self, now_s: float) -> None:
+        """The mode changes; one that has to be taken back soon is waited for twice as long the next time."""
+        knobs = self.knobs
+        again = now_s - self._united_s < max(knobs.regret_s, self._calm_s)
+        self._calm_s = min(2 * self._calm_s, knobs.calm_max_s) if again else knobs.calm_s
+        self.mode, self._calm_since_s = Mode.ROLES, None
 
     def _is_calm(self, now_s: float) -> bool:
         if self.late_share > self.knobs.unite_share:
@@ -228,14 +259,16 @@ class Unite:
         waiting_s = sum(arrow.predictor.delay_s(one) for one in ready)
         if not prefills or waiting_s > prefills * self.knobs.queue_share * arrow.knobs.ttft_slo_s:
             return []
-        return [
-            SetRole(one, after(one, PoolEvent.TO_DECODE if place < decodes else PoolEvent.TO_PREFILL), FleetReason.SPLIT)
-            for place, one in enumerate(ordered)
-        ]
+        events = [PoolEvent.TO_DECODE] * decodes + [PoolEvent.TO_PREFILL] * prefills
+        return [SetRole(one, after(one, event), FleetReason.SPLIT) for one, event in zip(ordered, events, strict=True)]
 
-    def _keep(self, fleet: FleetView) -> list[FleetAction]:
-        """Instances that are not as the mode has them: all of them after it has changed, else newcomers."""
-        if self.mode is Mode.ROLES:
-            return [SetRole(one, after(one, PoolEvent.TO_DECODE), FleetReason.SPLIT) for one in fleet.by_role[Role.MIXED]]
-        apart: Iterable[InstanceView] = (one for one in fleet.ready if one.role is not Role.MIXED)
-        return [SetRole(one, after(one, PoolEvent.UNITE), FleetReason.UNITE) for one in apart]
+    @staticmethod
+    def _place_newcomer(fleet: FleetView) -> list[FleetAction]:
+        """Roles are in use: a MIXED instance joins the phase that lacks one, else decode; Arrow does the rest."""
+        roles = fleet.by_role
+        mixed, prefills = roles[Role.MIXED], roles[Role.PREFILL] or roles[Role.DECODE_TO_PREFILL]
+        decodes = roles[Role.DECODE] or roles[Role.PREFILL_TO_DECODE]
+        if not mixed or (len(mixed) == 1 and not prefills and not decodes):
+            return []  # the last instance of all does both
+        event = PoolEvent.TO_DECODE if prefills else PoolEvent.TO_PREFILL
+        return [SetRole(mixed[0], after(mixed[0], event), FleetReason.SPLIT)]
