@@ -1,4 +1,4 @@
-"""What holds for the combined policy after any sequence of events, with scaling and without.
+"""What holds for the combined policy after any sequence of events: with scaling, with roles, and free to give them up.
 
 Arrivals, prefills that finish, decodes that grow, deaths, drains, new instances and ticks come in any order. After
 every answer: only ready instances are named, every role change is an edge of Arrow's diagram, no phase loses its last
@@ -26,12 +26,13 @@ from pla_sglang.policy.in_place import InPlace, InPlaceKnobs
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
+from pla_sglang.policy.unite import Mode, Unite, UniteKnobs
 
 LIMIT_TOKENS = 1000  # Max Running Tokens
 KV_TOKENS = 2000
 
 
-def policy_of(*, scaling: bool) -> CombinedPolicy:
+def policy_of(*, scaling: bool, unite: bool) -> CombinedPolicy:
     arrow = ArrowPolicy(ArrowKnobs(1.0, 0.05, {"": LIMIT_TOKENS}, tpot_window_s=0.0, idle_s=0.0), predictor())
     tables = PrefillTable.profile(LinearSteps()), DecodeTable.profile(LinearSteps())
     knobs = PlannerKnobs(1.0, 10, interval_s=1.0, down_intervals=1, instances_max=12)
@@ -43,6 +44,8 @@ def policy_of(*, scaling: bool) -> CombinedPolicy:
         pressure=PressureController(PressureKnobs(1.0, cool_down_s=0.0), arrow.predictor),
         star=StarRescheduler(StarKnobs()),
         planner=DopdController(Planner(knobs, *tables)) if scaling else None,
+        # Judges after two answers and changes its mind in a second: sequences are short.
+        unite=Unite(UniteKnobs(judge_after=2, memory=2, calm_s=1.0), arrow, LinearSteps()) if unite else None,
     )
     return CombinedPolicy(CombinedKnobs(), parts)
 
@@ -50,13 +53,15 @@ def policy_of(*, scaling: bool) -> CombinedPolicy:
 class Driver:
     """Applies answers to a view, and checks each before it does."""
 
-    def __init__(self, roles: list[Role], *, scaling: bool) -> None:
+    def __init__(self, roles: list[Role], *, scaling: bool, unite: bool = False) -> None:
         views = [instance(index, role, kv_capacity_tokens=KV_TOKENS) for index, role in enumerate(roles)]
         self.view = FleetView(views, decodes=self._decodes)
-        self.policy = policy_of(scaling=scaling)
+        self.policy = policy_of(scaling=scaling, unite=unite)
         self.now_s = 0.0
         self.count = 0
         self.open: list[Any] = []
+        self.ticked = False
+        self.known = 0  # instances at the last tick
 
     def _decodes(self, member: InstanceView) -> DecodeBatch:
         each = member.context_tokens // max(1, member.running)
@@ -99,6 +104,10 @@ class Driver:
             planned.context_tokens += tokens
             planned.kv_used_tokens += tokens
 
+    def answer(self, tokens: int) -> None:
+        self.count += 1
+        self.policy.on_finish(request(1, self.now_s, rid=str(self.count)), 1 + tokens % 40, self.now_s)
+
     def empty_decode(self, place: int) -> None:
         member = self.view.instances[place % len(self.view.instances)]
         member.running = member.context_tokens = member.kv_used_tokens = 0
@@ -113,12 +122,21 @@ class Driver:
             self.view.set_state(member, InstanceState.DEAD)
 
     def start(self, place: int) -> None:
-        role = (Role.PREFILL, Role.DECODE)[place % 2]
+        role = (Role.PREFILL, Role.DECODE, Role.MIXED)[place % 3]
         self.view.add(instance(len(self.view.instances), role, kv_capacity_tokens=KV_TOKENS))
 
     def tick(self, place: int) -> None:
         self.now_s += (0.25, 1.0, 5.0)[place % 3]
         self.apply(self.policy.tick(self.view, self.now_s))
+        self.ticked, self.known = True, len(self.view.instances)
+
+    def check_mode(self) -> None:
+        """While united no instance that was there at the last tick has a role; newcomers get theirs at the next one."""
+        unite = self.policy.parts.unite
+        if unite is None or unite.mode is Mode.ROLES:
+            return
+        before = {Role.MIXED} if self.ticked else set(Role)
+        assert all(one.role in before for one in self.view.ready if one.index < self.known)
 
     # -- answers ---------------------------------------------------------------------------------------------------
 
@@ -182,19 +200,22 @@ def legal_roles(member: InstanceView) -> set[Role]:
 
 
 EVENTS = st.tuples(
-    st.sampled_from(["arrive", "finish_prefill", "empty_decode", "slow_decode", "die", "start", "tick", "tick"]),
+    st.sampled_from(
+        ["arrive", "arrive", "finish_prefill", "answer", "empty_decode", "slow_decode", "die", "start", "tick", "tick"]
+    ),
     st.integers(1, 950),
 )
-ROLES = st.lists(st.sampled_from([Role.PREFILL, Role.DECODE]), min_size=2, max_size=8)
+ROLES = st.lists(st.sampled_from([Role.PREFILL, Role.DECODE, Role.MIXED]), min_size=2, max_size=8)
 
 
-@pytest.mark.parametrize("scaling", [False, True])
+@pytest.mark.parametrize(("scaling", "unite"), [(False, False), (True, False), (False, True)])
 @settings(max_examples=150, deadline=None)
 @given(roles=ROLES, events=st.lists(EVENTS, max_size=60))
-def test_any_sequence_of_events(scaling: bool, roles: list[Role], events: list[tuple[str, int]]) -> None:
-    driver = Driver(roles, scaling=scaling)
+def test_any_sequence_of_events(scaling: bool, unite: bool, roles: list[Role], events: list[tuple[str, int]]) -> None:
+    driver = Driver(roles, scaling=scaling, unite=unite)
     for name, value in events:
         getattr(driver, name)(value)
+        driver.check_mode()
 
 
 @pytest.mark.parametrize("lost", [Role.PREFILL, Role.DECODE])

@@ -68,6 +68,9 @@ def test_roles_at_the_start() -> None:
     classes = build("pla", SETUP).length_classes
     assert classes == (PrefillClass.LONG, PrefillClass.SHORT, PrefillClass.LONG, None, None, None)
     assert build("combined", SETUP).length_classes == ()
+    assert build("combined", SETUP).roles == (Role.MIXED,) * 6
+    for name in ("combined-roles", "combined-scaling"):
+        assert build(name, SETUP).roles == build("arrow", SETUP).roles
 
 
 def test_reports_go_to_each_object_once() -> None:

@@ -26,18 +26,24 @@ TO_P, TO_D = Direction.TO_PREFILL, Direction.TO_DECODE
 # (role, event, has prefills, has decodes) -> role; all that is not here is illegal
 LEGAL: dict[tuple[Role, PoolEvent, bool, bool], Role] = {
     (role, PoolEvent.TO_PREFILL, prefills, decodes): D2P if decodes else P
-    for role in (D, P2D)
+    for role in (D, P2D, Role.MIXED)
     for prefills in (False, True)
     for decodes in (False, True)
 }
 LEGAL |= {
     (role, PoolEvent.TO_DECODE, prefills, decodes): P2D if prefills else D
-    for role in (P, D2P)
+    for role in (P, D2P, Role.MIXED)
     for prefills in (False, True)
     for decodes in (False, True)
 }
 LEGAL |= {(P2D, PoolEvent.SETTLE, False, decodes): D for decodes in (False, True)}
 LEGAL |= {(D2P, PoolEvent.SETTLE, prefills, False): P for prefills in (False, True)}
+LEGAL |= {
+    (role, PoolEvent.UNITE, prefills, decodes): Role.MIXED
+    for role in (P, D, P2D, D2P)
+    for prefills in (False, True)
+    for decodes in (False, True)
+}
 
 
 MOVES = list(itertools.product(Role, PoolEvent, (False, True), (False, True)))
