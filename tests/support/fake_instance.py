@@ -72,8 +72,10 @@ class FakeInstance:
         app.router.add_post("/abort_request", self._abort)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
-        for path in ("/v1/models", "/model_info", "/get_model_info", "/get_server_info"):
+        for path in ("/v1/models", r"/v1/models/{model:[\s\S]+}", "/model_info", "/get_model_info", "/get_server_info"):
             app.router.add_get(path, self._about)
+        for path in ("/tokenize", "/detokenize"):
+            app.router.add_post(path, self._about)
         app.router.add_get("/health_generate", self._health)
         if self.has_role:
             app.router.add_post("/pla/role", self._role)
