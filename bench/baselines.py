@@ -103,9 +103,14 @@ def measure(described: dict[str, Any], key: Key, trace: Trace, steps: Steps, opt
         records, slo_of(key["workload"]), time_scale=key["time_scale"], verify=True, max_lag_ms=options.max_lag_ms
     )
     row["host_overhead_share"] = overhead(before, emulation_of(described))
-    row["valid"] = row["valid"] and row["host_overhead_share"] <= options.max_overhead
-    steps.add(key, row | {"plugin_commit": environment()["plugin_commit"]})
+    steps.add(key, judged(key, row, options) | {"plugin_commit": environment()["plugin_commit"]})
     return True
+
+
+def judged(key: Key, row: Row, options: argparse.Namespace) -> Row:
+    """With ``valid`` by the limits of this run: neither a late client nor a host in the way, and no wrong token."""
+    late = row["client_lag_p99_ms"] / key["time_scale"] > options.max_lag_ms
+    return row | {"valid": not late and not row["tokens_wrong"] and row["host_overhead_share"] <= options.max_overhead}
 
 
 def overhead(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> float:
@@ -120,7 +125,11 @@ def overhead(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mappin
 
 def run_arm(layout: Layout, policy: str, traces: dict[str, Trace], steps: Steps, options: argparse.Namespace) -> None:
     """What is open of one arm, as far as the time goes. Raises ServerError."""
-    left = steps.open(keys_of(options, layout, policy, list(traces)), invalid=options.retry_invalid)
+    left = [
+        key
+        for key in keys_of(options, layout, policy, list(traces))
+        if (row := steps.get(key)) is None or (options.retry_invalid and not judged(key, row, options)["valid"])
+    ]
     if not left or not steps.has_time(options.start_s + DRAIN_S):
         return
     arguments = [*layout.arguments, "--policy", policy, *engine_arguments(options.profile, options.time_scale)]
@@ -167,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--first", type=int, default=0, help="row of the trace to begin with")
     made.add_argument("--limit", type=int, default=200, help="requests per point")
     made.add_argument("--duration-s", type=float, help="instead: requests of so many seconds of device time, per point")
-    made.add_argument("--max-lag-ms", type=float, default=50.0)
+    made.add_argument("--max-lag-ms", type=float, default=50.0, help="a later client (device time) is invalid")
     made.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a point invalid")
     made.add_argument("--retry-invalid", action="store_true", help="run points again that were not valid")
     return made
@@ -202,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
     steps = Steps(options.out / "baselines.steps.jsonl", options.budget_s)
     for layout, policy in arms:
         run_arm(layout, policy, traces, steps, options)
-    rows = steps.finished(keys)
+    rows = [(key, judged(key, row, options)) for key, row in steps.finished(keys)]
     totals = report(rows, len(keys) - len(rows), options)
     return 0 if totals["tokens_wrong"] == 0 else 1
 
