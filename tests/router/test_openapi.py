@@ -24,6 +24,7 @@ from pla_sglang.router.control.errors import WorkerError
 USER, OPERATOR = "user-key", "operator-key"
 BUDGET_S = 45.0  # for all generated requests together
 EXAMPLES = 12  # random ones of each kind for an operation; those at its limits come in addition
+NEVER = (500, 502, 504)  # described, but the instances are well; 503 where an operator has taken them away
 FORWARDED = re.compile(r"/(generate|v1/.*|(de)?tokenize)$")  # instances judge what is in such a body
 schema = schemathesis.openapi.from_dict(openapi.document())
 
@@ -90,7 +91,7 @@ def harmless(case: Any) -> None:
     url = case.body.get("url") if case.operation.label == "POST /workers" and isinstance(case.body, dict) else None
     if isinstance(url, str):
         with contextlib.suppress(WorkerError):
-            case.body["url"] = f"http://127.0.1.{len(parse_url(url).host)}:1"
+            case.body["url"] = f"http://127.0.1.{1 + len(parse_url(url).host) % 200}:1"
 
 
 @schema.parametrize()
@@ -105,7 +106,8 @@ def test_answers_are_as_described(case: Any, router: RouterProcess, began_s: flo
     excluded = [schemathesis.checks.not_a_server_error]
     if FORWARDED.search(case.operation.path):
         excluded.append(schemathesis.checks.negative_data_rejection)
-    case.call_and_validate(router.url, excluded_checks=excluded)
+    answer = case.call_and_validate(router.url, excluded_checks=excluded)
+    assert answer.status_code not in NEVER
 
 
 def test_the_router_is_well_afterwards(router: RouterProcess, processes: set[int]) -> None:
