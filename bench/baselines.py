@@ -1,10 +1,10 @@
 """``python -m bench.baselines --traces NAME=FILE ...``: stock SGLang on an emulated cluster, to compare with.
 
 Layouts: ``unified-N`` (N unified engines), ``P+D`` such as ``1+1`` (prefill and decode engines), each behind SGLang's
-own router with each policy asked for. Every request's tokens are checked. Each point (layout, policy, workload, rate)
-is a step; finished ones are kept in ``--out``, so that a long table can be measured in several runs (``--budget-s``).
-A table, also as Markdown, and a picture of SLO attainment against request rate; the last line of stdout is one JSON
-object.
+own router with each policy asked for; prompts go as ids, and as text to policies that read them. Every request's tokens
+are checked. Each point (layout, policy, workload, rate) is a step; finished ones are kept in ``--out``, so that a long
+table can be measured in several runs (``--budget-s``). A table, also as Markdown, and a picture of SLO attainment
+against request rate; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bench.lib.plot import COLOURS
 from bench.lib.report import emit, environment, say
 from bench.lib.tables import markdown, show, text
 from bench.replay import replay
+from bench.replaying.client import generate_body, text_body
 from bench.replaying.cluster import emulation_of, flush_cache, running_cluster
 from bench.replaying.layouts import (
     PD_POLICIES,
@@ -39,6 +40,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.workload import Trace
 
 POINT = ("layout", "policy", "workload", "rate_rps")
+READING = ("cache_aware", "bucket")  # policies that look at the prompt, which SGLang's router can where it is text
 SHOWN = (
     "slo_attainment",
     "goodput_rps",
@@ -78,6 +80,7 @@ def keys_of(options: argparse.Namespace, layout: Layout, policy: str, names: Seq
     return [
         {"layout": layout.name, "policy": policy, "workload": name, "rate_rps": rate, "limit": limit_of(options, rate)}
         | settings
+        | ({"prompts": "text"} if policy in READING else {})
         for name in names
         for rate in numbers_of(options.rates, name, "--rates")
     ]
@@ -98,7 +101,8 @@ def measure(described: dict[str, Any], key: Key, trace: Trace, steps: Steps, opt
     for one in described["instances"]:
         flush_cache(one["url"])
     before = emulation_of(described)
-    records = replay(described["url"], planned, timeout_s=options.timeout_s)
+    body = text_body if key.get("prompts") == "text" else generate_body
+    records = replay(described["url"], planned, timeout_s=options.timeout_s, body=body)
     row = figures(
         records, slo_of(key["workload"]), time_scale=key["time_scale"], verify=True, max_lag_ms=options.max_lag_ms
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.lib.report import emit, environment, progress_bar, say
 from bench.lib.tables import show
-from bench.replaying.client import Record, Replay
+from bench.replaying.client import BodyOf, Record, Replay, generate_body
 from bench.replaying.picture import plot_replay
 from bench.replaying.plan import Planned, plan
 from bench.replaying.result import figures, served, write_requests
@@ -83,10 +83,10 @@ def check_server(url: str) -> None:
         raise ConfigError(f"--url {url}: no healthy server answers ({error})") from None
 
 
-def replay(url: str, planned: list[Planned], *, timeout_s: float) -> list[Record]:
+def replay(url: str, planned: list[Planned], *, timeout_s: float, body: BodyOf = generate_body) -> list[Record]:
     """Run the plan. uvloop where it is installed: it halves what an event costs the client."""
     with progress_bar("replay", len(planned)) as advance:
-        client = Replay(url, timeout_s=timeout_s)
+        client = Replay(url, timeout_s=timeout_s, body=body)
         try:
             import uvloop
 
