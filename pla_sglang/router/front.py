@@ -184,12 +184,15 @@ class ClientConnection(asyncio.Protocol):
         self._received, self._parts = 0, []
 
     def _refuse(self, error: BadMessage) -> None:
+        self._relay.count("bad_requests_total", reason=error.reason)
+        self._turn_away(error.status, error.reason, str(error))
+
+    def _turn_away(self, status: int, code: str, message: str) -> None:
         """What comes next on this connection cannot be told from this request any more, so it ends."""
         self._drop_parts()
-        self._relay.count("bad_requests_total", reason=error.reason)
         self._close_after = True
         self._phase = Phase.CLOSED
-        self.answer(error.status, answers.error_body(error.status, error.reason, str(error)))
+        self.answer(status, answers.error_body(status, code, message))
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
             self._relay.later(LINGER_S, self.cut)
@@ -277,10 +280,7 @@ class ClientConnection(asyncio.Protocol):
             if self._phase is Phase.IDLE:
                 self.cut()
                 return
-            what = self._phase.value
-            self._close_after, self._phase = True, Phase.BUSY
-            self._drop_parts()
-            self.answer(408, answers.error_body(408, "timeout", f"the request's {what} did not arrive in time"))
+            self._turn_away(408, "timeout", f"the request's {self._phase.value} did not arrive in time")
 
     def _abort_slow(self, detail: str) -> None:
         work = self._work
