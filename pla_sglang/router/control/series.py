@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -86,6 +86,12 @@ class Tally(_Named):
     def inc(self, *labels: str, amount: float = 1.0) -> None:
         counts = self._counts
         counts[labels] = counts.get(labels, 0.0) + amount
+
+    def add(self, rows: Iterable[tuple[str, ...]], amounts: Iterable[float]) -> None:
+        """Several at once: labels, and what is added under each."""
+        counts = self._counts
+        for labels, amount in zip(rows, amounts, strict=True):
+            counts[labels] = counts.get(labels, 0.0) + amount
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
