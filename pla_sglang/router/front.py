@@ -39,6 +39,10 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
+# Named once: CPython 3.11 takes 0.2 us to look a member up in its class, and every request meets these.
+_IDLE, _HEAD, _BODY, _BUSY, _CLOSED = Phase
+
+
 class ClientConnection(asyncio.Protocol):
     """One connection of a client.
 
@@ -53,7 +57,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._transport: asyncio.Transport | None = None
-        self._phase = Phase.IDLE
+        self._phase = _IDLE
         self._buffer = b""
         self._head: RequestHead | None = None
         self._framing: Framing | None = None
@@ -71,7 +75,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = stream = cast(asyncio.Transport, transport)  # uvloop's class is not derived from it
         if not self._relay.admit(self):
-            self._phase = Phase.CLOSED
+            self._phase = _CLOSED
             stream.abort()
             return
         no_delay(stream)
@@ -80,16 +84,16 @@ class ClientConnection(asyncio.Protocol):
         self._deadline_s = self._relay.now_s() + self._relay.config.head_timeout_s
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.CLOSED:
+        if self._phase is _CLOSED:
             return
-        if self._phase is Phase.BUSY:
+        if self._phase is _BUSY:
             self._buffer += data
             if len(self._buffer) > PIPELINE_BYTES and self._transport is not None:
                 self._transport.pause_reading()
                 self._reading_paused = True
             return
         try:
-            if self._phase is Phase.BODY:
+            if self._phase is _BODY:
                 self._on_body(data, 0)
             else:
                 self._on_head(self._buffer + data if self._buffer else data)
@@ -100,7 +104,7 @@ class ClientConnection(asyncio.Protocol):
         return None  # nothing more comes, and nobody who closes waits for an answer
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._phase, self._transport = Phase.CLOSED, None
+        self._phase, self._transport = _CLOSED, None
         self._drop_parts()
         self._relay.release(self)
         work, self._work = self._work, None
@@ -128,8 +132,8 @@ class ClientConnection(asyncio.Protocol):
         if size > config.max_head_bytes:
             raise BadMessage("head_size", f"the request head is longer than {config.max_head_bytes} bytes", 431)
         if end < 0:
-            if self._phase is Phase.IDLE:
-                self._phase = Phase.HEAD
+            if self._phase is _IDLE:
+                self._phase = _HEAD
                 self._deadline_s = self._relay.now_s() + config.head_timeout_s
             self._buffer = data
             return
@@ -144,7 +148,7 @@ class ClientConnection(asyncio.Protocol):
             self._complete(data[size:] if head.length else b"", b"")
             return
         self._framing = Chunked() if head.chunked else Sized(head.length or 0)
-        self._phase = Phase.BODY
+        self._phase = _BODY
         if (head.get(b"expect") or b"").lower() == b"100-continue" and size == len(data) and head.length != 0:
             self.write(CONTINUE)
         self._on_body(data, size)
@@ -171,7 +175,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _complete(self, body: bytes, rest: bytes) -> None:
         self._drop_parts()
-        self._phase, self._buffer, self._framing = Phase.BUSY, rest, None
+        self._phase, self._buffer, self._framing = _BUSY, rest, None
         head, self._head = self._head, None
         assert head is not None
         self._relay.serve(self, head, body)
@@ -186,7 +190,7 @@ class ClientConnection(asyncio.Protocol):
         self._drop_parts()
         self._relay.count("bad_requests_total", reason=error.reason)
         self._close_after = True
-        self._phase = Phase.CLOSED
+        self._phase = _CLOSED
         self.answer(error.status, answers.error_body(error.status, error.reason, str(error)))
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
@@ -236,13 +240,13 @@ class ClientConnection(asyncio.Protocol):
     def done(self, *, reusable: bool) -> None:
         """The answer is complete."""
         self._work = None
-        if self._transport is None or self._phase is not Phase.BUSY:
+        if self._transport is None or self._phase is not _BUSY:
             return
         if self._close_after or not reusable or self._relay.draining:
-            self._phase = Phase.CLOSED
+            self._phase = _CLOSED
             self._transport.close()
             return
-        self._phase = Phase.IDLE
+        self._phase = _IDLE
         self._deadline_s = self._relay.now_s() + self._relay.config.idle_timeout_s
         if self._reading_paused:
             self._reading_paused = False
@@ -252,7 +256,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _next(self) -> None:
         """The request that came while the last one was being answered."""
-        if self._phase is Phase.IDLE and self._buffer:
+        if self._phase is _IDLE and self._buffer:
             data, self._buffer = self._buffer, b""
             self.data_received(data)
 
@@ -260,7 +264,7 @@ class ClientConnection(asyncio.Protocol):
         """End in the middle of an answer, so that the client cannot take it for complete."""
         self._work = None
         if self._transport is not None:
-            self._phase = Phase.CLOSED
+            self._phase = _CLOSED
             self._transport.abort()
 
     # -- time limits -------------------------------------------------------------------------------------------------
@@ -269,13 +273,13 @@ class ClientConnection(asyncio.Protocol):
         if self._write_deadline_s is not None and now_s > self._write_deadline_s:
             self._relay.count("client_timeouts_total", phase="write")
             self._abort_slow("the client read nothing for too long")
-        elif self._phase in (Phase.IDLE, Phase.HEAD, Phase.BODY) and now_s > self._deadline_s:
+        elif self._phase in (_IDLE, _HEAD, _BODY) and now_s > self._deadline_s:
             self._relay.count("client_timeouts_total", phase=self._phase.value)
-            if self._phase is Phase.IDLE:
+            if self._phase is _IDLE:
                 self.cut()
                 return
             what = self._phase.value
-            self._close_after, self._phase = True, Phase.BUSY
+            self._close_after, self._phase = True, _BUSY
             self._drop_parts()
             self.answer(408, answers.error_body(408, "timeout", f"the request's {what} did not arrive in time"))
 
@@ -287,7 +291,7 @@ class ClientConnection(asyncio.Protocol):
 
     def close_idle(self) -> None:
         """Called when the relay drains."""
-        if self._phase in (Phase.IDLE, Phase.HEAD):
+        if self._phase in (_IDLE, _HEAD):
             self.cut()
 
 

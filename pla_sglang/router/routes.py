@@ -21,6 +21,7 @@ from pla_sglang.router.calls import Call, PassThrough
 from pla_sglang.router.exchange import Exchange
 from pla_sglang.router.http import answers
 from pla_sglang.router.http.head import BadMessage, RequestHead
+from pla_sglang.router.messages import Endpoint
 from pla_sglang.router.request import ENDPOINTS, Wishes, ask_of
 
 if TYPE_CHECKING:
@@ -39,9 +40,11 @@ def serve(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes
     path, method = head.path, head.method
     endpoint = ENDPOINTS.get(path)
     if endpoint is not None:
-        need(method, "POST")
-        check_key(head, relay.config.api_key)
-        dispatch(relay, client, head, body)
+        if method != "POST":
+            need(method, "POST")
+        if relay.config.api_key:
+            check_key(head, relay.config.api_key)
+        dispatch(relay, client, head, body, endpoint)
     elif path == "/health":
         need(method, "GET")
         health(relay, client)
@@ -81,7 +84,7 @@ def check_key(head: RequestHead, key: str) -> None:
         raise BadMessage("key", "the key is missing or wrong (Authorization: Bearer KEY)", 401)
 
 
-def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: bytes) -> None:
+def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: bytes, endpoint: Endpoint) -> None:
     if relay.draining:
         raise BadMessage("draining", "the router is shutting down", 503)
     wishes = Wishes(head)
@@ -95,7 +98,7 @@ def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: byt
     if not wishes.trace:
         wishes.trace = relay.names.trace()
     ask = ask_of(
-        ENDPOINTS[head.path],
+        endpoint,
         wishes,
         body,
         rid=rid,
