@@ -206,8 +206,9 @@ class ClientConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Nothing happens on a connection that has just been lost: ``client_gone`` is on its way then."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.write(data)
 
     def head_of(self, head: AnswerHead, rid: str) -> bytes:
         """An instance's head as the client gets it: without what is about the other connection, with the rid."""

@@ -18,7 +18,7 @@ from pla_sglang.router.control.admission import Admission, AdmissionReason, Verd
 from pla_sglang.router.control.answers import COMPLETE, ENDS, Open, assign_message, refusal
 from pla_sglang.router.control.driver import Choice, PolicyDriver
 from pla_sglang.router.control.entries import AbortOrder, End, Side
-from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, note_choice, note_retry, stages
+from pla_sglang.router.control.explain import ExplainStore, Story, note_choice, note_retry, stage_seconds
 from pla_sglang.router.control.fairness import FairQueue, Held
 from pla_sglang.router.control.health import Health
 from pla_sglang.router.control.knobs import ControlKnobs
@@ -32,7 +32,6 @@ from pla_sglang.telemetry.window import WindowMean
 
 RETRY_NO_INSTANCE_S = 5.0
 RATIO_WINDOW_S = 5.0  # as in an engine's reports
-_STAGES = tuple((name.removesuffix("_s"),) for name in STAGES)  # their labels
 # Named once: CPython 3.11 takes 0.2 us to look a member up in its class, and every request meets these.
 _BOTH, _PREFILL, _DECODE = Side
 _QUEUED, _COMING = Phase.QUEUED, Phase.COMING
@@ -283,9 +282,9 @@ class Desk:
         if request.dispatched_s is not None:
             self.admission.on_first_token(view.predicted_ttft_s, max(0.0, at_s - request.dispatched_s))
         self.series.ttft_s.observe(ttft_s)
-        parts = stages(story)
+        parts = stage_seconds(story)
         if parts is not None:
-            self.series.stage_s.add(_STAGES, parts.values())
+            self.series.stage_s.add(parts)
 
     def _note_ratio(self, worker: Worker, ttft_s: float, slo_s: float | None, now_s: float) -> None:
         if slo_s:

@@ -99,6 +99,12 @@ def note_choice(
 
 
 def stages(story: Story) -> dict[str, float] | None:
+    """As ``stage_seconds``, by name."""
+    seconds = stage_seconds(story)
+    return None if seconds is None else dict(zip(STAGES, seconds, strict=True))
+
+
+def stage_seconds(story: Story) -> tuple[float, float, float, float, float, float] | None:
     """Seconds by stage, in the order of ``STAGES``; their sum is the TTFT. None before the first token.
 
     Reports of several processes may cross; a time that would lie before its predecessor is taken to be at it.
@@ -113,14 +119,14 @@ def stages(story: Story) -> dict[str, float] | None:
     done_s = _between(sent_s, story.done_s, seen_s) if split and story.done_s is not None else seen_s
     prefill_s = done_s - sent_s if story.own_prefill_s is None else min(done_s - sent_s, story.own_prefill_s)
     last_s = min(seen_s - done_s, story.token_interval_s or 0.0)
-    return {
-        "queue_s": decided_s - arrived_s,
-        "route_s": sent_s - decided_s,
-        "prefill_wait_s": done_s - sent_s - prefill_s,
-        "prefill_s": prefill_s,
-        "transfer_s": seen_s - done_s - last_s,
-        "first_token_s": last_s,
-    }
+    return (
+        decided_s - arrived_s,
+        sent_s - decided_s,
+        done_s - sent_s - prefill_s,
+        prefill_s,
+        seen_s - done_s - last_s,
+        last_s,
+    )
 
 
 def _between(low_s: float, time_s: float | None, high_s: float) -> float:

@@ -7,6 +7,7 @@ twice, and a length together with a transfer coding are all errors.
 
 from __future__ import annotations
 
+import functools
 import re
 
 CRLF2 = b"\r\n\r\n"
@@ -20,6 +21,7 @@ _TEXT = b"\t" + bytes(range(0x20, 0x7F)) + bytes(range(0x80, 0x100))
 # Names that were found good, and how they are written in lower case: messages have few names.
 _SEEN: dict[bytes, bytes] = {}
 SEEN_NAMES, SEEN_NAME_BYTES = 1024, 64
+SEEN_LINES = 64  # first lines, of which there are few as well; each may be as long as a head
 
 
 class BadMessage(Exception):
@@ -97,11 +99,9 @@ class RequestHead(Head):
 
     __slots__ = ("method", "path", "query", "target")
 
-    def __init__(self, method: bytes, target: bytes, minor: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, line: tuple[str, bytes, str, str, int], headers: list[tuple[bytes, bytes]]) -> None:
+        self.method, self.target, self.path, self.query, minor = line
         super().__init__(minor, headers)
-        self.method, self.target = method.decode(), target
-        path, _, query = target.partition(b"?")
-        self.path, self.query = path.decode("ascii"), query.decode("ascii")
 
 
 class AnswerHead(Head):
@@ -117,16 +117,15 @@ class AnswerHead(Head):
 def parse_request(raw: bytes, *, max_headers: int) -> RequestHead:
     """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
     lines = raw.split(b"\r\n")
-    match = _REQUEST(lines[0])
-    headers = None if match is None else _headers(raw, lines)
-    if match is None or headers is None:
+    first = _request_line(lines[0])
+    headers = None if first is None else _headers(raw, lines)
+    if first is None or headers is None:
         raise _why_not(raw)
-    method, target, minor = match.groups()
-    if not target.startswith(b"/"):
+    if first[1][:1] != b"/":
         raise BadMessage("target", "the request target must be a path")
     if len(headers) > max_headers:
         raise BadMessage("headers", f"more than {max_headers} headers", 431)
-    head = RequestHead(method, target, minor[0] & 1, headers)
+    head = RequestHead(first, headers)
     hosts = 0
     for name, _ in headers:
         if name == b"host":
@@ -147,12 +146,29 @@ def _why_not(raw: bytes) -> BadMessage:
 def parse_answer(raw: bytes) -> AnswerHead:
     """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
     lines = raw.split(b"\r\n")
-    match = _ANSWER(lines[0])
-    headers = None if match is None else _headers(raw, lines)
-    if match is None or headers is None:
+    first = _status_line(lines[0])
+    headers = None if first is None else _headers(raw, lines)
+    if first is None or headers is None:
         raise BadMessage("head", "this is not an HTTP/1.1 answer")
-    minor, status = match.groups()
-    return AnswerHead(int(status), minor[0] & 1, headers, raw)
+    return AnswerHead(*first, headers, raw)
+
+
+@functools.lru_cache(maxsize=SEEN_LINES)
+def _request_line(line: bytes) -> tuple[str, bytes, str, str, int] | None:
+    """Method, target, path, query and minor version."""
+    match = _REQUEST(line)
+    if match is None:
+        return None
+    method, target, minor = match.groups()
+    path, _, query = target.partition(b"?")
+    return method.decode("ascii"), target, path.decode("ascii"), query.decode("ascii"), minor[0] & 1
+
+
+@functools.lru_cache(maxsize=SEEN_LINES)
+def _status_line(line: bytes) -> tuple[int, int] | None:
+    """Status and minor version."""
+    match = _ANSWER(line)
+    return None if match is None else (int(match[2]), match[1][0] & 1)
 
 
 def _headers(raw: bytes, lines: list[bytes]) -> list[tuple[bytes, bytes]] | None:
