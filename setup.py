@@ -60,7 +60,17 @@ setup(
     ],
     extras_require={
         "bench": ["sglang-router"],
-        "test": ["pytest", "hypothesis", "sglang-router", "h11", "openai"],
+        "tracing": ["opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-grpc"],
+        "test": [
+            "pytest",
+            "hypothesis",
+            "schemathesis",
+            "sglang-router",
+            "h11",
+            "openai",
+            "opentelemetry-sdk",
+            "opentelemetry-exporter-otlp-proto-grpc",
+        ],
         "dev": ["ruff", "mypy"],
     },
     entry_points={

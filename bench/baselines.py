@@ -1,10 +1,10 @@
 """``python -m bench.baselines --traces NAME=FILE ...``: stock SGLang on an emulated cluster, to compare with.
 
 Layouts: ``unified-N`` (N unified engines), ``P+D`` such as ``1+1`` (prefill and decode engines), each behind SGLang's
-own router with each policy asked for. Every request's tokens are checked. Each point (layout, policy, workload, rate)
-is a step; finished ones are kept in ``--out``, so that a long table can be measured in several runs (``--budget-s``).
-A table, also as Markdown, and a picture of SLO attainment against request rate; the last line of stdout is one JSON
-object.
+own router with each policy asked for; prompts go as ids, and as text to policies that read them. Every request's tokens
+are checked. Each point (layout, policy, workload, rate) is a step; finished ones are kept in ``--out``, so that a long
+table can be measured in several runs (``--budget-s``). A table, also as Markdown, and a picture of SLO attainment
+against request rate; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bench.lib.plot import COLOURS
 from bench.lib.report import emit, environment, say
 from bench.lib.tables import markdown, show, text
 from bench.replay import replay
+from bench.replaying.client import generate_body, text_body
 from bench.replaying.cluster import emulation_of, flush_cache, running_cluster
 from bench.replaying.layouts import (
     PD_POLICIES,
@@ -39,6 +40,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.workload import Trace
 
 POINT = ("layout", "policy", "workload", "rate_rps")
+READING = ("cache_aware", "bucket")  # policies that look at the prompt, which SGLang's router can where it is text
 SHOWN = (
     "slo_attainment",
     "goodput_rps",
@@ -78,6 +80,7 @@ def keys_of(options: argparse.Namespace, layout: Layout, policy: str, names: Seq
     return [
         {"layout": layout.name, "policy": policy, "workload": name, "rate_rps": rate, "limit": limit_of(options, rate)}
         | settings
+        | ({"prompts": "text"} if policy in READING else {})
         for name in names
         for rate in numbers_of(options.rates, name, "--rates")
     ]
@@ -98,14 +101,20 @@ def measure(described: dict[str, Any], key: Key, trace: Trace, steps: Steps, opt
     for one in described["instances"]:
         flush_cache(one["url"])
     before = emulation_of(described)
-    records = replay(described["url"], planned, timeout_s=options.timeout_s)
+    body = text_body if key.get("prompts") == "text" else generate_body
+    records = replay(described["url"], planned, timeout_s=options.timeout_s, body=body)
     row = figures(
         records, slo_of(key["workload"]), time_scale=key["time_scale"], verify=True, max_lag_ms=options.max_lag_ms
     )
     row["host_overhead_share"] = overhead(before, emulation_of(described))
-    row["valid"] = row["valid"] and row["host_overhead_share"] <= options.max_overhead
-    steps.add(key, row | {"plugin_commit": environment()["plugin_commit"]})
+    steps.add(key, judged(key, row, options) | {"plugin_commit": environment()["plugin_commit"]})
     return True
+
+
+def judged(key: Key, row: Row, options: argparse.Namespace) -> Row:
+    """With ``valid`` by the limits of this run: neither a late client nor a host in the way, and no wrong token."""
+    late = row["client_lag_p99_ms"] / key["time_scale"] > options.max_lag_ms
+    return row | {"valid": not late and not row["tokens_wrong"] and row["host_overhead_share"] <= options.max_overhead}
 
 
 def overhead(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> float:
@@ -120,7 +129,11 @@ def overhead(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mappin
 
 def run_arm(layout: Layout, policy: str, traces: dict[str, Trace], steps: Steps, options: argparse.Namespace) -> None:
     """What is open of one arm, as far as the time goes. Raises ServerError."""
-    left = steps.open(keys_of(options, layout, policy, list(traces)), invalid=options.retry_invalid)
+    left = [
+        key
+        for key in keys_of(options, layout, policy, list(traces))
+        if (row := steps.get(key)) is None or (options.retry_invalid and not judged(key, row, options)["valid"])
+    ]
     if not left or not steps.has_time(options.start_s + DRAIN_S):
         return
     arguments = [*layout.arguments, "--policy", policy, *engine_arguments(options.profile, options.time_scale)]
@@ -167,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--first", type=int, default=0, help="row of the trace to begin with")
     made.add_argument("--limit", type=int, default=200, help="requests per point")
     made.add_argument("--duration-s", type=float, help="instead: requests of so many seconds of device time, per point")
-    made.add_argument("--max-lag-ms", type=float, default=50.0)
+    made.add_argument("--max-lag-ms", type=float, default=50.0, help="a later client (device time) is invalid")
     made.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a point invalid")
     made.add_argument("--retry-invalid", action="store_true", help="run points again that were not valid")
     return made
@@ -202,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
     steps = Steps(options.out / "baselines.steps.jsonl", options.budget_s)
     for layout, policy in arms:
         run_arm(layout, policy, traces, steps, options)
-    rows = steps.finished(keys)
+    rows = [(key, judged(key, row, options)) for key, row in steps.finished(keys)]
     totals = report(rows, len(keys) - len(rows), options)
     return 0 if totals["tokens_wrong"] == 0 else 1
 

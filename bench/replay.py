@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.lib.report import emit, environment, progress_bar, say
 from bench.lib.tables import show
-from bench.replaying.client import Record, Replay
+from bench.replaying.client import BodyOf, Record, Replay, generate_body
 from bench.replaying.picture import plot_replay
 from bench.replaying.plan import Planned, plan
 from bench.replaying.result import figures, served, write_requests
@@ -46,7 +46,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--slo-tpot-s", type=float, default=0.1)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
-    made.add_argument("--max-lag-ms", type=float, default=DEFAULT_MAX_LAG_MS, help="a later client makes a run invalid")
+    made.add_argument(
+        "--max-lag-ms",
+        type=float,
+        default=DEFAULT_MAX_LAG_MS,
+        help="a client that is later (device time) makes a run invalid",
+    )
     made.add_argument("--no-verify", action="store_true", help="the server does not serve the chain model")
     made.add_argument("--requests-file", type=Path, help="one row per request: .csv, or .parquet with token times")
     made.add_argument("--out", type=Path, default=Path("bench_out"))
@@ -78,10 +83,10 @@ def check_server(url: str) -> None:
         raise ConfigError(f"--url {url}: no healthy server answers ({error})") from None
 
 
-def replay(url: str, planned: list[Planned], *, timeout_s: float) -> list[Record]:
+def replay(url: str, planned: list[Planned], *, timeout_s: float, body: BodyOf = generate_body) -> list[Record]:
     """Run the plan. uvloop where it is installed: it halves what an event costs the client."""
     with progress_bar("replay", len(planned)) as advance:
-        client = Replay(url, timeout_s=timeout_s)
+        client = Replay(url, timeout_s=timeout_s, body=body)
         try:
             import uvloop
 

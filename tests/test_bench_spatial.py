@@ -17,8 +17,8 @@ from bench.pooling.arms import DEFAULT_ARMS, Setting, engine_arguments, is_ours,
 from bench.pooling.figures import fewer, figures, flips, missed, rate, summary
 from bench.pooling.picture import over_time, plot
 from bench.pooling.routers import command_of
-from bench.pooling.work import BOUNDARY_TOKENS, Work, text_body, warm_up
-from bench.replaying.client import Record
+from bench.pooling.work import BOUNDARY_TOKENS, Work, warm_up
+from bench.replaying.client import Record, text_body
 from bench.replaying.plan import Planned
 from bench.replaying.steps import Steps
 from pla_sglang import chain, launch_cluster, launch_router

@@ -217,6 +217,13 @@ def test_only_the_listed_modules_import_sglang(file: str) -> None:
 
 
 @pytest.mark.parametrize("file", CODE)
+def test_opentelemetry_is_loaded_by_one_module(file: str) -> None:
+    """It is an extra, and without --enable-trace nothing of it is to be in memory."""
+    imports_it = any(root_of(name) == "opentelemetry" for name in imports_of(file))
+    assert imports_it == (file == "pla_sglang/router/control/tracing.py")
+
+
+@pytest.mark.parametrize("file", CODE)
 def test_direction_of_our_own_imports(file: str) -> None:
     module = module_of(file)
     package = next((name for name in OURS if starts_with(module, {name})), None)

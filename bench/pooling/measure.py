@@ -15,8 +15,8 @@ from typing import Any
 from bench.lib.report import environment, say
 from bench.pooling.arms import PAIRS, SPATIAL, Setting, engine_arguments, is_ours, router_of
 from bench.pooling.routers import running_router
-from bench.pooling.work import text_body, warm_up
-from bench.replaying.client import START_DELAY_S, Record, Replay
+from bench.pooling.work import warm_up
+from bench.replaying.client import START_DELAY_S, Record, Replay, text_body
 from bench.replaying.cluster import flush_cache, post, running_cluster
 from bench.replaying.plan import Planned
 from bench.replaying.result import count_wrong, lag_s, served

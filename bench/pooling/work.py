@@ -6,10 +6,8 @@ import dataclasses
 import random
 
 import numpy as np
-import orjson
 
 from bench.replaying.plan import Planned, plan
-from pla_sglang.chain.vocab import token_text
 from pla_sglang.errors import ConfigError
 from pla_sglang.workload import Trace
 
@@ -73,14 +71,6 @@ def warm_up(seed: int) -> list[Planned]:
     outputs = np.full(len(lengths), OUTPUT_TOKENS, dtype=np.int64)
     trace = Trace("warm-up", arrivals, np.array(lengths, dtype=np.int64), outputs)
     return plan(trace, seed=rng.randrange(1 << 30))
-
-
-def text_body(request: Planned, prompt_ids: list[int]) -> bytes:
-    """The prompt as text: SGLang's router sees no lengths of prompts that are given as ids."""
-    # Room for one token more, so that an answer ends because the model says so.
-    sampling = {"temperature": 0, "max_new_tokens": request.output_tokens + 1}
-    text = "".join(map(token_text, prompt_ids))
-    return orjson.dumps({"text": text, "sampling_params": sampling, "stream": True})
 
 
 def _short(rng: random.Random) -> int:

@@ -12,15 +12,18 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import orjson
 
 from bench.replaying.plan import Planned
+from pla_sglang.chain.vocab import token_text
 
 START_DELAY_S = 0.3
 EVENT = b"data: "
 _HEADERS = {"Content-Type": "application/json"}
+BodyOf = Callable[[Planned, list[int]], bytes]  # of a request and its prompt
 
 
 @dataclass(slots=True)
@@ -43,9 +46,7 @@ class Record:
 class Replay:
     """One run against one server or router."""
 
-    def __init__(
-        self, base_url: str, *, timeout_s: float, body: Callable[[Planned, list[int]], bytes] | None = None
-    ) -> None:
+    def __init__(self, base_url: str, *, timeout_s: float, body: BodyOf | None = None) -> None:
         self._url = f"{base_url.rstrip('/')}/generate"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30.0)
         self._body = body or generate_body
@@ -118,9 +119,18 @@ class Replay:
 
 def generate_body(request: Planned, prompt_ids: list[int]) -> bytes:
     """SGLang's own endpoint, greedy, ended by the end-of-sequence token that the prompt asks for."""
+    return _body(request, input_ids=prompt_ids)
+
+
+def text_body(request: Planned, prompt_ids: list[int]) -> bytes:
+    """The prompt as text: SGLang's router sees neither length nor prefix of prompts that are given as ids."""
+    return _body(request, text="".join(map(token_text, prompt_ids)))
+
+
+def _body(request: Planned, **prompt: Any) -> bytes:
     # Room for one token more, so that an answer ends because the model says so.
     sampling = {"temperature": 0, "max_new_tokens": request.output_tokens + 1}
-    return orjson.dumps({"input_ids": prompt_ids, "sampling_params": sampling, "stream": True})
+    return orjson.dumps({**prompt, "sampling_params": sampling, "stream": True})
 
 
 def settle(record: Record) -> None:

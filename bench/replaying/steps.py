@@ -67,15 +67,9 @@ class Steps:
             file.write(json.dumps({"key": dict(key), "row": row}) + "\n")
         self._rows[_name(key)] = row
 
-    def open(self, keys: list[dict[str, Any]], *, invalid: bool = False) -> list[dict[str, Any]]:
-        """Those of ``keys`` that are not finished, in their order; with ``invalid`` also those whose row is not valid.
-
-        Where a step is run again, its last row counts.
-        """
-        rows = [self.get(key) for key in keys]
-        return [
-            key for key, row in zip(keys, rows, strict=True) if row is None or (invalid and not row.get("valid", True))
-        ]
+    def open(self, keys: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of ``keys`` that are not finished, in their order. Where a step is run again, its last row counts."""
+        return [key for key in keys if self.get(key) is None]
 
     def finished(self, keys: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Row]]:
         """Those of ``keys`` that are finished, with their rows, in their order. Raises NoStepError when none is."""

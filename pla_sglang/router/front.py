@@ -46,12 +46,13 @@ _IDLE, _HEAD, _BODY, _BUSY, _CLOSED = Phase
 class ClientConnection(asyncio.Protocol):
     """One connection of a client.
 
-    ``understands_chunks``: the present request came with HTTP/1.1.
+    ``understands_chunks``: the present request came with HTTP/1.1. ``_bodiless``: it is a HEAD, so its answer has no
+    body, and whoever sent one would take a body for the beginning of the next answer.
     """
 
     __slots__ = (
-        *("_buffer", "_close_after", "_deadline_s", "_framing", "_head", "_parts", "_phase", "_reading_paused"),
-        *("_received", "_relay", "_transport", "_work", "_write_deadline_s", "understands_chunks"),
+        *("_bodiless", "_buffer", "_close_after", "_deadline_s", "_framing", "_head", "_parts", "_phase"),
+        *("_reading_paused", "_received", "_relay", "_transport", "_work", "_write_deadline_s", "understands_chunks"),
     )
 
     def __init__(self, relay: Relay) -> None:
@@ -64,7 +65,7 @@ class ClientConnection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._received = 0  # bytes in _parts, counted by the relay
         self._work: Work | None = None
-        self._close_after = False
+        self._close_after = self._bodiless = False
         self.understands_chunks = True
         self._reading_paused = False
         self._deadline_s = 0.0
@@ -143,6 +144,7 @@ class ClientConnection(asyncio.Protocol):
             raise BadMessage("body_size", f"the body is longer than {config.max_body_bytes} bytes", 413)
         self._head = head
         self._close_after = not head.keep_alive
+        self._bodiless = head.method == "HEAD"
         self.understands_chunks = head.minor == 1
         if head.length == len(data) - size:  # the usual case: one segment, one request
             self._complete(data[size:] if head.length else b"", b"")
@@ -186,12 +188,15 @@ class ClientConnection(asyncio.Protocol):
         self._received, self._parts = 0, []
 
     def _refuse(self, error: BadMessage) -> None:
+        self._relay.count("bad_requests_total", reason=error.reason)
+        self._turn_away(error.status, error.reason, str(error))
+
+    def _turn_away(self, status: int, code: str, message: str) -> None:
         """What comes next on this connection cannot be told from this request any more, so it ends."""
         self._drop_parts()
-        self._relay.count("bad_requests_total", reason=error.reason)
         self._close_after = True
         self._phase = _CLOSED
-        self.answer(error.status, answers.error_body(error.status, error.reason, str(error)))
+        self.answer(status, answers.error_body(status, code, message))
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
             self._relay.later(LINGER_S, self.cut)
@@ -235,7 +240,8 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         """A whole answer of the router's own."""
         keep = not self._close_after
-        self.write(answers.answer(status, body, content_type=content_type, keep_alive=keep, headers=headers))
+        whole = answers.answer(status, body, content_type=content_type, keep_alive=keep, headers=headers)
+        self.write(whole[: -len(body)] if body and self._bodiless else whole)
         self.done(reusable=True)
 
     def done(self, *, reusable: bool) -> None:
@@ -279,10 +285,7 @@ class ClientConnection(asyncio.Protocol):
             if self._phase is _IDLE:
                 self.cut()
                 return
-            what = self._phase.value
-            self._close_after, self._phase = True, _BUSY
-            self._drop_parts()
-            self.answer(408, answers.error_body(408, "timeout", f"the request's {what} did not arrive in time"))
+            self._turn_away(408, "timeout", f"the request's {self._phase.value} did not arrive in time")
 
     def _abort_slow(self, detail: str) -> None:
         work = self._work

@@ -13,15 +13,15 @@ from pla_sglang.router.upstream import UpstreamConnection
 if TYPE_CHECKING:
     from pla_sglang.router.relay import Relay
 
+_PREFILL, OK = Leg.PREFILL, Outcome.OK  # named once, as in ``states``
 # How long a prefill leg may take to end its answer once decode has answered completely, by whether that went well.
-LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
+LINGER_S = {OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
 SNIFF_BYTES = 16_384  # of a prefill's answer; it holds one token, or an error
 # In JSON, quotes inside strings are escaped, so a model's words cannot look like this.
 ABORTED = re.compile(rb'"(?:type|finish_reason)":\s*"abort"')
 ERROR = re.compile(rb'"error":\s*\{')
 # SGLang 0.5.17: Scheduler.handle_inflight_transfer_failure and handle_bootstrap_failure, and the decode side's
 # pop_transferred. Whoever orders an abort causes the same message, with a reason that the second pattern finds.
-_PREFILL, OK = Leg.PREFILL, Outcome.OK  # named once, as in ``states``
 _FAILED = b" failed for request rank="
 _ORDERED = re.compile(rb"KVTransferError\(bootstrap_room=[^)]*\): Aborted by")
 

@@ -19,7 +19,7 @@ import enum
 
 import msgspec
 
-PROTOCOL = 2  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 3  # raised with every change of a message; sides that disagree refuse each other
 
 
 class Endpoint(enum.IntEnum):
@@ -108,6 +108,8 @@ class Ask(Message, frozen=True):
         tenant: header ``x-tenant-id``, else a short hash of the API key; None: neither.
         session: header ``x-session-id``.
         trace: W3C ``traceparent`` that goes to the instances.
+        parent: makes the span that ``trace`` names the router's own: the id of the client's span, of which it is a
+            child, or "" where it begins the trace. None: the router makes no span of this request.
         attempt: 1, or how many Asks there were for this rid.
         excluded: instances that a former attempt could not connect to.
         reached: former attempts that instances got; each has another id there (``body.rid_there``).
@@ -138,6 +140,7 @@ class Ask(Message, frozen=True):
     again: Again = Again.NOT_SENT
     detail: str = ""
     body: bytes | None = None
+    parent: str | None = None
 
 
 class Stage(Message, frozen=True):
@@ -254,6 +257,7 @@ class Table(Message, frozen=True):
         epoch: of the control plane: another one means that it has restarted, and wants a Hello.
         version: grows with every change.
         serving: whether a request could be dispatched now (/health).
+        trace_share: of requests without a ``traceparent``, those that begin a trace of spans; None: spans are off.
     """
 
     epoch: int
@@ -261,6 +265,7 @@ class Table(Message, frozen=True):
     workers: tuple[Worker, ...]
     serving: bool
     prompts: Prompts = Prompts.ESTIMATE
+    trace_share: float | None = None
 
 
 class Beat(Message, frozen=True):
@@ -329,6 +334,7 @@ class AdminAnswer(Message, frozen=True):
     status: int
     content_type: str
     body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 BEAT_INTERVAL_S = 0.25

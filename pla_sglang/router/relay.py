@@ -172,7 +172,7 @@ class Relay:
         elif isinstance(message, AdminAnswer):
             client = self.forget_admin(message.number)
             if client is not None:
-                client.answer(message.status, message.body, content_type=message.content_type)
+                client.answer(message.status, message.body, content_type=message.content_type, headers=message.headers)
         elif isinstance(message, Drain):
             self.begin_drain()
         else:
@@ -215,7 +215,8 @@ class Relay:
             routes.serve(self, client, head, body)
         except BadMessage as error:
             self.count("bad_requests_total", reason=error.reason)
-            client.answer(error.status, answers.error_body(error.status, error.reason, str(error)))
+            body_text = answers.error_body(error.status, error.reason, str(error))
+            client.answer(error.status, body_text, headers=error.headers)
 
     def begin(self, exchange: Exchange) -> None:
         self.open[exchange.ask.rid] = exchange
@@ -342,6 +343,10 @@ class Relay:
     @property
     def wants_bodies(self) -> bool:
         return self.table is not None and self.table.prompts is _BODY
+
+    @property
+    def trace_share(self) -> float | None:
+        return None if self.table is None else self.table.trace_share
 
 
 class _AdminWait:

@@ -29,7 +29,8 @@ _HOP = frozenset(
         *(b"host", b"content-length", b"expect", b"traceparent", b"x-request-id"),
     }
 )
-_TRACE = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")  # W3C: zeroes are no ids
+_SPAN, _FLAGS = slice(36, 52), slice(53, 55)  # in a traceparent
 _LABEL = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_LABEL_CHARS)
 
 
@@ -46,15 +47,29 @@ class Names:
         self._next += 1
         return f"{self._prefix}{self._next:010x}"
 
-    def trace(self) -> str:
+    def trace(self, *, sampled: bool = True) -> str:
         """A W3C traceparent of a new trace."""
-        return f"00-{self._rng.getrandbits(128) or 1:032x}-{self._rng.getrandbits(64) or 1:016x}-01"
+        flags = "01" if sampled else "00"
+        return f"00-{self._rng.getrandbits(128) or 1:032x}-{self._rng.getrandbits(64) or 1:016x}-{flags}"
+
+    def span(self, trace: str, share: float) -> tuple[str, str | None]:
+        """A span of ours under the client's ``trace`` ("": it has none), as ``Ask.trace`` and ``Ask.parent``.
+
+        A client's trace is sampled where its flags say so; of the others, ``share``.
+        """
+        if not trace:
+            sampled = self._rng.random() < share
+            return self.trace(sampled=sampled), "" if sampled else None
+        if not int(trace[_FLAGS], 16) & 1:
+            return trace, None
+        own = f"{self._rng.getrandbits(64) or 1:016x}"
+        return f"{trace[: _SPAN.start]}{own}{trace[_SPAN.stop :]}", trace[_SPAN]
 
 
 class Wishes:
     """What the headers of a request say about it. Raises BadMessage for what cannot be granted."""
 
-    __slots__ = ("priority", "session", "slo_tpot_ms", "slo_ttft_ms", "tenant", "trace")
+    __slots__ = ("parent", "priority", "session", "slo_tpot_ms", "slo_ttft_ms", "tenant", "trace")
 
     def __init__(self, head: RequestHead) -> None:
         self.slo_ttft_ms: float | None = None
@@ -63,6 +78,7 @@ class Wishes:
         self.session: str | None = None
         self.tenant: str | None = None
         self.trace = ""
+        self.parent: str | None = None  # as in Ask
         key: bytes | None = None
         for name, value in head.headers:
             if name == b"authorization":
@@ -144,6 +160,7 @@ def ask_of(  # the arguments are what a relay knows, each from another place
         wishes.tenant,
         wishes.session,
         wishes.trace,
+        parent=wishes.parent,
     )
 
 

@@ -4,13 +4,14 @@
 | --- | --- |
 | /generate, /v1/completions, /v1/chat/completions | dispatched to instances |
 | /v1/models, /v1/models/ID, /model_info, /server_info and their old names, /tokenize, /detokenize | any instance |
-| /health, /health_generate | the relay |
+| /health, /health_generate, /openapi.json | the relay |
 | /workers, /pla/... (admin key), /metrics | the control plane |
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -21,45 +22,31 @@ from pla_sglang.router.calls import Call, PassThrough
 from pla_sglang.router.exchange import Exchange
 from pla_sglang.router.http import answers
 from pla_sglang.router.http.head import BadMessage, RequestHead
-from pla_sglang.router.messages import Endpoint
 from pla_sglang.router.request import ENDPOINTS, Wishes, ask_of
 
 if TYPE_CHECKING:
     from pla_sglang.router.front import ClientConnection
     from pla_sglang.router.relay import Relay
 
-PASSED_GET = frozenset({"/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info"})
+PASSED_GET = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
 PASSED_GET_PREFIX = "/v1/models/"
-PASSED_POST = frozenset({"/tokenize", "/detokenize"})
-ADMIN_PREFIXES = ("/workers", "/pla/")
+PASSED_POST = ("/tokenize", "/detokenize")
 HEALTH_TIMEOUT_S = 20.0  # SGLang's own limit for its generation check
 
 
 def serve(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
     """Raises BadMessage for a request that is answered with an error at once."""
-    path, method = head.path, head.method
-    endpoint = ENDPOINTS.get(path)
-    if endpoint is not None:
-        if method != "POST":
-            need(method, "POST")
-        if relay.config.api_key:
-            check_key(head, relay.config.api_key)
-        dispatch(relay, client, head, body, endpoint)
-    elif path == "/health":
-        need(method, "GET")
-        health(relay, client)
-    elif path == "/health_generate":
-        need(method, "GET")
-        health_generate(relay, client)
-    elif path == "/metrics":
-        need(method, "GET")
-        relay.ask_admin(client, head, body)
+    path = head.path
+    found = ROUTES.get(path)
+    if found is not None:
+        method, answer = found
+        need(head.method, method)
+        answer(relay, client, head, body)
     elif path == "/workers" or path.startswith(("/workers/", "/pla/")):
         check_key(head, relay.config.admin_key)
         relay.ask_admin(client, head, body)
-    elif path in PASSED_GET or names_a_model(path) or path in PASSED_POST:
-        need(method, "POST" if path in PASSED_POST else "GET")
-        check_key(head, relay.config.api_key)
+    elif names_a_model(path):
+        need(head.method, "GET")
         pass_through(relay, client, head, body)
     else:
         raise BadMessage("not_found", f"there is no {path}", 404)
@@ -72,7 +59,7 @@ def names_a_model(path: str) -> bool:
 
 def need(method: str, allowed: str) -> None:
     if method != allowed:
-        raise BadMessage("method", f"only {allowed} is allowed here", 405)
+        raise BadMessage("method", f"only {allowed} is allowed here", 405, headers=(("allow", allowed),))
 
 
 def check_key(head: RequestHead, key: str) -> None:
@@ -84,7 +71,8 @@ def check_key(head: RequestHead, key: str) -> None:
         raise BadMessage("key", "the key is missing or wrong (Authorization: Bearer KEY)", 401)
 
 
-def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: bytes, endpoint: Endpoint) -> None:
+def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: bytes) -> None:
+    check_key(head, relay.config.api_key)
     if relay.draining:
         raise BadMessage("draining", "the router is shutting down", 503)
     wishes = Wishes(head)
@@ -95,10 +83,13 @@ def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: byt
     rid = body.rid if body.rid is not None else relay.names.rid()
     if rid in relay.open:
         raise BadMessage("rid_in_use", f"a request with rid {rid!r} is under way")
-    if not wishes.trace:
+    share = relay.trace_share
+    if share is not None:
+        wishes.trace, wishes.parent = relay.names.span(wishes.trace, share)
+    elif not wishes.trace:
         wishes.trace = relay.names.trace()
     ask = ask_of(
-        endpoint,
+        ENDPOINTS[head.path],
         wishes,
         body,
         rid=rid,
@@ -115,6 +106,7 @@ def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: byt
 
 
 def pass_through(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+    check_key(head, relay.config.api_key)
     Wishes(head)  # reserved headers are refused here as well
     worker = relay.any_worker()
     if worker is None:
@@ -124,7 +116,7 @@ def pass_through(relay: Relay, client: ClientConnection, head: RequestHead, body
     work.start(worker, body)
 
 
-def health(relay: Relay, client: ClientConnection) -> None:
+def health(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
     """Whether a request could be dispatched now."""
     if relay.draining:
         raise BadMessage("draining", "the router is shutting down", 503)
@@ -133,16 +125,38 @@ def health(relay: Relay, client: ClientConnection) -> None:
     client.answer(200)
 
 
-def health_generate(relay: Relay, client: ClientConnection) -> None:
+def health_generate(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
     """As ``health``, and one instance of each kind generates a token."""
     workers = relay.workers_by_kind()
     if relay.draining or relay.table is None or not relay.table.serving or not workers:
-        health(relay, client)
+        health(relay, client, head, body)
         return
     waiting = _Several(client, len(workers))
     client.works(waiting)
     for worker in workers:
         Call(relay, waiting.answered, timeout_s=HEALTH_TIMEOUT_S).start(worker, "GET", "/health_generate")
+
+
+def metrics(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+    relay.ask_admin(client, head, body)
+
+
+def describe(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
+    from pla_sglang.router import openapi  # few ask for it, and every relay would hold it
+
+    client.answer(200, openapi.text())
+
+
+# Every path that is one string; the others are in ``serve`` and in ``control/admin.py``.
+ROUTES: dict[str, tuple[str, Callable[[Relay, ClientConnection, RequestHead, bytes], None]]] = {
+    **dict.fromkeys(ENDPOINTS, ("POST", dispatch)),
+    **dict.fromkeys(PASSED_GET, ("GET", pass_through)),
+    **dict.fromkeys(PASSED_POST, ("POST", pass_through)),
+    "/health": ("GET", health),
+    "/health_generate": ("GET", health_generate),
+    "/metrics": ("GET", metrics),
+    "/openapi.json": ("GET", describe),
+}
 
 
 class _Several:

@@ -369,3 +369,20 @@ def test_settings_check_themselves() -> None:
             RelayConfig(**bad)
     with pytest.raises(ConfigError, match="colour"):
         RelayConfig.from_json('{"colour": 1}')
+
+
+@pytest.mark.parametrize("path", ["/health", "/generate", "/nowhere"])
+def test_an_answer_to_head_has_no_body(path: str) -> None:
+    """Its client takes what follows the head for the beginning of the next answer."""
+
+    async def scenario() -> None:
+        async with setting("unified") as here:
+            reader, writer = await here.connect()
+            writer.write(request_bytes(None, path, method="HEAD"))
+            refused = await read_answer(reader, method="HEAD")
+            assert refused.status == (404 if path == "/nowhere" else 405)
+            writer.write(request_bytes(None, "/health", method="GET"))
+            assert (await read_answer(reader, method="GET")).status == 200
+            writer.close()
+
+    run(scenario)

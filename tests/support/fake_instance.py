@@ -50,8 +50,10 @@ class FakeInstance:
         self.roles: list[str] = []
         self.starts = 0
         self.abort_status = 200
+        self.fail = False  # /generate
         self.prefill_s, self.gap_s, self.events = 0.02, 0.01, 5  # of /generate
         self.rooms: list[int] = []
+        self.traces: list[str | None] = []  # traceparent of requests, in order
         self._runner: web.AppRunner | None = None
 
     @property
@@ -68,7 +70,13 @@ class FakeInstance:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/abort_request", self._abort)
-        app.router.add_post("/generate", self._generate)
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._generate)
+        for path in ("/v1/models", r"/v1/models/{model:[\s\S]+}", "/model_info", "/get_model_info", "/get_server_info"):
+            app.router.add_get(path, self._about)
+        for path in ("/tokenize", "/detokenize"):
+            app.router.add_post(path, self._about)
+        app.router.add_get("/health_generate", self._health)
         if self.has_role:
             app.router.add_post("/pla/role", self._role)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -101,13 +109,18 @@ class FakeInstance:
         return web.Response(status=self.abort_status)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """Takes ``prefill_s``; then a prefill instance is done, any other streams ``events`` events."""
+        """Takes ``prefill_s``; then a prefill instance is done, any other gives ``events`` events, or one answer."""
         body = await request.json()
+        self.traces.append(request.headers.get("traceparent"))
         if "bootstrap_room" in body:
             self.rooms.append(body["bootstrap_room"])
         await asyncio.sleep(self.prefill_s)
         if self.info["disaggregation_mode"] == "prefill":
             return web.json_response({"text": ""})
+        if self.fail:
+            return web.json_response({"error": {"message": "failed", "type": "internal"}}, status=500)
+        if body.get("stream") is not True:
+            return web.json_response({"text": "".join(map(str, range(self.events)))})
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         for number in range(self.events):
@@ -115,6 +128,9 @@ class FakeInstance:
             await asyncio.sleep(self.gap_s)
         await answer.write(b"data: [DONE]\n\n")
         return answer
+
+    async def _about(self, request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path})
 
     async def _role(self, request: web.Request) -> web.Response:
         self.roles.append((await request.json())["role"])

@@ -1,9 +1,10 @@
 """The control plane of the router: decides where requests go, and knows what became of each.
 
 Pure parts (time and randomness come in, decisions and states come out): ``workers``, ``health``, ``breaker``,
-``loads``, ``intake``, ``ledger``, ``admission``, ``fairness``, ``prefixes``, ``prompts``, ``explain``, ``driver``.
-Effects: ``instances`` and ``monitor`` (HTTP and ZMQ to instances), ``memory`` and ``recorder`` (files). ``desk`` joins
-the parts for the life of a request, ``plane`` for that of the process.
+``loads``, ``intake``, ``ledger``, ``admission``, ``fairness``, ``prefixes``, ``prompts``, ``explain``, ``spans``,
+``driver``. Effects: ``instances`` and ``monitor`` (HTTP and ZMQ to instances), ``memory`` and ``recorder`` (files),
+``tracing`` (spans to a collector). ``desk`` joins the parts for the life of a request, ``plane`` for that of the
+process.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the control plane."""
     fleet = parser.add_argument_group("instances")
     fleet.add_argument("--worker", action="append", default=[], metavar="URL", help="an instance; may be repeated")
-    fleet.add_argument("--worker-file", type=Path, metavar="FILE", help="JSON list of instances, read when it changes")
+    fleet.add_argument("--worker-file", type=Path, metavar="FILE", help="JSON with instances, read when it changes")
     fleet.add_argument("--worker-api-key", default="", metavar="KEY", help="sent to instances")
     fleet.add_argument("--memory-file", type=Path, metavar="FILE", help="worker numbers, kept over restarts")
     fleet.add_argument("--telemetry", default="", metavar="ADDRESS", help="bind here for load reports (ZMQ)")
     fleet.add_argument("--poll-interval-ms", type=float, default=250.0, metavar="MS", help="of loads not reported")
     _policy_arguments(parser.add_argument_group("policy"))
     _limit_arguments(parser.add_argument_group("health and limits"))
+    _trace_arguments(parser.add_argument_group("tracing"))
 
 
 def _policy_arguments(group: argparse._ArgumentGroup) -> None:
@@ -65,6 +67,17 @@ def _limit_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _trace_arguments(group: argparse._ArgumentGroup) -> None:
+    """The first two are SGLang's, of its servers and its router."""
+    group.add_argument("--enable-trace", action="store_true", help="OpenTelemetry spans; needs pla-sglang[tracing]")
+    group.add_argument(
+        "--otlp-traces-endpoint", default="localhost:4317", metavar="HOST:PORT", help="collector, gRPC (%(default)s)"
+    )
+    group.add_argument(
+        "--trace-share", type=float, default=1.0, metavar="X", help="of requests without a traceparent (%(default)s)"
+    )
+
+
 def knobs_of(options: argparse.Namespace) -> ControlKnobs:
     """Raises ConfigError."""
     seconds = 1e-3
@@ -90,6 +103,8 @@ def knobs_of(options: argparse.Namespace) -> ControlKnobs:
         tokenizer=options.tokenizer,
         record=options.record,
         stories=options.explain_requests,
+        trace_endpoint=options.otlp_traces_endpoint if options.enable_trace else "",
+        trace_share=options.trace_share,
         health=HealthKnobs(
             interval_s=options.health_interval_ms * seconds, timeout_s=options.health_timeout_ms * seconds
         ),

@@ -27,6 +27,7 @@ from pla_sglang.router.control.loads import Phase, Tracked
 from pla_sglang.router.control.prefixes import PrefixIndex
 from pla_sglang.router.control.prompts import Prompt, Prompts
 from pla_sglang.router.control.series import Series
+from pla_sglang.router.control.spans import Tracing
 from pla_sglang.router.control.workers import Worker, WorkerState, WorkerTable
 from pla_sglang.telemetry.window import WindowMean
 
@@ -71,6 +72,7 @@ class Desk:
         self.stories = ExplainStore(knobs.stories)
         self.driver: PolicyDriver | None = None  # until an instance has said what it is
         self.predictor: TtftPredictor | None = None
+        self.tracer: Tracing | None = None
         self.open: dict[str, Open] = {}
         self.draining = False
         self._ratios: dict[int, WindowMean] = {}  # TTFT over target, by worker number
@@ -314,7 +316,7 @@ class Desk:
         end = request.end_as or ENDS[ended.outcome]
         if end is _END_REFUSED and request.story.admission == AdmissionReason.NO_INSTANCE.value:
             end = End.NO_INSTANCE
-        request.story.detail = ended.detail
+        request.story.detail, request.story.status = ended.detail, ended.status
         self.queue.charge(request.ask.tenant or "", ended.events)
         free: Container[int] = ended.aborted
         if complete:
@@ -346,6 +348,8 @@ class Desk:
             self.driver.finish(request.view, output_tokens, now_s)
         request.story.ended_s, request.story.end = at_s, (how := end.value)
         self.series.requests.inc(how)
+        if self.tracer is not None and request.ask.parent is not None:
+            self.tracer.trace(request.ask, request.story)
         del self.open[rid]
         return orders
 

@@ -66,6 +66,7 @@ class Story(msgspec.Struct, gc=False):
     first_s: float | None = None
     ended_s: float | None = None
     end: str | None = None
+    status: int = 0  # of the answer; 0: there was none
     detail: str = ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 from pla_sglang.errors import ConfigError
@@ -41,6 +42,8 @@ class ControlKnobs:
         tokenizer: folder or file; empty: what the instances say.
         record: file for ``pla_sglang.parity``.
         stories: requests that ``/pla/explain`` remembers.
+        trace_endpoint: HOST:PORT of an OTLP collector (gRPC) that gets a span tree for each request; empty: off.
+        trace_share: of requests whose client brings no ``traceparent``, those that are traced.
 
     Raises:
         ConfigError: names the value and what is allowed.
@@ -68,6 +71,8 @@ class ControlKnobs:
     tokenizer: str = ""
     record: Path | None = None
     stories: int = 10_000
+    trace_endpoint: str = ""
+    trace_share: float = 1.0
     health: HealthKnobs = dataclasses.field(default_factory=HealthKnobs)
     breaker: BreakerKnobs = dataclasses.field(default_factory=BreakerKnobs)
     admission: AdmissionKnobs = dataclasses.field(default_factory=AdmissionKnobs)
@@ -92,8 +97,12 @@ class ControlKnobs:
         require("pending_s", self.pending_s, 0)
         require("hold_tokens", self.hold_tokens, 1)
         require("stories", self.stories, 1)
+        require("trace_share", self.trace_share, 0, 1)
+        if self.trace_endpoint and _ENDPOINT.fullmatch(self.trace_endpoint) is None:
+            raise ConfigError(f"--otlp-traces-endpoint {self.trace_endpoint!r}; allowed: HOST:PORT")
         if self.telemetry and not self.telemetry.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"--telemetry {self.telemetry!r}; allowed: tcp://HOST:PORT or ipc://PATH")
 
 
+_ENDPOINT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 DEFAULT_PROFILE = "h100-llama3.1-8b-tp1"

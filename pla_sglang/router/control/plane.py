@@ -36,6 +36,7 @@ from pla_sglang.router.control.monitor import Monitor, Tasks, Told
 from pla_sglang.router.control.prompts import load_tokenizer
 from pla_sglang.router.control.recorder import Recorder
 from pla_sglang.router.control.series import Series
+from pla_sglang.router.control.spans import Tracing, load_tracing
 from pla_sglang.router.control.workers import Worker, WorkerState, WorkerTable
 from pla_sglang.router.plane import RelayPort
 
@@ -55,6 +56,7 @@ class Plane:
         self.knobs = knobs
         self.epoch = time.time_ns()  # another one than any earlier life's
         self.recorder: Recorder | None = None
+        self._tracing: Tracing | None = None
         self.profile = ""
         self._clock = clock
         self._relays: dict[int, RelayPort] = {}
@@ -83,7 +85,9 @@ class Plane:
     # -- ControlPlane ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises ConfigError where an address cannot be bound or a file cannot be read."""
+        """Raises ConfigError where an address cannot be bound, a file cannot be read or a package is missing."""
+        if self.knobs.trace_endpoint:
+            self.desk.tracer = self._tracing = load_tracing(self.knobs, self._clock)
         instances = Instances(timeout_s=self.knobs.health.timeout_s, api_key=self.knobs.worker_api_key)
         self._monitor = Monitor(
             *(self.table, self.desk.health, instances, self._clock),
@@ -108,6 +112,8 @@ class Plane:
         if self.recorder is not None:
             self.recorder.close()
         self._remember()
+        if self._tracing is not None:
+            await self._tracing.stop()
 
     def attach(self, relay: int, port: RelayPort) -> None:
         self._relays[relay] = port
@@ -358,4 +364,5 @@ class Plane:
         )
         blind = self.knobs.policy in LENGTH_BLIND
         prompts = m.Prompts.ESTIMATE if blind else m.Prompts.BODY
-        return m.Table(self.epoch, self._version, workers, self.table.can_serve(), prompts)
+        share = self.knobs.trace_share if self.knobs.trace_endpoint else None
+        return m.Table(self.epoch, self._version, workers, self.table.can_serve(), prompts, share)

@@ -30,10 +30,13 @@ class BadMessage(Exception):
     Attributes:
         status: what a client is told: 400, 411, 413, 414, 431, 501 or 505.
         reason: a word for counters.
+        headers: further ones of the answer.
     """
 
-    def __init__(self, reason: str, message: str, status: int = 400) -> None:
-        self.reason, self.status = reason, status
+    def __init__(
+        self, reason: str, message: str, status: int = 400, *, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        self.reason, self.status, self.headers = reason, status, headers
         super().__init__(message)
 
 

@@ -37,7 +37,7 @@ def test_workers_come_and_go() -> None:
             one.ended("r")
             await one.until(lambda: len(one.admin("GET", "/workers")[1]["workers"]) == 1)
             assert one.admin("GET", "/workers/1")[0] == 404
-            assert one.admin("PUT", "/workers")[0] == 404
+            assert one.admin("PUT", "/workers")[0] == 405
             await other.stop()
 
     run(work)

@@ -1,0 +1,110 @@
+"""The router as processes, in front of fakes of instances that live on a thread of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pla_sglang.testing.server import free_port
+from support.fake_instance import FakeInstance
+from support.serving import until
+
+STOP_S = 10.0
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class RouterProcess:
+    """A router that serves; ``log`` is what its processes have printed."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, fakes: list[FakeInstance]) -> None:
+        self._process, self.port, self._log, self.fakes = process, port, log, fakes
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def ask(self, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
+        """Status and body. Raises OSError where there is no answer."""
+        request = urllib.request.Request(self.url + path, body, headers or {})
+        try:
+            with _direct.open(request, timeout=20) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def healthy(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self.ask("/health")[0] == 200
+        return False
+
+    def processes(self) -> set[int]:
+        root = psutil.Process(self._process.pid)
+        return {root.pid, *(child.pid for child in root.children(recursive=True))}
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(STOP_S)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def router_process(modes: Sequence[str], arguments: Sequence[str], folder: Path) -> Iterator[RouterProcess]:
+    """``modes``: of the fakes; ``arguments``: of the router, besides its port and its instances."""
+    with fake_instances(modes) as fakes:
+        port, log = free_port(), folder / "router.log"
+        command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(port), *arguments]
+        for one in fakes:
+            command += ["--worker", one.url]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        router = RouterProcess(process, port, log, fakes)
+        try:
+            until(lambda: router.healthy() or process.poll() is not None, what="a router that serves")
+            assert process.poll() is None, router.log
+            yield router
+        finally:
+            router.kill()
+
+
+@contextlib.contextmanager
+def fake_instances(modes: Sequence[str]) -> Iterator[list[FakeInstance]]:
+    """Served until the block ends."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def done(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(20)
+
+    fakes: list[FakeInstance] = []
+    try:
+        fakes += [done(FakeInstance(mode).start()) for mode in modes]
+        yield fakes
+    finally:
+        for one in fakes:
+            done(one.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
