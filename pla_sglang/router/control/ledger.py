@@ -36,6 +36,7 @@ from pla_sglang.router.control.entries import (
 )
 from pla_sglang.router.control.errors import IllegalMoveError
 
+_BOTH = Side.BOTH  # named once, as in ``entries``
 # SGLang keeps rooms in signed 64-bit integers, gives each prompt of a batch the next one, and takes a room modulo the
 # data-parallel size as the rank: rooms of two requests lie further apart than any batch, at places that spread.
 ROOM_BITS = 63
@@ -96,7 +97,7 @@ class Ledger:
         entry.move(PREFILL)
         entry.attempts += 1
         placed = list(workers)
-        if placed[0][0] is Side.BOTH:
+        if placed[0][0] is _BOTH:
             room = None
         elif room is None:
             room = self._new_room(rid)
