@@ -183,6 +183,11 @@ class DecodeBatch:
         )
 
 
+# Named once: CPython 3.11 takes 0.2 us to look a member up in its class, and every decision meets these.
+_MIXED, _PREFILL, _DECODE, _PREFILL_TO_DECODE, _DECODE_TO_PREFILL = Role
+_READY, _UNIFIED = InstanceState.READY, InstanceKind.UNIFIED
+
+
 class FleetView:
     """All instances, with lists of the ready ones by role. Only drivers call what changes it.
 
@@ -239,7 +244,7 @@ class FleetView:
             self._list(instance)
 
     def is_ready(self, instance: InstanceView) -> bool:
-        return instance.state is InstanceState.READY
+        return instance.state is _READY
 
     def decodes(self, instance: InstanceView) -> DecodeBatch:
         """Raises RuntimeError where the driver does not list running requests."""
@@ -250,13 +255,13 @@ class FleetView:
     def prefill_capable(self) -> list[InstanceView]:
         """Ready instances that get prefills: a new list."""
         roles = self.by_role
-        return roles[Role.PREFILL] + roles[Role.DECODE_TO_PREFILL] + roles[Role.MIXED]
+        return roles[_PREFILL] + roles[_DECODE_TO_PREFILL] + roles[_MIXED]
 
     def decode_capable(self) -> list[InstanceView]:
         """Ready instances that take hand-offs: a new list. A unified one decodes only what it has prefilled."""
         roles = self.by_role
-        mixed = [instance for instance in roles[Role.MIXED] if instance.kind is not InstanceKind.UNIFIED]
-        return roles[Role.DECODE] + roles[Role.PREFILL_TO_DECODE] + mixed
+        mixed = [instance for instance in roles[_MIXED] if instance.kind is not _UNIFIED]
+        return roles[_DECODE] + roles[_PREFILL_TO_DECODE] + mixed
 
     def check_integrity(self) -> None:
         """Asserts that the lists agree with the instances."""

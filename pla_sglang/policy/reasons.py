@@ -11,6 +11,8 @@ import enum
 class FleetReason(enum.Enum):
     """Reason of a dispatch, a placement or a fleet action."""
 
+    __hash__ = object.__hash__  # members are singletons; Enum hashes names, in Python, at each look-up
+
     # any dispatcher
     NO_INSTANCE = "any.no_instance"  # nobody is ready for this phase
     KEEP_LOCAL = "any.keep_local"  # one instance does both phases of this request

@@ -96,6 +96,8 @@ class Body(msgspec.Struct, gc=False, frozen=True):
     priority: int | None = None
 
 
+_NO_PARAMS = _Params()
+_NONE_RESERVED = (_EMPTY,) * len(RESERVED_FIELDS)  # the last of _Members
 _decode_members = msgspec.json.Decoder(_Members).decode
 _decode_params = msgspec.json.Decoder(_Params).decode
 _decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -108,24 +110,26 @@ def read(body: bytes) -> Body:
     short, ids_cut = cut_ids(body)
     try:
         members = _decode_members(short)
-        params = [part for part in _params_of(members.sampling_params) if part is not None]
-        for name in RESERVED_FIELDS:
-            if getattr(members, name) is not _EMPTY:
-                raise BadBody("reserved_field", f"{name} is set by the router and may not be sent")
-        for raw in (members.custom_params, *(part.custom_params for part in params)):
-            _check_custom(raw)
+        params = [] if members.sampling_params is _EMPTY else _params_of(members.sampling_params)
+        reserved = msgspec.structs.astuple(members)[-len(RESERVED_FIELDS) :]
+        if reserved != _NONE_RESERVED:
+            name = next(name for name, raw in zip(RESERVED_FIELDS, reserved, strict=True) if raw is not _EMPTY)
+            raise BadBody("reserved_field", f"{name} is set by the router and may not be sent")
+        for raw in (members.custom_params, *[part.custom_params for part in params]):
+            if raw is not _EMPTY:
+                _check_custom(raw)
         return _summary(members, params, ids_cut)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadBody("bad_json", f"the body is not a JSON object: {error}") from None
 
 
-def _params_of(raw: msgspec.Raw) -> list[_Params | None]:
+def _params_of(raw: msgspec.Raw) -> list[_Params]:
     """``sampling_params`` is an object, or a list of them for a batch; anything else is left to the instance."""
     kind = _first(raw)
     if kind == b"{":
         return [_decode_params(raw)]
     if kind == b"[":
-        return [_decode_params(part) if _first(part) == b"{" else None for part in _decode_list(raw)]
+        return [_decode_params(part) for part in _decode_list(raw) if _first(part) == b"{"]
     return []
 
 
@@ -138,9 +142,9 @@ def _check_custom(raw: msgspec.Raw) -> None:
 
 
 def _summary(members: _Members, params: list[_Params], ids_cut: int | None) -> Body:
-    rid, rids = _rids(members.rid)
+    rid, rids = (None, ()) if members.rid is _EMPTY else _rids(members.rid)
     tokens, exact, prompts = _prompt(members, ids_cut)
-    first = params[0] if params else _Params()
+    first = params[0] if params else _NO_PARAMS
     return Body(
         rid=rid,
         rids=rids,
@@ -148,18 +152,16 @@ def _summary(members: _Members, params: list[_Params], ids_cut: int | None) -> B
         input_tokens=max(1, tokens),
         exact_tokens=exact,
         prompts=prompts,
-        samples=max(_samples(members.n), _samples(first.n)),
+        samples=1 if members.n is _EMPTY and first.n is _EMPTY else max(_samples(members.n), _samples(first.n)),
         output_tokens=_integer(members.max_completion_tokens)
         or _integer(members.max_tokens)
         or _integer(first.max_new_tokens),
-        priority=_integer(members.priority),
+        priority=None if members.priority is _EMPTY else _integer(members.priority),
     )
 
 
 def _rids(raw: msgspec.Raw) -> tuple[str | None, tuple[str, ...]]:
     """The client's name for its request, or its names for the prompts of a batch."""
-    if raw is _EMPTY:
-        return None, ()
     given = _decode_any(raw)
     if given is None:
         return None, ()

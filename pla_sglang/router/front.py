@@ -39,6 +39,10 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
+# Named once: CPython 3.11 takes 0.2 us to look a member up in its class, and every request meets these.
+_IDLE, _HEAD, _BODY, _BUSY, _CLOSED = Phase
+
+
 class ClientConnection(asyncio.Protocol):
     """One connection of a client.
 
@@ -54,7 +58,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._transport: asyncio.Transport | None = None
-        self._phase = Phase.IDLE
+        self._phase = _IDLE
         self._buffer = b""
         self._head: RequestHead | None = None
         self._framing: Framing | None = None
@@ -72,7 +76,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = stream = cast(asyncio.Transport, transport)  # uvloop's class is not derived from it
         if not self._relay.admit(self):
-            self._phase = Phase.CLOSED
+            self._phase = _CLOSED
             stream.abort()
             return
         no_delay(stream)
@@ -81,16 +85,16 @@ class ClientConnection(asyncio.Protocol):
         self._deadline_s = self._relay.now_s() + self._relay.config.head_timeout_s
 
     def data_received(self, data: bytes) -> None:
-        if self._phase is Phase.CLOSED:
+        if self._phase is _CLOSED:
             return
-        if self._phase is Phase.BUSY:
+        if self._phase is _BUSY:
             self._buffer += data
             if len(self._buffer) > PIPELINE_BYTES and self._transport is not None:
                 self._transport.pause_reading()
                 self._reading_paused = True
             return
         try:
-            if self._phase is Phase.BODY:
+            if self._phase is _BODY:
                 self._on_body(data, 0)
             else:
                 self._on_head(self._buffer + data if self._buffer else data)
@@ -101,7 +105,7 @@ class ClientConnection(asyncio.Protocol):
         return None  # nothing more comes, and nobody who closes waits for an answer
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._phase, self._transport = Phase.CLOSED, None
+        self._phase, self._transport = _CLOSED, None
         self._drop_parts()
         self._relay.release(self)
         work, self._work = self._work, None
@@ -129,8 +133,8 @@ class ClientConnection(asyncio.Protocol):
         if size > config.max_head_bytes:
             raise BadMessage("head_size", f"the request head is longer than {config.max_head_bytes} bytes", 431)
         if end < 0:
-            if self._phase is Phase.IDLE:
-                self._phase = Phase.HEAD
+            if self._phase is _IDLE:
+                self._phase = _HEAD
                 self._deadline_s = self._relay.now_s() + config.head_timeout_s
             self._buffer = data
             return
@@ -146,7 +150,7 @@ class ClientConnection(asyncio.Protocol):
             self._complete(data[size:] if head.length else b"", b"")
             return
         self._framing = Chunked() if head.chunked else Sized(head.length or 0)
-        self._phase = Phase.BODY
+        self._phase = _BODY
         if (head.get(b"expect") or b"").lower() == b"100-continue" and size == len(data) and head.length != 0:
             self.write(CONTINUE)
         self._on_body(data, size)
@@ -173,7 +177,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _complete(self, body: bytes, rest: bytes) -> None:
         self._drop_parts()
-        self._phase, self._buffer, self._framing = Phase.BUSY, rest, None
+        self._phase, self._buffer, self._framing = _BUSY, rest, None
         head, self._head = self._head, None
         assert head is not None
         self._relay.serve(self, head, body)
@@ -191,7 +195,7 @@ class ClientConnection(asyncio.Protocol):
         """What comes next on this connection cannot be told from this request any more, so it ends."""
         self._drop_parts()
         self._close_after = True
-        self._phase = Phase.CLOSED
+        self._phase = _CLOSED
         self.answer(status, answers.error_body(status, code, message))
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
@@ -207,8 +211,9 @@ class ClientConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Nothing happens on a connection that has just been lost: ``client_gone`` is on its way then."""
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+        transport = self._transport
+        if transport is not None and not transport.is_closing():
+            transport.write(data)
 
     def head_of(self, head: AnswerHead, rid: str) -> bytes:
         """An instance's head as the client gets it: without what is about the other connection, with the rid."""
@@ -242,13 +247,13 @@ class ClientConnection(asyncio.Protocol):
     def done(self, *, reusable: bool) -> None:
         """The answer is complete."""
         self._work = None
-        if self._transport is None or self._phase is not Phase.BUSY:
+        if self._transport is None or self._phase is not _BUSY:
             return
         if self._close_after or not reusable or self._relay.draining:
-            self._phase = Phase.CLOSED
+            self._phase = _CLOSED
             self._transport.close()
             return
-        self._phase = Phase.IDLE
+        self._phase = _IDLE
         self._deadline_s = self._relay.now_s() + self._relay.config.idle_timeout_s
         if self._reading_paused:
             self._reading_paused = False
@@ -258,7 +263,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _next(self) -> None:
         """The request that came while the last one was being answered."""
-        if self._phase is Phase.IDLE and self._buffer:
+        if self._phase is _IDLE and self._buffer:
             data, self._buffer = self._buffer, b""
             self.data_received(data)
 
@@ -266,7 +271,7 @@ class ClientConnection(asyncio.Protocol):
         """End in the middle of an answer, so that the client cannot take it for complete."""
         self._work = None
         if self._transport is not None:
-            self._phase = Phase.CLOSED
+            self._phase = _CLOSED
             self._transport.abort()
 
     # -- time limits -------------------------------------------------------------------------------------------------
@@ -275,9 +280,9 @@ class ClientConnection(asyncio.Protocol):
         if self._write_deadline_s is not None and now_s > self._write_deadline_s:
             self._relay.count("client_timeouts_total", phase="write")
             self._abort_slow("the client read nothing for too long")
-        elif self._phase in (Phase.IDLE, Phase.HEAD, Phase.BODY) and now_s > self._deadline_s:
+        elif self._phase in (_IDLE, _HEAD, _BODY) and now_s > self._deadline_s:
             self._relay.count("client_timeouts_total", phase=self._phase.value)
-            if self._phase is Phase.IDLE:
+            if self._phase is _IDLE:
                 self.cut()
                 return
             self._turn_away(408, "timeout", f"the request's {self._phase.value} did not arrive in time")
@@ -290,7 +295,7 @@ class ClientConnection(asyncio.Protocol):
 
     def close_idle(self) -> None:
         """Called when the relay drains."""
-        if self._phase in (Phase.IDLE, Phase.HEAD):
+        if self._phase in (_IDLE, _HEAD):
             self.cut()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pla_sglang.router.http.head import AnswerHead
@@ -13,8 +13,9 @@ from pla_sglang.router.upstream import UpstreamConnection
 if TYPE_CHECKING:
     from pla_sglang.router.relay import Relay
 
+_PREFILL, OK = Leg.PREFILL, Outcome.OK  # named once, as in ``states``
 # How long a prefill leg may take to end its answer once decode has answered completely, by whether that went well.
-LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
+LINGER_S = {OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
 SNIFF_BYTES = 16_384  # of a prefill's answer; it holds one token, or an error
 # In JSON, quotes inside strings are escaped, so a model's words cannot look like this.
 ABORTED = re.compile(rb'"(?:type|finish_reason)":\s*"abort"')
@@ -74,21 +75,24 @@ class LegSink:
 
     def on_head(self, head: AnswerHead) -> None:
         self._status = head.status
-        if self.leg is not Leg.PREFILL:
+        if self.leg is not _PREFILL:
             self.exchange.on_answer_head(head)
 
     def on_body(self, data: bytes) -> None:
-        if self.leg is not Leg.PREFILL:
+        if self.leg is not _PREFILL:
             self.exchange.on_answer_body(data)
         elif len(self._sniffed) < SNIFF_BYTES:
             self._sniffed += data[:SNIFF_BYTES]
 
     def on_done(self) -> None:
         self.done, self.connection = True, None
-        if self.leg is not Leg.PREFILL:
+        if self.leg is not _PREFILL:
             self.exchange.on_answer_done()
             return
         said, self._sniffed = self._sniffed, b""
+        if self._status < 400 and b'"abort"' not in said and b'"error"' not in said:  # as ABORTED and ERROR want it
+            self.exchange.on_prefill_done(self)
+            return
         detail = said[:300].decode("utf-8", "replace")
         transfer = transfer_failed(self._status, said)
         if transfer or self._status >= 500 or ABORTED.search(said):
@@ -101,18 +105,18 @@ class LegSink:
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         """The connection is closed; it still knows whether the answer broke between two events."""
-        if self.leg is Leg.PREFILL:
+        if self.leg is _PREFILL:
             self.exchange.on_prefill_failed(self, kind, detail, transfer=False)
         else:
             self.exchange.on_answer_lost(self, kind, detail)
 
 
 def release(
-    relay: Relay, legs: Sequence[LegSink], rids: Sequence[str], outcome: Outcome, *, sent: bool
+    relay: Relay, legs: Sequence[LegSink], rids: Callable[[], Sequence[str]], outcome: Outcome, *, sent: bool
 ) -> tuple[int, ...]:
     """The end of a request at its instances: gives connections back or drops them, and aborts what may still work.
 
-    ``sent``: the instances have got it. Returns those that were told to abort at once.
+    ``rids``: under which ids they know it. ``sent``: they have got it. Returns those that were told to abort at once.
     """
     aborted = []
     for leg in legs:
@@ -129,5 +133,5 @@ def release(
             if connection is not None:
                 connection.drop()
             aborted.append(leg.worker)
-            relay.abort_upstream(leg.worker, rids)
+            relay.abort_upstream(leg.worker, rids())
     return tuple(aborted)

@@ -47,6 +47,7 @@ from pla_sglang.router.upstream import UpstreamPool
 TICK_S = 0.2  # of time limits
 REPORT_S = 1.0
 BACKLOG = 4096
+_BODY = Prompts.BODY  # named once, as in ``states``
 # An abort that overtakes its request on the way to an instance is lost (SGLang knows no such rid yet), so it is said
 # again. An instance that has ended the request ignores it.
 ABORT_AGAIN_S = (0.0, 0.25, 0.7)
@@ -155,11 +156,17 @@ class Relay:
     def tell(self, message: FromControl) -> None:
         """What the control plane says (``RelayPort``)."""
         if isinstance(message, Assign):
-            self._to_exchange(message.rid, lambda one: one.on_assign(message))
+            exchange = self.open.get(message.rid)
+            if exchange is not None:
+                exchange.on_assign(message)
         elif isinstance(message, Refuse):
-            self._to_exchange(message.rid, lambda one: one.on_refuse(message))
+            exchange = self.open.get(message.rid)
+            if exchange is not None:
+                exchange.on_refuse(message)
         elif isinstance(message, Abort):
-            self._to_exchange(message.rid, lambda one: one.on_abort(message))
+            exchange = self.open.get(message.rid)
+            if exchange is not None:
+                exchange.on_abort(message)
         elif isinstance(message, Table):
             self._on_table(message)
         elif isinstance(message, AdminAnswer):
@@ -174,11 +181,6 @@ class Relay:
     def on_attached(self) -> None:
         """The control plane takes this relay for new: it is to be told what is open, as after its own restart."""
         self.table = None
-
-    def _to_exchange(self, rid: str, act: Callable[[Exchange], None]) -> None:
-        exchange = self.open.get(rid)
-        if exchange is not None:
-            act(exchange)
 
     def _on_table(self, table: Table) -> None:
         restarted = self.table is None or table.epoch != self.table.epoch
@@ -340,7 +342,7 @@ class Relay:
 
     @property
     def wants_bodies(self) -> bool:
-        return self.table is not None and self.table.prompts is Prompts.BODY
+        return self.table is not None and self.table.prompts is _BODY
 
     @property
     def trace_share(self) -> float | None:

@@ -92,15 +92,20 @@ class UpstreamConnection(asyncio.Protocol):
         no_delay(self.transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._sink is None:  # an instance that talks unasked, such as the 408 of one that closes
+        sink = self._sink
+        if sink is None:  # an instance that talks unasked, such as the 408 of one that closes
             self._pool.discard(self)
             self.drop()
             return
         try:
             if self._framing is None:
                 self._begin(data)
-            else:
+            elif sink.plain:
                 self._continue(data, 0)
+            elif (end := self._framing.feed(data, 0)) < 0:  # amid an answer, as most pieces of a stream
+                sink.on_body(data)
+            else:
+                self._end(data, 0, end)
         except BadMessage as error:
             self._lose(FailureKind.BAD_ANSWER, str(error))
 
@@ -144,17 +149,24 @@ class UpstreamConnection(asyncio.Protocol):
         sink, framing = self._sink, self._framing
         assert sink is not None
         assert framing is not None
-        payload: list[bytes] | None = [] if sink.plain else None
-        end = framing.feed(data, start, payload)
-        if payload is not None:
+        if sink.plain:
+            payload: list[bytes] = []
+            end = framing.feed(data, start, payload)
             if payload:
                 sink.on_body(b"".join(payload))
-        elif end < 0:
-            if start < len(data):
-                sink.on_body(data[start:] if start else data)
-        elif end > start:
-            sink.on_body(data[start:end])
-        if end >= 0 and self._sink is not None:
+            start = end
+        else:
+            end = framing.feed(data, start)
+        if end >= 0:
+            self._end(data, start, end)
+        elif 0 <= start < len(data):
+            sink.on_body(data[start:] if start else data)
+
+    def _end(self, data: bytes, start: int, end: int) -> None:
+        """The answer ends at ``data[end]``; its sink has got what lies before ``start``."""
+        if end > start and self._sink is not None:
+            self._sink.on_body(data[start:end])
+        if self._sink is not None:  # it may have dropped this connection
             head = self._head
             assert head is not None
             self._finish(reusable=head.keep_alive and end == len(data))

@@ -29,6 +29,7 @@ GONE_S = 3.0  # a relay reports every second
 # more than what it says.
 LAZY_S = 0.02
 KNOCK = b""
+_LAZY = frozenset({Stage, Ended})  # nobody waits for them
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 _from_control = msgspec.msgpack.Decoder(list[FromControl]).decode
@@ -58,7 +59,7 @@ class RelayWire:
 
     def say(self, message: FromRelay) -> None:
         self._outgoing.append(message)
-        if isinstance(message, Stage | Ended):
+        if type(message) in _LAZY:
             if not self._lazy:
                 self._lazy = True
                 self._loop.call_later(LAZY_S, self._flush_lazy)

@@ -107,12 +107,15 @@ class TtftPredictor:
         backlog_s = self.curve(instance).batch_s(
             instance.queued_prefills, instance.queued_tokens, instance.queued_attention, instance.queued_history_tokens
         )
-        return backlog_s * self.factor(instance)
+        entry = self._factors.get(instance.index)
+        return backlog_s if entry is None else backlog_s * entry.value
 
     def own_s(self, request: RequestView, instance: InstanceView) -> float:
         """Prefill time of ``request`` itself there, on its uncached tokens."""
         history = request.history_tokens(instance)
-        return self.curve(instance).time_s(request.input_tokens - history, history) * self.factor(instance)
+        alone_s = self.curve(instance).time_s(request.input_tokens - history, history)
+        entry = self._factors.get(instance.index)
+        return alone_s if entry is None else alone_s * entry.value
 
     def ttft_s(self, request: RequestView, instance: InstanceView) -> float:
         """From now until the first token."""

@@ -28,6 +28,7 @@ from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.reasons import FleetReason
 
 Pool = Sequence[InstanceView]
+_MIXED = Role.MIXED
 
 
 def split_roles(count: int, prefills: int) -> list[Role]:
@@ -68,12 +69,12 @@ class PoolDispatcher(Observer, abc.ABC):
         if not pool:
             return Dispatch(None, None, FleetReason.NO_INSTANCE)
         chosen, reason = self.choose_prefill(pool, request)
-        decode = chosen if chosen.role is Role.MIXED else None
+        decode = chosen if chosen.role is _MIXED else None
         return Dispatch(chosen, decode, reason, self.predicted_ttft_s(request, chosen))
 
     def place_decode(self, request: RequestView, fleet: FleetView, now_s: float) -> Placement:
         source = request.prefilled_on
-        if source is not None and source.role is Role.MIXED and fleet.is_ready(source):
+        if source is not None and source.role is _MIXED and fleet.is_ready(source):
             return Placement(source, FleetReason.KEEP_LOCAL)
         pool = fleet.decode_capable() or fleet.ready
         if not pool:
@@ -96,8 +97,15 @@ class RoundRobin(PoolDispatcher):
     def _next(self, pool: Pool, phase: str) -> InstanceView:
         """The member that follows the last one in the order of indices, whoever has come or gone."""
         last = self._last[phase]
-        count = max(member.index for member in pool) + 1
-        chosen = min(pool, key=lambda member: (member.index - last - 1) % count)
+        first = following = None
+        for member in pool:
+            index = member.index
+            if first is None or index < first.index:
+                first = member
+            if index > last and (following is None or index < following.index):
+                following = member
+        chosen = following or first
+        assert chosen is not None, "the pool is not empty"
         self._last[phase] = chosen.index
         return chosen
 

@@ -78,6 +78,11 @@ class Verdict:
     retry_after_s: float | None = None
 
 
+_LET_IN = {reason: Verdict(True, reason) for reason in AdmissionReason}
+_ADMITTED = _LET_IN[AdmissionReason.ADMITTED]
+_LATE_EXPECTED = _LET_IN[AdmissionReason.LATE_EXPECTED]
+
+
 class Correction:
     """How predictions have turned out: recent ratios of observed to predicted."""
 
@@ -98,10 +103,10 @@ class Correction:
             del self._sorted[bisect.bisect_left(self._sorted, self._ratios.popleft())]
 
     def quantile(self, share: float) -> float:
-        """Nearest rank; 1 before anything was seen."""
-        if not self._ratios:
+        """Nearest rank, for a ``share`` in [0, 1]; 1 before anything was seen."""
+        if not self._sorted:
             return 1.0
-        return self._sorted[min(len(self._sorted) - 1, max(0, math.ceil(share * len(self._sorted)) - 1))]
+        return self._sorted[max(0, math.ceil(share * len(self._sorted)) - 1)]
 
 
 class Admission:
@@ -119,22 +124,22 @@ class Admission:
             return Verdict(False, AdmissionReason.OPEN_LIMIT, 1.0)
         if knobs.queued_requests is not None and queued > knobs.queued_requests:
             return Verdict(False, AdmissionReason.QUEUE_LIMIT, 1.0)
-        return Verdict(True, AdmissionReason.ADMITTED)
+        return _ADMITTED
 
     def judge(self, predicted_ttft_s: float | None, slo_s: float) -> Verdict:
         """By the predicted TTFT of the instance that the policy chose; None: no prediction, nobody is refused."""
         if predicted_ttft_s is None:
-            return Verdict(True, AdmissionReason.ADMITTED)
+            return _ADMITTED
         limit_s = self.knobs.ttft_s
         typical_s = predicted_ttft_s * self.correction.quantile(0.5)
-        late = AdmissionReason.LATE_EXPECTED if typical_s > slo_s else AdmissionReason.ADMITTED
+        verdict = _LATE_EXPECTED if typical_s > slo_s else _ADMITTED
         if limit_s is None or predicted_ttft_s * self.correction.quantile(self.knobs.favourable) <= limit_s:
-            return Verdict(True, late)
+            return verdict
         if self.correction.count < self.knobs.judged:
-            return Verdict(True, AdmissionReason.UNJUDGED)
+            return _LET_IN[AdmissionReason.UNJUDGED]
         self._would_refuse += 1
         if self._would_refuse % self.knobs.probe_every == 0:
-            return Verdict(True, AdmissionReason.PROBE)
+            return _LET_IN[AdmissionReason.PROBE]
         after_s = min(self.knobs.retry_max_s, max(1.0, math.ceil(typical_s - limit_s)))
         return Verdict(False, AdmissionReason.TTFT_LIMIT, after_s)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.fleet import InstanceView, RequestView
 from pla_sglang.router.control.driver import Choice
 
@@ -82,7 +81,7 @@ def note_choice(
     view: RequestView,
     choice: Choice,
     ready: Sequence[InstanceView],
-    predictor: TtftPredictor | None,
+    own_prefill_s: float | None,
 ) -> None:
     """What the policy chose, and what it could have chosen."""
     story.attempts += 1
@@ -91,40 +90,50 @@ def note_choice(
     story.cached_tokens = view.history_tokens(choice.prefill)
     story.predicted_ttft_s = view.predicted_ttft_s
     story.token_interval_s = choice.decode.token_interval_s
-    story.actions = tuple(f"{type(one).__name__}:{one.reason.value}" for one in choice.actions)
-    if predictor is not None:
-        story.own_prefill_s = predictor.own_s(view, choice.prefill)
+    actions = choice.actions
+    story.actions = tuple([f"{type(one).__name__}:{one.reason.value}" for one in actions]) if actions else ()
+    story.own_prefill_s = own_prefill_s
     cached = view.cached
-    shown = [(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]
-    story.candidates = tuple(shown)
+    story.candidates = tuple(
+        [(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]
+    )
 
 
 def stages(story: Story) -> dict[str, float] | None:
+    """As ``stage_seconds``, by name."""
+    seconds = stage_seconds(story)
+    return None if seconds is None else dict(zip(STAGES, seconds, strict=True))
+
+
+def stage_seconds(story: Story) -> tuple[float, float, float, float, float, float] | None:
     """Seconds by stage, in the order of ``STAGES``; their sum is the TTFT. None before the first token.
 
     Reports of several processes may cross; a time that would lie before its predecessor is taken to be at it.
     """
     if story.first_s is None:
         return None
-    seen_s = max(story.first_s, story.arrived_s)
-
-    def bounded(time_s: float | None, low_s: float) -> float:
-        return low_s if time_s is None else min(seen_s, max(low_s, time_s))
-
-    decided_s = bounded(story.decided_s, story.arrived_s)
-    sent_s = bounded(story.sent_s, decided_s)
+    arrived_s = story.arrived_s
+    seen_s = max(story.first_s, arrived_s)
+    decided_s = _between(arrived_s, story.decided_s, seen_s)
+    sent_s = _between(decided_s, story.sent_s, seen_s)
     split = story.decode is not None and story.decode != story.prefill
-    done_s = bounded(story.done_s, sent_s) if split and story.done_s is not None else seen_s
+    done_s = _between(sent_s, story.done_s, seen_s) if split and story.done_s is not None else seen_s
     prefill_s = done_s - sent_s if story.own_prefill_s is None else min(done_s - sent_s, story.own_prefill_s)
     last_s = min(seen_s - done_s, story.token_interval_s or 0.0)
-    return {
-        "queue_s": decided_s - story.arrived_s,
-        "route_s": sent_s - decided_s,
-        "prefill_wait_s": done_s - sent_s - prefill_s,
-        "prefill_s": prefill_s,
-        "transfer_s": seen_s - done_s - last_s,
-        "first_token_s": last_s,
-    }
+    return (
+        decided_s - arrived_s,
+        sent_s - decided_s,
+        done_s - sent_s - prefill_s,
+        prefill_s,
+        seen_s - done_s - last_s,
+        last_s,
+    )
+
+
+def _between(low_s: float, time_s: float | None, high_s: float) -> float:
+    if time_s is None or time_s < low_s:
+        return low_s
+    return time_s if time_s < high_s else high_s
 
 
 class ExplainStore:
@@ -135,10 +144,12 @@ class ExplainStore:
         self._stories: OrderedDict[str, Story] = OrderedDict()
 
     def open(self, story: Story) -> None:
-        self._stories[story.rid] = story
-        self._stories.move_to_end(story.rid)
-        while len(self._stories) > self._capacity:
-            self._stories.popitem(last=False)
+        stories = self._stories
+        if story.rid in stories:
+            stories.move_to_end(story.rid)
+        stories[story.rid] = story
+        if len(stories) > self._capacity:
+            stories.popitem(last=False)
 
     def get(self, rid: str) -> Story | None:
         return self._stories.get(rid)

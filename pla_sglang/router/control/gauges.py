@@ -62,7 +62,7 @@ def state_of(desk: Desk, now_s: float) -> dict[str, Any]:
             pools["both" if length_class is None else length_class.value].append(worker.view.name)
     return {
         "policy": desk.knobs.policy,
-        "decisions": {} if driver is None else dict(driver.decisions),
+        "decisions": {} if driver is None else {reason.value: count for reason, count in driver.decisions.items()},
         "actions": {} if driver is None else dict(driver.actions),
         "flips": 0 if driver is None else driver.flips,
         "last_moves": [] if driver is None else [move.to_dict(now_s) for move in driver.moves],

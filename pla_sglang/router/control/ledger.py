@@ -19,9 +19,24 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from random import Random
 
-from pla_sglang.router.control.entries import AbortOrder, Audit, End, Entry, Leg, LegState, Side, Stage
+from pla_sglang.router.control.entries import (
+    ABORTING,
+    CLOSED,
+    ENDED,
+    OPEN,
+    PREFILL,
+    STREAMING,
+    WAITING,
+    AbortOrder,
+    Audit,
+    End,
+    Entry,
+    Leg,
+    Side,
+)
 from pla_sglang.router.control.errors import IllegalMoveError
 
+_BOTH = Side.BOTH  # named once, as in ``entries``
 # SGLang keeps rooms in signed 64-bit integers, gives each prompt of a batch the next one, and takes a room modulo the
 # data-parallel size as the rank: rooms of two requests lie further apart than any batch, at places that spread.
 ROOM_BITS = 63
@@ -76,13 +91,13 @@ class Ledger:
             IllegalMoveError: it is not waiting, or an earlier leg of it may still be executing.
         """
         entry = self.entries[rid]
-        left = entry.open_legs()
+        left = entry.open_legs() if entry.legs else []
         if left and any(leg.executed for leg in left):
             raise IllegalMoveError(f"{rid} would be sent twice")
-        entry.move(Stage.PREFILL)
+        entry.move(PREFILL)
         entry.attempts += 1
         placed = list(workers)
-        if placed[0][0] is Side.BOTH:
+        if placed[0][0] is _BOTH:
             room = None
         elif room is None:
             room = self._new_room(rid)
@@ -94,9 +109,9 @@ class Ledger:
     def first_token(self, rid: str) -> bool:
         """True at the first call for a request that has not ended."""
         entry = self._find(rid)
-        if entry is None or entry.stage is not Stage.PREFILL:
+        if entry is None or entry.stage is not PREFILL:
             return False
-        entry.move(Stage.STREAMING)
+        entry.move(STREAMING)
         return True
 
     def finish_leg(self, rid: str, side: Side, now_s: float, *, attempt: int | None = None) -> None:
@@ -108,9 +123,9 @@ class Ledger:
         if entry is None:
             self.unknown_events += 1
             return
-        for leg in entry.open_legs():
-            if leg.side is side and attempt in (None, leg.attempt):
-                leg.move(LegState.CLOSED, now_s)
+        for leg in entry.legs:
+            if leg.side is side and leg.state is not CLOSED and attempt in (None, leg.attempt):
+                leg.move(CLOSED, now_s)
         self._forget(entry)
 
     def take_back(self, rid: str, side: Side, now_s: float, *, attempt: int | None = None) -> None:
@@ -123,8 +138,8 @@ class Ledger:
         for leg in entry.legs:
             if leg.side is side and attempt in (None, leg.attempt):
                 leg.executed = False
-                if leg.state is not LegState.CLOSED:
-                    leg.move(LegState.CLOSED, now_s)
+                if leg.state is not CLOSED:
+                    leg.move(CLOSED, now_s)
         self._forget(entry)
 
     def end(self, rid: str, end: End, now_s: float, *, free: Container[int] = ()) -> list[AbortOrder]:
@@ -133,14 +148,16 @@ class Ledger:
         entry = self._find(rid)
         if entry is None:
             return []
-        entry.move(Stage.ENDED)
+        entry.move(ENDED)
         entry.end, entry.ended_s = end, now_s
         self.live -= 1
         self.ended[end] += 1
         left = []
-        for leg in entry.open_legs():
+        for leg in entry.legs:
+            if leg.state is CLOSED:
+                continue
             if leg.worker in free:
-                leg.move(LegState.CLOSED, now_s)
+                leg.move(CLOSED, now_s)
             else:
                 left.append(leg)
         orders = self._abort(entry, left, now_s) if left else []
@@ -156,7 +173,7 @@ class Ledger:
         executed has no KV to start from; it only has to be closed first.
         """
         entry = self.entries.get(rid)
-        if entry is None or entry.stage is not Stage.PREFILL:
+        if entry is None or entry.stage is not PREFILL:
             return False
         starters = [leg for leg in entry.legs if leg.side is not Side.DECODE]
         starting = any(leg.executed and not dead(leg.worker) for leg in starters)
@@ -171,10 +188,10 @@ class Ledger:
         if not self.can_retry(rid, dead):
             raise IllegalMoveError(f"{rid} may have been executed")
         entry = self.entries[rid]
-        entry.move(Stage.WAITING)
+        entry.move(WAITING)
         for leg in entry.open_legs():
             if dead(leg.worker):
-                leg.move(LegState.CLOSED, now_s)
+                leg.move(CLOSED, now_s)
         left = entry.open_legs()
         orders = self._abort(entry, left, now_s)
         for leg in left:
@@ -188,8 +205,8 @@ class Ledger:
         for entry in list(self.entries.values()):
             legs = [leg for leg in entry.open_legs() if leg.worker == worker]
             for leg in legs:
-                leg.move(LegState.CLOSED, now_s)
-            if legs and entry.stage is not Stage.ENDED:
+                leg.move(CLOSED, now_s)
+            if legs and entry.stage is not ENDED:
                 hit.append(entry.rid)
             self._forget(entry)
         return hit
@@ -202,19 +219,19 @@ class Ledger:
 
     def audit(self, now_s: float) -> Audit:
         """Counts everything anew and compares."""
-        live = Counter(entry.stage for entry in self.entries.values() if entry.stage is not Stage.ENDED)
+        live = Counter(entry.stage for entry in self.entries.values() if entry.stage is not ENDED)
         legs = [(entry, leg) for entry in self.entries.values() for leg in entry.open_legs()]
         orphans = [
             f"{entry.rid} {leg.side.value} at {leg.worker} for {now_s - leg.since_s:.1f} s"
             for entry, leg in legs
-            if leg.state is LegState.ABORTING and now_s - leg.since_s > self._orphan_s
+            if leg.state is ABORTING and now_s - leg.since_s > self._orphan_s
         ]
         return Audit(
             opened=self.opened,
             live={stage.value: count for stage, count in live.items()},
             ended={end.value: count for end, count in self.ended.items()},
-            legs_open=sum(leg.state is LegState.OPEN for _, leg in legs),
-            legs_aborting=sum(leg.state is LegState.ABORTING for _, leg in legs),
+            legs_open=sum(leg.state is OPEN for _, leg in legs),
+            legs_aborting=sum(leg.state is ABORTING for _, leg in legs),
             rooms=len(self.rooms),
             orphans=orphans,
             late_events=self.late_events,
@@ -232,9 +249,9 @@ class Ledger:
         if held != self.rooms:
             problems.append(f"{len(held)} rooms are held, {len(self.rooms)} are in the book")
         for entry in self.entries.values():
-            if entry.stage is Stage.ENDED and any(leg.state is LegState.OPEN for leg in entry.open_legs()):
+            if entry.stage is ENDED and any(leg.state is OPEN for leg in entry.open_legs()):
                 problems.append(f"{entry.rid} has ended and runs on")
-            if entry.stage is Stage.ENDED and not entry.open_legs():
+            if entry.stage is ENDED and not entry.open_legs():
                 problems.append(f"{entry.rid} has ended and is still kept")
         return problems
 
@@ -244,7 +261,7 @@ class Ledger:
         entry = self.entries.get(rid)
         if entry is None:
             self.unknown_events += 1
-        elif entry.stage is Stage.ENDED:
+        elif entry.stage is ENDED:
             self.late_events += 1
             return None
         return entry
@@ -252,19 +269,20 @@ class Ledger:
     def _abort(self, entry: Entry, legs: list[Leg], now_s: float) -> list[AbortOrder]:
         orders = []
         for leg in legs:
-            if leg.state is LegState.OPEN:
-                leg.move(LegState.ABORTING, now_s)
+            if leg.state is OPEN:
+                leg.move(ABORTING, now_s)
                 orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts, entry.reached))
         return orders
 
     def _forget(self, entry: Entry) -> None:
         """Rooms that nobody uses are free; a request that is ended and closed everywhere leaves the book."""
         left = entry.open_legs()
-        held = {leg.room for leg in left}
-        for leg in entry.legs:
-            if leg.room is not None and leg.room not in held:
-                self.rooms.pop(leg.room, None)
-        if not left and entry.stage is Stage.ENDED:
+        if len(left) < len(entry.legs):
+            held = [leg.room for leg in left]
+            for leg in entry.legs:
+                if leg.room is not None and leg.room not in held:
+                    self.rooms.pop(leg.room, None)
+        if not left and entry.stage is ENDED:
             self.entries.pop(entry.rid, None)
 
     def _new_room(self, rid: str) -> int:

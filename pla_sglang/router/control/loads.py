@@ -19,6 +19,20 @@ import enum
 from pla_sglang.policy.fleet import InstanceView
 
 
+class Phase(enum.Enum):
+    """What a request is to one instance."""
+
+    ABSENT = "absent"
+    QUEUED = "queued"  # waits for its prefill here, or is in it
+    COMING = "coming"  # its KV will come from another instance
+    RUNNING = "running"
+
+
+# Named once: CPython 3.11 takes 0.2 us to look a member up in its class, and every request meets these.
+_ABSENT, _QUEUED, _COMING, _RUNNING = Phase
+_DECODES = (_COMING, _RUNNING)
+
+
 @dataclasses.dataclass(slots=True)
 class Amounts:
     """What an ``InstanceView`` counts; see there. Sums, so they can be added and subtracted."""
@@ -37,31 +51,22 @@ class Amounts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def count(self, request: Tracked, phase: Phase, times: int = 1) -> None:
-        """Adds what ``request`` is in ``phase``; ``times`` -1 takes it away."""
+        """Adds what ``request`` is in ``phase``; ``times`` -1 takes it away. ABSENT counts as nothing."""
         new, history = request.new_tokens, request.history_tokens
-        if phase is Phase.QUEUED:
+        if phase is _QUEUED:
             self.queued_prefills += times
             self.queued_tokens += times * new
             self.queued_attention += times * new * (new + 2 * history)
             self.queued_history_tokens += times * history
-        elif phase is Phase.COMING:
+        elif phase is _COMING:
             self.waiting_decodes += times
             self.waiting_decode_tokens += times * (new + history)
-        elif phase is Phase.RUNNING:
+        elif phase is _RUNNING:
             self.running += times
             self.context_tokens += times * (new + history)
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Amounts))
-
-
-class Phase(enum.Enum):
-    """What a request is to one instance."""
-
-    ABSENT = "absent"
-    QUEUED = "queued"  # waits for its prefill here, or is in it
-    COMING = "coming"  # its KV will come from another instance
-    RUNNING = "running"
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -83,10 +88,10 @@ class Tracked:
     def phase_at(self, time_s: float, *, received: bool = True) -> Phase:
         """As the instance counts it at ``time_s``, if it had ``received`` it by then."""
         if self.ended_s is not None and self.ended_s <= time_s:
-            return Phase.ABSENT
+            return _ABSENT
         if self.started_s is not None and self.started_s <= time_s:
-            return Phase.RUNNING if self.decodes_here else Phase.ABSENT
-        return self.first_phase if received else Phase.ABSENT
+            return _RUNNING if self.decodes_here else _ABSENT
+        return self.first_phase if received else _ABSENT
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,7 +131,7 @@ class LoadBook:
         self._sent += 1
         request.place = self._sent
         self._tracked[key] = request
-        self._shift(request, Phase.ABSENT, request.first_phase)
+        self._shift(request, _ABSENT, request.first_phase)
 
     def start(self, key: tuple[str, int], now_s: float) -> None:
         """Its prefill is done here, or its KV has arrived."""
@@ -134,7 +139,7 @@ class LoadBook:
         if request is None or request.started_s is not None:
             return
         request.started_s = now_s
-        self._shift(request, request.first_phase, Phase.RUNNING if request.decodes_here else Phase.ABSENT)
+        self._shift(request, request.first_phase, _RUNNING if request.decodes_here else _ABSENT)
 
     def end(self, key: tuple[str, int], now_s: float) -> None:
         """The instance holds nothing for it any more. Repeats change nothing."""
@@ -143,7 +148,7 @@ class LoadBook:
             return
         before = request.phase_at(now_s)
         request.ended_s = now_s
-        self._shift(request, before, Phase.ABSENT)
+        self._shift(request, before, _ABSENT)
 
     def report(self, report: Report, now_s: float) -> None:
         """A report has arrived; it is corrected by what it cannot have counted."""
@@ -157,7 +162,8 @@ class LoadBook:
             if counted is not now:
                 total.count(request, now)
                 total.count(request, counted, -1)
-        self._publish()
+        self._publish_prefills()
+        self._publish_decodes()
         self._publish_rest(report)
 
     def _received(self, request: Tracked, received: int | None, now_s: float) -> bool:
@@ -190,19 +196,27 @@ class LoadBook:
     def _shift(self, request: Tracked, before: Phase, after: Phase) -> None:
         if before is after:
             return
-        if after is not Phase.ABSENT:
-            self._total.count(request, after)
-        if before is not Phase.ABSENT:
-            self._total.count(request, before, -1)
-        self._publish()
+        total = self._total
+        if after is not _ABSENT:
+            total.count(request, after)
+        if before is not _ABSENT:
+            total.count(request, before, -1)
+        if before is _QUEUED or after is _QUEUED:
+            self._publish_prefills()
+        if before in _DECODES or after in _DECODES:
+            self._publish_decodes()
 
-    def _publish(self) -> None:
-        # Written out, and without calls of max(), as it happens five times a request.
+    # Written out, and without calls of max(), as it happens five times a request.
+
+    def _publish_prefills(self) -> None:
         view, total = self.view, self._total
         view.queued_prefills = total.queued_prefills if total.queued_prefills > 0 else 0
         view.queued_tokens = total.queued_tokens if total.queued_tokens > 0 else 0
         view.queued_attention = total.queued_attention if total.queued_attention > 0 else 0
         view.queued_history_tokens = total.queued_history_tokens if total.queued_history_tokens > 0 else 0
+
+    def _publish_decodes(self) -> None:
+        view, total = self.view, self._total
         view.running = total.running if total.running > 0 else 0
         view.context_tokens = total.context_tokens if total.context_tokens > 0 else 0
         view.waiting_decodes = total.waiting_decodes if total.waiting_decodes > 0 else 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from pla_sglang.policy.checks import require
@@ -52,9 +53,8 @@ class PromptKnobs:
         require("tokenize memory", self.memory, 1)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
-    """What is known of one prompt. ``keys``: blocks of its bytes; ``bytes_``: their range."""
+class Prompt(msgspec.Struct, frozen=True, gc=False):
+    """What is known of one prompt. ``keys``: blocks of its bytes; ``size_bytes``: their range."""
 
     tokens: int
     exact: bool

@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pla_sglang.router.control.explain import STAGES
 from pla_sglang.router.messages import RelayReport
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -38,7 +39,11 @@ class Series:
         self.aborts = self._counter("aborts", "Aborts that the router has ordered at instances.", "outcome")
         self.retries = self._counter("retries", "Requests sent again, by why.", "reason")
         self.ttft_s = self._histogram("ttft_seconds", "Arrival to first token.")
-        self.stage_s = self._counter("ttft_stage_seconds", "Parts of the time to first token, summed.", "stage")
+        parts = tuple(name.removesuffix("_s") for name in STAGES)
+        self.stage_s = Sums(
+            "pla_router_ttft_stage_seconds", "Parts of the time to first token, summed.", "stage", parts
+        )
+        self.registry.register(self.stage_s)
         self.decision_s = self._histogram("decision_seconds", "Time of the control plane for one dispatch.")
         self.registry.register(_Now(gauges))
         self._relays = _Relays()
@@ -91,6 +96,25 @@ class Tally(_Named):
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
         for labels, count in self._counts.items():
             family.add_metric(labels, count)
+        yield family
+
+
+class Sums(_Named):
+    """Sums under fixed values of one label, always added to together; there from the first time."""
+
+    def __init__(self, name: str, text: str, label: str, values: tuple[str, ...]) -> None:
+        super().__init__(name, text)
+        self._label, self._values = label, values
+        self._sums: list[float] = []
+
+    def add(self, amounts: Sequence[float]) -> None:
+        """One for each value of the label."""
+        self._sums = [a + b for a, b in zip(self._sums, amounts, strict=True)] if self._sums else list(amounts)
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=(self._label,))
+        for value, total in zip(self._values, self._sums, strict=False):
+            family.add_metric((value,), total)
         yield family
 
 

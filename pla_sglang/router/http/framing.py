@@ -106,16 +106,16 @@ class Chunked:
             size = _SEEN.get(line)
             if size is None:
                 size = self._size_line(line)
-            self.size += size
             if not size:
                 self._trailers = 0
                 continue
-            self._left = size + 2
-            if payload is None and position + self._left <= end:  # all of it is here, which is the usual case
-                position += self._left
-                self._left = 0
+            self.size += size
+            if payload is None and position + size + 2 <= end:  # all of it is here, which is the usual case
+                position += size + 2
                 if data[position - 2 : position] != b"\r\n":
                     raise BadMessage("chunk", "a chunk is longer than its size says")
+            else:
+                self._left = size + 2
         return -1
 
     def _skip(self, data: bytes, position: int, payload: list[bytes] | None) -> int:

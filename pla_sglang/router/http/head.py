@@ -7,16 +7,21 @@ twice, and a length together with a transfer coding are all errors.
 
 from __future__ import annotations
 
+import functools
 import re
 
 CRLF2 = b"\r\n\r\n"
 FIELD = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n"
-_HEADERS = rb"((?:" + FIELD + rb")*)\r\n"
-_REQUEST = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) ([\x21-\x7e]+) HTTP/1\.([01])\r\n" + _HEADERS)
-_ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?\r\n" + _HEADERS)
+_REQUEST = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) ([\x21-\x7e]+) HTTP/1\.([01])").fullmatch
+_ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?").fullmatch
 _DIGITS = re.compile(rb"[0-9]{1,18}")
-# Names and values of lines that FIELD has found good.
-_SPLIT = re.compile(rb"([^:]+):[\t ]*([^\r]*)\r\n").findall
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+").fullmatch
+# What a value may hold.
+_TEXT = b"\t" + bytes(range(0x20, 0x7F)) + bytes(range(0x80, 0x100))
+# Names that were found good, and how they are written in lower case: messages have few names.
+_SEEN: dict[bytes, bytes] = {}
+SEEN_NAMES, SEEN_NAME_BYTES = 1024, 64
+SEEN_LINES = 64  # first lines, of which there are few as well; each may be as long as a head
 
 
 class BadMessage(Exception):
@@ -49,14 +54,14 @@ class Head:
 
     __slots__ = ("chunked", "headers", "keep_alive", "length", "minor", "own_hop")
 
-    def __init__(self, minor: int, fields: bytes) -> None:
+    def __init__(self, minor: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.minor = minor
         self.length: int | None = None
         self.chunked = False
         self.keep_alive = minor == 1
         self.own_hop = False
-        self.headers = [(name.lower(), value.rstrip(b" \t")) for name, value in _SPLIT(fields)]
-        for name, value in self.headers:
+        self.headers = headers
+        for name, value in headers:
             if name in _FRAMING:
                 self._frame(name, value)
         if self.chunked and self.length is not None:
@@ -97,11 +102,9 @@ class RequestHead(Head):
 
     __slots__ = ("method", "path", "query", "target")
 
-    def __init__(self, method: bytes, target: bytes, minor: int, fields: bytes) -> None:
-        super().__init__(minor, fields)
-        self.method, self.target = method.decode(), target
-        path, _, query = target.partition(b"?")
-        self.path, self.query = path.decode("ascii"), query.decode("ascii")
+    def __init__(self, line: tuple[str, bytes, str, str, int], headers: list[tuple[bytes, bytes]]) -> None:
+        self.method, self.target, self.path, self.query, minor = line
+        super().__init__(minor, headers)
 
 
 class AnswerHead(Head):
@@ -109,23 +112,27 @@ class AnswerHead(Head):
 
     __slots__ = ("raw", "status")
 
-    def __init__(self, status: int, minor: int, fields: bytes, raw: bytes) -> None:
-        super().__init__(minor, fields)
+    def __init__(self, status: int, minor: int, headers: list[tuple[bytes, bytes]], raw: bytes) -> None:
+        super().__init__(minor, headers)
         self.status, self.raw = status, raw
 
 
 def parse_request(raw: bytes, *, max_headers: int) -> RequestHead:
     """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
-    match = _REQUEST.fullmatch(raw)
-    if match is None:
+    lines = raw.split(b"\r\n")
+    first = _request_line(lines[0])
+    headers = None if first is None else _headers(raw, lines)
+    if first is None or headers is None:
         raise _why_not(raw)
-    method, target, minor, fields = match.groups()
-    if not target.startswith(b"/"):
+    if first[1][:1] != b"/":
         raise BadMessage("target", "the request target must be a path")
-    if fields.count(b"\n") > max_headers:
+    if len(headers) > max_headers:
         raise BadMessage("headers", f"more than {max_headers} headers", 431)
-    head = RequestHead(method, target, minor[0] & 1, fields)
-    hosts = sum(1 for name, _ in head.headers if name == b"host")
+    head = RequestHead(first, headers)
+    hosts = 0
+    for name, _ in headers:
+        if name == b"host":
+            hosts += 1
     if hosts > 1 or (hosts == 0 and head.minor == 1):
         raise BadMessage("host", "an HTTP/1.1 request has exactly one Host header")
     return head
@@ -141,8 +148,61 @@ def _why_not(raw: bytes) -> BadMessage:
 
 def parse_answer(raw: bytes) -> AnswerHead:
     """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
-    match = _ANSWER.fullmatch(raw)
-    if match is None:
+    lines = raw.split(b"\r\n")
+    first = _status_line(lines[0])
+    headers = None if first is None else _headers(raw, lines)
+    if first is None or headers is None:
         raise BadMessage("head", "this is not an HTTP/1.1 answer")
-    minor, status, fields = match.groups()
-    return AnswerHead(int(status), minor[0] & 1, fields, raw)
+    return AnswerHead(*first, headers, raw)
+
+
+@functools.lru_cache(maxsize=SEEN_LINES)
+def _request_line(line: bytes) -> tuple[str, bytes, str, str, int] | None:
+    """Method, target, path, query and minor version."""
+    match = _REQUEST(line)
+    if match is None:
+        return None
+    method, target, minor = match.groups()
+    path, _, query = target.partition(b"?")
+    return method.decode("ascii"), target, path.decode("ascii"), query.decode("ascii"), minor[0] & 1
+
+
+@functools.lru_cache(maxsize=SEEN_LINES)
+def _status_line(line: bytes) -> tuple[int, int] | None:
+    """Status and minor version."""
+    match = _ANSWER(line)
+    return None if match is None else (int(match[2]), match[1][0] & 1)
+
+
+def _headers(raw: bytes, lines: list[bytes]) -> list[tuple[bytes, bytes]] | None:
+    """Names in lower case and values of a head; None where a line is none of ``FIELD``.
+
+    ``lines``: ``raw`` split at its line ends: the first line, the headers, and two empty strings. Faster than one
+    pattern for all of it, whose cost is its turn for each header.
+    """
+    if lines[-2:] != _END or raw.replace(b"\r\n", b"").translate(None, _TEXT):
+        return None
+    headers = []
+    for line in lines[1:-2]:
+        name, colon, value = line.partition(b":")
+        lower = _SEEN.get(name)
+        if lower is None:
+            lower = _new_name(name)
+        if lower is None or not colon:
+            return None
+        headers.append((lower, value.strip(b" \t")))
+    return headers
+
+
+_END = [b"", b""]
+
+
+def _new_name(name: bytes) -> bytes | None:
+    if _NAME(name) is None:
+        return None
+    lower = name.lower()
+    if len(name) <= SEEN_NAME_BYTES:
+        if len(_SEEN) >= SEEN_NAMES:
+            _SEEN.clear()
+        _SEEN[name] = lower
+    return lower
