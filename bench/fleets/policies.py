@@ -49,7 +49,7 @@ BASELINES = (
 )
 SYSTEMS = ("pla", "arrow", "star", "dopd")
 COMBINED = "combined"
-OURS = (COMBINED, "combined-scaling")
+OURS = (COMBINED, "combined-roles", "combined-scaling")
 POLICIES = (*BASELINES, *SYSTEMS, *OURS)
 ROLE_SCALERS = ("threshold-scaler", "sla-scaler")  # on a fleet of fixed size they are static-pd
 BEST_SPLIT = "static-pd-best"
