@@ -29,9 +29,10 @@ class Life:
     start_s: float
     end_s: float | None = None
 
-    def gpu_s(self, now_s: float) -> float:
-        """GPU seconds up to now."""
-        return ((now_s if self.end_s is None else self.end_s) - self.start_s) * self.spec.tensor_parallel
+    def gpu_s(self, until_s: float) -> float:
+        """GPU seconds up to ``until_s``."""
+        end_s = until_s if self.end_s is None else min(self.end_s, until_s)
+        return max(0.0, end_s - self.start_s) * self.spec.tensor_parallel
 
 
 class Fleet:
@@ -186,9 +187,9 @@ class Fleet:
         self.view.set_state(instance.view, InstanceState.DEAD)
         instance.kill()
 
-    def gpu_hours(self) -> float:
-        """Of all instances, from their start (not from being ready) to their end or now."""
-        return sum(life.gpu_s(self._kernel.now_s) for life in self.lives) / 3600
+    def gpu_hours(self, until_s: float) -> float:
+        """Of all instances, from their start (not from being ready) to their end or ``until_s``."""
+        return sum(life.gpu_s(until_s) for life in self.lives) / 3600
 
     # -- views -------------------------------------------------------------------------------------------------------
 

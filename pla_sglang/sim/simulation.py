@@ -39,8 +39,8 @@ class RunResult:
         retractions, migrations, retries: [n] int64.
         reasons, pass_reasons: decisions of the fleet's and of the engines' policies, by reason.
         counts: migrations, restarts and the like.
-        gpu_hours: of all instances from start to end of the run.
-        end_s: virtual time of the last event that was not a tick.
+        gpu_hours: of all instances from their start to ``end_s``. A policy's timer that runs on is no work.
+        end_s: virtual time at which the last request ended.
         events: handled by the kernel; wall_s, cpu_s: how long that took.
     """
 
@@ -244,6 +244,8 @@ class Simulation:
             "transfers": cluster.network.transfers,
             "retractions": sum(request.retractions for request in requests),
         }
+        last_s = _last(requests)
+        end_s = self._active[1] if math.isnan(last_s) else last_s
         return RunResult(
             name=self._policies.name,
             seed=self.config.seed,
@@ -263,8 +265,8 @@ class Simulation:
             pass_reasons=dict(sorted(cluster.pass_reasons.items())),
             counts=counts,
             samples=self._sampler.result(),
-            gpu_hours=cluster.fleet.gpu_hours(),
-            end_s=self._active[1] if math.isnan(_last(requests)) else _last(requests),
+            gpu_hours=cluster.fleet.gpu_hours(end_s),
+            end_s=end_s,
             events=self.kernel.events,
             wall_s=wall_s,
             cpu_s=cpu_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -17,6 +18,7 @@ from pla_sglang.policy.reasons import FleetReason
 from pla_sglang.profiles import ProfileError
 from pla_sglang.sim.config import Flip, InstanceFault, InstanceSpec, LinkFault, SimConfig
 from pla_sglang.sim.errors import SimConfigError, SimError
+from pla_sglang.sim.fleet import Life
 from pla_sglang.sim.interfaces import EngineKnobs
 from pla_sglang.sim.network import Network, NetworkKnobs
 from pla_sglang.sim.simulation import RunResult
@@ -179,6 +181,23 @@ def test_scaling_starts_late_drains_first_and_is_paid_for() -> None:
     lives = one.cluster.fleet.lives
     assert (lives[0].end_s, lives[1].start_s) == (pytest.approx(20.0, abs=0.6), pytest.approx(0.5))
     assert result.gpu_hours * 3600 == pytest.approx(20.0 + 19.5, abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("end_s", "until_s", "seconds"),
+    [(None, 60.0, 100.0), (30.0, 60.0, 40.0), (90.0, 60.0, 100.0), (None, 5.0, 0.0)],
+    ids=["to the last request", "ended before", "a timer ran on", "started after"],
+)
+def test_gpu_time_ends_with_the_last_request(end_s: float | None, until_s: float, seconds: float) -> None:
+    life = Life(dataclasses.replace(InstanceSpec(HAND), tensor_parallel=2), 10.0, end_s)
+    assert life.gpu_s(until_s) == seconds
+
+
+def test_a_controller_that_looks_on_costs_nothing() -> None:
+    rows = trace((0.0, 1000, 11))
+    plain = simulation(rows, [InstanceSpec(HAND)], report_interval_s=0.5).run()
+    slow = simulation(rows, [InstanceSpec(HAND)], controllers=[Script(interval_s=50.0)], report_interval_s=0.5).run()
+    assert slow.gpu_hours == plain.gpu_hours == plain.end_s / 3600
 
 
 # -- what breaks -----------------------------------------------------------------------------------------------------
