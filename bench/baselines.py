@@ -107,13 +107,13 @@ def measure(described: dict[str, Any], key: Key, trace: Trace, steps: Steps, opt
         records, slo_of(key["workload"]), time_scale=key["time_scale"], verify=True, max_lag_ms=options.max_lag_ms
     )
     row["host_overhead_share"] = overhead(before, emulation_of(described))
-    steps.add(key, judged(key, row, options) | {"plugin_commit": environment()["plugin_commit"]})
+    steps.add(key, judged(row, options) | {"plugin_commit": environment()["plugin_commit"]})
     return True
 
 
-def judged(key: Key, row: Row, options: argparse.Namespace) -> Row:
+def judged(row: Row, options: argparse.Namespace) -> Row:
     """With ``valid`` by the limits of this run: neither a late client nor a host in the way, and no wrong token."""
-    late = row["client_lag_p99_ms"] / key["time_scale"] > options.max_lag_ms
+    late = row["client_lag_p99_ms"] > options.max_lag_ms
     return row | {"valid": not late and not row["tokens_wrong"] and row["host_overhead_share"] <= options.max_overhead}
 
 
@@ -132,7 +132,7 @@ def run_arm(layout: Layout, policy: str, traces: dict[str, Trace], steps: Steps,
     left = [
         key
         for key in keys_of(options, layout, policy, list(traces))
-        if (row := steps.get(key)) is None or (options.retry_invalid and not judged(key, row, options)["valid"])
+        if (row := steps.get(key)) is None or (options.retry_invalid and not judged(row, options)["valid"])
     ]
     if not left or not steps.has_time(options.start_s + DRAIN_S):
         return
@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--first", type=int, default=0, help="row of the trace to begin with")
     made.add_argument("--limit", type=int, default=200, help="requests per point")
     made.add_argument("--duration-s", type=float, help="instead: requests of so many seconds of device time, per point")
-    made.add_argument("--max-lag-ms", type=float, default=50.0, help="a later client (device time) is invalid")
+    made.add_argument("--max-lag-ms", type=float, default=50.0, help="a later client makes a point invalid")
     made.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a point invalid")
     made.add_argument("--retry-invalid", action="store_true", help="run points again that were not valid")
     return made
@@ -196,6 +196,7 @@ def report(rows: Sequence[tuple[Key, Row]], open_points: int, options: argparse.
     (options.out / "baselines.md").write_text(page + "\n", encoding="utf-8")
     totals = {key: sum(row[key] for _, row in rows) for key in COUNTS}
     settings = {"profile": options.profile, "time_scale": options.time_scale, "seed": options.seed}
+    settings["max_lag_ms"] = options.max_lag_ms
     points = {
         "points": len(rows),
         "points_open": open_points,
@@ -215,7 +216,7 @@ def run(options: argparse.Namespace) -> int:
     steps = Steps(options.out / "baselines.steps.jsonl", options.budget_s)
     for layout, policy in arms:
         run_arm(layout, policy, traces, steps, options)
-    rows = [(key, judged(key, row, options)) for key, row in steps.finished(keys)]
+    rows = [(key, judged(row, options)) for key, row in steps.finished(keys)]
     totals = report(rows, len(keys) - len(rows), options)
     return 0 if totals["tokens_wrong"] == 0 else 1
 

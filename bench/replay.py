@@ -46,12 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--slo-tpot-s", type=float, default=0.1)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
-    made.add_argument(
-        "--max-lag-ms",
-        type=float,
-        default=DEFAULT_MAX_LAG_MS,
-        help="a client that is later (device time) makes a run invalid",
-    )
+    made.add_argument("--max-lag-ms", type=float, default=DEFAULT_MAX_LAG_MS, help="a later client makes a run invalid")
     made.add_argument("--no-verify", action="store_true", help="the server does not serve the chain model")
     made.add_argument("--requests-file", type=Path, help="one row per request: .csv, or .parquet with token times")
     made.add_argument("--out", type=Path, default=Path("bench_out"))

@@ -253,8 +253,7 @@ def test_overhead_is_that_of_the_worst_engine_since_the_point_began() -> None:
     ("name", "changes", "valid"),
     [
         ("as it should be", {}, True),
-        ("140 ms of a device that is three times slower are 47 ms", {"client_lag_p99_ms": 140.0}, True),
-        ("late", {"client_lag_p99_ms": 160.0}, False),
+        ("late", {"client_lag_p99_ms": 51.0}, False),
         ("host in the way", {"host_overhead_share": 0.21}, False),
         ("a wrong token", {"tokens_wrong": 1}, False),
     ],
@@ -262,7 +261,7 @@ def test_overhead_is_that_of_the_worst_engine_since_the_point_began() -> None:
 def test_a_point_is_judged_by_the_limits_of_this_run(name: str, changes: dict[str, Any], valid: bool) -> None:
     row = {"client_lag_p99_ms": 30.0, "host_overhead_share": 0.1, "tokens_wrong": 0, "valid": False} | changes
     given = options("--traces", "a=b")
-    assert baselines.judged({"time_scale": 3.0}, row, given)["valid"] is valid
+    assert baselines.judged(row, given)["valid"] is valid
 
 
 def test_parts_of_a_trace_begin_at_zero_and_cover_it(trace_file: Path) -> None:
