@@ -1,9 +1,10 @@
 """``python -m bench.chaos``: clients that go away, aborts, failed KV transfers, and instances that are killed.
 
 A cluster on an emulated device behind our router gets Poisson arrivals. Some clients disconnect at a random time, some
-requests are aborted at their prefill instance, KV transfers fail at random (SGLang's own test switch), and one prefill
-and one decode instance are killed by SIGKILL and started again. Afterwards every token of what completed is checked,
-and nothing may be left: ledger, gauges, KV. The last line of stdout is one JSON object.
+requests are aborted at their prefill instance, KV transfers fail at random (``--transfer-failures``: each transfer with
+the same probability; ``--poll-failures``: SGLang's own test switch, by the poll), and one prefill and one decode
+instance are killed by SIGKILL and started again. Afterwards every token of what completed is checked, and nothing may
+be left: ledger, gauges, KV. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--time-scale", type=float, default=4.0)
     made.add_argument("--disconnect-share", type=float, default=0.1)
     made.add_argument("--abort-share", type=float, default=0.03)
-    made.add_argument("--poll-failures", type=float, default=0.0008, help="share of transfer polls that fail")
+    made.add_argument("--transfer-failures", type=float, default=0.05, help="share of KV transfers that fail")
+    made.add_argument("--poll-failures", type=float, default=0.0, help="share of transfer polls that fail")
     made.add_argument("--no-kills", action="store_true")
     made.add_argument("--abort-probes", type=int, default=20, help="lone requests whose prefill is aborted")
     made.add_argument("--router-args", default="", help="further arguments of the router, quoted as one")
@@ -61,6 +63,7 @@ def arguments(options: argparse.Namespace) -> list[str]:
     told = f"--explain-requests {2 * options.requests} {options.router_args}"  # the judge asks about each that fails
     router = ["--router", "pla", "--policy", options.policy, f"--router-args={told}"]
     device = ["--pla-emulate", options.profile, "--pla-time-scale", str(options.time_scale)]
+    device += ["--pla-emulate-kv-failures", str(options.transfer_failures)]
     return [*fleet, *router, *device, "--incremental-streaming-output"]
 
 
@@ -139,7 +142,8 @@ def run(options: argparse.Namespace) -> int:
     stdout.print(table)
     plot_chaos(records, faults.done, options.out / "chaos.png")
     settings = {name: getattr(options, name) for name in ("seed", "rate", "policy", "profile", "time_scale")}
-    shares = {name: getattr(options, name) for name in ("disconnect_share", "abort_share", "poll_failures")}
+    faults_given = ("disconnect_share", "abort_share", "transfer_failures", "poll_failures")
+    shares = {name: getattr(options, name) for name in faults_given}
     killed = [one.name for one in faults.done if one.kind is Fault.KILL]
     emit(
         {"bench": "chaos", **settings, **shares, "killed": killed, **result, "environment": environment()},

@@ -57,6 +57,7 @@ class PlaConfig:
     time_scale: float = 1.0
     emulate_launch: str = "graph"
     emulate_kv_gbps: float | None = None  # None: a KV transfer takes what it takes
+    emulate_kv_failures: float = 0.0  # share of KV transfers that fail
     role: str = "mixed"  # class of this instance in a spatial pool
     telemetry: str | None = None  # where load reports go; None: nowhere
     instance: str | None = None  # name in reports; None: host and port
@@ -114,8 +115,11 @@ class PlaConfig:
         check_choice("--pla-emulate-launch", self.emulate_launch, LAUNCHES)
         if self.emulate_kv_gbps is not None:
             check_range("--pla-emulate-kv-gbps", self.emulate_kv_gbps, 0.001, 100_000, unit="Gbit/s")
-        if self.emulate is None and (self.time_scale != 1.0 or self.emulate_kv_gbps is not None):
-            raise ConfigError("--pla-time-scale and --pla-emulate-kv-gbps need --pla-emulate PROFILE")
+        check_range("--pla-emulate-kv-failures", self.emulate_kv_failures, 0, 1, unit="of all transfers")
+        given = (self.time_scale, self.emulate_kv_gbps, self.emulate_kv_failures)
+        if self.emulate is None and given != (1.0, None, 0.0):
+            flags = "--pla-time-scale, --pla-emulate-kv-gbps and --pla-emulate-kv-failures"
+            raise ConfigError(f"{flags} need --pla-emulate PROFILE")
 
     @property
     def enabled(self) -> bool:
@@ -286,6 +290,15 @@ _FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
             "type": float,
             "help": "A KV transfer takes the profile's KV bytes at this many Gbit/s (times the time scale), one "
             "transfer after the other. Default: as long as the real transfer of the model's own KV.",
+        },
+    ),
+    "emulate_kv_failures": (
+        "--pla-emulate-kv-failures",
+        {
+            "type": float,
+            "metavar": "SHARE",
+            "help": "This share of KV transfers (0 to 1) fails, half at the prefill and half at the decode instance; "
+            "give it to both. For tests of routers.",
         },
     ),
     "role": (

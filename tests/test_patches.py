@@ -50,6 +50,7 @@ LOOKED_UP = {
         "decode_req.kv_receiver.send_metadata",
     ),
     "emu.kv_poll": ("sglang.srt.disaggregation.utils._poll_with_failure_injection", "poller.poll"),
+    "emu.kv_send_poll": ("sglang.srt.disaggregation.utils._poll_with_failure_injection", "poller.poll"),
     "emu.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "emu.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
     "front.request": (

@@ -14,12 +14,14 @@ import zmq
 from pla_sglang import config as pla_config
 from pla_sglang.emulate.batch import shape_of
 from pla_sglang.emulate.device import Device, KvLink, ResultReady, build
+from pla_sglang.emulate.losses import End, lost_at
 from pla_sglang.emulate.metrics import Series
 
 logger = logging.getLogger(__name__)
 
 NAP_S = 5e-4  # of device time: small against any step
 MAX_NAP_S = 4e-3
+LOST = "lost by the emulated link (--pla-emulate-kv-failures)"
 REST_S = 0.05  # with no request at all; a message ends it at once
 
 _device: Device | None = None
@@ -85,19 +87,39 @@ def after_send_metadata(result: Any, receiver: Any, kv_indices: Any, *args: Any,
 
 
 def around_receiver_poll(original: Callable[..., Any], receiver: Any) -> Any:
-    """Hold back "success" until the link has carried the KV."""
+    """Hold back "success" until the link has carried the KV, or turn it into a failure where the link loses it."""
     status = original(receiver)
-    link = kv_link()
-    if link is None:
+    link, share = kv_link(), pla_config.current().emulate_kv_failures
+    if link is None and not share:
         return status
     from sglang.srt.disaggregation.base import KVPoll
 
     if status != KVPoll.Success:
         return status
+    if lost_at(receiver.bootstrap_room, share) is End.DECODE:
+        receiver.kv_mgr.record_failure(receiver.bootstrap_room, LOST)
+        receiver.conclude_state = KVPoll.Failed  # what the next poll says
+        return KVPoll.Failed
+    if link is None:
+        return status
     done_s = getattr(receiver, "pla_done_s", None)
     if done_s is None:
         done_s = receiver.pla_done_s = link.done_s(getattr(receiver, "pla_tokens", 0), time.perf_counter())
     return status if time.perf_counter() >= done_s else KVPoll.Transferring
+
+
+def around_sender_poll(original: Callable[..., Any], sender: Any) -> Any:
+    """A transfer that the link loses at this end fails as soon as both ends know of each other."""
+    status = original(sender)
+    share = pla_config.current().emulate_kv_failures
+    if not share:
+        return status
+    from sglang.srt.disaggregation.base import KVPoll
+
+    if status in (KVPoll.Failed, KVPoll.Bootstrapping) or lost_at(sender.bootstrap_room, share) is not End.PREFILL:
+        return status
+    sender.kv_mgr.record_failure(sender.bootstrap_room, LOST)
+    return KVPoll.Failed
 
 
 def kv_link() -> KvLink | None:

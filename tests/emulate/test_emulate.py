@@ -222,6 +222,8 @@ def test_combinations_that_cannot_work(args: dict[str, Any], message: str) -> No
     ("knobs", "message"),
     [
         ({"time_scale": 2.0}, "need --pla-emulate PROFILE"),
+        ({"emulate_kv_failures": 0.1}, "need --pla-emulate PROFILE"),
+        ({"emulate": PROFILE, "emulate_kv_failures": 1.5}, "--pla-emulate-kv-failures 1.5 is out of range"),
         ({"emulate": PROFILE, "time_scale": 0}, "--pla-time-scale 0 is out of range"),
         ({"emulate": PROFILE, "time_scale": float("nan")}, "--pla-time-scale nan is out of range"),
         ({"emulate": PROFILE, "emulate_kv_gbps": -1}, "--pla-emulate-kv-gbps -1 is out of range"),
