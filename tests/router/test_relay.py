@@ -149,6 +149,24 @@ def test_aborts_name_requests_as_the_instance_does(fields: dict[str, Any], rids:
     run(scenario)
 
 
+@pytest.mark.parametrize("kinds", [("unified",), PAIR])
+def test_a_rid_that_is_null_is_none(kinds: tuple[str, ...]) -> None:
+    """Clients that write every field send it; the instance must know the request under the router's name."""
+
+    async def scenario() -> None:
+        async with setting(*kinds, scripts={0: Script(first_s=30)}) as here:
+            _, writer = await here.connect()
+            writer.write(request_bytes({"text": "x", "rid": None}))
+            await here.until(lambda: here.instances[0].held)
+            [ask] = here.control.of(m.Ask)
+            assert all(json.loads(one.requests[0][1])["rid"] == ask.rid for one in here.instances)
+            writer.close()
+            await here.until(lambda: not any(one.held for one in here.instances), patience_s=1.0)
+            here.check_balance()
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("how", ["abort", "cut"])
 @pytest.mark.parametrize("body", [ASK, STREAM])
 def test_decode_is_freed_when_the_prefill_fails(how: str, body: dict[str, Any]) -> None:
