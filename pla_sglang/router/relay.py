@@ -110,9 +110,9 @@ class Relay:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Listen. Raises OSError where the address is taken by somebody who does not share it."""
-        sock = listening_socket(self.config.host, self.config.port)
+    async def start(self, *, shared: bool = False) -> None:
+        """Listen; ``shared``: beside the other relays of the router. Raises OSError where the address is taken."""
+        sock = listening_socket(self.config.host, self.config.port, shared=shared)
         self._server = await self.loop.create_server(lambda: ClientConnection(self), sock=sock, backlog=BACKLOG)
         self.port = sock.getsockname()[1]
         self._tick()
@@ -365,15 +365,20 @@ class _AdminWait:
         """Nothing is being written."""
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound, and shared with the other relays of the router (SO_REUSEPORT). Raises OSError."""
+def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bound; ``shared`` with the other relays of the router, and with anybody who asks for that as well (SO_REUSEPORT).
+
+    Raises:
+        OSError: the address is taken.
+    """
     [(family, kind, _, _, address), *_] = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
     sock = socket.socket(family, kind, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
         sock.setblocking(False)
     except OSError:

@@ -24,7 +24,7 @@ from bench.routing.arms import Instances, mocks
 from bench.routing.wire import request_body
 from pla_sglang.errors import ConfigError
 from pla_sglang.launch_router import main, parse
-from pla_sglang.router.children import EXIT_BAD_ARGUMENTS
+from pla_sglang.router.children import EXIT_BAD_ARGUMENTS, EXIT_FAILED
 from pla_sglang.testing.server import free_port
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -155,6 +155,15 @@ def test_a_control_plane_that_refuses_its_flags_ends_the_router() -> None:
     assert "nonsense" in refused.stderr
     command[-3:] = ["1", "--policy", "nonsense"]
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == EXIT_BAD_ARGUMENTS
+
+
+@pytest.mark.parametrize("relays", ["0", "1"])
+def test_another_router_does_not_share_the_port(router: Running, relays: str) -> None:
+    """The kernel would give it every other connection."""
+    command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(router.port)]
+    refused = subprocess.run([*command, "--relay-workers", relays], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == EXIT_FAILED
+    assert "in use" in refused.stderr
 
 
 def test_sigterm_lets_streams_end(router: Running) -> None:
