@@ -248,6 +248,43 @@ def test_slow_clients_are_not_waited_for() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("chunks", [False, True])
+def test_a_body_in_drops_is_not_waited_for(chunks: bool) -> None:
+    """Each byte comes in time, the body never does."""
+
+    async def scenario() -> None:
+        async with setting("unified", config=RelayConfig(body_timeout_s=0.3)) as here:
+            reader, writer = await here.connect()
+            length = "transfer-encoding: chunked" if chunks else "content-length: 100000"
+            writer.write(f"POST /generate HTTP/1.1\r\nhost: x\r\n{length}\r\n\r\n".encode())
+            answer, started_s = asyncio.ensure_future(reader.read()), here.relay.now_s()
+            while not answer.done() and here.relay.now_s() < started_s + 3:
+                writer.write(b"1\r\n{\r\n" if chunks else b"{")
+                await asyncio.sleep(0.05)
+            assert b"408" in await answer
+            assert here.relay.now_s() - started_s < 2
+            writer.close()
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_a_long_body_may_take_longer_than_its_time_limit() -> None:
+    """As long as it comes on."""
+
+    async def scenario() -> None:
+        async with setting("unified", config=RelayConfig(body_timeout_s=0.5)) as here:
+            reader, writer = await here.connect()
+            raw = request_bytes({"text": "x" * 200_000})
+            for start in range(0, len(raw), 20_000):
+                writer.write(raw[start : start + 20_000])
+                await asyncio.sleep(0.1)
+            assert (await read_answer(reader)).status == 200
+            writer.close()
+
+    run(scenario)
+
+
 def test_bodies_on_their_way_are_bounded_together() -> None:
     async def scenario() -> None:
         async with setting("unified", config=RelayConfig(max_buffered_bytes=1000)) as here:
@@ -308,6 +345,19 @@ def test_expect_continue() -> None:
     run(scenario)
 
 
+def test_an_id_that_is_in_use() -> None:
+    async def scenario() -> None:
+        async with setting("unified", scripts={0: Script(first_s=0.2)}) as here:
+            first = asyncio.ensure_future(here.ask(ASK | {"rid": "the-same-name"}))
+            await here.until(lambda: here.relay.open)
+            second = await here.ask(ASK | {"rid": "the-same-name"})
+            assert (second.status, second.error["type"]) == (409, "rid_in_use")
+            assert (await first).status == 200
+            here.check_balance()
+
+    run(scenario)
+
+
 def test_keys() -> None:
     async def scenario() -> None:
         config = RelayConfig(api_key="users", admin_key="root")
@@ -325,6 +375,9 @@ def test_keys() -> None:
             assert (await here.ask(None, "/metrics", method="GET")).status == 200
             assert (await here.ask(None, "/health", method="GET")).status == 200
             here.check_balance()
+        async with setting("unified", config=RelayConfig(api_key="users")) as here:  # then it is the operators' as well
+            assert (await here.ask({"url": "http://127.0.0.1:1"}, "/workers")).status == 401
+            assert (await here.ask(None, "/workers", method="GET", headers=right)).status == 200
 
     run(scenario)
 
