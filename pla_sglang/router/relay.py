@@ -325,6 +325,7 @@ class Relay:
         self.pool.sweep(now_s)
         if now_s >= self._report_at_s:
             self._report_at_s = now_s + REPORT_S
+            self._counters["access_lines_lost_total"] = self._access.lost
             self.say(RelayReport(self.number, now_s, dict(self._counters), self.gauges()))
             self._access.flush()
         self._ticker = self.loop.call_later(TICK_S, self._tick)

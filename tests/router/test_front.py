@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -413,6 +414,24 @@ def test_the_access_log_has_one_line_a_request(tmp_path: Any) -> None:
         assert "secret" not in log.read_text()
 
     run(scenario)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """Time limits go on: they share a timer with the log."""
+
+    async def scenario() -> None:
+        limits = RelayConfig(access_log="/dev/full", first_byte_timeout_s=0.5)
+        async with setting("unified", config=limits) as here:
+            assert (await here.ask(ASK)).status == 200
+            await asyncio.sleep(1.3)  # written once a second
+            here.instances[0].script.first_s = 30
+            assert (await here.ask(ASK)).status == 504
+            await here.until(lambda: here.control.of(m.RelayReport)[-1].counters["access_lines_lost_total"] == 2)
+            here.check_balance()
+
+    run(scenario)
+    assert len([one for one in caplog.records if "access log" in one.message]) == 1
 
 
 def test_settings_check_themselves() -> None:
