@@ -186,7 +186,12 @@ class Monitor:
             self.restarted(worker)
         elif worker.description is None:
             self._table.describe(worker, said, self._clock())
-            self._told.described(worker)
+            try:
+                self._told.described(worker)
+            except ConfigError as error:  # it cannot serve like that, and its detail says why
+                worker.description = None
+                logger.error("worker %s: %s", worker.view.name, error)
+                raise WorkerError(str(error)) from None
             self._tell_classes()
 
     def restarted(self, worker: Worker) -> None:

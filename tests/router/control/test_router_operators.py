@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_instance import FakeInstance
@@ -63,6 +65,101 @@ def test_the_worker_file_is_read_again(tmp_path: Path) -> None:
         await plane.stop()
         await first.stop()
         await second.stop()
+
+    run(work)
+
+
+def test_a_worker_that_the_file_wants_drained_never_serves(tmp_path: Path) -> None:
+    """Also where the file says so before it has answered for the first time."""
+
+    async def work() -> None:
+        first, second = await FakeInstance().start(), await FakeInstance().start()
+        path = tmp_path / "workers.json"
+
+        def say(drain: bool) -> None:
+            path.write_text(json.dumps({"workers": [{"url": first.url, "drain": drain}, {"url": second.url}]}))
+
+        say(True)
+        plane = Plane(ControlKnobs(worker_file=path, health=QUICK))
+        await plane.start()
+        one = Scene(plane, [first, second])
+        await one.until(lambda: [worker.state for worker in plane.table] == [WorkerState.DRAINING, WorkerState.READY])
+        say(False)
+        assert one.admin("POST", "/pla/reload")[0] == 200
+        await one.ready(2)
+        await plane.stop()
+        for each in (first, second):
+            await each.stop()
+
+    run(work)
+
+
+def test_a_memory_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        folder = tmp_path / "there"
+        folder.mkdir()
+        async with scene(["null"], memory_file=folder / "memory.json", pending_s=0.5) as one:
+            await one.until((folder / "memory.json").exists)
+            shutil.rmtree(folder)
+            one.admin("POST", "/workers/0/drain")
+            await one.until(lambda: "memory file" in caplog.text)
+            assert one.ask("waits") is None
+            await one.until(lambda: isinstance(one.relay.told[-1], m.Refuse))  # told by the timer that also writes
+            one.ended("waits", m.Outcome.REFUSED)
+            folder.mkdir()
+            await one.until((folder / "memory.json").exists)
+            assert caplog.text.count("memory file") == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize("knobs", [{"record": Path("/no/such/folder/run.jsonl")}, {"profile": "no-such-gpu"}])
+def test_what_cannot_work_is_refused_at_the_start(knobs: dict[str, Any]) -> None:
+    async def work() -> None:
+        plane = Plane(ControlKnobs(**knobs))
+        with pytest.raises(ConfigError, match="no"):
+            await plane.start()
+
+    run(work)
+
+
+def test_an_instance_whose_policy_cannot_be_made_says_why() -> None:
+    """Known once the first instance has said what it is: this one, that it has no KV cache."""
+
+    async def work() -> None:
+        instance = await FakeInstance(max_total_num_tokens=0).start()
+        plane = Plane(ControlKnobs(workers=(instance.url,), health=QUICK))
+        await plane.start()
+        one = Scene(plane, [instance])
+        await one.until(lambda: "kv_capacity_tokens" in one.admin("GET", "/workers/0")[1]["detail"])
+        assert one.admin("GET", "/workers/0")[1]["state"] == "starting"
+        await plane.stop()
+        await instance.stop()
+
+    run(work)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_recording_that_cannot_go_on_costs_no_request() -> None:
+    async def work() -> None:
+        async with scene(["null"], record=Path("/dev/full")) as one:
+            for number in range(300):
+                assert isinstance(one.ask(f"r{number}"), m.Assign)
+                one.ended(f"r{number}")
+            assert "space" in one.admin("GET", "/pla/state")[1]["record_error"]
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_another_life_does_not_write_over_a_recording(tmp_path: Path) -> None:
+    async def work() -> None:
+        record, memory = tmp_path / "run.jsonl.gz", tmp_path / "memory.json"
+        for life in ("first", "second"):
+            async with scene(["null"], record=record, memory_file=memory) as one:
+                assert isinstance(one.ask(life), m.Assign)
+                one.ended(life)
+        assert [replay_file(tmp_path / name)[1].count for name in ("run.jsonl.gz", "life2.run.jsonl.gz")] == [1, 1]
 
     run(work)
 
