@@ -19,7 +19,7 @@ import enum
 
 import msgspec
 
-PROTOCOL = 3  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 4  # raised with every change of a message; sides that disagree refuse each other
 
 
 class Endpoint(enum.IntEnum):
@@ -59,6 +59,7 @@ class Outcome(enum.IntEnum):
     TIMED_OUT = 7  # a time limit of the router
     ABORTED = 8  # by an Abort from control
     NO_CONTROL = 9  # the control plane did not answer in time
+    DRAINED = 10  # the router stops, and its time for open requests is over
 
 
 class FailureKind(enum.IntEnum):
@@ -323,12 +324,6 @@ class Abort(Message, frozen=True):
     message: str
 
 
-class Drain(Message, frozen=True):
-    """Accept no new connections, finish what is open, then leave."""
-
-    relay: int
-
-
 class AdminAnswer(Message, frozen=True):
     number: int
     status: int
@@ -340,4 +335,4 @@ class AdminAnswer(Message, frozen=True):
 BEAT_INTERVAL_S = 0.25
 
 FromRelay = Ask | Stage | Ended | Failure | Hello | RelayReport | AdminAsk
-FromControl = Table | Beat | Assign | Refuse | Abort | Drain | AdminAnswer
+FromControl = Table | Beat | Assign | Refuse | Abort | AdminAnswer

@@ -348,6 +348,27 @@ def test_drain_ends_what_is_open_and_takes_nothing_new() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("kinds", [("unified",), PAIR])
+def test_what_outlasts_a_drain_is_told_and_freed(kinds: tuple[str, ...]) -> None:
+    """The relay ends right after; its aborts still arrive."""
+
+    async def scenario() -> None:
+        async with setting(*kinds, config=RelayConfig(drain_timeout_s=0.2), scripts={0: Script(first_s=30)}) as here:
+            late = asyncio.ensure_future(here.ask(ASK))
+            await here.until(lambda: all(one.held for one in here.instances))
+            await here.relay.drain()
+            await here.relay.stop()
+            answer = await late
+            assert (answer.status, answer.error["type"]) == (503, "draining")
+            [ended] = here.ended()
+            assert (ended.outcome, sorted(ended.aborted)) == (m.Outcome.DRAINED, list(range(len(kinds))))
+            assert all(one.aborts == [ended.rid] for one in here.instances)
+            assert not any(one.held for one in here.instances)
+            here.check_balance()
+
+    run(scenario)
+
+
 def test_small_writes_are_not_held_back() -> None:
     async def scenario() -> None:
         async with setting("unified") as here:

@@ -33,7 +33,7 @@ class End(enum.Enum):
     DECODE_ABORTED = "decode_aborted"
     INSTANCE_DEAD = "instance_dead"
     RELAY_LOST = "relay_lost"  # the relay process that held its sockets has gone
-    ROUTER_DRAIN = "router_drain"
+    ROUTER_DRAIN = "router_drain"  # the router stops, and its time for open requests is over
 
 
 class Side(enum.Enum):

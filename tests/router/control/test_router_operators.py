@@ -194,6 +194,56 @@ def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
     run(work)
 
 
+def opened(rid: str, assign: m.Assign) -> m.OpenRequest:
+    return m.OpenRequest(m.Ask(rid, 0, m.Endpoint.CHAT, True, time.monotonic(), 30, 50), assign, ())
+
+
+def test_a_request_at_an_instance_that_is_not_known_stays_its_relays() -> None:
+    """The last life ended before it had written down who has this number."""
+
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            for rid, assign in (("one", m.Assign("one", 1, 77)), ("two", m.Assign("two", 1, 1, 78, "h", 1, 5))):
+                one.plane.hear(m.Hello(0, m.PROTOCOL, 1, (opened(rid, assign),)))
+                assert one.plane.desk.ledger.live == 1
+                one.stage(rid, m.Step.FIRST_TOKEN)
+                one.ended(rid)
+                one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_request_that_was_given_up_by_mistake_is_ended_by_its_relay() -> None:
+    """Its relay was not heard for a while, so its instances were told to abort it; they have not confirmed yet."""
+
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            assign = one.ask("r")
+            assert isinstance(assign, m.Assign)
+            one.instances[0].abort_status = 500
+            one.plane.forget(0)
+            one.plane.attach(0, one.relay)
+            one.plane.hear(m.Hello(0, m.PROTOCOL, 1, (opened("r", assign),)))
+            assert (one.relay.last(m.Abort).rid, one.relay.last(m.Abort).code) == ("r", "relay_lost")
+            one.ended("r", m.Outcome.ABORTED)
+            one.instances[0].abort_status = 200
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_router_that_stops_ends_requests_as_such() -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            one.ask("r")
+            one.ended("r", m.Outcome.DRAINED, aborted=(0,))
+            assert one.admin("GET", "/pla/ledger")[1]["ended"] == {"router_drain": 1}
+            one.assert_at_rest()
+
+    run(work)
+
+
 def test_an_operators_wishes_outlive_a_restart(tmp_path: Path) -> None:
     async def work() -> None:
         memory = tmp_path / "memory.json"
