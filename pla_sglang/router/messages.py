@@ -116,6 +116,7 @@ class Ask(Message, frozen=True):
         reached: former attempts that instances got; each has another id there (``body.rid_there``).
         again, detail: of an ``attempt`` above 1: why the former one is over, as a code and for people.
         body: the JSON body, with Prompts.BODY only.
+        rids: the client's own names for the prompts of a batch, under which instances know them.
     """
 
     rid: str
@@ -142,6 +143,7 @@ class Ask(Message, frozen=True):
     detail: str = ""
     body: bytes | None = None
     parent: str | None = None
+    rids: tuple[str, ...] = ()
 
 
 class Stage(Message, frozen=True):

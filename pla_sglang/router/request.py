@@ -161,6 +161,7 @@ def ask_of(  # the arguments are what a relay knows, each from another place
         wishes.session,
         wishes.trace,
         parent=wishes.parent,
+        rids=body.rids,
     )
 
 

@@ -144,6 +144,7 @@ def test_aborts_name_requests_as_the_instance_does(fields: dict[str, Any], rids:
             writer.close()
             await here.until(lambda: len(here.instances[0].aborts) >= len(rids))
             assert sorted(here.instances[0].aborts[: len(rids)]) == rids
+            assert here.control.of(m.Ask)[0].rids == tuple(rids if isinstance(fields.get("rid"), list) else ())
             here.check_balance()
 
     run(scenario)

@@ -31,7 +31,8 @@ def _adopt(desk: Desk, one: m.OpenRequest, now_s: float) -> None:
     prompt = desk.prompts.look(ask)
     story = Story(ask.rid, ask.arrived_s, ask.tenant or "", prompt.tokens, prompt.exact, admission="adopted")
     request = Open(ask, desk.view_of(ask, prompt), prompt, story, prefill=prefill, decode=decode)
-    entry = desk.ledger.open(ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay), prompts=ask.prompts)
+    about = {"tenant": ask.tenant or "", "relay": str(ask.relay)}
+    entry = desk.ledger.open(ask.rid, now_s, prompts=ask.prompts, rids=ask.rids, **about)
     entry.reached = ask.reached
     sides = [(worker.number, side) for worker, side in desk.legs_of(request)]
     if sides:

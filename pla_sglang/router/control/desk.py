@@ -97,7 +97,9 @@ class Desk:
         story = Story(ask.rid, ask.arrived_s, ask.tenant or "", prompt.tokens, prompt.exact)
         request = Open(ask, self.view_of(ask, prompt), prompt, story)
         story.slo_ttft_s = request.view.ttft_slo_s
-        self.ledger.open(ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay), prompts=ask.prompts)
+        self.ledger.open(
+            ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay), prompts=ask.prompts, rids=ask.rids
+        )
         self.open[ask.rid] = request
         self.stories.open(story)
         verdict = self.admission.before(self.ledger.live - 1, queued=len(self.queue))

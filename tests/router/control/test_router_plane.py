@@ -283,6 +283,22 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
     run(work)
 
 
+def test_an_instance_that_did_not_hear_its_pool_is_told_again() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"], has_role=True, policy="pla") as one:
+            await one.until(lambda: one.instances[0].roles == ["mixed"])
+            one.instances[0].role_status = 503
+            other = await FakeInstance("prefill", has_role=True).start()
+            one.admin("POST", "/workers", {"url": other.url})  # so the first one gets a pool
+            await one.until(lambda: "does not know its class" in one.admin("GET", "/workers/0")[1]["detail"])
+            one.instances[0].role_status = 200
+            await one.until(lambda: one.instances[0].roles == ["mixed", "long"])
+            await one.until(lambda: one.admin("GET", "/workers/0")[1]["detail"] == "")
+            await other.stop()
+
+    run(work)
+
+
 def check_signals(state: dict[str, Any], metrics: str) -> None:
     """Of each instance, psi is the sum of its parts, and its pool's pressure is the largest one (of fewer than ten)."""
     told = {
