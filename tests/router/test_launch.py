@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ from bench.routing.arms import Instances, mocks
 from bench.routing.wire import request_body
 from pla_sglang.errors import ConfigError
 from pla_sglang.launch_router import main, parse
+from pla_sglang.router import control
 from pla_sglang.router.children import EXIT_BAD_ARGUMENTS, EXIT_FAILED
 from pla_sglang.testing.server import free_port
 
@@ -31,9 +33,12 @@ _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def test_flags_go_to_the_part_that_knows_them() -> None:
-    plan = parse(["--port", "7", "--worker", "http://a:1", "--relay-workers", "2", "--head-timeout-s", "3"])
-    assert (plan.config.port, plan.config.head_timeout_s, plan.relays, plan.carrier) == (7, 3.0, 2, "unix://")
-    assert plan.control_arguments == ["--worker", "http://a:1"]
+    urls = ["http://a:1", "http://b:2", "http://c:3"]
+    plan = parse([*("--worker", *urls[:2], "--port", "7"), *("--worker", urls[2], "--relay-workers", "2")])
+    assert (plan.config.port, plan.config.head_timeout_s, plan.relays, plan.carrier) == (7, 10.0, 2, "unix://")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    control.add_arguments(parser)
+    assert control.knobs_of(parser.parse_args(plan.control_arguments)).workers == tuple(urls)
 
 
 @pytest.mark.parametrize("bad", [["--relay-workers", "-1"], ["--port", "70000"], ["--head-timeout-s", "0"]])
