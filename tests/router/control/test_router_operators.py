@@ -17,6 +17,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.parity import replay_file
 from pla_sglang.router import messages as m
 from pla_sglang.router.control import ControlKnobs, Plane
+from pla_sglang.router.control.driver import LIVE_POLICIES
 from pla_sglang.router.control.workers import WorkerState
 
 
@@ -265,7 +266,7 @@ def test_an_operators_wishes_outlive_a_restart(tmp_path: Path) -> None:
     run(work)
 
 
-@pytest.mark.parametrize("policy", ["two-choices", "cache-aware", "pla", "arrow-no-flips"])
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
 def test_a_recorded_run_replays_to_the_same_decisions(policy: str, tmp_path: Path) -> None:
     async def work() -> None:
         path = tmp_path / "run.jsonl.gz"
@@ -288,6 +289,33 @@ def test_a_recorded_run_replays_to_the_same_decisions(policy: str, tmp_path: Pat
         header, result = replay_file(path)
         assert header.policy == policy
         assert result.count >= 120
+        assert result.identical_share == 1.0, result.differences
+
+    run(work)
+
+
+def test_moves_between_pools_replay(tmp_path: Path) -> None:
+    """The controller's inner state too: averages, period, pause after a move."""
+
+    async def work() -> None:
+        path = tmp_path / "run.jsonl.gz"
+        quick = {"pressure_interval_s": 0.1, "pressure_cool_down_s": 0.3, "slo_ttft_s": 0.05, "boundary_tokens": 100}
+        modes = [*["prefill"] * 4, "decode"]
+        async with scene(modes, has_role=True, policy="pla", record=path, **quick) as one:
+            driver = one.plane.desk.driver
+            assert driver is not None
+            for turn, busy in enumerate(("short", "long")):
+                for number in range(12):
+                    one.ask(f"r{turn}-{number}", input_tokens=90 if busy == "short" else 900, exact_tokens=True)
+                for worker, fake in zip(one.plane.table, one.instances, strict=True):
+                    wanted = worker.view.length_class is not None and worker.view.length_class.value == busy
+                    fake.load |= {"num_waiting_uncached_tokens": 100_000 if wanted else 0}
+                await one.until(lambda turn=turn: driver.flips > turn, 8.0)  # type: ignore[misc]
+                for number in range(12):
+                    one.stage(f"r{turn}-{number}", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+                    one.ended(f"r{turn}-{number}")
+        _, result = replay_file(path)
+        assert {"pla.pressure_short", "pla.pressure_long"} <= set(result.reasons)
         assert result.identical_share == 1.0, result.differences
 
     run(work)
