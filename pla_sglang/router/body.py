@@ -123,6 +123,8 @@ def read(body: bytes) -> Body:
         return _summary(members, params, ids_cut)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadBody("bad_json", f"the body is not a JSON object: {error}") from None
+    except RecursionError:
+        raise BadBody("bad_json", "the body is nested too deeply") from None
 
 
 def _params_of(raw: msgspec.Raw) -> list[_Params]:

@@ -81,6 +81,15 @@ def test_a_rid_that_could_end_a_header_is_refused(rid: Any) -> None:
         b.read(json.dumps({"rid": rid}).encode())
 
 
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize("name", ["x", "rid", "n", "sampling_params", "priority", "prompt"])
+def test_what_is_nested_too_deeply(name: str) -> None:
+    with pytest.raises(b.BadBody, match="nested too deeply"):
+        b.read(b'{"%s":%s}' % (name.encode(), DEEP))
+
+
 @pytest.mark.parametrize("raw", [b"", b"[]", b"3", b"{", b'{"a":}', b'{"a":1}x', b'{"rid":""}'])
 def test_what_is_no_json_object(raw: bytes) -> None:
     with pytest.raises(b.BadBody):

@@ -116,7 +116,7 @@ class Routes:
             made = error_answer(str(error), error.status)
         except ConfigError as error:
             made = error_answer(str(error), 400)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             made = error_answer(f"the body is not as it should be: {error}", 400)
         return AdminAnswer(ask.number, made.status, made.content_type, made.body, made.headers)
 

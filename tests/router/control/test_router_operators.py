@@ -46,6 +46,17 @@ def test_workers_come_and_go() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("body", [b"", b"\xff", b'{"url": "\xff"}', b'{"url": [3]}', b'{"x":' + b"[" * 100_000])
+def test_a_body_that_is_none_is_the_operators_mistake(body: bytes) -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            one.plane.hear(m.AdminAsk(7, 0, "POST", "/workers", "", body))
+            answer = one.relay.last(m.AdminAnswer)
+            assert (answer.number, answer.status) == (7, 400)
+
+    run(work)
+
+
 def test_the_worker_file_is_read_again(tmp_path: Path) -> None:
     async def work() -> None:
         first, second = await FakeInstance().start(), await FakeInstance().start()
