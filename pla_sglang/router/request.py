@@ -29,6 +29,7 @@ _HOP = frozenset(
         *(b"host", b"content-length", b"expect", b"traceparent", b"x-request-id"),
     }
 )
+_USUAL_OPTIONS = frozenset({b"close", b"keep-alive"})
 _TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")  # W3C: zeroes are no ids
 _SPAN, _FLAGS = slice(36, 52), slice(53, 55)  # in a traceparent
 _LABEL = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_LABEL_CHARS)
@@ -208,13 +209,22 @@ def passed_on(head: RequestHead, *, keep_key: bool) -> bytes:
 
     ``keep_key``: its Authorization is meant for the instance; else it was for the router.
     """
+    hop = _HOP | _named_by_connection(head) if head.own_hop else _HOP
     return b"".join(
         [
             b"%s: %s\r\n" % (name, value)
             for name, value in head.headers
-            if name not in _HOP and (keep_key or name != b"authorization")
+            if name not in hop and (keep_key or name != b"authorization")
         ]
     )
+
+
+def _named_by_connection(head: RequestHead) -> frozenset[bytes]:
+    """Headers that are about this connection alone, as the client says (RFC 9110, section 7.6.1)."""
+    values = [value.lower() for name, value in head.headers if name == b"connection"]
+    if all(value in _USUAL_OPTIONS for value in values):
+        return frozenset()
+    return frozenset(option.strip() for value in values for option in value.split(b","))
 
 
 def head_to(worker: Worker, head: RequestHead, length: int, lines: bytes) -> bytes:

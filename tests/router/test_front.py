@@ -249,6 +249,19 @@ def test_expect_continue() -> None:
     run(scenario)
 
 
+def test_what_is_about_the_clients_connection_stays_here() -> None:
+    async def scenario() -> None:
+        async with setting("unified") as here:
+            for options in ("keep-alive", "Keep-Alive, X-Mine"):
+                headers = {"connection": options, "x-mine": "1", "x-yours": "2", "keep-alive": "timeout=5"}
+                assert (await here.ask(ASK, headers=headers)).status == 200
+            first, second = ({name for name, _ in one.headers} for one, _ in here.instances[0].requests)
+            assert first - second == {b"x-mine"}
+            assert not {b"connection", b"keep-alive"} & first
+
+    run(scenario)
+
+
 def test_an_id_that_is_in_use() -> None:
     async def scenario() -> None:
         async with setting("unified", scripts={0: Script(first_s=0.2)}) as here:
