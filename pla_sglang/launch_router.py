@@ -27,7 +27,7 @@ HELP = {
     "host": "where to listen",
     "port": "where to listen; 0: a free port, which is printed",
     "api_key": "clients must send it as bearer token",
-    "admin_key": "needed for /workers and /pla/*",
+    "admin_key": "needed for /workers and /pla/*; without it, the key of clients is",
     "access_log": "off, - (stderr) or a file: one JSON object a request",
 }
 
@@ -111,8 +111,10 @@ async def apart(plan: Plan) -> int:
     """Raises OSError where the port is taken."""
     from pla_sglang.router.relay import listening_socket
 
+    if plan.config.port:
+        listening_socket(plan.config.host, plan.config.port).close()  # another router there would share its port
     # Held, not listening: the relays share the port with it, nobody else can take it, and port 0 becomes a number.
-    holder = listening_socket(plan.config.host, plan.config.port)
+    holder = listening_socket(plan.config.host, plan.config.port, shared=True)
     try:
         config = dataclasses.replace(plan.config, port=holder.getsockname()[1])
         announce(config, config.port, plan.relays)

@@ -220,6 +220,7 @@ class Probe:
     def state(self) -> dict[str, Any]:
         """For /pla/state."""
         return {
+            "instance": self.identity.instance,
             "reports": self.sequence,
             "report_s": self.report_s,
             "addresses": [pusher.address for pusher in self.pushers],

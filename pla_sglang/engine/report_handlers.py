@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from typing import Any
 
 from pla_sglang import config as pla_config
@@ -10,6 +11,8 @@ from pla_sglang.engine.probe import Identity, Probe
 from pla_sglang.telemetry.push import Pusher
 
 logger = logging.getLogger(__name__)
+
+EVERYWHERE = frozenset({"", "0.0.0.0", "::", "*"})
 
 _probe: Probe | None = None  # None before the scheduler is ready, and on ranks that do not report
 _received = 0  # before the probe was there
@@ -30,11 +33,16 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     return info
 
 
+def name_of(host: str, port: int) -> str:
+    """Of a server in its reports. Servers that listen on every address of their machine have the same host."""
+    return f"{socket.gethostname() if host in EVERYWHERE else host}:{port}"
+
+
 def build(scheduler: Any, config: pla_config.PlaConfig) -> Probe:
     """The probe that ``config`` asks for, connected."""
     args = scheduler.server_args
     identity = Identity(
-        instance=config.instance or f"{args.host}:{args.port}",
+        instance=config.instance or name_of(args.host, args.port),
         dp_rank=scheduler.ps.dp_rank or 0,
         dp_size=args.dp_size,
         disaggregation=args.disaggregation_mode,

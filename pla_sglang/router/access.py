@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import BinaryIO
@@ -11,17 +12,22 @@ import msgspec
 from pla_sglang.router.messages import Ask, Assign, Ended
 
 FLUSH_BYTES = 65_536
+_log = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 
 class AccessLog:
     """Appends to a file ("-": stderr; "off": nowhere). Lines of several relays do not mix: each block is one write.
 
+    A full disk costs lines, not requests: ``lost`` counts them.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
     def __init__(self, target: str) -> None:
+        self.lost = 0
+        self._fails = False  # the last block could not be written
         self._file: BinaryIO | None = None
         self._owned = target not in ("off", "-")
         if target == "-":
@@ -43,8 +49,15 @@ class AccessLog:
 
     def flush(self) -> None:
         if self._file is not None and self._lines:
-            self._file.write(b"".join(self._lines))
-            self._file.flush()
+            try:
+                self._file.write(b"".join(self._lines))
+                self._file.flush()
+                self._fails = False
+            except OSError as error:
+                self.lost += len(self._lines)
+                if not self._fails:
+                    _log.error("the access log cannot be written, and loses lines: %s", error)
+                self._fails = True
         self._lines.clear()
         self._bytes = 0
 

@@ -80,6 +80,7 @@ class Body(msgspec.Struct, gc=False, frozen=True):
     Attributes:
         rid: the client's own; None: none, or a list of them.
         rids: that list.
+        null_rid: there is a rid, and it is null: as if there were none.
         input_tokens: over all prompts; an estimate unless ``exact_tokens``.
         prompts: at least 1.
         samples: ``n``, at least 1.
@@ -94,6 +95,7 @@ class Body(msgspec.Struct, gc=False, frozen=True):
     samples: int = 1
     output_tokens: int | None = None
     priority: int | None = None
+    null_rid: bool = False
 
 
 _NO_PARAMS = _Params()
@@ -156,7 +158,8 @@ def _summary(members: _Members, params: list[_Params], ids_cut: int | None) -> B
         output_tokens=_integer(members.max_completion_tokens)
         or _integer(members.max_tokens)
         or _integer(first.max_new_tokens),
-        priority=None if members.priority is _EMPTY else _integer(members.priority),
+        priority=None if members.priority is _EMPTY else _priority(members.priority),
+        null_rid=rid is None and not rids and members.rid is not _EMPTY,
     )
 
 
@@ -168,8 +171,9 @@ def _rids(raw: msgspec.Raw) -> tuple[str | None, tuple[str, ...]]:
     for rid in given if isinstance(given, list) else [given]:
         if not isinstance(rid, str) or _RID.fullmatch(rid) is None:
             raise BadBody("bad_rid", f"rid must have 1 to {MAX_RID_CHARS} visible ASCII characters, got {rid!r:.60}")
-        if rid.startswith(RID_PREFIX):
-            raise BadBody("reserved_field", f"rid may not start with {RID_PREFIX!r}")
+        # Nor be the beginning of it: an abort of "p" would end every request that the router has named.
+        if rid.startswith(RID_PREFIX) or RID_PREFIX.startswith(rid):
+            raise BadBody("reserved_field", f"rid may not start with {RID_PREFIX!r}, nor be its beginning")
     return (None, tuple(given)) if isinstance(given, list) else (given, ())
 
 
@@ -203,6 +207,13 @@ def _integer(raw: msgspec.Raw) -> int | None:
         return None
     digits = bytes(raw)
     return int(digits) if digits.isdigit() and len(digits) < 10 else None
+
+
+def _priority(raw: msgspec.Raw) -> int | None:
+    """As ``_integer``; it may be below 0."""
+    sign, digits = (-1, msgspec.Raw(bytes(raw)[1:])) if _first(raw) == b"-" else (1, raw)
+    value = _integer(digits)
+    return None if value is None else sign * value
 
 
 def _samples(raw: msgspec.Raw) -> int:

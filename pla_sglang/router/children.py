@@ -85,7 +85,7 @@ async def relay_main(settings: dict[str, Any]) -> int:
     wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
     relay = Relay(config, number=settings["number"], say=wire.say, rng=seeded())
     wire.start(relay.tell, relay.on_attached)
-    await relay.start()
+    await relay.start(shared=True)
     settle()
     await stop.asked.wait()
     await until_first(relay.drain(), stop.forced.wait())

@@ -19,14 +19,14 @@ class RelayConfig:
     Attributes:
         host, port: where clients connect; every relay of a router listens there.
         api_key: what clients must send as bearer token; empty: they need none.
-        admin_key: as ``api_key``, for /workers and /pla/*; empty: nobody is asked.
+        admin_key: as ``api_key``, for /workers and /pla/*; empty: ``api_key`` is needed there too.
         access_log: "off", "-" for stderr, or a file: one JSON object a request.
         max_head_bytes, max_headers, max_body_bytes: of one request; more is refused.
         max_buffered_bytes: of all bodies that are on their way in, in one relay; then 503.
         max_kept_bytes: of all bodies that are kept for another attempt, in one relay; beyond it a request gets none.
         max_connections: of clients, in one relay; further ones are closed at once.
         head_timeout_s: for a complete request head, from its first byte or from the connection's start.
-        body_timeout_s: for the next byte of a request body.
+        body_timeout_s: for the next 16 KiB of a request body, or what is left of it.
         idle_timeout_s: between two requests of a connection.
         write_timeout_s: for a client to read on, once its buffers are full.
         connect_timeout_s: to an instance. connect_attempts: dispatches until the client is told.

@@ -300,8 +300,8 @@ class Exchange:
     def client_gone(self, detail: str) -> None:
         self._end(Outcome.CLIENT_GONE, self._answer.status if self._first_s is not None and self._answer else 0, detail)
 
-    def on_abort(self, abort: Abort) -> None:
-        self._fail(Outcome.ABORTED, abort.status, abort.code, abort.message)
+    def on_abort(self, abort: Abort, outcome: Outcome = Outcome.ABORTED) -> None:
+        self._fail(outcome, abort.status, abort.code, abort.message)
 
     def tick(self, now_s: float) -> None:
         """Time limits; called a few times a second. A client that does not read is the client connection's matter."""

@@ -29,6 +29,8 @@ KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 30, 10, 3
 USER_TIMEOUT_MS = 30_000
 # For a client that is refused in the middle of its body: closing at once would reset the connection, answer included.
 LINGER_S = 1.0
+# A body has its time limit for every so many bytes: one that comes in drops must not hold its connection for days.
+BODY_STEP_BYTES = 16_384
 
 
 class Phase(enum.Enum):
@@ -52,7 +54,8 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         *("_bodiless", "_buffer", "_close_after", "_deadline_s", "_framing", "_head", "_parts", "_phase"),
-        *("_reading_paused", "_received", "_relay", "_transport", "_work", "_write_deadline_s", "understands_chunks"),
+        *("_reading_paused", "_received", "_relay", "_renewed", "_transport", "_work", "_write_deadline_s"),
+        "understands_chunks",
     )
 
     def __init__(self, relay: Relay) -> None:
@@ -64,6 +67,7 @@ class ClientConnection(asyncio.Protocol):
         self._framing: Framing | None = None
         self._parts: list[bytes] = []
         self._received = 0  # bytes in _parts, counted by the relay
+        self._renewed = 0  # of them, when the body's deadline was set last
         self._work: Work | None = None
         self._close_after = self._bodiless = False
         self.understands_chunks = True
@@ -150,7 +154,8 @@ class ClientConnection(asyncio.Protocol):
             self._complete(data[size:] if head.length else b"", b"")
             return
         self._framing = Chunked() if head.chunked else Sized(head.length or 0)
-        self._phase = _BODY
+        self._phase, self._renewed = _BODY, 0
+        self._deadline_s = self._relay.now_s() + config.body_timeout_s
         if (head.get(b"expect") or b"").lower() == b"100-continue" and size == len(data) and head.length != 0:
             self.write(CONTINUE)
         self._on_body(data, size)
@@ -170,7 +175,8 @@ class ClientConnection(asyncio.Protocol):
             self._received -= got
             raise BadMessage("buffers_full", "too many request bodies are on their way in", 503)
         if end < 0:
-            self._deadline_s = self._relay.now_s() + config.body_timeout_s
+            if self._received >= self._renewed + BODY_STEP_BYTES:
+                self._renewed, self._deadline_s = self._received, self._relay.now_s() + config.body_timeout_s
             return
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._complete(body, data[end:])

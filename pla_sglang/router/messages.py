@@ -19,7 +19,7 @@ import enum
 
 import msgspec
 
-PROTOCOL = 3  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 4  # raised with every change of a message; sides that disagree refuse each other
 
 
 class Endpoint(enum.IntEnum):
@@ -59,6 +59,7 @@ class Outcome(enum.IntEnum):
     TIMED_OUT = 7  # a time limit of the router
     ABORTED = 8  # by an Abort from control
     NO_CONTROL = 9  # the control plane did not answer in time
+    DRAINED = 10  # the router stops, and its time for open requests is over
 
 
 class FailureKind(enum.IntEnum):
@@ -115,6 +116,7 @@ class Ask(Message, frozen=True):
         reached: former attempts that instances got; each has another id there (``body.rid_there``).
         again, detail: of an ``attempt`` above 1: why the former one is over, as a code and for people.
         body: the JSON body, with Prompts.BODY only.
+        rids: the client's own names for the prompts of a batch, under which instances know them.
     """
 
     rid: str
@@ -141,6 +143,7 @@ class Ask(Message, frozen=True):
     detail: str = ""
     body: bytes | None = None
     parent: str | None = None
+    rids: tuple[str, ...] = ()
 
 
 class Stage(Message, frozen=True):
@@ -323,12 +326,6 @@ class Abort(Message, frozen=True):
     message: str
 
 
-class Drain(Message, frozen=True):
-    """Accept no new connections, finish what is open, then leave."""
-
-    relay: int
-
-
 class AdminAnswer(Message, frozen=True):
     number: int
     status: int
@@ -340,4 +337,4 @@ class AdminAnswer(Message, frozen=True):
 BEAT_INTERVAL_S = 0.25
 
 FromRelay = Ask | Stage | Ended | Failure | Hello | RelayReport | AdminAsk
-FromControl = Table | Beat | Assign | Refuse | Abort | Drain | AdminAnswer
+FromControl = Table | Beat | Assign | Refuse | Abort | AdminAnswer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import random
@@ -29,7 +30,6 @@ from pla_sglang.router.messages import (
     AdminAsk,
     Assign,
     Beat,
-    Drain,
     Ended,
     FromControl,
     FromRelay,
@@ -52,6 +52,7 @@ _BODY = Prompts.BODY  # named once, as in ``states``
 # again. An instance that has ended the request ignores it.
 ABORT_AGAIN_S = (0.0, 0.25, 0.7)
 ABORT_TIMEOUT_S = 5.0
+ABORT_AT_END_S = 1.0  # for aborts to be answered when the relay ends
 ENDED = {outcome: f'requests_total{{outcome="{outcome.name.lower()}"}}' for outcome in Outcome}
 
 
@@ -101,6 +102,7 @@ class Relay:
         self._kept_bytes = 0
         self._admin: dict[int, tuple[ClientConnection, asyncio.TimerHandle]] = {}
         self._admin_asks = 0
+        self._aborting = 0  # aborts that instances have not answered yet
         self._counters: dict[str, float] = {}
         self._server: asyncio.Server | None = None
         self._ticker: asyncio.TimerHandle | None = None
@@ -110,9 +112,9 @@ class Relay:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Listen. Raises OSError where the address is taken by somebody who does not share it."""
-        sock = listening_socket(self.config.host, self.config.port)
+    async def start(self, *, shared: bool = False) -> None:
+        """Listen; ``shared``: beside the other relays of the router. Raises OSError where the address is taken."""
+        sock = listening_socket(self.config.host, self.config.port, shared=shared)
         self._server = await self.loop.create_server(lambda: ClientConnection(self), sock=sock, backlog=BACKLOG)
         self.port = sock.getsockname()[1]
         self._tick()
@@ -137,7 +139,8 @@ class Relay:
                 await self._drained.wait()
         except TimeoutError:
             for exchange in list(self.open.values()):
-                exchange.on_abort(Abort(exchange.ask.rid, 503, "draining", "the router is shutting down"))
+                abort = Abort(exchange.ask.rid, 503, "draining", "the router is shutting down")
+                exchange.on_abort(abort, Outcome.DRAINED)
 
     async def stop(self) -> None:
         """Close everything."""
@@ -148,6 +151,10 @@ class Relay:
         for client in list(self._clients):
             client.cut()
         await asyncio.sleep(0)  # lets connections report their end
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ABORT_AT_END_S):
+                while self._aborting:
+                    await asyncio.sleep(ABORT_AT_END_S / 100)
         await self.pool.close()
         self._access.close()
 
@@ -173,8 +180,6 @@ class Relay:
             client = self.forget_admin(message.number)
             if client is not None:
                 client.answer(message.status, message.body, content_type=message.content_type, headers=message.headers)
-        elif isinstance(message, Drain):
-            self.begin_drain()
         else:
             assert isinstance(message, Beat)
 
@@ -266,8 +271,10 @@ class Relay:
             return
 
         def done(status: int) -> None:
+            self._aborting -= 1
             self.count("upstream_aborts_total", status=str(status))
 
+        self._aborting += len(rids)
         for rid in rids:
             call = Call(self, done, timeout_s=ABORT_TIMEOUT_S)
             call.start(worker, "POST", "/abort_request", msgspec.json.encode({"rid": rid}))
@@ -325,6 +332,7 @@ class Relay:
         self.pool.sweep(now_s)
         if now_s >= self._report_at_s:
             self._report_at_s = now_s + REPORT_S
+            self._counters["access_lines_lost_total"] = self._access.lost
             self.say(RelayReport(self.number, now_s, dict(self._counters), self.gauges()))
             self._access.flush()
         self._ticker = self.loop.call_later(TICK_S, self._tick)
@@ -365,15 +373,20 @@ class _AdminWait:
         """Nothing is being written."""
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound, and shared with the other relays of the router (SO_REUSEPORT). Raises OSError."""
+def listening_socket(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """Bound; ``shared`` with the other relays of the router, and with anybody who asks for that as well (SO_REUSEPORT).
+
+    Raises:
+        OSError: the address is taken.
+    """
     [(family, kind, _, _, address), *_] = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
     sock = socket.socket(family, kind, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind(address)
         sock.setblocking(False)
     except OSError:

@@ -161,6 +161,7 @@ def ask_of(  # the arguments are what a relay knows, each from another place
         wishes.session,
         wishes.trace,
         parent=wishes.parent,
+        rids=body.rids,
     )
 
 
@@ -170,7 +171,7 @@ def members_of(ask: Ask, assign: Assign, body: Body, *, header_priority: int | N
     A batch gets its rid as one string too: SGLang names the prompts ``rid_0``, ``rid_1`` and so on.
     """
     parts = []
-    if body.rid is None and not body.rids:
+    if body.rid is None and not body.rids and not body.null_rid:
         parts.append(f'"rid":"{rid_there(ask.rid, ask.reached)}"')  # one of ours: nothing in it needs escaping
     if assign.prefill is not None:
         parts.append(
@@ -193,7 +194,10 @@ def rids_at_instances(ask: Ask, body: Body) -> tuple[str, ...]:
 
 
 def body_of_attempt(raw: bytes, ask: Ask, body: Body) -> bytes:
-    """The client's body, with another rid in place of its own where instances got the request before."""
+    """The client's body, with another rid in place of its own where instances got the request before, or where its own
+    is null: of two members of a name the last one counts, so that of ``members_of`` would not."""
+    if body.null_rid:
+        return with_rid(raw, rid_there(ask.rid, ask.reached))
     if not ask.reached or (body.rid is None and not body.rids):
         return raw
     return with_rid(raw, list(rids_at_instances(ask, body)) if body.rids else rid_there(ask.rid, ask.reached))

@@ -43,7 +43,7 @@ def serve(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes
         need(head.method, method)
         answer(relay, client, head, body)
     elif path == "/workers" or path.startswith(("/workers/", "/pla/")):
-        check_key(head, relay.config.admin_key)
+        check_key(head, relay.config.admin_key or relay.config.api_key)
         relay.ask_admin(client, head, body)
     elif names_a_model(path):
         need(head.method, "GET")
@@ -82,7 +82,7 @@ def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: byt
         raise BadMessage(error.code, str(error)) from None
     rid = body.rid if body.rid is not None else relay.names.rid()
     if rid in relay.open:
-        raise BadMessage("rid_in_use", f"a request with rid {rid!r} is under way")
+        raise BadMessage("rid_in_use", f"a request with rid {rid!r} is under way", 409)
     share = relay.trace_share
     if share is not None:
         wishes.trace, wishes.parent = relay.names.span(wishes.trace, share)

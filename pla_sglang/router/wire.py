@@ -25,6 +25,7 @@ from pla_sglang.router.plane import ControlPlane
 SILENCE_S = 6 * BEAT_INTERVAL_S
 KNOCK_S = 0.25
 GONE_S = 3.0  # a relay reports every second
+STOOD_S = 1.0  # between two looks that should be KNOCK_S apart
 # About a pass of an engine, and so about the age of a load report. Each frame wakes the control process, which costs
 # more than what it says.
 LAZY_S = 0.02
@@ -139,6 +140,7 @@ class ControlWire:
         self.loop = asyncio.get_running_loop()
         self._control, self._now_s = control, now_s
         self._peers: dict[bytes, _Peer] = {}
+        self._swept_s = now_s()
         self._timer: asyncio.TimerHandle | None = None
         self._hub = hub_at(address)
 
@@ -197,8 +199,15 @@ class ControlWire:
         self._control.forget(peer.number)
 
     def _sweep(self) -> None:
-        """Relays that say nothing any more are gone; what they held, the control plane frees."""
+        """Relays that say nothing any more are gone; what they held, the control plane frees.
+
+        Not if it was this process that stood still (a stopped machine, say): what they said meanwhile is read next.
+        """
         now_s = self._now_s()
+        if now_s - self._swept_s > STOOD_S:
+            for peer in self._peers.values():
+                peer.heard_s = now_s
+        self._swept_s = now_s
         for peer in [peer for peer in self._peers.values() if now_s - peer.heard_s > GONE_S]:
             self._lose(peer)
         self._timer = self.loop.call_later(KNOCK_S, self._sweep)

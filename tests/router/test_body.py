@@ -23,7 +23,10 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "params": ({"sampling_params": {"n": 2, "max_new_tokens": 8}}, {"samples": 2, "output_tokens": 8}),
     "rid": ({"rid": "mine"}, {"rid": "mine", "rids": ()}),
     "rids": ({"rid": ["a", "b"], "text": ["x", "y"]}, {"rid": None, "rids": ("a", "b"), "prompts": 2}),
-    "nothing": ({}, {"input_tokens": 1, "rid": None, "rids": (), "stream": False}),
+    "a rid that is null": ({"rid": None}, {"rid": None, "rids": (), "null_rid": True}),
+    "a priority below 0": ({"priority": -3}, {"priority": -3}),
+    "a priority that is none": ({"priority": "-"}, {"priority": None}),
+    "nothing": ({}, {"null_rid": False, "input_tokens": 1, "rid": None, "rids": (), "stream": False}),
     "odd types are the instance's matter": (
         {"stream": "yes", "n": [2], "max_tokens": -1},
         {"stream": False, "samples": 1},
@@ -48,6 +51,8 @@ RESERVED = [
     {"sampling_params": {"custom_params": {"pla_hold": 1}}},
     {"sampling_params": [{}, {"custom_params": {"pla_attach": 1}}]},
     {"rid": "pla-123"},
+    {"rid": "pl"},
+    {"rid": ["longer", "pla-"]},
 ]
 
 
@@ -56,7 +61,7 @@ RESERVED = [
 def test_what_only_the_router_sets(fields: Any, escaped: bool) -> None:
     text = json.dumps({"text": "x", **fields})
     if escaped:  # the same names in other bytes
-        text = text.replace("_", "\\u005f").replace("pla-", "\\u0070la-")
+        text = text.replace("_", "\\u005f").replace('"pl', '"\\u0070l')
         assert json.loads(text) == {"text": "x", **fields}
     with pytest.raises(b.BadBody) as caught:
         b.read(text.encode())

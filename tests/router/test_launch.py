@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -24,16 +25,20 @@ from bench.routing.arms import Instances, mocks
 from bench.routing.wire import request_body
 from pla_sglang.errors import ConfigError
 from pla_sglang.launch_router import main, parse
-from pla_sglang.router.children import EXIT_BAD_ARGUMENTS
+from pla_sglang.router import control
+from pla_sglang.router.children import EXIT_BAD_ARGUMENTS, EXIT_FAILED
 from pla_sglang.testing.server import free_port
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def test_flags_go_to_the_part_that_knows_them() -> None:
-    plan = parse(["--port", "7", "--worker", "http://a:1", "--relay-workers", "2", "--head-timeout-s", "3"])
-    assert (plan.config.port, plan.config.head_timeout_s, plan.relays, plan.carrier) == (7, 3.0, 2, "unix://")
-    assert plan.control_arguments == ["--worker", "http://a:1"]
+    urls = ["http://a:1", "http://b:2", "http://c:3"]
+    plan = parse([*("--worker", *urls[:2], "--port", "7"), *("--worker", urls[2], "--relay-workers", "2")])
+    assert (plan.config.port, plan.config.head_timeout_s, plan.relays, plan.carrier) == (7, 10.0, 2, "unix://")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    control.add_arguments(parser)
+    assert control.knobs_of(parser.parse_args(plan.control_arguments)).workers == tuple(urls)
 
 
 @pytest.mark.parametrize("bad", [["--relay-workers", "-1"], ["--port", "70000"], ["--head-timeout-s", "0"]])
@@ -155,6 +160,15 @@ def test_a_control_plane_that_refuses_its_flags_ends_the_router() -> None:
     assert "nonsense" in refused.stderr
     command[-3:] = ["1", "--policy", "nonsense"]
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == EXIT_BAD_ARGUMENTS
+
+
+@pytest.mark.parametrize("relays", ["0", "1"])
+def test_another_router_does_not_share_the_port(router: Running, relays: str) -> None:
+    """The kernel would give it every other connection."""
+    command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(router.port)]
+    refused = subprocess.run([*command, "--relay-workers", relays], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == EXIT_FAILED
+    assert "in use" in refused.stderr
 
 
 def test_sigterm_lets_streams_end(router: Running) -> None:

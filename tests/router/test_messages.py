@@ -27,7 +27,6 @@ FROM_CONTROL = [
     ASSIGN,
     m.Refuse("r", 1, 429, "overloaded", "try later", retry_after_s=1.5),
     m.Abort("r", 499, "aborted", "by an operator"),
-    m.Drain(0),
     m.AdminAnswer(4, 200, "application/json", b"{}"),
 ]
 

@@ -171,6 +171,24 @@ def test_a_relay_that_was_forgotten_by_mistake_says_what_is_open(address: str) -
     run(scenario)
 
 
+def test_who_stood_still_does_not_take_the_others_for_gone(address: str) -> None:
+    """A stopped machine goes on: the first thing that the control process sees is that nobody has said anything."""
+
+    async def scenario() -> None:
+        async with control_end(address, plane := TurnControl()) as end, relay_end(address) as relay:
+            await Setting(relay, plane, []).until(lambda: 0 in plane.ports)
+            end._now_s = lambda: time.monotonic() + 10 * wire.GONE_S
+            end._sweep()
+            assert 0 in plane.ports
+            end._swept_s = end._now_s()
+            for peer in end._peers.values():
+                peer.heard_s -= 2 * wire.GONE_S
+            end._sweep()
+            assert 0 not in plane.ports
+
+    run(scenario)
+
+
 def test_nonsense_from_a_relay_ends_its_membership(address: str) -> None:
     async def scenario() -> None:
         async with control_end(address, plane := TurnControl()):

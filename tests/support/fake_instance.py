@@ -49,7 +49,7 @@ class FakeInstance:
         self.aborted: list[str] = []
         self.roles: list[str] = []
         self.starts = 0
-        self.abort_status = 200
+        self.abort_status = self.role_status = 200
         self.fail = False  # /generate
         self.prefill_s, self.gap_s, self.events = 0.02, 0.01, 5  # of /generate
         self.rooms: list[int] = []
@@ -133,5 +133,6 @@ class FakeInstance:
         return web.json_response({"path": request.path})
 
     async def _role(self, request: web.Request) -> web.Response:
-        self.roles.append((await request.json())["role"])
-        return web.json_response({})
+        if self.role_status == 200:
+            self.roles.append((await request.json())["role"])
+        return web.json_response({}, status=self.role_status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from support.fake_scheduler import FakeReq, FakeScheduler
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Probe
+from pla_sglang.engine.report_handlers import name_of
 from pla_sglang.engine.roles import RoleState
 from pla_sglang.policy.boundary import StepModel
 from pla_sglang.telemetry.message import Backlog, ClassQueue, Report, Step
@@ -229,3 +231,10 @@ def test_the_same_role_again_is_no_switch() -> None:
     assert (roles.switches, roles.draining(["l1"]), roles.switched_s) == (0, 0, None)
     roles.switch("mixed", [view("s1")], [view("l1")])
     assert (roles.switches, roles.draining(["s1", "l1"])) == (1, 0), "a mixed instance takes both"
+
+
+def test_a_server_that_listens_everywhere_is_named_after_its_machine() -> None:
+    """Else all of a fleet would sign their reports with 0.0.0.0:30000."""
+    assert name_of("10.0.0.7", 30000) == "10.0.0.7:30000"
+    for host in ("0.0.0.0", "::"):
+        assert name_of(host, 30000) == f"{socket.gethostname()}:30000"

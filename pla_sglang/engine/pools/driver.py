@@ -106,7 +106,6 @@ class Pools:
         """New knobs. A cool-down that is under way goes on."""
         self.config = config
         target_s = config.pool_slo_ttft_ms / 1e3
-        self._slo_s = target_s
         self.boundary = Boundary(
             fixed_tokens=config.boundary_tokens, cap_tokens=self._cap_tokens, model=self._fit.model
         )
@@ -225,14 +224,7 @@ class Pools:
 
     def signals(self, rank: int) -> dict[str, float]:
         """q, e, u and psi of one rank (Algorithm 2 lines 18 to 21), averaged."""
-        real = self.fleet.instances[rank]
-        view = self._pressure.averaged(real)
-        return {
-            "q": self.predictor.delay_s(view) / self._slo_s,
-            "e": 0.0 if view.ttft_ratio is None else max(0.0, view.ttft_ratio - 1.0),
-            "u": view.utilisation,
-            "psi": self._pressure.pressure(real),
-        }
+        return self._pressure.signals(self.fleet.instances[rank])._asdict()
 
     def state(self, now_s: float) -> dict[str, Any]:
         """Plain values."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.checks import require
@@ -67,6 +68,15 @@ class PressureKnobs:
         require("pressure interval_s", self.interval_s, 0, above=True)
 
 
+class Signals(NamedTuple):
+    """Of one instance, all without unit: queue backlog, SLO deviation, utilisation, and psi, their weighted sum."""
+
+    q: float
+    e: float
+    u: float
+    psi: float
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """Nearest rank; 0.0 of nothing. With fewer than ten values the 90th percentile is the largest."""
     if not values:
@@ -88,12 +98,17 @@ class PressureController:
         """An instance changed pools at ``when_s`` by somebody else's order."""
         self._last_s = when_s
 
-    def pressure(self, instance: InstanceView) -> float:
-        """psi of one instance."""
+    def signals(self, instance: InstanceView) -> Signals:
+        """Lines 18 to 21 for one instance."""
         knobs = self.knobs
         backlog = self.predictor.delay_s(instance) / knobs.ttft_slo_s
         deviation = 0.0 if instance.ttft_ratio is None else max(0.0, instance.ttft_ratio - 1.0)
-        return knobs.alpha * backlog + knobs.beta * deviation - knobs.gamma * instance.utilisation
+        psi = knobs.alpha * backlog + knobs.beta * deviation - knobs.gamma * instance.utilisation
+        return Signals(backlog, deviation, instance.utilisation, psi)
+
+    def pressure(self, instance: InstanceView) -> float:
+        """psi of one instance."""
+        return self.signals(instance).psi
 
     def pool_pressure(self, pool: Sequence[InstanceView]) -> float:
         """P of one pool, at least 0."""

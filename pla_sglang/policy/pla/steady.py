@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.decisions import FleetAction, SetLengthClass
 from pla_sglang.policy.fleet import FleetView, InstanceView
-from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
+from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs, Signals
 
 PERIODS = 3.0
 LOOKS = 10
@@ -126,9 +126,9 @@ class SteadyPressure:
 
     # -- for people --------------------------------------------------------------------------------------------------
 
-    def averaged(self, view: InstanceView) -> InstanceView:
-        """What the controller sees of ``view``."""
-        return self._averages.of(view)
+    def signals(self, view: InstanceView) -> Signals:
+        """q, e, u and psi of one instance, averaged."""
+        return self._controller.signals(self._averages.of(view))
 
     def pressure(self, view: InstanceView) -> float:
         """psi of one instance, averaged."""

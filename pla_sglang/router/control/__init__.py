@@ -26,7 +26,9 @@ __all__ = ["ControlKnobs", "Plane", "add_arguments", "build"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the control plane."""
     fleet = parser.add_argument_group("instances")
-    fleet.add_argument("--worker", action="append", default=[], metavar="URL", help="an instance; may be repeated")
+    fleet.add_argument(
+        "--worker", action="extend", nargs="+", default=[], metavar="URL", help="instances; may be repeated"
+    )
     fleet.add_argument("--worker-file", type=Path, metavar="FILE", help="JSON with instances, read when it changes")
     fleet.add_argument("--worker-api-key", default="", metavar="KEY", help="sent to instances")
     fleet.add_argument("--memory-file", type=Path, metavar="FILE", help="worker numbers, kept over restarts")

@@ -28,7 +28,6 @@ class AdmissionReason(enum.Enum):
     OPEN_LIMIT = "open_limit"  # hard limit on open requests
     TTFT_LIMIT = "ttft_limit"  # hard limit on the predicted TTFT
     QUEUE_LIMIT = "queue_limit"  # hard limit on requests that wait in the router
-    DRAINING = "draining"  # the router is going to stop
     DUPLICATE = "duplicate"  # a request with this id is open
     NO_INSTANCE = "no_instance"  # nobody became ready in time
     SAMPLES = "several_samples"  # n > 1, and no unified instance is ready

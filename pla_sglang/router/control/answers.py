@@ -23,10 +23,10 @@ ENDS = {
     m.Outcome.TIMED_OUT: End.TIMEOUT,
     m.Outcome.ABORTED: End.DECODE_ABORTED,
     m.Outcome.NO_CONTROL: End.TIMEOUT,
+    m.Outcome.DRAINED: End.ROUTER_DRAIN,
 }
 COMPLETE = frozenset({m.Outcome.OK, m.Outcome.CLIENT_ERROR})
 _STATUS = {
-    AdmissionReason.DRAINING: 503,
     AdmissionReason.DUPLICATE: 409,
     AdmissionReason.NO_INSTANCE: 503,
     AdmissionReason.SAMPLES: 400,
@@ -35,7 +35,6 @@ _MESSAGES = {
     AdmissionReason.OPEN_LIMIT: "too many requests are open; try again later",
     AdmissionReason.QUEUE_LIMIT: "too many requests are waiting; try again later",
     AdmissionReason.TTFT_LIMIT: "the first token would come too late; try again later",
-    AdmissionReason.DRAINING: "this router is going to stop",
     AdmissionReason.DUPLICATE: "a request with this id is open",
     AdmissionReason.NO_INSTANCE: "no instance is ready",
     AdmissionReason.SAMPLES: "n > 1 is not served by a prefill and decode pair; send n requests, or a batch of prompts",

@@ -1,7 +1,8 @@
 """Circuit breaker of one instance: stops sending where requests fail, and finds out when that is over.
 
 CLOSED lets everything through. OPEN lets nothing through until a cool-down is over, which doubles with each failure in
-a row. HALF_OPEN lets one trial through, whose outcome decides. Every move has a reason. Pure: time comes in.
+a row. HALF_OPEN lets requests through again, after a health check, and the first outcome decides. Every move has a
+reason. Pure: time comes in.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class BreakerReason(enum.Enum):
     REFUSED = "refused"  # the connection was refused: nobody listens
     CONSECUTIVE = "consecutive"  # that many failures without a success between them
     SHARE = "share"  # too large a share of the window failed
-    COOLED = "cooled"  # the cool-down is over, a trial may go
+    COOLED = "cooled"  # the cool-down is over, requests may try
     TRIAL_OK = "trial_ok"
     TRIAL_FAILED = "trial_failed"
 

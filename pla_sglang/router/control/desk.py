@@ -74,7 +74,6 @@ class Desk:
         self.predictor: TtftPredictor | None = None
         self.tracer: Tracing | None = None
         self.open: dict[str, Open] = {}
-        self.draining = False
         self._ratios: dict[int, WindowMean] = {}  # TTFT over target, by worker number
         self._duplicates: Counter[str] = Counter()  # refused for their id; their Ended is not that of the first
         self._tell = tell
@@ -98,12 +97,12 @@ class Desk:
         story = Story(ask.rid, ask.arrived_s, ask.tenant or "", prompt.tokens, prompt.exact)
         request = Open(ask, self.view_of(ask, prompt), prompt, story)
         story.slo_ttft_s = request.view.ttft_slo_s
-        self.ledger.open(ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay), prompts=ask.prompts)
+        self.ledger.open(
+            ask.rid, now_s, tenant=ask.tenant or "", relay=str(ask.relay), prompts=ask.prompts, rids=ask.rids
+        )
         self.open[ask.rid] = request
         self.stories.open(story)
         verdict = self.admission.before(self.ledger.live - 1, queued=len(self.queue))
-        if self.draining:
-            verdict = Verdict(False, AdmissionReason.DRAINING)
         if not verdict.admitted:
             self._refuse(ask, verdict, story)
             return
@@ -379,8 +378,11 @@ class Desk:
             request = self.open.get(rid)
             if request is not None:
                 request.end_as = End.INSTANCE_DEAD
-                message = f"instance {worker.view.name} is dead"
-                self._tell(request.ask.relay, m.Abort(rid, 502, End.INSTANCE_DEAD.value, message))
+                self.give_up(request.ask, End.INSTANCE_DEAD, f"instance {worker.view.name} is dead")
+
+    def give_up(self, ask: m.Ask, end: End, message: str) -> None:
+        """Its relay is to end it."""
+        self._tell(ask.relay, m.Abort(ask.rid, 502, end.value, message))
 
     def forget_relay(self, relay: int, now_s: float) -> None:
         """Its connections are gone, and with them its requests."""

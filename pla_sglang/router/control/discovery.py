@@ -84,13 +84,13 @@ def describe(info: Mapping[str, Any]) -> Description:
         mode = info["disaggregation_mode"]
         states = info.get("internal_states") or [{}]
         pla, emulation = states[0].get("pla") or {}, states[0].get("pla_emulation") or {}
-        config = pla.get("config") or {}
+        config, reports = pla.get("config") or {}, pla.get("telemetry") or {}
         role = pla.get("role", config.get("role"))
         role = role.get("role") if isinstance(role, Mapping) else role
         return Description(
             kind=KINDS[mode],
             identity=_identity(info),
-            report_key=config.get("instance") or f"{info['host']}:{info['port']}",
+            report_key=reports.get("instance") or config.get("instance") or f"{info['host']}:{info['port']}",
             kv_capacity_tokens=int(info["max_total_num_tokens"]),
             page_size=int(info.get("page_size") or 1),
             tensor_parallel=int(info.get("tp_size") or 1),

@@ -33,7 +33,7 @@ class End(enum.Enum):
     DECODE_ABORTED = "decode_aborted"
     INSTANCE_DEAD = "instance_dead"
     RELAY_LOST = "relay_lost"  # the relay process that held its sockets has gone
-    ROUTER_DRAIN = "router_drain"
+    ROUTER_DRAIN = "router_drain"  # the router stops, and its time for open requests is over
 
 
 class Side(enum.Enum):
@@ -106,6 +106,7 @@ class Entry:
     attempts: int = 0
     prompts: int = 1
     reached: int = 0  # attempts that instances got, before the present one
+    rids: tuple[str, ...] = ()  # of its prompts, where the client has named each
 
     def move(self, stage: Stage) -> None:
         """Raises IllegalMoveError for a move that the table above does not have."""
@@ -135,9 +136,12 @@ class AbortOrder:
     attempt: int
     prompts: int = 1
     reached: int = 0
+    named: tuple[str, ...] = ()  # its prompts, by the client
 
     def rids(self) -> list[str]:
         """Under which ids SGLang knows the prompts of the request."""
+        if self.named:
+            return [rid_there(one, self.reached) for one in self.named]
         rid = rid_there(self.rid, self.reached)
         return [rid] if self.prompts == 1 else [f"{rid}_{index}" for index in range(self.prompts)]
 

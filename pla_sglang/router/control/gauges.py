@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from pla_sglang.policy.fleet import InstanceKind
+from pla_sglang.policy.fleet import InstanceKind, InstanceView
 from pla_sglang.policy.pla.steady import SteadyPressure
 from pla_sglang.policy.types import PrefillClass
 from pla_sglang.router.control.desk import Desk
@@ -27,6 +27,7 @@ def gauges(desk: Desk, now_s: float) -> Iterator[Gauge]:
             yield "workers", "Instances by state.", {"state": state.value}, float(states[state])
     yield from _of_workers(desk, now_s)
     yield from _of_predictions(desk)
+    yield from _of_pools(desk)
     if desk.driver is not None:
         yield "flips", "Instances moved between roles or pools since the start.", {}, float(desk.driver.flips)
 
@@ -50,6 +51,21 @@ def _of_predictions(desk: Desk) -> Iterator[Gauge]:
     if desk.predictor is not None:
         error = desk.predictor.error
         yield "ttft_prediction_error", "Mean absolute error over actual TTFT.", {}, error.relative
+
+
+def _of_pools(desk: Desk) -> Iterator[Gauge]:
+    found = _pools(desk)
+    if found is None:
+        return
+    controller, pools = found
+    for length_class, members in pools.items():
+        labels = {"pool": length_class.value}
+        yield "pool_instances", "Ready prefill instances in each pool.", labels, float(len(members))
+        yield "pool_pressure", "P of PLA-Serve's Algorithm 2.", labels, controller.pool_pressure(members)
+        for one in members:
+            for signal, value in controller.signals(one)._asdict().items():
+                of_one = {"worker": one.name, "signal": signal}
+                yield "pool_signal", "q, e, u and psi of PLA-Serve's Algorithm 2.", of_one, value
 
 
 def state_of(desk: Desk, now_s: float) -> dict[str, Any]:
@@ -82,17 +98,24 @@ def state_of(desk: Desk, now_s: float) -> dict[str, Any]:
     }
 
 
-def _pressure(desk: Desk) -> dict[str, Any] | None:
-    """Signals of the pool-pressure controller (PLA-Serve Algorithm 2), where there is one."""
+def _pools(desk: Desk) -> tuple[SteadyPressure, dict[PrefillClass, list[InstanceView]]] | None:
+    """The pool-pressure controller and the ready members of each pool, where there is one."""
     controllers = () if desk.driver is None else desk.driver.policy.controllers
     for controller in controllers:
         if isinstance(controller, SteadyPressure):
             members = desk.table.fleet.prefill_capable()
-            pool = {kind: [one for one in members if one.length_class is kind] for kind in PrefillClass}
-            return {
-                "short": controller.pool_pressure(pool[PrefillClass.SHORT]),
-                "long": controller.pool_pressure(pool[PrefillClass.LONG]),
-                "by_instance": {one.name: controller.pressure(one) for one in members},
-                "knobs": dataclasses.asdict(controller.knobs),
-            }
+            return controller, {kind: [one for one in members if one.length_class is kind] for kind in PrefillClass}
     return None
+
+
+def _pressure(desk: Desk) -> dict[str, Any] | None:
+    """Pressures, signals and knobs of PLA-Serve's Algorithm 2."""
+    found = _pools(desk)
+    if found is None:
+        return None
+    controller, pools = found
+    return {
+        **{kind.value: controller.pool_pressure(members) for kind, members in pools.items()},
+        "by_instance": {one.name: controller.signals(one)._asdict() for pool in pools.values() for one in pool},
+        "knobs": dataclasses.asdict(controller.knobs),
+    }

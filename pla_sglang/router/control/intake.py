@@ -62,12 +62,14 @@ class Intake:
         self._latest.pop(worker.number, None)
 
     def _worker_of(self, key: str) -> Worker | None:
-        for worker in self._table:
-            if worker.description is not None and worker.description.report_key == key:
-                return worker
-            if worker.state is WorkerState.STARTING and worker.view.name == key:
-                return worker
-        return None
+        """None as well where several sign like that: who took one for the other would see restarts without end."""
+        named = [one for one in self._table if one.description is not None and one.description.report_key == key]
+        if len(named) > 1:
+            for worker in named:
+                worker.detail = f"{len(named)} instances report as {key}; give each a name (--pla-instance)"
+            return None
+        starting = (one for one in self._table if one.state is WorkerState.STARTING and one.view.name == key)
+        return named[0] if named else next(starting, None)
 
 
 def combined(ranks: Iterable[Report]) -> loads.Report:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from pathlib import Path
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.checks import require
+from pla_sglang.recording.setup import steps_of
 from pla_sglang.router.control.admission import AdmissionKnobs
 from pla_sglang.router.control.breaker import BreakerKnobs
-from pla_sglang.router.control.discovery import parse_url
+from pla_sglang.router.control.discovery import Description, parse_url
 from pla_sglang.router.control.driver import LIVE_POLICIES
 from pla_sglang.router.control.health import HealthKnobs
 from pla_sglang.router.control.prompts import PromptKnobs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +106,18 @@ class ControlKnobs:
             raise ConfigError(f"--otlp-traces-endpoint {self.trace_endpoint!r}; allowed: HOST:PORT")
         if self.telemetry and not self.telemetry.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"--telemetry {self.telemetry!r}; allowed: tcp://HOST:PORT or ipc://PATH")
+
+    def profile_for(self, said: Description) -> tuple[str, float]:
+        """Name and time scale of the step times to start from, where the first instance says this of itself."""
+        if self.profile != "auto":
+            return self.profile, self.time_scale
+        name = said.profile or DEFAULT_PROFILE
+        try:
+            steps_of(name, said.time_scale)
+        except ConfigError as error:
+            logger.warning("an instance's profile is not known here, %s is taken: %s", DEFAULT_PROFILE, error)
+            name = DEFAULT_PROFILE
+        return name, said.time_scale
 
 
 _ENDPOINT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")

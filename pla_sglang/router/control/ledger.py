@@ -74,11 +74,20 @@ class Ledger:
 
     # -- the life of a request ---------------------------------------------------------------------------------------
 
-    def open(self, rid: str, now_s: float, *, tenant: str = "", relay: str = "", prompts: int = 1) -> Entry:
+    def open(  # what is known of it, each from another place
+        self,
+        rid: str,
+        now_s: float,
+        *,
+        tenant: str = "",
+        relay: str = "",
+        prompts: int = 1,
+        rids: tuple[str, ...] = (),
+    ) -> Entry:
         """Raises IllegalMoveError for a request id that is in the book."""
         if rid in self.entries:
             raise IllegalMoveError(f"{rid} was opened twice")
-        entry = self.entries[rid] = Entry(rid, now_s, tenant, relay, prompts=prompts)
+        entry = self.entries[rid] = Entry(rid, now_s, tenant, relay, prompts=prompts, rids=rids)
         self.opened += 1
         self.live += 1
         return entry
@@ -271,7 +280,8 @@ class Ledger:
         for leg in legs:
             if leg.state is OPEN:
                 leg.move(ABORTING, now_s)
-                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, entry.prompts, entry.reached))
+                known_as = (entry.prompts, entry.reached, entry.rids)
+                orders.append(AbortOrder(entry.rid, leg.side, leg.worker, leg.attempt, *known_as))
         return orders
 
     def _forget(self, entry: Entry) -> None:

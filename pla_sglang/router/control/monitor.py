@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 CHECK_TICK_S = 0.1
 QUIET_S = 2.0  # an instance that reports is polled after such a silence; a long pass keeps it from reporting
 ABORT_RETRY_S = 0.5
+UNTOLD = "does not know its class"
+CLASS_RETRY_S = (0.5, 30.0)  # first and longest wait until an instance is told its class again
 # An abort that overtakes its request on the way to an instance is lost, so it is said again before it counts.
 ABORT_AGAIN_S = 0.3
 DRAIN_TICK_S = 0.02  # ZMQ's descriptor tells of new messages only once
@@ -186,7 +188,12 @@ class Monitor:
             self.restarted(worker)
         elif worker.description is None:
             self._table.describe(worker, said, self._clock())
-            self._told.described(worker)
+            try:
+                self._told.described(worker)
+            except ConfigError as error:  # it cannot serve like that, and its detail says why
+                worker.description = None
+                logger.error("worker %s: %s", worker.view.name, error)
+                raise WorkerError(str(error)) from None
             self._tell_classes()
 
     def restarted(self, worker: Worker) -> None:
@@ -248,16 +255,26 @@ class Monitor:
         if said is None or not said.has_role or not self._table.pools:
             return
         self._classes[worker.number] = worker.view.length_class
-        self._tasks.spawn(self._post_class(worker))
+        self._once(self._post_class, worker)
 
     async def _post_class(self, worker: Worker) -> None:
-        length_class = worker.view.length_class  # as it is when this is sent: orders may overtake each other
-        try:
-            await self._instances.set_class(worker, length_class)
-        except (NobodyListensError, NoAnswerError) as error:
-            # Whatever comes is served there all the same, so the pools stay as the policy sees them.
-            worker.detail = f"does not know its class: {error}"
-            logger.warning("worker %s: %s", worker.view.name, worker.detail)
+        """Until it knows the class that it has then. Whatever comes is served there all the same meanwhile, so the
+        pools stay as the policy sees them."""
+        wait_s = CLASS_RETRY_S[0]
+        while worker.state is not WorkerState.DEAD:
+            length_class = worker.view.length_class
+            try:
+                await self._instances.set_class(worker, length_class)
+            except (NobodyListensError, NoAnswerError) as error:
+                worker.detail = f"{UNTOLD}: {error}"
+                logger.warning("worker %s: %s", worker.view.name, worker.detail)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, CLASS_RETRY_S[1])
+                continue
+            if worker.detail.startswith(UNTOLD):
+                worker.detail = ""
+            if worker.view.length_class is length_class:
+                return
 
     def abort(self, order: AbortOrder) -> None:
         """Drop a request at an instance, and insist: what runs for nobody keeps memory from others."""

@@ -31,10 +31,10 @@ from pla_sglang.router.control.gauges import gauges, state_of
 from pla_sglang.router.control.health import Health
 from pla_sglang.router.control.instances import Instances
 from pla_sglang.router.control.intake import Heard
-from pla_sglang.router.control.knobs import DEFAULT_PROFILE, ControlKnobs
+from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.monitor import Monitor, Tasks, Told
 from pla_sglang.router.control.prompts import load_tokenizer
-from pla_sglang.router.control.recorder import Recorder
+from pla_sglang.router.control.recorder import Recorder, open_record
 from pla_sglang.router.control.series import Series
 from pla_sglang.router.control.spans import Tracing, load_tracing
 from pla_sglang.router.control.workers import Worker, WorkerState, WorkerTable
@@ -56,6 +56,7 @@ class Plane:
         self.knobs = knobs
         self.epoch = time.time_ns()  # another one than any earlier life's
         self.recorder: Recorder | None = None
+        self._record: RecordWriter | None = None
         self._tracing: Tracing | None = None
         self.profile = ""
         self._clock = clock
@@ -64,7 +65,7 @@ class Plane:
         self._tasks = Tasks()
         self._monitor: Monitor | None = None
         self._memory = memory.Memory() if knobs.memory_file is None else memory.load(knobs.memory_file)
-        self._memory_dirty = False
+        self._memory_dirty = self._memory_fails = False
         self._listed: dict[Address, bool] = {}  # what the worker file said last
         self._file_stamp: tuple[int, int] | None = None
         self._own_predictor = False  # it is not the policy's, so it learns here
@@ -85,7 +86,12 @@ class Plane:
     # -- ControlPlane ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Raises ConfigError where an address cannot be bound, a file cannot be read or a package is missing."""
+        """Raises ConfigError where an address cannot be bound, a file cannot be read or written, a profile or a package
+        is missing."""
+        if self.knobs.profile != "auto":
+            steps_of(self.knobs.profile, self.knobs.time_scale)
+        if self.knobs.record is not None:
+            self._record = open_record(self.knobs.record, keep=self._memory.next_number > 0)
         if self.knobs.trace_endpoint:
             self.desk.tracer = self._tracing = load_tracing(self.knobs, self._clock)
         instances = Instances(timeout_s=self.knobs.health.timeout_s, api_key=self.knobs.worker_api_key)
@@ -111,6 +117,8 @@ class Plane:
             await self._monitor.stop()
         if self.recorder is not None:
             self.recorder.close()
+        elif self._record is not None:
+            self._record.close()
         self._remember()
         if self._tracing is not None:
             await self._tracing.stop()
@@ -157,6 +165,7 @@ class Plane:
         told["profile"] = self.profile
         told["epoch"] = self.epoch
         told["recorded_decisions"] = None if self.recorder is None else self.recorder.decisions
+        told["record_error"] = None if self.recorder is None else self.recorder.error
         return told
 
     def reload(self) -> dict[str, Any]:
@@ -170,12 +179,16 @@ class Plane:
             self.table.add(address, now_s)
         for address in (*plan.remove, *plan.drain):
             worker = self.table.at(address)
-            if worker is not None and (address in plan.remove or worker.state is not WorkerState.STARTING):
+            if worker is not None and address not in plan.remove and worker.state is WorkerState.STARTING:
+                worker.wants_drain = True
+            elif worker is not None:
                 self.table.drain(worker, now_s, then_remove=address in plan.remove)
         for address in plan.undrain:
             worker = self.table.at(address)
-            if worker is not None and worker.state is WorkerState.DRAINING:
-                self.table.undrain(worker, now_s)
+            if worker is not None:
+                worker.wants_drain = False
+                if worker.state is WorkerState.DRAINING:
+                    self.table.undrain(worker, now_s)
         self._listed = after
         logger.info("worker file: %d added, %d removed", len(plan.add), len(plan.remove))
         return {"added": [one.url for one in plan.add], "removed": [one.url for one in plan.remove]}
@@ -207,10 +220,7 @@ class Plane:
         said = worker.description
         assert said is not None
         if self.desk.driver is None:
-            profile, scale = self.knobs.profile, self.knobs.time_scale
-            if profile == "auto":
-                profile, scale = said.profile or DEFAULT_PROFILE, said.time_scale
-            self._make_policy(profile, scale, said.kv_capacity_tokens)
+            self._make_policy(*self.knobs.profile_for(said), said.kv_capacity_tokens)
         if self.desk.prompts.encode is None and self.knobs.policy not in LENGTH_BLIND:
             self.desk.prompts.encode = load_tokenizer(self.knobs.tokenizer or said.tokenizer)
 
@@ -229,9 +239,9 @@ class Plane:
             pressure_hysteresis=knobs.pressure_hysteresis,
         )
         self.profile = f"{profile} x {time_scale:g}"
-        if knobs.record is not None:
+        if self._record is not None:
             header = header_of(knobs.policy, profile, time_scale, setup)
-            self.recorder = Recorder(RecordWriter(knobs.record), header, self.table.fleet)
+            self.recorder = Recorder(self._record, header, self.table.fleet)
         policy = build(knobs.policy, setup)
         own = getattr(policy.dispatcher, "predictor", None)
         self.desk.predictor = own if isinstance(own, TtftPredictor) else TtftPredictor({"": profile_curve(setup.steps)})
@@ -337,10 +347,16 @@ class Plane:
     def _remember(self) -> None:
         if self.knobs.memory_file is None or not self._memory_dirty:
             return
-        self._memory_dirty = False
         self._memory.next_number = self.table.next_number
         self._memory.workers = [worker.remembered() for worker in self.table]
-        memory.save(self.knobs.memory_file, self._memory)
+        try:
+            memory.save(self.knobs.memory_file, self._memory)
+        except OSError as error:  # a full disk, say: tried again at the next sweep, which has more to do
+            if not self._memory_fails:
+                logger.error("the memory file cannot be written; a restart would mix up workers: %s", error)
+        else:
+            self._memory_dirty = False
+        self._memory_fails = self._memory_dirty
 
     # -- relays ------------------------------------------------------------------------------------------------------
 

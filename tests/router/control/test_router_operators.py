@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_instance import FakeInstance
@@ -15,6 +17,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.parity import replay_file
 from pla_sglang.router import messages as m
 from pla_sglang.router.control import ControlKnobs, Plane
+from pla_sglang.router.control.driver import LIVE_POLICIES
 from pla_sglang.router.control.workers import WorkerState
 
 
@@ -67,6 +70,101 @@ def test_the_worker_file_is_read_again(tmp_path: Path) -> None:
     run(work)
 
 
+def test_a_worker_that_the_file_wants_drained_never_serves(tmp_path: Path) -> None:
+    """Also where the file says so before it has answered for the first time."""
+
+    async def work() -> None:
+        first, second = await FakeInstance().start(), await FakeInstance().start()
+        path = tmp_path / "workers.json"
+
+        def say(drain: bool) -> None:
+            path.write_text(json.dumps({"workers": [{"url": first.url, "drain": drain}, {"url": second.url}]}))
+
+        say(True)
+        plane = Plane(ControlKnobs(worker_file=path, health=QUICK))
+        await plane.start()
+        one = Scene(plane, [first, second])
+        await one.until(lambda: [worker.state for worker in plane.table] == [WorkerState.DRAINING, WorkerState.READY])
+        say(False)
+        assert one.admin("POST", "/pla/reload")[0] == 200
+        await one.ready(2)
+        await plane.stop()
+        for each in (first, second):
+            await each.stop()
+
+    run(work)
+
+
+def test_a_memory_file_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def work() -> None:
+        folder = tmp_path / "there"
+        folder.mkdir()
+        async with scene(["null"], memory_file=folder / "memory.json", pending_s=0.5) as one:
+            await one.until((folder / "memory.json").exists)
+            shutil.rmtree(folder)
+            one.admin("POST", "/workers/0/drain")
+            await one.until(lambda: "memory file" in caplog.text)
+            assert one.ask("waits") is None
+            await one.until(lambda: isinstance(one.relay.told[-1], m.Refuse))  # told by the timer that also writes
+            one.ended("waits", m.Outcome.REFUSED)
+            folder.mkdir()
+            await one.until((folder / "memory.json").exists)
+            assert caplog.text.count("memory file") == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize("knobs", [{"record": Path("/no/such/folder/run.jsonl")}, {"profile": "no-such-gpu"}])
+def test_what_cannot_work_is_refused_at_the_start(knobs: dict[str, Any]) -> None:
+    async def work() -> None:
+        plane = Plane(ControlKnobs(**knobs))
+        with pytest.raises(ConfigError, match="no"):
+            await plane.start()
+
+    run(work)
+
+
+def test_an_instance_whose_policy_cannot_be_made_says_why() -> None:
+    """Known once the first instance has said what it is: this one, that it has no KV cache."""
+
+    async def work() -> None:
+        instance = await FakeInstance(max_total_num_tokens=0).start()
+        plane = Plane(ControlKnobs(workers=(instance.url,), health=QUICK))
+        await plane.start()
+        one = Scene(plane, [instance])
+        await one.until(lambda: "kv_capacity_tokens" in one.admin("GET", "/workers/0")[1]["detail"])
+        assert one.admin("GET", "/workers/0")[1]["state"] == "starting"
+        await plane.stop()
+        await instance.stop()
+
+    run(work)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_recording_that_cannot_go_on_costs_no_request() -> None:
+    async def work() -> None:
+        async with scene(["null"], record=Path("/dev/full")) as one:
+            for number in range(300):
+                assert isinstance(one.ask(f"r{number}"), m.Assign)
+                one.ended(f"r{number}")
+            assert "space" in one.admin("GET", "/pla/state")[1]["record_error"]
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_another_life_does_not_write_over_a_recording(tmp_path: Path) -> None:
+    async def work() -> None:
+        record, memory = tmp_path / "run.jsonl.gz", tmp_path / "memory.json"
+        for life in ("first", "second"):
+            async with scene(["null"], record=record, memory_file=memory) as one:
+                assert isinstance(one.ask(life), m.Assign)
+                one.ended(life)
+        assert [replay_file(tmp_path / name)[1].count for name in ("run.jsonl.gz", "life2.run.jsonl.gz")] == [1, 1]
+
+    run(work)
+
+
 def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
     async def work() -> None:
         memory = tmp_path / "memory.json"
@@ -97,6 +195,56 @@ def test_another_life_takes_over_what_is_open(tmp_path: Path) -> None:
     run(work)
 
 
+def opened(rid: str, assign: m.Assign) -> m.OpenRequest:
+    return m.OpenRequest(m.Ask(rid, 0, m.Endpoint.CHAT, True, time.monotonic(), 30, 50), assign, ())
+
+
+def test_a_request_at_an_instance_that_is_not_known_stays_its_relays() -> None:
+    """The last life ended before it had written down who has this number."""
+
+    async def work() -> None:
+        async with scene(["prefill", "decode"]) as one:
+            for rid, assign in (("one", m.Assign("one", 1, 77)), ("two", m.Assign("two", 1, 1, 78, "h", 1, 5))):
+                one.plane.hear(m.Hello(0, m.PROTOCOL, 1, (opened(rid, assign),)))
+                assert one.plane.desk.ledger.live == 1
+                one.stage(rid, m.Step.FIRST_TOKEN)
+                one.ended(rid)
+                one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_request_that_was_given_up_by_mistake_is_ended_by_its_relay() -> None:
+    """Its relay was not heard for a while, so its instances were told to abort it; they have not confirmed yet."""
+
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            assign = one.ask("r")
+            assert isinstance(assign, m.Assign)
+            one.instances[0].abort_status = 500
+            one.plane.forget(0)
+            one.plane.attach(0, one.relay)
+            one.plane.hear(m.Hello(0, m.PROTOCOL, 1, (opened("r", assign),)))
+            assert (one.relay.last(m.Abort).rid, one.relay.last(m.Abort).code) == ("r", "relay_lost")
+            one.ended("r", m.Outcome.ABORTED)
+            one.instances[0].abort_status = 200
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_router_that_stops_ends_requests_as_such() -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            one.ask("r")
+            one.ended("r", m.Outcome.DRAINED, aborted=(0,))
+            assert one.admin("GET", "/pla/ledger")[1]["ended"] == {"router_drain": 1}
+            one.assert_at_rest()
+
+    run(work)
+
+
 def test_an_operators_wishes_outlive_a_restart(tmp_path: Path) -> None:
     async def work() -> None:
         memory = tmp_path / "memory.json"
@@ -118,7 +266,7 @@ def test_an_operators_wishes_outlive_a_restart(tmp_path: Path) -> None:
     run(work)
 
 
-@pytest.mark.parametrize("policy", ["two-choices", "cache-aware", "pla", "arrow-no-flips"])
+@pytest.mark.parametrize("policy", LIVE_POLICIES)
 def test_a_recorded_run_replays_to_the_same_decisions(policy: str, tmp_path: Path) -> None:
     async def work() -> None:
         path = tmp_path / "run.jsonl.gz"
@@ -141,6 +289,33 @@ def test_a_recorded_run_replays_to_the_same_decisions(policy: str, tmp_path: Pat
         header, result = replay_file(path)
         assert header.policy == policy
         assert result.count >= 120
+        assert result.identical_share == 1.0, result.differences
+
+    run(work)
+
+
+def test_moves_between_pools_replay(tmp_path: Path) -> None:
+    """The controller's inner state too: averages, period, pause after a move."""
+
+    async def work() -> None:
+        path = tmp_path / "run.jsonl.gz"
+        quick = {"pressure_interval_s": 0.1, "pressure_cool_down_s": 0.3, "slo_ttft_s": 0.05, "boundary_tokens": 100}
+        modes = [*["prefill"] * 4, "decode"]
+        async with scene(modes, has_role=True, policy="pla", record=path, **quick) as one:
+            driver = one.plane.desk.driver
+            assert driver is not None
+            for turn, busy in enumerate(("short", "long")):
+                for number in range(12):
+                    one.ask(f"r{turn}-{number}", input_tokens=90 if busy == "short" else 900, exact_tokens=True)
+                for worker, fake in zip(one.plane.table, one.instances, strict=True):
+                    wanted = worker.view.length_class is not None and worker.view.length_class.value == busy
+                    fake.load |= {"num_waiting_uncached_tokens": 100_000 if wanted else 0}
+                await one.until(lambda turn=turn: driver.flips > turn, 8.0)  # type: ignore[misc]
+                for number in range(12):
+                    one.stage(f"r{turn}-{number}", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+                    one.ended(f"r{turn}-{number}")
+        _, result = replay_file(path)
+        assert {"pla.pressure_short", "pla.pressure_long"} <= set(result.reasons)
         assert result.identical_share == 1.0, result.differences
 
     run(work)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.fake_instance import FakeInstance
@@ -272,11 +274,47 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             await one.until(lambda: sorted(fake.roles[-1] for fake in one.instances[:3]) == ["long", "short", "short"])
             metrics = one.admin("GET", "/metrics")[1]
             assert 'pla_router_actions_total{action="SetLengthClass",reason="pla.pressure_short"} 1.0' in metrics
+            assert 'pla_router_pool_instances{pool="short"} 2.0' in metrics
+            check_signals(state, metrics)
             for number in range(12):
                 one.ended(f"s{number}")
             one.assert_at_rest()
 
     run(work)
+
+
+def test_an_instance_that_did_not_hear_its_pool_is_told_again() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "decode"], has_role=True, policy="pla") as one:
+            await one.until(lambda: one.instances[0].roles == ["mixed"])
+            one.instances[0].role_status = 503
+            other = await FakeInstance("prefill", has_role=True).start()
+            one.admin("POST", "/workers", {"url": other.url})  # so the first one gets a pool
+            await one.until(lambda: "does not know its class" in one.admin("GET", "/workers/0")[1]["detail"])
+            one.instances[0].role_status = 200
+            await one.until(lambda: one.instances[0].roles == ["mixed", "long"])
+            await one.until(lambda: one.admin("GET", "/workers/0")[1]["detail"] == "")
+            await other.stop()
+
+    run(work)
+
+
+def check_signals(state: dict[str, Any], metrics: str) -> None:
+    """Of each instance, psi is the sum of its parts, and its pool's pressure is the largest one (of fewer than ten)."""
+    told = {
+        tuple(re.findall(r'"([^"]*)"', line)): float(line.split()[-1])
+        for line in metrics.splitlines()
+        if line.startswith("pla_router_pool_")
+    }
+    pressure, knobs = state["pressure"], state["pressure"]["knobs"]
+    assert {labels[0] for labels in told if len(labels) == 2} == {"q", "e", "u", "psi"}
+    for name, one in pressure["by_instance"].items():
+        for parts in (one, {labels[0]: value for labels, value in told.items() if labels[1:] == (name,)}):
+            psi = knobs["alpha"] * parts["q"] + knobs["beta"] * parts["e"] - knobs["gamma"] * parts["u"]
+            assert parts["psi"] == pytest.approx(psi)
+    for pool, names in state["pools"].items():
+        if pool != "both":
+            assert pressure[pool] == pytest.approx(max(0, *(pressure["by_instance"][one]["psi"] for one in names)))
 
 
 def test_a_pool_that_was_late_is_forgiven_once_it_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,14 +71,18 @@ def test_the_only_pair_is_tried_again() -> None:
     run(work)
 
 
-def test_aborts_of_a_later_attempt_name_it() -> None:
+@pytest.mark.parametrize(
+    ("rids", "names"), [((), {"pla-2~r_0", "pla-2~r_1"}), (("one", "two"), {"pla-2~one", "pla-2~two"})]
+)
+def test_aborts_of_a_later_attempt_name_it(rids: tuple[str, ...], names: set[str]) -> None:
+    """A relay that is gone aborts nothing: this is the control plane's, under the names that instances know."""
+
     async def work() -> None:
         async with scene(["prefill", "decode"]) as one:
-            one.ask("r", prompts=2)
+            one.ask("r", prompts=2, rids=rids)
             one.stage("r", m.Step.SENT)
-            one.ask("r", prompts=2, **FAILED)
+            one.ask("r", prompts=2, rids=rids, **FAILED)
             one.plane.forget(0)
-            names = {"pla-2~r_0", "pla-2~r_1"}
             await one.until(lambda: all(set(fake.aborted) == names for fake in one.instances))
             await one.until(lambda: not one.plane.desk.ledger.entries)
             one.assert_at_rest()

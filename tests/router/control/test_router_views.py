@@ -68,6 +68,8 @@ def test_an_instance_of_ours_describes_itself() -> None:
     said = describe({**INFO, "internal_states": [{"pla": pla, "pla_emulation": emulation}]})
     assert (said.length_class, said.has_role, said.report_key) == (PrefillClass.SHORT, True, "left")
     assert (said.profile, said.time_scale) == ("linear", 4)
+    named = {"config": {"instance": None}, "telemetry": {"instance": "machine-7:30000"}}  # what it signs with
+    assert describe({**INFO, "internal_states": [{"pla": named}]}).report_key == "machine-7:30000"
     assert said.bootstrap_port is None
 
 

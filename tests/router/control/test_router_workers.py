@@ -13,8 +13,10 @@ from pla_sglang.router.control.breaker import BreakerKnobs, BreakerState
 from pla_sglang.router.control.discovery import Address, Description
 from pla_sglang.router.control.errors import IllegalMoveError, WorkerError
 from pla_sglang.router.control.health import Health, HealthKnobs, Probe
+from pla_sglang.router.control.intake import Intake
 from pla_sglang.router.control.loads import Amounts, Phase, Report, Tracked
 from pla_sglang.router.control.workers import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.telemetry import message as telemetry
 
 UNIFIED = Description(InstanceKind.UNIFIED, "p1", "h:1", 1000, 1, 1, "m", "t", "0.5.17")
 PREFILL = dataclasses.replace(UNIFIED, kind=InstanceKind.PREFILL, bootstrap_port=9)
@@ -205,3 +207,21 @@ def test_numbers_and_addresses_are_unique() -> None:
 def test_bad_health_knobs(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         HealthKnobs(**{field: 0})
+
+
+def test_reports_that_could_be_of_two_instances_are_of_none() -> None:
+    """Two servers of one name (both listen on 0.0.0.0, say): each would seem to be restarted by the other's reports."""
+    twin = dataclasses.replace(UNIFIED, identity="p2")
+    table, _, workers = make(UNIFIED, dataclasses.replace(UNIFIED, report_key="other"))
+    intake = Intake(table)
+    report = telemetry.Report(instance="h:1", sequence=1, clock_s=0.0, running=3)
+    assert intake.on_report(report, 1.0) is not None
+    assert workers[0].view.running == 3
+    third = table.add(Address("h", 3), 1.0)
+    table.describe(third, twin, 1.0)
+    later = telemetry.Report(instance="h:1", sequence=1, started_s=9.0, clock_s=0.0)
+    assert intake.on_report(later, 2.0) is None
+    assert intake.unknown == 1
+    assert "--pla-instance" in workers[0].detail
+    assert "--pla-instance" in third.detail
+    assert workers[1].detail == ""

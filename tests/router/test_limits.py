@@ -1,0 +1,147 @@
+"""What a client may take: time, bytes, connections; and what the router writes down of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.instances import Script
+from support.relays import read_answer, request_bytes, run, setting
+
+from pla_sglang.router import messages as m
+from pla_sglang.router.config import RelayConfig
+
+ASK = {"text": "hello"}
+STREAM = ASK | {"stream": True}
+
+
+def test_slow_clients_are_not_waited_for() -> None:
+    async def scenario() -> None:
+        limits = RelayConfig(head_timeout_s=0.3, body_timeout_s=0.3, idle_timeout_s=0.3)
+        async with setting("unified", config=limits) as here:
+            for sent, status in [
+                (b"POST /gen", b"408"),
+                (b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{", b"408"),
+                (b"", b""),
+            ]:
+                reader, writer = await here.connect()
+                writer.write(sent)
+                started_s = here.relay.now_s()
+                assert status in await asyncio.wait_for(reader.read(), 5)
+                assert here.relay.now_s() - started_s < 2
+                writer.close()
+            reader, writer = await here.connect()  # a drop every now and then is no better
+            answer = asyncio.ensure_future(reader.read())
+            for byte in request_bytes(ASK)[:60]:
+                if not answer.done():
+                    writer.write(bytes([byte]))
+                    await asyncio.sleep(0.02)
+            assert b"408" in await asyncio.wait_for(answer, 5)
+            writer.close()
+            assert here.instances[0].requests == []
+            here.check_balance()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("chunks", [False, True])
+def test_a_body_in_drops_is_not_waited_for(chunks: bool) -> None:
+    """Each byte comes in time, the body never does."""
+
+    async def scenario() -> None:
+        async with setting("unified", config=RelayConfig(body_timeout_s=0.3)) as here:
+            reader, writer = await here.connect()
+            length = "transfer-encoding: chunked" if chunks else "content-length: 100000"
+            writer.write(f"POST /generate HTTP/1.1\r\nhost: x\r\n{length}\r\n\r\n".encode())
+            answer, started_s = asyncio.ensure_future(reader.read()), here.relay.now_s()
+            while not answer.done() and here.relay.now_s() < started_s + 3:
+                writer.write(b"1\r\n{\r\n" if chunks else b"{")
+                await asyncio.sleep(0.05)
+            assert b"408" in await answer
+            assert here.relay.now_s() - started_s < 2
+            writer.close()
+            here.check_balance()
+
+    run(scenario)
+
+
+def test_a_long_body_may_take_longer_than_its_time_limit() -> None:
+    """As long as it comes on."""
+
+    async def scenario() -> None:
+        async with setting("unified", config=RelayConfig(body_timeout_s=0.5)) as here:
+            reader, writer = await here.connect()
+            raw = request_bytes({"text": "x" * 200_000})
+            for start in range(0, len(raw), 20_000):
+                writer.write(raw[start : start + 20_000])
+                await asyncio.sleep(0.1)
+            assert (await read_answer(reader)).status == 200
+            writer.close()
+
+    run(scenario)
+
+
+def test_bodies_on_their_way_are_bounded_together() -> None:
+    async def scenario() -> None:
+        async with setting("unified", config=RelayConfig(max_buffered_bytes=1000)) as here:
+            writers = []
+            for _ in range(2):
+                reader, writer = await here.connect()
+                writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n" + b"x" * 600)
+                writers.append((reader, writer))
+                await asyncio.sleep(0.05)
+            assert b"503" in await asyncio.wait_for(writers[1][0].read(), 5)
+            writers[0][1].close()
+            await here.until(lambda: here.relay.gauges()["buffered_bytes"] == 0)
+            writers[1][1].close()
+
+    run(scenario)
+
+
+def test_connections_are_bounded() -> None:
+    async def scenario() -> None:
+        async with setting("unified", config=RelayConfig(max_connections=2)) as here:
+            held = [await here.connect() for _ in range(2)]
+            await here.until(lambda: here.relay.gauges()["client_connections"] == 2)
+            reader, writer = await here.connect()
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            for _, other in [*held, (reader, writer)]:
+                other.close()
+
+    run(scenario)
+
+
+def test_the_access_log_has_one_line_a_request(tmp_path: Any) -> None:
+    async def scenario() -> None:
+        log = tmp_path / "access.jsonl"
+        async with setting("unified", config=RelayConfig(access_log=str(log)), scripts={0: Script(events=3)}) as here:
+            await here.ask(STREAM | {"text": "secret words"})
+            await here.ask(STREAM)
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [line["rid"] for line in lines] == [ended.rid for ended in here.ended()]
+        assert (lines[0]["outcome"], lines[0]["events"], lines[0]["decode"]) == ("ok", 4, 0)
+        assert 0 < lines[0]["first_byte_ms"] <= lines[0]["duration_ms"]
+        assert "secret" not in log.read_text()
+
+    run(scenario)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """Time limits go on: they share a timer with the log."""
+
+    async def scenario() -> None:
+        limits = RelayConfig(access_log="/dev/full", first_byte_timeout_s=0.5)
+        async with setting("unified", config=limits) as here:
+            assert (await here.ask(ASK)).status == 200
+            await asyncio.sleep(1.3)  # written once a second
+            here.instances[0].script.first_s = 30
+            assert (await here.ask(ASK)).status == 504
+            await here.until(lambda: here.control.of(m.RelayReport)[-1].counters["access_lines_lost_total"] == 2)
+            here.check_balance()
+
+    run(scenario)
+    assert len([one for one in caplog.records if "access log" in one.message]) == 1
