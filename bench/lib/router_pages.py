@@ -72,7 +72,6 @@ def _yes(value: bool) -> str:
 
 PAGES: dict[str, Callable[[Result], str]] = {
     "chaos": chaos,
-    "chaos_500": chaos,
     "parity": parity,
     "router_clients": router_clients,
 }

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,19 @@ def test_the_end_leaves_no_process(cluster: dict[str, Any]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert alive == []
     assert [cause for cause in causes_of_tracebacks(Path(cluster["log"])) if ABORTED_TRANSFER not in cause] == []
+
+
+def test_a_failed_transfer_is_not_seen_by_the_client(tmp_path: Path) -> None:
+    """At either end of the pair, a quarter of them: every answer is whole and right, and nothing is left behind."""
+    pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
+    fleet = ("--prefill", "1", "--decode", "1", "--pla-emulate-kv-failures", "0.25")
+    with running(tmp_path, *fleet, "--router-args", "--transfer-attempts 12") as described:
+        ask(described["url"], 40, seed=12, gap_s=0.03, timeout_s=2 * PATIENCE_S)
+        wait_until_idle(described)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        series = opener.open(described["url"] + "/metrics", timeout=PATIENCE_S).read().decode()
+        [failed] = re.findall(r'^pla_router_retries_total{reason="transfer_failed"} (.*)$', series, re.MULTILINE)
+        assert float(failed) >= 2, "of 40 transfers a quarter was to fail"
 
 
 def test_a_unified_instance_gives_several_samples(tmp_path: Path) -> None:
