@@ -30,8 +30,10 @@ class Call:
         self._connection: UpstreamConnection | None = None
         self._timer = relay.later(timeout_s, self._expire)
 
-    def start(self, worker: Worker, method: str, path: str, body: bytes = b"") -> None:
-        key = f"authorization: Bearer {worker.api_key}\r\n" if worker.api_key else ""
+    def start(self, worker: Worker, method: str, path: str, body: bytes = b"", *, admin: bool = False) -> None:
+        """``admin``: the path needs the instance's admin key, where it has one."""
+        token = (admin and worker.admin_key) or worker.api_key
+        key = f"authorization: Bearer {token}\r\n" if token else ""
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: {worker.host}:{worker.port}\r\n{key}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

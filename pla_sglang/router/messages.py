@@ -242,6 +242,7 @@ class Worker(Message, frozen=True):
         kind: InstanceKind's value.
         listed: False: gets nothing new; requests that run there go on.
         api_key: sent as bearer token unless the client brought its own Authorization; empty: none.
+        admin_key: sent with aborts; empty: ``api_key`` is.
     """
 
     number: int
@@ -251,6 +252,7 @@ class Worker(Message, frozen=True):
     kind: str
     listed: bool = True
     api_key: str = ""
+    admin_key: str = ""
 
 
 class Table(Message, frozen=True):

@@ -277,7 +277,7 @@ class Relay:
         self._aborting += len(rids)
         for rid in rids:
             call = Call(self, done, timeout_s=ABORT_TIMEOUT_S)
-            call.start(worker, "POST", "/abort_request", msgspec.json.encode({"rid": rid}))
+            call.start(worker, "POST", "/abort_request", msgspec.json.encode({"rid": rid}), admin=True)
 
     # -- connections -------------------------------------------------------------------------------------------------
 

@@ -127,47 +127,6 @@ def test_a_client_that_goes_frees_the_instances(kinds: tuple[str, ...], body: di
     run(scenario)
 
 
-@pytest.mark.parametrize(
-    ("fields", "rids"),
-    [
-        ({"rid": ["a", "b"]}, ["a", "b"]),
-        ({"rid": "mine"}, ["mine_0", "mine_1"]),
-        ({"rid": "mine", "text": "x"}, ["mine"]),
-    ],
-)
-def test_aborts_name_requests_as_the_instance_does(fields: dict[str, Any], rids: list[str]) -> None:
-    async def scenario() -> None:
-        async with setting("unified", scripts={0: Script(first_s=30)}) as here:
-            _, writer = await here.connect()
-            writer.write(request_bytes({"text": ["x", "y"], **fields}))
-            await here.until(lambda: here.instances[0].held)
-            writer.close()
-            await here.until(lambda: len(here.instances[0].aborts) >= len(rids))
-            assert sorted(here.instances[0].aborts[: len(rids)]) == rids
-            assert here.control.of(m.Ask)[0].rids == tuple(rids if isinstance(fields.get("rid"), list) else ())
-            here.check_balance()
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("kinds", [("unified",), PAIR])
-def test_a_rid_that_is_null_is_none(kinds: tuple[str, ...]) -> None:
-    """Clients that write every field send it; the instance must know the request under the router's name."""
-
-    async def scenario() -> None:
-        async with setting(*kinds, scripts={0: Script(first_s=30)}) as here:
-            _, writer = await here.connect()
-            writer.write(request_bytes({"text": "x", "rid": None}))
-            await here.until(lambda: here.instances[0].held)
-            [ask] = here.control.of(m.Ask)
-            assert all(json.loads(one.requests[0][1])["rid"] == ask.rid for one in here.instances)
-            writer.close()
-            await here.until(lambda: not any(one.held for one in here.instances), patience_s=1.0)
-            here.check_balance()
-
-    run(scenario)
-
-
 @pytest.mark.parametrize("how", ["abort", "cut"])
 @pytest.mark.parametrize("body", [ASK, STREAM])
 def test_decode_is_freed_when_the_prefill_fails(how: str, body: dict[str, Any]) -> None:
@@ -344,27 +303,6 @@ def test_drain_ends_what_is_open_and_takes_nothing_new() -> None:
                 await here.connect()
             assert len((await stream).events) == 4
             await draining
-            here.check_balance()
-
-    run(scenario)
-
-
-@pytest.mark.parametrize("kinds", [("unified",), PAIR])
-def test_what_outlasts_a_drain_is_told_and_freed(kinds: tuple[str, ...]) -> None:
-    """The relay ends right after; its aborts still arrive."""
-
-    async def scenario() -> None:
-        async with setting(*kinds, config=RelayConfig(drain_timeout_s=0.2), scripts={0: Script(first_s=30)}) as here:
-            late = asyncio.ensure_future(here.ask(ASK))
-            await here.until(lambda: all(one.held for one in here.instances))
-            await here.relay.drain()
-            await here.relay.stop()
-            answer = await late
-            assert (answer.status, answer.error["type"]) == (503, "draining")
-            [ended] = here.ended()
-            assert (ended.outcome, sorted(ended.aborted)) == (m.Outcome.DRAINED, list(range(len(kinds))))
-            assert all(one.aborts == [ended.rid] for one in here.instances)
-            assert not any(one.held for one in here.instances)
             here.check_balance()
 
     run(scenario)

@@ -50,6 +50,7 @@ class FakeInstance:
         self.roles: list[str] = []
         self.starts = 0
         self.abort_status = self.role_status = 200
+        self.admin_key = ""  # of aborts and roles; empty: nobody is asked
         self.fail = False  # /generate
         self.prefill_s, self.gap_s, self.events = 0.02, 0.01, 5  # of /generate
         self.rooms: list[int] = []
@@ -103,7 +104,12 @@ class FakeInstance:
     async def _loads(self, _: web.Request) -> web.Response:
         return web.json_response({"loads": [self.load]})
 
+    def _refuses(self, request: web.Request) -> bool:
+        return bool(self.admin_key) and request.headers.get("Authorization") != f"Bearer {self.admin_key}"
+
     async def _abort(self, request: web.Request) -> web.Response:
+        if self._refuses(request):
+            return web.Response(status=401)
         if self.abort_status == 200:
             self.aborted.append((await request.json())["rid"])
         return web.Response(status=self.abort_status)
@@ -133,6 +139,8 @@ class FakeInstance:
         return web.json_response({"path": request.path})
 
     async def _role(self, request: web.Request) -> web.Response:
+        if self._refuses(request):
+            return web.Response(status=401)
         if self.role_status == 200:
             self.roles.append((await request.json())["role"])
         return web.json_response({}, status=self.role_status)

@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     fleet.add_argument("--worker-file", type=Path, metavar="FILE", help="JSON with instances, read when it changes")
     fleet.add_argument("--worker-api-key", default="", metavar="KEY", help="sent to instances")
+    fleet.add_argument(
+        "--worker-admin-key", default="", metavar="KEY", help="their --admin-api-key, for aborts and classes"
+    )
     fleet.add_argument("--memory-file", type=Path, metavar="FILE", help="worker numbers, kept over restarts")
     fleet.add_argument("--telemetry", default="", metavar="ADDRESS", help="bind here for load reports (ZMQ)")
     fleet.add_argument("--poll-interval-ms", type=float, default=250.0, metavar="MS", help="of loads not reported")
@@ -102,6 +105,7 @@ def knobs_of(options: argparse.Namespace) -> ControlKnobs:
         pending_s=options.pending_timeout_ms * seconds,
         hold_tokens=options.hold_tokens,
         worker_api_key=options.worker_api_key,
+        worker_admin_key=options.worker_admin_key,
         tokenizer=options.tokenizer,
         record=options.record,
         stories=options.explain_requests,

@@ -6,6 +6,8 @@ two kinds: nobody listens, or no proper answer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -22,7 +24,8 @@ from pla_sglang.router.control.workers import Worker
 class Instances:
     """A client for all instances; ``close`` it."""
 
-    def __init__(self, *, timeout_s: float, api_key: str = "") -> None:
+    def __init__(self, *, timeout_s: float, api_key: str = "", admin_key: str = "") -> None:
+        self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=timeout_s),
@@ -57,7 +60,7 @@ class Instances:
         """
         role = "mixed" if length_class is None else length_class.value
         try:
-            await self._call("POST", f"{worker.url}/pla/role", {"role": role})
+            await self._call("POST", f"{worker.url}/pla/role", {"role": role}, self._admin)
         except NoAnswerError as error:
             if error.status in (404, 405):
                 return False
@@ -69,14 +72,17 @@ class Instances:
 
         Raises NobodyListensError, NoAnswerError.
         """
-        await self._call("POST", f"{worker.url}/abort_request", {"rid": rid})
+        await self._call("POST", f"{worker.url}/abort_request", {"rid": rid}, self._admin)
 
     async def _json(self, method: str, url: str) -> dict[str, Any]:
         return _object(await self._call(method, url, None), url)
 
-    async def _call(self, method: str, url: str, body: dict[str, Any] | None) -> bytes:
+    async def _call(
+        self, method: str, url: str, body: dict[str, Any] | None, key: Mapping[str, str] = MappingProxyType({})
+    ) -> bytes:
+        """``key``: in place of the usual one."""
         data = None if body is None else orjson.dumps(body)
-        headers = {} if body is None else {"Content-Type": "application/json"}
+        headers = dict(key) if body is None else {**key, "Content-Type": "application/json"}
         try:
             async with self._http.request(method, url, data=data, headers=headers) as answer:
                 content = await answer.content.read(ANSWER_BYTES)

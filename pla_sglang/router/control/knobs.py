@@ -43,6 +43,7 @@ class ControlKnobs:
         hold_tokens: prompt tokens queued at instances, per instance, above which requests wait in the router, where
             they are fair between tenants; None: never.
         worker_api_key: sent to instances.
+        worker_admin_key: sent to them with aborts and changes of their class; empty: ``worker_api_key`` is.
         tokenizer: folder or file; empty: what the instances say.
         record: file for ``pla_sglang.parity``.
         stories: requests that ``/pla/explain`` remembers.
@@ -72,6 +73,7 @@ class ControlKnobs:
     pending_s: float = 30.0
     hold_tokens: int | None = None
     worker_api_key: str = ""
+    worker_admin_key: str = ""
     tokenizer: str = ""
     record: Path | None = None
     stories: int = 10_000

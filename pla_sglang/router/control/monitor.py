@@ -293,6 +293,8 @@ class Monitor:
                         await self._instances.abort(worker, rid)
             except (NobodyListensError, NoAnswerError) as error:
                 logger.warning("abort of %s at %s: %s", order.rid, worker.view.name, error)
+                if isinstance(error, NoAnswerError) and error.status in (401, 403):
+                    worker.detail = f"refuses aborts with {error.status}; its --admin-api-key is our --worker-admin-key"
                 self.check_soon(worker)
                 await asyncio.sleep(ABORT_RETRY_S)
                 continue

@@ -94,7 +94,8 @@ class Plane:
             self._record = open_record(self.knobs.record, keep=self._memory.next_number > 0)
         if self.knobs.trace_endpoint:
             self.desk.tracer = self._tracing = load_tracing(self.knobs, self._clock)
-        instances = Instances(timeout_s=self.knobs.health.timeout_s, api_key=self.knobs.worker_api_key)
+        keys = {"api_key": self.knobs.worker_api_key, "admin_key": self.knobs.worker_admin_key}
+        instances = Instances(timeout_s=self.knobs.health.timeout_s, **keys)
         self._monitor = Monitor(
             *(self.table, self.desk.health, instances, self._clock),
             Told(self._heard, self._described, self._aborted),
@@ -375,6 +376,7 @@ class Plane:
                 worker.view.kind.value,
                 listed=worker.is_ready(),
                 api_key=self.knobs.worker_api_key,
+                admin_key=self.knobs.worker_admin_key,
             )
             for worker in self.table
         )

@@ -57,6 +57,31 @@ def test_a_body_that_is_none_is_the_operators_mistake(body: bytes) -> None:
     run(work)
 
 
+@pytest.mark.parametrize("key", ["boss", ""])
+def test_instances_with_an_admin_key_take_aborts_and_roles(key: str) -> None:
+    async def work() -> None:
+        keys = {"worker_api_key": "users", "worker_admin_key": key}
+        async with scene(["prefill", "decode"], has_role=True, policy="pla", **keys) as one:
+            await one.until(lambda: one.instances[0].roles == ["mixed"])
+            for fake in one.instances:
+                fake.admin_key = "boss"
+            one.ask("r")
+            one.plane.forget(0)  # the relay is gone, so the aborts are ours
+            one.plane.attach(0, one.relay)
+            if key:
+                await one.until(lambda: not one.plane.desk.ledger.entries)
+                assert all("r" in fake.aborted for fake in one.instances)
+            else:  # an operator sees why
+                await one.until(lambda: "--worker-admin-key" in one.admin("GET", "/workers/0")[1]["detail"])
+            other = await FakeInstance("prefill", has_role=True).start()
+            one.admin("POST", "/workers", {"url": other.url})  # so the first one gets a pool
+            await one.until(lambda: other.roles)
+            await one.until(lambda: (one.instances[0].roles[-1] == "long") is bool(key))
+            await other.stop()
+
+    run(work)
+
+
 def test_the_worker_file_is_read_again(tmp_path: Path) -> None:
     async def work() -> None:
         first, second = await FakeInstance().start(), await FakeInstance().start()
