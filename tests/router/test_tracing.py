@@ -82,7 +82,7 @@ def test_stages_add_up_to_the_ttft_that_explain_tells(router: RouterProcess, col
     assert ask(router, "staged") == 200
     ended_ns = time.time_ns()
     whole, parts = tree(collected, "staged")
-    told = json.loads(router.ask("/pla/explain/staged")[1])
+    told = json.loads(router.ask("/pla/explain/staged", headers=KEY)[1])
     assert [part.name for part in parts] == [name for name in STAGES if told["stages"][f"{name}_s"] > 0]
     assert {"queue", "route", "prefill"} <= {part.name for part in parts}
     assert parts[0].start_ns == whole.start_ns
