@@ -145,8 +145,15 @@ class Plane:
             m.Failure: desk.on_failure,
             m.RelayReport: lambda message, _: self.series.on_relay(message),
             m.AdminAsk: lambda message, _: self._tell(message.relay, self._routes.answer(message)),
-            m.Hello: lambda message, now_s: on_hello(desk, message, now_s),
+            m.Hello: self._greeted,
         }
+
+    def _greeted(self, hello: m.Hello, now_s: float) -> None:
+        if hello.protocol == m.PROTOCOL:
+            on_hello(self.desk, hello, now_s)
+            return
+        logger.error("relay %d speaks version %d, not %d; it is not served", hello.relay, hello.protocol, m.PROTOCOL)
+        self._relays.pop(hello.relay, None)
 
     def _asked(self, ask: m.Ask, now_s: float) -> None:
         self.desk.on_ask(ask, now_s)

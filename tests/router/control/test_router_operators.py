@@ -281,6 +281,18 @@ def test_a_router_that_stops_ends_requests_as_such() -> None:
     run(work)
 
 
+def test_a_relay_of_another_version_is_not_served() -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            one.plane.hear(m.Hello(0, m.PROTOCOL - 1, 1, ()))
+            assert one.ask("r") is None
+            one.ended("r", m.Outcome.NO_CONTROL)
+            await one.until(lambda: not one.plane.desk.ledger.entries)
+            one.assert_at_rest()
+
+    run(work)
+
+
 def test_an_operators_wishes_outlive_a_restart(tmp_path: Path) -> None:
     async def work() -> None:
         memory = tmp_path / "memory.json"
