@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 PASSED_GET = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
 PASSED_GET_PREFIX = "/v1/models/"
 PASSED_POST = ("/tokenize", "/detokenize")
+RETRY_SOON = (("retry-after", "1"),)
 HEALTH_TIMEOUT_S = 20.0  # SGLang's own limit for its generation check
 
 
@@ -74,7 +75,7 @@ def check_key(head: RequestHead, key: str) -> None:
 def dispatch(relay: Relay, client: ClientConnection, head: RequestHead, raw: bytes) -> None:
     check_key(head, relay.config.api_key)
     if relay.draining:
-        raise BadMessage("draining", "the router is shutting down", 503)
+        raise BadMessage("draining", "the router is shutting down", 503, headers=RETRY_SOON)
     wishes = Wishes(head)
     try:
         body = bodies.read(raw)
@@ -110,7 +111,7 @@ def pass_through(relay: Relay, client: ClientConnection, head: RequestHead, body
     Wishes(head)  # reserved headers are refused here as well
     worker = relay.any_worker()
     if worker is None:
-        raise BadMessage("no_worker", "no instance is ready", 503)
+        raise BadMessage("no_worker", "no instance is ready", 503, headers=RETRY_SOON)
     work = PassThrough(relay, client, head)
     client.works(work)
     work.start(worker, body)
@@ -119,9 +120,9 @@ def pass_through(relay: Relay, client: ClientConnection, head: RequestHead, body
 def health(relay: Relay, client: ClientConnection, head: RequestHead, body: bytes) -> None:
     """Whether a request could be dispatched now."""
     if relay.draining:
-        raise BadMessage("draining", "the router is shutting down", 503)
+        raise BadMessage("draining", "the router is shutting down", 503, headers=RETRY_SOON)
     if relay.table is None or not relay.table.serving:
-        raise BadMessage("not_serving", "no instance is ready", 503)
+        raise BadMessage("not_serving", "no instance is ready", 503, headers=RETRY_SOON)
     client.answer(200)
 
 
