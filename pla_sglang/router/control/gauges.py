@@ -39,6 +39,8 @@ def _of_workers(desk: Desk, now_s: float) -> Iterator[Gauge]:
         yield "worker_queued_tokens", "Prompt tokens to compute there.", labels, float(view.queued_tokens)
         yield "worker_decode_tokens", "KV tokens that decode there or will.", labels, float(view.decode_tokens())
         yield "worker_utilisation", "Busy share of a recent window.", labels, view.utilisation
+        for kind, count in worker.errors().items():
+            yield "worker_errors", "Requests that ended badly there since its start.", {**labels, "kind": kind}, count
         if worker.book.reported_s is not None:
             age_s = now_s - worker.book.reported_s
             yield "worker_report_age_seconds", "Since its last load report or poll.", labels, age_s

@@ -32,7 +32,6 @@ class Intake:
         self.unknown = 0  # reports of nobody in the table
         self.lost = 0  # by their sequence numbers
         self._table = table
-        self._latest: dict[int, dict[int, Report]] = {}  # worker -> rank -> report
 
     def on_report(self, report: Report, now_s: float) -> Heard | None:
         """None for a report that says nothing new, or comes from nobody in the table."""
@@ -40,7 +39,7 @@ class Intake:
         if worker is None:
             self.unknown += 1
             return None
-        ranks = self._latest.setdefault(worker.number, {})
+        ranks = worker.reports
         last = ranks.get(report.dp_rank)
         if last is not None and last.started_s != report.started_s:
             return Heard(worker, None, restarted=report.started_s > last.started_s)
@@ -56,10 +55,10 @@ class Intake:
 
     def reports(self, worker: Worker) -> bool:
         """Whether it has ever sent a report."""
-        return worker.number in self._latest
+        return bool(worker.reports)
 
     def forget(self, worker: Worker) -> None:
-        self._latest.pop(worker.number, None)
+        worker.reports.clear()
 
     def _worker_of(self, key: str) -> Worker | None:
         """None as well where several sign like that: who took one for the other would see restarts without end."""

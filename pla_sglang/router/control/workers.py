@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from pla_sglang.router.control.discovery import Address, Description
 from pla_sglang.router.control.errors import IllegalMoveError, WorkerError
 from pla_sglang.router.control.loads import LoadBook
 from pla_sglang.router.control.memory import Remembered
+from pla_sglang.telemetry.message import Report
 
 
 class WorkerState(enum.Enum):
@@ -75,6 +77,7 @@ class Worker:
         expected_identity: of the process that had its number before the router was restarted; empty: unknown.
         leaves: to be removed once it is drained.
         wants_drain: to be drained as soon as it is ready: an operator's wish from before a restart of the router.
+        reports: the last load report of each rank that sends any.
     """
 
     number: int
@@ -92,6 +95,7 @@ class Worker:
     leaves: bool = False
     wants_drain: bool = False
     detail: str = ""
+    reports: dict[int, Report] = dataclasses.field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -131,7 +135,26 @@ class Worker:
             "kv_capacity_tokens": view.kv_capacity_tokens if said is not None else None,
             "model": None if said is None else said.model,
             "version": None if said is None else said.version,
+            "ranks": {rank: _told(report) for rank, report in self.reports.items()},
         }
+
+    def errors(self) -> Counter[str]:
+        """Requests that ended badly there, by kind, as its reports say."""
+        return sum((Counter(report.errors) for report in self.reports.values()), Counter())
+
+
+def _told(report: Report) -> dict[str, Any]:
+    """What of a rank's report does not stand beside it already."""
+    return {
+        "role": report.role,
+        "draining": report.draining,
+        "short": {"requests": report.short.reqs, "tokens": report.short.tokens},
+        "long": {"requests": report.long.reqs, "tokens": report.long.tokens},
+        "boundary_tokens": report.boundary_tokens,
+        "decode_step_s": report.decode_step_s,
+        "token_interval_s": report.token_interval_s,
+        "errors": report.errors,
+    }
 
 
 class WorkerTable:

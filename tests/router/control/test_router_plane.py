@@ -16,7 +16,7 @@ from pla_sglang.router import messages as m
 from pla_sglang.router.control import ControlKnobs, Plane, desk
 from pla_sglang.router.control.admission import AdmissionKnobs
 from pla_sglang.router.control.workers import WorkerState
-from pla_sglang.telemetry.message import Backlog, Pass, Report
+from pla_sglang.telemetry.message import Backlog, ClassQueue, Pass, Report
 from pla_sglang.telemetry.push import Pusher
 
 
@@ -216,7 +216,17 @@ def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Path) ->
             worker = one.plane.table.by_number[0]
             backlog = Backlog(2, 300, 45_000, 10)
             passes = Pass(1000, 1_000_000, 0, 1, 1, 5.0)
-            report = Report(instance=name, sequence=1, clock_s=1.0, backlog=backlog, running=3, passes=passes)
+            report = Report(
+                instance=name,
+                sequence=1,
+                clock_s=1.0,
+                backlog=backlog,
+                running=3,
+                passes=passes,
+                short=ClassQueue(2, 30),
+                role="short",
+                errors={"aborted": 2},
+            )
 
             def sent() -> bool:
                 return pusher.send(report)
@@ -224,6 +234,10 @@ def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Path) ->
             await one.until(sent)
             await one.until(lambda: worker.view.queued_tokens == 300)
             assert (worker.view.queued_attention, worker.view.running) == (45_000, 3)
+            (told,) = one.admin("GET", "/workers/0")[1]["ranks"].values()
+            assert (told["role"], told["short"]["tokens"], told["errors"]) == ("short", 30, {"aborted": 2})
+            line = f'pla_router_worker_errors{{kind="aborted",worker="{name}"}} 2.0'
+            assert line in one.admin("GET", "/metrics")[1]
             assert one.plane.desk.predictor is not None
             assert one.plane.desk.predictor.factor(worker.view) > 1  # five seconds for a thousand tokens
             again = Report(instance=name, sequence=1, clock_s=0.1, started_s=99.0)
