@@ -239,10 +239,14 @@ def test_the_end_leaves_no_process(cluster: dict[str, Any]) -> None:
 
 
 def test_a_failed_transfer_is_not_seen_by_the_client(tmp_path: Path) -> None:
-    """At either end of the pair, a quarter of them: every answer is whole and right, and nothing is left behind."""
+    """At either end of the pair, a quarter of them: every answer is whole and right, and nothing is left behind.
+
+    The engines have an admin key, without which they refuse the aborts of what is to be sent again.
+    """
     pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
-    fleet = ("--prefill", "1", "--decode", "1", "--pla-emulate-kv-failures", "0.25")
-    with running(tmp_path, *fleet, "--router-args", "--transfer-attempts 12") as described:
+    fleet = ("--prefill", "1", "--decode", "1", "--pla-emulate-kv-failures", "0.25", "--admin-api-key", "admins")
+    router = "--transfer-attempts 12 --worker-admin-key admins"
+    with running(tmp_path, *fleet, "--router-args", router) as described:
         ask(described["url"], 40, seed=12, gap_s=0.03, timeout_s=2 * PATIENCE_S)
         wait_until_idle(described)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -31,6 +31,7 @@ class AdmissionReason(enum.Enum):
     DUPLICATE = "duplicate"  # a request with this id is open
     NO_INSTANCE = "no_instance"  # nobody became ready in time
     SAMPLES = "several_samples"  # n > 1, and no unified instance is ready
+    FAULT = "fault"  # the choice for it has failed, which is a mistake of the policy's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import dataclasses
 from pla_sglang.policy.fleet import RequestView
 from pla_sglang.router import messages as m
 from pla_sglang.router.control.admission import AdmissionReason, Verdict
+from pla_sglang.router.control.driver import Choice, PolicyDriver
 from pla_sglang.router.control.entries import End
 from pla_sglang.router.control.explain import Story
 from pla_sglang.router.control.prompts import Prompt
@@ -26,10 +27,12 @@ ENDS = {
     m.Outcome.DRAINED: End.ROUTER_DRAIN,
 }
 COMPLETE = frozenset({m.Outcome.OK, m.Outcome.CLIENT_ERROR})
+_REFUSED_AS = {AdmissionReason.NO_INSTANCE.value: End.NO_INSTANCE, AdmissionReason.FAULT.value: End.FAULT}
 _STATUS = {
     AdmissionReason.DUPLICATE: 409,
     AdmissionReason.NO_INSTANCE: 503,
     AdmissionReason.SAMPLES: 400,
+    AdmissionReason.FAULT: 500,
 }
 _MESSAGES = {
     AdmissionReason.OPEN_LIMIT: "too many requests are open; try again later",
@@ -37,6 +40,7 @@ _MESSAGES = {
     AdmissionReason.TTFT_LIMIT: "the first token would come too late; try again later",
     AdmissionReason.DUPLICATE: "a request with this id is open",
     AdmissionReason.NO_INSTANCE: "no instance is ready",
+    AdmissionReason.FAULT: "the router has failed on this request; its log says why",
     AdmissionReason.SAMPLES: "n > 1 is not served by a prefill and decode pair; send n requests, or a batch of prompts",
 }
 
@@ -65,6 +69,20 @@ class Open:
         """Another attempt: it is nowhere yet."""
         self.ask, self.key = ask, (ask.rid, ask.attempt)
         self.prefill = self.decode = self.dispatched_s = None
+
+
+def end_of(request: Open, outcome: m.Outcome) -> End:
+    """How a request has ended of which its relay says ``outcome``; the relay does not know why it was refused."""
+    end = request.end_as or ENDS[outcome]
+    return _REFUSED_AS.get(request.story.admission, end) if end is End.REFUSED else end
+
+
+def other_pair(request: Open, driver: PolicyDriver) -> Choice | None:
+    """For a request whose KV transfer has failed; None for others."""
+    if request.failed is None:
+        return None
+    prefill, decode = request.failed
+    return driver.choose_other(request.view, prefill.view, decode.view)
 
 
 def assign_message(request: Open, room: int | None, reason: str) -> m.Assign:

@@ -7,6 +7,7 @@ at instances go through ``abort``.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Container
 from random import Random
@@ -15,7 +16,7 @@ from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.fleet import RequestView
 from pla_sglang.router import messages as m
 from pla_sglang.router.control.admission import Admission, AdmissionReason, Verdict
-from pla_sglang.router.control.answers import COMPLETE, ENDS, Open, assign_message, refusal
+from pla_sglang.router.control.answers import COMPLETE, Open, assign_message, end_of, other_pair, refusal
 from pla_sglang.router.control.driver import Choice, PolicyDriver
 from pla_sglang.router.control.entries import AbortOrder, End, Side
 from pla_sglang.router.control.explain import ExplainStore, Story, note_choice, note_retry, stage_seconds
@@ -31,13 +32,14 @@ from pla_sglang.router.control.spans import Tracing
 from pla_sglang.router.control.workers import Worker, WorkerState, WorkerTable
 from pla_sglang.telemetry.window import WindowMean
 
+logger = logging.getLogger(__name__)
 RETRY_NO_INSTANCE_S = 5.0
 RATIO_WINDOW_S = 5.0  # as in an engine's reports
 # Named once: CPython 3.11 takes 0.2 us to look a member up in its class, and every request meets these.
 _BOTH, _PREFILL, _DECODE = Side
 _QUEUED, _COMING = Phase.QUEUED, Phase.COMING
 _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Step
-_REFUSED, _END_REFUSED = m.Outcome.REFUSED, End.REFUSED
+_REFUSED = m.Outcome.REFUSED
 
 
 class Desk:
@@ -172,6 +174,17 @@ class Desk:
 
     def _dispatch(self, request: Open, held: Held, now_s: float) -> bool:
         """False where nobody can take it now, and so nobody behind it."""
+        try:
+            return self._choose(request, held, now_s)
+        except Exception:
+            # The one place that catches everything. A policy's mistake on one request must end that one alone: passed
+            # on, it would end the relay's connection, and so every request of that relay, or stop the queue.
+            logger.exception("request %s cannot be dispatched", held.rid)
+            self.queue.remove(held.rid)
+            self._refuse(request.ask, Verdict(False, AdmissionReason.FAULT), request.story)
+            return True
+
+    def _choose(self, request: Open, held: Held, now_s: float) -> bool:
         driver, view = self.driver, request.view
         assert driver is not None, "pump asks"
         if not request.arrived:
@@ -180,7 +193,7 @@ class Desk:
         elif request.prompt.keys:
             view.cached = self.prompts.cached(request.prompt)
         several = request.ask.samples > 1
-        special = driver.choose_whole(view) if several else self._other_pair(request, driver)
+        special = driver.choose_whole(view) if several else other_pair(request, driver)
         choice = special or driver.choose(view, now_s)
         if not isinstance(choice, Choice):
             return False
@@ -199,13 +212,6 @@ class Desk:
         note_choice(request.story, view, choice, self.table.fleet.ready, own_s)
         self._assign(request, choice, verdict, now_s)
         return True
-
-    def _other_pair(self, request: Open, driver: PolicyDriver) -> Choice | None:
-        """For a request whose KV transfer has failed."""
-        if request.failed is None:
-            return None
-        prefill, decode = request.failed
-        return driver.choose_other(request.view, prefill.view, decode.view)
 
     def _assign(self, request: Open, choice: Choice, verdict: Verdict, now_s: float) -> None:
         prefill, decode = self.table.of(choice.prefill), self.table.of(choice.decode)
@@ -312,9 +318,7 @@ class Desk:
             self.ledger.unknown_events += 1
             return
         complete = ended.outcome in COMPLETE
-        end = request.end_as or ENDS[ended.outcome]
-        if end is _END_REFUSED and request.story.admission == AdmissionReason.NO_INSTANCE.value:
-            end = End.NO_INSTANCE
+        end = end_of(request, ended.outcome)
         request.story.detail, request.story.status = ended.detail, ended.status
         self.queue.charge(request.ask.tenant or "", ended.events)
         free: Container[int] = ended.aborted

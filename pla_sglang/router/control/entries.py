@@ -26,6 +26,7 @@ class End(enum.Enum):
     FINISHED = "finished"
     REFUSED = "refused"  # admission: a hard limit
     NO_INSTANCE = "no_instance"  # nobody became ready in time
+    FAULT = "fault"  # the router itself has failed on it
     CLIENT_GONE = "client_gone"
     TIMEOUT = "timeout"
     UPSTREAM_ERROR = "upstream_error"  # an instance answered with an error
