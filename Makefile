@@ -18,7 +18,7 @@ test: setup ## run every test (ARGS=... goes to pytest)
 	$(PY) -m pytest $(ARGS)
 
 demo: setup ## short requests behind long ones, stock SGLang against pla_sglang
-	$(PY) -m bench.hol $(ARGS)
+	$(PY) -m bench hol $(ARGS)
 
 lint: setup ## style, format and types
 	$(PY) -m ruff check $(LINTED)

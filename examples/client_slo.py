@@ -1,7 +1,7 @@
 """A streaming OpenAI-style client that tells the server how soon it needs the first token.
 
 What it shows: the header ``x-slo-ttft-ms``, the time to the first token against that target, and the error for a target
-that is not allowed. Needs aiohttp, which SGLang brings along. Works with any server that speaks the OpenAI API; only
+that is not allowed. Needs aiohttp, which SGLang installs. Works with any server that speaks the OpenAI API; only
 pla_sglang reads the header.
 
     python examples/client_slo.py --url http://127.0.0.1:30000 --slo-ttft-ms 400 --concurrency 4

@@ -1,4 +1,4 @@
-"""The knobs of pla_sglang: one frozen, self-checking dataclass, its command line, its way into child processes.
+"""The configuration of a server: one frozen, self-checking dataclass, and its way into child processes.
 
 The only place where our flags are read from the command line and the environment. A checked config travels from the
 process that parsed the command line to every process SGLang spawns as JSON in one environment variable, because
@@ -12,23 +12,26 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pla_sglang import cli
+from pla_sglang.checks import CONNECT, Choice, Pattern, Range, check_fields, knob, require_order
 from pla_sglang.errors import ConfigError
-from pla_sglang.flag_checks import check_address, check_choice, check_range
 
 CONFIG_ENV = "SGLANG_PLA_CONFIG"
 
-MODES = ("off", "temporal", "spatial")
+DOPD = "dopd"  # value of --prefill-disagg
+DEADLINES = ("advise", "decide")
 LONG_ORDERS = ("least-remaining", "fcfs")
-MIXING = ("never", "allow")
-BOUNDARY_RANGE_TOKENS = (1, 1 << 20)
-LAUNCHES = ("graph", "eager")
 ROLES = ("mixed", "short", "long")
 PRESSURE = ("auto", "off")
 PAPER_SLO_TTFT_MS = 400.0  # PLA-Serve
-GRAPH_LAYOUTS = ("off", "varlen", "grid")
+HOUR_MS = 3_600_000
+MILLISECONDS = Range(1, HOUR_MS, "ms")
+WAIT = Range(0, 60_000, "ms")
+TOKENS = Range(1, 1 << 20, "tokens")
+SHARE = Range(0.05, 0.95)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,83 +42,255 @@ class PlaConfig:
         ConfigError: a value is out of range; the message names the flag, the value and what is allowed.
     """
 
-    prefill_disagg: str = "off"
-    boundary_tokens: int | None = None  # None: fitted online ("auto")
-    slo_ttft_ms: float | None = None  # None: deadline-free unless a request brings its own
-    wait_min_ms: float = 0.0
-    wait_max_ms: float = 10.0
-    long_chunk_tokens: int | None = None  # None: the server's --chunked-prefill-size
-    long_chunk_min_tokens: int | None = None  # None: an eighth of the largest
-    long_max_age_ms: float = 10_000.0
-    decode_gap_ms: float = 500.0
-    long_order: str = "least-remaining"
-    mixing: str = "never"
-    graph_layout: str = "off"
-    graph_budget_gb: float = 2.0
-    graph_capture_budget_s: float = 30.0
-    emulate: str | None = None  # a profile: the device is emulated
-    time_scale: float = 1.0
-    emulate_launch: str = "graph"
-    emulate_kv_gbps: float | None = None  # None: a KV transfer takes what it takes
-    emulate_kv_failures: float = 0.0  # share of KV transfers that fail
-    role: str = "mixed"  # class of this instance in a spatial pool
-    telemetry: str | None = None  # where load reports go; None: nowhere
-    instance: str | None = None  # name in reports; None: host and port
-    short_ranks: int | None = None  # data-parallel ranks that start in the short pool; None: half
-    pressure: str = "auto"  # "off": the pools of a server keep their sizes
-    pressure_interval_ms: float = 1000.0
-    pressure_cool_down_ms: float = 10_000.0
-    pressure_hysteresis: float = 0.5
-    controller_folder: str | None = None  # no flag: sockets of a server's own pool controller; None: it has none
+    prefill_disagg: str = knob(
+        "off",
+        "--prefill-disagg {off,temporal,spatial,dopd}",
+        "Prefill-length-aware scheduling: 'temporal' keeps long and short prefills of one instance in separate batches "
+        "and lets shorts pass between the chunks of a long. 'dopd' gathers shorts up to the boundary and runs longs "
+        "alone, in order of arrival (DOPD Algorithm 1). 'off' is stock SGLang.",
+        allowed=Choice(("off", "temporal", "spatial", DOPD)),
+        heading="Prefill-length-aware scheduling (pla_sglang)",
+    )
+    boundary_tokens: int | None = knob(
+        None,
+        "--pla-boundary {auto,N}",
+        "A request with at least N new (uncached) prefill tokens is long. 'auto' fits the boundary between "
+        "memory-bound and compute-bound prefill from measured step times.",
+        allowed=TOKENS,
+        none="auto",
+    )
+    slo_ttft_ms: float | None = knob(
+        None,
+        "--pla-slo-ttft-ms",
+        "Default TTFT target of every request in milliseconds. A request overrides it with the header x-slo-ttft-ms or "
+        "with custom_params {'slo_ttft_ms': X}. Default: no target.",
+        allowed=MILLISECONDS,
+    )
+    slo_tpot_ms: float | None = knob(
+        None,
+        "--pla-slo-tpot-ms",
+        "Default TPOT target of every request in milliseconds: with --enable-mixed-chunk, passes are cut so that the "
+        "decodes that ride in them keep it. Per request: header x-slo-tpot-ms, custom_params {'slo_tpot_ms': X}. "
+        "Default: no target.",
+        allowed=MILLISECONDS,
+    )
+    deadlines: str = knob(
+        "advise",
+        "--pla-deadlines {advise,decide}",
+        "'decide': a request that cannot meet its TTFT target any more gives way to those that can, at most until its "
+        "age bound. 'advise': targets only end waits for fuller batches.",
+        allowed=Choice(DEADLINES),
+    )
+    wait_min_ms: float = knob(
+        0.0, "--pla-wait-min-ms", "Lower bound of the adaptive wait for a fuller short batch (AWD W_min).", allowed=WAIT
+    )
+    wait_max_ms: float = knob(
+        10.0,
+        "--pla-wait-max-ms",
+        "Upper bound of the adaptive wait for a fuller short batch (AWD W_max). 0: never wait.",
+        allowed=WAIT,
+    )
+    batch_timeout_ms: float = knob(
+        100.0,
+        "--pla-batch-timeout-ms",
+        "With --prefill-disagg dopd: a long lets gathered shorts go first once they have waited for so long. A router "
+        "with the policy dopd tells this and the boundary.",
+        allowed=WAIT,
+    )
+    long_chunk_tokens: int | None = knob(
+        None,
+        "--pla-long-chunk-tokens",
+        "Largest chunk of a long prefill; it shrinks under short pressure. Default: --chunked-prefill-size.",
+        allowed=TOKENS,
+    )
+    long_chunk_min_tokens: int | None = knob(
+        None,
+        "--pla-long-chunk-min-tokens",
+        "Smallest chunk of a long prefill under short pressure. With the size of the largest, chunks are never cut. "
+        "Default: an eighth of the largest.",
+        allowed=TOKENS,
+    )
+    long_max_age_ms: float = knob(
+        10_000.0,
+        "--pla-long-max-age-ms",
+        "Starvation bound: shorts give way early enough for a long to get its first token about this long after its "
+        "arrival.",
+        allowed=MILLISECONDS,
+    )
+    lost_max_age_ms: float = knob(
+        30_000.0,
+        "--pla-lost-max-age-ms",
+        "With --pla-deadlines decide: the bound, in place of --pla-long-max-age-ms where that is less, of requests "
+        "with a TTFT target. So long at most one that is lost gives way.",
+        allowed=MILLISECONDS,
+    )
+    decode_gap_ms: float = knob(
+        500.0,
+        "--pla-decode-gap-ms",
+        "While prefills go on, running requests still get a decode step at least this often. 0: decode only when no "
+        "prefill can run, as SGLang does.",
+        allowed=Range(0, HOUR_MS, "ms"),
+    )
+    long_order: str = knob(
+        "least-remaining",
+        "--pla-long-order {least-remaining,fcfs}",
+        "Order among longs: least remaining new tokens with ageing, or first come first served.",
+        allowed=Choice(LONG_ORDERS),
+    )
+    mixing: str = knob(
+        "never",
+        "--pla-mixing {never,allow}",
+        "For ablation: 'allow' lets shorts share a pass with a long's chunk, as stock SGLang does.",
+        allowed=Choice(("never", "allow")),
+    )
+    graph_layout: str = knob(
+        "off",
+        "--pla-graph-layout {off,varlen,grid}",
+        "CUDA graphs of ours for short prefills: 'varlen' by tokens and request slots, 'grid' by length and batch size "
+        "in powers of two (PLA-Serve). Everything else runs in SGLang's own graphs.",
+        allowed=Choice(("off", "varlen", "grid")),
+    )
+    graph_budget_gb: float = knob(
+        2.0,
+        "--pla-graph-budget-gb",
+        "Device memory for these graphs; the least recently used are evicted first.",
+        allowed=Range(0.001, 1024, "GiB"),
+    )
+    graph_capture_budget_s: float = knob(
+        30.0,
+        "--pla-graph-capture-budget-s",
+        "Time for captures at start, the most expected first; others come when they are missed.",
+        allowed=Range(0, 3600, "s"),
+    )
+    graph_busy_capture_s_per_minute: float = knob(
+        0.0,
+        "--pla-graph-busy-capture-s-per-minute",
+        "In any minute, captures may pause passes that wait for so long in all; 0: captures only while nothing waits.",
+        allowed=Range(0, 60, "s"),
+    )
+    emulate: str | None = knob(
+        None,
+        "--pla-emulate PROFILE",
+        "Emulate a GPU on the CPU platform: each forward pass takes the time that PROFILE (a name, or the path of a "
+        "JSON file) states for its batch. Results are those of the model that is served.",
+    )
+    time_scale: float = knob(
+        1.0,
+        "--pla-time-scale",
+        "Makes the emulated device this many times slower, so that the host keeps up.",
+        allowed=Range(0.01, 1000),
+    )
+    emulate_launch: str = knob(
+        "graph",
+        "--pla-emulate-launch {graph,eager}",
+        "Whether prefills replay a CUDA graph or pay the profile's eager launch floor.",
+        allowed=Choice(("graph", "eager")),
+    )
+    emulate_kv_gbps: float | None = knob(
+        None,
+        "--pla-emulate-kv-gbps",
+        "A KV transfer takes the profile's KV bytes at this many Gbit/s (times the time scale), one transfer after the "
+        "other. Default: as long as the real transfer of the model's own KV.",
+        allowed=Range(0.001, 100_000, "Gbit/s"),
+    )
+    emulate_kv_failures: float = knob(
+        0.0,
+        "--pla-emulate-kv-failures SHARE",
+        "This share of KV transfers fails, half at the prefill and half at the decode instance; give it to both. For "
+        "tests of routers.",
+        allowed=Range(0, 1, "of all transfers"),
+    )
+    metrics_old_names: bool = knob(
+        False,
+        "--pla-metrics-old-names",
+        "Our series at /metrics are named pla:*, as in 0.1, in place of pla_*. For one release.",
+    )
+    role: str = knob(
+        "mixed",
+        "--pla-role {mixed,short,long}",
+        "Class of this instance in a router's spatial pools; 'mixed' takes both. Changed live through POST /pla/role. "
+        "It only tells a router what to send; whatever comes is served.",
+        allowed=Choice(ROLES),
+    )
+    telemetry: str | None = knob(
+        None,
+        "--pla-telemetry ADDRESS",
+        "Push load reports to this ZMQ address (tcp://HOST:PORT or ipc:///PATH). Default: nowhere.",
+        allowed=CONNECT,
+    )
+    instance: str | None = knob(
+        None,
+        "--pla-instance NAME",
+        "Name of this server in its load reports. Default: its host and port.",
+        allowed=Pattern("(?s).{1,200}", "1 to 200 characters"),
+    )
+    short_ranks: int | None = knob(
+        None,
+        "--pla-short-ranks",
+        "With --prefill-disagg spatial and --dp-size N: how many ranks start in the short pool. Default: half of them.",
+        allowed=Range(0, 1024, "ranks"),
+    )
+    pressure: str = knob(
+        "auto",
+        "--pla-pressure {auto,off}",
+        "'auto' moves ranks between the short and the long pool by their pressure (PLA-Serve Algorithm 2); 'off' "
+        "leaves the pools to POST /pla/role.",
+        allowed=Choice(PRESSURE),
+    )
+    pressure_interval_ms: float = knob(
+        1000.0,
+        "--pla-pressure-interval-ms",
+        "Control period of the pools, by the clock of the device (Algorithm 2, Delta t).",
+        allowed=Range(10, HOUR_MS, "ms"),
+    )
+    pressure_cool_down_ms: float = knob(
+        10_000.0,
+        "--pla-pressure-cool-down-ms",
+        "Least time between two moves of ranks, by the clock of the device (Algorithm 2, T_cool).",
+        allowed=Range(0, HOUR_MS, "ms"),
+    )
+    pressure_hysteresis: float = knob(
+        0.5,
+        "--pla-pressure-hysteresis",
+        "A pool asks for a rank when its pressure is over 1 + this times the other's (Algorithm 2, tau).",
+        allowed=Range(0, 100),
+    )
+    stateless: bool = knob(
+        False,
+        "--pla-stateless",
+        "Serve either phase of any request: whole requests, prefill legs (KV is sent away) and decode legs (KV is "
+        "received), as the bootstrap address of each request says. Needs --disaggregation-transfer-backend nixl.",
+    )
+    receive_share: float = knob(
+        0.5,
+        "--pla-receive-share",
+        "With --pla-stateless: share of KV memory and of request rows that requests may hold whose KV is received, "
+        "until they run. One request alone may hold more.",
+        allowed=SHARE,
+    )
+    send_share: float = knob(
+        0.5,
+        "--pla-send-share",
+        "With --pla-stateless: share of KV memory and of request rows that prefill legs may hold until their KV is "
+        "sent. One request alone may hold more.",
+        allowed=SHARE,
+    )
+    hold_share: float = knob(
+        0.25,
+        "--pla-hold-share",
+        "With --pla-stateless: share of KV memory and of request rows that held requests may keep. One request alone "
+        "may keep more; a hold above it is refused.",
+        allowed=SHARE,
+    )
+    controller_folder: str | None = None  # sockets of a server's own pool controller; None: it has none
 
     def __post_init__(self) -> None:
-        check_choice("--prefill-disagg", self.prefill_disagg, MODES)
-        check_choice("--pla-long-order", self.long_order, LONG_ORDERS)
-        check_choice("--pla-mixing", self.mixing, MIXING)
-        if self.boundary_tokens is not None:
-            check_range("--pla-boundary", self.boundary_tokens, *BOUNDARY_RANGE_TOKENS, unit="tokens (or 'auto')")
-        if self.slo_ttft_ms is not None:
-            check_range("--pla-slo-ttft-ms", self.slo_ttft_ms, 1, 3_600_000, unit="ms")
-        check_range("--pla-wait-min-ms", self.wait_min_ms, 0, 60_000, unit="ms")
-        check_range("--pla-wait-max-ms", self.wait_max_ms, 0, 60_000, unit="ms")
-        if self.wait_min_ms > self.wait_max_ms:
-            raise ConfigError(
-                f"--pla-wait-min-ms {self.wait_min_ms:g} is above --pla-wait-max-ms {self.wait_max_ms:g}; "
-                "allowed: minimum <= maximum"
-            )
-        if self.long_chunk_tokens is not None:
-            check_range("--pla-long-chunk-tokens", self.long_chunk_tokens, 1, 1 << 20, unit="tokens")
-        if self.long_chunk_min_tokens is not None:
-            check_range("--pla-long-chunk-min-tokens", self.long_chunk_min_tokens, 1, 1 << 20, unit="tokens")
-        check_range("--pla-long-max-age-ms", self.long_max_age_ms, 1, 3_600_000, unit="ms")
-        check_range("--pla-decode-gap-ms", self.decode_gap_ms, 0, 3_600_000, unit="ms (0: never)")
-        check_choice("--pla-graph-layout", self.graph_layout, GRAPH_LAYOUTS)
-        check_range("--pla-graph-budget-gb", self.graph_budget_gb, 0.001, 1024, unit="GiB")
-        check_range("--pla-graph-capture-budget-s", self.graph_capture_budget_s, 0, 3600, unit="s")
-        self._check_emulation()
-        self._check_pools()
-
-    def _check_pools(self) -> None:
-        check_choice("--pla-role", self.role, ROLES)
-        check_choice("--pla-pressure", self.pressure, PRESSURE)
-        if self.short_ranks is not None:
-            check_range("--pla-short-ranks", self.short_ranks, 0, 1024, unit="ranks")
-        check_range("--pla-pressure-interval-ms", self.pressure_interval_ms, 10, 3_600_000, unit="ms")
-        check_range("--pla-pressure-cool-down-ms", self.pressure_cool_down_ms, 0, 3_600_000, unit="ms")
-        check_range("--pla-pressure-hysteresis", self.pressure_hysteresis, 0, 100, unit="times")
-        if self.telemetry is not None:
-            check_address("--pla-telemetry", self.telemetry)
-        if self.instance is not None and not 1 <= len(self.instance) <= 200:
-            raise ConfigError(f"--pla-instance {self.instance!r} is not allowed; allowed: 1 to 200 characters")
+        check_fields(self)
+        require_order("--pla-wait-min-ms", self.wait_min_ms, "--pla-wait-max-ms", self.wait_max_ms)
         if not self.enabled and self.role != "mixed":
             raise ConfigError(f"--pla-role {self.role} needs --prefill-disagg spatial or temporal")
-
-    def _check_emulation(self) -> None:
-        check_range("--pla-time-scale", self.time_scale, 0.01, 1000, unit="times")
-        check_choice("--pla-emulate-launch", self.emulate_launch, LAUNCHES)
-        if self.emulate_kv_gbps is not None:
-            check_range("--pla-emulate-kv-gbps", self.emulate_kv_gbps, 0.001, 100_000, unit="Gbit/s")
-        check_range("--pla-emulate-kv-failures", self.emulate_kv_failures, 0, 1, unit="of all transfers")
+        if not self.stateless and (self.receive_share, self.send_share, self.hold_share) != (0.5, 0.5, 0.25):
+            raise ConfigError("--pla-receive-share, --pla-send-share and --pla-hold-share need --pla-stateless")
         given = (self.time_scale, self.emulate_kv_gbps, self.emulate_kv_failures)
         if self.emulate is None and given != (1.0, None, 0.0):
             flags = "--pla-time-scale, --pla-emulate-kv-gbps and --pla-emulate-kv-failures"
@@ -155,226 +330,42 @@ class PlaConfig:
         return cls().replace(**values)
 
 
-def parse_boundary(text: str) -> int | None:
-    """``auto`` gives None, a whole number gives tokens. Raises argparse's error type for anything else."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto' nor a whole number of tokens") from None
-
-
-# field name -> (flag, argparse keywords). Defaults come from the dataclass, so each value is stated once.
-_FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "prefill_disagg": (
-        "--prefill-disagg",
-        {
-            "choices": MODES,
-            "help": "Prefill-length-aware scheduling: 'temporal' keeps long and short prefills of one instance in "
-            "separate batches and lets shorts pass between the chunks of a long. 'off' is stock SGLang.",
-        },
-    ),
-    "boundary_tokens": (
-        "--pla-boundary",
-        {
-            "type": parse_boundary,
-            "metavar": "{auto,N}",
-            "help": "A request with at least N new (uncached) prefill tokens is long. 'auto' fits the boundary "
-            "between memory-bound and compute-bound prefill from measured step times.",
-        },
-    ),
-    "slo_ttft_ms": (
-        "--pla-slo-ttft-ms",
-        {
-            "type": float,
-            "help": "Default TTFT target of every request in milliseconds. A request overrides it with the header "
-            "x-slo-ttft-ms or with custom_params {'slo_ttft_ms': X}. Default: no target.",
-        },
-    ),
-    "wait_min_ms": (
-        "--pla-wait-min-ms",
-        {"type": float, "help": "Lower bound of the adaptive wait for a fuller short batch (AWD W_min)."},
-    ),
-    "wait_max_ms": (
-        "--pla-wait-max-ms",
-        {
-            "type": float,
-            "help": "Upper bound of the adaptive wait for a fuller short batch (AWD W_max). 0: never wait.",
-        },
-    ),
-    "long_chunk_tokens": (
-        "--pla-long-chunk-tokens",
-        {
-            "type": int,
-            "help": "Largest chunk of a long prefill; it shrinks under short pressure. "
-            "Default: --chunked-prefill-size.",
-        },
-    ),
-    "long_chunk_min_tokens": (
-        "--pla-long-chunk-min-tokens",
-        {
-            "type": int,
-            "help": "Smallest chunk of a long prefill under short pressure. With the size of the largest, chunks are "
-            "never cut. Default: an eighth of the largest.",
-        },
-    ),
-    "long_max_age_ms": (
-        "--pla-long-max-age-ms",
-        {
-            "type": float,
-            "help": "Starvation bound: shorts give way early enough for a long to get its first token about this "
-            "long after its arrival.",
-        },
-    ),
-    "decode_gap_ms": (
-        "--pla-decode-gap-ms",
-        {
-            "type": float,
-            "help": "While prefills go on, running requests still get a decode step at least this often. "
-            "0: decode only when no prefill can run, as SGLang does.",
-        },
-    ),
-    "long_order": (
-        "--pla-long-order",
-        {
-            "choices": LONG_ORDERS,
-            "help": "Order among longs: least remaining new tokens with ageing, or first come first served.",
-        },
-    ),
-    "mixing": (
-        "--pla-mixing",
-        {
-            "choices": MIXING,
-            "help": "For ablation: 'allow' lets shorts share a pass with a long's chunk, as stock SGLang does.",
-        },
-    ),
-    "graph_layout": (
-        "--pla-graph-layout",
-        {
-            "metavar": "{off,varlen,grid}",
-            "help": "CUDA graphs of ours for short prefills: 'varlen' by tokens and request slots, 'grid' by length "
-            "and batch size in powers of two (PLA-Serve). Everything else runs in SGLang's own graphs.",
-        },
-    ),
-    "graph_budget_gb": (
-        "--pla-graph-budget-gb",
-        {"type": float, "help": "Device memory for these graphs in GiB; the least recently used go first."},
-    ),
-    "graph_capture_budget_s": (
-        "--pla-graph-capture-budget-s",
-        {
-            "type": float,
-            "help": "Time for captures at start, the most expected first; others come when they are missed.",
-        },
-    ),
-    "emulate": (
-        "--pla-emulate",
-        {
-            "metavar": "PROFILE",
-            "help": "Emulate a GPU on the CPU platform: each forward pass takes the time that PROFILE (a name, or the "
-            "path of a JSON file) states for its batch. Results are those of the model that is served.",
-        },
-    ),
-    "time_scale": (
-        "--pla-time-scale",
-        {"type": float, "help": "Makes the emulated device this many times slower, so that the host keeps up."},
-    ),
-    "emulate_launch": (
-        "--pla-emulate-launch",
-        {"choices": LAUNCHES, "help": "Whether prefills replay a CUDA graph or pay the profile's eager launch floor."},
-    ),
-    "emulate_kv_gbps": (
-        "--pla-emulate-kv-gbps",
-        {
-            "type": float,
-            "help": "A KV transfer takes the profile's KV bytes at this many Gbit/s (times the time scale), one "
-            "transfer after the other. Default: as long as the real transfer of the model's own KV.",
-        },
-    ),
-    "emulate_kv_failures": (
-        "--pla-emulate-kv-failures",
-        {
-            "type": float,
-            "metavar": "SHARE",
-            "help": "This share of KV transfers (0 to 1) fails, half at the prefill and half at the decode instance; "
-            "give it to both. For tests of routers.",
-        },
-    ),
-    "role": (
-        "--pla-role",
-        {
-            "choices": ROLES,
-            "help": "Class of this instance in a router's spatial pools; 'mixed' takes both. Changed live through "
-            "POST /pla/role. It only tells a router what to send; whatever comes is served.",
-        },
-    ),
-    "telemetry": (
-        "--pla-telemetry",
-        {
-            "metavar": "ADDRESS",
-            "help": "Push load reports to this ZMQ address (tcp://HOST:PORT or ipc:///PATH). Default: nowhere.",
-        },
-    ),
-    "instance": (
-        "--pla-instance",
-        {"metavar": "NAME", "help": "Name of this server in its load reports. Default: its host and port."},
-    ),
-    "short_ranks": (
-        "--pla-short-ranks",
-        {
-            "type": int,
-            "help": "With --prefill-disagg spatial and --dp-size N: how many ranks start in the short pool. "
-            "Default: half of them.",
-        },
-    ),
-    "pressure": (
-        "--pla-pressure",
-        {
-            "choices": PRESSURE,
-            "help": "'auto' moves ranks between the short and the long pool by their pressure (PLA-Serve Algorithm 2); "
-            "'off' leaves the pools to POST /pla/role.",
-        },
-    ),
-    "pressure_interval_ms": (
-        "--pla-pressure-interval-ms",
-        {"type": float, "help": "Control period of the pools (Algorithm 2, Delta t)."},
-    ),
-    "pressure_cool_down_ms": (
-        "--pla-pressure-cool-down-ms",
-        {"type": float, "help": "Least time between two moves of ranks (Algorithm 2, T_cool)."},
-    ),
-    "pressure_hysteresis": (
-        "--pla-pressure-hysteresis",
-        {
-            "type": float,
-            "help": "A pool asks for a rank when its pressure is over 1 + this times the other's (Algorithm 2, tau).",
-        },
-    ),
-}
-
-
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add our flags to SGLang's parser, as a group of their own."""
-    group = parser.add_argument_group("Prefill-length-aware scheduling (pla_sglang)")
-    defaults = PlaConfig()
-    for name, (flag, keywords) in _FLAGS.items():
-        group.add_argument(flag, dest=f"pla__{name}", default=getattr(defaults, name), **keywords)
+    cli.add_flags(parser, PlaConfig)
 
 
 def from_namespace(args: argparse.Namespace) -> PlaConfig:
-    """The checked config that a parsed command line asks for. Raises ConfigError.
+    """The checked config that a parsed command line asks for. Raises ConfigError."""
+    return from_texts(cli.read_settings(args, PlaConfig).given)
+
+
+def check_texts(given: Mapping[str, Sequence[Any]]) -> None:
+    """Raises ConfigError for what ``from_texts`` refuses; says nothing of what it only warns of."""
+    _without_graphs(given).build(PlaConfig)
+
+
+def _without_graphs(given: Mapping[str, Sequence[Any]]) -> cli.Settings:
+    return cli.Settings({key: text for key, text in given.items() if not key.startswith("pla-graph-")})
+
+
+def from_texts(given: Mapping[str, Sequence[Any]]) -> PlaConfig:
+    """The checked config of ``Settings.given``. Raises ConfigError.
 
     A bad value for graphs only warns: a server is as correct without them, and is not worth keeping from its start.
     """
-    values = {name: getattr(args, f"pla__{name}") for name in _FLAGS if hasattr(args, f"pla__{name}")}
-    graphs = {name: values.pop(name) for name in list(values) if name.startswith("graph_")}
+    others = _without_graphs(given).given
     try:
-        PlaConfig(**graphs)
+        cli.Settings({key: text for key, text in given.items() if key not in others}).build(PlaConfig)
     except ConfigError as error:
         print(f"warning: {error}; no prefill graphs of ours", file=sys.stderr, flush=True)
-        graphs = {}
-    return PlaConfig(**values, **graphs)
+        given = others
+    return cli.Settings(given).build(PlaConfig)
+
+
+def read_variables(names: Iterable[str]) -> dict[str, str]:
+    """Those environment variables of ``names`` that are set: SGLang has switches there that no argument shows."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def controller_address(config: PlaConfig, name: str) -> str | None:

@@ -1,6 +1,7 @@
 """``python -m pla_sglang.launch_cluster``: engines and a router on this machine, one command, one log, a clean stop.
 
     python -m pla_sglang.launch_cluster --prefill 1 --decode 1 --pla-emulate h100-llama3.1-8b-tp1 --pla-time-scale 4
+    python -m pla_sglang.launch_cluster --stateless 4 --router pla --policy arrow --pla-emulate h100-llama3.1-8b-tp1
 
 What this command does not know goes to every engine. Engines run on the CPU platform; without a model they serve the
 chain model (with --pla-emulate) or the embedded demo model.
@@ -8,69 +9,106 @@ chain model (with --pla-emulate) or the embedded demo model.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
+import dataclasses
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from pla_sglang import cli, terminal
+from pla_sglang.checks import Range, check_fields, knob
 from pla_sglang.cluster.children import ClusterError
+from pla_sglang.cluster.engine_flags import check_engine_arguments
 from pla_sglang.cluster.lean import lean_environment
-from pla_sglang.cluster.spec import KINDS, ROUTERS, ClusterConfig
-from pla_sglang.cluster.supervisor import Supervisor, control
+from pla_sglang.cluster.logs import is_poll
+from pla_sglang.cluster.ports import free_port
+from pla_sglang.cluster.spec import KINDS, ROUTERS, ClusterConfig, router_arguments
+from pla_sglang.cluster.stateless_flags import check_stateless_arguments
+from pla_sglang.cluster.supervisor import Supervisor, send_command
 from pla_sglang.emulate.arguments import with_emulation
-from pla_sglang.errors import PlaError
-from pla_sglang.testing.server import free_port
+from pla_sglang.errors import ConfigError, PlaError
 
 EXIT_FAILED = 1
-EXIT_BAD_ARGUMENTS = 2
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m pla_sglang.launch_cluster",
-        description="Engines and a router on this machine. Unknown arguments go to every engine.",
-        allow_abbrev=False,
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """The command line. ``engine_args`` ends with the arguments that this command does not know."""
+
+    unified: int = knob(0, "--unified", "number of unified instances", heading="instances")
+    unified_args: str = knob("", "--unified-args ARGS", "further arguments of unified instances")
+    prefill: int = knob(0, "--prefill", "number of prefill instances")
+    prefill_args: str = knob("", "--prefill-args ARGS", "further arguments of prefill instances")
+    decode: int = knob(0, "--decode", "number of decode instances")
+    decode_args: str = knob("", "--decode-args ARGS", "further arguments of decode instances")
+    stateless: int = knob(0, "--stateless", "number of stateless instances: either phase of any request")
+    stateless_args: str = knob("", "--stateless-args ARGS", "further arguments of stateless instances")
+    engine_args: str = knob("", "--engine-args ARGS", "further arguments of every instance; for files")
+    router: str = knob("sglang", "--router NAME", f"what stands in front: {', '.join(ROUTERS)}", heading="router")
+    policy: str = knob("round-robin", "--policy NAME", "policy of the router, with - or _")
+    router_port: int | None = knob(None, "--router-port", "default: a free port", allowed=Range(1, 65_535))
+    router_args: str = knob("", "--router-args ARGS", "further arguments of the router")
+    host: str = knob("127.0.0.1", "--host HOST", "where all of them listen", heading="cluster")
+    state_file: Path | None = knob(None, "--state-file FILE", "JSON description of what runs where; removed at the end")
+    start_timeout_s: float = knob(
+        300.0, "--start-timeout-s", "until everything must be ready", allowed=Range(0, unit="s", above=True)
     )
-    for kind in KINDS:
-        made.add_argument(f"--{kind}", type=int, default=0, metavar="N", help=f"number of {kind} instances")
-        made.add_argument(f"--{kind}-args", default="", metavar="ARGS", help=f"further arguments of {kind} instances")
-    made.add_argument("--router", choices=ROUTERS, default="sglang", help="what stands in front")
-    made.add_argument("--policy", default="round_robin", help="policy of the router")
-    made.add_argument("--router-port", type=int, help="default: a free port")
-    made.add_argument("--router-args", default="", metavar="ARGS", help="further arguments of the router")
-    made.add_argument("--host", default="127.0.0.1")
-    made.add_argument("--state-file", type=Path, help="JSON description of what runs where; removed at the end")
-    made.add_argument("--start-timeout-s", type=float, default=300.0)
-    made.add_argument("--quiet", action="store_true", help="show the cluster's own lines only")
-    made.add_argument("--restart", metavar="NAME", help="restart an instance of the cluster of --state-file")
-    made.add_argument("--stop", action="store_true", help="stop the cluster of --state-file")
-    return made
+    quiet: bool = knob(False, "--quiet", "show the cluster's own lines only")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def to_cluster(self) -> ClusterConfig:
+        """Raises ConfigError."""
+        return ClusterConfig(
+            counts={kind: getattr(self, kind) for kind in KINDS},
+            router=self.router,
+            policy=self.policy,
+            router_port=self.router_port,
+            host=self.host,
+            common=tuple(with_emulation(shlex.split(self.engine_args))),
+            own={kind: tuple(shlex.split(getattr(self, f"{kind}_args"))) for kind in KINDS},
+            router_extra=tuple(shlex.split(self.router_args)),
+            start_timeout_s=self.start_timeout_s,
+        )
 
 
-def config_of(options: argparse.Namespace, rest: list[str]) -> ClusterConfig:
+def read_config(argv: Sequence[str] | None) -> cli.Parsed[LaunchConfig]:
     """Raises ConfigError."""
-    return ClusterConfig(
-        counts={kind: getattr(options, kind) for kind in KINDS},
-        router=options.router,
-        policy=options.policy,
-        router_port=options.router_port,
-        host=options.host,
-        common=tuple(with_emulation(rest)),
-        own={kind: tuple(shlex.split(getattr(options, f"{kind}_args"))) for kind in KINDS},
-        router_extra=tuple(shlex.split(options.router_args)),
-        start_timeout_s=options.start_timeout_s,
-    )
+    parser = cli.make_parser(LaunchConfig, "launch_cluster", __doc__, allow_abbrev=False)
+    parser.add_argument("--restart", metavar="NAME", help="restart an instance of the cluster of --state-file")
+    parser.add_argument("--stop", action="store_true", help="stop the cluster of --state-file")
+    return cli.parse(parser, argv, LaunchConfig, rest_flag="engine-args")
 
 
-async def run(config: ClusterConfig, options: argparse.Namespace) -> None:
+def check_members(config: ClusterConfig) -> None:
+    """What its members would refuse, seconds after their start. Raises ConfigError, which names the part."""
+    flags = [declared.knob.name for declared in cli.flags_of(LaunchConfig)]
+    for kind in KINDS:
+        if config.counts.get(kind):
+            arguments = [*config.common, *config.own.get(kind, ())]
+            check_engine_arguments([*arguments, *(("--pla-stateless",) if kind == "stateless" else ())], flags)
+            if kind == "stateless":
+                check_stateless_arguments(arguments)
+    if config.router == "pla":
+        from pla_sglang.launch_router import read_config as read_router_config
+
+        try:
+            read_router_config(router_arguments(config, [], port=1, metrics_port=1))
+        except ConfigError as error:
+            raise ConfigError(f"router: {error}") from None
+
+
+async def run(config: ClusterConfig, options: LaunchConfig) -> None:
     """Serve until a signal. Raises ClusterError."""
 
     def show(name: str, line: str) -> None:
-        if not options.quiet or name == "cluster":
-            print(f"[{name}] {line}", flush=True)
+        if name == "cluster" or not (options.quiet or is_poll(line)):
+            with terminal.outlive_reader():
+                print(f"[{name}] {line}", flush=True)
 
     lean = lean_environment([[*config.common, *config.own.get(kind, ())] for kind in KINDS if config.counts[kind]])
     supervisor = Supervisor(config, free_port=free_port, sink=show, environment=lean, state_file=options.state_file)
@@ -81,24 +119,23 @@ async def run(config: ClusterConfig, options: argparse.Namespace) -> None:
         await supervisor.run()
 
 
-def main(argv: list[str] | None = None) -> int:
-    options, rest = parser().parse_known_args(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str] | None = None) -> int:
     try:
-        if options.restart is not None or options.stop:
+        parsed = read_config(argv)
+        options, restart = parsed.config, parsed.options.restart
+        if restart is not None or parsed.options.stop:
             if options.state_file is None:
-                raise ClusterError("--restart and --stop need --state-file of the running cluster")
-            answer = control(options.state_file, f"restart {options.restart}" if options.restart else "stop")
+                raise ConfigError("--restart and --stop need --state-file of the running cluster")
+            answer = send_command(options.state_file, f"restart {restart}" if restart else "stop")
             print(answer)
             return EXIT_FAILED if answer.startswith("error") else 0
-        config = config_of(options, rest)
-    except PlaError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILED if isinstance(error, ClusterError) else EXIT_BAD_ARGUMENTS
-    try:
+        terminal.require_file_path("--state-file", options.state_file)
+        config = options.to_cluster()
+        check_members(config)
         asyncio.run(run(config, options))
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+    except PlaError as error:
+        status = cli.report_error(error)
+        return EXIT_FAILED if isinstance(error, ClusterError) else status
     return 0
 
 

@@ -1,28 +1,39 @@
 """``python -m pla_sglang.launch_server``: SGLang's launcher with our plugin loaded for sure.
 
 Takes every flag of ``python -m sglang.launch_server`` and passes it on. Without ``--model-path`` on a machine without
-an accelerator it serves the embedded demo model.
+an accelerator it serves the embedded demo model. ``--print-config`` prints our part of the configuration, as a file for
+``--config``, and ends.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pla_sglang.emulate.arguments import MODEL_FLAGS, with_emulation
+from pla_sglang import cli
+from pla_sglang.config import PlaConfig, add_cli_args, check_texts, from_texts
+from pla_sglang.emulate.arguments import names_model, with_emulation
 from pla_sglang.errors import ConfigError
+
+FILE_FLAG = "--config"
+OWN_PREFIXES = ("--pla-", "--prefill-disagg")
 
 
 def main(argv: list[str] | None = None) -> None:
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        own = own_arguments(arguments)
+        if cli.PRINT_FLAG in arguments:
+            cli.print_config(from_texts(own))
+            return
+        check_texts(own)  # once more by SGLang's parser, which is a long import away
+        arguments = with_model(with_emulation(arguments))
+    except ConfigError as error:
+        raise SystemExit(cli.report_error(error)) from None
     from sglang.srt.plugins import load_plugins
 
-    try:
-        arguments = with_model(with_emulation(list(sys.argv[1:] if argv is None else argv)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
     load_plugins()
     _require_plugin()
     from sglang.launch_server import run_server
@@ -36,9 +47,35 @@ def main(argv: list[str] | None = None) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+def own_arguments(arguments: Sequence[str]) -> dict[str, Sequence[Any]]:
+    """Our flags and our keys in SGLang's ``--config`` file, as texts (``Settings.given``).
+
+    Values are checked once more when SGLang has parsed all. Raises ConfigError for names that only look like ours:
+    SGLang would answer them with the list of all its flags.
+    """
+    parser = cli.Parser(add_help=False)
+    add_cli_args(parser)
+    parser.add_argument(FILE_FLAG)
+    options, rest = parser.parse_known_args(arguments)
+    flags = [declared.knob.name for declared in cli.flags_of(PlaConfig)]
+    for name in [argument.partition("=")[0] for argument in rest if argument.startswith(OWN_PREFIXES)]:
+        raise ConfigError(f"unknown argument {name!r}{cli.suggest(name, flags)}")
+    given = {}
+    for key, text in (cli.load_yaml(options.config) if options.config else {}).items():
+        if f"--{key}".replace("_", "-").startswith(OWN_PREFIXES):
+            if f"--{key}" not in flags:
+                keys = [flag.removeprefix("--") for flag in flags]
+                raise ConfigError(f"{options.config}: unknown key {key!r}{cli.suggest(key, keys)}")
+            given[key] = (f"{options.config}: {key}", text)
+    return given | dict(cli.read_settings(options, PlaConfig).given)
+
+
 def with_model(arguments: list[str]) -> list[str]:
-    """``arguments``, with the demo model added where no model is named and no accelerator is at hand."""
-    if any(part.split("=")[0] in (*MODEL_FLAGS, "-h", "--help") for part in arguments):
+    """``arguments``, with the demo model added where no model is named and no accelerator is at hand.
+
+    Raises ConfigError for a ``--config`` file that cannot be read.
+    """
+    if names_model(arguments) or {"-h", "--help"} & set(arguments):
         return arguments
     from pla_sglang.demo import demo_model_path
     from pla_sglang.platform import is_active
@@ -66,8 +103,10 @@ def _require_plugin() -> None:
 
 
 def before_launch(server_args: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Print a request that works once the server is up."""
+    """Print a request that works once the server is up; one half of a pair answers none by itself."""
     then: Callable[[], None] | None = kwargs.get("launch_callback")
+    if server_args.disaggregation_mode != "null":
+        return (server_args, *args), kwargs
 
     def ready() -> None:
         print(f"pla_sglang: ready, try:\n  {curl_line(server_args)}", flush=True)
@@ -78,9 +117,14 @@ def before_launch(server_args: Any, *args: Any, **kwargs: Any) -> tuple[tuple[An
 
 
 def curl_line(server_args: Any) -> str:
-    key = ' -H "Authorization: Bearer $API_KEY"' if server_args.api_key else ""
+    return request_line(server_args.url(), has_key=bool(server_args.api_key))
+
+
+def request_line(url: str, *, has_key: bool) -> str:
+    """A chat request to try, for a shell."""
+    key = ' -H "Authorization: Bearer $API_KEY"' if has_key else ""
     body = '{"model": "default", "messages": [{"role": "user", "content": "What is a list?"}], "max_tokens": 48}'
-    return f"curl -s {server_args.url()}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    return f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 
 
 if __name__ == "__main__":

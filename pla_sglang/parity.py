@@ -1,16 +1,16 @@
 """``python -m pla_sglang.parity FILE``: replay a router's recording through the simulator, compare every decision.
 
     launch_router ... --record run.jsonl.gz
-    parity run.jsonl.gz [--require 0.99]
+    parity run.jsonl.gz [--require 0.99] [--report out.html]
 
-Prints a table, and as its last stdout line one JSON object. Exit status 1 when fewer decisions than required were
-identical, 2 for a file that cannot be replayed.
+Prints a table. Where stdout is no terminal, or with --json, the last line is one JSON object. Exit status 1 when fewer
+decisions than required were identical, 2 for a file that cannot be replayed, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import sys
 import time
 from pathlib import Path
@@ -20,11 +20,15 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pla_sglang import terminal
+from pla_sglang.console import TableConsole
 from pla_sglang.errors import PlaError
-from pla_sglang.policy.registry import build, policy_names
+from pla_sglang.policy_packages import build, policy_names
 from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import Header
 from pla_sglang.recording.setup import setup_of
+from pla_sglang.report.page import render_page, require_libraries
+from pla_sglang.report.parity_page import make_parity_page
 from pla_sglang.sim.parity import Parity, Replay, check_policy
 
 EXIT_DIFFERENT = 1
@@ -37,17 +41,21 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("file", type=Path, help="recording of a router, .gz or not")
     made.add_argument("--require", type=float, default=0.0, metavar="SHARE", help="least share of identical decisions")
+    made.add_argument("--report", type=Path, metavar="FILE.html", help="a page with figures that needs nothing else")
+    made.add_argument("--json", action="store_true", help=terminal.JSON_HELP)
     return made
 
 
 def replay_file(path: Path, *, show: bool = False) -> tuple[Header, Parity]:
     """Replays a recording. Raises RecordError, ConfigError."""
-    lines = list(track(read(path), "reading", console=Console(stderr=True), disable=not show))
+    console = Console(stderr=True)
+    lines = list(track(read(path), "reading", console=console, disable=not show))
     header = lines[0]
     assert isinstance(header, Header), "the reader checks it"
     check_policy(header, policy_names())
     policy = build(header.policy, setup_of(header))
-    return header, Replay(policy, lines[1:]).run()
+    with console.status(f"replaying {len(lines) - 1:,} lines"):
+        return header, Replay(policy, lines[1:]).run()
 
 
 def summary(header: Header, result: Parity, wall_s: float) -> dict[str, Any]:
@@ -80,16 +88,29 @@ def show(header: Header, result: Parity, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    return terminal.run_to_end("parity", functools.partial(run_command, argv))
+
+
+def run_command(argv: list[str] | None) -> int:
     options = parser().parse_args(sys.argv[1:] if argv is None else argv)
+    terminal.output.as_json = options.json
     started_s = time.perf_counter()
     try:
+        terminal.require_file_path("--report", options.report)
+        if options.report is not None:
+            require_libraries("--report")
         header, result = replay_file(options.file, show=sys.stderr.isatty())
         figures = summary(header, result, time.perf_counter() - started_s)
+        if options.report is not None:
+            page = make_parity_page(options.file.name, header, result, figures)
+            options.report.write_text(render_page(page), encoding="utf-8")
     except PlaError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return EXIT_UNREADABLE
-    show(header, result, Console(file=sys.stdout, width=120))
-    print(json.dumps(figures), flush=True)
+    show(header, result, TableConsole(120))
+    if options.report is not None:
+        print(f"report: {options.report}", flush=True)
+    terminal.print_result(figures)
     return EXIT_DIFFERENT if figures["identical_share"] < options.require else 0
 
 

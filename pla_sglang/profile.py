@@ -1,15 +1,15 @@
 """``python -m pla_sglang.profile --url URL --name NAME --out FILE``: fit a profile by measuring a running server.
 
-Any SGLang server will do, on a GPU or emulated; nothing else should use it meanwhile. Prefill is the time to first
-token of one prompt alone, decode the time between tokens of a full batch, both as a client sees them: the overhead of
-server and network is part of what is fitted, as it is of what a client waits for.
+Works with any SGLang server, on a GPU or emulated, without other load. Prefill is the time to first
+token of one prompt alone, decode the time between tokens of a full batch, both measured at the client: the overhead of
+server and network is included in the fit.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
+import functools
 import itertools
 import random
 import statistics
@@ -21,6 +21,8 @@ from typing import Any
 
 import aiohttp
 
+from pla_sglang import cli, terminal
+from pla_sglang.checks import Range, check_fields, knob
 from pla_sglang.errors import ConfigError, PlaError
 from pla_sglang.profiles.fit import DecodePoint, PrefillPoint, fit_profile
 from pla_sglang.profiles.load import write_profile
@@ -33,6 +35,7 @@ DECODE_STEPS = 16
 ROUNDS = 3
 FIRST_ID, LAST_ID = 1000, 1999  # plain tokens in any vocabulary that we have seen
 EVENT = b"data: "
+COUNT = Range(1)
 
 
 class MeasureError(PlaError):
@@ -41,7 +44,7 @@ class MeasureError(PlaError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
-    """One streamed answer: when it was asked for, and when each event came, in seconds of one clock."""
+    """One streamed answer: the times of the request and of each event, in seconds of one clock."""
 
     sent_s: float
     event_s: tuple[float, ...]
@@ -50,7 +53,7 @@ class Timing:
 class Meter:
     """Times requests against one server."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, seed: int) -> None:
+    def __init__(self, http: aiohttp.ClientSession, url: str, seed: int | None) -> None:
         self._http = http
         self._url = f"{url.rstrip('/')}/generate"
         self._rng = random.Random(seed)
@@ -109,73 +112,62 @@ def gaps_of(timings: Sequence[Timing]) -> list[float]:
     ]
 
 
-async def measure(
-    url: str, *, prefill: Sequence[int], batches: Sequence[int], contexts: Sequence[int], seed: int
-) -> tuple[list[PrefillPoint], list[DecodePoint], dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """What to measure, and what to call it."""
+
+    url: str = knob(flag="--url URL", help="of the server")
+    name: str = knob(flag="--name NAME", help="of the profile")
+    out: Path = knob(flag="--out FILE", help="where the profile goes")
+    source: str = knob("", "--source TEXT", "what was measured: model, device, flags")
+    prefill_tokens: tuple[int, ...] = knob(
+        PREFILL_TOKENS, "--prefill-tokens N,N,...", "lengths of prompts to measure", allowed=COUNT
+    )
+    decode_batches: tuple[int, ...] = knob(
+        DECODE_BATCHES, "--decode-batches N,N,...", "requests that decode together", allowed=COUNT
+    )
+    decode_contexts: tuple[int, ...] = knob(DECODE_CONTEXTS, "--decode-contexts N,N,...", "in tokens", allowed=COUNT)
+    kv_bytes_per_token: int = knob(131_072, "--kv-bytes-per-token", "of the model", allowed=COUNT)
+    weights_bytes: int = knob(0, "--weights-bytes", "of the model, read at a start", allowed=Range(0))
+    time_scale: float = knob(
+        1.0, "--time-scale", "of an emulated server; divides what is measured", allowed=Range(0, above=True)
+    )
+    seed: int | None = knob(
+        None,
+        "--seed",
+        "of the prompts; none: other prompts each time, as those before are in the prefix cache",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+async def measure(options: ProfileConfig) -> tuple[list[PrefillPoint], list[DecodePoint], dict[str, Any]]:
     """Points of both phases and the server's description. Raises MeasureError."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False) as http:
         try:
-            async with http.get(f"{url.rstrip('/')}/server_info") as answer:
+            async with http.get(f"{options.url.rstrip('/')}/server_info") as answer:
                 info: dict[str, Any] = await answer.json()
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise MeasureError(f"--url {url}: no SGLang server answers ({error!r})") from None
-        meter = Meter(http, url, seed)
+            raise MeasureError(f"--url {options.url}: no SGLang server answers ({error!r})") from None
+        meter = Meter(http, options.url, options.seed)
         await meter.timing(meter.prompt(32), 4)
         prefill_points, decode_points = [], []
-        for tokens in prefill:
+        for tokens in options.prefill_tokens:
             prefill_points.append(PrefillPoint(tokens, 1, await meter.prefill_s(tokens)))
             print(f"prefill {tokens:6d}: {prefill_points[-1].seconds * 1e3:9.2f} ms", flush=True)
-        for batch in batches:
-            for context in contexts:
+        for batch in options.decode_batches:
+            for context in options.decode_contexts:
                 decode_points.append(DecodePoint(batch, context, await meter.decode_s(batch, context)))
                 print(f"decode {batch:4d} x {context:6d}: {decode_points[-1].seconds * 1e3:9.2f} ms", flush=True)
     return prefill_points, decode_points, info
 
 
-def numbers(text: str) -> list[int]:
-    """``16,64,256``. Raises argparse's error type for anything but whole numbers from 1."""
-    try:
-        made = [int(part) for part in text.split(",")]
-    except ValueError:
-        made = []
-    if not made or min(made) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers from 1, such as 16,64,256")
-    return made
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m pla_sglang.profile", description="Fit a profile to a running server."
-    )
-    made.add_argument("--url", required=True)
-    made.add_argument("--name", required=True)
-    made.add_argument("--out", type=Path, required=True)
-    made.add_argument("--source", default="", help="what was measured: model, device, flags")
-    made.add_argument("--prefill-tokens", type=numbers, default=list(PREFILL_TOKENS))
-    made.add_argument("--decode-batches", type=numbers, default=list(DECODE_BATCHES))
-    made.add_argument("--decode-contexts", type=numbers, default=list(DECODE_CONTEXTS))
-    made.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="of the model")
-    made.add_argument("--weights-bytes", type=int, default=0)
-    made.add_argument("--time-scale", type=float, default=1.0, help="of an emulated server; divides what is measured")
-    made.add_argument("--seed", type=int, default=0)
-    return made
-
-
-def run(options: argparse.Namespace) -> None:
+def run(options: ProfileConfig) -> None:
     """Raises PlaError."""
-    if not options.time_scale > 0:
-        raise ConfigError(f"--time-scale {options.time_scale} is out of range; allowed: above 0")
-    prefill, decode, info = asyncio.run(
-        measure(
-            options.url,
-            prefill=options.prefill_tokens,
-            batches=options.decode_batches,
-            contexts=options.decode_contexts,
-            seed=options.seed,
-        )
-    )
+    prefill, decode, info = asyncio.run(measure(options))
     scale = options.time_scale
     profile = fit_profile(
         {
@@ -184,6 +176,7 @@ def run(options: argparse.Namespace) -> None:
             "kv_bytes_per_token": options.kv_bytes_per_token,
             "kv_capacity_tokens": int(info.get("max_total_num_tokens") or 1),
             "weights_bytes": options.weights_bytes,
+            "gpus": int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1),
         },
         [dataclasses.replace(point, seconds=point.seconds / scale) for point in prefill],
         [dataclasses.replace(point, seconds=point.seconds / scale) for point in decode],
@@ -194,12 +187,20 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    """Exit status 2 for a bad value, 1 for a server that cannot be measured, 130 after Ctrl-C."""
+    return terminal.run_to_end("profile", functools.partial(run_command, argv))
+
+
+def run_command(argv: list[str] | None) -> int:
     try:
-        run(options)
-    except (MeasureError, ProfileError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        config = cli.parse(cli.make_parser(ProfileConfig, "profile", __doc__), argv, ProfileConfig).config
+        terminal.require_file_path("--out", config.out)
+        run(config)
+    except (MeasureError, ProfileError) as error:
+        cli.report_error(error)
         return 1
+    except ConfigError as error:
+        return cli.report_error(error)
     return 0
 
 

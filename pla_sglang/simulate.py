@@ -3,170 +3,185 @@
     simulate --trace FILE --policy NAME [--report out.html]         one run
     simulate --trace FILE --compare a,b,c --rates 4,8,16 --jobs 2   a sweep
     simulate find-capacity --trace FILE --compare a,b               the highest rate that keeps the target
+    simulate find-instances --trace FILE --rate 30 --target 0.99    the fewest instances that keep it
 
-Prints a table, and as its last stdout line one JSON object.
+Prints a table. Where stdout is no terminal, or with --json, the last line is one JSON object. Ctrl-C shows the runs
+that are finished, and ends with status 130.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
+import functools
 import math
 import platform
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from pla_sglang import cli, terminal
+from pla_sglang.checks import Choice, Range, check_fields, knob, plain
+from pla_sglang.console import TableConsole, progress_bar
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Capacity, Slo
-from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, policy_names
-from pla_sglang.profiles import profile_names
-from pla_sglang.sim import report
-from pla_sglang.sim.config import Flip
+from pla_sglang.metrics.goodput import Capacity
+from pla_sglang.report import files
+from pla_sglang.report.capacity_page import make_capacity_page
+from pla_sglang.report.page import Page, render_page, require_libraries
+from pla_sglang.report.plan_page import make_plan_page
+from pla_sglang.report.result_tables import show_capacities, show_runs
+from pla_sglang.report.run_page import make_run_page
 from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.experiment import LENGTHS, Experiment, Outcome, engine_names
-from pla_sglang.sim.sweep import capacities, sweep
+from pla_sglang.sim.experiment import Experiment, ExperimentResult
+from pla_sglang.sim.planning.forms import FleetForm, default_forms, parse_forms
+from pla_sglang.sim.planning.plan import check_task, make_plan, plan_forms
+from pla_sglang.sim.planning.result import FleetRow
+from pla_sglang.sim.planning.table import show_plan
+from pla_sglang.sim.planning.task import INSTANCES_MOST, PlanTask
+from pla_sglang.sim.sweep import iterate_capacities, iterate_runs
 from pla_sglang.workload import TRACE_KINDS, Arrivals, Trace, load_trace
 
-COMMANDS = ("run", "find-capacity")
-EXPERIMENT_FLAGS = (
-    "engine",
-    "profile",
-    "instances",
-    "prefills",
-    "lengths",
-    "chunk_tokens",
-    "mixed",
-    "slots",
-    "kv_capacity_tokens",
-    "bandwidth_bytes_per_s",
-    "startup_s",
-    "output_limit_tokens",
-    "seed",
-    "instances_min",
-    "instances_max",
-    "plan_interval_s",
-    "headroom",
-    "forecaster",
-)
+COMMANDS = {  # each with what it takes instead of flags of another
+    "run": "--rates",
+    "find-capacity": "--low, --high, --target, --tolerance",
+    "find-instances": "--rate, --target, --tolerance, --most",
+}
+FLAGS_FOR = {  # flags that are not for every command
+    "rates": ("run",),
+    **dict.fromkeys(("low", "high"), ("find-capacity",)),
+    **dict.fromkeys(("rate", "most", "beyond-profile"), ("find-instances",)),
+    "tolerance": ("find-capacity", "find-instances"),
+    **dict.fromkeys(("instances", "prefills"), ("run", "find-capacity")),
+}
+COUNT = Range(1)
+RATE = Range(0, unit="requests/s", above=True)
+SHARE = Range(0, 1, above=True)
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m pla_sglang.simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclasses.dataclass(frozen=True)
+class WorkloadConfig:
+    """Which requests of which trace."""
+
+    trace: Path = knob(flag="--trace FILE", help="file, .gz or not", heading="workload")
+    trace_kind: str | None = knob(
+        None,
+        "--trace-kind KIND",
+        f"{', '.join(TRACE_KINDS)}; default: found out from the file",
+        allowed=Choice(TRACE_KINDS),
     )
-    made.add_argument("command", nargs="?", default="run", choices=COMMANDS)
-    _trace_flags(made.add_argument_group("workload"))
-    _fleet_flags(made.add_argument_group("fleet"))
-    group = made.add_argument_group("what to run and where results go")
-    group.add_argument("--policy", default="arrow", help="one of: " + ", ".join(policy_names()))
-    group.add_argument("--compare", help="several policies, with commas between; instead of --policy")
-    group.add_argument("--slo-ttft-ms", type=float, required=True)
-    group.add_argument("--slo-tpot-ms", type=float, required=True)
-    group.add_argument("--rates", help="mean rates in requests/s, with commas between; default: as recorded")
-    group.add_argument("--jobs", type=int, default=1, help="processes of a sweep")
-    group.add_argument("--target", type=float, default=0.9, help="find-capacity: attainment to keep")
-    group.add_argument("--low", type=float, default=0.5, help="find-capacity: lowest rate, requests/s")
-    group.add_argument("--high", type=float, default=200.0, help="find-capacity: highest rate, requests/s")
-    group.add_argument("--tolerance", type=float, default=0.02, help="find-capacity: relative width to stop at")
-    group.add_argument("--report", type=Path, metavar="FILE.html", help="a page with plots that needs nothing else")
-    group.add_argument("--out", type=Path, metavar="FOLDER", help="summary.json, parquet per run, PNGs")
-    group.add_argument("--seed", type=int, default=1)
-    return made
-
-
-def _trace_flags(group: Any) -> None:
-    group.add_argument("--trace", required=True, type=Path, help="file, .gz or not")
-    group.add_argument("--trace-kind", choices=TRACE_KINDS, help="default: found out from the file")
-    group.add_argument("--bad-rows", choices=("refuse", "skip"), default="refuse")
-    group.add_argument("--sort", action="store_true", help="bring rows into order of arrival")
-    group.add_argument("--window", metavar="START,END", help="seconds of the trace")
-    group.add_argument("--head", type=int, help="its first requests only")
-    group.add_argument("--sessions-per-s", type=float, default=1.0, help="for formats without times")
-
-
-def _fleet_flags(group: Any) -> None:
-    group.add_argument("--profile", default="h100-llama3.1-8b-tp1", help="a path, or of: " + ", ".join(profile_names()))
-    group.add_argument("--instances", type=int, default=8)
-    group.add_argument("--prefills", type=int, help="prefill instances at the start; default: half")
-    group.add_argument("--engine", default="fcfs", choices=engine_names(), help="order of prefills in an engine")
-    group.add_argument("--chunk-tokens", type=int, default=8192)
-    group.add_argument("--slots", type=int, default=1024)
-    group.add_argument("--mixed", action="store_true", help="decodes join prefill passes")
-    group.add_argument("--kv-capacity-tokens", type=int)
-    group.add_argument("--bandwidth-gb-s", type=float, default=50.0, help="of KV transfers, a link")
-    group.add_argument("--flip", choices=[one.value for one in Flip], default=Flip.LABEL.value)
-    group.add_argument("--startup-s", type=float)
-    group.add_argument(
-        "--lengths", default="oracle", help=f"what migration knows of answers to come: {', '.join(LENGTHS)}, binned:N"
+    bad_rows: str = knob(
+        "refuse", "--bad-rows {refuse,skip}", "rows that cannot be read", allowed=Choice(("refuse", "skip"))
     )
-    group.add_argument("--instances-min", type=int, default=2, help="for policies that scale")
-    group.add_argument("--instances-max", type=int, help="for policies that scale; default: 64, at least twice as many")
-    group.add_argument("--plan-interval-s", type=float, default=60.0, help="for policies that scale")
-    group.add_argument("--headroom", type=float, default=1.0, help="factor on the forecast load")
-    group.add_argument("--forecaster", choices=FORECASTERS, help=f"of the load; default: {DEFAULT_FORECASTER}")
-    group.add_argument("--output-limit-tokens", type=int, help="max_tokens that clients send")
+    sort: bool = knob(False, "--sort", "bring rows into order of arrival")
+    window: tuple[float, ...] = knob((), "--window START,END", "seconds of the trace")
+    head: int | None = knob(None, "--head", "its first requests only", allowed=COUNT)
+    sessions_per_s: float = knob(1.0, "--sessions-per-s", "for formats without times", allowed=RATE)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if len(self.window) not in (0, 2):
+            raise ConfigError("--window needs two numbers; allowed: START,END in seconds")
+        if self.window and not 0 <= self.window[0] < self.window[1]:
+            start_s, end_s = map(plain, self.window)
+            raise ConfigError(f"--window {start_s},{end_s} is not allowed; allowed: 0 <= START < END, in seconds")
+
+    def read(self, seed: int) -> Trace:
+        """Raises TraceError."""
+        arrivals = Arrivals(self.sessions_per_s, random.Random(seed))
+        bad_rows: Literal["refuse", "skip"] = "skip" if self.bad_rows == "skip" else "refuse"
+        trace = load_trace(self.trace, kind=self.trace_kind, bad_rows=bad_rows, sort=self.sort, arrivals=arrivals)
+        trace = self._cut_window(trace) if self.window else trace
+        trace = trace if self.head is None else trace.head(self.head)
+        return trace.require_requests()
+
+    def _cut_window(self, trace: Trace) -> Trace:
+        """Raises ConfigError for a window without requests."""
+        cut = trace.require_requests().window(*self.window)
+        if not len(cut):
+            start_s, end_s = map(plain, self.window)
+            first_s, last_s = (f"{trace.arrival_s[row]:.6g} s" for row in (0, -1))
+            span = f"{trace.name} has {len(trace)} requests from {first_s} to {last_s}"
+            raise ConfigError(f"--window {start_s},{end_s} is empty; {span}")
+        return cut
 
 
-def read_trace(args: argparse.Namespace) -> Trace:
-    """The workload of the flags. Raises TraceError."""
-    arrivals = Arrivals(args.sessions_per_s, random.Random(args.seed))
-    trace = load_trace(args.trace, kind=args.trace_kind, bad_rows=args.bad_rows, sort=args.sort, arrivals=arrivals)
-    if args.window:
-        bounds_s = numbers(args.window, "--window")
-        if len(bounds_s) != 2:
-            raise ConfigError(f"--window is {args.window!r}; allowed: START,END in seconds")
-        trace = trace.window(*bounds_s)
-    if args.head is not None:
-        trace = trace.head(args.head)
-    return trace.require_requests()
+@dataclasses.dataclass(frozen=True)
+class SimulateConfig:
+    """The command line: what to run, and where results go."""
+
+    compare: str | None = knob(
+        None, "--compare NAMES", "several policies, with commas between; instead of --policy", heading="what to run"
+    )
+    rates: tuple[float, ...] = knob(
+        (), "--rates NUMBERS", "mean rates in requests/s, with commas between; default: as recorded", allowed=RATE
+    )
+    jobs: int = knob(1, "--jobs", "processes of a sweep", allowed=COUNT)
+    rate: float | None = knob(
+        None, "--rate", "find-instances: mean rate in requests/s; default: as recorded", allowed=RATE
+    )
+    target: float = knob(0.9, "--target", "share of requests to keep in target", allowed=SHARE)
+    low: float = knob(0.5, "--low", "find-capacity: lowest rate", allowed=RATE)
+    high: float = knob(200.0, "--high", "find-capacity: highest rate", allowed=RATE)
+    tolerance: float = knob(
+        0.02, "--tolerance", "find-capacity, find-instances: relative width to stop at", allowed=SHARE
+    )
+    most: int = knob(INSTANCES_MOST, "--most", "find-instances: instances to try at most", allowed=COUNT)
+    beyond_profile: str = knob(
+        "refuse",
+        "--beyond-profile {refuse,warn}",
+        "find-instances: a load with sizes that the profile was not made from",
+        allowed=Choice(("refuse", "warn")),
+    )
+    report: Path | None = knob(None, "--report FILE.html", "a page with figures that needs nothing else")
+    out: Path | None = knob(None, "--out FOLDER", "summary.json, report.html, parquet per run")
+    verbose: bool = knob(False, "--verbose", "also the simulator's own speed")
+    json: bool = knob(False, "--json", terminal.JSON_HELP)
+    workload: WorkloadConfig = dataclasses.field(kw_only=True)
+    experiment: Experiment = dataclasses.field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def experiments(self, command: str) -> list[Experiment]:
+        """One per policy and rate. Raises ConfigError."""
+        if command == "find-capacity" and self.rates:
+            raise ConfigError("--rates is for run; find-capacity takes --low, --high, --target, --tolerance")
+        names = self.compare.split(",") if self.compare else [self.experiment.policy]
+        rates = self.rates or (None,)
+        return [dataclasses.replace(self.experiment, policy=name, rate_per_s=rate) for name in names for rate in rates]
+
+    def forms(self, *, policy_named: bool) -> list[FleetForm]:
+        """What find-instances compares; without any name ours and stock ones. Raises ConfigError."""
+        if self.compare or policy_named:
+            return parse_forms((self.compare or self.experiment.policy).split(","), self.experiment)
+        return default_forms(self.experiment)
+
+    def plan_task(self, trace: Trace) -> PlanTask:
+        """What find-instances is asked for. Raises TraceError for a trace without a rate."""
+        trace.at_rate(self.rate or 1.0)  # refuses what has no rate to scale
+        return PlanTask(
+            self.rate or trace.rate_per_s,
+            self.experiment.slo,
+            self.target,
+            self.tolerance,
+            instances_most=self.most,
+            beyond_profile=self.beyond_profile == "warn",
+        )
 
 
-def numbers(text: str, flag: str) -> list[float]:
-    """Raises ConfigError when they are none."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} is {text!r}; allowed: numbers with commas between") from None
-
-
-def experiments(args: argparse.Namespace) -> list[Experiment]:
-    """One per policy and rate. Raises ConfigError."""
-    values = {name: getattr(args, name) for name in EXPERIMENT_FLAGS if hasattr(args, name)}
-    values["bandwidth_bytes_per_s"] = args.bandwidth_gb_s * 1e9
-    slo = Slo(args.slo_ttft_ms / 1e3, args.slo_tpot_ms / 1e3)
-    rates: list[float | None] = [None]
-    if args.command == "find-capacity":
-        unused = [flag for flag in ("rates", "report", "out") if getattr(args, flag)]
-        if unused:
-            raise ConfigError(f"--{unused[0]} is for run; find-capacity takes --low, --high, --target, --tolerance")
-    elif args.rates:
-        rates = [*numbers(args.rates, "--rates")]
-    names = args.compare.split(",") if args.compare else [args.policy]
-    for name in names:
-        if name not in policy_names():
-            raise ConfigError(f"policy {name!r} is not known; allowed: {', '.join(policy_names())}")
-    return [
-        Experiment(policy=name, slo=slo, rate_per_s=rate, flip=Flip(args.flip), **values)
-        for name in names
-        for rate in rates
-    ]
-
-
-def setting(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
+def setting(command: str, config: SimulateConfig, trace: Trace) -> dict[str, Any]:
     """What results state about themselves."""
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    flags = {
+        cli.key_of(declared.knob.name).replace("-", "_"): cli.typed(value, declared)
+        for declared, value in cli.values_of(config)
+        if value is not None
+    }
     return {
-        "seed": args.seed,
+        "seed": config.experiment.seed,
         "workload": {
             "name": trace.name,
             "requests": len(trace),
@@ -179,7 +194,7 @@ def setting(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: _version(name) for name in ("pla-sglang", "numpy", "scipy")},
         },
-        "flags": {name: value for name, value in flags.items() if value is not None},
+        "flags": {"command": command, **flags},
     }
 
 
@@ -190,78 +205,171 @@ def _version(package: str) -> str | None:
         return None
 
 
-@contextmanager
-def progress_bar(what: str, console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, when that is a terminal."""
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
-        task = shown.add_task(what, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+def run(config: SimulateConfig, trace: Trace, console: Console) -> dict[str, Any]:
+    """Runs, writes files, prints the table; returns the last line."""
+    work = config.experiments("run")
+    by_index: dict[int, ExperimentResult] = {}
+    with terminal.end_at_interrupt() as interruption, progress_bar("runs", len(work), console) as show_done:
 
+        def watch(ended: int, requests: int) -> None:
+            show_done(len(by_index) + ended / (requests + 1))  # a run counts when its result is here
 
-def run(args: argparse.Namespace, trace: Trace, console: Console) -> dict[str, Any]:
-    """Runs, prints the table, writes files; returns the last line."""
-    work = experiments(args)
-    with progress_bar("runs", console) as done:
-        outcomes = sweep(work, trace, jobs=args.jobs, done=done)
-    table = Table(title=f"{trace.name}: {len(trace)} requests, {args.instances} x {args.profile}")
-    for name, _ in report.COLUMNS:
-        table.add_column(name, justify="right")
-    for one in outcomes:
-        table.add_row(*report.row(one))
-    Console(width=200).print(table)
-    summary = {**setting(args, trace), "runs": [report.as_json(one) for one in outcomes]}
-    _write(args, outcomes, summary)
+        seen = watch if console.is_terminal else None
+        for index, outcome in iterate_runs(work, trace, jobs=config.jobs, progress=seen):
+            by_index[index] = outcome
+            show_done(len(by_index))
+    if interruption.happened:
+        say_interrupted(f"{len(by_index)} of {len(work)} runs done")
+    outcomes = [by_index[index] for index in sorted(by_index)]
+    summary = {
+        **setting("run", config, trace),
+        "runs": [files.as_json(outcome) for outcome in outcomes],
+        "complete": not interruption.happened,
+    }
+    if outcomes:
+        make_page = functools.partial(make_run_page, outcomes, trace, summary, target=config.target)
+        written = list(write_files(config, make_page, summary, outcomes))
+        show_runs(outcomes, trace, verbose=config.verbose)
+        say_written(written)
     return summary
 
 
-def _write(args: argparse.Namespace, outcomes: Sequence[Outcome], summary: dict[str, Any]) -> None:
-    if args.report is None and args.out is None:
+def say_written(lines: Sequence[str]) -> None:
+    print("\n".join(lines), end="\n" if lines else "", flush=True)
+
+
+def say_interrupted(what_is_done: str) -> None:
+    print(f"simulate: interrupted, {what_is_done}", file=sys.stderr, flush=True)
+
+
+def write_files(
+    config: SimulateConfig,
+    make_page: Callable[[], Page],
+    summary: dict[str, Any],
+    outcomes: Sequence[ExperimentResult] = (),
+) -> Iterator[str]:
+    """Yields a line for each place that was written."""
+    if config.report is None and config.out is None:
         return
-    found = report.pictures(outcomes)
-    if args.report is not None:
-        args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.write_text(report.page(outcomes, summary, found), encoding="utf-8")
-    if args.out is not None:
-        report.write_results(outcomes, summary, args.out)
-        report.write_pictures(found, args.out)
+    html = render_page(make_page())
+    if config.report is not None:
+        config.report.write_text(html, encoding="utf-8")
+        yield f"report: {config.report}"
+    if config.out is not None:
+        files.write_results(outcomes, summary, config.out)
+        (config.out / "report.html").write_text(html, encoding="utf-8")
+        yield f"results: {config.out}"
 
 
-def find(args: argparse.Namespace, trace: Trace, console: Console) -> dict[str, Any]:
+def find(config: SimulateConfig, trace: Trace, console: Console) -> dict[str, Any]:
     """The search for each policy; returns the last line."""
-    work = experiments(args)
-    search = {"low_per_s": args.low, "high_per_s": args.high, "target": args.target, "tolerance": args.tolerance}
-    with progress_bar("policies", console) as done:
-        found = capacities(work, trace, search, jobs=args.jobs, done=done)
-    table = Table(title=f"{trace.name}: highest rate with {args.target:.0%} of requests in target")
-    for name in ("policy", "held, 1/s", "failed, 1/s", "runs"):
-        table.add_column(name, justify="right")
-    for one, capacity in zip(work, found, strict=True):
-        table.add_row(one.policy, _rate(capacity.held_per_s), _rate(capacity.failed_per_s), str(len(capacity.tried)))
-    Console(width=120).print(table)
-    by_policy: dict[str, Capacity] = {one.policy: capacity for one, capacity in zip(work, found, strict=True)}
-    return {**setting(args, trace), "capacity": {name: dataclasses.asdict(one) for name, one in by_policy.items()}}
+    work = config.experiments("find-capacity")
+    search = {
+        "low_per_s": config.low,
+        "high_per_s": config.high,
+        "target": config.target,
+        "tolerance": config.tolerance,
+    }
+    by_index: dict[int, Capacity] = {}
+    with terminal.end_at_interrupt() as interruption, progress_bar("policies", len(work), console) as show_done:
+
+        def tell(rate_per_s: float) -> None:
+            show_done(len(by_index), f"{rate_per_s:.3g} requests/s")
+
+        for index, capacity in iterate_capacities(work, trace, search, jobs=config.jobs, tell=tell):
+            by_index[index] = capacity
+            show_done(len(by_index))
+    if interruption.happened:
+        say_interrupted(f"{len(by_index)} of {len(work)} searches done")
+    capacities = {work[index].policy: by_index[index] for index in sorted(by_index)}
+    summary = {
+        **setting("find-capacity", config, trace),
+        "capacity": {policy: dataclasses.asdict(capacity) for policy, capacity in capacities.items()},
+        "complete": not interruption.happened,
+    }
+    if capacities:
+        make_page = functools.partial(
+            make_capacity_page, capacities, trace, config.experiment, summary, target=config.target
+        )
+        written = list(write_files(config, make_page, summary))
+        show_capacities(capacities, trace, config.target)
+        say_written(written)
+    return summary
 
 
-def _rate(rate_per_s: float | None) -> str:
-    return "none" if rate_per_s is None else f"{rate_per_s:.3g}"
+def find_instances(
+    config: SimulateConfig, trace: Trace, console: Console, *, forms: Sequence[FleetForm]
+) -> dict[str, Any]:
+    """The least fleet of each form; returns the last line. Raises ConfigError where none can have an answer."""
+    task = config.plan_task(trace)
+    rows: list[FleetRow | None] = [None] * len(forms)
+    with terminal.end_at_interrupt() as interruption, progress_bar("fleets", len(forms), console) as show_done:
+
+        def tell(what: str) -> None:
+            show_done(len(forms) - rows.count(None), what)
+
+        tell("sizes of the load")
+        check_task(forms, trace, task)
+        for index, row in plan_forms(forms, trace, task, jobs=config.jobs, tell=tell if config.jobs == 1 else None):
+            rows[index] = row
+            show_done(len(forms) - rows.count(None))
+    plan = make_plan(forms, rows, trace=trace, task=task)
+    if interruption.happened:
+        say_interrupted(f"{len(plan.rows)} of {len(forms)} fleets found")
+    summary = {
+        **setting("find-instances", config, trace),
+        "plan": plan.as_json(),
+        "complete": not interruption.happened,
+    }
+    if plan.rows:
+        make_page = functools.partial(make_plan_page, plan, trace, summary)
+        written = list(write_files(config, make_page, summary))
+        show_plan(plan, TableConsole(120))
+        say_written(written)
+    return summary
+
+
+def refuse_contradictions(command: str, flags: set[str]) -> None:
+    """``flags``: keys of those on the command line; a file may hold all of them. Raises ConfigError."""
+    if {"policy", "compare"} <= flags:
+        raise ConfigError("--policy and --compare contradict each other: --compare names all policies")
+    for key, commands in FLAGS_FOR.items():
+        if key in flags and command not in commands:
+            raise ConfigError(f"--{key} is for {' and '.join(commands)}; {command} takes {COMMANDS[command]}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 2 for a bad value, 1 when policies left requests behind."""
-    args = parser().parse_args(argv)
+    """Exit status 2 for a bad value, 1 when policies left requests behind, 130 after Ctrl-C."""
+    return terminal.run_to_end("simulate", functools.partial(run_command, argv))
+
+
+def run_command(argv: Sequence[str] | None) -> int:
     console = Console(stderr=True)
     try:
-        trace = read_trace(args)
-        last = run(args, trace, console) if args.command == "run" else find(args, trace, console)
-    except ConfigError as error:
+        parser = cli.make_parser(SimulateConfig, "simulate", __doc__)
+        parser.add_argument("command", nargs="?", default="run", choices=COMMANDS)
+        parsed = cli.parse(parser, argv, SimulateConfig, defaults={"policy": "arrow"})
+        command, config = parsed.options.command, parsed.config
+        refuse_contradictions(command, cli.typed_flags(parsed.options))
+        terminal.output.as_json = config.json
+        terminal.require_file_path("--report", config.report)
+        terminal.require_folder_path("--out", config.out)
+        if config.report is not None or config.out is not None:
+            require_libraries("--out" if config.report is None else "--report")
+        with console.status(f"reading {config.workload.trace}"):
+            trace = config.workload.read(config.experiment.seed)
+        if command == "find-instances":
+            policy_named = "policy" in cli.read_settings(parsed.options, SimulateConfig).given
+            last = find_instances(config, trace, console, forms=config.forms(policy_named=policy_named))
+        else:
+            last = run(config, trace, console) if command == "run" else find(config, trace, console)
+    except (ConfigError, SimError) as error:
         print(f"simulate: {error}", file=sys.stderr)
-        return 2
-    except SimError as error:
-        print(f"simulate: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(last, allow_nan=False))
-    return 0
+        return 2 if isinstance(error, ConfigError) else 1
+    terminal.print_result(last)
+    if not last["complete"]:
+        return terminal.EXIT_INTERRUPTED
+    return int(any(row["stuck"] for row in last["plan"]["rows"])) if "plan" in last else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolve the dependencies of setup.py afresh and pin the result in constraints.txt. One file serves both Pythons: the
+# Resolve the dependencies of pyproject.toml afresh and pin the result in constraints.txt. One file serves both Pythons: the
 # set is resolved for 3.11, the older one, and checked to resolve for 3.12 as well. Nothing is installed for good.
 # PYTHON311 and PYTHON312 name the interpreters where they are not on the path.
 set -euo pipefail

@@ -89,6 +89,7 @@ def composed(name: str, table: list[dict[str, str]]) -> StepProfile:
         "times as long in prefill. Eager launch floor: 0.375 ms a layer, from Splitwise's measured decode base (30 ms, "
         "80 layers). KV capacity: 0.88 of the memory minus weights and 2 GiB a GPU.",
         "launch_floor": LaunchFloor(eager_s=round(EAGER_S_PER_LAYER * geometry.layers, 6)),
+        "gpus": tp,
         **memory_fields(geometry, gpu, tp, weight_bytes=1 if dtype == "fp8" else 2),
     }
     return fit_profile(base, *points_of(rows))
@@ -100,6 +101,7 @@ def dopd(table: list[dict[str, str]]) -> StepProfile:
         "source": "Llama-70B-FP8 on H100, measured through an engine: DOPD Table I (prefill 100 to 1,700 tokens on one "
         "GPU; decode 104 to 248 requests, taken as tp 2). Launches are inside the measured times. Memory: two GPUs, "
         "KV in fp8, as 248 x 1,700 tokens must fit.",
+        "gpus": 2,
         **memory_fields(MODELS["Llama-3.1-70B"], "H100-SXM-80GB", 2, weight_bytes=1, kv_bytes=1),
     }
     return fit_profile(base, *points_of(table), grid=True)

@@ -1,4 +1,4 @@
-"""The dependency lists of setup.py, for scripts that run before anything is installed (standard library only).
+"""The dependency lists of pyproject.toml, for scripts that run before anything is installed (standard library only).
 
 python scripts/requirements.py          one requirement a line, extras included
 python scripts/requirements.py --key    a short name for the environment they and constraints.txt make
@@ -6,9 +6,9 @@ python scripts/requirements.py --key    a short name for the environment they an
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,18 +16,10 @@ INSTALL_TOOLS = ["pip", "setuptools", "wheel"]
 
 
 def requirements() -> list[str]:
-    """All requirements and pip's own tools, sorted. Raises ValueError where setup.py does not state them literally."""
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    calls = [
-        n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "setup"
-    ]
-    if len(calls) != 1:
-        raise ValueError(f"setup.py calls setup() {len(calls)} times; once is expected")
-    keywords = {keyword.arg: keyword.value for keyword in calls[0].keywords}
-    found = INSTALL_TOOLS + ast.literal_eval(keywords["install_requires"])
-    for extra in ast.literal_eval(keywords["extras_require"]).values():
-        found += extra
-    return sorted(set(found))
+    """All requirements, those of extras included, and pip's own tools, sorted."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = (INSTALL_TOOLS, project["dependencies"], *project["optional-dependencies"].values())
+    return sorted({requirement for each in lists for requirement in each})
 
 
 def environment_key() -> str:

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
 from hypothesis import settings
+from support.forked_servers import ForkParent
+
+TESTS = Path(__file__).parent
 
 # A landing must not hang on the luck of the draw: CI draws the same examples each time, everybody else new ones.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+# Folders whose tests drive real processes or sockets beside those marked e2e.
+LIVE_FOLDERS = {"bench", "cluster", "load", "router"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of real processes that fails runs once more: a shared machine may stand still for a moment.
+
+    What failed at first is listed at the end of the run as RERUN. Tests of pure code get no second run.
+    """
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in LIVE_FOLDERS or item.get_closest_marker("e2e") is not None:
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+@pytest.fixture(scope="session")
+def fork_parent() -> Iterator[ForkParent]:
+    """A process that imports SGLang at the first use, and forks servers and commands that need it."""
+    parent = ForkParent()
+    yield parent
+    parent.close()
 
 
 def pytest_configure() -> None:

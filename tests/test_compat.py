@@ -26,7 +26,7 @@ STOCK: dict[str, Any] = {
 }
 
 CASES = [
-    ({"enable_mixed_chunk": True}, {}, "--enable-mixed-chunk"),
+    ({"enable_mixed_chunk": True}, {"mixing": "allow"}, "--enable-mixed-chunk with --pla-mixing allow"),
     ({"enable_prefill_delayer": True}, {}, "--enable-prefill-delayer"),
     ({"enable_dp_attention": True}, {}, "--enable-dp-attention"),
     ({"enable_pdmux": True}, {}, "--enable-pdmux"),
@@ -48,7 +48,7 @@ CASES = [
 @pytest.mark.parametrize(("server", "mine", "named"), CASES, ids=lambda value: str(value))
 def test_contradiction(server: dict[str, Any], mine: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compat.check(SimpleNamespace(**STOCK | server), TEMPORAL.replace(**mine))
+        compat.check_flags(SimpleNamespace(**STOCK | server), TEMPORAL.replace(**mine))
     message = str(caught.value)
     assert named in message
     assert message.startswith("--prefill-disagg temporal cannot be combined with: ")
@@ -56,15 +56,22 @@ def test_contradiction(server: dict[str, Any], mine: dict[str, Any], named: str)
 
 
 def test_all_contradictions_are_listed_at_once() -> None:
-    server = STOCK | {"enable_mixed_chunk": True, "pp_size": 2}
+    server = STOCK | {"enable_pdmux": True, "pp_size": 2}
     with pytest.raises(ConfigError) as caught:
-        compat.check(SimpleNamespace(**server), TEMPORAL.replace(boundary_tokens=4000))
-    assert all(name in str(caught.value) for name in ("--enable-mixed-chunk", "--pipeline", "--pla-boundary"))
+        compat.check_flags(SimpleNamespace(**server), TEMPORAL.replace(boundary_tokens=4000))
+    assert all(name in str(caught.value) for name in ("--enable-pdmux", "--pipeline", "--pla-boundary"))
+
+
+def test_decodes_may_ride_in_temporal_passes_only() -> None:
+    server = SimpleNamespace(**STOCK | {"enable_mixed_chunk": True})
+    compat.check_flags(server, TEMPORAL)
+    with pytest.raises(ConfigError, match="--enable-mixed-chunk with --prefill-disagg spatial"):
+        compat.check_flags(server, TEMPORAL.replace(prefill_disagg="spatial"))
 
 
 def test_off_allows_everything() -> None:
     for server, _, _ in CASES:
-        compat.check(SimpleNamespace(**STOCK | server), PlaConfig(boundary_tokens=4000, long_chunk_tokens=4000))
+        compat.check_flags(SimpleNamespace(**STOCK | server), PlaConfig(boundary_tokens=4000, long_chunk_tokens=4000))
 
 
 @pytest.mark.parametrize(
@@ -79,11 +86,11 @@ def test_off_allows_everything() -> None:
     ids=str,
 )
 def test_allowed(server: dict[str, Any]) -> None:
-    compat.check(SimpleNamespace(**STOCK | server), TEMPORAL.replace(boundary_tokens=100))
+    compat.check_flags(SimpleNamespace(**STOCK | server), TEMPORAL.replace(boundary_tokens=100))
 
 
 def test_without_chunking_no_boundary_is_too_large() -> None:
-    compat.check(SimpleNamespace(**STOCK | {"chunked_prefill_size": -1}), TEMPORAL.replace(boundary_tokens=9000))
+    compat.check_flags(SimpleNamespace(**STOCK | {"chunked_prefill_size": -1}), TEMPORAL.replace(boundary_tokens=9000))
 
 
 SPATIAL = PlaConfig(prefill_disagg="spatial")
@@ -95,21 +102,21 @@ SPATIAL = PlaConfig(prefill_disagg="spatial")
         ({"dp_size": 2, "load_balance_method": "follow_bootstrap_room"}, {}, "give round_robin"),
         ({"dp_size": 2, "nnodes": 2}, {}, "--nnodes above 1"),
         ({"dp_size": 2}, {"short_ranks": 3}, "--pla-short-ranks 3 above --dp-size 2"),
-        ({}, {"short_ranks": 1}, "--pla-short-ranks without"),
+        ({}, {"short_ranks": 1}, "--pla-short-ranks, which needs --dp-size above 1"),
         ({"dp_size": 2, "enable_dp_attention": True}, {}, "--enable-dp-attention"),
     ],
     ids=str,
 )
 def test_pools_that_cannot_work(server: dict[str, Any], mine: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        compat.check(SimpleNamespace(**STOCK | server), SPATIAL.replace(**mine))
+        compat.check_flags(SimpleNamespace(**STOCK | server), SPATIAL.replace(**mine))
 
 
 def test_pools_need_ranks_of_their_own() -> None:
     assert compat.has_pools(SimpleNamespace(dp_size=2), SPATIAL)
     assert not compat.has_pools(SimpleNamespace(dp_size=1), SPATIAL), "a member of a router's pool"
     assert not compat.has_pools(SimpleNamespace(dp_size=2), TEMPORAL)
-    compat.check(SimpleNamespace(**STOCK | {"dp_size": 2}), SPATIAL.replace(short_ranks=2))
+    compat.check_flags(SimpleNamespace(**STOCK | {"dp_size": 2}), SPATIAL.replace(short_ranks=2))
 
 
 def test_a_start_role_is_for_one_instance() -> None:
@@ -117,7 +124,7 @@ def test_a_start_role_is_for_one_instance() -> None:
     compat.check_start(SimpleNamespace(dp_size=1), short)
     with pytest.raises(ConfigError, match="ranks have roles of their own"):
         compat.check_start(SimpleNamespace(dp_size=2), short)
-    compat.check(SimpleNamespace(**STOCK | {"dp_size": 2}), short)  # at run time each rank has its own config
+    compat.check_flags(SimpleNamespace(**STOCK | {"dp_size": 2}), short)  # at run time each rank has its own config
 
 
 def test_rules_name_attributes_that_the_host_has() -> None:

@@ -6,18 +6,25 @@ import argparse
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pla_sglang import config
+from pla_sglang import config, launch_server
+from pla_sglang.checks import declared_fields
 from pla_sglang.config import PlaConfig
 from pla_sglang.errors import ConfigError
+
+FLAGS = {declared.field.name: declared.knob.name for declared in declared_fields(PlaConfig)}
 
 
 def parse(*arguments: str) -> PlaConfig:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    config.add_cli_args(parser)
+    config.add_cli_args(parser)  # SGLang's parser is a plain one
     return config.from_namespace(parser.parse_args(list(arguments)))
 
 
@@ -28,7 +35,8 @@ def test_everything_is_off_by_default() -> None:
 
 def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
     internal = {"controller_folder"}
-    assert set(config._FLAGS) == {field.name for field in dataclasses.fields(PlaConfig)} - internal
+    assert set(FLAGS) == {field.name for field in dataclasses.fields(PlaConfig)} - internal
+    assert all(flag.startswith(("--pla-", "--prefill-disagg")) for flag in FLAGS.values())
 
 
 @pytest.mark.parametrize(
@@ -41,6 +49,7 @@ def test_every_field_has_a_flag_and_every_flag_a_field() -> None:
         (["--pla-wait-min-ms", "1.5", "--pla-wait-max-ms", "2"], {"wait_min_ms": 1.5, "wait_max_ms": 2.0}),
         (["--pla-long-chunk-tokens", "512"], {"long_chunk_tokens": 512}),
         (["--pla-long-max-age-ms", "3000"], {"long_max_age_ms": 3000.0}),
+        (["--pla-lost-max-age-ms", "60000"], {"lost_max_age_ms": 60_000.0}),
         (["--pla-long-order", "fcfs"], {"long_order": "fcfs"}),
         (["--pla-mixing=allow"], {"mixing": "allow"}),
         (["--prefill-disagg", "spatial", "--pla-role", "long"], {"prefill_disagg": "spatial", "role": "long"}),
@@ -63,7 +72,10 @@ def test_command_line(arguments: list[str], expected: dict[str, Any]) -> None:
     ("arguments", "warning"),
     [
         (["--pla-graph-layout", "ring"], "--pla-graph-layout 'ring' is not known; allowed: off, varlen, grid"),
-        (["--pla-graph-layout", "grid", "--pla-graph-budget-gb", "0"], "--pla-graph-budget-gb 0.0 is out of range"),
+        (
+            ["--pla-graph-layout", "grid", "--pla-graph-budget-gb", "0"],
+            "--pla-graph-budget-gb 0 is out of range; allowed: 0.001 to 1024 GiB",
+        ),
         (["--pla-graph-layout", "grid", "--pla-graph-capture-budget-s", "nan"], "--pla-graph-capture-budget-s nan"),
     ],
 )
@@ -89,10 +101,12 @@ def test_bad_values_for_graphs_only_warn(
         ["--pla-mixing", "sometimes"],
     ],
 )
-def test_argparse_refuses_wrong_types(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((argparse.ArgumentError, SystemExit)) as caught:
+def test_wrong_types_are_refused_by_name(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
         parse(*arguments)
-    assert arguments[1] in str(caught.value) + capsys.readouterr().err
+    assert str(caught.value).startswith(f"{arguments[0]} ")
+    assert arguments[1] in str(caught.value)
+    assert "allowed: " in str(caught.value)
 
 
 BAD = [
@@ -112,6 +126,7 @@ BAD = [
     ("wait_max_ms", 60_001, "0 to"),
     ("long_chunk_tokens", 0, "1 to"),
     ("long_max_age_ms", 0, "1 to"),
+    ("lost_max_age_ms", 0, "1 to"),
     ("role", "fast", "mixed, short, long"),
     ("pressure", "high", "auto, off"),
     ("short_ranks", -1, "0 to"),
@@ -133,7 +148,7 @@ def test_bad_value_is_named_with_what_is_allowed(field: str, value: Any, allowed
     with pytest.raises(ConfigError) as caught:
         PlaConfig(**{field: value})
     message = str(caught.value)
-    assert message.startswith(config._FLAGS[field][0])
+    assert message.startswith(FLAGS[field])
     assert repr(value) in message
     assert allowed in message
 
@@ -192,3 +207,58 @@ def test_a_broken_environment_is_an_error(text: str, error: type[Exception], mon
     monkeypatch.setenv(config.CONFIG_ENV, text)
     with pytest.raises(error):
         config.current()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file", "line"),
+    [
+        (["--pla-bondary", "3"], "", "unknown argument '--pla-bondary'; did you mean '--pla-boundary'?"),
+        ([], "pla-bondary: 3", "{file}: unknown key 'pla-bondary'; did you mean 'pla-boundary'?"),
+        ([], "pla_boundary: 3", "{file}: unknown key 'pla_boundary'; did you mean 'pla-boundary'?"),
+        ([], "pla-wait-max-ms: -1", "{file}: pla-wait-max-ms -1 is out of range; allowed: 0 to 60000 ms"),
+        (["--pla-wait-max-ms", "x"], "", "--pla-wait-max-ms 'x' is out of range; allowed: 0 to 60000 ms"),
+    ],
+)
+def test_a_server_refuses_with_one_line_what_only_looks_like_ours(
+    arguments: list[str], file: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(f"model-path: m\ntp: 2\n{file}\n")
+    with pytest.raises(SystemExit, match="2"):
+        launch_server.main(["--config", str(path), "--tp-size", "2", *arguments, "--print-config"])
+    assert capsys.readouterr().err == "error: " + line.replace("{file}", str(path)) + "\n"
+
+
+def test_a_servers_printed_configuration_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text("model-path: m\nprefill-disagg: temporal\npla-boundary: 77\npla-long-order: fcfs\n")
+    arguments = ["--config", str(path), "--port", "1", "--pla-long-order=least-remaining", "--print-config"]
+    launch_server.main(arguments)
+    path.write_text(capsys.readouterr().out)
+    given = launch_server.own_arguments(["--config", str(path)])
+    assert config.from_texts(given) == PlaConfig(prefill_disagg="temporal", boundary_tokens=77)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("launch_router", []),
+        ("launch_server", []),
+        ("launch_cluster", ["--unified", "1"]),
+        ("simulate", ["--trace", "requests.csv", "--slo-ttft-ms", "400", "--slo-tpot-ms", "40"]),
+        ("profile", ["--url", "http://127.0.0.1:1", "--name", "mine", "--out", "mine.json"]),
+    ],
+)
+def test_a_printed_configuration_may_find_no_reader(command: str, arguments: list[str]) -> None:
+    """As with ``--print-config | head``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", f"pla_sglang.{command}", *arguments, "--print-config"],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+        )
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, b"")

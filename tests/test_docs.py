@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
 import pytest
 
-from pla_sglang import config
-from pla_sglang.launch_router import add_relay_arguments
-from pla_sglang.router import control
+from pla_sglang.cli import flags_of, make_parser
+from pla_sglang.config import PlaConfig
+from pla_sglang.launch_router import RouterConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/*.md")])
-CODE = "\n".join(
-    path.read_text(encoding="utf-8")
-    for folder in ("pla_sglang", "patches", "graphs", "kernels", "bench", "scripts", "tests")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-)
+FOLDERS = ("pla_sglang", "patches", "graphs", "kernels", "bench", "scripts", "tests")
+FILES = [
+    str(path) for path in [*ROOT.glob("*"), *(path for name in FOLDERS for path in sorted((ROOT / name).rglob("*")))]
+]
+CODE = "\n".join(Path(path).read_text(encoding="utf-8") for path in FILES if path.endswith(".py"))
 FENCED = re.compile(r"```.*?```", re.DOTALL)
 
 
@@ -54,12 +53,17 @@ def test_tables_of_the_papers_name_code_that_exists(page: Path) -> None:
     assert absent == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """A path may begin in any folder: the pages leave out what is clear."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    names = re.findall(r"`([\w/-]+\.(?:py|sh|yaml|txt))(?::\w+)?`", text)
+    assert [name for name in names if not any(path.endswith("/" + name) for path in FILES)] == []
+
+
 def test_flags_of_our_launchers_exist() -> None:
-    parser = argparse.ArgumentParser()
-    add_relay_arguments(parser)
-    control.add_arguments(parser)
-    router = set(parser._option_string_actions)
-    server = set(re.findall(r'"(--(?:pla|prefill)-[a-z-]+)"', Path(config.__file__).read_text(encoding="utf-8")))
+    router = set(make_parser(RouterConfig, "launch_router", "")._option_string_actions)
+    server = {declared.knob.name for declared in flags_of(PlaConfig)}
     for page in PAGES:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for module, known in (("launch_router", router), ("launch_server", server)):

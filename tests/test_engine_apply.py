@@ -6,29 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_scheduler import CHUNK_TOKENS, TEMPORAL, FakeBatch, FakeReq, FakeScheduler
+from support.fake_scheduler import CHUNK_TOKENS, TEMPORAL, FakeBatch, FakeReq, FakeScheduler, long, shorts, started
 
-from pla_sglang.engine import adapter, apply, handlers
-from pla_sglang.engine.clock import PlaTick, pack_model, unpack_model
-from pla_sglang.policy.boundary import CPU_START, GPU_START
-from pla_sglang.policy.types import Action, PassDecision, PassView, Reason
+from pla_sglang.config import PlaConfig
+from pla_sglang.engine import apply
+from pla_sglang.engine.clock import PlaTick
+from pla_sglang.engine.hooks import scheduler as handlers
+from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch
+from pla_sglang.engine.step_measurement import StepMeasurement
+from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
+from pla_sglang.policy.pla.boundary import GPU_START
 
-EMPTY_VIEW = PassView([], None, CHUNK_TOKENS, 1, 1000, 0)
-
-
-def shorts(count: int, tokens: int = 20) -> list[FakeReq]:
-    return [FakeReq(f"short-{index}", tokens) for index in range(count)]
-
-
-def long(name: str = "long", tokens: int = 3000, **fields: Any) -> FakeReq:
-    return FakeReq(name, tokens, **fields)
-
-
-def started(tokens: int = 3000, done: int = CHUNK_TOKENS, **fields: Any) -> FakeReq:
-    """A long whose prefill is under way."""
-    req = long("chunk", tokens, **fields)
-    req.extend_range = SimpleNamespace(start=0, end=done)
-    return req
+EMPTY_VIEW = PassView([], None, CHUNK_TOKENS, 1, 1000, 1000, 0)
 
 
 # -- the queue ---------------------------------------------------------------------------------------------------------
@@ -142,10 +132,10 @@ def test_a_second_chunk_beside_a_parked_one_is_an_error() -> None:
     scheduler = FakeScheduler(shorts(1), started())
     decision = PassDecision(Action.SHORT, Reason.NO_GAIN, park=True)
     context = apply.PassContext(scheduler.running, False, view=EMPTY_VIEW, decision=decision)
-    apply.enter(context, scheduler, scheduler.waiting_queue)
+    apply.enter_pass(context, scheduler, scheduler.waiting_queue)
     scheduler.chunked_req = long("second")
     with pytest.raises(AssertionError, match="cut a request"):
-        apply.leave(context, scheduler, CHUNK_TOKENS, None)
+        apply.leave_pass(context, scheduler, CHUNK_TOKENS, None)
 
 
 def test_an_aborted_chunk_is_gone_in_the_next_pass() -> None:
@@ -265,149 +255,6 @@ def test_other_passes_leave_the_chunk_size_alone() -> None:
         assert apply.add_chunk(lambda it, req: it.rem_chunk_tokens, context, made, None) == 256
 
 
-# -- holding -----------------------------------------------------------------------------------------------------------
-
-
-def holding(**fields: Any) -> FakeScheduler:
-    """A scheduler that holds two shorts back for a while."""
-    scheduler = FakeScheduler(shorts(2), **fields)
-    scheduler.pla.set_config(TEMPORAL.replace(wait_min_ms=5.0))
-    scheduler.pla.on_tick(PlaTick(now_s=100.0))
-    assert scheduler.run_pass() is None
-    assert len(scheduler.seen) == 1
-    return scheduler
-
-
-def test_an_unchanged_hold_does_not_ask_the_host_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(adapter.time, "sleep", naps.append)
-    scheduler = holding()
-    for _ in range(3):
-        assert scheduler.run_pass() is None
-    assert len(scheduler.seen) == 1
-    assert scheduler.pla.telemetry.passes_skipped == 3
-    assert naps == [adapter.HOLD_NAP_S] * 3
-
-
-def test_a_hold_naps_only_on_an_idle_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    naps: list[float] = []
-    monkeypatch.setattr(adapter.time, "sleep", naps.append)
-    scheduler = holding(running=FakeBatch([FakeReq("decoding", 5)]))
-    assert scheduler.run_pass() is None
-    assert naps == []
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda it: it.pla.on_tick(PlaTick(now_s=100.006)),
-        lambda it: it.waiting_queue.append(FakeReq("new", 20)),
-        lambda it: it.waiting_queue.pop(),
-        lambda it: it.waiting_queue.__setitem__(-1, FakeReq("another", 20)),
-        lambda it: it.running.reqs.append(FakeReq("decoding", 5)),
-        lambda it: it.pla.set_config(it.pla.config.replace(wait_max_ms=9.0)),
-        lambda it: setattr(it, "chunked_req", started()),
-        lambda it: setattr(it.grammar_manager, "has_waiting_grammars", lambda: True),
-    ],
-    ids=["its end", "arrival", "abort", "abort and arrival", "decode", "knobs", "chunk", "grammar"],
-)
-def test_a_hold_ends_when_something_changes(change: Any) -> None:
-    scheduler = holding()
-    change(scheduler)
-    scheduler.run_pass()
-    assert len(scheduler.seen) == 2
-
-
-def test_a_hold_reports_the_load_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter.time, "sleep", lambda seconds: None)
-    scheduler = holding()
-    for _ in range(5):
-        scheduler.run_pass()
-    assert scheduler.published == 1
-
-
-# -- clock and model ---------------------------------------------------------------------------------------------------
-
-
-def receiver(pp_rank: int = 0) -> Any:
-    return SimpleNamespace(ps=SimpleNamespace(pp_rank=pp_rank))
-
-
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    made = FakeScheduler()
-    monkeypatch.setattr(handlers, "_adapter", made.pla)
-    return made
-
-
-def test_the_clock_rides_in_front_of_what_rank_0_received(scheduler: FakeScheduler) -> None:
-    pulled = ["a request"]
-    handlers.after_pull_raw_reqs(pulled, receiver())
-    assert isinstance(pulled[0], PlaTick)
-    assert pulled[1:] == ["a request"]
-
-
-def test_other_ranks_have_no_clock(scheduler: FakeScheduler) -> None:
-    scheduler.waiting_queue = shorts(1)
-    assert handlers.after_pull_raw_reqs(None, receiver()) is None  # a rank that receives by broadcast
-    pulled: list[Any] = []
-    handlers.after_pull_raw_reqs(pulled, receiver(pp_rank=1))
-    assert pulled == []
-
-
-def test_no_clock_before_the_policy_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "_adapter", None)
-    pulled = ["a request"]
-    handlers.after_pull_raw_reqs(pulled, receiver())
-    assert pulled == ["a request"]
-
-
-@pytest.mark.parametrize(
-    ("change", "wanted"),
-    [
-        (lambda it: None, False),
-        (lambda it: it.waiting_queue.append(FakeReq("a", 5)), True),
-        (lambda it: setattr(it, "chunked_req", started()), True),
-        (lambda it: it.grammar_manager.grammar_queue.append("a"), True),
-        (lambda it: setattr(it, "disagg_prefill_bootstrap_queue", SimpleNamespace(queue=["a"])), True),
-        (lambda it: setattr(it, "disagg_prefill_bootstrap_queue", SimpleNamespace(queue=[])), False),
-    ],
-    ids=["idle", "queue", "chunk", "grammar", "handshake", "no handshake"],
-)
-def test_an_idle_server_broadcasts_nothing(scheduler: FakeScheduler, change: Any, wanted: bool) -> None:
-    change(scheduler)
-    pulled: list[Any] = []
-    handlers.after_pull_raw_reqs(pulled, receiver())
-    assert bool(pulled) is wanted
-
-
-def test_the_clock_runs_forward(scheduler: FakeScheduler) -> None:
-    first, second = scheduler.pla.make_tick(), scheduler.pla.make_tick()
-    assert second.now_s > first.now_s
-    scheduler.pla.on_tick(second)
-    assert scheduler.pla.now_s == second.now_s
-
-
-def test_a_model_travels_once(scheduler: FakeScheduler) -> None:
-    scheduler.pla._model_to_send = pack_model(GPU_START)
-    tick = scheduler.pla.make_tick()
-    assert unpack_model(tick.model) == GPU_START
-    assert scheduler.pla.make_tick().model == ()
-    assert scheduler.pla.policy.model == CPU_START, "rank 0 changes its own model with everybody else"
-    scheduler.pla.on_tick(tick)
-    assert scheduler.pla.policy.model == GPU_START
-    scheduler.pla.on_tick(PlaTick(now_s=1.0))
-    assert scheduler.pla.policy.model == GPU_START
-
-
-def test_arrivals_are_stamped_with_the_shared_clock(scheduler: FakeScheduler) -> None:
-    scheduler.pla.on_tick(PlaTick(now_s=50.0))
-    req = FakeReq("a", 20)
-    handlers.after_add_request_to_queue(None, scheduler, req)
-    scheduler.pla.on_tick(PlaTick(now_s=60.0))
-    assert scheduler.pla.views.get(req).arrival_s == 50.0
-
-
 # -- accounts ----------------------------------------------------------------------------------------------------------
 
 
@@ -475,7 +322,7 @@ def test_a_parked_pd_chunk_is_not_cached_and_sent_again() -> None:
 
 def test_nothing_is_applied_without_a_decision() -> None:
     with pytest.raises(AssertionError, match="precedes"):
-        apply.enter(apply.PassContext(FakeBatch(), False), FakeScheduler(), [])
+        apply.enter_pass(apply.PassContext(FakeBatch(), False), FakeScheduler(), [])
 
 
 def test_a_held_chunk_is_parked_too() -> None:
@@ -483,9 +330,9 @@ def test_a_held_chunk_is_parked_too() -> None:
     scheduler = FakeScheduler([], chunk)
     decision = PassDecision(Action.HOLD, Reason.DECODE_TURN)
     context = apply.PassContext(scheduler.running, False, view=EMPTY_VIEW, decision=decision)
-    apply.enter(context, scheduler, scheduler.waiting_queue)
+    apply.enter_pass(context, scheduler, scheduler.waiting_queue)
     assert scheduler.chunked_req is None
-    apply.leave(context, scheduler, CHUNK_TOKENS, None)
+    apply.leave_pass(context, scheduler, CHUNK_TOKENS, None)
     assert scheduler.chunked_req is chunk
 
 
@@ -499,8 +346,12 @@ def test_a_held_chunk_is_parked_too() -> None:
     ],
 )
 def test_a_step_costs_what_the_device_waits_for(device: str, overlap: bool, device_s: float, host_s: float) -> None:
-    scheduler = FakeScheduler([])
-    scheduler.enable_overlap = overlap
-    scheduler.pla._synchronous = device == "cpu"
-    launch = adapter._Launch(at_s=5.0, synchronous_s=0.020, scheduling_s=0.001)
-    assert scheduler.pla._cost_s(launch, done_s=5.024) == pytest.approx((device_s, host_s))
+    times_s = iter((5.0, 5.020))
+    timer = PassTimer(synchronous=computes_in_launch(device, PlaConfig()), clock=lambda: next(times_s))
+    steps = StepMeasurement(SimpleNamespace(enable_overlap=overlap), GPU_START, timer, DeviceClock())
+    timer.begin_launch(4.999)
+    timer.end_launch()
+    measured = timer.end_pass(5.024)
+    assert measured is not None
+    assert (measured.device_s, steps.host_s(measured)) == pytest.approx((device_s, host_s))
+    assert timer.end_pass(6.0) is None

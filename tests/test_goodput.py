@@ -9,6 +9,7 @@ import pytest
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Served, Slo, find_capacity, goodput
+from pla_sglang.metrics.phase_load import load_of_phases
 
 NAN = math.nan
 
@@ -54,9 +55,9 @@ def test_a_run_where_nothing_finished() -> None:
 
 @pytest.mark.parametrize("value", [0.0, -1.0, NAN])
 def test_a_target_of_zero_is_refused(value: float) -> None:
-    with pytest.raises(ConfigError, match=r"SLO ttft_s is .*; allowed: above 0"):
+    with pytest.raises(ConfigError, match=r"--slo-ttft-ms .* is out of range; allowed: above 0 ms"):
         Slo(value, 1.0)
-    with pytest.raises(ConfigError, match="SLO tpot_s"):
+    with pytest.raises(ConfigError, match="--slo-tpot-ms"):
         Slo(1.0, value)
 
 
@@ -77,6 +78,24 @@ def test_capacity_finds_a_known_edge() -> None:
     assert len(found.tried) < 14
 
 
+@pytest.mark.parametrize("start_per_s", [1.0, 2.0, 7.0, 7.3, 7.5, 30.0, 64.0])
+def test_capacity_from_an_estimate_finds_the_same_edge(start_per_s: float) -> None:
+    edge = find_capacity(
+        lambda rate: 1.0 if rate <= 7.3 else 0.5, low_per_s=1, high_per_s=64, tolerance=0.01, start_per_s=start_per_s
+    )
+    assert edge.held_per_s is not None
+    assert edge.failed_per_s is not None
+    assert edge.held_per_s <= 7.3 < edge.failed_per_s <= 1.01 * edge.held_per_s
+    assert edge.tried[0][0] == start_per_s
+
+
+def test_capacity_from_an_estimate_outside_the_bounds() -> None:
+    none = find_capacity(lambda rate: 0.0, low_per_s=1, high_per_s=64, start_per_s=9)
+    every = find_capacity(lambda rate: 1.0, low_per_s=1, high_per_s=64, start_per_s=9)
+    assert (none.held_per_s, none.failed_per_s) == (None, 1)
+    assert (every.held_per_s, every.failed_per_s) == (64, None)
+
+
 def test_capacity_outside_the_bounds() -> None:
     assert find_capacity(lambda rate: 0.0, low_per_s=1, high_per_s=2).held_per_s is None
     assert find_capacity(lambda rate: 1.0, low_per_s=1, high_per_s=2).failed_per_s is None
@@ -88,8 +107,20 @@ def test_capacity_outside_the_bounds() -> None:
         ({"low_per_s": 0, "high_per_s": 1}, "0 < low < high"),
         ({"low_per_s": 1, "high_per_s": 2, "target": 0}, "attainment target is 0"),
         ({"low_per_s": 1, "high_per_s": 2, "tolerance": 1}, "tolerance is 1"),
+        ({"low_per_s": 1, "high_per_s": 2, "start_per_s": 3}, "start is 3; allowed: 1 to 2"),
     ],
 )
 def test_bad_searches(knobs: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_capacity(lambda rate: 1.0, **knobs)
+
+
+def test_requests_in_each_phase_over_time() -> None:
+    """Two requests: prefill 0 to 2 and 1 to 3, decode up to 4 and 10."""
+    times_s = [np.array(column, dtype=np.float64) for column in ([0.0, 1.0], [2.0, 3.0], [4.0, 10.0])]
+    load = load_of_phases(Served(*times_s, np.array([5, 5])), samples=21)
+    assert load.at_s[:4].tolist() == [0.0, 0.5, 1.0, 1.5]
+    assert load.prefills.tolist() == [0, 1, 1, 2, 2, 1, 1, *[0] * 14]
+    assert load.decodes.tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 2, *[1] * 12]
+    assert load.moment_s(load.prefills, 0.5) == 1.5
+    assert load.moment_s(load.decodes, 0.5) == 5.5

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.bare_environment import copy_sources
 
 from pla_sglang.demo import demo_model_path
 
@@ -58,7 +59,7 @@ def test_wheel_holds_the_four_packages_and_the_demo_model(tmp_path: Path) -> Non
         "--no-build-isolation",
         "--wheel-dir",
         tmp_path,
-        _copy(tmp_path),
+        copy_sources(tmp_path),
     ]
     subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, text=True)
     (wheel,) = tmp_path.glob("*.whl")
@@ -69,6 +70,7 @@ def test_wheel_holds_the_four_packages_and_the_demo_model(tmp_path: Path) -> Non
         "pla_patches/__init__.py",
         "pla_graphs/__init__.py",
         "pla_sglang/demo/model/model.safetensors",
+        "pla_sglang/report/template/page.html.j2",
     } <= names
     assert not [name for name in names if name.startswith(("kernels/", "patches/", "graphs/", "tests/", "bench/"))]
 
@@ -138,19 +140,6 @@ def _python(script: str, *, cwd: Path) -> str:
 def _constraints() -> list[str]:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
-
-
-def _copy(tmp_path: Path) -> Path:
-    """The sources that make a wheel, elsewhere: building in the checkout would leave files in it."""
-    import shutil
-
-    target = tmp_path / "sources"
-    target.mkdir()
-    for folder in ("pla_sglang", "kernels", "patches", "graphs"):
-        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, target)
-    return target
 
 
 def _tokenizer():  # type: ignore[no-untyped-def]

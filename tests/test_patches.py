@@ -17,98 +17,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import make_catalogue
 import pytest
 from support.forked import in_fork
+from support.looked_up import LOOKED_UP
 
-from pla_patches import catalogue, host, install, verify
-from pla_patches.seam import Group, Hook, Seam
-from pla_patches.seams import of_group, table
+from pla_patches import host, install, verify
+from pla_patches.hook import HOOKS
+from pla_patches.seam import Group, Hook, Seam, Subscriber
+from pla_patches.table import seams_of, table
 from pla_sglang import config
 from pla_sglang.config import PlaConfig
 from pla_sglang.errors import HostMismatchError
 
 CATALOGUE = Path(__file__).resolve().parent.parent / "patches" / "CATALOGUE.md"
-SEAMS = {seam.id: seam for seam in table()}
+SEAMS = {seam.target: seam for seam in table()}
+SUBSCRIBERS = {subscriber.id: (seam, subscriber) for seam in table() for subscriber in seam.subscribers}
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
-_CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController."
 _PASS = _SCHEDULER + "_get_new_batch_prefill_raw"
-
-# seam -> where the host looks the name up at run time, and how it is written there
-LOOKED_UP = {
-    "cli.add": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.add_cli_args"),
-    "cli.parse": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.from_cli_args"),
-    "cpu.nixl_dram": ("sglang.srt.disaggregation.utils.get_kv_class", "NixlKVManager"),
-    "cpu.nixl_rest": ("sglang.srt.disaggregation.utils.get_kv_class", "NixlKVManager"),
-    "cpu.collectives": ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "GroupCoordinator"),
-    "cpu.pd_early_send": (_SCHEDULER + "run_batch", "self.maybe_send_cached_prefix_chunk"),
-    "emu.forward": (_SCHEDULER + "run_batch", "self.model_worker.forward_batch_generation"),
-    "emu.ready": (_SCHEDULER + "run_batch", "batch_result.copy_to_cpu"),
-    "emu.idle": (_SCHEDULER + "event_loop_overlap", "self.on_idle"),
-    "emu.kv_size": (
-        "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated",
-        "decode_req.kv_receiver.send_metadata",
-    ),
-    "emu.kv_poll": ("sglang.srt.disaggregation.utils._poll_with_failure_injection", "poller.poll"),
-    "emu.kv_send_poll": ("sglang.srt.disaggregation.utils._poll_with_failure_injection", "poller.poll"),
-    "emu.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
-    "emu.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
-    "front.request": (
-        "sglang.srt.entrypoints.http_server.generate_request",
-        "_global_state.tokenizer_manager.generate_request",
-    ),
-    "front.serve": ("sglang.srt.entrypoints.http_server.launch_server", "_setup_and_run_http_server"),
-    "sched.init": (_SCHEDULER + "__init__", "self.init_schedule_policy"),
-    "sched.pass": (_SCHEDULER + "get_new_batch_prefill", "self._get_new_batch_prefill_raw"),
-    "sched.order": (_PASS, "self.policy.calc_priority"),
-    "sched.reserve": (_PASS, "PrefillAdder"),
-    "sched.mix": (_PASS, "adder.add_chunked_req"),
-    "sched.lora": (_PASS, "self._can_schedule_lora_req"),
-    "sched.enqueue": (_SCHEDULER + "handle_generate_request", "self._add_request_to_queue"),
-    "sched.dispatch": (_SCHEDULER + "__init__", "self.init_request_dispatcher"),
-    "sched.clock": (
-        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
-        "self._pull_raw_reqs",
-    ),
-    "sched.pd_chunk": (
-        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.get_next_disagg_prefill_batch_to_run",
-        "self.process_prefill_chunk",
-    ),
-    "sched.launch": (_SCHEDULER + "event_loop_overlap", "self.run_batch"),
-    "sched.result": (_SCHEDULER + "event_loop_normal", "self.process_batch_result"),
-    "sched.load": (_SCHEDULER + "process_batch_result", "self.publish_load_snapshot"),
-    "sched.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
-    "sched.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
-    "sched.control": (_SCHEDULER + "init_request_dispatcher", "self.set_internal_state"),
-    "tele.ready": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
-    "tele.received": (
-        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
-        "self._pull_raw_reqs",
-    ),
-    "tele.launch": (_SCHEDULER + "event_loop_overlap", "self.run_batch"),
-    "tele.launched": (_SCHEDULER + "event_loop_normal", "self.run_batch"),
-    "tele.result": (_SCHEDULER + "event_loop_normal", "self.process_batch_result"),
-    "tele.idle": (_SCHEDULER + "event_loop_normal", "self.on_idle"),
-    "tele.error": (_SCHEDULER + "abort_request", "prepare_abort"),
-    "tele.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
-    "pools.entry": (
-        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
-        "run_data_parallel_controller_process",
-    ),
-    "dpc.dispatch": (_CONTROLLER + "__init__", "self.init_dispatcher"),
-    "dpc.turns": (
-        "sglang.srt.managers.data_parallel_controller.run_data_parallel_controller_process",
-        "controller.event_loop",
-    ),
-    "graph.prefill": (
-        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_cuda_graphs",
-        "capture_prefill_graph",
-    ),
-    "graph.idle": (_SCHEDULER + "event_loop_overlap", "self.on_idle"),
-    "graph.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
-    "graph.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
-    "launch.ready": ("sglang.launch_server.run_server", "launch_server"),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -128,22 +55,22 @@ def test_parameters_are_as_recorded(seam: Seam) -> None:
     assert verify.parameter_names(verify.raw_target(seam)) == seam.parameters
 
 
-@pytest.mark.parametrize("seam", SEAMS.values(), ids=SEAMS)
-def test_handler_takes_what_the_hook_type_passes(seam: Seam) -> None:
+@pytest.mark.parametrize(("seam", "subscriber"), SUBSCRIBERS.values(), ids=SUBSCRIBERS)
+def test_handler_takes_what_the_hook_type_passes(seam: Seam, subscriber: Subscriber) -> None:
     """A handler that took other parameters would fail in the middle of a request."""
     names = [name for name in seam.parameters.split(", ") if name]
-    extra = 0 if seam.hook in (Hook.BEFORE, Hook.REPLACE) else 1  # the result, or the original function
-    signature = inspect.signature(verify.resolve_handler(seam))
+    extra = 0 if subscriber.hook in (Hook.BEFORE, Hook.REPLACE) else 1  # the result, or the original function
+    signature = inspect.signature(verify.resolve_handler(subscriber))
     signature.bind(*[None] * (extra + len(names)))
-    if seam.hook is not Hook.AROUND:
+    if subscriber.hook is not Hook.AROUND:
         return
     accepts_keywords = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     assert accepts_keywords or len(signature.parameters) == extra + len(names)
 
 
-@pytest.mark.parametrize("seam", SEAMS.values(), ids=SEAMS)
-def test_host_looks_the_name_up_where_it_is_replaced(seam: Seam) -> None:
-    where, name = LOOKED_UP[seam.id]
+@pytest.mark.parametrize("subscriber", SUBSCRIBERS)
+def test_host_looks_the_name_up_where_it_is_replaced(subscriber: str) -> None:
+    where, name = LOOKED_UP[subscriber]
     assert name in names_used_in(where), f"{where} no longer mentions {name}"
 
 
@@ -157,22 +84,8 @@ def names_used_in(path: str) -> frozenset[str]:
     return frozenset(names | {alias.name for node in imports for alias in node.names})
 
 
-def test_every_seam_has_its_look_up() -> None:
-    assert LOOKED_UP.keys() == SEAMS.keys()
-
-
-def test_names_in_the_table_are_unique() -> None:
-    assert len(SEAMS) == len(table())
-    # Two hooks on one target depend on the order of registration, unless each only adds to what there is.
-    adding = ("cpu.nixl_rest", "emu.info", "emu.state", "graph.idle", "graph.info", "graph.state")
-    targets = [seam.target for seam in table() if seam.id not in adding and seam.group is not Group.TELEMETRY]
-    assert len(set(targets)) == len(targets)
-
-
-def test_every_seam_says_why_how_and_until_when() -> None:
-    for seam in table():
-        assert all((seam.why, seam.verify, seam.exit, seam.host_versions)), seam.id
-        assert set(host.SUPPORTED) <= set(seam.host_versions), seam.id
+def test_every_subscriber_has_its_look_up() -> None:
+    assert LOOKED_UP.keys() == SUBSCRIBERS.keys()
 
 
 # -- installation ------------------------------------------------------------------------------------------------------
@@ -181,15 +94,16 @@ def test_every_seam_says_why_how_and_until_when() -> None:
 def live_groups() -> tuple[set[str], list[str]]:
     """Groups of what is installed in this process, and what of it is not in effect."""
     seams = install.installed()
-    return {seam.group.value for seam in seams}, verify.effect_reasons(seams)
+    groups = {subscriber.group.value for seam in seams for subscriber in seam.subscribers}
+    return groups, verify.effect_reasons(seams)
 
 
-def load(mode: str) -> Any:
+def load(mode: str, *, stateless: bool = False) -> Any:
     """As SGLang does in a process: load the plugins, which register, and apply."""
     from sglang.srt.plugins import load_plugins
 
     assert install.installed() == ()
-    config.publish(PlaConfig(prefill_disagg=mode))
+    config.publish(PlaConfig(prefill_disagg=mode, stateless=stateless))
     load_plugins()
     return live_groups()
 
@@ -204,6 +118,21 @@ def test_scheduler_process_with_scheduling_off() -> None:
     groups, missing = in_fork(lambda: load("off"))
     assert missing == []
     assert groups - {"cpu"} == {"cli"}
+
+
+def test_processes_of_a_stateless_instance() -> None:
+    def scheduler() -> Any:
+        return load("off", stateless=True)
+
+    def front() -> Any:
+        load("off")
+        install.install_frontend(scheduling=False, stateless=True)
+        return live_groups()
+
+    for process, as_child, wanted in ((scheduler, True, {"stateless"}), (front, False, {"guard", "stateless front"})):
+        groups, missing = in_fork(process, as_child=as_child)
+        assert missing == []
+        assert groups - {"cpu"} == {"cli"} | wanted
 
 
 def test_front_process_before_its_command_line_is_read() -> None:
@@ -221,7 +150,7 @@ def test_front_process_with_scheduling_on() -> None:
 
     groups, missing = in_fork(front, as_child=False)
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "frontend"}
+    assert groups - {"cpu"} == {"cli", "frontend", "guard"}
 
 
 def test_untouched_targets_stay_the_hosts() -> None:
@@ -229,38 +158,45 @@ def test_untouched_targets_stay_the_hosts() -> None:
 
     def ours() -> list[str]:
         load("off")
-        off = (*of_group(Group.SCHEDULER), *of_group(Group.FRONTEND), *of_group(Group.LAUNCHER))
-        return [seam.id for seam in off if not verify.effect_reasons([seam])]
+        off = seams_of(Group.SCHEDULER, Group.FRONTEND, Group.LAUNCHER)
+        return [seam.target for seam in off if len(verify.effect_reasons([seam])) < len(seam.subscribers)]
 
     assert in_fork(ours) == []
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
-GOOD = SEAMS["sched.pass"]
-MISSING = dataclasses.replace(GOOD, id="x.missing", target=_SCHEDULER + "no_such_function")
-NO_MODULE = dataclasses.replace(GOOD, id="x.module", target="sglang.srt.no_such_module.function")
-DRIFTED = dataclasses.replace(GOOD, id="x.drifted", parameters="self, running_batch")
-NO_HANDLER = dataclasses.replace(GOOD, id="x.handler", handler="pla_sglang.engine.handlers:no_such_handler")
-NO_HANDLER_MODULE = dataclasses.replace(GOOD, id="x.handler_module", handler="pla_sglang.no_such_module:handler")
+GOOD = SEAMS[_PASS]
+
+
+def spoiled(name: str, handler: str = GOOD.subscribers[0].handler, **changes: str) -> Seam:
+    subscriber = dataclasses.replace(GOOD.subscribers[0], id=name, handler=handler)
+    return dataclasses.replace(GOOD, subscribers=(subscriber,), **changes)
+
+
+MISSING = spoiled("x.missing", target=_SCHEDULER + "no_such_function")
+NO_MODULE = spoiled("x.module", target="sglang.srt.no_such_module.function")
+DRIFTED = spoiled("x.drifted", parameters="self, running_batch")
+NO_HANDLER = spoiled("x.handler", handler="pla_sglang.engine.hooks.scheduler:no_such_handler")
+NO_HANDLER_MODULE = spoiled("x.handler_module", handler="pla_sglang.no_such_module:handler")
 BAD = (MISSING, NO_MODULE, DRIFTED, NO_HANDLER, NO_HANDLER_MODULE)
 
 
 @pytest.fixture
 def broken_table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every group also has the seams that do not fit."""
-    monkeypatch.setattr(install, "of_group", lambda group: (*of_group(group), *BAD))
+    monkeypatch.setattr(install, "seams_of", lambda *groups: (*seams_of(*groups), *BAD))
     yield
     assert install.installed() == (), "a table that does not fit installs nothing"
 
 
 def test_reasons_name_the_seam_and_what_is_wrong() -> None:
     reasons = verify.host_reasons([*table(), *BAD])
-    assert [reason.split(":")[0] for reason in reasons] == [seam.id for seam in BAD]
+    assert [reason.split(":")[0] for reason in reasons] == [seam.subscribers[0].id for seam in BAD]
     assert "no_such_function not found" in reasons[0]
     assert "no_such_module" in reasons[1]
     assert "takes (self, prefill_delayer_single_pass, running_batch), recorded (self, running_batch)" in reasons[2]
-    assert "handler pla_sglang.engine.handlers:no_such_handler not found" in reasons[3]
+    assert "handler pla_sglang.engine.hooks.scheduler:no_such_handler not found" in reasons[3]
 
 
 @pytest.mark.usefixtures("broken_table")
@@ -268,7 +204,7 @@ def test_a_misfit_ends_the_process_with_every_reason() -> None:
     """SystemExit, because SGLang's loader swallows every ordinary exception."""
     with pytest.raises(SystemExit) as stop:
         install.install_for_this_process()
-    assert all(seam.id in str(stop.value) for seam in BAD)
+    assert all(seam.subscribers[0].id in str(stop.value) for seam in BAD)
     assert str(stop.value).startswith("error: pla_sglang does not fit this SGLang")
 
 
@@ -276,21 +212,23 @@ def test_a_misfit_ends_the_process_with_every_reason() -> None:
 def test_a_misfit_ends_a_scheduler_process_through_the_hosts_own_loader() -> None:
     stop = in_fork(lambda: load("temporal"))
     assert isinstance(stop, SystemExit)
-    assert all(seam.id in str(stop) for seam in BAD)
+    assert all(seam.subscribers[0].id in str(stop) for seam in BAD)
 
 
 @pytest.mark.usefixtures("broken_table")
-@pytest.mark.parametrize("installer", [install.install_frontend, install.install_launcher, install.install_scheduler])
+@pytest.mark.parametrize(
+    "installer",
+    [install.install_frontend, install.install_launcher, functools.partial(install.install_here, Group.SCHEDULER)],
+)
 def test_a_misfit_is_found_by_every_installer(installer: Any) -> None:
     with pytest.raises(HostMismatchError) as caught:
         installer()
-    assert {reason.split(":")[0] for reason in caught.value.reasons} == {seam.id for seam in BAD}
+    assert {reason.split(":")[0] for reason in caught.value.reasons} == {seam.subscribers[0].id for seam in BAD}
 
 
 def test_a_front_process_also_checks_the_schedulers_seams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Better before any process is started than in the log of a child."""
-    broken = {Group.SCHEDULER: (DRIFTED,), Group.FRONTEND: ()}
-    monkeypatch.setattr(install, "of_group", lambda group: broken[group])
+    monkeypatch.setattr(install, "seams_of", lambda *groups: (DRIFTED,) if Group.SCHEDULER in groups else ())
     with pytest.raises(HostMismatchError, match=r"x\.drifted"):
         install.install_frontend()
 
@@ -320,6 +258,10 @@ def test_no_host_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.version_reasons() == ["sglang is not installed; supported: 0.5.17"]
 
 
+def ids_of(group: Group) -> set[str]:
+    return {subscriber.id for seam in seams_of(group) for subscriber in seam.subscribers}
+
+
 # -- hooks that silently did not apply ---------------------------------------------------------------------------------
 
 
@@ -342,7 +284,7 @@ def test_a_hook_that_the_host_only_logged_is_found() -> None:
 
     reasons = in_fork(lose)
     assert all("is not ours after installation" in reason for reason in reasons)
-    assert {reason.split(":")[0] for reason in reasons} >= {seam.id for seam in of_group(Group.SCHEDULER)}
+    assert {reason.split(":")[0] for reason in reasons} >= ids_of(Group.SCHEDULER)
 
 
 def test_a_function_that_was_replaced_after_us_is_found() -> None:
@@ -355,11 +297,33 @@ def test_a_function_that_was_replaced_after_us_is_found() -> None:
     assert [reason.split(":")[0] for reason in in_fork(overwrite)] == ["sched.launch"]
 
 
+def test_a_subscriber_that_our_own_hook_does_not_call_is_found() -> None:
+    def silence() -> Any:
+        load("temporal")
+        HOOKS[_SCHEDULER + "process_batch_result"]._after.clear()
+        return live_groups()[1]
+
+    assert [reason.split(":")[0] for reason in in_fork(silence)] == ["sched.result"]
+
+
+def test_groups_that_come_later_are_called_too() -> None:
+    """A target is wrapped once; whoever subscribes after that is in effect all the same."""
+
+    def later() -> Any:
+        load("temporal")
+        install.install_here(Group.TELEMETRY)
+        return live_groups()
+
+    groups, missing = in_fork(later)
+    assert missing == []
+    assert groups - {"cpu"} == {"cli", "scheduler", "telemetry"}
+
+
 def test_a_scheduler_without_our_seams_is_not_served() -> None:
     """The front process asks every scheduler; one that does not answer runs stock."""
     from types import SimpleNamespace
 
-    from pla_sglang.engine.frontend import before_run_http_server
+    from pla_sglang.engine.hooks.http_server import before_run_http_server
 
     infos = [{"pla": {}}, {}]
     with pytest.raises(HostMismatchError, match="scheduler 1 runs without"):
@@ -375,22 +339,22 @@ def test_status_line_counts_what_is_in_effect() -> None:
 
     line = in_fork(status)
     assert line.endswith(f"seams verified on sglang {host.installed_version()}")
-    assert int(line.split()[0]) >= len(of_group(Group.SCHEDULER))
+    assert int(line.split()[0]) >= len(seams_of(Group.SCHEDULER))
 
 
 # -- catalogue ---------------------------------------------------------------------------------------------------------
 
 
 def test_catalogue_is_made_from_the_table() -> None:
-    wanted = catalogue.render(table())
-    assert CATALOGUE.read_text(encoding="utf-8") == wanted, "run: python -m pla_patches.catalogue patches/CATALOGUE.md"
+    wanted = make_catalogue.render(table())
+    assert CATALOGUE.read_text(encoding="utf-8") == wanted, "run: python scripts/make_catalogue.py patches/CATALOGUE.md"
 
 
 def test_catalogue_lists_every_seam_and_is_the_same_each_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    catalogue.main([])
-    catalogue.main([str(tmp_path / "page.md")])
+    make_catalogue.main([])
+    make_catalogue.main([str(tmp_path / "page.md")])
     page = capsys.readouterr().out
     assert page == (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert all(f"### {seam.id}\n" in page for seam in table())
+    assert all(f"### {name}\n" in page for name in SUBSCRIBERS)

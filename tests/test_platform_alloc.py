@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import paged_alloc_reference as reference
 
 from pla_kernels import paged_alloc
-from pla_kernels.paged_alloc import reference
 from pla_sglang import platform
 from pla_sglang.errors import ConfigError
 
@@ -271,9 +271,10 @@ def test_defaults_leave_the_user_alone() -> None:
 
 def test_seams_fit_the_host() -> None:
     from pla_patches import verify
-    from pla_sglang.platform.seams import CPU
+    from pla_patches.seam import Group
+    from pla_patches.table import seams_of
 
-    assert verify.host_reasons(CPU) == []
+    assert verify.host_reasons(seams_of(Group.CPU)) == []
 
 
 def test_communicator_flags_exist_in_the_host() -> None:
@@ -304,7 +305,7 @@ def test_early_send_restores_the_overlap_flag() -> None:
 
 
 def test_kv_is_announced_as_host_memory() -> None:
-    from pla_sglang.platform.nixl_dram import announce_kv_as_dram
+    from pla_sglang.platform.host_fixes import announce_kv_as_dram
 
     args = SimpleNamespace(kv_data_ptrs=[1, 2], state_data_ptrs=[], kv_data_mem_kinds=["VRAM", "VRAM"])
     announce_kv_as_dram(None, args)

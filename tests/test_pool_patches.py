@@ -11,7 +11,7 @@ from support.forked import in_fork
 
 from pla_patches import install, verify
 from pla_patches.seam import Group
-from pla_patches.seams import of_group
+from pla_patches.table import seams_of
 from pla_sglang import config
 from pla_sglang.config import PlaConfig
 from pla_sglang.errors import HostMismatchError
@@ -32,7 +32,12 @@ def load(knobs: PlaConfig, *, controller: bool = False) -> tuple[set[str], list[
     if controller:
         install.enter_controller()
     load_plugins()
-    return {seam.group.value for seam in install.installed()} - {"cpu"}, verify.effect_reasons(install.installed())
+    return live_groups(), verify.effect_reasons(install.installed())
+
+
+def live_groups() -> set[str]:
+    active = {subscriber.group.value for seam in install.installed() for subscriber in seam.subscribers}
+    return active - {"cpu"}
 
 
 @pytest.mark.parametrize(
@@ -79,38 +84,38 @@ def test_the_front_process_starts_the_controller_through_us() -> None:
             target is entry.ControllerProcess,
             pickle.loads(pickle.dumps(target)) is target,
             entry.host_entry().__module__,
-            {seam.group.value for seam in install.installed()} - {"cpu"},
+            live_groups(),
         )
 
     ours, same, host_module, groups = in_fork(front, as_child=False)
     assert ours
     assert same, "a spawned process looks it up by name"
     assert host_module == "sglang.srt.managers.data_parallel_controller"
-    assert groups == {"cli", "frontend", "pools"}
+    assert groups == {"cli", "guard", "frontend", "pools"}
 
 
 def test_without_pools_the_entry_is_the_hosts() -> None:
     def front() -> Any:
         load(PlaConfig())
         install.install_frontend()
-        return [seam.id for seam in of_group(Group.POOLS) if not verify.effect_reasons([seam])]
+        return [seam.target for seam in seams_of(Group.POOLS) if not verify.effect_reasons([seam])]
 
     assert in_fork(front, as_child=False) == []
 
 
-def test_telemetry_alone_installs_nothing_in_the_front_process() -> None:
+def test_telemetry_alone_installs_only_the_guard_in_the_front_process() -> None:
     def front() -> Any:
         load(PlaConfig())
         install.install_frontend(scheduling=False, reports=True)
-        return {seam.group.value for seam in install.installed()} - {"cpu"}
+        return live_groups()
 
-    assert in_fork(front, as_child=False) == {"cli"}
+    assert in_fork(front, as_child=False) == {"cli", "guard"}
 
 
 def test_a_controller_without_our_seams_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from pla_sglang.engine.frontend import before_run_http_server
+    from pla_sglang.engine.hooks.http_server import before_run_http_server
 
     monkeypatch.setenv(config.CONFIG_ENV, "")
     config.publish(POOLS)
@@ -123,7 +128,7 @@ def test_a_lost_hook_ends_the_controller() -> None:
         load(POOLS, controller=True)
         host = importlib.import_module("sglang.srt.managers.data_parallel_controller")
         host.DataParallelController.init_dispatcher = lambda self: None
-        from pla_sglang.engine.pools.handlers import after_init_dispatcher, ready_info
+        from pla_sglang.engine.hooks.dp_controller import after_init_dispatcher, ready_info
 
         reasons = []
         for call in (lambda: after_init_dispatcher(None, None), lambda: ready_info(0.0)):
@@ -140,7 +145,7 @@ def test_old_socket_folders_are_removed(tmp_path: Any, monkeypatch: pytest.Monke
     import os
     import tempfile
 
-    from pla_sglang.engine.frontend import socket_folder
+    from pla_sglang.engine.hooks.http_server import socket_folder
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("pla-sockets-99999999-x", f"pla-sockets-{os.getpid()}-x", "pla-other"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pla_sglang.engine import queue_views
 from pla_sglang.engine.queue_views import MATCHES_PER_PASS, REFRESH_PER_PASS, SPARE_VIEWS, QueueViews
-from pla_sglang.policy.types import WaitingView
+from pla_sglang.policy.interface.prefill import WaitingView
 
 
 class Req:
@@ -49,9 +49,9 @@ def host_matches(*requests: Req) -> None:
 
 def test_views_stand_in_the_order_of_the_queue() -> None:
     driver, queue = Driver(), [Req("a"), Req("b"), Req("c")]
-    first = driver.views.of_queue(queue, by_host=True)
+    first = driver.views.list_views(queue, by_host=True)
     assert [view.rid for view in first] == ["a", "b", "c"]
-    again = driver.views.of_queue(queue[::-1], by_host=True)
+    again = driver.views.list_views(queue[::-1], by_host=True)
     assert [view.rid for view in again] == ["c", "b", "a"]
     assert set(map(id, first)) == set(map(id, again))
 
@@ -60,7 +60,7 @@ def test_an_arrival_is_reported_once_with_its_new_tokens() -> None:
     driver, queue = Driver(), [Req("a", 40)]
     host_matches(*queue)
     for _ in range(3):
-        driver.views.of_queue(queue, by_host=True)
+        driver.views.list_views(queue, by_host=True)
     assert driver.arrived == ["a:60"]
     assert driver.matched == []
 
@@ -68,7 +68,7 @@ def test_an_arrival_is_reported_once_with_its_new_tokens() -> None:
 def test_without_the_host_each_arrival_is_matched() -> None:
     """With fcfs SGLang leaves the match to admission, and classes are by new tokens."""
     driver, queue = Driver(), [Req("a", 40), Req("b", 70)]
-    views = driver.views.of_queue(queue, by_host=False)
+    views = driver.views.list_views(queue, by_host=False)
     assert [(view.new_tokens, view.history_tokens) for view in views] == [(60, 40), (30, 70)]
     assert driver.arrived == ["a:60", "b:30"]
     assert driver.matched == ["a", "b"], "once per pass"
@@ -77,11 +77,11 @@ def test_without_the_host_each_arrival_is_matched() -> None:
 def test_a_new_match_changes_the_view() -> None:
     for by_host in (True, False):
         driver, req = Driver(), Req("a")
-        (view,) = driver.views.of_queue([req], by_host=by_host)
+        (view,) = driver.views.list_views([req], by_host=by_host)
         view.aged_stamp = 7
         req.cached = 90  # a sibling has cached its prefix
         host_matches(*([req] if by_host else []))
-        driver.views.of_queue([req], by_host=by_host)
+        driver.views.list_views([req], by_host=by_host)
         assert (view.new_tokens, view.history_tokens) == (10, 90)
         assert view.aged_stamp == -1, "an age of more work is forgotten"
 
@@ -90,13 +90,13 @@ def test_a_new_match_changes_the_view() -> None:
 def test_a_long_queue_is_brought_up_to_date_in_turns(by_host: bool, part: int) -> None:
     driver = Driver()
     queue = [Req(str(index)) for index in range(3 * part)]
-    views = driver.views.of_queue(queue, by_host=by_host)
+    views = driver.views.list_views(queue, by_host=by_host)
     for req in queue:
         req.cached = 50
     host_matches(*(queue if by_host else []))
     changed = []
     for _ in range(3):
-        driver.views.of_queue(queue, by_host=by_host)
+        driver.views.list_views(queue, by_host=by_host)
         changed.append(sum(view.history_tokens == 50 for view in views))
     assert changed == [part, 2 * part, 3 * part]
 
@@ -104,14 +104,14 @@ def test_a_long_queue_is_brought_up_to_date_in_turns(by_host: bool, part: int) -
 def test_what_is_chosen_is_matched_afresh_and_once() -> None:
     driver = Driver()
     queue = [Req(str(index)) for index in range(20)]
-    views = driver.views.of_queue(queue, by_host=False)
-    driver.views.of_queue(queue, by_host=False)
+    views = driver.views.list_views(queue, by_host=False)
+    driver.views.list_views(queue, by_host=False)
     driver.matched.clear()
     for req in queue:
         req.cached = 99
-    driver.views.of_queue(queue, by_host=False)
-    assert driver.views.refresh(views)
-    assert not driver.views.refresh(views)
+    driver.views.list_views(queue, by_host=False)
+    assert driver.views.refresh_matches(views)
+    assert not driver.views.refresh_matches(views)
     assert sorted(driver.matched, key=int) == [str(index) for index in range(20)]
 
 
@@ -119,46 +119,62 @@ def test_more_arrivals_than_one_turn() -> None:
     """All at once, at the end of the queue, where new requests stand."""
     driver = Driver()
     queue = [Req(str(index)) for index in range(REFRESH_PER_PASS)]
-    driver.views.of_queue(queue, by_host=True)
+    driver.views.list_views(queue, by_host=True)
     assert len(driver.arrived) == REFRESH_PER_PASS
 
 
 def test_a_request_that_comes_back_gets_a_new_view() -> None:
     driver, req = Driver(), Req("a")
-    (before,) = driver.views.of_queue([req], by_host=True)
-    after = driver.views.add(req)
+    (before,) = driver.views.list_views([req], by_host=True)
+    after = driver.views.add_request(req)
     assert after is not before
-    assert driver.views.get(req) is after
+    assert driver.views.find_view(req) is after
 
 
 def test_requests_that_are_gone_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     for index in range(SPARE_VIEWS + 10):
-        driver.views.add(Req(str(index)))
+        driver.views.add_request(Req(str(index)))
     kept = Req("kept")
-    views = driver.views.of_queue([kept], by_host=True)
+    views = driver.views.list_views([kept], by_host=True)
     assert len(driver.views._views) == 1
-    driver.views.clear()
+    driver.views.forget_requests()
     assert driver.views._views == {}
-    assert driver.views.of_queue([kept], by_host=True) != []
+    assert driver.views.list_views([kept], by_host=True) != []
     assert views[0].handle is kept
+
+
+def test_a_request_that_has_left_is_not_kept_by_its_view() -> None:
+    """Only that of the chunk under way is, until it is done."""
+    driver, queue = Driver(), [Req("a"), Req("chunk"), Req("b"), Req("c")]
+    driver.views.list_views(queue, by_host=True)
+    driver.views.remove_places([0, 1], chunk=queue[1])
+    assert {view.rid for view in driver.views._views.values()} == {"chunk", "b", "c"}
+    under_way = driver.views.find_view(queue[1])
+    driver.views.list_views(queue[2:], by_host=True)
+    driver.views.remove_places([0], chunk=queue[1])
+    assert driver.views.find_view(queue[1]) is under_way
+    driver.views.list_views(queue[3:], by_host=True)
+    driver.views.remove_places([])
+    assert {view.rid for view in driver.views._views.values()} == {"c"}
+    assert driver.views.waiting_tokens == 100
 
 
 def test_a_request_that_entered_by_another_door_gets_its_view() -> None:
     driver = Driver()
-    assert [view.rid for view in driver.views.of_queue([Req("a")], by_host=True)] == ["a"]
-    assert queue_views.QueueViews.get(driver.views, Req("b")).rid == "b"
+    assert [view.rid for view in driver.views.list_views([Req("a")], by_host=True)] == ["a"]
+    assert queue_views.QueueViews.find_view(driver.views, Req("b")).rid == "b"
 
 
 def test_a_request_that_comes_back_within_the_pass() -> None:
     """Preemption: while the pass admits some, a running request returns to the queue."""
     driver, queue, running = Driver(), [Req("a"), Req("b")], Req("running")
-    driver.views.of_queue([running], by_host=True)
-    driver.views.leave([0])
-    driver.views.of_queue(queue, by_host=True)
-    driver.views.add(running)
-    driver.views.leave([0])
-    assert [view.rid for view in driver.views.of_queue([queue[1], running], by_host=True)] == ["b", "running"]
+    driver.views.list_views([running], by_host=True)
+    driver.views.remove_places([0])
+    driver.views.list_views(queue, by_host=True)
+    driver.views.add_request(running)
+    driver.views.remove_places([0])
+    assert [view.rid for view in driver.views.list_views([queue[1], running], by_host=True)] == ["b", "running"]
     assert driver.views.waiting_tokens == 200
 
 
@@ -175,11 +191,11 @@ def test_views_follow_the_queue_whatever_happens_to_it(steps: list[tuple[str, An
         if step == "arrive":
             queue += [Req(f"{count}.{index}", rng.randrange(100)) for index in range(rng.randint(1, 5))]
             for req in queue[-1:]:
-                driver.views.add(req)  # the seam; it need not have seen all of them
+                driver.views.add_request(req)  # the seam; it need not have seen all of them
         elif step == "serve" and queue:
             places = sorted(rng.sample(range(len(queue)), rng.randint(1, len(queue))))
             served += [queue[place] for place in places]
-            driver.views.leave(places)
+            driver.views.remove_places(places)
             queue = [req for req in queue if req not in served]
         elif step == "abort" and queue:
             queue.pop(rng.randrange(len(queue)))
@@ -187,13 +203,13 @@ def test_views_follow_the_queue_whatever_happens_to_it(steps: list[tuple[str, An
             rng.shuffle(queue)
         elif step == "retract" and served:
             queue.append(served.pop())
-            driver.views.add(queue[-1])
+            driver.views.add_request(queue[-1])
         elif step == "strange" and served:
             queue.insert(0, served.pop())  # by a door without a seam
         for req in queue if step == "cache" else []:
             req.cached = rng.randrange(100)
         host_matches(*queue)
-        views = driver.views.of_queue(queue, by_host=by_host)
+        views = driver.views.list_views(queue, by_host=by_host)
         assert [view.handle for view in views] == queue
-        assert all(driver.views.get(view.handle) is view for view in views)
+        assert all(driver.views.find_view(view.handle) is view for view in views)
         assert driver.views.waiting_tokens == sum(view.new_tokens for view in views)

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from pla_sglang.engine import snapshot
+from pla_sglang.engine.pass_timer import PassTime
+from pla_sglang.engine.step_measurement import StepMeasurement
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.pla.boundary import GPU_START
+from pla_sglang.policy.pla.step_fit import StepSample
 
 
 @pytest.mark.parametrize("value", [1, 250, 3_600_000, 99.5, "250", "1e3", " 20 "], ids=repr)
@@ -55,17 +60,24 @@ def test_target_of_a_request(custom: Any, default_ms: float | None, expected: fl
 
 def test_view_of_a_new_request() -> None:
     req = request()
-    view = snapshot.make_view(req, 5.0, 100.0)
+    view = snapshot.make_view(req, 5.0, 100.0, DeviceClock())
     assert (view.new_tokens, view.history_tokens, view.output_tokens) == (10, 0, 16)
     assert (view.arrival_s, view.deadline_s, view.resumed) == (5.0, pytest.approx(5.1), False)
     assert view.handle is req
 
 
+def test_on_a_slowed_device_view_and_target_are_in_its_seconds() -> None:
+    req, clock = request(), DeviceClock(4.0)
+    view = snapshot.make_view(req, 5.0, 100.0, clock)
+    assert (view.arrival_s, view.deadline_s) == (5.0, pytest.approx(5.025))
+    assert getattr(req, snapshot.ARRIVAL_ATTRIBUTE) == 20.0, "the request itself bears wall time"
+
+
 def test_a_retracted_request_keeps_its_arrival() -> None:
     req = request()
-    snapshot.make_view(req, 5.0, 100.0)
+    snapshot.make_view(req, 5.0, 100.0, DeviceClock())
     req.output_ids, req.retracted_stain = [1, 2, 3], True
-    view = snapshot.make_view(req, 9.0, 100.0)
+    view = snapshot.make_view(req, 9.0, 100.0, DeviceClock())
     assert (view.new_tokens, view.output_tokens, view.arrival_s, view.resumed) == (13, 13, 5.0, True)
     assert view.deadline_s == pytest.approx(5.1)
 
@@ -77,14 +89,21 @@ def test_output_is_counted_as_the_host_counts_it() -> None:
 
 @pytest.mark.parametrize(("low_first", "ranks"), [(False, [1, 0, 2, 1]), (True, [1, 2, 0, 1])])
 def test_priority_ranks(low_first: bool, ranks: list[int]) -> None:
-    views = [snapshot.make_view(request(priority=value), 0.0, None) for value in (5, 9, -1, 5)]
+    views = [snapshot.make_view(request(priority=value), 0.0, None, DeviceClock()) for value in (5, 9, -1, 5)]
     snapshot.set_priority_ranks(views, low_first=low_first)
     assert [view.priority_rank for view in views] == ranks
 
 
-def test_step_sample_sums_over_the_batch() -> None:
-    batch = SimpleNamespace(extend_lens=[2, 3], prefix_lens=[10, 0])
-    sample = snapshot.step_sample(batch, device_s=0.5, host_s=0.25)
+def test_a_measured_pass_sums_over_the_batch() -> None:
+    mode = SimpleNamespace(is_extend=lambda: True, is_mixed=lambda: False)
+    batch = SimpleNamespace(extend_lens=[2, 3], prefix_lens=[10, 0], forward_mode=mode)
+    measured = PassTime(note=1.0, launched_s=1.25, end_s=1.75, device_s=0.5, processing_s=0.0)
+    timer: Any = SimpleNamespace(synchronous=False, end_pass=lambda now_s: measured)
+    steps = StepMeasurement(SimpleNamespace(enable_overlap=False), GPU_START, timer, DeviceClock())
+    samples: list[StepSample] = []
+    steps.fit.observe = lambda sample: bool(samples.append(sample))  # type: ignore[func-returns-value,method-assign]
+    steps.on_result(batch)
+    [sample] = samples
     assert (sample.new_tokens, sample.history_tokens) == (5, 10)
     assert (sample.step_s, sample.host_s) == (0.75, 0.25)
     assert sample.attention == 2 * (2 + 20) + 3 * 3

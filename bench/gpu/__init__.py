@@ -1,1 +1,1 @@
-"""Everything that a GPU can tell this project, in one command: see ``bench.gpu.run``."""
+"""Everything that a GPU can tell this project, in one command: see ``bench.gpu.gpu``."""

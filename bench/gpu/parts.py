@@ -1,93 +1,66 @@
-"""The parts of a run, in the order of their worth, each a process of its own with a share of the time."""
+"""The parts of a run: each a process of its own with a share of the time, which writes down what it has as it goes.
+
+``python -m bench.gpu.parts MODULE.FUNCTION SETTINGS`` is such a process: it calls a function of this folder with
+settings that are JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.harness.servers import running_child
 
 STOP_S = 20.0  # for a part to stop its servers when its time is over
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process.
-
-    Attributes:
-        section: key of the result's section: steps, fig6, hol, kernels, profile.
-        name: under that section; "" where the section is this one part.
-        module: what ``python -m`` runs.
-        arguments: its arguments.
-        limit_s: its time, less where the run has less left.
-        output: the file where its result stands, also while it runs; None: its last line on stdout.
-    """
-
-    section: str
-    name: str
-    module: str
-    arguments: tuple[str, ...]
-    limit_s: float
-    output: Path | None = None
-    env: dict[str, str] = field(default_factory=dict)
+    title: str  # the section of the result (steps, fig6, hol, kernels, profile), and what is measured under it
+    command: tuple[str, ...]  # what follows ``python -m``
+    limit_s: float  # its time, less where the run has less left
+    output: Path  # the file where its result stands, also while it runs
 
     @property
-    def title(self) -> str:
-        return f"{self.section} {self.name}".strip()
+    def section(self) -> str:
+        return self.title.partition(" ")[0]
 
 
 def run_part(part: Part, *, limit_s: float, log: Path) -> dict[str, Any]:
-    """Result of the part, or what it has of it. Never raises for a part that fails.
+    """Result of the part, or what it has of it. Never raises for a part that fails; Ctrl-C stops the part first.
 
     ``seconds`` and, where it did not end well, ``failed`` are added to what the part itself says.
     """
-    command = [sys.executable, "-m", part.module, *part.arguments]
-    started_s = time.monotonic()
-    with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | part.env, start_new_session=True
-        )
+    part.output.unlink(missing_ok=True)  # of an earlier run
+    started_s, failed = time.monotonic(), ""
+    with running_child([sys.executable, "-m", *part.command], log, stop_s=STOP_S) as process:
         try:
-            output, _ = process.communicate(timeout=limit_s)
-            failed = None if process.returncode == 0 else f"exit {process.returncode}"
+            status = process.wait(limit_s)
+            failed = f"exit {status}" if status else ""
         except subprocess.TimeoutExpired:
-            output, failed = _stop(process), f"stopped after {limit_s:.0f} s"
-    result = _from_file(part.output) if part.output is not None else _last_json(output)
-    result = dict(result or {})
-    result["seconds"] = round(time.monotonic() - started_s, 1)
-    if failed is not None:
-        result["failed"] = failed
-    return result
+            failed = f"stopped after {limit_s:.0f} s"
+    result = {**read_result(part.output), "seconds": round(time.monotonic() - started_s, 1)}
+    return result | {"failed": failed} if failed else result
 
 
-def _stop(process: subprocess.Popen[str]) -> str:
-    """Politely first, as the part stops its servers then; then its whole group, which is its own."""
-    process.terminate()
-    try:
-        return process.communicate(timeout=STOP_S)[0]
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        return process.communicate()[0]
+def read_result(path: Path) -> dict[str, Any]:
+    """Empty where the part has written nothing, or was stopped while it wrote."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    return {}
 
 
-def _from_file(path: Path) -> dict[str, Any] | None:
-    try:
-        loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return loaded
+def write_result(result: dict[str, Any], out: Path | str) -> None:
+    Path(out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _last_json(output: str) -> dict[str, Any] | None:
-    for line in reversed(output.splitlines()):
-        if line.startswith("{"):
-            loaded: dict[str, Any] = json.loads(line)
-            return loaded
-    return None
+if __name__ == "__main__":
+    module, _, function = sys.argv[1].partition(".")
+    sys.exit(getattr(importlib.import_module(f"bench.gpu.{module}"), function)(**json.loads(sys.argv[2])))

@@ -1,7 +1,5 @@
 """Part (a): the time of one prefill pass by (tokens, requests, history), for one arm. One process an arm.
 
-    python -m bench.gpu.steps --arm varlen --model FOLDER --device cuda --out steps.varlen.json
-
 Inside the process of a real scheduler, from launch to synchronised device: metadata, forward pass, logits and sampling.
 The file is written anew after each shape, so a run that is cut off leaves what it has.
 
@@ -11,20 +9,21 @@ Arms: *eager* (no prefill graphs), *breakable* (SGLang's default on CUDA), *full
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.models import model_flags
+from bench.gpu import models
+from bench.gpu.parts import write_result
 from pla_sglang.config import PlaConfig
 from pla_sglang.testing.steps import Shape, Stepper
 
-ARMS = ("eager", "breakable", "full", "varlen", "grid")
+# Backend of SGLang's prefill graphs, by arm.
 BACKEND = {"eager": "disabled", "breakable": "breakable", "full": "full", "varlen": "breakable", "grid": "breakable"}
+ARMS = {"cuda": tuple(BACKEND), "cpu": ("eager", "varlen", "grid")}  # SGLang's graphs need a GPU, ours have a double
+ROUNDS = 15  # timed passes of each shape
 CHUNK = {"cuda": 8192, "cpu": 1024}
 CAPTURE_BUDGET_S = {"cuda": 30.0, "cpu": 2.0}  # the double of graphs on a CPU captures no faster than it runs
 FULL_SLOTS = 64  # request slots of SGLang's full graphs; by default it has one for every 512 tokens of a chunk
@@ -43,9 +42,8 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
 }
 
 
-def launcher_flags(arm: str, model: Path, device: str) -> list[str]:
-    flags = ["--model-path", str(model), "--device", device, "--chunked-prefill-size", str(CHUNK[device])]
-    flags += [*model_flags(device), "--log-level", "warning"]
+def launcher_flags(arm: str, model: Path | str, device: str) -> list[str]:
+    flags = ["--model-path", str(model), "--chunked-prefill-size", str(CHUNK[device]), *models.launcher_flags(device)]
     if device == "cpu":
         return flags  # there are no graphs of SGLang's
     prefill: dict[str, Any] = {"backend": BACKEND[arm]}
@@ -58,29 +56,27 @@ def launcher_flags(arm: str, model: Path, device: str) -> list[str]:
     return [*flags, "--cuda-graph-config", json.dumps(config), "--mem-fraction-static", "0.8"]
 
 
-def measure(arm: str, model: Path, device: str, *, rounds: int, out: Path) -> dict[str, Any]:
+def measure(arm: str, model: str, device: str, out: str) -> None:
+    """Times every shape in this process; there is no second scheduler in a process."""
     layout = arm if arm in ("varlen", "grid") else "off"
     config = PlaConfig(graph_layout=layout, graph_capture_budget_s=CAPTURE_BUDGET_S[device])
     stepper = Stepper(launcher_flags(arm, model, device), config)
     result: dict[str, Any] = {"arm": arm, "start_s": round(stepper.start_s, 2), "shapes": {}, "completed": False}
     for shape in SHAPES[device]:
-        result["shapes"][shape.name] = of_shape(stepper, shape, rounds)
+        measured = result["shapes"][shape.name] = measure_shape(stepper, shape)
         result["graphs"] = stepper.graphs
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        print(
-            f"{arm:9} {shape.name:16} {result['shapes'][shape.name]['median_ms']:8.3f} ms", file=sys.stderr, flush=True
-        )
+        write_result(result, out)
+        print(f"{arm:9} {shape.name:16} {measured['median_ms']:8.3f} ms", file=sys.stderr, flush=True)
     result["completed"] = True
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return result
+    write_result(result, out)
 
 
-def of_shape(stepper: Stepper, shape: Shape, rounds: int) -> dict[str, Any]:
+def measure_shape(stepper: Stepper, shape: Shape) -> dict[str, Any]:
     """Two passes to warm up (the second one's miss may be captured), then the timed ones."""
     stepper.time_shape(shape, rounds=2)
     stepper.idle()
-    passes = stepper.time_shape(shape, rounds=rounds)
-    milliseconds = sorted(one.seconds * 1e3 for one in passes)
+    passes = stepper.time_shape(shape, rounds=ROUNDS)
+    milliseconds = sorted(timed.seconds * 1e3 for timed in passes)
     return {
         "median_ms": round(statistics.median(milliseconds), 4),
         "best_ms": round(milliseconds[0], 4),
@@ -88,21 +84,5 @@ def of_shape(stepper: Stepper, shape: Shape, rounds: int) -> dict[str, Any]:
         "requests": len(shape.new_tokens),
         "new_tokens": sum(shape.new_tokens),
         "history_tokens": shape.history_tokens,
-        "first_tokens": [list(one.first_tokens) for one in passes],
+        "first_tokens": [list(timed.first_tokens) for timed in passes],
     }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.steps", description=__doc__)
-    parser.add_argument("--arm", choices=ARMS, required=True)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    args = parser.parse_args(argv)
-    measure(args.arm, args.model, args.device, rounds=args.rounds, out=args.out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,1 @@
-"""Captured prefill graphs: what records them (``recorder``, ``cuda``, ``tape``), who keeps them (``cache``)."""
+"""Captured prefill graphs: recording (``recorder``, ``cuda``, ``tape``) and caching (``cache``)."""

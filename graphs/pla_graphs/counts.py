@@ -1,4 +1,4 @@
-"""What the graph cache has done, for state and metrics."""
+"""Counters of the graph cache, for state and metrics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from pla_sglang.policy.buckets.layouts import Bucket
-from pla_sglang.policy.buckets.reasons import GraphReason
+from pla_sglang.policy.pla.graphs.layouts import Bucket
+from pla_sglang.policy.pla.graphs.reasons import CaptureFailure, GraphReason
 
 
 @dataclasses.dataclass
@@ -15,11 +15,14 @@ class GraphCounts:
     """Totals since the start.
 
     Attributes:
-        reasons: batches by why they ran, or did not run, in a graph of ours.
+        reasons: batches by the reason why one of our graphs was used or not.
         hits: replays by shape.
-        real_tokens, padded_tokens: of replayed batches: wanted, and computed beyond that.
-        captures, evictions, failures: numbers of graphs.
+        real_tokens, padded_tokens: of replayed batches: real tokens, and padding.
+        captures, evictions: numbers of graphs.
+        failures: captures that failed, by the step at which they did.
         capture_s: time spent on captures, failed ones included.
+        busy_capture_s: part of it in which a batch waited.
+        busy_refused: captures that would have paused serving for longer than is allowed.
     """
 
     reasons: Counter[GraphReason] = dataclasses.field(default_factory=Counter)
@@ -28,8 +31,10 @@ class GraphCounts:
     padded_tokens: int = 0
     captures: int = 0
     evictions: int = 0
-    failures: int = 0
+    failures: Counter[CaptureFailure] = dataclasses.field(default_factory=Counter)
     capture_s: float = 0.0
+    busy_capture_s: float = 0.0
+    busy_refused: int = 0
 
     def on_replay(self, bucket: Bucket, real_tokens: int) -> None:
         self.reasons[GraphReason.REPLAYED] += 1
@@ -38,7 +43,7 @@ class GraphCounts:
         self.padded_tokens += bucket.tokens - real_tokens
 
     def to_dict(self) -> dict[str, Any]:
-        """With names as keys, as they go over the wire."""
+        """With names as keys, as sent in state and metrics."""
         return {
             "reasons": {reason.value: count for reason, count in self.reasons.items()},
             "hits": {bucket.name: count for bucket, count in sorted(self.hits.items())},
@@ -46,6 +51,8 @@ class GraphCounts:
             "padded_tokens": self.padded_tokens,
             "captures": self.captures,
             "evictions": self.evictions,
-            "failures": self.failures,
+            "failures": {failure.value: count for failure, count in self.failures.items()},
             "capture_s": round(self.capture_s, 6),
+            "busy_capture_s": round(self.busy_capture_s, 6),
+            "busy_refused": self.busy_refused,
         }

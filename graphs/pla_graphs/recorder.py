@@ -1,38 +1,71 @@
-"""What records a forward pass and runs it again: CUDA graphs on a GPU, a tape of torch operators in tests."""
+"""Interface to record a forward pass and run it again: CUDA graphs on a GPU, a tape of torch operators in tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from pla_sglang.policy.pla.graphs.layouts import Bucket
+from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
+
 
 class CaptureError(RuntimeError):
-    """A forward pass cannot be recorded; the message says why."""
+    """A forward pass cannot be recorded. ``failure``: at which step; the message gives the cause."""
+
+    def __init__(self, failure: CaptureFailure, cause: str) -> None:
+        super().__init__(f"{failure.value}: {cause}")
+        self.failure = failure
+
+
+@contextlib.contextmanager
+def capture_step(failure: CaptureFailure) -> Iterator[None]:
+    """Whatever fails inside is a CaptureError of this step, or of the inner step that it came from.
+
+    Everything is caught: kernels, attention backends and collectives raise what they like, and a graph is never worth
+    the server. Not caught is what ends a process anyway (KeyboardInterrupt, SystemExit).
+    """
+    try:
+        yield
+    except CaptureError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise CaptureError(CaptureFailure.OUT_OF_MEMORY, f"{failure.value}: {error}") from error
+    except Exception as error:
+        raise CaptureError(failure, f"{type(error).__name__}: {error}") from error
+
+
+class MemoryUse(NamedTuple):
+    """Device memory of a recording: its own, freed when it closes, and its pass's peak need of the shared pool."""
+
+    own_bytes: int
+    scratch_bytes: int
 
 
 class Recording(Protocol):
-    """One recorded forward pass. It reads and writes the addresses that it was recorded with.
+    """One recorded forward pass. It reads and writes the addresses that it was recorded with."""
 
-    Attributes:
-        memory_bytes: what recording took from the device.
-    """
-
-    memory_bytes: int
+    memory: MemoryUse
 
     def replay(self) -> torch.Tensor:
         """Run it again. The result, [tokens, hidden size], is valid until any recording of the cache is replayed."""
         ...
 
     def close(self) -> None:
-        """Give its memory back. It must not be in flight, and is not replayed again."""
+        """Free its memory. It must not be in flight, and is not replayed again."""
         ...
 
 
 class Recorder(Protocol):
     """Records forward passes on one device."""
+
+    @property
+    def result_bytes(self) -> int:
+        """Of the buffer of results that recordings share."""
+        ...
 
     def session(self) -> AbstractContextManager[None]:
         """Recordings are made inside one."""
@@ -44,4 +77,36 @@ class Recorder(Protocol):
 
     def record(self, forward: Callable[[], torch.Tensor]) -> Recording:
         """Record ``forward``, [tokens, hidden size]; may run it several times. Raises CaptureError."""
+        ...
+
+    def free_unused(self) -> None:
+        """Give back what a failed recording has left in the allocator's cache."""
+        ...
+
+
+class ShapeSource(Protocol):
+    """Makes recordings of shapes: the engine's forward pass, or book-keeping in tests."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """``prepare`` and what it returns are called inside one; recordings are replayed after it."""
+        ...
+
+    def prepare(self, bucket: Bucket) -> Callable[[], Recording]:
+        """Everything up to the warm-up, without collectives; the result records. Either raises CaptureError."""
+        ...
+
+    def fixed_bytes(self) -> int:
+        """Device memory of the static buffers that all recordings share."""
+        ...
+
+    def attention_bytes(self, slots: int) -> int:
+        """Of the attention buffers for so many request slots; where there are none yet, about what they will take."""
+        ...
+
+    def release(self, slots: int) -> None:
+        """No recording has so many slots (any more): free their attention buffers."""
+        ...
+
+    def free_unused(self) -> None:
+        """Give back what a failed recording has left in the allocator's cache."""
         ...

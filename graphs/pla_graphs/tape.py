@@ -1,10 +1,10 @@
 """Test double of CUDA graphs for the CPU: records the torch operators of a forward pass and runs them again.
 
-As close to a CUDA graph as torch allows. Operators run again on the very tensors they were recorded with; whatever
-Python computed while recording (shapes, numbers, which branch was taken) is frozen; reading a value on the host is
-refused, as CUDA refuses it; and what the pass allocated stays allocated, and is counted. Attention is one opaque
-operator that reads its batch when it runs, as an attention kernel reads lengths from device memory. Nothing gets
-faster: it shows that padding, static buffers and caching are right.
+As similar to a CUDA graph as torch allows. Operators run again on the tensors they were recorded with; values that
+Python computed while recording (shapes, numbers, branches) are fixed; reading a tensor value on the host is
+refused, as by CUDA; allocations of the pass are kept and counted. Attention is one opaque
+operator that reads its batch when it runs, as an attention kernel reads lengths from device memory. It is not
+faster: it verifies padding, static buffers and caching.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from pla_graphs.recorder import CaptureError
+from pla_graphs.recorder import CaptureError, MemoryUse, capture_step
+from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 
 _aten = torch.ops.aten
 _READS_A_VALUE = {_aten._local_scalar_dense.default, _aten.nonzero.default, _aten.item.default, _aten.equal.default}
@@ -31,14 +32,14 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _keep(results: Sequence[torch.Tensor], again: Any) -> None:
-    """The results of a step stay where they were recorded."""
+    """The results of a step keep the addresses of the recording."""
     for kept, new in zip(results, _tensors(again), strict=True):
         if kept.data_ptr() != new.data_ptr():
             kept.copy_(new)
 
 
 class _Tape(TorchDispatchMode):
-    """Records what is dispatched while it is active."""
+    """Records dispatched operators while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _READS_A_VALUE:
-            raise CaptureError(f"{func} reads a value on the host, which no graph can hold")
+            raise CaptureError(CaptureFailure.CAPTURE, f"{func} reads a value on the host, which no graph can hold")
         result = func(*args, **kwargs)
         returns = func._schema.returns
         writes = func._schema.is_mutable
@@ -79,12 +80,12 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeRecording:
-    """A tape, and the tensor where its result stands."""
+    """A tape, and the tensor of its result."""
 
     def __init__(self, tape: _Tape, output: torch.Tensor) -> None:
         self._steps = tape.steps
         self._output = output
-        self.memory_bytes = tape.memory_bytes
+        self.memory = MemoryUse(tape.memory_bytes, 0)
 
     def replay(self) -> torch.Tensor:
         assert self._steps, "a closed recording was replayed"
@@ -116,6 +117,11 @@ class _OpaqueAttention:
 class TapeRecorder:
     """Records on the CPU. ``group``: the host's group of ranks; its all-reduce is one step, done when it returns."""
 
+    @property
+    def result_bytes(self) -> int:
+        """Each recording keeps its own."""
+        return 0
+
     def __init__(self, group: Any = None) -> None:
         self.tape: _Tape | None = None
         self._group = None if group is None or group.world_size == 1 else group
@@ -130,11 +136,14 @@ class TapeRecorder:
     def record(self, forward: Callable[[], torch.Tensor]) -> TapeRecording:
         self.tape = tape = _Tape()
         try:
-            with torch.no_grad(), self._opaque_all_reduce(tape), tape:
+            with capture_step(CaptureFailure.CAPTURE), torch.no_grad(), self._opaque_all_reduce(tape), tape:
                 output = forward()
         finally:
             self.tape = None
         return TapeRecording(tape, output)
+
+    def free_unused(self) -> None:
+        """Nothing is cached."""
 
     @contextlib.contextmanager
     def _opaque_all_reduce(self, tape: _Tape) -> Iterator[None]:

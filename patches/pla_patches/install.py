@@ -4,8 +4,10 @@ Who installs what:
 
 * a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE, GRAPHS, SCHEDULER and
   TELEMETRY in the children of a server whose device is emulated, whose prefill graphs are on, whose scheduling is on,
-  whose load is reported; CONTROLLER instead of these in the data-parallel controller of a server with pools;
-* the process that parsed such a command line: FRONTEND and POOLS, from the ``cli.parse`` seam;
+  whose load is reported, and STATELESS in those of a stateless instance; CONTROLLER instead of these in the
+  data-parallel controller of a server with pools;
+* the process that parsed a command line: GUARD, and FRONTEND, POOLS and STATELESS_FRONT for such servers, from the
+  ``cli.parse`` seam;
 * our own launcher: LAUNCHER.
 """
 
@@ -16,27 +18,29 @@ import os
 from collections.abc import Iterable
 
 from pla_patches import host, verify
-from pla_patches.seam import Group, Seam
-from pla_patches.seams import of_group
+from pla_patches.hook import HOOKS, TargetHook
+from pla_patches.seam import Group, Hook, Seam
+from pla_patches.table import seams_of, table
 from pla_sglang import config
 from pla_sglang.errors import HostMismatchError
 
 # Never on a host that is not supported.
-HOST_SPECIFIC = {Group.GRAPHS, Group.SCHEDULER, Group.TELEMETRY, Group.CONTROLLER}
+HOST_SPECIFIC = {Group.GRAPHS, Group.SCHEDULER, Group.TELEMETRY, Group.CONTROLLER, Group.STATELESS}
 
-_installed: list[Seam] = []
+_installed: dict[str, set[Group]] = {}  # target -> groups whose subscribers are active
 _controller_pid: int | None = None  # a number and no flag: a scheduler that is forked from the controller is another
 
 
-def install_for_this_process() -> None:
+def install_for_this_process(*, cpu_platform: bool = False) -> None:
     """The plugin's entry point. SGLang applies what is registered here as soon as all plugins have registered.
 
     A mismatch raises SystemExit, because SGLang's loader swallows every ordinary exception and would go on.
+    ``cpu_platform``: ours is active in this process.
     """
     groups = _groups(config.current())
-    if _cpu_platform_active():
+    if cpu_platform:
         groups.append(Group.CPU)
-    seams = [seam for group in groups for seam in of_group(group)]
+    seams = seams_of(*groups)
     reasons = verify.host_reasons(seams)
     if set(groups) & HOST_SPECIFIC:
         reasons = host.version_reasons() + reasons
@@ -57,6 +61,7 @@ def _groups(knobs: config.PlaConfig) -> list[Group]:
         (knobs.graphs, Group.GRAPHS),
         (knobs.enabled, Group.SCHEDULER),
         (knobs.reports, Group.TELEMETRY),
+        (knobs.stateless, Group.STATELESS),
     )
     return groups + [group for on, group in wanted if on]
 
@@ -67,78 +72,88 @@ def enter_controller() -> None:
     _controller_pid = os.getpid()
 
 
-def install_scheduler() -> None:
-    """Seams of a scheduler that lives in this very process, as benches and tests build it. Raises HostMismatchError."""
-    install_here(Group.SCHEDULER)
-
-
 def install_here(*groups: Group) -> None:
-    """Seams of ``groups`` in this very process.
+    """Seams of ``groups`` in this very process, as benches and tests build a scheduler in theirs.
 
     Raises:
         HostMismatchError: with every reason.
     """
-    seams = [seam for group in groups for seam in of_group(group)]
-    if reasons := verify.all_reasons(seams):
-        raise HostMismatchError(reasons)
-    _register(seams)
-    _apply()
+    seams = seams_of(*groups)
+    _install(seams, verify.all_reasons(seams))
 
 
-def install_frontend(*, scheduling: bool = True, pools: bool = False, reports: bool = False) -> None:
-    """Seams of the HTTP process of a server whose scheduling is on, that has pools, or whose load is reported.
+def install_frontend(
+    *, scheduling: bool = True, pools: bool = False, reports: bool = False, stateless: bool = False
+) -> None:
+    """Seams of the HTTP process, further ones where scheduling is on, there are pools, the load is reported, or the
+    instance is stateless.
 
     Raises:
         HostMismatchError: with every reason, those of the processes to come included.
     """
-    seams = [*(of_group(Group.FRONTEND) if scheduling else ()), *(of_group(Group.POOLS) if pools else ())]
-    to_come = ((scheduling, Group.SCHEDULER), (reports, Group.TELEMETRY), (pools, Group.CONTROLLER))
-    expected = [*seams, *(seam for on, group in to_come if on for seam in of_group(group))]
-    if reasons := verify.all_reasons(expected):
-        raise HostMismatchError(reasons)
-    _register(seams)
-    _apply()
+    wanted = (
+        (True, Group.GUARD),
+        (scheduling, Group.FRONTEND),
+        (pools, Group.POOLS),
+        (stateless, Group.STATELESS_FRONT),
+    )
+    here = [group for on, group in wanted if on]
+    elsewhere = (
+        (scheduling, Group.SCHEDULER),
+        (reports, Group.TELEMETRY),
+        (pools, Group.CONTROLLER),
+        (stateless, Group.STATELESS),
+    )
+    _install(seams_of(*here), verify.all_reasons(seams_of(*here, *(group for on, group in elsewhere if on))))
     verify_this_process()
 
 
 def install_launcher() -> None:
     """Seams of our own launcher. Raises HostMismatchError."""
-    seams = of_group(Group.LAUNCHER)
-    if reasons := verify.host_reasons(seams):
+    seams = seams_of(Group.LAUNCHER)
+    _install(seams, verify.host_reasons(seams))
+    verify_this_process()
+
+
+def _install(seams: Iterable[Seam], reasons: list[str]) -> None:
+    """Register ``seams`` and apply them. Raises HostMismatchError with ``reasons``, if there are any."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if reasons:
         raise HostMismatchError(reasons)
     _register(seams)
-    _apply()
-    verify_this_process()
+    HookRegistry.apply_hooks()
 
 
 def verify_this_process() -> str:
     """One line for people and reports. Raises HostMismatchError when any installed seam is not in effect."""
-    if reasons := verify.effect_reasons(_installed):
+    if reasons := verify.effect_reasons(installed()):
         raise HostMismatchError(reasons)
     return f"{len(_installed)} seams verified on sglang {host.installed_version()}"
 
 
 def installed() -> tuple[Seam, ...]:
-    return tuple(_installed)
+    """Seams of this process, with the subscribers that are active."""
+    return tuple(seam.narrow_to(_installed[seam.target]) for seam in table() if seam.target in _installed)
 
 
 def _register(seams: Iterable[Seam]) -> None:
+    """Makes the subscribers of ``seams`` active. A forked process has what its parent had."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    whole = {seam.target: seam for seam in table()}
     for seam in seams:
-        if seam in _installed:
-            continue  # a forked process has what its parent had
-        HookRegistry.register(seam.target, verify.resolve_handler(seam), HookType(seam.hook.value))
-        _installed.append(seam)
-
-
-def _apply() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    HookRegistry.apply_hooks()
-
-
-def _cpu_platform_active() -> bool:
-    from pla_sglang.platform import is_active
-
-    return is_active()
+        groups = {subscriber.group for subscriber in seam.subscribers}
+        new = groups - _installed.setdefault(seam.target, set())
+        _installed[seam.target] |= new
+        handlers = {one.id: verify.resolve_handler(one) for one in seam.subscribers if one.group in new}
+        if not handlers:
+            continue
+        if seam.subscribers[0].hook is Hook.REPLACE:
+            [handler] = handlers.values()
+            HookRegistry.register(seam.target, handler, HookType.REPLACE)
+            continue
+        if seam.target not in HOOKS:
+            HOOKS[seam.target] = TargetHook(whole[seam.target])
+            HookRegistry.register(seam.target, HOOKS[seam.target], HookType.AROUND)
+        HOOKS[seam.target].activate(handlers)

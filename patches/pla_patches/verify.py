@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pla_patches import host
-from pla_patches.seam import Seam
+from pla_patches.hook import HOOKS
+from pla_patches.seam import Hook, Seam, Subscriber
 
 
-def resolve_handler(seam: Seam) -> Callable[..., Any]:
-    module, _, name = seam.handler.partition(":")
+def resolve_handler(subscriber: Subscriber) -> Callable[..., Any]:
+    module, _, name = subscriber.handler.partition(":")
     handler: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return handler
 
@@ -26,9 +27,9 @@ def raw_target(seam: Seam) -> Any:
     """The host's function, without the class- or staticmethod around it. Raises AttributeError or ImportError."""
     owner_path, _, name = seam.target.rpartition(".")
     owner = pkgutil.resolve_name(owner_path)
-    found = owner.__dict__.get(name) if isinstance(owner, type) else None
-    if isinstance(found, (classmethod, staticmethod)):
-        return found.__func__
+    raw = owner.__dict__.get(name) if isinstance(owner, type) else None
+    if isinstance(raw, (classmethod, staticmethod)):
+        return raw.__func__
     return getattr(owner, name)
 
 
@@ -43,44 +44,59 @@ def host_reasons(seams: Iterable[Seam]) -> list[str]:
     Parameters are compared on supported hosts only. On others nothing but the CPU platform and the flags is installed,
     and there it is enough that the targets exist.
     """
-    recorded = not host.version_reasons()
     reasons = []
     for seam in seams:
-        try:
-            found = parameter_names(raw_target(seam))
-        except (ImportError, AttributeError, ValueError) as error:
-            reasons.append(f"{seam.id}: {seam.target} not found ({error})")
-            continue
-        if recorded and found != seam.parameters:
-            reasons.append(f"{seam.id}: {seam.target} takes ({found}), recorded ({seam.parameters})")
-        try:
-            resolve_handler(seam)
-        except (ImportError, AttributeError) as error:
-            reasons.append(f"{seam.id}: handler {seam.handler} not found ({error})")
+        misfit = _target_misfit(seam)
+        for subscriber in seam.subscribers:
+            if misfit is not None:
+                reasons.append(f"{subscriber.id}: {misfit}")
+            try:
+                resolve_handler(subscriber)
+            except (ImportError, AttributeError) as error:
+                reasons.append(f"{subscriber.id}: handler {subscriber.handler} not found ({error})")
     return reasons
 
 
+def _target_misfit(seam: Seam) -> str | None:
+    try:
+        parameters = parameter_names(raw_target(seam))
+    except (ImportError, AttributeError, ValueError) as error:
+        return f"{seam.target} not found ({error})"
+    if parameters == seam.parameters or host.version_reasons():
+        return None
+    return f"{seam.target} takes ({parameters}), recorded ({seam.parameters})"
+
+
 def effect_reasons(seams: Iterable[Seam]) -> list[str]:
-    """Which of ``seams`` are not in effect in this process; empty when all are."""
+    """Which subscribers of ``seams`` are not in effect in this process; empty when all are."""
     reasons = []
     for seam in seams:
         try:
             live = raw_target(seam)
         except (ImportError, AttributeError) as error:
-            reasons.append(f"{seam.id}: {seam.target} not found ({error})")
+            reasons += [f"{subscriber.id}: {seam.target} not found ({error})" for subscriber in seam.subscribers]
             continue
-        if not _wraps(live, resolve_handler(seam)):
-            reasons.append(f"{seam.id}: {seam.target} is not ours after installation")
+        for subscriber in seam.subscribers:
+            if not _in_effect(live, seam, subscriber):
+                reasons.append(f"{subscriber.id}: {seam.target} is not ours after installation")
     return reasons
 
 
-def _wraps(function: Any, handler: Callable[..., Any]) -> bool:
-    """``handler`` is the live object, or is called somewhere in the chain of wrappers around the host's function."""
-    if function is handler:
+def _in_effect(live: Any, seam: Seam, subscriber: Subscriber) -> bool:
+    handler = resolve_handler(subscriber)
+    if subscriber.hook is Hook.REPLACE:
+        return _wraps(live, handler)
+    hook = HOOKS.get(seam.target)
+    return hook is not None and hook.calls(handler) and _wraps(live, hook)
+
+
+def _wraps(function: Any, hook: Callable[..., Any]) -> bool:
+    """``hook`` is the live object, or is called somewhere in the chain of wrappers around the host's function."""
+    if function is hook:
         return True
     while function is not None:
         for cell in getattr(function, "__closure__", None) or ():
-            if cell.cell_contents is handler:
+            if cell.cell_contents is hook:
                 return True
         function = getattr(function, "__wrapped__", None)
     return False

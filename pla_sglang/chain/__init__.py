@@ -7,8 +7,10 @@ prompt without an engine; a test or a load generator compares every token with i
 This package (without ``models``) needs numpy only.
 """
 
-from pla_sglang.chain.card import model_path
+from pathlib import Path
+
 from pla_sglang.chain.oracle import Expected, expected
+from pla_sglang.chain.spread import Penalties, expected_spread
 from pla_sglang.chain.vocab import EOS, MAX_ASK, VOCAB_SIZE, ask_ids, ask_text, prompt_of
 
 __all__ = [
@@ -16,9 +18,16 @@ __all__ = [
     "MAX_ASK",
     "VOCAB_SIZE",
     "Expected",
+    "Penalties",
     "ask_ids",
     "ask_text",
     "expected",
+    "expected_spread",
     "model_path",
     "prompt_of",
 ]
+
+
+def model_path() -> Path:
+    """Folder of the packaged chain model: config, tokenizer, an empty weights file."""
+    return Path(__file__).parent / "model"

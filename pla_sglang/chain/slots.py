@@ -8,80 +8,79 @@ One row per slot, in the KV cache of one layer, as int32 bit patterns:
 (a model with many KV bytes per token) moves real content.
 
 Each pass reads the slot before its first token back from the cache. It also audits earlier slots: whether K and V
-agree, the position is right, and each state follows from the one before it. What fails is mixed into the state, so the
-output differs from then on. With an intact cache an audit changes nothing, so how much of a long context one pass
-audits is a matter of budget; over a few steps every slot gets its turn.
+agree, the position is right, and each state follows from the one before it. The position that SGLang gives each new
+token must be that of its slot in the request, and the length of the prefix, where that is to be checked too, that of
+what is in the cache. What fails is mixed into the state, so the output differs from then on. With an intact cache an
+audit changes nothing, so how much of a long context one pass audits is a matter of budget; over a few steps every slot
+gets its turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import torch
 
-from pla_sglang.chain import algebra
+from pla_sglang.chain.batch import Batch, ChainTables, join, mix_states, shift_right
+from pla_sglang.chain.repeat import repeated_tokens
 from pla_sglang.chain.vocab import ASK_HIGH, ASK_LOW, EOS, WORD_BASE, WORDS
 
 ROW = 4  # int32 columns that carry content
 MIN_WINDOW = 16
-_LOW = 0xFFFFFFFF
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
-
-
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array.view(np.int64).copy())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
-    """One pass. Tensors are int64 on the CPU, but for ``table``; requests in the order of their tokens.
-
-    ids, slots: [tokens]; prefix, lengths: [requests] tokens in the cache before the pass, and new ones;
-    table: [rows, context] of any integer type, slot of each position, and rows: [requests] which row is whose. Only
-    what a pass looks at is read from the table, as the copy of a whole one would cost more than the pass.
-    """
-
-    ids: torch.Tensor
-    slots: torch.Tensor
-    prefix: torch.Tensor
-    lengths: torch.Tensor
-    table: torch.Tensor
-    rows: torch.Tensor
-
-
-class ChainTables:
-    """Constants of the algebra as int64 tensors, for chunks up to ``max_tokens``."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.powers = _tensor(algebra.powers(algebra.A, max_tokens + 1))
-        self.inverses = _tensor(algebra.powers(algebra.A_INVERSE, max_tokens + 1))
-        self.hashes = _tensor(algebra.token_hashes())
-        self.a = _signed(algebra.A)
-        self.seed = _signed(algebra.SEED)
 
 
 def forward(
-    tables: ChainTables, keys: torch.Tensor, values: torch.Tensor, batch: Batch, audit_tokens: int
+    tables: ChainTables,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: Batch,
+    audit_tokens: int,
+    *,
+    repeats: bool = False,
 ) -> torch.Tensor:
     """Write the rows of ``batch`` into the cache and return the next token of each request, [requests] int64.
 
-    ``keys`` and ``values`` are [slots, width] int32 views of the cache, width at least 4.
+    ``keys`` and ``values`` are [slots, width] int32 views of the cache, width at least 4. ``repeats``: answers are
+    texts (``repeat.py``), not words.
     """
+    states, is_end = fold_batch(tables, keys, values, batch, audit_tokens)
+    answers = words_after(states)
+    if repeats:
+        repeated = repeated_tokens(tables, keys, batch)
+        answers = torch.where(repeated >= 0, repeated, answers)
+    return torch.where(is_end, EOS, answers)
+
+
+def fold_batch(
+    tables: ChainTables, keys: torch.Tensor, values: torch.Tensor, batch: Batch, audit_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the rows of ``batch`` into the cache. The state of each request after them, [requests] int64, and whether
+    its wished length is over with the next token, [requests] bool."""
     before = _read_before(tables, keys, values, batch)
-    state = before.state ^ audit(tables, keys, values, batch, audit_tokens)
     starts = torch.cumsum(batch.lengths, 0) - batch.lengths
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), batch.lengths)
     index = torch.arange(len(batch.ids)) - starts[owner]  # of the token in its request's chunk
-    states = _fold(tables, batch.ids, index, owner, starts, state)
     positions = batch.prefix[owner] + index
+    state = before.state ^ audit(tables, keys, values, batch, audit_tokens) ^ _misplaced(batch, owner, positions)
+    states = _fold(tables, batch.ids, index, owner, starts, state)
     ends = _ends(batch.ids, positions, owner, starts, before)
     _write(keys, values, batch.slots, (states, batch.ids, positions, ends))
     last = starts + batch.lengths - 1
-    return torch.where(positions[last] == ends[last], EOS, words_after(states[last]))
+    return states[last], positions[last] == ends[last]
+
+
+def _misplaced(batch: Batch, owner: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What is wrong with the positions that SGLang gives the new tokens, and with what it says of their prefix:
+    [requests] int64, 0 where all are right."""
+    wrong = torch.zeros(len(batch.prefix), dtype=torch.int64)
+    if batch.said_prefix is not None:
+        wrong = torch.where(batch.said_prefix == batch.prefix, wrong, mix_states(batch.said_prefix + 1) | 1)
+    if batch.positions is None:
+        return wrong
+    bad = batch.positions != positions
+    if bool(bad.any()):
+        wrong.index_add_(0, owner[bad], mix_states(positions[bad] + 1) | 1)
+    return wrong
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,31 +186,15 @@ def audit(
     if keys.shape[1] > ROW:
         bad |= (key[:, -1] != key[:, 0]) | (value[:, -1] != key[:, 0])
     if bool(bad.any()):
-        wrong.index_add_(0, owner[bad], _mixed(state[bad] ^ (position[bad] + 1)) | 1)
+        wrong.index_add_(0, owner[bad], mix_states(state[bad] ^ (position[bad] + 1)) | 1)
     return wrong
 
 
 def words_after(states: torch.Tensor) -> torch.Tensor:
     """The word that follows each state: [n] int64."""
-    return WORD_BASE + _logical(_mixed(states), 33) % WORDS
-
-
-def join(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """int64 from two int32 halves."""
-    return (high.long() << 32) | (low.long() & _LOW)
+    return WORD_BASE + shift_right(mix_states(states), 33) % WORDS
 
 
 def _halves(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     pair = states.view(torch.int32).view(-1, 2)  # little-endian: low half first
     return pair[:, 0], pair[:, 1]
-
-
-def _logical(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Right shift without the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _logical(x, 30)) * _signed(algebra.MIX_1)
-    x = (x ^ _logical(x, 27)) * _signed(algebra.MIX_2)
-    return x ^ _logical(x, 31)

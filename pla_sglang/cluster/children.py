@@ -15,11 +15,11 @@ from pla_sglang.errors import PlaError
 
 
 class ClusterError(PlaError):
-    """The cluster cannot start, or something it needs has ended."""
+    """The cluster cannot start, or a process that it needs has ended."""
 
 
 class Children:
-    """One zygote process and what it has forked."""
+    """One zygote process and its forked children."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -40,20 +40,18 @@ class Children:
     def fileno(self) -> int:
         return self._channel.fileno()
 
-    def fork(self, name: str, argv: Sequence[str], env: Mapping[str, str], output: int) -> None:
-        """Fork an engine. ``output`` is the descriptor that gets its stdout and stderr; the caller closes it."""
-        self._request({"op": "fork", "name": name, "argv": list(argv), "env": dict(env)}, [output])
+    def fork_process(self, name: str, argv: Sequence[str], output: int, *, module: str | None = None) -> None:
+        """Fork an engine, or ``python -m module argv``.
 
-    def run(self, name: str, module: str, argv: Sequence[str], env: Mapping[str, str], output: int) -> None:
-        """Fork ``python -m module argv``, under the same care."""
-        request = {"op": "run", "name": name, "module": module, "argv": list(argv), "env": dict(env)}
-        self._request(request, [output])
+        ``output`` is the descriptor that gets its stdout and stderr; the caller closes it.
+        """
+        self._send_request({"op": "fork", "name": name, "module": module, "argv": list(argv)}, [output])
 
-    def kill(self, name: str, number: int) -> None:
-        """Signal the process group of ``name``; nothing happens where it has ended."""
-        self._request({"op": "kill", "name": name, "signal": int(number)}, [])
+    def kill_group(self, name: str, number: int) -> None:
+        """Signal the process group of ``name``; no effect if it has ended."""
+        self._send_request({"op": "kill", "name": name, "signal": int(number)}, [])
 
-    def event(self) -> dict[str, Any]:
+    def read_event(self) -> dict[str, Any]:
         """The next event; blocks. Raises ClusterError when the zygote is gone."""
         data = self._channel.recv(MESSAGE_BYTES)
         if not data:
@@ -61,7 +59,7 @@ class Children:
         event: dict[str, Any] = json.loads(data)
         return event
 
-    def close(self) -> None:
+    def close_zygote(self) -> None:
         """The zygote kills everything and ends; wait for it."""
         self._channel.close()
         try:
@@ -72,5 +70,5 @@ class Children:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
-    def _request(self, request: dict[str, Any], descriptors: list[int]) -> None:
+    def _send_request(self, request: dict[str, Any], descriptors: list[int]) -> None:
         socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)

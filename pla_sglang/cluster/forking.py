@@ -1,4 +1,4 @@
-"""SGLang starts its workers by "spawn": each imports everything anew. In a forked engine they are forked instead.
+"""SGLang starts its workers by "spawn": each imports all modules again. In a forked engine they are forked instead.
 
 SGLang sets the start method while it launches, so the setter itself is replaced, in this process only. Engines of a
 cluster run on the CPU; a CUDA context would not survive a fork.

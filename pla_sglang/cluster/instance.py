@@ -1,4 +1,4 @@
-"""One running thing of a cluster and its state."""
+"""One member of a cluster and its state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Instance:
 
     Attributes:
         command: the arguments of the router.
-        ended_s: when its last process was seen to end, by ``time.monotonic``; None: never.
+        ended_s: when the end of its last process was detected, by ``time.monotonic``; None: never.
     """
 
     name: str
@@ -45,13 +45,13 @@ class Instance:
     exit_status: int | None = None
     ended_s: float | None = None
 
-    def to(self, state: State) -> None:
+    def move_to(self, state: State) -> None:
         """Change the state. Raises ValueError for a change that cannot happen."""
         if state not in _LEGAL[self.state]:
             raise ValueError(f"{self.name}: {self.state.value} cannot become {state.value}")
         self.state = state
 
-    def describe(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For the state file."""
         described: dict[str, Any] = {
             "name": self.name,

@@ -1,4 +1,4 @@
-"""What a cluster of chain models can leave out: SGLang's registry imports some 200 model files."""
+"""Imports that a cluster of chain models does not need: SGLang's registry imports some 200 model files."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pla_sglang.chain import model_path
-from pla_sglang.emulate.arguments import MODEL_FLAGS, value_of
+from pla_sglang.emulate.arguments import MODEL_FLAGS
+from pla_sglang.platform import value_of
 
 DISABLED_ENV = "SGLANG_DISABLED_MODEL_ARCHS"
 
 
 def lean_environment(engines: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Variables that keep SGLang's own models out, where every engine (its arguments) serves the chain model."""
-    if not all(_serves_chain(arguments) for arguments in engines):
+    """Environment that excludes SGLang's own models, if every engine (its arguments) serves the chain model."""
+    if not all(serves_chain(arguments) for arguments in engines):
         return {}
     spec = importlib.util.find_spec("sglang")  # finds the package without importing it
     if spec is None or not spec.submodule_search_locations:
@@ -25,6 +26,7 @@ def lean_environment(engines: Sequence[Sequence[str]]) -> dict[str, str]:
     return {DISABLED_ENV: ",".join(sorted(names))}
 
 
-def _serves_chain(arguments: Sequence[str]) -> bool:
+def serves_chain(arguments: Sequence[str]) -> bool:
+    """Whether an engine with these arguments has the chain model, whose answers are made-up words."""
     named = [value_of(arguments, flag) for flag in MODEL_FLAGS]
     return str(model_path()) in named

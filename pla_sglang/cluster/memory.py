@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import psutil
 
 
 def pss_bytes(pid: int) -> int:
-    """Proportional set size of one process; 0 where it has ended or may not be read."""
+    """Proportional set size of one process; 0 if it has ended or cannot be read."""
     try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-    except OSError:
+        return int(psutil.Process(pid).memory_full_info().pss)
+    except psutil.Error:
         return 0
-    for line in text.splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def tree_pss_bytes(pid: int) -> int:
-    """Sum over a process and everything below it."""
+    """Sum over a process and all its descendants."""
     try:
         root = psutil.Process(pid)
         pids = [pid, *(child.pid for child in root.children(recursive=True))]

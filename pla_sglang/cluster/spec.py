@@ -1,4 +1,4 @@
-"""What a cluster consists of, checked before anything starts."""
+"""The members of a cluster, checked before the start."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 
+from pla_sglang.checks import Choice, Rule, require
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy_packages import PolicyName
 
-KINDS = ("unified", "prefill", "decode")
+KINDS = ("unified", "prefill", "decode", "stateless")
 ROUTERS = ("sglang", "mini-lb", "pla", "none")
 ROUTER_MODULES = {
     "sglang": "sglang_router.launch_router",
     "mini-lb": "sglang_router.launch_router",
     "pla": "pla_sglang.launch_router",
 }
-POLICIES = ("random", "round_robin", "cache_aware", "power_of_two", "bucket", "manual")
+POLICIES = ("random", "round-robin", "cache-aware", "power-of-two", "bucket", "manual")  # of SGLang's router
 MAX_INSTANCES = 64
-TRANSFER = ("--disaggregation-transfer-backend", "nixl")
+WHOLE = frozenset({"unified", "stateless"})  # kinds that can serve a request alone
+TRANSFER_FLAG, TRANSFER_BACKEND = "--disaggregation-transfer-backend", "nixl"
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """What the command line asks for.
+    """The cluster described by the command line.
 
     Raises:
         ConfigError: names the option, its value and what is allowed.
@@ -30,7 +33,7 @@ class ClusterConfig:
 
     counts: Mapping[str, int]  # instances by kind
     router: str = "sglang"
-    policy: str = "round_robin"
+    policy: str = "round-robin"  # with - or _, as our router and SGLang's write it
     router_port: int | None = None
     host: str = "127.0.0.1"
     common: tuple[str, ...] = ()  # arguments of every engine
@@ -42,27 +45,32 @@ class ClusterConfig:
         for kind, count in self.counts.items():
             if kind not in KINDS:
                 raise ConfigError(f"kind {kind!r} is not known; allowed: {', '.join(KINDS)}")
-            if not 0 <= count <= MAX_INSTANCES:
-                raise ConfigError(f"--{kind} {count} is out of range; allowed: 0 to {MAX_INSTANCES}")
+            require(f"--{kind}", count, 0, MAX_INSTANCES)
         if self.router not in ROUTERS:
             raise ConfigError(f"--router {self.router!r} is not known; allowed: {', '.join(ROUTERS)}")
         if self.router == "sglang" and self.policy == "bucket" and self.counts.get("unified"):
             raise ConfigError("--policy 'bucket' is not for unified instances, but for prefill and decode ones")
-        if self.router == "sglang" and self.policy not in POLICIES:
-            raise ConfigError(f"--policy {self.policy!r} is not known; allowed: {', '.join(POLICIES)}")
+        of_router: dict[str, Rule] = {"sglang": Choice(POLICIES), "pla": PolicyName(live=True)}
+        policies = of_router.get(self.router)
+        if policies is not None and not policies.allows(self.policy.replace("_", "-")):
+            raise ConfigError(f"--policy {self.policy!r} is not known; allowed: {policies}")
         self._check_mix()
         if self.router != "none":
             self._check_router()
         for argument in self.common:
-            if argument.split("=")[0] in ("--port", "--host", "--disaggregation-mode"):
+            if argument.split("=")[0] in ("--port", "--host", "--disaggregation-mode", "--pla-stateless"):
                 raise ConfigError(f"{argument} is set for each instance by the cluster")
 
     def _check_mix(self) -> None:
-        total = sum(self.counts.values())
-        if total == 0:
-            raise ConfigError("a cluster needs an instance: --unified N, or --prefill N --decode N")
+        if not any(self.counts.values()):
+            raise ConfigError("a cluster needs an instance: --unified N, --stateless N, or --prefill N --decode N")
         pair = [self.counts.get(kind, 0) for kind in ("prefill", "decode")]
         if self.router == "none":
+            return
+        if self.counts.get("stateless", 0):
+            if self.router != "pla":  # only ours tells them their peers
+                count = self.counts["stateless"]
+                raise ConfigError(f"--stateless {count} needs a router that knows them; allowed: --router pla or none")
             return
         if (pair[0] == 0) != (pair[1] == 0):
             raise ConfigError(f"--prefill {pair[0]} --decode {pair[1]}: a router needs at least one of each")
@@ -77,7 +85,7 @@ class ClusterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InstanceSpec:
-    """One engine: its ports stay the same over restarts."""
+    """One engine: its HTTP port stays the same over restarts."""
 
     name: str
     kind: str
@@ -94,39 +102,49 @@ class InstanceSpec:
 def instances(config: ClusterConfig, free_port: Callable[[], int]) -> list[InstanceSpec]:
     """The engines of a cluster, with ports from ``free_port``; prefill first, as a decode instance looks for them."""
     made = []
-    for kind in ("prefill", "decode", "unified"):
+    for kind in ("prefill", "decode", "unified", "stateless"):
         for index in range(config.counts.get(kind, 0)):
             port = free_port()
-            bootstrap = free_port() if kind == "prefill" else None
-            argv = ["--host", config.host, "--port", str(port)]
-            if kind != "unified":
-                argv += ["--disaggregation-mode", kind, *TRANSFER]
-            if bootstrap is not None:
-                argv += ["--disaggregation-bootstrap-port", str(bootstrap)]
-            argv += [*config.common, *config.own.get(kind, ())]
-            made.append(InstanceSpec(f"{kind}-{index}", kind, config.host, port, bootstrap, tuple(argv)))
+            bootstrap = free_port() if kind in ("prefill", "stateless") else None
+            made.append(_instance(config, f"{kind}-{index}", kind, port, bootstrap))
     return made
 
 
+def at_new_bootstrap_port(spec: InstanceSpec, config: ClusterConfig, port: int) -> InstanceSpec:
+    """A prefill instance for its next start: decode instances know nothing of its bootstrap server yet."""
+    return _instance(config, spec.name, spec.kind, spec.port, port)
+
+
+def _instance(config: ClusterConfig, name: str, kind: str, port: int, bootstrap: int | None) -> InstanceSpec:
+    argv = ["--host", config.host, "--port", str(port)]
+    if kind == "stateless":
+        argv += ["--pla-stateless", TRANSFER_FLAG, TRANSFER_BACKEND]
+    elif kind != "unified":
+        argv += ["--disaggregation-mode", kind, TRANSFER_FLAG, TRANSFER_BACKEND]
+    if bootstrap is not None:
+        argv += ["--disaggregation-bootstrap-port", str(bootstrap)]
+    argv += [*config.common, *config.own.get(kind, ())]
+    return InstanceSpec(name, kind, config.host, port, bootstrap, tuple(argv))
+
+
 def router_arguments(config: ClusterConfig, engines: Sequence[InstanceSpec], port: int, metrics_port: int) -> list[str]:
-    """What the router in front of ``engines`` is called with."""
+    """The arguments of the router in front of ``engines``."""
     command = ["--host", config.host, "--port", str(port)]
     if config.router == "pla":
-        workers = [part for one in engines for part in ("--worker", one.url)]
-        # SGLang's router writes round_robin, ours round-robin: both are understood
+        workers = [part for engine in engines for part in ("--worker", engine.url)]
         return [*command, *workers, "--policy", config.policy.replace("_", "-"), *config.router_extra]
     if config.router == "mini-lb":
         command.append("--mini-lb")
     else:
         # SGLang's router knows bucket for prefill instances only, and wants another policy for the decode instances.
         bucket = ["--policy", "round_robin", "--prefill-policy", "bucket"]
-        command += bucket if config.policy == "bucket" else ["--policy", config.policy]
+        command += bucket if config.policy == "bucket" else ["--policy", config.policy.replace("-", "_")]
         command += ["--prometheus-port", str(metrics_port), "--log-level", "warn"]
         command += ["--worker-startup-check-interval", "1"]  # it looks every 30 s by default
-    unified = [one.url for one in engines if one.kind == "unified"]
+    unified = [engine.url for engine in engines if engine.kind == "unified"]
     if unified:
         return [*command, "--worker-urls", *unified, *config.router_extra]
     command.append("--pd-disaggregation")
-    for one in engines:
-        command += ["--" + one.kind, one.url, *([str(one.bootstrap_port)] if one.bootstrap_port else [])]
+    for engine in engines:
+        command += ["--" + engine.kind, engine.url, *([str(engine.bootstrap_port)] if engine.bootstrap_port else [])]
     return [*command, *config.router_extra]

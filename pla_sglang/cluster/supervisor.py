@@ -1,4 +1,4 @@
-"""Starts a cluster, watches it, restarts what it is told to, and leaves nothing behind. One event loop, one thread."""
+"""Starts a cluster, watches it, restarts members on request, leaves no process behind. One event loop, one thread."""
 
 from __future__ import annotations
 
@@ -17,15 +17,25 @@ import aiohttp
 
 from pla_sglang.cluster.children import Children, ClusterError
 from pla_sglang.cluster.instance import Instance, State
-from pla_sglang.cluster.logs import LineReader
+from pla_sglang.cluster.lean import serves_chain
+from pla_sglang.cluster.logs import LastErrors, LineReader
 from pla_sglang.cluster.memory import tree_pss_bytes
-from pla_sglang.cluster.spec import ROUTER_MODULES, ClusterConfig, instances, router_arguments
+from pla_sglang.cluster.spec import (
+    ROUTER_MODULES,
+    WHOLE,
+    ClusterConfig,
+    at_new_bootstrap_port,
+    instances,
+    router_arguments,
+)
+from pla_sglang.launch_server import request_line
 
 HEALTH_INTERVAL_S = 0.25
 HEALTH_TIMEOUT_S = 10.0
 STOP_GRACE_S = 3.0
 # SGLang's decode instances keep the addresses of a prefill instance until two of their heartbeats, one in 5 s, have
-# found it dead. One that comes back sooner is never paired again: they go on writing to ports that nobody listens on.
+# found it dead. One that comes back sooner at the same bootstrap port is never paired again: they go on writing to
+# ports that nobody listens on. Our router asks instances for that port; SGLang's has it on its command line.
 FORGOTTEN_S = 12.0
 # What makes the host's device a CPU, before anything asks; and one thread of torch a process, as engines share cores.
 ENVIRONMENT = {
@@ -37,6 +47,7 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 ROUTER = "router"
+CHAIN_ANSWERS = "the chain model answers with made-up words: they are there to be checked, not to be read"
 Sink = Callable[[str, str], None]
 
 
@@ -53,10 +64,12 @@ class Supervisor:
         state_file: Path | None = None,
     ) -> None:
         self.config = config
+        self._free_port = free_port
         self.engines = [Instance(spec.name, spec.url, spec) for spec in instances(config, free_port)]
         self.router = self._make_router(free_port)
         self.ready = asyncio.Event()
         self._sink = sink
+        self._errors = LastErrors()
         self._environment = ENVIRONMENT | environment
         self._state_file = state_file
         self._stop = asyncio.Event()
@@ -65,7 +78,7 @@ class Supervisor:
         self._readers: list[LineReader] = []
         self._failure: str | None = None
         self._forked = False  # the zygote can fork
-        self._measured: dict[str, Any] = {}  # what the state file says about the start
+        self._measured: dict[str, Any] = {}  # what the state file says about the start, once all are ready
         self._started_s = 0.0
 
     def _make_router(self, free_port: Callable[[], int]) -> Instance | None:
@@ -97,33 +110,47 @@ class Supervisor:
         loop.add_reader(children.fileno(), self._on_event)
         control = await self._open_control()
         try:
-            await self._start()
+            await self._start_members()
             self.ready.set()
             await self._until_stopped()
         finally:
             loop.remove_reader(children.fileno())
             if control is not None:
                 control.close()
-            await self._end(children)
+            await self._end_members(children)
 
     # -- start -----------------------------------------------------------------------------------------------------
 
-    async def _start(self) -> None:
+    async def _start_members(self) -> None:
         self._write_state()
-        self._say(f"importing SGLang once, for {len(self.engines)} engine(s)")
+        self._log_line(f"importing SGLang once, for {len(self.engines)} engine(s)")
         async with aiohttp.ClientSession(trust_env=False) as http:
             await self._wait_for(lambda: self._forked, "the fork server")
             for engine in self.engines:
-                self._launch(engine)
+                self._launch_member(engine)
             for group in (self.engines, [self.router] if self.router is not None else []):
                 if group and group[0].spec is None:
-                    self._launch(group[0])
+                    self._launch_member(group[0])
                 await asyncio.gather(*(self._wait_ready(member, http) for member in group))
         pss_bytes = tree_pss_bytes(os.getpid())
-        self._say(
+        self._log_line(
             f"all {len(self.members)} ready after {self._elapsed_s():.1f} s, memory (PSS) {pss_bytes / 2**30:.2f} GiB"
         )
-        self._write_state(pss_bytes)
+        self._log_request()
+        self._measured = {"ready_s": round(self._elapsed_s(), 3), "pss_bytes": pss_bytes}
+        self._write_state()
+
+    def _log_request(self) -> None:
+        """A request to try, where anybody answers whole ones."""
+        whole = [engine for engine in self.engines if engine.spec is not None and engine.spec.kind in WHOLE]
+        front = self.router or (whole[0] if whole else None)
+        if front is None:
+            return
+        arguments = [*self.config.common, *self.config.router_extra]
+        url = front.url.replace("//0.0.0.0:", "//127.0.0.1:")
+        self._log_line(f"try: {request_line(url, has_key='--api-key' in arguments)}")
+        if any(engine.spec is not None and serves_chain(engine.spec.argv) for engine in self.engines):
+            self._log_line(CHAIN_ANSWERS)
 
     async def _wait_for(self, done: Callable[[], bool], what: str) -> None:
         while not done():
@@ -134,15 +161,16 @@ class Supervisor:
                     await self._changed.wait()
 
     async def _wait_ready(self, member: Instance, http: aiohttp.ClientSession) -> None:
-        while not await _healthy(member.url, http):
+        while not await _is_healthy(member.url, http):
             self._check_start(member.name)
             if member.state is State.DEAD:
-                raise ClusterError(f"{member.name} ended with status {member.exit_status} while starting")
+                why = self._describe_end(member)
+                raise ClusterError(f"{member.name} ended with status {member.exit_status} while starting{why}")
             await asyncio.sleep(HEALTH_INTERVAL_S)
         if member.state is State.STARTING:
-            member.to(State.READY)
-        count = sum(one.state is State.READY for one in self.members)
-        self._say(f"{count}/{len(self.members)} ready: {member.name} at {member.url} ({self._elapsed_s():.1f} s)")
+            member.move_to(State.READY)
+        count = sum(member.state is State.READY for member in self.members)
+        self._log_line(f"{count}/{len(self.members)} ready: {member.name} at {member.url} ({self._elapsed_s():.1f} s)")
         self._write_state()
 
     def _check_start(self, what: str) -> None:
@@ -153,17 +181,24 @@ class Supervisor:
         if not self.ready.is_set() and self._elapsed_s() > self.config.start_timeout_s:
             raise ClusterError(f"{what} is not ready {self.config.start_timeout_s:g} s after the start")
 
-    def _launch(self, member: Instance) -> None:
+    def _launch_member(self, member: Instance) -> None:
         assert self._children is not None
         reading, writing = os.pipe()
         try:
             if member.spec is not None:
-                self._children.fork(member.name, member.spec.argv, {}, writing)
+                self._children.fork_process(member.name, member.spec.argv, writing)
             else:
-                self._children.run(member.name, ROUTER_MODULES[self.config.router], member.command, {}, writing)
+                self._children.fork_process(
+                    member.name, member.command, writing, module=ROUTER_MODULES[self.config.router]
+                )
         finally:
             os.close(writing)
-        self._readers.append(LineReader(member.name, reading, self._sink))
+        self._errors.forget_member(member.name)
+        self._readers.append(LineReader(member.name, reading, self._on_line))
+
+    def _on_line(self, name: str, line: str) -> None:
+        self._errors.note_line(name, line)
+        self._sink(name, line)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +215,7 @@ class Supervisor:
     def _on_event(self) -> None:
         assert self._children is not None
         try:
-            event = self._children.event()
+            event = self._children.read_event()
         except (ClusterError, OSError) as error:
             asyncio.get_running_loop().remove_reader(self._children.fileno())
             self._failure = str(error)
@@ -189,7 +224,7 @@ class Supervisor:
         if event["event"] == "ready":
             self._forked = True
         else:
-            member = next(one for one in self.members if one.name == event["name"])
+            member = next(member for member in self.members if member.name == event["name"])
             if event["event"] == "started":
                 member.pid = event["pid"]
             elif event["pid"] == member.pid:
@@ -199,48 +234,62 @@ class Supervisor:
 
     def _on_exit(self, member: Instance, status: int) -> None:
         expected = member.state is State.STOPPING
-        member.to(State.DEAD)
+        member.move_to(State.DEAD)
         member.exit_status, member.pid, member.ended_s = status, None, time.monotonic()
         if not expected and not self._stop.is_set():
-            self._say(f"{member.name} ended with status {status}")
+            self._log_line(f"{member.name} ended with status {status}{self._describe_end(member)}")
 
-    async def restart(self, name: str) -> None:
-        """End one member and start it anew on the same ports; returns once it is ready.
+    def _describe_end(self, member: Instance) -> str:
+        """Its last error behind a colon; what it has printed may still be on its way."""
+        for reader in self._readers:
+            if reader.name == member.name:
+                reader.read_rest()
+        return self._errors.describe_error(member.name)
 
-        A prefill instance stays down for ``FORGOTTEN_S`` where there are decode instances. Raises ClusterError.
+    async def restart_member(self, name: str) -> None:
+        """End one member and start it again on the same port; returns once it is ready.
+
+        A prefill instance before decode instances gets a new bootstrap port where our router asks for it; else it stays
+        down for ``FORGOTTEN_S``. Raises ClusterError.
         """
-        member = next((one for one in self.members if one.name == name), None)
+        member = next((member for member in self.members if member.name == name), None)
         if member is None:
-            raise ClusterError(f"no instance {name!r}; there are: {', '.join(one.name for one in self.members)}")
+            raise ClusterError(f"no instance {name!r}; there are: {', '.join(member.name for member in self.members)}")
         await self._bring_down(member)
         await asyncio.sleep(max(0.0, self.may_start_s(member) - time.monotonic()))
         self._check_start(name)
         if member.state is State.DEAD:  # else somebody else has ordered the same meanwhile
             member.restarts += 1
-            member.to(State.STARTING)
-            self._launch(member)
+            if member.spec is not None and self._must_be_forgotten(member) and self.config.router == "pla":
+                member.spec = at_new_bootstrap_port(member.spec, self.config, self._free_port())
+            member.move_to(State.STARTING)
+            self._launch_member(member)
         async with aiohttp.ClientSession(trust_env=False) as http:
             await self._wait_ready(member, http)
 
     async def _bring_down(self, member: Instance) -> None:
         assert self._children is not None
         if member.state in (State.STARTING, State.READY):
-            member.to(State.STOPPING)
-            self._children.kill(member.name, signal.SIGTERM)
+            member.move_to(State.STOPPING)
+            self._children.kill_group(member.name, signal.SIGTERM)
             end_s = time.monotonic() + STOP_GRACE_S
             while member.state is State.STOPPING and time.monotonic() < end_s:
                 await asyncio.sleep(HEALTH_INTERVAL_S)
             if member.state is State.STOPPING:
-                self._children.kill(member.name, signal.SIGKILL)
+                self._children.kill_group(member.name, signal.SIGKILL)
         while member.state is State.STOPPING:
             await asyncio.sleep(HEALTH_INTERVAL_S)
 
     def may_start_s(self, member: Instance) -> float:
         """When a member that has ended may be started again, by ``time.monotonic``."""
-        decodes = any(one.spec is not None and one.spec.kind == "decode" for one in self.engines)
-        if member.ended_s is None or member.spec is None or member.spec.kind != "prefill" or not decodes:
+        if member.ended_s is None or not self._must_be_forgotten(member) or self.config.router == "pla":
             return 0.0
         return member.ended_s + FORGOTTEN_S
+
+    def _must_be_forgotten(self, member: Instance) -> bool:
+        """Whether decode instances have addresses of it."""
+        decodes = any(engine.spec is not None and engine.spec.kind == "decode" for engine in self.engines)
+        return decodes and member.spec is not None and member.spec.kind in ("prefill", "stateless")
 
     # -- control and state -----------------------------------------------------------------------------------------
 
@@ -257,7 +306,7 @@ class Supervisor:
         answer = "ok"
         try:
             if line[:1] == ["restart"] and len(line) == 2:
-                await self.restart(line[1])
+                await self.restart_member(line[1])
             elif line == ["stop"]:
                 self.stop()
             else:
@@ -269,43 +318,40 @@ class Supervisor:
             await writer.drain()
         writer.close()
 
-    def _write_state(self, pss_bytes: int | None = None) -> None:
+    def _write_state(self) -> None:
         if self._state_file is None:
             return
         state = {
             "pid": os.getpid(),
-            "ready": self.ready.is_set() or pss_bytes is not None,
+            "ready": bool(self._measured),
             "url": self.router.url if self.router is not None else self.engines[0].url,
-            "router": None if self.router is None else self.router.describe() | {"policy": self.config.policy},
-            "instances": [engine.describe() for engine in self.engines],
+            "router": None if self.router is None else self.router.to_dict() | {"policy": self.config.policy},
+            "instances": [engine.to_dict() for engine in self.engines],
         }
-        if pss_bytes is not None:
-            state |= {"ready_s": round(self._elapsed_s(), 3), "pss_bytes": pss_bytes}
-            self._measured = {"ready_s": state["ready_s"], "pss_bytes": pss_bytes}
         temporary = self._state_file.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._measured | state, indent=1) + "\n", encoding="utf-8")
         temporary.replace(self._state_file)
 
     # -- end -------------------------------------------------------------------------------------------------------
 
-    async def _end(self, children: Children) -> None:
+    async def _end_members(self, children: Children) -> None:
         for member in reversed(self.members):
             if member.pid is not None and self._failure is None:
                 with contextlib.suppress(OSError):
-                    children.kill(member.name, signal.SIGTERM)
+                    children.kill_group(member.name, signal.SIGTERM)
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(children.close)
+        await asyncio.to_thread(children.close_zygote)
         for reader in self._readers:
-            reader.close()
+            reader.close_reader()
         if self._state_file is not None:
             self._state_file.unlink(missing_ok=True)
             control_path(self._state_file).unlink(missing_ok=True)
-        self._say("stopped, nothing left running")
+        self._log_line("stopped, nothing left running")
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_s
 
-    def _say(self, text: str) -> None:
+    def _log_line(self, text: str) -> None:
         self._sink("cluster", text)
 
 
@@ -314,8 +360,8 @@ def control_path(state_file: Path) -> Path:
     return state_file.with_suffix(".sock")
 
 
-def control(state_file: Path, command: str, timeout_s: float = 300.0) -> str:
-    """Send ``command`` to a running cluster and return its answer. Raises ClusterError where none runs."""
+def send_command(state_file: Path, command: str, timeout_s: float = 300.0) -> str:
+    """Send ``command`` to a running cluster and return its answer. Raises ClusterError if none runs."""
     try:
         with socket.socket(socket.AF_UNIX) as channel:
             channel.settimeout(timeout_s)
@@ -326,7 +372,7 @@ def control(state_file: Path, command: str, timeout_s: float = 300.0) -> str:
         raise ClusterError(f"no cluster answers at {control_path(state_file)}: {error}") from None
 
 
-async def _healthy(url: str, http: aiohttp.ClientSession) -> bool:
+async def _is_healthy(url: str, http: aiohttp.ClientSession) -> bool:
     try:
         async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as answer:
             return answer.status == 200

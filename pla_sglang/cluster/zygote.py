@@ -2,13 +2,13 @@
 
 FD is one end of a SOCK_SEQPACKET pair; a message is one JSON object. Requests::
 
-    {"op": "fork", "name": N, "argv": [...], "env": {...}}   one descriptor attached: where output goes
-    {"op": "run", "name": N, "module": M, "argv": [...], "env": {...}}   likewise: ``python -m M argv``
-    {"op": "kill", "name": N, "signal": S}                   to the whole process group of N
+    {"op": "fork", "name": N, "module": null, "argv": [...]}   an engine; one descriptor attached: where output goes
+    {"op": "fork", "name": N, "module": M, "argv": [...]}      likewise: ``python -m M argv``
+    {"op": "kill", "name": N, "signal": S}                     to the whole process group of N
 
 Answers: ``{"event": "ready"}`` once, ``{"event": "started", "name": N, "pid": P}``, ``{"event": "exited", "name": N,
-"pid": P, "status": S}``. When the other end is closed, for whatever reason, everything is killed and the process ends:
-a launcher that is killed leaves nothing behind. Children die with this process, as SGLang's children die with theirs.
+"pid": P, "status": S}``. When the other end is closed, for any reason, all children are killed and the process ends:
+a killed launcher leaves no process behind. Children die with this process, as SGLang's children die with theirs.
 
 Single-threaded, and nothing that it imports may start a thread: a fork copies only the thread that forks.
 """
@@ -40,7 +40,7 @@ PRELOADED = (
     "sglang.srt.disaggregation.nixl.conn",
     "sglang.srt.models.registry",
     "pla_sglang.launch_server",
-    "pla_sglang.emulate.handlers",
+    "pla_sglang.emulate.hooks",
     "pla_sglang.platform.cpu",
     "pla_sglang.platform.paged_allocator",
     "transformers.models.auto.tokenization_auto",
@@ -49,12 +49,12 @@ PRELOADED = (
 
 def main(arguments: Sequence[str]) -> None:
     channel = socket.socket(fileno=int(arguments[0]))
-    preload()
-    Zygote(channel).serve()
+    preload_modules()
+    Zygote(channel).serve_requests()
 
 
-def preload() -> None:
-    """Import what engines need and freeze it, so that a collection in a child does not copy every page."""
+def preload_modules() -> None:
+    """Import the modules of engines and freeze them, so that garbage collection in a child copies no pages."""
     import importlib
 
     for name in PRELOADED:
@@ -75,26 +75,26 @@ class Zygote:
         self._channel = channel
         self._children: dict[int, str] = {}  # process id -> name
 
-    def serve(self) -> None:
+    def serve_requests(self) -> None:
         """Until the other end closes."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher decides
-        self._send({"event": "ready"})
+        self._send_event({"event": "ready"})
         try:
             while True:
                 readable, _, _ = select.select([self._channel.fileno(), wake_read], [], [])
                 if wake_read in readable:
                     os.read(wake_read, 4096)
-                self._reap()
-                if self._channel.fileno() in readable and not self._receive():
+                self._reap_children()
+                if self._channel.fileno() in readable and not self._handle_request():
                     return
         finally:
             self._kill_all()
 
-    def _receive(self) -> bool:
+    def _handle_request(self) -> bool:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
         except ConnectionResetError:  # closed with events of ours unread
@@ -109,13 +109,13 @@ class Zygote:
             return True
         pid = os.fork()
         if pid == 0:
-            self._become(request, descriptors[0])
+            self._become_child(request, descriptors[0])
         os.close(descriptors[0])
         self._children[pid] = request["name"]
-        self._send({"event": "started", "name": request["name"], "pid": pid})
+        self._send_event({"event": "started", "name": request["name"], "pid": pid})
         return True
 
-    def _become(self, request: dict[str, Any], output: int) -> NoReturn:
+    def _become_child(self, request: dict[str, Any], output: int) -> NoReturn:
         """In the child: a session of its own, output to the launcher, then the engine or the program."""
         code = 1
         try:
@@ -128,10 +128,8 @@ class Zygote:
                 signal.signal(number, signal.SIG_DFL)
             for target in (1, 2):
                 os.dup2(output, target)
-            os.environ.update(request["env"])
-            code = (
-                run_module(request["module"], request["argv"]) if "module" in request else run_engine(request["argv"])
-            )
+            module, argv = request["module"], request["argv"]
+            code = run_engine(argv) if module is None else run_module(module, argv)
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
             if isinstance(stop.code, str):
@@ -144,7 +142,7 @@ class Zygote:
                 sys.stderr.flush()
             os._exit(code)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -152,13 +150,15 @@ class Zygote:
             name = self._children.pop(pid, None)
             if name is not None:
                 _kill_group(pid, signal.SIGKILL)  # what the engine left in its session
-                self._send({"event": "exited", "name": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                self._send_event(
+                    {"event": "exited", "name": name, "pid": pid, "status": os.waitstatus_to_exitcode(status)}
+                )
 
     def _kill_all(self) -> None:
         for pid in self._children:
             _kill_group(pid, signal.SIGKILL)
 
-    def _send(self, event: dict[str, Any]) -> None:
+    def _send_event(self, event: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the end of input says so next
             self._channel.send(json.dumps(event).encode())
 
@@ -175,7 +175,7 @@ def run_engine(argv: list[str]) -> int:
 
 
 def run_module(module: str, argv: list[str]) -> int:
-    """A router in this forked process; SGLang's imports half of SGLang, which is here already."""
+    """A router in this forked process; SGLang's router imports much of SGLang, which is already loaded."""
     sys.argv = [module, *argv]
     sys.modules.pop(module, None)  # preloaded under its own name; here it is the main program
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -183,7 +183,7 @@ def run_module(module: str, argv: list[str]) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends, and end now if that has happened already."""
+    """Ask the kernel to kill this process when its parent ends, and end now if the parent has already ended."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,6 +1,6 @@
 """The embedded demo model: a toy Qwen2 with words of the Python documentation, for machines without GPU or network.
 
-``build.py`` makes it, ``model/`` holds the result, and ``demo_model_path()`` says where that is.
+``model/`` holds it, ``demo_model_path()`` is its path; ``scripts/demo_model/build.py`` has made it.
 """
 
 from __future__ import annotations

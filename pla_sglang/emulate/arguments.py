@@ -1,39 +1,31 @@
-"""What ``--pla-emulate`` means for the rest of the command line."""
+"""Defaults of the other command-line flags under ``--pla-emulate``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from pla_sglang import cli
 from pla_sglang.chain import model_path
 from pla_sglang.config import PlaConfig
 from pla_sglang.errors import ConfigError
+from pla_sglang.platform import value_of
 from pla_sglang.profiles import load_profile
 
 FLAG = "--pla-emulate"
-MODEL_FLAGS = ("--model-path", "--model", "--config")
+MODEL_FLAGS = ("--model-path", "--model")
+FILE_FLAG = "--config"
 MAX_RUNNING_REQUESTS = 512
 CHUNKED_PREFILL_TOKENS = 8192  # SGLang's own choice on an 80 GB GPU
 
 
-def value_of(arguments: Sequence[str], flag: str) -> str | None:
-    """Value of the last ``flag X`` or ``flag=X``."""
-    found = None
-    for position, argument in enumerate(arguments):
-        if argument == flag and position + 1 < len(arguments):
-            found = arguments[position + 1]
-        elif argument.startswith(flag + "="):
-            found = argument.partition("=")[2]
-    return found
-
-
 def with_emulation(arguments: list[str]) -> list[str]:
-    """``arguments``, with what an emulated engine needs where the user left it open; unchanged without the flag.
+    """``arguments`` with the defaults of an emulated engine for flags that are not given; unchanged without the flag.
 
     The chain model as model, the CPU as device, the profile's KV capacity, and SGLang's values for an 80 GB GPU.
 
     Raises:
-        ProfileError: unknown or broken profile.
+        ConfigError: unknown or invalid profile, or a ``--config`` file that cannot be read.
     """
     name = value_of(arguments, FLAG)
     if name is None:
@@ -45,10 +37,18 @@ def with_emulation(arguments: list[str]) -> list[str]:
         "--max-running-requests": str(MAX_RUNNING_REQUESTS),
         "--chunked-prefill-size": str(CHUNKED_PREFILL_TOKENS),
     }
-    if all(value_of(arguments, flag) is None for flag in MODEL_FLAGS):
+    if not names_model(arguments):
         wanted["--model-path"] = str(model_path())
     added = [part for flag, value in wanted.items() if value_of(arguments, flag) is None for part in (flag, value)]
     return [*added, *arguments]
+
+
+def names_model(arguments: Sequence[str]) -> bool:
+    """Whether the command line, or the file of its ``--config``, names a model. Raises ConfigError for the file."""
+    file = value_of(arguments, FILE_FLAG)
+    keys = cli.load_yaml(file) if file is not None else {}
+    in_file = any(f"--{cli.key_of(key)}" in MODEL_FLAGS for key in keys)
+    return in_file or any(value_of(arguments, flag) is not None for flag in MODEL_FLAGS)
 
 
 def check(server_args: Any, config: PlaConfig) -> None:

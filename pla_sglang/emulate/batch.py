@@ -1,20 +1,21 @@
-"""What of SGLang's batch decides how long it takes. Reads attributes only, imports nothing of the host."""
+"""The properties of SGLang's batch that determine its duration. Reads attributes only, imports nothing of the host."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepShape:
-    """Sums over one batch; ``requests`` counts prefills, ``attention`` sums L*(L + 2*H) over them."""
+class StepShape(NamedTuple):
+    """Sums over one batch, as ``StepProfile.step_s`` takes them.
+
+    ``requests`` counts prefills, ``attention`` sums L*(L + 2*H) over them, ``batch`` counts decodes.
+    """
 
     new_tokens: int = 0
     attention: float = 0.0
     history_tokens: int = 0
     requests: int = 0
-    decodes: int = 0
+    batch: int = 0
     context_tokens: int = 0
 
 
@@ -22,7 +23,7 @@ def shape_of(batch: Any) -> StepShape:
     """The shape of a ScheduleBatch about to be launched."""
     mode = batch.forward_mode
     if mode.is_decode():
-        return StepShape(decodes=len(batch.reqs), context_tokens=int(batch.seq_lens_cpu.sum()))
+        return StepShape(batch=len(batch.reqs), context_tokens=int(batch.seq_lens_cpu.sum()))
     if not mode.is_extend():
         return StepShape()
     # In a mixed batch the decodes are appended to the prefills, one token each.
@@ -34,6 +35,6 @@ def shape_of(batch: Any) -> StepShape:
         attention=float(sum(new * (new + 2 * old) for new, old in zip(lengths, history, strict=True))),
         history_tokens=sum(history),
         requests=prefills,
-        decodes=decodes,
+        batch=decodes,
         context_tokens=int(batch.seq_lens_cpu[prefills:].sum()) if decodes else 0,
     )

@@ -1,4 +1,4 @@
-"""The emulated device of one scheduler process: costs batches by a profile, keeps the time line, makes hosts wait."""
+"""The emulated device of one scheduler process: durations from a profile, time line, waiting of the host."""
 
 from __future__ import annotations
 
@@ -28,15 +28,8 @@ class Device:
 
     def cost_s(self, shape: StepShape) -> float:
         """Seconds of this process's clock that a batch takes."""
-        return self.time_scale * self.profile.step_s(
-            new_tokens=shape.new_tokens,
-            attention=shape.attention,
-            history_tokens=shape.history_tokens,
-            requests=shape.requests,
-            batch=shape.decodes,
-            context_tokens=shape.context_tokens,
-            graph=self._prefill_graph or shape.requests == 0,
-        )
+        graph = self._prefill_graph or shape.requests == 0
+        return self.time_scale * self.profile.step_s(**shape._asdict(), graph=graph)
 
     def launch(self, shape: StepShape, now_s: float) -> Span:
         span = self.timeline.launch(self.cost_s(shape), now_s)
@@ -61,7 +54,7 @@ class Device:
 
 
 class ResultReady:
-    """Stands in for the CUDA event of a result: ``synchronize`` returns once the device is done with it."""
+    """Replaces the CUDA event of a result: ``synchronize`` returns once the device has finished it."""
 
     def __init__(self, span: Span, log: StepLog) -> None:
         self._span = span
@@ -80,11 +73,11 @@ class ResultReady:
         return time.perf_counter() >= self._span.ready_s
 
     def record(self, stream: Any = None) -> None:
-        """The host records the event behind the work; here the work itself says when it is done."""
+        """The host records the event after the work; here the end time is part of the work."""
 
 
 class KvLink:
-    """One link into this instance: transfers follow each other at a stated bandwidth."""
+    """The link into this instance: transfers run one after the other at a given bandwidth."""
 
     def __init__(self, bytes_per_token: int, gbps: float, time_scale: float) -> None:
         self._token_s = bytes_per_token * 8 / (gbps * 1e9) * time_scale

@@ -1,4 +1,4 @@
-"""How well observed steps keep to their planned times."""
+"""Deviation of observed steps from their planned times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW = 8192
 class StepLog:
     """Errors of the last steps. A step's observed time runs from the result before it, or from its own launch.
 
-    So it holds everything that a client would feel: late wake-ups, and gaps that the host left.
+    So it includes all delays that a client observes: late wake-ups and gaps caused by the host.
     """
 
     def __init__(self, window: int = WINDOW) -> None:
@@ -35,7 +35,3 @@ class StepLog:
         if not ordered:
             return [None] * len(shares)
         return [ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in shares]
-
-    def clear(self) -> None:
-        """Forget the errors so far; the count of steps goes on."""
-        self._errors.clear()

@@ -20,7 +20,7 @@ class Span:
 
 
 class Timeline:
-    """A device with a queue: work launched while it is busy starts when what came before is done."""
+    """A device with a queue: work launched while it is busy starts when the earlier work is done."""
 
     def __init__(self) -> None:
         self.free_s: float | None = None  # when the last work is done; None before the first
@@ -31,8 +31,8 @@ class Timeline:
     def launch(self, cost_s: float, now_s: float) -> Span:
         """Append work of ``cost_s``; returns at once, as a launch does.
 
-        The time between the end of the last work and ``now_s`` is the host's fault unless the device was idle for lack
-        of work (``rest``) in between.
+        The time between the end of the last work and ``now_s`` counts as caused by the host, unless the device had
+        no work (``rest``) in between.
         """
         free_s = now_s if self.free_s is None else self.free_s
         start_s = max(now_s, free_s)
@@ -44,7 +44,7 @@ class Timeline:
         return Span(now_s, start_s, self.free_s, gap_s)
 
     def rest(self) -> None:
-        """The host has no work: what follows is no gap of its making."""
+        """The host has no work: the following idle time is not counted as its gap."""
         self._idle = True
 
     @property

@@ -1,12 +1,13 @@
 """Writes a decision into SGLang's scheduler for the length of one scheduling pass, and takes it back afterwards.
 
 SGLang's ``waiting_queue`` stays the one truth: outside a pass it is always complete, so aborts, time-outs, retraction,
-metrics and load reports need to know nothing of us. Within a pass the queue holds only what was selected. Three more
+metrics and load reports need to know nothing of us. Within a pass the queue holds only what was selected. Four more
 things are changed for a pass and restored at its end, whatever happens in it:
 
 * ``chunked_req``: hidden while the running long is parked; SGLang then neither continues it nor refuses a batch.
 * ``chunked_prefill_size``: None in a pass that must not cut a request, or a second chunked request would be born and
   overwrite the parked one; the chosen chunk in a pass of the long class.
+* ``is_mixed_chunk``: whether running requests join this pass, where the host's flag lets them at all.
 * ``batch_is_full``: a long that found no memory sets this flag, which would lock out shorts that do fit.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pla_sglang.engine.snapshot import chunk_remaining_tokens, output_tokens
-from pla_sglang.policy.types import Action, PassDecision, PassView, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, WaitingView
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,6 +36,7 @@ class PassContext:
         parked: the chunk that is hidden in this pass; owned by the context until ``leave``.
         reserve_tokens: KV tokens that the parked chunk will still take.
         lora_id: adapter of the parked chunk; must stay loadable beside what this pass admits.
+        mixes: the host's ``is_mixed_chunk`` on entry.
         mixed_chunk_tokens: what the chunk may take in a mixed pass; None in all others.
     """
 
@@ -49,10 +51,11 @@ class PassContext:
     parked: Any = None
     reserve_tokens: int = 0
     lora_id: str | None = None
+    mixes: bool = False
     mixed_chunk_tokens: int | None = None
 
 
-def _places(waiting: Sequence[WaitingView], wanted: Sequence[WaitingView]) -> list[int]:
+def _find_places(waiting: Sequence[WaitingView], wanted: Sequence[WaitingView]) -> list[int]:
     """Indices of the ``wanted`` in ``waiting``. They mostly stand near the head, so the search ends early."""
     missing = set(map(id, wanted))
     places: list[int] = []
@@ -78,7 +81,7 @@ def align_chunk(tokens: int, grid_tokens: int) -> int:
     return max(grid_tokens, tokens // grid_tokens * grid_tokens)
 
 
-def enter(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
+def enter_pass(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
     """Make the host carry out ``context.decision``. ``queue`` is the host's list; it gets another one for the pass.
 
     The host reads its attribute again after it has ordered the queue, so nothing of a long queue need be copied.
@@ -89,20 +92,24 @@ def enter(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
     context.order = queue
     scheduler.waiting_queue = [view.handle for view in decision.selected]
     context.shown = set(map(id, scheduler.waiting_queue))
-    context.places = _places(view.waiting, decision.selected)
+    context.places = _find_places(view.waiting, decision.selected)
     if decision.park:
-        _park(context, scheduler)
+        _park_chunk(context, scheduler)
+    rides = decision.ride is not None and decision.ride.joins
+    scheduler.is_mixed_chunk = rides
     if decision.action is Action.SHORT and decision.chunk_tokens is not None:
-        _mix(context, scheduler)
+        _mix_chunk(context, scheduler)
     elif decision.chunk_tokens is None:
         scheduler.chunked_prefill_size = None  # whole requests only
     else:
         scheduler.chunked_prefill_size = align_chunk(decision.chunk_tokens, chunk_grid_tokens(scheduler))
+        if rides:  # the host takes a token a rider off it
+            scheduler.chunked_prefill_size += view.running
     if decision.action is Action.HOLD and scheduler.chunked_req is not None:
-        _park(context, scheduler)
+        _park_chunk(context, scheduler)
 
 
-def _mix(context: PassContext, scheduler: Any) -> None:
+def _mix_chunk(context: PassContext, scheduler: Any) -> None:
     """Ablation: shorts and a shrunken chunk share the pass, within the chunk's token budget where that is possible."""
     decision, page = context.decision, scheduler.page_size
     assert decision is not None and decision.chunk_tokens is not None
@@ -111,7 +118,7 @@ def _mix(context: PassContext, scheduler: Any) -> None:
     scheduler.chunked_prefill_size = context.mixed_chunk_tokens + shorts
 
 
-def _park(context: PassContext, scheduler: Any) -> None:
+def _park_chunk(context: PassContext, scheduler: Any) -> None:
     chunk = scheduler.chunked_req
     context.parked = chunk
     context.reserve_tokens = chunk_remaining_tokens(chunk) + int(
@@ -121,9 +128,10 @@ def _park(context: PassContext, scheduler: Any) -> None:
     scheduler.chunked_req = None
 
 
-def leave(context: PassContext, scheduler: Any, chunked_prefill_size: int | None, batch: Any) -> None:
+def leave_pass(context: PassContext, scheduler: Any, chunked_prefill_size: int | None, batch: Any) -> None:
     """Give the host its state back. Also runs when the pass raised; ``batch`` is None then."""
     scheduler.chunked_prefill_size = chunked_prefill_size
+    scheduler.is_mixed_chunk = context.mixes
     if context.parked is not None:
         assert scheduler.chunked_req is None, "a pass beside a parked chunk cut a request"
         scheduler.chunked_req = context.parked

@@ -5,15 +5,16 @@ Reads the scheduler's fields by the names of ``snapshot``; works with and withou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pla_sglang.engine.snapshot import ARRIVAL_ATTRIBUTE
-from pla_sglang.policy.types import PrefillClass, WaitingView
-from pla_sglang.telemetry.message import Backlog, ClassQueue
+from pla_sglang.engine.stateless.legs import will_decode
+from pla_sglang.load.report import Backlog, ClassQueue
+from pla_sglang.policy.interface.prefill import PrefillClass, WaitingView
 
 
-def waiting(scheduler: Any) -> Iterator[Any]:
+def iterate_waiting(scheduler: Any) -> Iterator[Any]:
     """Requests that wait for their prefill; on a PD prefill instance also those that wait for their handshake."""
     yield from scheduler.waiting_queue
     bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
@@ -21,39 +22,39 @@ def waiting(scheduler: Any) -> Iterator[Any]:
         yield from bootstrap.queue
 
 
-def unfinished(scheduler: Any) -> Iterator[Any]:
-    """``waiting`` and the request whose prefill is under way."""
-    yield from waiting(scheduler)
+def iterate_unfinished(scheduler: Any) -> Iterator[Any]:
+    """``iterate_waiting`` and the request whose prefill is under way."""
+    yield from iterate_waiting(scheduler)
     if scheduler.chunked_req is not None:
         yield scheduler.chunked_req
 
 
-def arrival_s(req: Any) -> float:
+def read_arrival_s(req: Any) -> float:
     """By this process's monotonic clock."""
     stamped: float | None = getattr(req, ARRIVAL_ATTRIBUTE, None)
     return req.time_stats.scheduler_recv_time if stamped is None else stamped
 
 
-def lengths(scheduler: Any, req: Any) -> tuple[int, int]:
+def count_tokens(scheduler: Any, req: Any) -> tuple[int, int]:
     """New and history tokens of a request that waits or is under way."""
     if req is scheduler.chunked_req:
         history = req.extend_range.end
         return max(0, len(req.full_untruncated_fill_ids) - history), history
     adapter = getattr(scheduler, "pla", None)
     if adapter is not None:  # with fcfs the host matches no prefix before admission, we do
-        view = adapter.views.get(req)
+        view = adapter.views.find_view(req)
         return view.new_tokens, view.history_tokens
     total = len(req.origin_input_ids) + len(req.output_ids)
     history = min(req.num_matched_prefix_tokens, total)
     return total - history, history
 
 
-def backlog(scheduler: Any, in_flight: Backlog) -> Backlog:
+def sum_backlog(scheduler: Any, in_flight: Backlog) -> Backlog:
     """Sums over what waits or is under way; ``in_flight`` was launched and is not done."""
     prefills, tokens = in_flight.prefills, in_flight.tokens
     attention, histories = in_flight.attention, in_flight.history_tokens
-    for req in unfinished(scheduler):
-        new, history = lengths(scheduler, req)
+    for req in iterate_unfinished(scheduler):
+        new, history = count_tokens(scheduler, req)
         if new:
             prefills += 1
             tokens += new
@@ -62,34 +63,55 @@ def backlog(scheduler: Any, in_flight: Backlog) -> Backlog:
     return Backlog(prefills, tokens, attention, histories)
 
 
-def by_class(scheduler: Any) -> dict[PrefillClass, list[WaitingView]]:
+def group_by_class(scheduler: Any) -> dict[PrefillClass, list[WaitingView]]:
     """Views of what waits, by class. Only where our scheduling is on."""
     adapter = scheduler.pla
-    shorts, longs = adapter.policy.classify([adapter.views.get(req) for req in waiting(scheduler)])
+    shorts, longs = adapter.policy.classify([adapter.views.find_view(req) for req in iterate_waiting(scheduler)])
     return {PrefillClass.SHORT: shorts, PrefillClass.LONG: longs}
 
 
-def class_queue(views: list[WaitingView]) -> ClassQueue:
+def sum_class_queue(views: list[WaitingView]) -> ClassQueue:
     return ClassQueue(len(views), sum(view.new_tokens for view in views))
 
 
-def oldest_s(scheduler: Any, now_s: float) -> float:
+def measure_oldest_s(scheduler: Any, now_s: float) -> float:
     """Age of the oldest prefill that is not done; 0 without one."""
-    first_s = min(map(arrival_s, unfinished(scheduler)), default=now_s)
+    first_s = min(map(read_arrival_s, iterate_unfinished(scheduler)), default=now_s)
     return max(0.0, now_s - first_s)
 
 
-def decode_waiting(scheduler: Any) -> tuple[int, int]:
-    """Decodes that wait for their KV or for memory, on a PD decode instance: requests and KV tokens."""
+def list_decoding(scheduler: Any, joining: Sequence[Any]) -> list[Any]:
+    """Requests that decode: those of the running batch, and ``joining``, which the host has not put back there yet.
+
+    A request may be in both; one that has ended or was retracted may still be in either. On a stateless instance
+    prefill legs go through the same batches and decode elsewhere.
+    """
+    reqs = {id(req): req for req in (*scheduler.running_batch.reqs, *joining)}
+    return [req for req in reqs.values() if not req.finished() and not req.is_retracted and will_decode(req)]
+
+
+def list_held(scheduler: Any) -> Sequence[Any]:
+    """Requests that are held: they keep their KV here and are in no batch. Of stateless instances."""
+    stateless = getattr(scheduler, "pla_stateless", None)
+    return [] if stateless is None else [hold.req for hold in stateless.hops.holder.holds.values()]
+
+
+def count_decode_waiting(scheduler: Any) -> tuple[int, int]:
+    """Decodes that wait for their KV, for memory or for a place: requests and KV tokens. Of PD decode instances and
+    stateless ones.
+    """
     queues = (
         getattr(scheduler, "disagg_decode_prealloc_queue", None),
         getattr(scheduler, "disagg_decode_transfer_queue", None),
     )
     reqs = [entry.req for queue in queues if queue is not None for entry in queue.queue]
+    stateless = getattr(scheduler, "pla_stateless", None)
+    if stateless is not None:
+        reqs += [*stateless.receiver.ready, *stateless.hops.holder.list_returning()]
     return len(reqs), sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
 
 
-def kv_used_tokens(scheduler: Any) -> int:
+def count_kv_used_tokens(scheduler: Any) -> int:
     """KV tokens that cannot be evicted."""
     free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
     return max(0, int(scheduler.max_total_num_tokens - free))

@@ -7,15 +7,12 @@ step model and the duration of decode steps travel the same way, since only rank
 
 from __future__ import annotations
 
-import dataclasses
-
 from sglang.srt.managers.io_struct import BaseReq
-
-from pla_sglang.policy.boundary import StepModel
 
 
 class PlaTick(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec class that mypy is told to skip
-    """Rank 0's clock, how long its decode steps take, and the coefficients of a new step model (empty: unchanged).
+    """Rank 0's clock, how long its decode steps take, and the coefficients of new models of prefills and of
+    riding decodes (empty: unchanged).
 
     Never crosses a socket.
     """
@@ -23,11 +20,4 @@ class PlaTick(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec cla
     now_s: float
     decode_step_s: float = 0.0
     model: tuple[float, ...] = ()
-
-
-def pack_model(model: StepModel) -> tuple[float, ...]:
-    return dataclasses.astuple(model)
-
-
-def unpack_model(values: tuple[float, ...]) -> StepModel:
-    return StepModel(*values)
+    ride: tuple[float, ...] = ()

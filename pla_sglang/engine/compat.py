@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pla_sglang.config import PlaConfig
+from pla_sglang.config import DOPD, PlaConfig
 from pla_sglang.errors import ConfigError
 
 
-def check(server_args: Any, config: PlaConfig) -> None:
+def check_flags(server_args: Any, config: PlaConfig) -> None:
     """Raises ConfigError with every contradiction between ``config`` and SGLang's resolved arguments."""
     if not config.enabled:
         return
@@ -35,7 +35,11 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
     boundary = config.boundary_tokens
     return [
         *_pool_rules(args, config),
-        (is_set("enable_mixed_chunk"), "--enable-mixed-chunk (decode tokens would share batches with shorts)"),
+        *_mixed_rules(is_set("enable_mixed_chunk"), config),
+        (
+            config.prefill_disagg == DOPD and config.mixing == "allow",
+            "--pla-mixing allow (an ablation of the temporal policy)",
+        ),
         (is_set("enable_prefill_delayer"), "--enable-prefill-delayer (two mechanisms that hold prefills back)"),
         (is_set("enable_dp_attention"), "--enable-dp-attention (ranks must run the same class in each step)"),
         (is_set("enable_pdmux"), "--enable-pdmux (it has a prefill loop of its own)"),
@@ -51,7 +55,7 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
             "--disaggregation-mode decode (a decode instance has no prefill to schedule)",
         ),
         (
-            chunking and boundary is not None and boundary > chunk,
+            chunking and boundary is not None and boundary > chunk and config.prefill_disagg != DOPD,
             f"--pla-boundary {boundary} above --chunked-prefill-size {chunk} (a short has to fit one pass)",
         ),
         (
@@ -65,6 +69,20 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
     ]
 
 
+def _mixed_rules(mixed: bool, config: PlaConfig) -> list[tuple[bool, str]]:
+    """With mixed chunks running decodes ride in passes of either class (docs/policies/temporal.md)."""
+    return [
+        (
+            mixed and config.mixing == "allow",
+            "--enable-mixed-chunk with --pla-mixing allow (the ablation shares passes between the classes by itself)",
+        ),
+        (
+            mixed and config.prefill_disagg == "spatial",
+            "--enable-mixed-chunk with --prefill-disagg spatial (riding decodes are not tested there)",
+        ),
+    ]
+
+
 def has_pools(args: Any, config: PlaConfig) -> bool:
     """Whether this server splits its own data-parallel ranks into a short and a long pool."""
     return config.prefill_disagg == "spatial" and (getattr(args, "dp_size", 1) or 1) > 1
@@ -72,7 +90,8 @@ def has_pools(args: Any, config: PlaConfig) -> bool:
 
 def _pool_rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
     if not has_pools(args, config):
-        return [(config.short_ranks is not None, "--pla-short-ranks without --prefill-disagg spatial and --dp-size")]
+        lacking = "--dp-size above 1" if config.prefill_disagg == "spatial" else "--prefill-disagg spatial"
+        return [(config.short_ranks is not None, f"--pla-short-ranks, which needs {lacking}")]
     ranks = args.dp_size
     return [
         (

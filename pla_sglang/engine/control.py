@@ -9,30 +9,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pla_sglang.config import LONG_ORDERS, PRESSURE, ROLES, PlaConfig
+from pla_sglang.checks import check_value, declared_fields
+from pla_sglang.config import DEADLINES, LONG_ORDERS, PRESSURE, ROLES, PlaConfig
 from pla_sglang.errors import ConfigError
 
 PREFIX = "pla."
 AUTO = "auto"
-LARGEST = 1e18  # beyond it an integer may be too large for a float; every knob's own range ends far below
-_NUMBERS = (
+LARGEST = 1 << 53  # beyond it a float is no exact count
+_CHOICES = {"deadlines": DEADLINES, "long_order": LONG_ORDERS, "role": ROLES, "pressure": PRESSURE}
+RUNTIME_KNOBS = (
     "wait_min_ms",
     "wait_max_ms",
     "long_max_age_ms",
+    "lost_max_age_ms",
     "decode_gap_ms",
+    "batch_timeout_ms",
     "pressure_interval_ms",
     "pressure_cool_down_ms",
     "pressure_hysteresis",
+    "slo_ttft_ms",
+    "slo_tpot_ms",
+    "boundary_tokens",
+    "long_chunk_tokens",
+    *_CHOICES,
 )
-_OPTIONAL_NUMBERS = ("slo_ttft_ms",)
-_OPTIONAL_INTEGERS = ("boundary_tokens", "long_chunk_tokens")
-_CHOICES = {"long_order": LONG_ORDERS, "role": ROLES, "pressure": PRESSURE}
-RUNTIME_KNOBS = (*_NUMBERS, *_OPTIONAL_NUMBERS, *_OPTIONAL_INTEGERS, *_CHOICES)
+_DECLARED = {declared.field.name: declared for declared in declared_fields(PlaConfig)}
 # Beside knobs: for which rank they are, and that nobody waits for an answer (from a server's own pool controller).
 RANK, QUIET = PREFIX + "dp_rank", PREFIX + "quiet"
 
 
-def encode(values: Mapping[str, Any], current: PlaConfig) -> dict[str, float]:
+def encode_knobs(values: Mapping[str, Any], current: PlaConfig) -> dict[str, float]:
     """Checked knobs as SGLang's request carries them; 0 stands for "auto" and "none".
 
     Raises:
@@ -45,43 +51,29 @@ def encode(values: Mapping[str, Any], current: PlaConfig) -> dict[str, float]:
     for name, value in values.items():
         if name not in RUNTIME_KNOBS:
             raise ConfigError(f"knob {name!r} cannot be changed at run time; allowed: {', '.join(RUNTIME_KNOBS)}")
-        changes[name] = _parse(name, value)
-        wire[PREFIX + name] = _number(name, changes[name])
+        changes[name] = _parse_knob(name, value)
+        wire[PREFIX + name] = _number_of(name, changes[name])
     current.replace(**changes)  # range checks, alone and together with the present values
     return wire
 
 
-def _parse(name: str, value: Any) -> Any:
-    if name in _CHOICES:
-        return value
-    if name in _OPTIONAL_NUMBERS + _OPTIONAL_INTEGERS and value in (None, AUTO):
+def _parse_knob(name: str, value: Any) -> Any:
+    """Raises ConfigError."""
+    declared = _DECLARED[name]
+    if declared.optional and (value is None or value == AUTO):
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} must be a number{_or_auto(name)}, got {value!r}")
-    if not -LARGEST <= value <= LARGEST:  # false for nan too
-        raise ConfigError(f"{name} must be a finite number below {LARGEST:.0e}, got {value!r}")
-    if name in _OPTIONAL_INTEGERS:
-        if value != int(value):
-            raise ConfigError(f"{name} must be a whole number{_or_auto(name)}, got {value!r}")
-        return int(value)
-    return float(value)
+    if declared.base is int and isinstance(value, float) and value.is_integer() and abs(value) < LARGEST:
+        value = int(value)
+    check_value(name, value, declared)
+    return float(value) if declared.base is float else value
 
 
-def _or_auto(name: str) -> str:
-    return " or 'auto'" if name in _OPTIONAL_INTEGERS else " or null" if name in _OPTIONAL_NUMBERS else ""
+def _number_of(name: str, value: Any) -> float:
+    return _CHOICES[name].index(value) if name in _CHOICES else 0 if value is None else value
 
 
-def _number(name: str, value: Any) -> float:
-    if name in _CHOICES:
-        choices = _CHOICES[name]
-        if value not in choices:
-            raise ConfigError(f"{name} {value!r} is not known; allowed: {', '.join(choices)}")
-        return choices.index(value)
-    return 0 if value is None else value
-
-
-def decode(wire: Mapping[str, float], current: PlaConfig) -> PlaConfig:
-    """The config after the knobs in ``wire``. Raises ConfigError as ``encode`` does: the raw route is open too."""
+def decode_knobs(wire: Mapping[str, float], current: PlaConfig) -> PlaConfig:
+    """The config after the knobs in ``wire``. Raises ConfigError as ``encode_knobs``: the raw route is open too."""
     changes: dict[str, Any] = {}
     for key, number in wire.items():
         name = key.removeprefix(PREFIX)
@@ -93,8 +85,7 @@ def decode(wire: Mapping[str, float], current: PlaConfig) -> PlaConfig:
                 raise ConfigError(f"{name} {number!r} is out of range; allowed: 0 to {len(choices) - 1}")
             changes[name] = choices[int(number)]
         else:
-            optional = name in _OPTIONAL_INTEGERS + _OPTIONAL_NUMBERS
-            changes[name] = None if optional and number == 0 else _parse(name, number)
+            changes[name] = None if _DECLARED[name].optional and number == 0 else _parse_knob(name, number)
     return current.replace(**changes)
 
 
@@ -108,6 +99,6 @@ def role_change(values: Any, dp_size: int) -> tuple[dict[str, Any], int | None]:
     return {"role": values["role"]}, rank
 
 
-def split(server_args: dict[str, float]) -> dict[str, float]:
+def split_knobs(server_args: dict[str, float]) -> dict[str, float]:
     """Take our knobs out of SGLang's request, in place."""
     return {key: server_args.pop(key) for key in list(server_args) if key.startswith(PREFIX)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,26 +15,20 @@ import msgspec
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import backlog
-from pla_sglang.engine.clock import pack_model
-from pla_sglang.engine.snapshot import slo_s
-from pla_sglang.policy.types import PrefillClass
-from pla_sglang.telemetry.message import MOST_STEPS, Backlog, Pass, Report, Step
-from pla_sglang.telemetry.push import Pusher
-from pla_sglang.telemetry.window import BusyShare, WindowMean
+from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch
+from pla_sglang.engine.request_rows import RowCadence
+from pla_sglang.engine.snapshot import attention_of, prefill_count, slo_s
+from pla_sglang.engine.stateless.legs import will_decode
+from pla_sglang.engine.token_intervals import TokenIntervals
+from pla_sglang.load.legs import LegLoad
+from pla_sglang.load.push import Pusher
+from pla_sglang.load.report import MOST_STEPS, Backlog, PassTiming, PassTotals, Report
+from pla_sglang.load.window import SIGNAL_WINDOW_S, BusyShare, WindowMean
+from pla_sglang.policy.interface.prefill import PrefillClass
 
 LEAST_INTERVAL_S = 0.02
 HEARTBEAT_S = 0.5  # without any change
 COST_SHARE = 0.02  # of the scheduler's time that making reports may take
-WINDOW_S = 5.0
-
-
-@dataclasses.dataclass(slots=True)
-class _Launch:
-    """A forward pass whose result has not been processed."""
-
-    at_s: float
-    work: Step | None  # of a prefill; its duration is not known yet
-    synchronous_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +45,6 @@ class Probe:
     """Counts and averages of one scheduler, and when to send them.
 
     Args:
-        synchronous: a launch computes, as on a CPU.
         clock: monotonic; for tests.
     """
 
@@ -65,18 +58,19 @@ class Probe:
         self.received = 0
         self.sequence = 0
         self.errors: Counter[str] = Counter()
-        self.busy = BusyShare(WINDOW_S)
+        window_s = SIGNAL_WINDOW_S * config.time_scale  # as long for the device, however slow it is
+        self.busy = BusyShare(window_s)
         self.report_s = 0.0  # spent on reports since the start
+        self.rows = RowCadence()
+        self._decodes_here = identity.disaggregation != "prefill"
         self._clock = clock or time.perf_counter
-        self._synchronous = scheduler.device == "cpu" and config.emulate is None
+        self._timer = PassTimer(synchronous=computes_in_launch(scheduler.device, config), clock=self._clock)
         self._started_s = time.time()
-        self._launched: deque[_Launch] = deque()
-        self._steps: list[Step] = []  # since the last report
-        self._last_done_s = 0.0
-        self._last_decode_s: float | None = None
-        self._decode_steps = WindowMean(WINDOW_S)
-        self._intervals = WindowMean(WINDOW_S)
-        self._ttft_ratio = WindowMean(WINDOW_S)
+        self._steps: list[PassTiming] = []  # since the last report
+        self._last_extend = _ExtendRequests()
+        self._decode_steps = WindowMean(window_s)
+        self._intervals = TokenIntervals(window_s)
+        self._ttft_ratio = WindowMean(window_s)
         self._changed = True
         self._next_s = 0.0
         self._heartbeat_s = 0.0
@@ -92,51 +86,48 @@ class Probe:
         self._changed = True
 
     def on_launch(self, batch: Any) -> None:
-        self._launched.append(_Launch(self._clock(), _work(batch)))
+        self._last_extend = _ExtendRequests.of(batch)
+        self._timer.begin_launch(_Launched(_work(batch), self._last_extend.prefills))
 
     def on_launched(self) -> None:
         """The host has launched what ``on_launch`` saw."""
-        now_s = self._clock()
-        if self._launched:
-            self._launched[-1].synchronous_s = now_s - self._launched[-1].at_s
+        now_s = self._timer.end_launch()
         self._changed = True
         self.maybe_send(now_s)
 
     def on_result(self, batch: Any) -> None:
         """The result of the oldest launch has been processed."""
         now_s = self._clock()
-        if self._launched:
-            launch = self._launched.popleft()
-            if self._synchronous:
-                duration_s, end_s = launch.synchronous_s, launch.at_s + launch.synchronous_s
-            else:
-                duration_s, end_s = now_s - max(launch.at_s, self._last_done_s), now_s
-            self.busy.add(launch.at_s, end_s)
-            self._account(batch, launch.work, duration_s, now_s)
-        self._last_done_s = now_s
+        measured = self._timer.end_pass(now_s)
+        if measured is not None:
+            self.busy.add(measured.launched_s, measured.end_s)
+            self._account(batch, measured.note.work, measured.device_s, now_s)
         self._changed = True
         self.maybe_send(now_s)
 
     def on_idle(self) -> None:
-        self._last_decode_s = None
+        self._intervals.on_idle()
+        self._last_extend = _ExtendRequests()
         self.maybe_send(self._clock())
 
-    def _account(self, batch: Any, work: Step | None, duration_s: float, now_s: float) -> None:
+    def _account(self, batch: Any, work: PassTiming | None, duration_s: float, now_s: float) -> None:
         if work is not None:
             self._steps.append(msgspec.structs.replace(work, duration_s=max(0.0, duration_s)))
-            for req in batch.reqs:
-                if len(req.output_ids) == 1 and not req.retracted_stain:
-                    self._on_first_token(req, now_s)
+            requests = _ExtendRequests.of(batch)
+            self._intervals.on_decoded(len(requests.riders), now_s)
+            first = [req for req in requests.prefills if len(req.output_ids) == 1 and not req.retracted_stain]
+            for req in first:
+                self._on_first_token(req, now_s)
+            if self._decodes_here:
+                self._intervals.on_first_tokens(sum(not req.finished() and will_decode(req) for req in first), now_s)
         elif batch.forward_mode.is_decode() and batch.reqs:
             self._decode_steps.add(duration_s, now_s)
-            if self._last_decode_s is not None:
-                self._intervals.add(now_s - self._last_decode_s, now_s, weight=len(batch.reqs))
-            self._last_decode_s = now_s
+            self._intervals.on_decoded(len(batch.reqs), now_s)
 
     def _on_first_token(self, req: Any, now_s: float) -> None:
         target_s = slo_s(req, self._default_slo_ms())
         if target_s is not None:
-            self._ttft_ratio.add((now_s - backlog.arrival_s(req)) / target_s, now_s)
+            self._ttft_ratio.add((now_s - backlog.read_arrival_s(req)) / target_s, now_s)
 
     def _default_slo_ms(self) -> float | None:
         """Target of requests that bring none; it may change at run time where our scheduling is on."""
@@ -163,8 +154,8 @@ class Probe:
     def report(self, now_s: float) -> Report:
         """The state now. Takes the next sequence number."""
         self.sequence += 1
-        scheduler, running = self.scheduler, self.scheduler.running_batch.reqs
-        decodes, decode_tokens = backlog.decode_waiting(scheduler)
+        scheduler, running = self.scheduler, backlog.list_decoding(self.scheduler, self._joining())
+        decodes, decode_tokens = backlog.count_decode_waiting(scheduler)
         return Report(
             instance=self.identity.instance,
             dp_rank=self.identity.dp_rank,
@@ -174,15 +165,15 @@ class Probe:
             sequence=self.sequence,
             clock_s=now_s,
             received=self.received,
-            backlog=backlog.backlog(scheduler, self._in_flight()),
-            prefill_age_s=backlog.oldest_s(scheduler, now_s),
+            backlog=backlog.sum_backlog(scheduler, self._in_flight()),
+            prefill_age_s=backlog.measure_oldest_s(scheduler, now_s),
             running=len(running),
             context_tokens=sum(len(req.origin_input_ids) + len(req.output_ids) for req in running),
             waiting_decodes=decodes,
             waiting_decode_tokens=decode_tokens,
-            kv_used_tokens=backlog.kv_used_tokens(scheduler),
+            kv_used_tokens=backlog.count_kv_used_tokens(scheduler),
             kv_capacity_tokens=scheduler.max_total_num_tokens,
-            passes=Pass.of(self._steps),
+            passes=PassTotals.of(self._steps),
             steps=tuple(self._steps[-MOST_STEPS:]),
             decode_step_s=self._decode_steps.mean(now_s),
             token_interval_s=self._intervals.mean(now_s),
@@ -190,32 +181,45 @@ class Probe:
             utilisation=self.busy.share(now_s),
             busy_s=self.busy.busy_s,
             errors=dict(self.errors),
+            legs=self._legs(),
+            requests=self.rows.take_rows(running, backlog.list_held(scheduler), now_s),
             **self._scheduling(),
         )
+
+    def _legs(self) -> LegLoad | None:
+        stateless = getattr(self.scheduler, "pla_stateless", None)
+        return None if stateless is None else LegLoad.of_state(stateless.state())
 
     def _scheduling(self) -> dict[str, Any]:
         """Fields that only an instance with our scheduling has."""
         adapter = getattr(self.scheduler, "pla", None)
         if adapter is None:
             return {}
-        classes, roles = backlog.by_class(self.scheduler), self.scheduler.pla_roles
+        classes, roles = backlog.group_by_class(self.scheduler), self.scheduler.pla_roles
         return {
             "role": roles.role,
-            "draining": bool(roles.draining(req.rid for req in backlog.unfinished(self.scheduler))),
+            "draining": bool(roles.draining(req.rid for req in backlog.iterate_unfinished(self.scheduler))),
             "boundary_tokens": adapter.policy.boundary.tokens(0),
-            "step_model": pack_model(adapter.policy.model),
-            "short": backlog.class_queue(classes[PrefillClass.SHORT]),
-            "long": backlog.class_queue(classes[PrefillClass.LONG]),
+            "step_model": dataclasses.astuple(adapter.policy.model),
+            "short": backlog.sum_class_queue(classes[PrefillClass.SHORT]),
+            "long": backlog.sum_class_queue(classes[PrefillClass.LONG]),
         }
 
+    def _joining(self) -> list[Any]:
+        """Requests of the last extend pass that decode and are not in the running batch before the host's next pass:
+        the riders, and, once its result is processed, those whose prefill it has completed."""
+        last = self._last_extend
+        if not self._decodes_here or self._timer.notes_in_flight():
+            return list(last.riders)
+        return [*last.riders, *(req for req in last.prefills if req is not self.scheduler.chunked_req)]
+
     def _in_flight(self) -> Backlog:
-        work = [launch.work for launch in self._launched if launch.work is not None]
-        return Backlog(
-            sum(one.requests for one in work),
-            sum(one.new_tokens for one in work),
-            sum(one.attention for one in work),
-            sum(one.history_tokens for one in work),
-        )
+        """A request with several chunks in flight, or one beside its rest, is one prefill."""
+        launched = self._timer.notes_in_flight()
+        work = PassTotals.of(note.work for note in launched if note.work is not None)
+        requests = [id(req) for note in launched for req in note.prefills]
+        repeated = len(requests) - len(set(requests) - {id(self.scheduler.chunked_req)})
+        return Backlog(work.requests - repeated, work.new_tokens, work.attention, work.history_tokens)
 
     def state(self) -> dict[str, Any]:
         """For /pla/state."""
@@ -223,16 +227,40 @@ class Probe:
             "instance": self.identity.instance,
             "reports": self.sequence,
             "report_s": self.report_s,
+            "rows": self.rows.to_dict(),
             "addresses": [pusher.address for pusher in self.pushers],
             "dropped": [pusher.dropped for pusher in self.pushers],
         }
 
 
-def _work(batch: Any) -> Step | None:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ExtendRequests:
+    """The requests of an extend pass, as its batch had them when it was launched; none of a decode step."""
+
+    prefills: Sequence[Any] = ()
+    riders: Sequence[Any] = ()  # decodes of a mixed pass
+
+    @classmethod
+    def of(cls, batch: Any) -> _ExtendRequests:
+        if not batch.forward_mode.is_extend() or not batch.extend_lens:
+            return cls()
+        count = prefill_count(batch)
+        return cls(batch.reqs[:count], batch.reqs[count:])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Launched:
+    """A pass whose result has not been processed: what it prefills, None for a decode step, and for which requests."""
+
+    work: PassTiming | None
+    prefills: Sequence[Any]
+
+
+def _work(batch: Any) -> PassTiming | None:
     """What a batch prefills; None for a decode step."""
     if not batch.forward_mode.is_extend() or not batch.extend_lens:
         return None
-    attention = 0
-    for new, history in zip(batch.extend_lens, batch.prefix_lens, strict=True):
-        attention += new * (new + 2 * history)
-    return Step(sum(batch.extend_lens), attention, sum(batch.prefix_lens), len(batch.extend_lens), 0.0)
+    count = prefill_count(batch)
+    new_tokens, history_tokens = sum(batch.extend_lens[:count]), sum(batch.prefix_lens[:count])
+    riders = len(batch.extend_lens) - count
+    return PassTiming(new_tokens, attention_of(batch), history_tokens, count, 0.0, riders)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pla_sglang.config import ROLES
-from pla_sglang.policy.types import PrefillClass, WaitingView
+from pla_sglang.policy.interface.prefill import PrefillClass, WaitingView
 
 MIXED = ROLES[0]
 

@@ -18,17 +18,10 @@ def add_routes() -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def config_route(request: Request) -> Any:
-        try:
-            return await change(await body_of(request), None)
-        except ConfigError as error:
-            return refusal(str(error))
+        return await answer_change(request, lambda body: (body, None))
 
     async def role_route(request: Request) -> Any:
-        try:
-            knobs, rank = control.role_change(await body_of(request), _manager().server_args.dp_size)
-        except ConfigError as error:
-            return refusal(str(error))
-        return await change(knobs, rank)
+        return await answer_change(request, lambda body: control.role_change(body, _manager().server_args.dp_size))
 
     # Endpoints are functions of this scope, so their annotations must be real objects for FastAPI.
     for route in (config_route, role_route):
@@ -44,28 +37,38 @@ def add_routes() -> None:
         http_server.app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(route), methods=[method])
 
 
+def add_state_route() -> None:
+    """``/pla/state`` alone, where our scheduling is off and other parts of ours have something to say."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    state_route.__annotations__.pop("return", None)
+    guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(state_route)
+    http_server.app.add_api_route("/pla/state", guarded, methods=["GET"])
+
+
 def _manager() -> Any:
     from sglang.srt.entrypoints import http_server
 
     return http_server._global_state.tokenizer_manager
 
 
-async def states() -> list[dict[str, Any]]:
+async def read_states() -> list[dict[str, Any]]:
     """One for each data-parallel rank, in the order of ranks where they have one."""
-    found = [state.get("pla", {}) for state in await _manager().get_internal_state()]
-    return sorted(found, key=lambda state: state.get("dp_rank", 0))
+    states = [state.get("pla", {}) for state in await _manager().get_internal_state()]
+    return sorted(states, key=lambda state: state.get("dp_rank", 0))
 
 
 async def state_route() -> Any:
-    answer: dict[str, Any] = {"schedulers": await states()}
+    answer: dict[str, Any] = {"schedulers": await read_states()}
     address = pla_config.controller_address(pla_config.current(), query.NAME)
     if address is not None:
         answer["pools"] = await query.ask(address)
-    return _json(answer)
+    return json_answer(answer)
 
 
 async def roles_route() -> Any:
-    return _json({"ranks": [role_of(state) for state in await states()]})
+    return json_answer({"ranks": [role_of(state) for state in await read_states()]})
 
 
 def role_of(state: dict[str, Any]) -> dict[str, Any]:
@@ -80,30 +83,36 @@ async def body_of(request: Any) -> Any:
         raise ConfigError("the body is not valid JSON") from None
 
 
-async def change(values: Any, rank: int | None) -> Any:
-    """Change knobs of all schedulers, or of one rank, between two of their passes."""
+async def answer_change(request: Any, read_body: Callable[[Any], tuple[Any, int | None]]) -> Any:
+    """Change the knobs, of all schedulers or of one rank, that ``read_body`` finds in the body of ``request``."""
+    try:
+        return await change_knobs(*read_body(await body_of(request)))
+    except ConfigError as error:
+        return refuse_change(error)
+
+
+async def change_knobs(values: Any, rank: int | None) -> Any:
+    """Change knobs of all schedulers, or of one rank, between two of their passes. Raises ConfigError."""
     from sglang.srt.managers.io_struct import SetInternalStateReq
 
     manager = _manager()
-    current = pla_config.PlaConfig.from_mapping((await states())[rank or 0]["config"])
-    try:
-        wire = control.encode(values, current)
-        compat.check(manager.server_args, control.decode(wire, current))
-    except ConfigError as error:
-        return refusal(str(error))
+    current = pla_config.PlaConfig.from_mapping((await read_states())[rank or 0]["config"])
+    wire = control.encode_knobs(values, current)
+    compat.check_flags(manager.server_args, control.decode_knobs(wire, current))
     if rank is not None:
         wire[control.RANK] = rank
     if not all(await manager.set_internal_state(SetInternalStateReq(server_args=wire))):
-        return refusal("a scheduler refused the change; its log says why")
-    after = await states()
-    return _json({"schedulers": [{"config": state["config"], **role_of(state)} for state in after]})
+        raise ConfigError("a scheduler refused the change; its log says why")
+    after = await read_states()
+    return json_answer({"schedulers": [{"config": state["config"], **role_of(state)} for state in after]})
 
 
-def refusal(message: str) -> Any:
-    return _json({"error": {"message": message, "type": "BadRequest", "code": 400}}, 400)
+def refuse_change(error: ConfigError) -> Any:
+    """The answer to a body that is not allowed."""
+    return json_answer({"error": {"message": str(error), "type": "BadRequest", "code": 400}}, 400)
 
 
-def _json(content: Any, status: int = 200) -> Any:
+def json_answer(content: Any, status: int = 200) -> Any:
     from starlette.responses import JSONResponse
 
     return JSONResponse(content, status_code=status)

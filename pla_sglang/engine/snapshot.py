@@ -5,42 +5,49 @@ Written against 0.5.17. What later versions rename is listed in ``patches/CATALO
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAwarePolicy, match_prefix_for_req
 
+from pla_sglang.checks import SLO_RANGE_MS, describe_bad_slo
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.buckets.layouts import Layout
-from pla_sglang.policy.fit import StepSample
-from pla_sglang.policy.types import PassView, WaitingView
+from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.interface.prefill import PassView, WaitingView
+from pla_sglang.policy.pla.graphs.layouts import Layout
 
 ARRIVAL_ATTRIBUTE = "pla_arrival_s"
 SLO_KEY = "slo_ttft_ms"
-SLO_RANGE_MS = (1.0, 3_600_000.0)
+TPOT_KEY = "slo_tpot_ms"
 
 
 def check_slo_ms(value: Any, where: str) -> float:
-    """A TTFT target given by a client, in milliseconds. Raises ConfigError (HTTP 400) naming value and range."""
+    """A target given by a client, in milliseconds. Raises ConfigError (HTTP 400) naming value and range."""
     low, high = SLO_RANGE_MS
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = float("nan")
     if isinstance(value, bool) or not low <= number <= high:
-        raise ConfigError(f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r}")
+        raise ConfigError(describe_bad_slo(where, value))
     return number
 
 
-def slo_s(req: Any, default_ms: float | None) -> float | None:
+def slo_s(req: Any, default_ms: float | None, key: str = SLO_KEY) -> float | None:
     """TTFT target of a request in seconds: its own, else the server's, else None."""
     params = req.sampling_params.custom_params
-    value = params.get(SLO_KEY) if isinstance(params, dict) else None
+    value = params.get(key) if isinstance(params, dict) else None
     if value is None:
         return None if default_ms is None else default_ms / 1e3
     try:
-        return check_slo_ms(value, SLO_KEY) / 1e3
+        return check_slo_ms(value, key) / 1e3
     except ConfigError:
         return None  # refused at the front door; a worker that does not load plugins lets it through
+
+
+def tpot_target_s(req: Any, default_ms: float | None) -> float | None:
+    """TPOT target of a request in seconds, likewise."""
+    return slo_s(req, default_ms, TPOT_KEY)
 
 
 def output_tokens(req: Any) -> int:
@@ -55,20 +62,21 @@ def graph_layout(scheduler: Any) -> Layout | None:
     return getattr(graphs, "pla_layout", None)
 
 
-def make_view(req: Any, now_s: float, default_slo_ms: float | None) -> WaitingView:
-    """A view of a request that enters the queue (or comes back retracted: its arrival is then kept)."""
-    arrival_s = getattr(req, ARRIVAL_ATTRIBUTE, None)
-    if arrival_s is None:
-        arrival_s = now_s
-        setattr(req, ARRIVAL_ATTRIBUTE, arrival_s)
-    target_s = slo_s(req, default_slo_ms)
+def make_view(req: Any, now_s: float, default_slo_ms: float | None, clock: DeviceClock) -> WaitingView:
+    """A view of a request that enters the queue at ``now_s`` of the device (or comes back retracted: its arrival is
+    then kept). The request is stamped with wall time."""
+    stamp_s: float | None = getattr(req, ARRIVAL_ATTRIBUTE, None)
+    if stamp_s is None:
+        stamp_s = clock.wall_s(now_s)
+        setattr(req, ARRIVAL_ATTRIBUTE, stamp_s)
+    arrival_s, target_s = clock.device_s(stamp_s), slo_s(req, default_slo_ms)
     return WaitingView(
         rid=req.rid,
         new_tokens=len(req.origin_input_ids) + len(req.output_ids),
         history_tokens=0,
         arrival_s=arrival_s,
-        deadline_s=None if target_s is None else arrival_s + target_s,
-        resumed=bool(req.retracted_stain and len(req.output_ids)),
+        deadline_s=None if target_s is None else arrival_s + clock.device_s(target_s),
+        resumed=len(req.output_ids) > 0,  # retracted, or begun at another instance
         output_tokens=output_tokens(req),
         handle=req,
     )
@@ -77,7 +85,7 @@ def make_view(req: Any, now_s: float, default_slo_ms: float | None) -> WaitingVi
 def update_chunk_view(req: Any, view: WaitingView) -> None:
     """What the request whose prefill is under way still has to prefill."""
     view.history_tokens = req.extend_range.end
-    view.new_tokens = len(req.full_untruncated_fill_ids) - view.history_tokens
+    view.new_tokens = chunk_remaining_tokens(req)
 
 
 def host_matches(scheduler: Any, queue: list[Any]) -> bool:
@@ -103,12 +111,15 @@ def chunk_remaining_tokens(req: Any) -> int:
     return len(req.full_untruncated_fill_ids) - req.extend_range.end
 
 
-def kv_free_tokens(scheduler: Any, running_batch: Any) -> int:
-    """KV tokens that admission may count on: free and evictable, less the expected growth of running requests."""
-    allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+def kv_room_tokens(scheduler: Any) -> int:
+    """KV tokens that a pass can allocate: free, or evictable from the prefix cache."""
+    return int(scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size())
+
+
+def expected_growth_tokens(scheduler: Any, running_batch: Any) -> int:
+    """KV tokens that the running requests will still take, by the host's own estimate."""
     ratio = scheduler.new_token_ratio_tracker.current
-    growth = sum(output_tokens(req) for req in running_batch.reqs) * ratio
-    return int(allocator.available_size() + tree.evictable_size() - growth)
+    return math.ceil(sum(output_tokens(req) for req in running_batch.reqs) * ratio)
 
 
 def device_idle(scheduler: Any, running_batch: Any) -> bool:
@@ -146,20 +157,32 @@ def pass_view(
     budget = scheduler.max_prefill_tokens
     if scheduler.chunked_prefill_size is not None:
         budget = min(budget, scheduler.chunked_prefill_size)
+    room_tokens = kv_room_tokens(scheduler)
     return PassView(
         waiting=views,
         chunk=chunk_view,
         pass_budget_tokens=budget,
         slots=free_slots(scheduler, running_batch, chunk),
-        kv_free_tokens=kv_free_tokens(scheduler, running_batch),
+        kv_free_tokens=room_tokens - expected_growth_tokens(scheduler, running_batch),
+        kv_room_tokens=room_tokens,
         running=len(running_batch.reqs),
         decode_wait_s=decode_wait_s,
     )
 
 
-def step_sample(batch: Any, device_s: float, host_s: float) -> StepSample:
-    """What one prefill pass did, and how long the device worked and waited for its host."""
-    attention = 0.0
-    for new, history in zip(batch.extend_lens, batch.prefix_lens, strict=True):
-        attention += new * (new + 2 * history)
-    return StepSample(sum(batch.extend_lens), sum(batch.prefix_lens), attention, device_s + host_s, host_s)
+def context_tokens(batch: Any) -> int:
+    """KV tokens of a decode batch."""
+    return int(batch.seq_lens_cpu.sum())
+
+
+def prefill_count(batch: Any) -> int:
+    """Requests of an extend batch that prefill. In a mixed batch decodes ride along behind them, one token each."""
+    riders = len(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else 0
+    return len(batch.extend_lens) - riders
+
+
+def attention_of(batch: Any) -> int:
+    """Sum of L*(L+2H) over the requests of an extend batch that prefill."""
+    count = prefill_count(batch)
+    lengths, histories = batch.extend_lens[:count], batch.prefix_lens[:count]
+    return sum(new * (new + 2 * history) for new, history in zip(lengths, histories, strict=True))

@@ -1,13 +1,17 @@
-"""Counters of one scheduler's prefill decisions: for ``/pla/state``, and as ``pla:*`` series where metrics are on."""
+"""Counters of one scheduler's prefill decisions: for ``/pla/state``, and as ``pla_*`` series where metrics are on."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pla_sglang.config import ROLES
-from pla_sglang.policy.types import Action, PassDecision, PrefillClass, WaitingView
+from pla_sglang.engine.snapshot import prefill_count
+from pla_sglang.load.report import ClassQueue
+from pla_sglang.metrics.series import LabelledSeries
+from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PrefillClass, WaitingView
 
 _WAIT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -15,13 +19,16 @@ SHORT, LONG = PrefillClass.SHORT.value, PrefillClass.LONG.value
 
 
 class Telemetry:
-    """Plain counts, mirrored to Prometheus once ``attach`` was called."""
+    """Plain counts, mirrored to Prometheus once ``attach`` was called. It is told device time and shows wall time."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
         self.decisions: Counter[str] = Counter()  # "action:reason"
         self.batches: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.rides: Counter[str] = Counter()  # passes beside running requests that may join, by ``Ride``
+        self.riders = 0
         self.mixed_batches = 0  # invariant: stays 0 unless --pla-mixing allow
         self.parks = 0
         self.overtakes = 0
@@ -34,8 +41,9 @@ class Telemetry:
         self._held_since_s: float | None = None
         self._series: _Series | None = None
 
-    def attach(self, labels: dict[str, Any]) -> None:
-        self._series = _Series(labels)
+    def attach(self, series: LabelledSeries) -> None:
+        """Export from now on."""
+        self._series = _Series(series, self._clock)
         self.set_role(self.role)
 
     @property
@@ -48,10 +56,11 @@ class Telemetry:
             for one in ROLES:
                 self._series.role.at(one).set(one == role)
 
-    def on_queue(self, cls: PrefillClass, reqs: int, tokens: int) -> None:
+    def set_queue(self, queue: Mapping[str, ClassQueue]) -> None:
         if self._series is not None:
-            self._series.queue_reqs.at(cls.value).set(reqs)
-            self._series.queue_tokens.at(cls.value).set(tokens)
+            for cls, waiting in queue.items():
+                self._series.queue_reqs.at(cls).set(waiting.reqs)
+                self._series.queue_tokens.at(cls).set(waiting.tokens)
 
     def on_pass(self, decision: PassDecision, admitted: Sequence[WaitingView], batch: Any, now_s: float) -> None:
         """Count one decided pass. ``batch`` is the host's batch, or None when nothing was admitted."""
@@ -62,13 +71,15 @@ class Telemetry:
         if batch is None:
             return
         cls = SHORT if decision.action is Action.SHORT else LONG
-        new_tokens = sum(batch.extend_lens)
+        prefills = prefill_count(batch)
+        new_tokens = sum(batch.extend_lens[:prefills])
+        self._count_ride(decision, len(batch.reqs) - prefills)
         self.batches[cls] += 1
-        self.requests[cls] += len(batch.reqs)
+        self.requests[cls] += prefills
         self.tokens[cls] += new_tokens
         self.parks += decision.park
         self.overtakes += decision.action is Action.LONG and decision.park
-        self.mixed_batches += len(batch.reqs) > len(admitted)
+        self.mixed_batches += prefills > len(admitted)
         missed = sum(v.deadline_s is not None and v.deadline_s < now_s for v in admitted)
         self.slo_misses += missed
         if decision.selected and self.role not in (ROLES[0], cls):
@@ -78,13 +89,21 @@ class Telemetry:
         if self._series is not None:
             self._series.on_batch(cls, decision, admitted, new_tokens, now_s, missed=missed)
 
+    def _count_ride(self, decision: PassDecision, riders: int) -> None:
+        self.riders += riders
+        if decision.ride is None:
+            return
+        self.rides[decision.ride.value] += 1
+        if self._series is not None:
+            self._series.rides.at(decision.ride.value).inc()
+
     def end_hold(self) -> None:
         """What was held is gone (aborted); the time since the last pass is no hold."""
         self._held_since_s = None
 
     def _count_hold(self, decision: PassDecision, now_s: float) -> None:
         if self._held_since_s is not None:
-            held_s = max(0.0, now_s - self._held_since_s)
+            held_s = max(0.0, self._clock.wall_s(now_s - self._held_since_s))
             self.hold_s += held_s
             if self._series is not None:
                 self._series.hold_s.at().inc(held_s)
@@ -97,6 +116,8 @@ class Telemetry:
             "requests": dict(self.requests),
             "tokens": dict(self.tokens),
             "mixed_batches": self.mixed_batches,
+            "rides": dict(self.rides),
+            "riders": self.riders,
             "parks": self.parks,
             "overtakes": self.overtakes,
             "strays": dict(self.strays),
@@ -110,34 +131,22 @@ class Telemetry:
 class _Series:
     """The Prometheus side. Created in the scheduler process, scraped through SGLang's multiprocess ``/metrics``."""
 
-    def __init__(self, labels: dict[str, Any]) -> None:
-        from prometheus_client import Counter as Total
-        from prometheus_client import Gauge, Histogram
-
-        names = list(labels)
-        values = list(labels.values())
-
-        def gauge(name: str, text: str, *extra: str) -> Any:
-            return _Bound(Gauge(name, text, [*names, *extra], multiprocess_mode="mostrecent"), values)
-
-        def total(name: str, text: str, *extra: str) -> Any:
-            return _Bound(Total(name, text, [*names, *extra]), values)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            return _Bound(Histogram(name, text, [*names, "cls"], buckets=buckets), values)
-
-        self.queue_reqs = gauge("pla:queue_reqs", "Requests waiting for prefill, by class.", "cls")
-        self.queue_tokens = gauge("pla:queue_tokens", "New tokens waiting for prefill, by class.", "cls")
-        self.wait_s = histogram("pla:wait_seconds", "Wait from arrival to dispatch.", _WAIT_BUCKETS_S)
-        self.batch_reqs = histogram("pla:batch_reqs", "Requests per prefill batch.", _SIZE_BUCKETS)
-        self.decisions = total("pla:decisions", "Prefill passes by action and reason.", "action", "reason")
-        self.dispatch = total("pla:dispatch", "Prefill batches dispatched, by class and reason.", "cls", "reason")
-        self.tokens = total("pla:prefill_tokens", "New tokens dispatched, by class.", "cls")
-        self.parks = total("pla:parks", "Passes in which a running long chunk sat out.")
-        self.slo_miss = total("pla:slo_miss", "Requests dispatched after their TTFT target.", "cls")
-        self.role = gauge("pla:role", "1 for the role that this instance has in a spatial pool, else 0.", "role")
-        self.strays = total("pla:strays", "Requests of the class that the role does not ask for.", "cls")
-        self.hold_s = total("pla:hold_seconds", "Time in which prefills were held back.")
+    def __init__(self, series: LabelledSeries, clock: DeviceClock) -> None:
+        self._clock = clock
+        gauge, total, histogram = series.gauge, series.total, series.histogram
+        self.queue_reqs = gauge("pla_queue_reqs", "Requests waiting for prefill, by class.", "cls")
+        self.queue_tokens = gauge("pla_queue_tokens", "New tokens waiting for prefill, by class.", "cls")
+        self.wait_s = histogram("pla_wait_seconds", "Wait from arrival to dispatch.", _WAIT_BUCKETS_S, "cls")
+        self.batch_reqs = histogram("pla_batch_reqs", "Requests per prefill batch.", _SIZE_BUCKETS, "cls")
+        self.decisions = total("pla_decisions", "Prefill passes by action and reason.", "action", "reason")
+        self.dispatch = total("pla_dispatch", "Prefill batches dispatched, by class and reason.", "cls", "reason")
+        self.rides = total("pla_rides", "Prefill passes beside running requests that may join, by reason.", "reason")
+        self.tokens = total("pla_prefill_tokens", "New tokens dispatched, by class.", "cls")
+        self.parks = total("pla_parks", "Passes in which a running long chunk sat out.")
+        self.slo_miss = total("pla_slo_miss", "Requests dispatched after their TTFT target.", "cls")
+        self.role = gauge("pla_role", "1 for the role that this instance has in a spatial pool, else 0.", "role")
+        self.strays = total("pla_strays", "Requests of the class that the role does not ask for.", "cls")
+        self.hold_s = total("pla_hold_seconds", "Time in which prefills were held back.")
 
     def on_batch(
         self,
@@ -154,25 +163,8 @@ class _Series:
         self.tokens.at(cls).inc(tokens)
         if decision.selected:  # a continued chunk was counted when it started
             for view in admitted:
-                self.wait_s.at(cls).observe(max(0.0, now_s - view.arrival_s))
+                self.wait_s.at(cls).observe(max(0.0, self._clock.wall_s(now_s - view.arrival_s)))
         if decision.park:
             self.parks.at().inc()
         if missed:
             self.slo_miss.at(cls).inc(missed)
-
-
-class _Bound:
-    """A metric with the host's label values already set, children cached."""
-
-    def __init__(self, metric: Any, values: list[Any]) -> None:
-        self._metric = metric
-        self._values = values
-        self._children: dict[tuple[str, ...], Any] = {}
-
-    def at(self, *extra: str) -> Any:
-        child = self._children.get(extra)
-        if child is None:
-            everything = [*self._values, *extra]
-            child = self._metric.labels(*everything) if everything else self._metric
-            self._children[extra] = child
-        return child

@@ -1,7 +1,7 @@
 """SLO attainment and goodput of a run, live or simulated. Pure functions on columns.
 
 A request meets its targets when it finished, its first token came within the TTFT target and its mean time per further
-token within the TPOT target (DistServe's definition, which Arrow 7.1 uses). What failed or was cut short has missed.
+token within the TPOT target (DistServe's definition, which Arrow 7.1 uses). Failed or incomplete requests miss them.
 """
 
 from __future__ import annotations
@@ -13,33 +13,28 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pla_sglang.checks import MILLI, Range, check_fields, knob
 from pla_sglang.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+TARGET = Range(0, unit="ms", above=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Targets of a workload, in seconds.
+    """Targets of a workload; infinity for none. Raises ConfigError where one is not a number above 0."""
 
-    Attributes:
-        ttft_s: time to first token.
-        tpot_s: mean time per output token after the first.
-
-    Raises:
-        ConfigError: a target is not a number above 0.
-    """
-
-    ttft_s: float
-    tpot_s: float
+    ttft_s: float = knob(
+        flag="--slo-ttft-ms MS", help="target of the time to the first token", allowed=TARGET, scale=MILLI
+    )
+    tpot_s: float = knob(
+        flag="--slo-tpot-ms MS", help="target of the mean time per token after the first", allowed=TARGET, scale=MILLI
+    )
 
     def __post_init__(self) -> None:
-        for name in ("ttft_s", "tpot_s"):
-            value = getattr(self, name)
-            if not value > 0:  # also NaN
-                raise ConfigError(f"SLO {name} is {value}; allowed: above 0 (infinity for no target)")
+        check_fields(self)
 
 
 # Arrow, Table 1
@@ -53,13 +48,13 @@ SLOS = {
 
 @dataclass(frozen=True)
 class Served:
-    """What became of every request of a run; all columns have the same length ``n``, one row per request.
+    """The outcome of every request of a run; all columns have the same length ``n``, one row per request.
 
     Attributes:
         arrival_s: [n] float64.
         first_token_s: [n] float64, NaN without a first token.
         finish_s: [n] float64, NaN for requests that did not finish (failed, cut, refused).
-        output_tokens: [n] int64, tokens that were asked for.
+        output_tokens: [n] int64, requested tokens.
     """
 
     arrival_s: Floats
@@ -168,13 +163,33 @@ def quantile(values: Floats, q: float) -> float:
     return float(np.percentile(known, q)) if len(known) else math.nan
 
 
+LEAST_SPAN_S = 300.0  # of arrivals, for a ratio of two rates to be published; a shorter run is a burst
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Result of a search: the highest rate that held, the lowest that did not, and every rate that was tried."""
+    """Result of a search: highest rate that met the target, lowest that did not, and every rate that was tried.
+
+    ``span_s``: seconds of arrivals at the highest rate that held; None where it is not known.
+    """
 
     held_per_s: float | None  # None: not even the lowest rate held
     failed_per_s: float | None  # None: even the highest rate held
     tried: tuple[tuple[float, float], ...]  # rate, attainment; in the order of the search
+    span_s: float | None = None
+
+    @property
+    def at_limit(self) -> bool:
+        """The search ended at one of its bounds."""
+        return self.held_per_s is None or self.failed_per_s is None
+
+
+def ratio_problems(what: str, span_s: float | None, *, at_limit: bool) -> list[str]:
+    """Why a ratio of two searched rates is not to be published, in words. ``span_s``: of the shorter run."""
+    problems = []
+    if span_s is not None and span_s < LEAST_SPAN_S:
+        problems.append(f"{what}: of {span_s:.0f} s of arrivals")
+    return [*problems, f"{what}: of a search that ended at its limit"] if at_limit else problems
 
 
 def find_capacity(
@@ -184,17 +199,21 @@ def find_capacity(
     high_per_s: float,
     target: float = 0.9,
     tolerance: float = 0.02,
+    start_per_s: float | None = None,
 ) -> Capacity:
     """Bisects the rate between bounds until they are ``tolerance`` (relative) apart.
 
-    ``attainment_at`` gives the attainment of one run at a rate. Attainment is taken to fall with the rate; where noise
-    breaks that near the edge, the answer is one of the edges. The bounds are tried first.
+    ``attainment_at`` gives the attainment of one run at a rate. Attainment is taken to fall with the rate; if noise
+    violates this near the limit, the answer is one of the bounds. The bounds are tried first; with ``start_per_s``, an
+    estimate of the answer, that rate is, and then rates further and further from it up to the bounds.
 
     Raises:
-        ConfigError: bounds, target or tolerance out of range.
+        ConfigError: bounds, target, tolerance or start out of range.
     """
     if not 0 < low_per_s < high_per_s:
         raise ConfigError(f"rates from {low_per_s} to {high_per_s}; allowed: 0 < low < high, requests per second")
+    if start_per_s is not None and not low_per_s <= start_per_s <= high_per_s:
+        raise ConfigError(f"start is {start_per_s}; allowed: {low_per_s} to {high_per_s} requests per second")
     if not 0 < target <= 1:
         raise ConfigError(f"attainment target is {target}; allowed: above 0, up to 1")
     if not 0 < tolerance < 1:
@@ -205,12 +224,32 @@ def find_capacity(
         tried.append((rate_per_s, attainment_at(rate_per_s)))
         return tried[-1][1] >= target
 
-    if not holds(low_per_s):
-        return Capacity(None, low_per_s, tuple(tried))
-    if holds(high_per_s):
-        return Capacity(high_per_s, None, tuple(tried))
-    held, failed = low_per_s, high_per_s
+    held, failed = _bracket(holds, low_per_s, high_per_s, start_per_s)
+    if held is None or failed is None:
+        return Capacity(held, failed, tuple(tried))
     while failed - held > tolerance * held:
         middle = math.sqrt(held * failed)  # rates are compared by ratio
         held, failed = (middle, failed) if holds(middle) else (held, middle)
     return Capacity(held, failed, tuple(tried))
+
+
+FIRST_STEP = 1.1  # of the rate, away from the estimate; each further step is the square of the one before
+
+
+def _bracket(
+    holds: Callable[[float], bool], low_per_s: float, high_per_s: float, start_per_s: float | None
+) -> tuple[float | None, float | None]:
+    """A rate that holds and one that fails; None for the one that lies beyond the bounds."""
+    if start_per_s is None:
+        if not holds(low_per_s):
+            return None, low_per_s
+        return (high_per_s, None) if holds(high_per_s) else (low_per_s, high_per_s)
+    rate_per_s, step, up = start_per_s, FIRST_STEP, holds(start_per_s)
+    while True:
+        last_per_s = rate_per_s
+        rate_per_s = min(last_per_s * step, high_per_s) if up else max(last_per_s / step, low_per_s)
+        if rate_per_s == last_per_s:  # at a bound
+            return (last_per_s, None) if up else (None, last_per_s)
+        if holds(rate_per_s) is not up:
+            return (last_per_s, rate_per_s) if up else (rate_per_s, last_per_s)
+        step *= step

@@ -29,11 +29,6 @@ class Spread:
     high: float
     rounds: int
 
-    @property
-    def relative_range(self) -> float:
-        """(high - low) / median: how far apart the rounds lie."""
-        return (self.high - self.low) / self.median if self.median else math.inf
-
 
 def percentile(values: Sequence[float], q: float) -> float:
     """The ``q``-th percentile, ``q`` in [0, 100], linear between neighbours as numpy (and SGLang's own client) do it.
@@ -65,7 +60,7 @@ def summarise(values: Sequence[float]) -> Summary:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Raises ValueError when there is no round."""
+    """Raises ValueError without a round."""
     if not values:
         raise ValueError("no rounds to take a median of")
     return Spread(statistics.median(values), min(values), max(values), len(values))
@@ -74,8 +69,8 @@ def spread(values: Sequence[float]) -> Spread:
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     """The spread of ``numerators[i] / denominators[i]`` over rounds.
 
-    Both arms of a round see the same arrivals minutes apart at most, so the ratio inside a round cancels what drifts
-    between rounds (a warm machine, another tenant), which a ratio of two medians does not.
+    Both arms of a round see the same arrivals minutes apart at most, so the ratio inside a round cancels drift
+    between rounds (a warm machine, another tenant), unlike a ratio of two medians.
 
     Raises:
         ValueError: the two differ in length, there is no round, or a denominator is not positive.
@@ -88,7 +83,7 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def time_per_output_token(ttft_s: float, e2e_s: float, output_tokens: int) -> float | None:
-    """Seconds per token after the first; None where there is no second token."""
+    """Seconds per token after the first; None without a second token."""
     return (e2e_s - ttft_s) / (output_tokens - 1) if output_tokens > 1 else None
 
 

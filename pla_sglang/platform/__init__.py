@@ -1,8 +1,8 @@
 """CPU platform for stock SGLang: decides whether this process runs on it.
 
 ``activate`` is the entry point of SGLang's plugin group ``sglang.srt.platforms``. It is called in every process that
-touches ``sglang.srt.platforms.current_platform``, so the decision is made once, by the first process, and handed to
-every process that one starts through the environment.
+touches ``sglang.srt.platforms.current_platform``, so the first process makes the decision once and passes it to
+every process that it starts, through the environment.
 
 This module imports the standard library only; the platform class itself is loaded by SGLang, and only when chosen.
 """
@@ -42,8 +42,8 @@ def activate() -> str | None:
 def is_wanted(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Whether the CPU platform shall run in a process with this command line and environment.
 
-    In this order: an explicit wish in the environment; SGLang's own CPU engine, which wins over us because its users
-    write ``--device cpu`` too; the device on the command line; whether the machine has an accelerator.
+    In this order: an explicit value in the environment; SGLang's own CPU engine, which has precedence because its users
+    give ``--device cpu`` too; the device on the command line; whether the machine has an accelerator.
     """
     choice = environ.get(PLATFORM_ENV, "auto")
     if choice not in PLATFORM_CHOICES:
@@ -54,21 +54,21 @@ def is_wanted(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
         return True
     if environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return False
-    device = device_argument(argv)
+    device = value_of(argv, "--device")
     if device is not None:
         return device.split(":")[0] == "cpu"
     return not _other_platform_installed() and not accelerator_found()
 
 
-def device_argument(argv: Sequence[str]) -> str | None:
-    """Value of the last ``--device X`` or ``--device=X``, as argparse would take it."""
-    device = None
-    for position, argument in enumerate(argv):
-        if argument == "--device" and position + 1 < len(argv):
-            device = argv[position + 1]
-        elif argument.startswith("--device="):
-            device = argument.partition("=")[2]
-    return device
+def value_of(arguments: Sequence[str], flag: str) -> str | None:
+    """Value of the last ``flag X`` or ``flag=X``, as argparse would take it."""
+    value = None
+    for position, argument in enumerate(arguments):
+        if argument == flag and position + 1 < len(arguments):
+            value = arguments[position + 1]
+        elif argument.startswith(flag + "="):
+            value = argument.partition("=")[2]
+    return value
 
 
 def accelerator_found() -> bool:
@@ -86,11 +86,11 @@ def _other_platform_installed() -> bool:
 
 
 def publish(environ: MutableMapping[str, str]) -> None:
-    """Write the decision for every process that this one will start, and what has to be set before torch wakes up.
+    """Set the decision for every process that this one will start, and variables that torch reads on import.
 
-    GPUs are hidden: half of SGLang asks the platform for the device, the other half asks torch whether there is CUDA.
-    TorchDynamo is off unless the user said otherwise: SGLang decorates small functions with ``torch.compile``, and
-    compiling them for a CPU takes minutes at their first use. SGLang learns where our model classes are.
+    GPUs are hidden: some parts of SGLang ask the platform for the device, others ask torch for CUDA.
+    TorchDynamo is off unless the user enables it: SGLang decorates small functions with ``torch.compile``, and
+    compiling them for a CPU takes minutes at their first use. SGLang gets the package of our model classes.
     """
     environ[PLATFORM_ENV] = "cpu"
     environ["CUDA_VISIBLE_DEVICES"] = environ["HIP_VISIBLE_DEVICES"] = ""
@@ -99,7 +99,7 @@ def publish(environ: MutableMapping[str, str]) -> None:
 
 
 def is_active() -> bool:
-    """Whether the platform of this process is ours. Settles the choice if nothing has asked for it yet."""
+    """Whether the platform of this process is ours. Makes the choice if it is not made yet."""
     from sglang.srt.platforms import current_platform
 
     platform = type(current_platform)

@@ -1,7 +1,7 @@
 """The CPU platform: stock SGLang's scheduler, radix cache and KV pool on plain torch, without a GPU.
 
-For tiny dense models in tests, benches and demonstrations. Nothing here knows our scheduler: a bench runs its stock
-arm on this same platform with our features off.
+For tiny dense models in tests, benches and demonstrations. It is independent of our scheduler: a bench runs its stock
+arm on this platform with our features off.
 """
 
 from __future__ import annotations
@@ -28,13 +28,40 @@ MAX_THREADS = 4
 THREADS_BIND_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
 
 
-class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+_ONLY_DENSE = "the CPU platform of pla_sglang serves dense models with multi-head attention only, not {what}"
+
+
+class CpuKvPools:
+    """Which classes keep the KV cache: SGLang's plain pool, and our allocator in plain torch."""
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        return MHATokenToKVPool
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        """Called by hosts from 0.5.20 instead of the three methods around; they resolve every kind in advance."""
+        return self.get_mha_kv_pool_cls() if kind == "mha" else None
+
+    def get_mla_kv_pool_cls(self) -> type:
+        raise NotImplementedError(_ONLY_DENSE.format(what="multi-head latent attention"))
+
+    def get_dsa_kv_pool_cls(self) -> type:
+        raise NotImplementedError(_ONLY_DENSE.format(what="sparse attention"))
+
+    def get_paged_allocator_cls(self) -> type:
+        from pla_sglang.platform.paged_allocator import build_kv_allocator
+
+        return build_kv_allocator  # type: ignore[return-value]  # SGLang only calls it, so a factory serves
+
+
+class CpuPlatform(CpuKvPools, CpuDeviceMixin, SRTPlatform):
     """SGLang's own CPU device operations, as an out-of-tree platform that needs no compiled CPU kernels."""
 
     _enum = PlatformEnum.OOT
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """Fill in what the user left open. Values given on the command line stay, except an AMX backend."""
+        """Set defaults. Values given on the command line are kept, except an AMX backend."""
         # Hosts from 0.5.20 on cannot tell the model's shape yet at this point; there the user names dtype and KV size.
         knows_model = hasattr(server_args, "get_model_config")
         if server_args.dtype == "auto" and knows_model:
@@ -69,26 +96,6 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
-    def get_mha_kv_pool_cls(self) -> type:
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-        return MHATokenToKVPool
-
-    def get_kv_pool_cls(self, *, kind: str) -> type | None:
-        """What hosts from 0.5.20 on ask instead of the three methods around; they resolve every kind up front."""
-        return self.get_mha_kv_pool_cls() if kind == "mha" else None
-
-    def get_mla_kv_pool_cls(self) -> type:
-        raise NotImplementedError(_ONLY_DENSE.format(what="multi-head latent attention"))
-
-    def get_dsa_kv_pool_cls(self) -> type:
-        raise NotImplementedError(_ONLY_DENSE.format(what="sparse attention"))
-
-    def get_paged_allocator_cls(self) -> type:
-        from pla_sglang.platform.paged_allocator import build_kv_allocator
-
-        return build_kv_allocator  # type: ignore[return-value]  # SGLang only calls it, so a factory serves
-
     def get_dispatch_key_name(self) -> str:
         return "native"
 
@@ -109,14 +116,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
 
-_ONLY_DENSE = "the CPU platform of pla_sglang serves dense models with multi-head attention only, not {what}"
-
-
 def keep_full_precision(server_args: ServerArgs) -> None:
-    """Run everything but bfloat16 models in float32 where the user chose no dtype.
+    """Run all models except bfloat16 ones in float32 if the user chose no dtype.
 
-    SGLang turns float32 models into float16, which saves memory on a GPU. On a CPU it saves nothing that matters here:
-    it is slower, and greedy output then differs between batch shapes.
+    SGLang turns float32 models into float16, which saves memory on a GPU. On a CPU float16
+    is slower, and greedy output then differs between batch shapes.
     """
     if server_args.get_model_config().dtype != torch.bfloat16:
         server_args.dtype = "float32"
@@ -130,12 +134,12 @@ def bytes_per_token(model: ModelConfig) -> int:
 
 
 def default_kv_tokens(kv_bytes_per_token: int, total_memory_bytes: int) -> int:
-    """KV pool size where the user named none: enough for tiny models, a small share of the host for others."""
+    """KV pool size if the user gave none: enough for tiny models, a small share of host memory for others."""
     return max(1, min(MAX_KV_TOKENS, int(total_memory_bytes * MAX_KV_SHARE_OF_MEMORY) // kv_bytes_per_token))
 
 
 def default_threads(cores: int) -> int:
-    """Torch threads per worker: half of the cores, because a server also tokenizes, detokenizes and speaks HTTP."""
+    """Torch threads per worker: half of the cores, because a server also tokenizes, detokenizes and serves HTTP."""
     return max(1, min(MAX_THREADS, cores // 2))
 
 
@@ -144,7 +148,7 @@ def available_cores() -> list[int]:
 
 
 def threads_bind(cores: list[int], tp_size: int) -> str:
-    """One core list per rank, in SGLang's notation ``0|1``. Ranks share cores where there are too few."""
+    """One core list per rank, in SGLang's notation ``0|1``. Ranks share cores if there are too few."""
     share = max(1, len(cores) // tp_size)
     per_rank = [cores[(rank * share) % len(cores) :][:share] for rank in range(tp_size)]
     return "|".join(",".join(str(core) for core in own) for own in per_rank)

@@ -14,8 +14,8 @@ from pla_kernels import paged_alloc
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """SGLang's paged allocator without Triton.
 
-    Owns the free pages exactly as its base does; only the computation of the slots differs. Like the base it answers
-    None, and changes nothing, when the free pages do not suffice.
+    Owns the free pages exactly as its base does; only the computation of the slots differs. Like the base it returns
+    None, without a change, if there are not enough free pages.
     """
 
     free_pages: torch.Tensor  # [free] int64, page ids
@@ -65,10 +65,10 @@ def build_kv_allocator(
     kvcache: KVCache,
     need_sort: bool,
 ) -> BaseTokenToKVPoolAllocator:
-    """The allocator that stock SGLang would take for this page size, minus Triton.
+    """The allocator that stock SGLang would use for this page size, without Triton.
 
-    SGLang asks an out-of-tree platform for one class for every page size. At page size 1 its own choice is the plain
-    token allocator, which frees without sorting; we keep that choice.
+    SGLang asks an out-of-tree platform for one class for every page size. At page size 1 SGLang itself uses the plain
+    token allocator, which frees without sorting; so do we.
     """
     if page_size == 1:
         return TokenToKVPoolAllocator(size, dtype=dtype, device=device, kvcache=kvcache, need_sort=need_sort)

@@ -1,4 +1,4 @@
-"""Step times of a GPU as small JSON files: what a forward pass costs, by its batch.
+"""Step times of a GPU as small JSON files: the duration of a forward pass, by its batch.
 
 The emulated device, the simulator and the predictors of the routers all read the same profiles.
 """

@@ -1,6 +1,6 @@
 """Fits a profile to measured step times: relative least squares with non-negative coefficients.
 
-Small steps decide whether a request meets its target just as large ones do, so errors count relative to the step.
+Small steps matter for a request's target as much as large ones, so errors are relative to the step.
 """
 
 from __future__ import annotations
@@ -10,9 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
-from pla_sglang.profiles.step import Curve, DecodeTerms, FitError, Grid, PrefillTerms, ProfileError, StepProfile
+from pla_sglang.profiles.step import (
+    Coverage,
+    Curve,
+    DecodeTerms,
+    FitError,
+    Grid,
+    PrefillTerms,
+    ProfileError,
+    StepProfile,
+)
 
 FLOOR_TOKENS = 512  # prefills below are near the floor and say little about the compute term
 MIN_PREFILL_POINTS = 4
@@ -46,7 +54,7 @@ class DecodePoint:
 
 
 def fit_prefill(points: Sequence[PrefillPoint], *, read_s: float) -> PrefillTerms:
-    """Floor and compute term. ``read_s`` is the time to read a token of history, which such points cannot show.
+    """Floor and compute term. ``read_s`` is the time to read a token of history, which such points do not show.
 
     Raises ProfileError with fewer than four points.
     """
@@ -111,7 +119,24 @@ def fit_profile(
         prefill_correction=prefill_curve(profile, prefill),
         decode_correction=decode_grid(profile, decode) if grid else Grid(),
     )
-    return dataclasses.replace(profile, fit_error=fit_error(profile, prefill, decode))
+    return dataclasses.replace(
+        profile, fit_error=fit_error(profile, prefill, decode), coverage=cover_points(prefill, decode)
+    )
+
+
+def cover_points(prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint]) -> Coverage:
+    """What these points are, from the least to the most of each size."""
+
+    def bounds(sizes: Sequence[int]) -> tuple[int, int]:
+        return min(sizes), max(sizes)
+
+    return Coverage(
+        prompt_tokens=bounds([point.tokens for point in prefill]),
+        pass_tokens=bounds([point.new_tokens for point in prefill]),
+        decode_batch=bounds([point.batch for point in decode]),
+        decode_context_tokens=bounds([point.context for point in decode]),
+        decode_step_tokens=bounds([point.batch * point.context for point in decode]),
+    )
 
 
 def fit_error(profile: StepProfile, prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint]) -> FitError:
@@ -139,5 +164,7 @@ def _relative_nnls(columns: np.ndarray, seconds: np.ndarray) -> tuple[float, ...
     weighted = columns / seconds[:, None]
     scale = np.linalg.norm(weighted, axis=0)
     scale[scale == 0] = 1.0
+    from scipy.optimize import nnls
+
     coefficients, _ = nnls(weighted / scale, np.ones(len(seconds)))
     return tuple(float(f"{value:.6g}") for value in coefficients / scale)

@@ -8,27 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pla_sglang.profiles.step import (
-    Curve,
-    DecodeTerms,
-    FitError,
-    Grid,
-    LaunchFloor,
-    PrefillTerms,
-    ProfileError,
-    StepProfile,
-)
+from pla_sglang.checks import nested_configs
+from pla_sglang.profiles.step import ProfileError, StepProfile
 
 FOLDER = Path(__file__).parent / "data"
 # field of StepProfile -> the dataclass that its JSON object becomes
-_PARTS: dict[str, type] = {
-    "prefill": PrefillTerms,
-    "decode": DecodeTerms,
-    "prefill_correction": Curve,
-    "decode_correction": Grid,
-    "launch_floor": LaunchFloor,
-    "fit_error": FitError,
-}
+_PARTS = dict(nested_configs(StepProfile))
 
 
 def profile_names() -> list[str]:
@@ -40,7 +25,7 @@ def load_profile(name_or_path: str | Path) -> StepProfile:
     """A profile of the package by its name, or one from a JSON file by its path.
 
     Raises:
-        ProfileError: neither a known name nor a file; unreadable; nonsense numbers. The message says which.
+        ProfileError: neither a known name nor a file; unreadable; invalid numbers. The message gives the reason.
     """
     name = str(name_or_path)
     path = FOLDER / f"{name}.json"

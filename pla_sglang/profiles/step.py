@@ -5,13 +5,13 @@ summed history, R requests::
 
     prefill = [max(floor, base + token*N + attention*A + request*R)] * correction(N) + read*H
 
-that is a roofline: below ``floor`` the step streams the weights, above it computes (PLA-Serve section 2.1, with the
-floor that measured tables show). Decode, with B requests and C tokens of context in all::
+a roofline: below ``floor`` the step is bound by reading the weights, above it by computation (PLA-Serve section 2.1,
+with the floor that measured tables show). Decode, with B requests and C tokens of context in all::
 
     decode = [base + request*B + read*C] * correction(B, C/B)
 
 Corrections are measured / modelled at the measured points, interpolated between them and held constant outside, so a
-profile made from a table reproduces the table and still has a sane answer far from it.
+profile made from a table reproduces the table and gives a plausible value far from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pla_sglang.errors import ConfigError
 
 
 class ProfileError(ConfigError):
-    """A profile is unknown, or holds a number that makes no sense; the message names it and what is allowed."""
+    """A profile is unknown or contains an invalid number; the message names it and what is allowed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Grid:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaunchFloor:
-    """Least time of a step in which the host launches every kernel itself, and of one replayed as a CUDA graph."""
+    """Minimum time of a step with every kernel launched by the host, and of one replayed as a CUDA graph."""
 
     eager_s: float = 0.0
     graph_s: float = 0.0
@@ -136,8 +136,35 @@ class FitError:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Coverage:
+    """The passes from which a profile was made: the least and the most of each size; empty where that is not known.
+
+    Outside, times are those of the model's terms and of the nearest correction.
+
+    Attributes:
+        prompt_tokens: of a single prompt, all of it new.
+        pass_tokens: new tokens of a prefill pass.
+        decode_batch: requests of a decode step.
+        decode_context_tokens: context of each of them.
+        decode_step_tokens: context of all of them together.
+    """
+
+    prompt_tokens: tuple[int, ...] = ()
+    pass_tokens: tuple[int, ...] = ()
+    decode_batch: tuple[int, ...] = ()
+    decode_context_tokens: tuple[int, ...] = ()
+    decode_step_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            bounds = getattr(self, field.name)
+            if bounds and (len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]):
+                raise ProfileError(f"coverage: {field.name} {list(bounds)} is not valid; allowed: least and most")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class StepProfile:
-    """What one model costs on one device.
+    """Step times of one model on one device. An instance has ``gpus`` GPUs.
 
     Raises:
         ProfileError: a number is not finite, negative, or leaves a step without time.
@@ -154,11 +181,13 @@ class StepProfile:
     decode_correction: Grid = dataclasses.field(default_factory=Grid)
     launch_floor: LaunchFloor = dataclasses.field(default_factory=LaunchFloor)
     fit_error: FitError = dataclasses.field(default_factory=FitError)
+    coverage: Coverage = dataclasses.field(default_factory=Coverage)
+    gpus: int = 1
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ProfileError("a profile needs a name")
-        for field, least in (("kv_bytes_per_token", 1), ("kv_capacity_tokens", 1), ("weights_bytes", 0)):
+        for field, least in (("kv_bytes_per_token", 1), ("kv_capacity_tokens", 1), ("weights_bytes", 0), ("gpus", 1)):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ProfileError(f"{field} {value!r} is out of range; allowed: whole numbers from {least}")
@@ -168,7 +197,7 @@ class StepProfile:
     ) -> float:
         """Seconds of one prefill pass. ``attention`` is the sum of L*(L + 2*H) over its requests.
 
-        Without new tokens there is no pass, and the answer is 0. ``graph`` False applies the eager launch floor.
+        0 without new tokens, because there is no pass. ``graph`` False applies the eager launch floor.
         """
         if new_tokens <= 0:
             return 0.0
@@ -197,8 +226,8 @@ class StepProfile:
     ) -> float:
         """Seconds of a pass that may hold prefill chunks and decodes.
 
-        In a mixed pass the decodes' tokens join the linear layers and their context is read besides; such a pass is
-        never faster than its decodes alone.
+        In a mixed pass the decodes' tokens are added to the linear layers and their context is read in addition; such a
+        pass is never faster than its decodes alone.
         """
         if new_tokens <= 0:
             return self.decode_s(batch, context_tokens, graph=graph)

@@ -9,15 +9,14 @@ from typing import IO, Literal, cast
 
 import msgspec
 
-from pla_sglang.recording.errors import RecordError
-from pla_sglang.recording.rows import VERSION, Header, Line, Row
+from pla_sglang.recording.rows import VERSION, Header, Line, RecordError, Row
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Line)
 
 
 class RecordWriter:
-    """Appends lines to a new file. Raises OSError where it cannot be written."""
+    """Appends lines to a new file. Raises OSError if it cannot be written."""
 
     def __init__(self, path: Path, *, flush_lines: int = 200) -> None:
         self.lines = 0
@@ -38,7 +37,7 @@ def read(path: Path) -> Iterator[Line]:
     """The lines of a recording, ``Header`` first.
 
     Raises:
-        RecordError: the file cannot be read, is no recording, or is of another version; names the line.
+        RecordError: the file cannot be read, is not a recording, or has another version; names the line.
     """
     number = 0
     try:
@@ -57,8 +56,8 @@ def read(path: Path) -> Iterator[Line]:
 def _check(path: Path, number: int, line: Line) -> None:
     if (number == 1) is not isinstance(line, Header):
         raise RecordError(f"{path} line {number}: a recording begins with its header, and has one")
-    if isinstance(line, Header) and line.version != VERSION:
-        raise RecordError(f"{path}: version {line.version}; this program reads {VERSION}")
+    if isinstance(line, Header) and line.version not in range(1, VERSION + 1):
+        raise RecordError(f"{path}: version {line.version}; this program reads 1 to {VERSION}")
 
 
 def _open(path: Path, mode: Literal["rb", "wb"]) -> IO[bytes]:

@@ -1,7 +1,7 @@
-"""The lines of a recording (msgspec, one JSON object a line, told apart by ``type``).
+"""The lines of a recording (msgspec, one JSON object a line, distinguished by ``type``).
 
-A recording begins with ``Header``. All later lines stand in the order in which they happened: changes of views before
-the decision that saw them, reports to the policy in between. Times are seconds of the recorder's clock.
+A recording begins with ``Header``. All later lines are in order of time: changes of views before
+the decision that used them, reports to the policy in between. Times are seconds of the recorder's clock.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.policy.decisions import (
+from pla_sglang.errors import PlaError
+from pla_sglang.policy.interface.decisions import (
     Dispatch,
     FleetAction,
     Hold,
+    MeasuredPass,
     Migrate,
     Placement,
     ScaleTo,
@@ -21,7 +23,11 @@ from pla_sglang.policy.decisions import (
     SetRole,
 )
 
-VERSION = 1
+VERSION = 3  # 1: without the epochs of roles; 2: without running requests
+
+
+class RecordError(PlaError, ValueError):
+    """A recording cannot be read or replayed; the message names the file and the line."""
 
 
 class Row(msgspec.Struct, tag_field="type", tag=str.lower, omit_defaults=True):
@@ -29,17 +35,25 @@ class Row(msgspec.Struct, tag_field="type", tag=str.lower, omit_defaults=True):
 
 
 class Header(Row):
-    """What the policy was built from. ``setup``: the fields of ``policy.registry.Setup`` that are plain values."""
+    """The policy's construction.
+
+    Attributes:
+        setup: the fields of ``policy.registry.Setup`` that are plain values.
+        time_scale: of the devices.
+        device_time: all times are those of the device; else, as policies once had them, of the wall, and the steps of
+            the profile are to be taken ``time_scale`` times as long.
+    """
 
     policy: str
     profile: str
     setup: dict[str, Any]
     time_scale: float = 1.0
-    version: int = VERSION
+    version: int = 1
+    device_time: bool = False
 
 
 class Views(Row):
-    """Changed fields by index of the instance; its first line has all that are not at their default."""
+    """Changed fields by index of the instance; its first line has all fields that differ from their default."""
 
     now_s: float
     changed: dict[int, dict[str, Any]]
@@ -60,7 +74,7 @@ class Arrival(Row):
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
-    """A decision as plain values: what two runs must agree in. Instances are indices."""
+    """A decision as plain values, equal in two identical runs. Instances are indices."""
 
     reason: str = ""
     prefill: int | None = None
@@ -70,21 +84,39 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 class Dispatched(Row):
-    """``dispatch``. ``cached`` where it has changed since the arrival."""
+    """``dispatch``. ``cached`` if it has changed since the arrival; ``hidden``: instances kept from the policy."""
 
     now_s: float
     rid: str
     answer: Answer
     cached: dict[int, int] | None = None
+    hidden: tuple[int, ...] = ()
 
 
 class Placed(Row):
-    """``place_decode``; ``prefilled_on`` as the policy saw it."""
+    """``place_decode``; ``prefilled_on`` as the policy saw it, ``hidden`` as in ``Dispatched``."""
 
     now_s: float
     rid: str
     prefilled_on: int | None
     answer: Answer
+    hidden: tuple[int, ...] = ()
+
+
+class Batch(msgspec.Struct, omit_defaults=True):
+    """A ``DecodeBatch``. Of each request: its id, KV tokens, tokens still to come, and whether it may be moved."""
+
+    requests: tuple[tuple[str, int, float | None, bool], ...] = ()
+    unlisted_requests: int = 0
+    unlisted_tokens: int = 0
+
+
+class Running(Row):
+    """Running requests by index of the instance, as the controller saw them whose line is the next; those that have
+    changed since they were last read."""
+
+    now_s: float
+    batches: dict[int, Batch]
 
 
 class Ticked(Row):
@@ -105,6 +137,7 @@ class Prefilled(Row):
     history_tokens: int
     requests: int
     duration_s: float
+    steps: tuple[MeasuredPass, ...] = ()
 
 
 class FirstToken(Row):
@@ -133,7 +166,7 @@ class Finish(Row):
 
 
 Line = (
-    Header | Views | Arrival | Dispatched | Placed | Ticked | Prefilled | FirstToken | Interval | Finish
+    Header | Views | Arrival | Dispatched | Placed | Running | Ticked | Prefilled | FirstToken | Interval | Finish
 )  # what a file may hold
 
 
@@ -142,7 +175,7 @@ def plain_action(action: FleetAction) -> tuple[Any, ...]:
     reason = action.reason.value
     match action:
         case SetRole():
-            return ("set_role", reason, action.instance.index, action.role.value)
+            return ("set_role", reason, action.instance.index, action.role.value, action.epoch)
         case SetLengthClass():
             length_class = None if action.length_class is None else action.length_class.value
             return ("set_length_class", reason, action.instance.index, length_class)
@@ -156,7 +189,7 @@ def plain_action(action: FleetAction) -> tuple[Any, ...]:
 
 
 def answer_of(decision: Dispatch | Placement | list[FleetAction]) -> Answer:
-    """What a dispatcher or a controller answered, as plain values."""
+    """The answer of a dispatcher or a controller as plain values."""
     if isinstance(decision, list):
         return Answer(actions=tuple(map(plain_action, decision)))
     actions = tuple(map(plain_action, decision.actions))
@@ -168,5 +201,5 @@ def answer_of(decision: Dispatch | Placement | list[FleetAction]) -> Answer:
 
 
 def normal(answer: Answer) -> Answer:
-    """As it comes back from a file: lists inside actions, numbers of one type."""
+    """The decision in the form that a file gives back: lists inside actions, numbers of one type."""
     return msgspec.json.decode(msgspec.json.encode(answer), type=Answer)

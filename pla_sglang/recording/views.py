@@ -1,13 +1,24 @@
-"""``InstanceView`` objects as differences: what has changed since the last line, and back."""
+"""``InstanceView`` objects as differences: changes since the last line, written and applied."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import Any
 
-from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceState, InstanceView, Role
-from pla_sglang.policy.types import PrefillClass
+import numpy as np
+
+from pla_sglang.policy.interface.fleet import (
+    DecodeBatch,
+    FleetView,
+    InstanceKind,
+    InstanceState,
+    InstanceView,
+    Role,
+)
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.recording.rows import Batch
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(InstanceView) if field.name != "index")
 _DEFAULTS = {name: getattr(InstanceView(0, ""), name) for name in _FIELDS}
@@ -41,18 +52,35 @@ class Differ:
         return changed
 
 
+def plain_batch(batch: DecodeBatch) -> Batch:
+    """Running requests as a recording holds them."""
+    columns = (batch.rids, batch.tokens.tolist(), batch.remaining.tolist(), batch.movable.tolist())
+    rows = tuple(
+        (rid, tokens, None if math.isnan(remaining) else remaining, movable)
+        for rid, tokens, remaining, movable in zip(*columns, strict=True)
+    )
+    return Batch(rows, batch.unlisted_requests, batch.unlisted_tokens)
+
+
+def restore_batch(plain: Batch) -> DecodeBatch:
+    batch = DecodeBatch.of([row[:3] for row in plain.requests])
+    batch.movable = np.array([row[3] for row in plain.requests], dtype=np.bool_)
+    batch.unlisted_requests, batch.unlisted_tokens = plain.unlisted_requests, plain.unlisted_tokens
+    return batch
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
-    return None if value == float("-inf") else value  # only ``since_s`` is ever that
+    return None if value == float("-inf") else value  # of what changes only ``since_s`` is ever that
 
 
 def restore(fleet: FleetView, changed: dict[int, dict[str, Any]]) -> None:
-    """Applies changes to ``fleet``, with new instances where the indices go on.
+    """Applies changes to ``fleet``, adding instances with new indices.
 
     Raises:
         ValueError: a value or an index does not fit.
-        TypeError, KeyError: a field is not known.
+        TypeError, KeyError: a field is unknown.
     """
     for index, fields in changed.items():
         values = {name: _value(name, value) for name, value in fields.items()}

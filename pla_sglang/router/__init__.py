@@ -9,7 +9,7 @@
 Who owns what:
 
 - ``messages.py``: every message between the two, and nothing else of either side.
-- ``plane.py``: ``ControlPlane`` (what a control plane offers) and ``RelayPort`` (what it may ask of a relay).
+- ``protocols.py``: ``ControlPort`` (what a control plane offers) and ``RelayPort`` (what it may ask of a relay).
 - ``control/``: the control plane. It never sees a client's connection and reads no answer.
 - everything else: the data plane. It decides nothing: it asks before a request goes out, reports what happened, and
   does what it is told. All it keeps are its own open requests, so a control plane that restarts cuts no stream and

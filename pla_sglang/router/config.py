@@ -1,92 +1,90 @@
-"""What a relay may do and how long anything may take. Made by the launcher, handed to every relay process as JSON."""
+"""What a relay may do and how long anything may take."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.policy.checks import require
+from pla_sglang.checks import Range, check_fields, knob
 
-DAY_S = 86_400.0
+DAY = Range(0, 86_400, "s", above=True)
+COUNT = Range(1, 100)
 
 
 @dataclasses.dataclass(frozen=True)
 class RelayConfig:
-    """One relay process.
+    """One relay process. Every relay of a router listens at ``host`` and ``port``."""
 
-    Attributes:
-        host, port: where clients connect; every relay of a router listens there.
-        api_key: what clients must send as bearer token; empty: they need none.
-        admin_key: as ``api_key``, for /workers and /pla/*; empty: ``api_key`` is needed there too.
-        access_log: "off", "-" for stderr, or a file: one JSON object a request.
-        max_head_bytes, max_headers, max_body_bytes: of one request; more is refused.
-        max_buffered_bytes: of all bodies that are on their way in, in one relay; then 503.
-        max_kept_bytes: of all bodies that are kept for another attempt, in one relay; beyond it a request gets none.
-        max_connections: of clients, in one relay; further ones are closed at once.
-        head_timeout_s: for a complete request head, from its first byte or from the connection's start.
-        body_timeout_s: for the next 16 KiB of a request body, or what is left of it.
-        idle_timeout_s: between two requests of a connection.
-        write_timeout_s: for a client to read on, once its buffers are full.
-        connect_timeout_s: to an instance. connect_attempts: dispatches until the client is told.
-        transfer_attempts: dispatches of a request whose KV transfers fail before its client has got anything.
-        dispatch_timeout_s: for the control plane's answer; it includes waiting for admission.
-        first_byte_timeout_s: for an answer's body to begin, once the request is sent.
-        stall_timeout_s: for the next byte of an answer.
-        request_timeout_s: for the whole request.
-        drain_timeout_s: for open requests when the router stops.
-        upstream_idle_s: how long an unused connection to an instance is kept; less than the 5 s after which SGLang
-            closes it, or a request could meet a connection that is being closed.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    api_key: str = ""
-    admin_key: str = ""
-    access_log: str = "off"
-    max_head_bytes: int = 32_768
-    max_headers: int = 100
-    max_body_bytes: int = 64 << 20
-    max_buffered_bytes: int = 1 << 30
-    max_kept_bytes: int = 256 << 20
-    max_connections: int = 20_000
-    head_timeout_s: float = 10.0
-    body_timeout_s: float = 30.0
-    idle_timeout_s: float = 75.0
-    write_timeout_s: float = 60.0
-    connect_timeout_s: float = 3.0
-    connect_attempts: int = 3
-    transfer_attempts: int = 4
-    dispatch_timeout_s: float = 60.0
-    first_byte_timeout_s: float = 600.0
-    stall_timeout_s: float = 300.0
-    request_timeout_s: float = 3600.0
-    drain_timeout_s: float = 30.0
-    upstream_idle_s: float = 3.0
+    host: str = knob("127.0.0.1", "--host TEXT", "where to listen", heading="front and relays")
+    port: int = knob(30_000, "--port", "where to listen; 0: a free port, which is printed", allowed=Range(0, 65_535))
+    api_key: str = knob("", "--api-key KEY", "clients must send it as bearer token", secret=True)
+    admin_key: str = knob(
+        "", "--admin-key KEY", "needed for /workers and /pla/*; without it, the key of clients is", secret=True
+    )
+    access_log: str = knob("off", "--access-log FILE", "off, - (stderr) or a file: one JSON object a request")
+    max_head_bytes: int = knob(
+        32_768, "--max-head-bytes", "of one request; more is refused", allowed=Range(1024, 1 << 20, "bytes")
+    )
+    max_headers: int = knob(100, "--max-headers", "of one request; more are refused", allowed=Range(1, 10_000))
+    max_body_bytes: int = knob(
+        64 << 20, "--max-body-bytes", "of one request; more is refused", allowed=Range(1, 1 << 32, "bytes")
+    )
+    max_buffered_bytes: int = knob(
+        1 << 30,
+        "--max-buffered-bytes",
+        "of all bodies that are on their way in or wait for an instance, in one relay; then 503",
+        allowed=Range(1, 1 << 40, "bytes"),
+    )
+    max_kept_bytes: int = knob(
+        256 << 20,
+        "--max-kept-bytes",
+        "of all bodies kept for another attempt or instance, in one relay; beyond it a request gets none",
+        allowed=Range(0, 1 << 40, "bytes"),
+    )
+    max_connections: int = knob(
+        20_000,
+        "--max-connections",
+        "of clients, in one relay; further ones are closed at once",
+        allowed=Range(1, 1 << 20),
+    )
+    head_timeout_s: float = knob(
+        10.0, "--head-timeout-s", "for a request head, from its first byte or from the connection's start", allowed=DAY
+    )
+    body_timeout_s: float = knob(
+        30.0, "--body-timeout-s", "for the next 16 KiB of a request body, or what is left of it", allowed=DAY
+    )
+    idle_timeout_s: float = knob(75.0, "--idle-timeout-s", "between two requests of a connection", allowed=DAY)
+    write_timeout_s: float = knob(
+        60.0, "--write-timeout-s", "for a client to read on, once its buffers are full", allowed=DAY
+    )
+    connect_timeout_s: float = knob(3.0, "--connect-timeout-s", "to connect to an instance", allowed=DAY)
+    connect_attempts: int = knob(
+        3, "--connect-attempts", "dispatches to instances that refuse, until the client is told", allowed=COUNT
+    )
+    transfer_attempts: int = knob(
+        4,
+        "--transfer-attempts",
+        "dispatches of a request whose KV transfers fail before its client has got anything",
+        allowed=COUNT,
+    )
+    full_attempts: int = knob(
+        3,
+        "--full-attempts",
+        "dispatches of a request to instances that refuse it as they are full, until its client is told",
+        allowed=COUNT,
+    )
+    dispatch_timeout_s: float = knob(
+        60.0, "--dispatch-timeout-s", "for the control plane's answer, waiting for admission included", allowed=DAY
+    )
+    first_byte_timeout_s: float = knob(
+        600.0, "--first-byte-timeout-s", "for an answer's body to begin, once the request is sent", allowed=DAY
+    )
+    stall_timeout_s: float = knob(300.0, "--stall-timeout-s", "for the next byte of an answer", allowed=DAY)
+    request_timeout_s: float = knob(3600.0, "--request-timeout-s", "for the whole request", allowed=DAY)
+    drain_timeout_s: float = knob(30.0, "--drain-timeout-s", "for open requests when the router stops", allowed=DAY)
+    # SGLang closes an unused connection after 5 s: with a longer time a request could meet one that is being closed.
+    upstream_idle_s: float = knob(
+        3.0, "--upstream-idle-s", "how long an unused connection to an instance is kept", allowed=DAY
+    )
 
     def __post_init__(self) -> None:
-        require("port", self.port, 0, 65_535)
-        require("max_head_bytes", self.max_head_bytes, 1024, 1 << 20)
-        require("max_headers", self.max_headers, 1, 10_000)
-        require("max_body_bytes", self.max_body_bytes, 1, 1 << 32)
-        require("max_buffered_bytes", self.max_buffered_bytes, 1, 1 << 40)
-        require("max_kept_bytes", self.max_kept_bytes, 0, 1 << 40)
-        require("max_connections", self.max_connections, 1, 1 << 20)
-        require("connect_attempts", self.connect_attempts, 1, 100)
-        require("transfer_attempts", self.transfer_attempts, 1, 100)
-        for field in dataclasses.fields(self):
-            if field.name.endswith("_s"):
-                require(field.name, getattr(self, field.name), 0, DAY_S, above=True)
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> RelayConfig:
-        """Raises ConfigError for unknown names and values out of range."""
-        values: dict[str, Any] = json.loads(text)
-        unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
-        if unknown:
-            raise ConfigError(f"a relay has no setting {', '.join(sorted(unknown))}")
-        return cls(**values)
+        check_fields(self)

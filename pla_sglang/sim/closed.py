@@ -1,7 +1,8 @@
 """A closed loop of users: each sends the next request of the trace when its last one has ended.
 
 Papers that speak of a "concurrency" measure this way. The trace then gives lengths and their order, not times. Users
-are of a kind, the trace's ``client`` (0 where it has none): users of one kind send the rows of that kind only.
+are of a kind, the trace's ``client`` (0 where it has none): users of one kind send the rows of that kind only. Where
+the trace has sessions, a user goes through one conversation, turn by turn, before it takes up the next.
 """
 
 from __future__ import annotations
@@ -27,28 +28,34 @@ class ClosedLoop:
     def __init__(self, trace: Trace, users: Mapping[int, int]) -> None:
         kinds = [0] * len(trace) if trace.client is None else trace.client.tolist()
         self._kinds: list[int] = kinds
-        self._rows: dict[int, deque[int]] = {kind: deque() for kind in users}
-        for row, kind in enumerate(kinds):
-            if kind not in self._rows:
+        sessions = range(len(trace)) if trace.session is None else trace.session.tolist()
+        talks: dict[int, dict[int, deque[int]]] = {kind: {} for kind in users}  # by kind and session: rows to send
+        for row, (kind, session) in enumerate(zip(kinds, sessions, strict=True)):
+            if kind not in talks:
                 raise SimConfigError(f"row {row} is of client {kind}; allowed: those with users, {sorted(users)}")
-            self._rows[kind].append(row)
+            talks[kind].setdefault(session, deque()).append(row)
         for kind, count in users.items():
             if count < 1:
                 raise SimConfigError(f"users of client {kind} are {count}; allowed: 1 and more")
-            if not self._rows[kind]:
+            if not talks[kind]:
                 raise SimConfigError(f"client {kind} has users but no rows; allowed: clients of the trace")
+        self._talks = {kind: deque(by_session.values()) for kind, by_session in talks.items()}  # not begun
+        self._rest: dict[int, deque[int]] = {}  # by row under way: what its user sends after it
         self._users = dict(users)
 
     def first(self) -> list[int]:
         """The rows that are sent at the start, in order of rows."""
-        return sorted(
-            self._rows[kind].popleft() for kind, count in self._users.items() for _ in range(self._fit(kind, count))
-        )
-
-    def _fit(self, kind: int, count: int) -> int:
-        return min(count, len(self._rows[kind]))
+        places = ((talks, min(self._users[kind], len(talks))) for kind, talks in self._talks.items())
+        return sorted(self._next_of(talks.popleft()) for talks, count in places for _ in range(count))
 
     def after(self, row: int) -> int | None:
         """``row`` has ended: the row that its user sends now; None when none of its kind is left."""
-        rows = self._rows[self._kinds[row]]
-        return rows.popleft() if rows else None
+        rest, talks = self._rest.pop(row), self._talks[self._kinds[row]]
+        if rest:
+            return self._next_of(rest)
+        return self._next_of(talks.popleft()) if talks else None
+
+    def _next_of(self, talk: deque[int]) -> int:
+        row = talk.popleft()
+        self._rest[row] = talk
+        return row

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pla_sglang.policy.decisions import Controller, Dispatcher, Observer
-from pla_sglang.policy.fleet import InstanceKind, Role
-from pla_sglang.policy.types import PrefillClass
+from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.policy.interface.decisions import Controller, Dispatcher, Observer, observers_of
+from pla_sglang.policy.interface.fleet import InstanceKind, Role
+from pla_sglang.policy.interface.prefill import EnginePolicy, PrefillClass
 from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.costs import StepCosts
+from pla_sglang.sim.engine_knobs import EngineKnobs
 from pla_sglang.sim.errors import SimConfigError
-from pla_sglang.sim.interfaces import EngineKnobs, EnginePolicy
+from pla_sglang.sim.front import FrontKnobs
+from pla_sglang.sim.host import NO_HOST, HostKnobs
+from pla_sglang.sim.kernel import LATEST_S
 from pla_sglang.sim.network import NetworkKnobs
 
 # (input tokens, answer tokens so far, answer tokens still to come) -> estimate of those to come, None where unknown
@@ -35,34 +38,34 @@ class InstanceSpec:
 
     Attributes:
         profile: step times and memory.
-        count, kind, role, length_class, tensor_parallel: see ``InstanceView``.
+        count, kind, role, length_class: see ``InstanceView``.
+        tensor_parallel: GPUs of the instance. None: the profile's.
         kv_capacity_tokens: None: the profile's.
 
     Raises:
-        SimConfigError: a count or capacity below 1, or a profile that cannot do what the kind needs.
+        ConfigError: a count or capacity below 1, or a profile that cannot do what the kind needs.
     """
 
     profile: StepProfile
-    count: int = 1
+    count: int = knob(1, allowed=Range(1))
     kind: InstanceKind = InstanceKind.STATELESS
     role: Role = Role.MIXED
     length_class: PrefillClass | None = None
-    tensor_parallel: int = 1
-    kv_capacity_tokens: int | None = None
+    tensor_parallel: int | None = knob(None, allowed=Range(1))
+    kv_capacity_tokens: int | None = knob(None, allowed=Range(1))
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise SimConfigError(f"count of instances is {self.count}; allowed: 1 and more")
-        if self.kv_capacity_tokens is not None and self.kv_capacity_tokens < 1:
-            raise SimConfigError(f"kv_capacity_tokens is {self.kv_capacity_tokens}; allowed: 1 and more")
-        if self.tensor_parallel < 1:
-            raise SimConfigError(f"tensor_parallel is {self.tensor_parallel}; allowed: 1 and more")
+        check_fields(self, "instance")
         if not self.profile.decode_s(1, 1) > 0:
             raise SimConfigError(f"profile {self.profile.name} has no decode times; a simulation needs both phases")
 
     @property
     def capacity_tokens(self) -> int:
         return self.kv_capacity_tokens or self.profile.kv_capacity_tokens
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel or self.profile.gpus
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,8 @@ class InstanceFault:
     down_s: float | None = None
 
     def __post_init__(self) -> None:
-        _check_time("fault at_s", self.at_s)
-        if self.down_s is not None:
-            _check_time("fault down_s", self.down_s)
+        require("fault at_s", self.at_s, 0, LATEST_S)
+        require("fault down_s", self.down_s, 0, LATEST_S)
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class LinkFault:
     down_s: float
 
     def __post_init__(self) -> None:
-        _check_time("link fault at_s", self.at_s)
-        _check_time("link fault down_s", self.down_s)
+        require("link fault at_s", self.at_s, 0, LATEST_S)
+        require("link fault down_s", self.down_s, 0, LATEST_S)
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,7 @@ class Policies:
 
     def observers(self) -> list[Observer]:
         """Those of them that want reports; each once, in a fixed order."""
-        found: list[Observer] = []
-        for one in (self.dispatcher, *self.controllers):
-            if isinstance(one, Observer) and not any(one is other for other in found):
-                found.append(one)
-        return found
+        return observers_of(self.dispatcher, *self.controllers)
 
 
 @dataclass(frozen=True)
@@ -142,24 +140,27 @@ class SimConfig:
         instance_faults, link_faults: what breaks when.
         cancels: row of the trace -> when its user goes away, in seconds after its arrival.
         users: a closed loop instead of the trace's times: client of the trace -> users at once (``ClosedLoop``).
+        pauses_s: row of the trace -> how long its user, in a closed loop, waits before it sends it; None: not at all.
+        host: what the hosts of real engines add.
+        front: admission and a fair queue before the dispatcher; None: every request is dispatched at once.
         seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
 
     Raises:
-        SimConfigError: a value is out of range.
+        ConfigError: a value is out of range.
     """
 
     fleet: Sequence[InstanceSpec]
     engine: EngineKnobs = dataclasses.field(default_factory=EngineKnobs)
     network: NetworkKnobs = dataclasses.field(default_factory=NetworkKnobs)
     flip: Flip = Flip.LABEL
-    report_interval_s: float = 0.25
-    sample_s: float = 5.0
-    startup_s: float | None = None
-    handoff_wait_s: float = 30.0
-    retries: int = 3
-    output_limit_tokens: int | None = None
-    ttft_slo_s: float | None = None
-    tpot_slo_s: float | None = None
+    report_interval_s: float = knob(0.25, allowed=Range(0, LATEST_S, above=True))
+    sample_s: float = knob(5.0, allowed=Range(0, LATEST_S, above=True))
+    startup_s: float | None = knob(None, allowed=Range(0, LATEST_S))
+    handoff_wait_s: float = knob(30.0, allowed=Range(0, LATEST_S, above=True))
+    retries: int = knob(3, allowed=Range(0))
+    output_limit_tokens: int | None = knob(None, allowed=Range(1))
+    ttft_slo_s: float | None = knob(None, allowed=Range(0, above=True))
+    tpot_slo_s: float | None = knob(None, allowed=Range(0, above=True))
     decode_graph_batches: tuple[int, ...] | None = None
     prefill_graph_tokens: tuple[int, ...] | None = None
     overhead_s: float = 0.0
@@ -168,33 +169,25 @@ class SimConfig:
     link_faults: Sequence[LinkFault] = ()
     cancels: Mapping[int, float] = dataclasses.field(default_factory=dict)
     users: Mapping[int, int] | None = None
+    pauses_s: Sequence[float] | None = None
+    host: HostKnobs = NO_HOST
+    front: FrontKnobs | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.fleet:
             raise SimConfigError("the fleet has zero instances; allowed: at least one")
-        for name in ("report_interval_s", "sample_s", "handoff_wait_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise SimConfigError(f"{name} is {value}; allowed: finite, above 0")
-        for name in ("ttft_slo_s", "tpot_slo_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise SimConfigError(f"{name} is {value}; allowed: above 0, or None for no target")
-        if self.startup_s is not None:
-            _check_time("startup_s", self.startup_s)
-        if self.retries < 0:
-            raise SimConfigError(f"retries is {self.retries}; allowed: 0 and more")
-        if self.output_limit_tokens is not None and self.output_limit_tokens < 1:
-            raise SimConfigError(f"output_limit_tokens is {self.output_limit_tokens}; allowed: 1 and more")
+        check_fields(self)
+        for row, pause_s in enumerate(self.pauses_s or ()):
+            require(f"pause before row {row}, seconds", pause_s, 0, LATEST_S)
         for row, after_s in self.cancels.items():
-            _check_time(f"cancel of row {row}", after_s)
+            require(f"cancel of row {row}, seconds", after_s, 0, LATEST_S)
 
     def startup_of(self, spec: InstanceSpec) -> float:
         """Seconds from the decision to start such an instance until it is ready."""
         if self.startup_s is not None:
             return self.startup_s
-        return 10.0 + spec.profile.weights_bytes / spec.tensor_parallel / 2e9
+        return 10.0 + spec.profile.weights_bytes / spec.gpus / 2e9
 
     def costs_of(self, spec: InstanceSpec) -> StepCosts:
         """Step times of such an instance."""
@@ -202,11 +195,6 @@ class SimConfig:
             spec.profile,
             decode_graph_batches=self.decode_graph_batches,
             prefill_graph_tokens=self.prefill_graph_tokens,
-            overhead_s=self.overhead_s,
+            overhead_s=self.overhead_s + self.host.step_s,
             time_scale=self.time_scale,
         )
-
-
-def _check_time(name: str, seconds: float) -> None:
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise SimConfigError(f"{name} is {seconds}; allowed: finite seconds, 0 and more")

@@ -11,8 +11,10 @@ import bisect
 import math
 from dataclasses import dataclass
 
+from pla_sglang.checks import require
 from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.errors import SimConfigError
+from pla_sglang.sim.kernel import LATEST_S
 
 FAR = 1 << 40  # steps; longer than any request
 
@@ -72,7 +74,7 @@ class StepCosts:
         time_scale: every pass takes this many times as long, overhead included.
 
     Raises:
-        SimConfigError: buckets that do not rise, or a time scale that is not above 0.
+        ConfigError: buckets that do not rise, or a time scale that is not above 0.
     """
 
     def __init__(
@@ -90,10 +92,8 @@ class StepCosts:
         ):
             if buckets is not None and list(buckets) != sorted({size for size in buckets if size > 0}):
                 raise SimConfigError(f"{name} is {buckets}; allowed: whole numbers above 0, rising")
-        if not (math.isfinite(time_scale) and time_scale > 0):
-            raise SimConfigError(f"time_scale is {time_scale}; allowed: finite, above 0")
-        if not (math.isfinite(overhead_s) and overhead_s >= 0):
-            raise SimConfigError(f"overhead_s is {overhead_s}; allowed: finite, 0 and more")
+        require("time_scale", time_scale, 0, LATEST_S, above=True)
+        require("overhead_s", overhead_s, 0, LATEST_S)
         self.profile = profile
         self._overhead_s = overhead_s
         self._decode_buckets = decode_graph_batches

@@ -7,8 +7,8 @@ were run. Between the two, ``steps_now`` tells how many have ended.
 from __future__ import annotations
 
 from pla_sglang.sim.costs import Segment, StepCosts
+from pla_sglang.sim.engine_knobs import EngineKnobs
 from pla_sglang.sim.growth import GrowthRatio
-from pla_sglang.sim.interfaces import EngineKnobs
 from pla_sglang.sim.meter import Meter
 from pla_sglang.sim.pool import KvPool
 from pla_sglang.sim.request import SimRequest
@@ -20,17 +20,18 @@ class Decoding:
 
     def __init__(self, pool: KvPool, costs: StepCosts, knobs: EngineKnobs) -> None:
         self.running = RunningBatch()
+        self.joining: list[SimRequest] = []  # their KV is here; they decode from the next boundary on
         self.meter = Meter()
         self.growth = GrowthRatio(knobs)
         self.segment: Segment | None = None
         self.start_s = 0.0  # of the open segment
-        self._cut_at = 0  # steps after which it ends
+        self.cut_at = 0  # steps after which it ends
         self._pool = pool
         self._costs = costs
 
     def clear(self) -> None:
         """All requests are gone (the instance died)."""
-        self.running, self.segment = RunningBatch(), None
+        self.running, self.joining, self.segment = RunningBatch(), [], None
 
     # -- a segment -----------------------------------------------------------------------------------------------------
 
@@ -45,41 +46,41 @@ class Decoding:
         room = (self._pool.available_tokens - reserved_tokens) // batch
         segment = self._costs.segment(batch, running.context_tokens, min(running.steps_to_end(), max(1, room)))
         self.segment, self.start_s = segment, now_s
-        self._cut_at = segment.steps
+        self.cut_at = segment.steps
         if release_s is not None:
-            self._cut_at = min(segment.steps, first_at_or_after(segment, release_s - now_s))
+            self.cut_at = min(segment.steps, first_at_or_after(segment, release_s - now_s))
         return self._end_s()
 
     def cut(self, now_s: float) -> float | None:
         """The segment ends with the step under way; returns when, or None when it was to end by then anyway."""
         assert self.segment is not None
         steps = first_at_or_after(self.segment, now_s - self.start_s)
-        if steps >= self._cut_at:
+        if steps >= self.cut_at:
             return None
-        self._cut_at = steps
+        self.cut_at = steps
         return self._end_s()
 
     def _end_s(self) -> float:
         assert self.segment is not None
-        return self.start_s + self.segment.end_s(self._cut_at)
+        return self.start_s + self.segment.end_s(self.cut_at)
 
     def steps_now(self, now_s: float) -> int:
         """Steps of the open segment that have ended; 0 without one."""
         if self.segment is None:
             return 0
-        return min(self._cut_at, self.segment.ended_by(now_s - self.start_s))
+        return min(self.cut_at, self.segment.ended_by(now_s - self.start_s))
 
     def planned_tokens(self) -> int:
         """KV tokens that the open segment takes until its end."""
-        return 0 if self.segment is None else self._cut_at * len(self.running)
+        return 0 if self.segment is None else self.cut_at * len(self.running)
 
     def settle(self) -> list[SimRequest]:
         """The segment has run to its end. Returns the requests that have all their tokens."""
         segment, self.segment = self.segment, None
         assert segment is not None
-        taken_s = segment.end_s(self._cut_at)
-        self.meter.busy(taken_s)
-        return self.stepped(self._cut_at, self.start_s + taken_s)
+        taken_s = segment.end_s(self.cut_at)
+        self.meter.busy.add(self.start_s, self.start_s + taken_s)
+        return self.stepped(self.cut_at, self.start_s + taken_s)
 
     def stepped(self, steps: int, ended_s: float) -> list[SimRequest]:
         """The running requests have got ``steps`` tokens each, the last at ``ended_s``."""
@@ -89,6 +90,12 @@ class Decoding:
         self.growth.on_steps(steps)
         self.meter.steps(steps, ended_s)
         return running.ended()
+
+    def token_slack_s(self, now_s: float) -> float | None:
+        """Time until a running request is due its next token; None without targets. There is no open segment."""
+        running = self.running
+        due_s = running.deadlines.first_s(running.step, now_s - self.meter.waited_s(now_s))
+        return None if due_s is None else due_s - now_s
 
     # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
-from pla_sglang.sim import observe
-from pla_sglang.sim.cache_index import CacheIndex
+from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
 from pla_sglang.sim.config import Flip, InstanceSpec, Policies, SimConfig
-from pla_sglang.sim.costs import StepCosts
-from pla_sglang.sim.instance import Instance
-from pla_sglang.sim.interfaces import Host
+from pla_sglang.sim.instance import Host, Instance
 from pla_sglang.sim.kernel import Kernel, Priority
+from pla_sglang.sim.overlap import OverlappedInstance
 from pla_sglang.sim.pool import KvPool
 
 _FLIP_END = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
@@ -32,7 +30,7 @@ class Life:
     def gpu_s(self, until_s: float) -> float:
         """GPU seconds up to ``until_s``."""
         end_s = until_s if self.end_s is None else min(self.end_s, until_s)
-        return max(0.0, end_s - self.start_s) * self.spec.tensor_parallel
+        return max(0.0, end_s - self.start_s) * self.spec.gpus
 
 
 class Fleet:
@@ -50,7 +48,7 @@ class Fleet:
     ) -> None:
         self.instances: list[Instance] = []
         self.lives: list[Life] = []
-        self.cache = CacheIndex(block_tokens)
+        self.cache = PrefixIndex(even_block_ends(block_tokens))
         self.view = FleetView((), self._decodes)
         self.flips = 0
         self._kernel = kernel
@@ -59,7 +57,6 @@ class Fleet:
         self._host = host
         self._block_tokens = block_tokens
         self._on_change = on_change
-        self._costs: dict[int, StepCosts] = {}
         self._draining: dict[int, Role | None] = {}  # index -> role afterwards; None: it ends
         for spec in config.fleet:
             for _ in range(spec.count):
@@ -76,22 +73,23 @@ class Fleet:
             state=state,
             length_class=spec.length_class,
             kv_capacity_tokens=spec.capacity_tokens,
-            tensor_parallel=spec.tensor_parallel,
+            tensor_parallel=spec.gpus,
             profile=spec.profile.name,
             since_s=self._kernel.now_s,
         )
-        pool = KvPool(
-            spec.capacity_tokens, self._block_tokens, lambda block, came: self.cache.change(index, block, came)
-        )
-        instance = Instance(
+        pool = KvPool(spec.capacity_tokens, self._block_tokens, functools.partial(self._change_block, index))
+        made = OverlappedInstance if self._config.host.overlap else Instance
+        instance = made(
             self._kernel,
             view,
-            costs=self._costs_of(spec),
+            costs=self._config.costs_of(spec),
             knobs=self._config.engine,
             policy=self._policies.engine(spec.profile, self._config.engine),
             pool=pool,
             host=self._host,
         )
+        if isinstance(instance, OverlappedInstance):
+            instance.set_host(self._config.host)
         self.instances.append(instance)
         self.lives.append(Life(spec, self._kernel.now_s))
         self.view.add(view)
@@ -100,10 +98,11 @@ class Fleet:
             self._kernel.at(ready_s, Priority.END, self._started, instance)
         return instance
 
-    def _costs_of(self, spec: InstanceSpec) -> StepCosts:
-        if id(spec) not in self._costs:
-            self._costs[id(spec)] = self._config.costs_of(spec)
-        return self._costs[id(spec)]
+    def _change_block(self, index: int, block: int, came: bool) -> None:
+        if came:
+            self.cache.add_block(index, block)
+        else:
+            self.cache.remove_block(index, block)
 
     def _started(self, instance: Instance) -> None:
         if instance.view.state is InstanceState.STARTING:
@@ -113,6 +112,12 @@ class Fleet:
     def of(self, view: InstanceView) -> Instance:
         """The instance behind a view."""
         return self.instances[view.index]
+
+    def overlapped(self, index: int) -> OverlappedInstance:
+        """An instance of a fleet whose hosts work ahead."""
+        instance = self.instances[index]
+        assert isinstance(instance, OverlappedInstance)
+        return instance
 
     def spec_of(self, instance: Instance) -> InstanceSpec:
         return self.lives[instance.view.index].spec
@@ -127,10 +132,8 @@ class Fleet:
         if view.role is role or view.state is InstanceState.DEAD:
             return
         self.flips += 1
-        if view.kind in (InstanceKind.STATELESS, InstanceKind.UNIFIED) or self._config.flip is Flip.LABEL:
-            self.view.set_role(view, role, self._kernel.now_s)
-            return
-        if view.state is InstanceState.STARTING:
+        at_once = view.kind in (InstanceKind.STATELESS, InstanceKind.UNIFIED) or self._config.flip is Flip.LABEL
+        if at_once or view.state is InstanceState.STARTING:
             self.view.set_role(view, role, self._kernel.now_s)
         elif view.state is InstanceState.READY:
             self._drain(view, role)
@@ -171,11 +174,10 @@ class Fleet:
         self.view.set_state(view, InstanceState.READY)
         self._on_change()
 
-    def start(self, role: Role, count: int, tensor_parallel: int | None) -> None:
+    def start(self, role: Role, count: int) -> None:
         """``count`` new instances, like those that have this role, else like the first."""
         like = next((life.spec for life in self.lives if life.spec.role is role), self.lives[0].spec)
-        parallel = tensor_parallel or like.tensor_parallel
-        spec = dataclasses.replace(like, count=1, role=role, tensor_parallel=parallel)
+        spec = dataclasses.replace(like, count=1, role=role)
         for _ in range(count):
             self.add(spec, role, InstanceState.STARTING)
 
@@ -188,24 +190,21 @@ class Fleet:
         instance.kill()
 
     def gpu_hours(self, until_s: float) -> float:
-        """Of all instances, from their start (not from being ready) to their end or ``until_s``."""
+        """Of all GPUs of all instances, from their start (not from being ready) to their end or ``until_s``."""
         return sum(life.gpu_s(until_s) for life in self.lives) / 3600
 
     # -- views -------------------------------------------------------------------------------------------------------
 
     def _decodes(self, view: InstanceView) -> DecodeBatch:
         predict = self._policies.predict
-        rows: list[tuple[Any, int, int]] = list(observe.rows(self.of(view), self._kernel.now_s))
-        remaining = [
-            None if predict is None else predict(request.input_tokens, done, request.output_tokens - done)
-            for request, _, done in rows
-        ]
-        return DecodeBatch(
-            rids=[request.rid for request, _, _ in rows],
-            tokens=np.array([tokens for _, tokens, _ in rows], dtype=np.int64),
-            remaining=np.array([np.nan if one is None else one for one in remaining], dtype=np.float64),
-            movable=np.array([request.target is None for request, _, _ in rows], dtype=np.bool_),
-        )
+        rows = self.of(view).report.rows(self._kernel.now_s)
+        seen: list[tuple[str, int, float | None]] = []
+        for request, tokens, done in rows:
+            left = request.output_tokens - done
+            seen.append((request.rid, tokens, None if predict is None else predict(request.input_tokens, done, left)))
+        batch = DecodeBatch.of(seen)
+        batch.movable = np.array([request.target is None for request, _, _ in rows], dtype=np.bool_)
+        return batch
 
     def check_integrity(self) -> None:
         self.view.check_integrity()

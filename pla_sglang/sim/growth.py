@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pla_sglang.sim.interfaces import EngineKnobs
+from pla_sglang.sim.engine_knobs import EngineKnobs
 
 RETRACT_STEPS = 20  # decode steps that SGLang looks ahead when it sets the ratio after a retraction
 

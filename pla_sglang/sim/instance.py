@@ -5,27 +5,53 @@ pass, otherwise decode. Between boundaries nothing is visited: decode steps are 
 to the next one that can matter (a request ends, memory runs out, a policy wants to be asked), and cut at the next
 boundary when something happens earlier.
 
-State: idle, in a prefill pass (``under_way``), or in a segment of decode steps (``decoding.segment``).
+State: idle, in a prefill pass (``queue.under_way``), or in a segment of decode steps (``decoding.segment``).
 """
 
 from __future__ import annotations
 
-from pla_sglang.policy.decisions import PrefillSample
-from pla_sglang.policy.fleet import InstanceView
-from pla_sglang.policy.types import Action, PassView
-from pla_sglang.sim import observe
+from typing import Protocol
+
+from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
+from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassView
 from pla_sglang.sim.costs import StepCosts
 from pla_sglang.sim.decoding import Decoding
+from pla_sglang.sim.engine_knobs import EngineKnobs
 from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.interfaces import EngineKnobs, EnginePolicy, Host
+from pla_sglang.sim.handoff_queue import HandoffQueue
+from pla_sglang.sim.instance_view import InstanceReport
 from pla_sglang.sim.kernel import Kernel, Priority
-from pla_sglang.sim.landing import Landing
 from pla_sglang.sim.pool import KvPool
 from pla_sglang.sim.prefill import PrefillPass, PrefillQueue
 from pla_sglang.sim.request import SimRequest, Stage
-from pla_sglang.sim.running import RunningBatch
 
 MAX_FRUITLESS = 8  # passes at one instant that admit nothing while nothing runs: a policy in a loop
+
+
+class Host(Protocol):
+    """What an instance tells the cluster it is part of, by its index."""
+
+    def on_prefilled(self, request: SimRequest, instance: int) -> None:
+        """The prefill is done and more tokens are to come; the KV lies there."""
+
+    def on_finished(self, request: SimRequest, instance: int) -> None:
+        """All tokens were given; the instance has freed what the request held."""
+
+    def on_first_token(self, request: SimRequest, instance: int) -> None: ...
+
+    def on_prefill_pass(self, sample: PrefillSample) -> None: ...
+
+    def on_pass_reason(self, reason: str) -> None:
+        """An engine policy has decided, for this reason."""
+
+    def on_reserved(self, request: SimRequest, instance: int) -> None:
+        """The instance has made room for the KV of a request that waited for it; of one that has its room already, it
+        has noticed that the KV may be sent.
+        """
+
+    def on_left(self, request: SimRequest, instance: int) -> None:
+        """A running request that was to leave has stopped at a step boundary; its KV still lies there."""
 
 
 class Instance:
@@ -47,15 +73,14 @@ class Instance:
         self.costs = costs
         self.queue = PrefillQueue(view, pool, knobs)
         self.decoding = Decoding(pool, costs, knobs)
-        self.landing = Landing(view, pool, self.decoding, self.queue, knobs)
+        self.incoming = HandoffQueue(view, pool, self.decoding, self.queue, knobs)
+        self.report = InstanceReport(view, self.queue, self.decoding, pool)
         self.alive = True
         self._policy = policy
         self._knobs = knobs
         self._kernel = kernel
         self._host = host
-        self.joining: list[SimRequest] = []
         self._leaving: list[SimRequest] = []
-        self.under_way: PrefillPass | None = None
         self._epoch = 0  # of scheduled events; older ones are stale
         self._looking = False
         self._fruitless = 0
@@ -64,75 +89,69 @@ class Instance:
 
     def submit(self, request: SimRequest, *, first: bool = False) -> None:
         """``request`` is to be prefilled here."""
-        request.home = self
+        request.home = self.view.index
         self.queue.push(request, first=first)
         if not request.waiting.seen:
             request.waiting.seen = True
             self._policy.on_arrival(request.waiting, self._kernel.now_s)
-        self.wake()
+        self._wake()
 
     def reserve(self, request: SimRequest) -> None:
         """``request`` is to decode here; ``host.on_reserved`` follows as soon as there is room for its KV."""
-        self.landing.expect(request)
-        if self.under_way is None:  # boundaries look as well
+        self.incoming.expect(request)
+        if self.queue.under_way is None:  # boundaries look as well
             self._admit_incoming()
 
     def unreserve(self, request: SimRequest, *, reserved: bool) -> None:
         """``request`` does not come after all; ``reserved``: it had its room already."""
-        self.landing.give_up(request, reserved=reserved)
-        self.wake()
+        self.incoming.give_up(request, reserved=reserved)
+        self._wake()
 
     def join(self, request: SimRequest) -> None:
         """The KV of ``request`` is here, in memory that is its own; it decodes from the next boundary on."""
-        request.home = self
+        request.home = self.view.index
         request.move(Stage.DECODE)
-        self.joining.append(request)
+        self.decoding.joining.append(request)
         self.view.running += 1
         self.view.context_tokens += request.context_tokens
-        self.wake()
-
-    def arrived(self, request: SimRequest) -> None:
-        """The KV of a request that had reserved here is complete."""
-        self.landing.arrived(request)
-        self.join(request)
+        self._wake()
 
     def part_with(self, request: SimRequest) -> None:
         """A running request is to leave; ``host.on_left`` follows at the next boundary, unless it ends before."""
         self._leaving.append(request)
-        self.wake()
+        self._wake()
 
     def release(self, request: SimRequest) -> None:
         """The KV of ``request`` is not needed here any more."""
         self.queue.free(request)
-        self.wake()
+        self._wake()
 
     def drop(self, request: SimRequest, stage: Stage) -> None:
-        """``request`` was cancelled: it in ``stage``: it is taken out, and what it holds is freed, at the next boundary
-        if it runs.
+        """``request`` was cancelled in ``stage``: it is taken out and what it holds is freed, at the next boundary if
+        it runs.
         """
         if stage is Stage.PREFILL:
             self.queue.remove(request)
-        elif request in self.running.members:
+        elif request in self.decoding.running.members:
             self._leaving.append(request)  # the step under way ends with it
-            self.wake()
+            self._wake()
             return
         else:
-            if request in self.joining:
-                self.joining.remove(request)
+            if request in self.decoding.joining:
+                self.decoding.joining.remove(request)
             self.queue.free(request)
         request.home = None
-        observe.report(self)
-        self.wake()
+        self.report.update()
+        self._wake()
 
     def kill(self) -> None:
         """Everything stops and is forgotten; the cluster knows which requests were here."""
         self.alive = False
         self._epoch += 1
-        self.under_way = None
-        self.queue.waiting, self.queue.chunk = [], None
+        self.queue.clear()
         self.decoding.clear()
-        self.landing.waiting.clear()
-        self.joining, self._leaving = [], []
+        self.incoming.waiting.clear()
+        self._leaving = []
         self.pool.clear()
         view = self.view
         view.queued_prefills = view.queued_tokens = view.queued_attention = view.queued_history_tokens = 0
@@ -141,26 +160,19 @@ class Instance:
 
     def given_tokens(self, request: SimRequest) -> int:
         """Answer tokens that ``request`` has got by now."""
-        if request not in self.running.members:
+        running = self.decoding.running
+        if request not in running.members:
             return request.done_tokens
-        return self.running.done_of(request, self.decoding.steps_now(self._kernel.now_s))
-
-    def has_room(self, tokens: int) -> bool:
-        """Room for that much KV now, less what running requests are expected to add."""
-        return self.pool.available_tokens - self.decoding.expected_tokens() - self.queue.chunk_rest_tokens >= tokens
-
-    @property
-    def running(self) -> RunningBatch:
-        return self.decoding.running
+        return running.done_of(request, self.decoding.steps_now(self._kernel.now_s))
 
     @property
     def empty(self) -> bool:
         """Nothing is here, under way to here, or kept here for somebody else."""
-        return not (self.queue or self.view.requests() or self.under_way or self.pool.used_tokens)
+        return not (self.queue or self.view.requests() or self.queue.under_way or self.pool.used_tokens)
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Something has changed: look for work at the next boundary."""
-        if self.under_way is not None or not self.alive:
+        if self.queue.under_way is not None or not self.alive:
             return
         if self.decoding.segment is not None:
             self._cut()
@@ -173,8 +185,9 @@ class Instance:
     def _look(self, _: object = None) -> None:
         """At a boundary: leave, join, admit, then a prefill pass or a segment of decode steps, or nothing."""
         self._looking = False
-        if self.under_way is not None or self.decoding.segment is not None or not self.alive:
+        if self.queue.under_way is not None or self.decoding.segment is not None or not self.alive:
             return
+        self._take_in()
         self._part()
         self._join()
         self._admit_incoming()
@@ -182,17 +195,24 @@ class Instance:
         if self.queue:
             started, release_s = self._try_prefill()
             if started:
-                observe.report(self)
+                self.report.update()
                 return
-        if self.running.members:
+        if self.decoding.running.members:
             self._decode(release_s)
         else:
-            self.decoding.growth.on_idle()
-            self.decoding.meter.idle()
-            if release_s is not None:
-                self._epoch += 1
-                self._kernel.at(max(release_s, self._kernel.now_s), Priority.WAKE, self._released, self._epoch)
-        observe.report(self)
+            self._rest(release_s)
+        self.report.update()
+
+    def _take_in(self) -> None:
+        """Who has arrived: here they are in the queue from their submission on."""
+
+    def _rest(self, release_s: float | None) -> None:
+        """Nothing to run; the policy is asked again at ``release_s`` at the latest."""
+        self.decoding.growth.on_idle()
+        self.decoding.meter.idle()
+        if release_s is not None:
+            self._epoch += 1
+            self._kernel.at(max(release_s, self._kernel.now_s), Priority.WAKE, self._released, self._epoch)
 
     def _released(self, epoch: int) -> None:
         if epoch == self._epoch and not self._looking:
@@ -200,32 +220,34 @@ class Instance:
 
     def _part(self) -> None:
         for request in self._leaving:
-            if request not in self.running.members:
+            if request not in self.decoding.running.members:
                 continue  # it has ended with the last step
-            self.running.leave(request)
+            self.decoding.running.leave(request)
             if request.stage is Stage.CANCELLED:
                 self._forget(request)
             else:
-                self._host.on_left(request, self)
+                self._host.on_left(request, self.view.index)
         self._leaving.clear()
 
     def _join(self) -> None:
-        if not self.joining:
+        if not self.decoding.joining:
             return
-        if not self.running.members:
+        if not self.decoding.running.members:
             self.decoding.meter.begin(self._kernel.now_s)
-        for request in self.joining:
-            self.running.join(request)
-        self.joining.clear()
+        for request in self.decoding.joining:
+            if request.decode_start_s is None:
+                request.decode_start_s = self._kernel.now_s
+            self.decoding.running.join(request)
+        self.decoding.joining.clear()
 
     def _admit_incoming(self) -> None:
-        while self.landing.waiting:
-            request = self.landing.next_with_room(self._kernel.now_s, len(self.joining))
+        while self.incoming.waiting:
+            request = self.incoming.next_with_room(self._kernel.now_s)
             if request is None:
                 return
             if self.decoding.planned_tokens() + self.queue.chunk_rest_tokens > self.pool.available_tokens:
                 self._cut()  # the open segment may not run as far as planned
-            self._host.on_reserved(request, self)
+            self._host.on_reserved(request, self.view.index)
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
@@ -243,15 +265,18 @@ class Instance:
         if not parts:
             return False, self._nothing_admitted(now_s)
         self._fruitless = 0
-        mixed = self._knobs.mixed and bool(self.running.members)
-        self.under_way = self.queue.start(parts, now_s, mixed=mixed)
+        if decision.ride is not None:
+            self._host.on_pass_reason(f"ride.{decision.ride.value}")
+        joins = decision.ride is None or decision.ride.joins
+        mixed = self._knobs.mixed and joins and bool(self.decoding.running.members)
+        under_way = self.queue.start(parts, now_s, mixed=mixed)
         self._epoch += 1
-        self._kernel.at(now_s + self._pass_s(self.under_way), Priority.END, self._pass_end, self._epoch)
+        self._kernel.at(now_s + self._pass_s(under_way), Priority.END, self._pass_end, self._epoch)
         return True, None
 
     def _nothing_admitted(self, now_s: float) -> float | None:
         """The pass came back empty. With nothing running, the policy is asked once more at once: it may try others."""
-        if self.running.members or self.view.waiting_decodes or self.pool.used_tokens:
+        if self.decoding.running.members or self.view.waiting_decodes or self.pool.used_tokens:
             return None
         self._fruitless += 1
         if self._fruitless > MAX_FRUITLESS:
@@ -259,44 +284,49 @@ class Instance:
         return now_s
 
     def _pass_view(self, now_s: float) -> PassView:
-        running = len(self.running)
+        running = len(self.decoding.running)
         expected = self.decoding.expected_tokens()
         budget = self._knobs.chunk_tokens - (running if self._knobs.mixed else 0)
-        queue = self.queue
+        queue, rides = self.queue, self._knobs.mixed and running > 0
         return PassView(
             waiting=queue.waiting,
             chunk=None if queue.chunk is None else queue.chunk.waiting,
             pass_budget_tokens=max(1, budget),
-            slots=self._knobs.slots - running - (queue.chunk is not None) - self.landing.on_the_way,
+            slots=self._knobs.slots - running - (queue.chunk is not None) - self.incoming.on_the_way,
             kv_free_tokens=self.pool.available_tokens - expected,
+            kv_room_tokens=self.pool.available_tokens,
             running=running,
             decode_wait_s=self.decoding.meter.waited_s(now_s) if running else 0.0,
+            decode_step_s=self.costs.decode_s(running, self.decoding.running.context_tokens) if running else 0.0,
+            can_ride=rides,
+            context_tokens=self.decoding.running.context_tokens if rides else 0,
+            rider_tokens=running if rides else 0,
+            token_slack_s=self.decoding.token_slack_s(now_s) if rides else None,
         )
 
     def _pass_s(self, under_way: PrefillPass) -> float:
-        one = under_way
-        if one.mixed:
-            running = self.running
+        new_tokens, attention, history_tokens = under_way.new_tokens, under_way.attention, under_way.history_tokens
+        requests = len(under_way.parts)
+        if under_way.mixed:
+            running = self.decoding.running
             self._make_room()
             return self.costs.mixed_s(
-                one.new_tokens, one.attention, one.history_tokens, len(one.parts), len(running), running.context_tokens
+                new_tokens, attention, history_tokens, requests, len(running), running.context_tokens
             )
-        return self.costs.prefill_s(one.new_tokens, one.attention, one.history_tokens, len(one.parts))
+        return self.costs.prefill_s(new_tokens, attention, history_tokens, requests)
 
     def _pass_end(self, epoch: int) -> None:
-        if epoch != self._epoch or self.under_way is None:
+        if epoch != self._epoch or self.queue.under_way is None:
             return
-        done, self.under_way = self.under_way, None
+        done, self.queue.under_way = self.queue.under_way, None
         now_s = self._kernel.now_s
-        self.decoding.meter.busy(now_s - done.started_s)
-        if done.mixed and self.running.members:
+        self.decoding.meter.busy.add(done.started_s, now_s)
+        if done.mixed and self.decoding.running.members:
             self._finish_all(self.decoding.stepped(1, now_s))
         complete = self.queue.end(done)
-        self._host.on_prefill_pass(
-            PrefillSample(
-                self.view, done.new_tokens, done.attention, done.history_tokens, len(done.parts), now_s - done.started_s
-            )
-        )
+        amounts, duration_s = (done.new_tokens, done.attention, done.history_tokens), now_s - done.started_s
+        steps = () if done.mixed else (MeasuredPass(*amounts, duration_s),)
+        self._host.on_prefill_pass(PrefillSample(self.view, *amounts, len(done.parts), duration_s, steps))
         for request in complete:
             self._first_token(request)
         self._after_boundary()
@@ -306,11 +336,11 @@ class Instance:
         request.prefilled_at = self.view.index
         if request.first_token_s is None:
             request.first_token_s = self._kernel.now_s
-            self._host.on_first_token(request, self)
+            self._host.on_first_token(request, self.view.index)
         if request.done_tokens >= request.output_tokens:
             self._finish(request)
         else:
-            self._host.on_prefilled(request, self)
+            self._host.on_prefilled(request, self.view.index)
 
     def _forget(self, request: SimRequest) -> None:
         self.queue.free(request)
@@ -323,14 +353,14 @@ class Instance:
         self.queue.free(request)
         request.finish_s = self._kernel.now_s
         request.move(Stage.FINISHED)
-        self._host.on_finished(request, self)
+        self._host.on_finished(request, self.view.index)
 
     # -- decode ------------------------------------------------------------------------------------------------------
 
     def _decode(self, release_s: float | None) -> None:
         self._make_room()
-        if not self.running.members:
-            self.wake()  # all were retracted; they wait for their prefill again
+        if not self.decoding.running.members:
+            self._wake()  # all were retracted; they wait for their prefill again
             return
         now_s = self._kernel.now_s
         self._schedule_boundary(
@@ -368,9 +398,10 @@ class Instance:
                 self._kernel.at(self._kernel.now_s, Priority.WAKE, self._look)
 
     def _make_room(self) -> None:
-        """Retracts requests until every running one has room for its next token."""
-        rest, retracted = self.queue.chunk_rest_tokens, []
-        while self.decoding.must_retract(rest):
+        """Retracts requests until every running one has room for its next token; with ``lose_all`` all of them."""
+        rest = self.queue.chunk_rest_tokens
+        retracted: list[SimRequest] = []
+        while self.decoding.must_retract(rest) or (retracted and self._knobs.lose_all and self.decoding.running):
             request = self.decoding.retract()
             self.queue.free(request)
             retracted.append(request)
@@ -378,7 +409,7 @@ class Instance:
             request.retractions += 1
             request.move(Stage.PREFILL)
             request.restart()
-            request.home = self
+            request.home = self.view.index
             self.queue.push(request, first=True)
         if retracted:
             self.decoding.on_retracted()
@@ -386,9 +417,10 @@ class Instance:
     def check_integrity(self) -> None:
         """Asserts that all sums agree; holds between events."""
         self.pool.check_integrity()
-        self.running.check_integrity()
+        self.decoding.running.check_integrity()
         self.queue.check_integrity()
         held = sum(
-            request.private_tokens + self.running.step - (request.join_step or 0) for request in self.running.members
+            request.private_tokens + self.decoding.running.step - (request.join_step or 0)
+            for request in self.decoding.running.members
         )
         assert held <= self.pool.private_tokens, f"{held} tokens of running requests, {self.pool.private_tokens} in all"

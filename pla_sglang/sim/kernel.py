@@ -15,7 +15,8 @@ from typing import Any
 
 from pla_sglang.sim.errors import SimError
 
-Call = Callable[[Any], None]
+LATEST_S = 1e12  # of virtual time; beyond, a millisecond would be lost in the rounding of doubles
+Call = Callable[[Any], object]
 
 
 class Priority(enum.IntEnum):

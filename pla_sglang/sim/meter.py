@@ -1,21 +1,20 @@
-"""What an instance would report about itself: busy time and token intervals."""
+"""What an instance would report about itself: busy time, lateness and token intervals."""
 
 from __future__ import annotations
 
+from pla_sglang.load.window import SIGNAL_WINDOW_S, BusyShare, WindowMean
+
 
 class Meter:
-    """Sums since the start, and since the last report. Times in seconds."""
+    """Windows as in an engine's reports, and token intervals since the last report. Times in seconds."""
 
     def __init__(self) -> None:
-        self.busy_s = 0.0
+        self.busy = BusyShare(SIGNAL_WINDOW_S)  # passes and decode steps that have ended
+        self.ttft_ratios = WindowMean(SIGNAL_WINDOW_S)  # TTFT over target
         self._stepped_s: float | None = None  # when running requests last got a token; None while nothing runs
         self._interval_sum_s = 0.0
         self._intervals = 0
         self._reported = (0.0, 0)
-        self._reported_busy = (0.0, 0.0)  # busy time, and when
-
-    def busy(self, seconds: float) -> None:
-        self.busy_s += seconds
 
     def begin(self, now_s: float) -> None:
         """A batch starts from nothing."""
@@ -47,9 +46,3 @@ class Meter:
         before_s, before = self._reported
         self._reported = (total_s, count)
         return (total_s - before_s) / (count - before) if count > before else None
-
-    def utilisation(self, now_s: float, open_s: float) -> float:
-        """Busy share since the last call; ``open_s`` is the busy time that no sum holds yet."""
-        busy_s, since_s = self._reported_busy
-        self._reported_busy = (self.busy_s + open_s, now_s)
-        return min(1.0, (self.busy_s + open_s - busy_s) / (now_s - since_s)) if now_s > since_s else 0.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from pla_sglang.sim.errors import SimConfigError
+from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.sim.kernel import LATEST_S
 
 
 @dataclass(frozen=True)
@@ -13,23 +13,18 @@ class NetworkKnobs:
     """A non-blocking fabric with one link per instance and direction.
 
     Attributes:
-        bandwidth_bytes_per_s: of one link. 50e9 is a 400 Gbit/s NIC; Arrow's NVLink is 400e9.
+        bandwidth_bytes_per_s: of one link, infinity for no cost. 50e9 is a 400 Gbit/s NIC; Arrow's NVLink is 400e9.
         latency_s: of one transfer, on top of bytes over bandwidth.
 
     Raises:
-        SimConfigError: a value is out of range.
+        ConfigError: a value is out of range.
     """
 
-    bandwidth_bytes_per_s: float = 50e9
-    latency_s: float = 1e-3
+    bandwidth_bytes_per_s: float = knob(50e9, allowed=Range(0, above=True))
+    latency_s: float = knob(1e-3, allowed=Range(0, LATEST_S))
 
     def __post_init__(self) -> None:
-        if not self.bandwidth_bytes_per_s > 0:
-            raise SimConfigError(
-                f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s}; allowed: above 0 (infinity for no cost)"
-            )
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise SimConfigError(f"latency_s is {self.latency_s}; allowed: finite, 0 and more")
+        check_fields(self, "network")
 
 
 class Network:
@@ -40,7 +35,6 @@ class Network:
         self._out_free_s: dict[int, float] = {}
         self._in_free_s: dict[int, float] = {}
         self._down_until_s: dict[tuple[int, int], float] = {}
-        self.sent_bytes = 0
         self.transfers = 0
 
     def send(self, source: int, target: int, size_bytes: int, now_s: float) -> float:
@@ -53,7 +47,6 @@ class Network:
         )
         end_s = start_s + self._knobs.latency_s + size_bytes / self._knobs.bandwidth_bytes_per_s
         self._out_free_s[source] = self._in_free_s[target] = end_s
-        self.sent_bytes += size_bytes
         self.transfers += 1
         return end_s
 

@@ -11,15 +11,20 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
+
+import msgspec
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.decisions import Controller, PrefillSample
-from pla_sglang.policy.fleet import FleetView, RequestView
-from pla_sglang.policy.registry import PolicySet
+from pla_sglang.policy.interface.decisions import PolicySet, PrefillSample
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, RequestView
+from pla_sglang.policy.runner import Effects, FleetRunner
 from pla_sglang.recording import rows
-from pla_sglang.recording.errors import RecordError
-from pla_sglang.recording.views import restore
+from pla_sglang.recording.rows import RecordError
+from pla_sglang.recording.views import restore, restore_batch
 from pla_sglang.sim.kernel import Kernel, Priority
+
+NOTHING_RUNS = DecodeBatch.of([])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +74,11 @@ class Replay:
 
     def __init__(self, policy: PolicySet, lines: Iterable[rows.Line], *, keep: int = 20) -> None:
         self.result = Parity()
-        self._policy = policy
-        self._observers = policy.observers()
         self._kernel = Kernel()
-        self._fleet = FleetView()
+        self._batches: dict[int, DecodeBatch] = {}  # running requests by index of the instance
+        self._fleet = FleetView(decodes=lambda instance: self._batches.get(instance.index, NOTHING_RUNS))
+        # Nothing is carried out: what came of the live actions is in the lines.
+        self._runner = FleetRunner(policy, self._fleet, Effects())
         self._requests: dict[str, RequestView] = {}
         self._keep = keep
         start_s: float | None = None
@@ -97,77 +103,49 @@ class Replay:
             raise RecordError(f"line {number} does not fit those before it: {error!r}") from error
 
     def _handle(self, number: int, line: rows.Line) -> None:
+        instances, runner = self._fleet.instances, self._runner
         match line:
+            case rows.Dispatched() | rows.Placed() | rows.Ticked():
+                self._compare(number, line, self._decide(line))
             case rows.Views():
                 restore(self._fleet, line.changed)
+            case rows.Running():
+                self._batches |= {index: restore_batch(batch) for index, batch in line.batches.items()}
             case rows.Arrival():
-                self._arrive(line)
-            case rows.Dispatched() | rows.Placed() | rows.Ticked():
-                self._decide(number, line)
-            case rows.Header():
-                raise ValueError("a second header")
-            case _:
-                self._observe(line)
-
-    def _arrive(self, line: rows.Arrival) -> None:
-        request = RequestView(
-            rid=line.rid,
-            input_tokens=line.input_tokens,
-            arrival_s=line.arrival_s,
-            cached=line.cached,
-            ttft_slo_s=line.ttft_slo_s,
-            tpot_slo_s=line.tpot_slo_s,
-            output_tokens=line.output_tokens,
-            session=line.session,
-        )
-        self._requests[line.rid] = request
-        for observer in self._observers:
-            observer.on_arrival(request, line.now_s)
-
-    def _observe(self, line: rows.Prefilled | rows.FirstToken | rows.Interval | rows.Finish) -> None:
-        for observer in self._observers:
-            match line:
-                case rows.Prefilled():
-                    sample = PrefillSample(
-                        self._fleet.instances[line.instance],
-                        *(line.new_tokens, line.attention, line.history_tokens, line.requests, line.duration_s),
-                    )
-                    observer.on_prefill(sample, line.now_s)
-                case rows.FirstToken():
-                    request = self._requests[line.rid]
-                    request.predicted_ttft_s = line.predicted_ttft_s
-                    observer.on_first_token(request, self._fleet.instances[line.instance], line.now_s)
-                case rows.Interval():
-                    observer.on_token_interval(self._fleet.instances[line.instance], line.interval_s, line.now_s)
-                case rows.Finish():
-                    observer.on_finish(self._requests[line.rid], line.output_tokens, line.now_s)
-        if isinstance(line, rows.Finish):
-            self._requests.pop(line.rid, None)
-
-    def _decide(self, number: int, line: rows.Dispatched | rows.Placed | rows.Ticked) -> None:
-        match line:
-            case rows.Dispatched():
+                request = self._requests[line.rid] = RequestView(**_reported(line))
+                runner.arrive(request, line.now_s)
+            case rows.Prefilled():
+                sample = PrefillSample(**_reported(line) | {"instance": instances[line.instance]})
+                runner.prefilled(sample, line.now_s)
+            case rows.FirstToken():
                 request = self._requests[line.rid]
-                if line.cached is not None:
-                    request.cached = line.cached
-                request.prefilled_on = None
-                answer = rows.answer_of(self._policy.dispatcher.dispatch(request, self._fleet, line.now_s))
-            case rows.Placed():
-                request = self._requests[line.rid]
-                place = line.prefilled_on
-                request.prefilled_on = None if place is None else self._fleet.instances[place]
-                answer = rows.answer_of(self._policy.dispatcher.place_decode(request, self._fleet, line.now_s))
-            case rows.Ticked():
-                controller: Controller = self._policy.controllers[line.controller]
-                answer = rows.answer_of(controller.tick(self._fleet, line.now_s))
-        self._compare(number, line, answer)
+                request.predicted_ttft_s = line.predicted_ttft_s
+                runner.first_token(request, instances[line.instance], line.now_s)
+            case rows.Interval():
+                runner.token_interval(instances[line.instance], line.interval_s, line.now_s)
+            case rows.Finish():
+                runner.finish(self._requests.pop(line.rid), line.output_tokens, line.now_s)
+
+    def _decide(self, line: rows.Dispatched | rows.Placed | rows.Ticked) -> rows.Answer:
+        if isinstance(line, rows.Ticked):
+            return rows.answer_of(self._runner.tick(line.controller, line.now_s))
+        request = self._requests[line.rid]
+        self._runner.hidden = frozenset(self._fleet.instances[index] for index in line.hidden)
+        if isinstance(line, rows.Placed):
+            place = line.prefilled_on
+            request.prefilled_on = None if place is None else self._fleet.instances[place]
+            return rows.answer_of(self._runner.place_decode(request, line.now_s))
+        if line.cached is not None:
+            request.cached = line.cached
+        return rows.answer_of(self._runner.dispatch(request, line.now_s))
 
     def _compare(self, number: int, line: rows.Dispatched | rows.Placed | rows.Ticked, answer: rows.Answer) -> None:
         kind, result = type(line).__name__.lower(), self.result
         if isinstance(line, rows.Ticked) and not line.answer.actions and not answer.actions:
             return  # the controller has only looked
         result.decisions[kind] += 1
-        result.reasons[line.answer.reason or str(_first_reason(line.answer))] += 1
+        first_reason = str(line.answer.actions[0][1]) if line.answer.actions else "none"
+        result.reasons[line.answer.reason or first_reason] += 1
         # The replayed answer goes through the same text as the live one: a tuple comes back as a list inside actions.
         if rows.normal(answer) == line.answer:
             result.identical[kind] += 1
@@ -175,8 +153,11 @@ class Replay:
             result.differences.append(Difference(number, kind, line.now_s, line.answer, answer))
 
 
-def _first_reason(answer: rows.Answer) -> object:
-    return answer.actions[0][1] if answer.actions else "none"
+def _reported(line: rows.Arrival | rows.Prefilled) -> dict[str, Any]:
+    """The fields of a line but its time: those of the object that was reported."""
+    fields = msgspec.structs.asdict(line)
+    del fields["now_s"]
+    return fields
 
 
 def check_policy(header: rows.Header, names: Iterable[str]) -> None:

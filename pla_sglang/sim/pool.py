@@ -15,10 +15,6 @@ from pla_sglang.sim.errors import SimError
 Watcher = Callable[[int, bool], None]  # block id, whether it came (True) or went
 
 
-def _nobody(block: int, came: bool) -> None:
-    return None
-
-
 class KvPool:
     """Counts tokens; where they lie does not matter to the time of a step.
 
@@ -28,12 +24,11 @@ class KvPool:
         watcher: told of every block that comes and goes, for the index of who caches what.
     """
 
-    def __init__(self, capacity_tokens: int, block_tokens: int, watcher: Watcher = _nobody) -> None:
+    def __init__(self, capacity_tokens: int, block_tokens: int, watcher: Watcher = lambda block, came: None) -> None:
         self.capacity_tokens = capacity_tokens
         self.block_tokens = block_tokens
         self.private_tokens = 0
         self.version = 0  # changes with the set of blocks, so that matches can be kept until then
-        self.evicted_blocks = 0
         self._locked: dict[int, int] = {}  # block id -> users
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._watcher = watcher
@@ -113,6 +108,15 @@ class KvPool:
                 self.version += 1
                 self._watcher(block, True)
 
+    def keep(self, ids: Sequence[int]) -> None:
+        """A context whose request has ended stays as idle blocks, as far as there is room for it."""
+        held = self.match(ids)
+        self.lock(ids[:held])
+        fresh = ids[held : held + self.available_tokens // self.block_tokens]
+        self.take(len(fresh) * self.block_tokens)
+        self.share(fresh)
+        self.unlock(ids[: held + len(fresh)])
+
     def clear(self) -> None:
         """Everything is lost (the instance died)."""
         for block in (*self._locked, *self._idle):
@@ -126,7 +130,6 @@ class KvPool:
         room = self.capacity_tokens - self.used_tokens
         while len(self._idle) * self.block_tokens > room:
             block, _ = self._idle.popitem(last=False)
-            self.evicted_blocks += 1
             self.version += 1
             self._watcher(block, False)
 

@@ -1,17 +1,18 @@
 """The prefill side of one engine: its queue, what a pass may hold, and what a pass does.
 
-Follows what a ``PassDecision`` may ask for (see ``policy/types.py``): one chunked request at a time, a request is
+Follows what a ``PassDecision`` may ask for (``policy.interface.prefill``): one chunked request at a time; a request is
 admitted whole or not at all, and refusal changes nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from pla_sglang.policy.fleet import InstanceView
-from pla_sglang.policy.types import Action, PassDecision, PassView, WaitingView
+from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, WaitingView
+from pla_sglang.sim.engine_knobs import EngineKnobs
 from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.interfaces import EngineKnobs
 from pla_sglang.sim.pool import KvPool
 from pla_sglang.sim.request import SimRequest
 
@@ -43,6 +44,10 @@ class PrefillQueue:
     def __init__(self, view: InstanceView, pool: KvPool, knobs: EngineKnobs) -> None:
         self.waiting: list[WaitingView] = []
         self.chunk: SimRequest | None = None
+        self.under_way: PrefillPass | None = None
+        self.arriving: dict[SimRequest, float] = {}  # counted, but not in the queue before that time
+        self.share_later = False  # blocks of a pass are shareable from ``share_ended`` on, not from its end
+        self._unshared: list[SimRequest] = []
         self._view = view
         self._pool = pool
         self._knobs = knobs
@@ -55,21 +60,42 @@ class PrefillQueue:
         """Tokens that the chunked request still needs memory for; nobody else may have it."""
         return 0 if self.chunk is None else self.chunk.waiting.new_tokens
 
+    def clear(self) -> None:
+        """All requests are gone (the instance died)."""
+        self.waiting, self.chunk, self.under_way, self._unshared = [], None, None, []
+        self.arriving.clear()
+
     # -- queue -------------------------------------------------------------------------------------------------------
 
-    def push(self, request: SimRequest, *, first: bool = False) -> None:
-        """``request`` waits here; ``first``: at the head, as a retracted one does."""
+    def push(self, request: SimRequest, *, first: bool = False, seen: bool = True) -> None:
+        """``request`` waits here; ``first``: at the head, as a retracted one does.
+
+        Not ``seen``: it is on its way to the queue; ``arriving`` says when it is there, infinity: that is not known.
+        """
         if request.hash_ids:
             self._match(request)
-        if first:
+        if not seen:
+            self.arriving[request] = math.inf
+        elif first:
             self.waiting.insert(0, request.waiting)
         else:
             self.waiting.append(request.waiting)
         self._count(request.waiting, 1)
 
+    def take_seen(self, until_s: float) -> list[SimRequest]:
+        """Those that have arrived by ``until_s`` join the queue, in the order of their times."""
+        seen = [request for request, at_s in self.arriving.items() if at_s <= until_s]
+        seen.sort(key=self.arriving.__getitem__)
+        for request in seen:
+            del self.arriving[request]
+            self.waiting.append(request.waiting)
+        return seen
+
     def remove(self, request: SimRequest) -> None:
         """A waiting request is taken out, or one whose prefill is under way, with what it holds."""
         self._count(request.waiting, -1)
+        if self.arriving.pop(request, None) is not None:
+            return
         place = next((place for place, view in enumerate(self.waiting) if view is request.waiting), None)
         if place is not None:
             del self.waiting[place]
@@ -80,6 +106,9 @@ class PrefillQueue:
 
     def free(self, request: SimRequest) -> None:
         """What ``request`` holds in the pool."""
+        if request in self._unshared:
+            self._unshared.remove(request)
+            self._share(request)
         self._pool.give(request.private_tokens)
         self._pool.unlock(request.hash_ids[: request.shared_blocks])
         request.private_tokens = request.shared_blocks = 0
@@ -191,14 +220,17 @@ class PrefillQueue:
             self.waiting = [view for view in waiting if id(view) not in gone]
 
     def start(self, parts: list[tuple[SimRequest, int]], now_s: float, *, mixed: bool) -> PrefillPass:
-        """The pass that holds these parts."""
+        """The pass that holds these parts; it is under way until ``end``."""
         new = attention = history = 0
         for request, tokens in parts:
             past = request.waiting.history_tokens
+            if request.prefill_start_s is None:
+                request.prefill_start_s = now_s
             new += tokens
             attention += tokens * (tokens + 2 * past)
             history += past
-        return PrefillPass(parts, new, attention, history, now_s, mixed)
+        self.under_way = PrefillPass(parts, new, attention, history, now_s, mixed)
+        return self.under_way
 
     def end(self, done: PrefillPass) -> list[SimRequest]:
         """Brings views up to date after a pass; returns the requests whose prompt is complete."""
@@ -216,8 +248,17 @@ class PrefillQueue:
             if request is self.chunk:
                 self.chunk = None
             complete.append(request)
-            self._share(request)
+            if self.share_later:
+                self._unshared.append(request)
+            else:
+                self._share(request)
         return complete
+
+    def share_ended(self) -> None:
+        """Blocks of passes that have ended become shareable, with ``share_later``."""
+        unshared, self._unshared = self._unshared, []
+        for request in unshared:
+            self._share(request)
 
     def _share(self, request: SimRequest) -> None:
         """Whole blocks of the prompt become shareable."""
@@ -231,7 +272,11 @@ class PrefillQueue:
 
     def check_integrity(self) -> None:
         """Asserts that the backlog sums are those of the queue; holds between passes."""
-        views = [*self.waiting, *([] if self.chunk is None else [self.chunk.waiting])]
+        views = [
+            *self.waiting,
+            *(request.waiting for request in self.arriving),
+            *([] if self.chunk is None else [self.chunk.waiting]),
+        ]
         assert self._view.queued_prefills == len(views)
         assert self._view.queued_tokens == sum(view.new_tokens for view in views)
         assert self._view.queued_attention == sum(

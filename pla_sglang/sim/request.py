@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from pla_sglang.policy.fleet import RequestView
-from pla_sglang.policy.types import WaitingView
+from pla_sglang.policy.interface.fleet import RequestView
+from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.sim.errors import SimError
-
-if TYPE_CHECKING:
-    from pla_sglang.sim.instance import Instance
 
 
 class Stage(enum.Enum):
     """Where a request is in its life; the last four are ends."""
 
     NEW = "new"  # has not arrived
-    PENDING = "pending"  # arrived; no instance is ready for it
+    PENDING = "pending"  # arrived; no instance is ready for it, or it is not its turn
     PREFILL = "prefill"  # waits for its prefill, or is in it
     HANDOFF = "handoff"  # has its KV in one place and is to decode in another, or waits for a place
     DECODE = "decode"  # in a running batch
     FINISHED = "finished"
     CANCELLED = "cancelled"  # by its user
-    REFUSED = "refused"  # can never fit an instance
+    REFUSED = "refused"  # can never fit an instance, or was not admitted
     FAILED = "failed"  # its instance died and it may not be tried again
 
 
 _ABORTS = frozenset({Stage.CANCELLED, Stage.FAILED})
 LEGAL: Mapping[Stage, frozenset[Stage]] = {
     Stage.NEW: frozenset({Stage.PENDING, Stage.PREFILL, Stage.REFUSED, Stage.CANCELLED}),
-    Stage.PENDING: frozenset({Stage.PREFILL}) | _ABORTS,
+    Stage.PENDING: frozenset({Stage.PREFILL, Stage.REFUSED}) | _ABORTS,
     Stage.PREFILL: frozenset({Stage.HANDOFF, Stage.DECODE, Stage.FINISHED, Stage.PENDING}) | _ABORTS,
     Stage.HANDOFF: frozenset({Stage.DECODE, Stage.PENDING}) | _ABORTS,
     Stage.DECODE: frozenset({Stage.FINISHED, Stage.PREFILL, Stage.HANDOFF, Stage.PENDING}) | _ABORTS,
@@ -43,6 +40,7 @@ LEGAL: Mapping[Stage, frozenset[Stage]] = {
 ENDS = frozenset({Stage.FINISHED, Stage.CANCELLED, Stage.REFUSED, Stage.FAILED})
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class SimRequest:
     """One request. Only ``move`` changes its stage.
 
@@ -50,98 +48,78 @@ class SimRequest:
         row: row of the trace.
         output_tokens: tokens it gets; known to nobody who decides.
         limit_tokens: tokens it may get at most, which admission counts on.
+        hash_ids, answer_ids: see ``Trace``.
+        slo_s: targets for TTFT and TPOT.
         waiting: its view for engine policies. fleet: its view for router policies.
-        home: the instance that holds its KV, or is to compute it; None while pending.
-        target: the instance it is on its way to, or is to leave for; else None.
+        home: index of the instance that holds its KV, or is to compute it; None while pending.
+        target: index of the instance it is on its way to, or is to leave for; else None.
         reserved: the target has made room for it.
-        planned: where it was said to decode when it arrived.
+        planned: index of the instance where it was said to decode when it arrived.
         private_tokens: KV tokens it holds at home that it shares with nobody (of a running request: as it joined).
         shared_blocks: leading blocks of its prompt that it has locked at home.
         done_tokens: tokens given to its user (of a running request: as it joined).
         join_step, finish_step: step counters of its running batch; None while not running.
+        prefill_start_s, decode_start_s: when its first pass began, and when it first joined a running batch.
+        prefilled_at: index of the instance that completed its prompt last; -1: none.
         epoch: changes with every place; an event that carries an older one is stale.
     """
 
-    __slots__ = (
-        "arrival_s",
-        "done_tokens",
-        "epoch",
-        "finish_s",
-        "finish_step",
-        "first_token_s",
-        "fleet",
-        "hash_ids",
-        "home",
-        "input_tokens",
-        "join_step",
-        "limit_tokens",
-        "match_version",
-        "migrations",
-        "output_tokens",
-        "planned",
-        "prefilled_at",
-        "private_tokens",
-        "reserved",
-        "retractions",
-        "retries",
-        "rid",
-        "row",
-        "shared_blocks",
-        "stage",
-        "target",
-        "waiting",
-    )
+    row: int
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    _: dataclasses.KW_ONLY
+    limit_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    answer_ids: tuple[int, ...] = ()
+    tenant: str = ""
+    priority: int = 0
+    slo_s: tuple[float | None, float | None] = (None, None)
+    rid: str = dataclasses.field(init=False)
+    waiting: WaitingView = dataclasses.field(init=False)
+    fleet: RequestView = dataclasses.field(init=False)
+    stage: Stage = Stage.NEW
+    home: int | None = None
+    target: int | None = None
+    reserved: bool = False
+    planned: int | None = None
+    private_tokens: int = 0
+    shared_blocks: int = 0
+    match_version: int = -1
+    done_tokens: int = 0
+    join_step: int | None = None
+    finish_step: int | None = None
+    prefilled_at: int = -1
+    prefill_start_s: float | None = None
+    first_token_s: float | None = None
+    decode_start_s: float | None = None
+    finish_s: float | None = None
+    retries: int = 0
+    retractions: int = 0
+    migrations: int = 0
+    epoch: int = 0
 
-    def __init__(
-        self,
-        row: int,
-        arrival_s: float,
-        input_tokens: int,
-        output_tokens: int,
-        *,
-        limit_tokens: int,
-        hash_ids: tuple[int, ...] = (),
-        slo_s: tuple[float | None, float | None] = (None, None),
-    ) -> None:
-        self.row = row
-        self.rid = f"r{row}"
-        self.arrival_s = arrival_s
-        self.input_tokens = input_tokens
-        self.output_tokens = output_tokens
-        self.limit_tokens = limit_tokens
-        self.hash_ids = hash_ids
-        ttft_slo_s, tpot_slo_s = slo_s
-        deadline_s = None if ttft_slo_s is None else arrival_s + ttft_slo_s
+    def __post_init__(self) -> None:
+        self.rid = f"r{self.row}"
+        ttft_slo_s, tpot_slo_s = self.slo_s
+        deadline_s = None if ttft_slo_s is None else self.arrival_s + ttft_slo_s
         self.waiting = WaitingView(
-            self.rid, input_tokens, 0, arrival_s, deadline_s=deadline_s, output_tokens=limit_tokens, handle=self
+            self.rid,
+            self.input_tokens,
+            0,
+            self.arrival_s,
+            deadline_s=deadline_s,
+            output_tokens=self.limit_tokens,
+            handle=self,
         )
         self.fleet = RequestView(
             self.rid,
-            input_tokens,
-            arrival_s,
+            self.input_tokens,
+            self.arrival_s,
             ttft_slo_s=ttft_slo_s,
             tpot_slo_s=tpot_slo_s,
-            hash_ids=hash_ids,
             handle=self,
         )
-        self.stage = Stage.NEW
-        self.home: Instance | None = None
-        self.target: Instance | None = None
-        self.reserved = False
-        self.planned: Instance | None = None
-        self.private_tokens = 0
-        self.shared_blocks = 0
-        self.match_version = -1
-        self.done_tokens = 0
-        self.join_step: int | None = None
-        self.finish_step: int | None = None
-        self.prefilled_at = -1  # index of the instance that completed its prompt last
-        self.first_token_s: float | None = None
-        self.finish_s: float | None = None
-        self.retries = 0
-        self.retractions = 0
-        self.migrations = 0
-        self.epoch = 0
 
     def move(self, stage: Stage) -> None:
         """Raises SimError on a move that ``LEGAL`` does not have."""
@@ -155,6 +133,16 @@ class SimRequest:
         return self.input_tokens + max(0, self.done_tokens - 1)
 
     @property
+    def arriving_tokens(self) -> int:
+        """KV tokens at its arrival where it is to decode; a prefill that is not done yet adds one to the answer."""
+        return self.input_tokens + self.done_tokens if self.stage is Stage.PREFILL else self.context_tokens
+
+    @property
+    def cost_tokens(self) -> int:
+        """What its dispatch adds to its tenant's service."""
+        return self.input_tokens
+
+    @property
     def limit_left(self) -> int:
         """Tokens it may still get."""
         return max(1, self.limit_tokens - self.done_tokens)
@@ -166,7 +154,7 @@ class SimRequest:
         waiting.history_tokens = 0
         waiting.resumed = self.done_tokens > 0
         waiting.output_tokens = self.limit_left
-        waiting.aged_stamp = -1
+        waiting.aged_stamp = waiting.latest_stamp = -1
         self.private_tokens = self.shared_blocks = 0
         self.match_version = -1
         self.home = self.target = self.planned = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 
 from pla_sglang.sim.request import SimRequest
+from pla_sglang.sim.token_deadlines import TokenDeadlines
 
 
 class RunningBatch:
@@ -18,6 +19,7 @@ class RunningBatch:
         self.members: dict[SimRequest, None] = {}  # in order of joining
         self.step = 0  # decode steps since the start
         self.context_tokens = 0  # KV tokens of the members
+        self.deadlines = TokenDeadlines(self.members)
         self._limit_ends = 0  # sum of the counters at which members would reach their limits
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._sequence = 0
@@ -32,6 +34,7 @@ class RunningBatch:
         request.finish_step = self.step + request.output_tokens - request.done_tokens
         self.context_tokens += request.context_tokens
         self._limit_ends += self.step + request.limit_left
+        self.deadlines.add(request)
         self._sequence += 1
         heapq.heappush(self._ends, (request.finish_step, self._sequence, request))
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.policy.fleet import FleetView, InstanceState, Role
+from pla_sglang.policy.interface.fleet import FleetView, InstanceState, Role
 
 ROLE_ORDER = tuple(Role)
 GONE = -1  # role code of an instance that is not ready

@@ -12,19 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pla_sglang.metrics.goodput import Served
-from pla_sglang.policy.decisions import Controller
-from pla_sglang.sim import observe
 from pla_sglang.sim.closed import ClosedLoop
 from pla_sglang.sim.cluster import Cluster
 from pla_sglang.sim.config import InstanceFault, LinkFault, Policies, SimConfig
 from pla_sglang.sim.errors import SimConfigError, SimError
 from pla_sglang.sim.kernel import Kernel, Priority
-from pla_sglang.sim.request import SimRequest, Stage
+from pla_sglang.sim.request import SimRequest
 from pla_sglang.sim.samples import Sampler, Samples
 from pla_sglang.workload.trace import Trace
 
 STALL_S = 3600.0  # virtual time without anything but ticks, with requests open: nothing will ever come
-STAGE_CODES = {stage: place for place, stage in enumerate(Stage)}
 Progress = Callable[[int, int], None]  # requests ended, requests in all
 
 
@@ -34,12 +31,14 @@ class RunResult:
 
     Attributes:
         served: times of every request, rows as in the trace.
+        prefill_start_s, decode_start_s: [n] float64, when its first pass began and when it first joined a running
+            batch; NaN: never.
         stage: [n] how each ended, as ``Stage`` values.
         prefill_instance, decode_instance: [n] int64, where it was last; -1: nowhere.
         retractions, migrations, retries: [n] int64.
         reasons, pass_reasons: decisions of the fleet's and of the engines' policies, by reason.
         counts: migrations, restarts and the like.
-        gpu_hours: of all instances from their start to ``end_s``. A policy's timer that runs on is no work.
+        gpu_hours: of all GPUs, from the start of their instance to ``end_s``. A policy's timer that runs on is no work.
         end_s: virtual time at which the last request ended.
         events: handled by the kernel; wall_s, cpu_s: how long that took.
     """
@@ -47,6 +46,8 @@ class RunResult:
     name: str
     seed: int
     served: Served
+    prefill_start_s: npt.NDArray[np.float64]
+    decode_start_s: npt.NDArray[np.float64]
     stage: list[str]
     prefill_instance: npt.NDArray[np.int64]
     decode_instance: npt.NDArray[np.int64]
@@ -79,7 +80,7 @@ class Simulation:
 
     Raises:
         TraceError: the trace is empty.
-        SimConfigError: a cancel names a row that the trace does not have.
+        SimConfigError: a cancel names a row that the trace does not have, or it has not as many rows as pauses.
     """
 
     def __init__(self, trace: Trace, config: SimConfig, policies: Policies) -> None:
@@ -87,6 +88,8 @@ class Simulation:
         for row in config.cancels:
             if not 0 <= row < len(trace):
                 raise SimConfigError(f"cancel of row {row}; allowed: 0 to {len(trace) - 1}")
+        if config.pauses_s is not None and len(config.pauses_s) != len(trace):
+            raise SimConfigError(f"{len(config.pauses_s)} pauses; allowed: one for each of the {len(trace)} rows")
         self.kernel = Kernel()
         self.config = config
         self.cluster = Cluster(self.kernel, config, policies, expected=len(trace), block_tokens=trace.block_tokens)
@@ -111,19 +114,19 @@ class Simulation:
             kernel.at(self._arrivals[0], Priority.ARRIVAL, self._arrive_as_recorded, 0)
         else:
             for row in self._loop.first():
-                kernel.at(0.0, Priority.ARRIVAL, self._arrive, row)
-        kernel.at(0.0, Priority.TICK, self._report)
-        for controller in self._policies.controllers:
+                kernel.at(self._pause_s(row), Priority.ARRIVAL, self._arrive, row)
+        kernel.at(0.0, Priority.TICK, self._report, 0)
+        for number, controller in enumerate(self._policies.controllers):
             if not controller.interval_s > 0:
                 raise SimConfigError(f"interval_s of {type(controller).__name__} is {controller.interval_s}; above 0")
-            kernel.at(controller.interval_s, Priority.TICK, self._control, controller)
+            kernel.at(controller.interval_s, Priority.TICK, self._control, number)
         for fault in self.config.instance_faults:
             kernel.at(fault.at_s, Priority.FAULT, self._kill, fault)
         for link in self.config.link_faults:
             kernel.at(link.at_s, Priority.FAULT, self._cut_link, link)
 
     def run(self, progress: Progress | None = None) -> RunResult:
-        """To the end of all requests. Raises SimError when policies leave requests where they are for ever."""
+        """To the end of all requests. Raises SimError when requests stop making progress."""
         self._progress = progress
         started_s, started_cpu_s = time.perf_counter(), time.process_time()  # for the report; nothing depends on them
         self.kernel.run()
@@ -139,25 +142,25 @@ class Simulation:
         self._arrive(row)
 
     def _next_of_user(self, ended: SimRequest) -> None:
-        """In a closed loop: the user of ``ended`` sends its next request at once."""
+        """In a closed loop: the user of ``ended`` sends its next request, at once or after a pause."""
         assert self._loop is not None
         row = self._loop.after(ended.row)
         if row is not None:
-            self.kernel.at(self.kernel.now_s, Priority.ARRIVAL, self._arrive, row)
+            self.kernel.at(self.kernel.now_s + self._pause_s(row), Priority.ARRIVAL, self._arrive, row)
+
+    def _pause_s(self, row: int) -> float:
+        return 0.0 if self.config.pauses_s is None else self.config.pauses_s[row]
 
     def _arrive(self, row: int) -> None:
         self._arrivals[row] = self.kernel.now_s  # what a closed loop makes it; in an open one it is the same
         request = self._request(row)
         self._requests.append(request)
         if row in self.config.cancels:
-            self.kernel.at(self.kernel.now_s + self.config.cancels[row], Priority.ARRIVAL, self._cancel, request)
+            self.kernel.at(self.kernel.now_s + self.config.cancels[row], Priority.ARRIVAL, self.cluster.cancel, request)
         self.cluster.arrive(request)
 
-    def _cancel(self, request: SimRequest) -> None:
-        self.cluster.cancel(request)
-
     def _request(self, row: int) -> SimRequest:
-        config, ids = self.config, self._trace.hash_ids
+        config, ids, answers, clients = self.config, self._trace.hash_ids, self._trace.answer_ids, self._trace.client
         output = self._outputs[row]
         return SimRequest(
             row,
@@ -166,6 +169,8 @@ class Simulation:
             output,
             limit_tokens=max(output, config.output_limit_tokens or 0),
             hash_ids=() if ids is None else ids[row],
+            answer_ids=() if answers is None else answers[row],
+            tenant="" if clients is None else str(clients[row]),
             slo_s=(config.ttft_slo_s, config.tpot_slo_s),
         )
 
@@ -176,21 +181,19 @@ class Simulation:
         self.cluster.kill(fault.index, fault.down_s)
 
     def _cut_link(self, fault: LinkFault) -> None:
-        self.cluster.cut_link(fault.source, fault.target, fault.down_s)
+        self.cluster.handoffs.cut_link(fault.source, fault.target, fault.down_s)
 
-    def _report(self, _: object) -> None:
+    def _report(self, _: int) -> None:
         """Instances report, the router's numbers are fresh, and samples are taken."""
         now_s, fleet = self.kernel.now_s, self.cluster.fleet
-        observers = self._policies.observers()
         for instance in fleet.instances:
             if not instance.alive:
                 continue
-            observe.sync(instance, now_s)
-            interval_s = observe.interval_s(instance, now_s)
+            instance.report.sync(now_s)
+            interval_s = instance.report.interval_s(now_s)
             instance.view.token_interval_s = interval_s
             if interval_s is not None:
-                for observer in observers:
-                    observer.on_token_interval(instance.view, interval_s, now_s)
+                self.cluster.runner.token_interval(instance.view, interval_s, now_s)
         if now_s >= self._sampled_s + self.config.sample_s:
             self._sampled_s = now_s
             self._sampler.take(fleet.view, now_s)
@@ -198,16 +201,14 @@ class Simulation:
             self._progress(sum(self.cluster.ledger.ended.values()), len(self._trace))
         fleet.check_drained()
         self.cluster.place_waiting()
-        self._again(self.config.report_interval_s, self._report, None)
+        self._again(self.config.report_interval_s, self._report, 0)
 
-    def _control(self, controller: Controller) -> None:
-        self.cluster.tick(controller.tick(self.cluster.fleet.view, self.kernel.now_s))
+    def _control(self, number: int) -> None:
+        self.cluster.runner.tick(number, self.kernel.now_s)
         self.cluster.place_waiting()
-        self._again(controller.interval_s, self._control, controller)
+        self._again(self._policies.controllers[number].interval_s, self._control, number)
 
-    def _again(
-        self, after_s: float, call: Callable[[object], None] | Callable[[Controller], None], what: object
-    ) -> None:
+    def _again(self, after_s: float, call: Callable[[int], None], what: int) -> None:
         """The next tick of a kind, as long as there are requests to come or to serve."""
         self._ticks += 1
         now_s, others = self.kernel.now_s, self.kernel.events - self._ticks
@@ -231,11 +232,11 @@ class Simulation:
     def _result(self, wall_s: float, cpu_s: float) -> RunResult:
         requests, cluster = sorted(self._requests, key=lambda request: request.row), self.cluster
 
-        def column(values: list[int]) -> npt.NDArray[np.int64]:
-            return np.array(values, dtype=np.int64)
+        def column(name: str) -> npt.NDArray[np.int64]:
+            return np.array([getattr(one, name) for one in requests], dtype=np.int64)
 
-        def times(values: list[float | None]) -> npt.NDArray[np.float64]:
-            return np.array([math.nan if one is None else one for one in values], dtype=np.float64)
+        def times(name: str) -> npt.NDArray[np.float64]:
+            return np.array([getattr(one, name) for one in requests], dtype=np.float64)  # None becomes nan
 
         counts = {stage.value: count for stage, count in cluster.ledger.ended.items()}
         counts |= dict(cluster.counts)
@@ -244,24 +245,25 @@ class Simulation:
             "transfers": cluster.network.transfers,
             "retractions": sum(request.retractions for request in requests),
         }
-        last_s = _last(requests)
-        end_s = self._active[1] if math.isnan(last_s) else last_s
+        end_s = max((one.finish_s for one in requests if one.finish_s is not None), default=self._active[1])
         return RunResult(
             name=self._policies.name,
             seed=self.config.seed,
             served=Served(
                 np.array(self._arrivals, dtype=np.float64),
-                times([one.first_token_s for one in requests]),
-                times([one.finish_s for one in requests]),
+                times("first_token_s"),
+                times("finish_s"),
                 self._trace.output_tokens,
             ),
+            prefill_start_s=times("prefill_start_s"),
+            decode_start_s=times("decode_start_s"),
             stage=[one.stage.value for one in requests],
-            prefill_instance=column([one.prefilled_at for one in requests]),
-            decode_instance=column([-1 if one.home is None else one.home.view.index for one in requests]),
-            retractions=column([one.retractions for one in requests]),
-            migrations=column([one.migrations for one in requests]),
-            retries=column([one.retries for one in requests]),
-            reasons=dict(sorted(cluster.reasons.items())),
+            prefill_instance=column("prefilled_at"),
+            decode_instance=np.array([-1 if one.home is None else one.home for one in requests], dtype=np.int64),
+            retractions=column("retractions"),
+            migrations=column("migrations"),
+            retries=column("retries"),
+            reasons=dict(sorted(cluster.runner.reasons().items())),
             pass_reasons=dict(sorted(cluster.pass_reasons.items())),
             counts=counts,
             samples=self._sampler.result(),
@@ -271,7 +273,3 @@ class Simulation:
             wall_s=wall_s,
             cpu_s=cpu_s,
         )
-
-
-def _last(requests: list[SimRequest]) -> float:
-    return max((one.finish_s for one in requests if one.finish_s is not None), default=math.nan)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import TypeVar
 
 from pla_sglang.metrics.goodput import Capacity
-from pla_sglang.sim.errors import SimConfigError
-from pla_sglang.sim.experiment import Experiment, Outcome, capacity_of, run_experiment
+from pla_sglang.sim.experiment import Experiment, ExperimentResult, capacity_of, run_experiment
+from pla_sglang.sim.processes import measure_cases
+from pla_sglang.sim.simulation import Progress
 from pla_sglang.workload.trace import Trace
 
 J = TypeVar("J")
 R = TypeVar("R")
 _TRACE: Trace | None = None  # of this worker process; sent once instead of with every job
-Done = Callable[[int, int], None]  # experiments done, in all
+Tell = Callable[[float], None]  # requests/s
 
 
 def _keep(trace: Trace) -> None:
@@ -23,49 +23,54 @@ def _keep(trace: Trace) -> None:
     _TRACE = trace
 
 
-def _run(experiment: Experiment) -> Outcome:
+def _run(experiment: Experiment, progress: Progress | None = None) -> ExperimentResult:
     assert _TRACE is not None, "the pool's initializer has set it"
-    return run_experiment(experiment, _TRACE)
+    return run_experiment(experiment, _TRACE, progress)
 
 
-def _capacity(job: tuple[Experiment, dict[str, float]]) -> Capacity:
+def _capacity(job: tuple[Experiment, dict[str, float]], tell: Tell | None = None) -> Capacity:
     assert _TRACE is not None, "the pool's initializer has set it"
-    return capacity_of(job[0], _TRACE, **job[1])
+    return capacity_of(job[0], _TRACE, **job[1], tell=tell)
 
 
-def sweep(experiments: Sequence[Experiment], trace: Trace, *, jobs: int = 1, done: Done | None = None) -> list[Outcome]:
-    """Outcomes in the order of the experiments, whatever the number of processes."""
-    return list(_map(_run, experiments, trace, jobs, done))
+def iterate_runs(
+    experiments: Sequence[Experiment], trace: Trace, *, jobs: int = 1, progress: Progress | None = None
+) -> Iterator[tuple[int, ExperimentResult]]:
+    """Index and outcome of each experiment, as they end.
+
+    ``progress``: called with the requests of a run that have ended, and all of them; by runs in this process only.
+    """
+    run = functools.partial(_run, progress=progress) if jobs == 1 and progress else _run
+    return _iterate(run, experiments, trace, jobs)
 
 
-def capacities(
+def iterate_capacities(
     experiments: Sequence[Experiment],
     trace: Trace,
     search: dict[str, float],
     *,
     jobs: int = 1,
-    done: Done | None = None,
-) -> list[Capacity]:
-    """``capacity_of`` for each experiment; ``search`` holds its keyword arguments."""
-    return list(_map(_capacity, [(one, search) for one in experiments], trace, jobs, done))
+    tell: Tell | None = None,
+) -> Iterator[tuple[int, Capacity]]:
+    """Index and result of ``capacity_of`` for each experiment, as they end; ``search`` holds its keyword arguments.
+
+    ``tell``: called with each rate before it is tried; by searches in this process only.
+    """
+    find = functools.partial(_capacity, tell=tell) if jobs == 1 and tell else _capacity
+    return _iterate(find, [(experiment, search) for experiment in experiments], trace, jobs)
 
 
-def _map(call: Callable[[J], R], work: Sequence[J], trace: Trace, jobs: int, done: Done | None) -> Iterator[R]:
-    if jobs < 1:
-        raise SimConfigError(f"jobs is {jobs}; allowed: 1 and more")
-    if jobs == 1 or len(work) == 1:
-        _keep(trace)
-        for count, one in enumerate(work, 1):
-            yield call(one)
-            if done is not None:
-                done(count, len(work))
-        return
-    # spawn: the parent may have threads (progress display), which a fork would copy in the middle of their work
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_keep, initargs=(trace,)) as pool:
-        futures: list[Future[R]] = [pool.submit(call, one) for one in work]
-        for count, _ in enumerate(as_completed(futures), 1):
-            if done is not None:
-                done(count, len(work))
-        for future in futures:
-            yield future.result()
+def _iterate(call: Callable[[J], R], work: Sequence[J], trace: Trace, jobs: int) -> Iterator[tuple[int, R]]:
+    return measure_cases(call, dict(enumerate(work)), jobs, prepare=functools.partial(_keep, trace))
+
+
+def measure_on_trace(
+    call: Callable[[J, Trace], R], work: Sequence[J], trace: Trace, *, jobs: int
+) -> Iterator[tuple[int, R]]:
+    """Index and ``call(job, trace)`` of each job, as they end; both picklable for more than one process."""
+    return _iterate(functools.partial(_call_with_trace, call), work, trace, jobs)
+
+
+def _call_with_trace(call: Callable[[J, Trace], R], job: J) -> R:
+    assert _TRACE is not None, "the pool's initializer has set it"
+    return call(job, _TRACE)

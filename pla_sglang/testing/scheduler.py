@@ -1,48 +1,50 @@
-"""A real SGLang scheduler inside this process, without its event loop: for microbenchmarks of single passes.
+"""A real SGLang scheduler inside this process, without its event loop.
 
 Everything is the host's own (policy, radix cache, allocator, admission); only the loop that calls it is ours.
 """
 
 from __future__ import annotations
 
-import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.config import PlaConfig
 
 
-def build_scheduler(arguments: list[str], config: PlaConfig) -> Any:
-    """A ``Scheduler`` for the given launcher arguments, with our seams in place. One per process."""
+def build_scheduler(arguments: Sequence[str], config: PlaConfig) -> Any:
+    """A ``Scheduler`` for launcher ``arguments``, with the seams that ``config`` needs in place. One per process.
+
+    Raises HostMismatchError if one of these does not fit.
+    """
     from sglang.srt.plugins import load_plugins
 
-    from pla_patches.install import install_scheduler
+    from pla_patches.install import install_here
+    from pla_patches.seam import Group
 
     load_plugins()
-    pla_config.publish(config)
-    install_scheduler()
+    groups = [group for on, group in ((config.enabled, Group.SCHEDULER), (config.graphs, Group.GRAPHS)) if on]
+    install_here(*groups)
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
-    server_args = prepare_server_args(arguments)
+    server_args = prepare_server_args([*arguments, "--disable-overlap-schedule"])
     pla_config.publish(config)  # parsing the arguments published what they say, and they do not name our flags
     port_args = PortArgs.init_new(server_args)
     publish(server_args, role="scheduler")
     return Scheduler(server_args, port_args, 0, 0, 0, 0, 0, 0, None)
 
 
-def make_request(scheduler: Any, rid: str, tokens: int, rng: random.Random) -> Any:
-    """A request as the tokenizer process would send it, of random token ids."""
+def make_request(scheduler: Any, rid: str, prompt: Sequence[int], new_tokens: int) -> Any:
+    """A request as the tokenizer process would send it, for exactly ``new_tokens`` greedy tokens."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    params = SamplingParams(max_new_tokens=16, temperature=0.0)
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     params.normalize(None)
-    vocabulary = scheduler.model_config.vocab_size
-    prompt = array("q", (rng.randrange(3, vocabulary) for _ in range(tokens)))
-    return Req(rid, "", prompt, params, vocab_size=vocabulary)
+    return Req(rid, "", array("q", prompt), params, vocab_size=scheduler.model_config.vocab_size)
 
 
 def empty_batch() -> Any:
@@ -51,8 +53,15 @@ def empty_batch() -> Any:
     return ScheduleBatch(reqs=[], batch_is_full=False)
 
 
+def keep_riders_out() -> None:
+    """From here on the host joins no running request to a pass in this process."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    ScheduleBatch.mix_with_running = lambda self, others: None
+
+
 def undo(scheduler: Any, batch: Any) -> None:
-    """Take an admitted batch back: its KV is freed and its requests stand in the queue again."""
+    """Undo the admission of a batch: its KV is freed and its requests return to the queue."""
     from sglang.srt.mem_cache.common import release_kv_cache
 
     if batch is None:

@@ -12,9 +12,7 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,16 +21,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from pla_sglang.cluster.ports import free_port
 from pla_sglang.errors import PlaError
 
-# Below the range from which Linux takes ports of outgoing connections, so that none of those gets in between.
-PORT_RANGE = (20_000, 32_000)
 POLL_INTERVAL_S = 0.2
 LOG_TAIL_LINES = 60
-
-_ports_given: set[int] = set()
 
 
 class ServerError(PlaError):
@@ -48,20 +43,83 @@ class HttpError(ServerError):
         super().__init__(f"{url} answered {status}: {body[:2000]}")
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on and that this process has not given out before."""
-    for _ in range(1000):
-        port = random.randrange(*PORT_RANGE)
-        if port in _ports_given:
-            continue
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        _ports_given.add(port)
-        return port
-    raise ServerError(f"no free port between {PORT_RANGE[0]} and {PORT_RANGE[1]}")
+# The environment may name a proxy for the outside world; a server on this machine is not reached through it.
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def open_url(
+    url: str,
+    body: Any = None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+    method: str | None = None,
+) -> http.client.HTTPResponse:
+    """The answer to a GET, or to a POST of ``body`` (bytes as they are, else as JSON), never through a proxy.
+
+    Raises:
+        HttpError: a status of 400 or above.
+        ServerError: nobody answers.
+    """
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    fields = ({} if body is None else {"Content-Type": "application/json"}) | dict(headers or {})
+    request = urllib.request.Request(url, data, fields, method=method)
+    try:
+        answer: http.client.HTTPResponse = _direct.open(request, timeout=timeout_s)
+        return answer
+    except urllib.error.HTTPError as error:
+        raise HttpError(url, error.code, error.read().decode("utf-8", "replace")) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ServerError(f"{url} does not answer: {error!r}") from error
+
+
+def fetch(url: str, body: Any = None, **options: Any) -> Any:
+    """JSON (or text, if it is not JSON) of ``open_url``, with the same arguments and errors."""
+    with open_url(url, body, **options) as answer:
+        text = answer.read().decode("utf-8")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+class ServerProcess(Protocol):
+    """The first process of a server. It leads a process group of its own."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def has_exited(self) -> bool: ...
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM; SIGKILL to the whole group as soon as the leader has ended, or after ``grace_s``. Waits for it."""
+
+
+class SpawnedProcess:
+    """A fresh process, child of this one. It is reaped by ``end`` alone, so its number is not reused before."""
+
+    def __init__(self, command: Sequence[str], output: int, env: Mapping[str, str]) -> None:
+        self._popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def has_exited(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def end(self, grace_s: float) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + grace_s
+        while not self.has_exited() and time.monotonic() < deadline_s:
+            time.sleep(POLL_INTERVAL_S)
+        # The leader is not reaped yet, so its number cannot have passed to a stranger's process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._popen.wait()
 
 
 class Server:
@@ -73,7 +131,7 @@ class Server:
         module: what ``python -m`` runs.
         python: the interpreter.
         env: environment variables to add to this process's own; None as value removes one.
-        port: HTTP port; a free one by default. In a prefill server of a PD pair ``bootstrap_port`` is a free one too.
+        port: HTTP port; a free one by default. In a server that sends KV ``bootstrap_port`` is a free one too.
         start_timeout_s: how long ``wait_ready`` waits.
         stop_timeout_s: how long ``stop`` lets the server finish before it kills the group.
         log_path: where stdout and stderr go. By default a temporary file, kept only if the server failed.
@@ -100,7 +158,7 @@ class Server:
         self._command = [python, "-m", module, "--host", "127.0.0.1", "--port", str(self.port), *args]
         if model_path is not None:
             self._command += ["--model-path", str(model_path)]
-        if _is_prefill_server(args) and "--disaggregation-bootstrap-port" not in args:
+        if _sends_kv(args) and "--disaggregation-bootstrap-port" not in args:
             self.bootstrap_port = free_port()
             self._command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         self._env = os.environ | {name: value for name, value in (env or {}).items() if value is not None}
@@ -109,7 +167,7 @@ class Server:
         self._log_path = Path(log_path) if log_path is not None else None
         self._log_is_temporary = log_path is None
         self._last_log = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerProcess | None = None
         self._started_at_s = 0.0
 
     # Life
@@ -136,14 +194,11 @@ class Server:
             self._log_path = Path(name)
         self._started_at_s = time.monotonic()
         with self._log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                start_new_session=True,
-            )
+            self._process = self._start_process(log.fileno())
+
+    def _start_process(self, output: int) -> ServerProcess:
+        """Start ``_command`` with ``_env``; ``output`` gets what it prints. A subclass may start it in another way."""
+        return SpawnedProcess(self._command, output, self._env)
 
     def wait_ready(self) -> None:
         """Return once the server is healthy. Raises ServerError with the tail of the log if it never is."""
@@ -161,16 +216,8 @@ class Server:
         process, self._process = self._process, None
         if process is None:
             return
-        failed = self.start_time_s is None or _has_exited(process.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGTERM)
-        deadline_s = time.monotonic() + self.stop_timeout_s
-        while not _has_exited(process.pid) and time.monotonic() < deadline_s:
-            time.sleep(POLL_INTERVAL_S)
-        # The leader is not reaped yet, so its number cannot have passed to a stranger's process group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        failed = self.start_time_s is None or process.has_exited()
+        process.end(self.stop_timeout_s)
         self._last_log = self._read_log()
         if self._log_is_temporary and not failed and self._log_path is not None:
             self._log_path.unlink(missing_ok=True)
@@ -193,7 +240,7 @@ class Server:
         return list(self._command)
 
     def is_alive(self) -> bool:
-        return self._process is not None and not _has_exited(self._process.pid)
+        return self._process is not None and not self._process.has_exited()
 
     def log_text(self) -> str:
         """Everything the server and its children have written so far; stays readable after ``stop``."""
@@ -205,51 +252,26 @@ class Server:
     # Requests
 
     def get(self, path: str, *, timeout_s: float = 60.0) -> Any:
-        """JSON (or text, where it is no JSON) of a GET. Raises HttpError, or ServerError if nobody answers."""
-        return self._call(urllib.request.Request(self.url + path), timeout_s)
+        """JSON (or text, if it is not JSON) of a GET. Raises HttpError, or ServerError without an answer."""
+        return fetch(self.url + path, timeout_s=timeout_s)
 
     def post(
         self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None, timeout_s: float = 300.0
     ) -> Any:
         """JSON (or text) of a POST of ``body``. Raises as ``get`` does."""
-        return self._call(self._post_request(path, body, headers), timeout_s)
+        return fetch(self.url + path, body, headers=headers, timeout_s=timeout_s)
 
     def stream(
         self, path: str, body: Mapping[str, Any], *, headers: Mapping[str, str] | None = None, timeout_s: float = 300.0
     ) -> Iterator[Any]:
         """The JSON of each server-sent event of a POST, as it arrives, up to ``[DONE]``. Raises as ``get`` does."""
-        request = self._post_request(path, {**body, "stream": True}, headers)
-        with self._open(request, timeout_s) as answer:
+        with open_url(self.url + path, {**body, "stream": True}, headers=headers, timeout_s=timeout_s) as answer:
             for line in answer:
                 payload = line.decode("utf-8").strip().removeprefix("data: ")
                 if payload == "[DONE]":
                     return
                 if payload:
                     yield json.loads(payload)
-
-    def _post_request(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None
-    ) -> urllib.request.Request:
-        content = json.dumps(body).encode()
-        return urllib.request.Request(
-            self.url + path, data=content, headers={"Content-Type": "application/json", **(headers or {})}
-        )
-
-    def _call(self, request: urllib.request.Request, timeout_s: float) -> Any:
-        with self._open(request, timeout_s) as answer:
-            text = answer.read().decode("utf-8")
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
-
-    def _open(self, request: urllib.request.Request, timeout_s: float) -> Any:
-        try:
-            return _direct.open(request, timeout=timeout_s)
-        except urllib.error.HTTPError as error:
-            raise HttpError(request.full_url, error.code, error.read().decode("utf-8", "replace")) from None
-        except (OSError, http.client.HTTPException) as error:
-            raise ServerError(f"{request.full_url} does not answer: {error!r}") from error
 
     def _answers_health(self) -> bool:
         try:
@@ -287,7 +309,10 @@ def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
             server.stop()
 
 
-def _is_prefill_server(args: Sequence[str]) -> bool:
+def _sends_kv(args: Sequence[str]) -> bool:
+    """Whether it has a bootstrap server: a prefill instance, or a stateless one."""
+    if "--pla-stateless" in args:
+        return True
     return "--disaggregation-mode prefill" in " ".join(args).replace("--disaggregation-mode=", "--disaggregation-mode ")
 
 
@@ -295,12 +320,3 @@ def greedy_body(input_ids: Sequence[int], new_tokens: int, **sampling: Any) -> d
     """Body of a ``/generate`` request for exactly ``new_tokens`` greedy tokens."""
     parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True, **sampling}
     return {"input_ids": list(input_ids), "sampling_params": parameters}
-
-
-# The environment may name a proxy for the outside world; a server on this machine is not reached through it.
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def _has_exited(pid: int) -> bool:
-    """Whether a child of this process has ended. Looks only: the child is not reaped, so its number stays taken."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -11,15 +11,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pla_sglang import config as pla_config
 from pla_sglang.config import PlaConfig
+from pla_sglang.testing.scheduler import build_scheduler, make_request
 
 MOST_PASSES = 10_000  # a loop that runs longer is stuck
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A batch to time: new tokens of each request, and history tokens that each finds in the prefix cache."""
+    """A batch to time: new tokens of each request, and its history tokens in the prefix cache."""
 
     new_tokens: tuple[int, ...]
     history_tokens: int = 0
@@ -31,7 +31,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One prefill pass: its duration, what it held, and the first tokens that it gave."""
+    """One prefill pass: its duration, content and first tokens."""
 
     seconds: float
     requests: int
@@ -42,12 +42,12 @@ class Pass:
 class Stepper:
     """A scheduler for launcher ``arguments``, and passes through it.
 
-    Raises HostMismatchError where a seam that ``config`` needs does not fit.
+    Raises HostMismatchError if a seam that ``config`` needs does not fit.
     """
 
     def __init__(self, arguments: Sequence[str], config: PlaConfig, *, seed: int = 0) -> None:
         started_s = time.perf_counter()
-        self.scheduler = _build(list(arguments), config)
+        self.scheduler = build_scheduler(arguments, config)
         self.start_s = time.perf_counter() - started_s
         self._rng = random.Random(seed)
         self._made = 0
@@ -62,16 +62,8 @@ class Stepper:
         return [self._rng.randrange(3, vocabulary) for _ in range(count)]
 
     def _request(self, prompt: Sequence[int], new_tokens: int) -> Any:
-        from array import array
-
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
-        params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-        params.normalize(None)
         self._made += 1
-        vocabulary = self.scheduler.model_config.vocab_size
-        return Req(f"s{self._made}", "", array("q", prompt), params, vocab_size=vocabulary)
+        return make_request(self.scheduler, f"s{self._made}", prompt, new_tokens)
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -132,7 +124,7 @@ class Stepper:
     def time_shape(self, shape: Shape, *, rounds: int) -> list[Pass]:
         """Passes of this shape, one a round, each with tokens of its own. The history is computed before, once.
 
-        Raises ValueError where a batch does not go through in one pass.
+        Raises ValueError if a batch needs more than one pass.
         """
         histories = [self.tokens(shape.history_tokens) for _ in shape.new_tokens]
         if shape.history_tokens:
@@ -153,29 +145,9 @@ class Stepper:
 
     @property
     def graphs(self) -> dict[str, Any]:
-        """State of our graphs, empty without; and what the host says its own prefill graphs took."""
+        """State of our graphs (empty without graphs), and the host's figures about its own prefill graphs."""
         runner = self.scheduler.tp_worker.model_runner
         ours = runner.prefill_cuda_graph_runner
         state = ours.state() if hasattr(ours, "pla_layout") else {}
         seconds, gib = runner.graph_time_usage.get("prefill", 0.0), runner.graph_memory_usage.get("prefill", 0.0)
         return {"ours": state, "prefill_capture_s": round(seconds, 3), "prefill_bytes": int(gib * (1 << 30))}
-
-
-def _build(arguments: list[str], config: PlaConfig) -> Any:
-    from sglang.srt.plugins import load_plugins
-
-    from pla_patches.install import install_here
-    from pla_patches.seam import Group
-
-    load_plugins()
-    groups = [group for on, group in ((config.enabled, Group.SCHEDULER), (config.graphs, Group.GRAPHS)) if on]
-    install_here(*groups)
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import publish
-    from sglang.srt.server_args import PortArgs, prepare_server_args
-
-    server_args = prepare_server_args([*arguments, "--disable-overlap-schedule"])
-    pla_config.publish(config)  # parsing the arguments published what they say, and they do not name our flags
-    port_args = PortArgs.init_new(server_args)
-    publish(server_args, role="scheduler")
-    return Scheduler(server_args, port_args, 0, 0, 0, 0, 0, 0, None)

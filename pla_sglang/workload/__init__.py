@@ -1,7 +1,7 @@
-"""Workloads: recorded traces in their public formats, and generators. Pure data; nothing here decides anything."""
+"""Workloads: recorded traces in their public formats, and generators. Data only, no decisions."""
 
 from pla_sglang.workload.generate import Arrivals, chat_trace, generated_trace, hol_trace
-from pla_sglang.workload.lengths import LengthModel, length_model, length_model_names
+from pla_sglang.workload.lengths import LengthModel, length_model
 from pla_sglang.workload.load import TRACE_KINDS, load_trace
 from pla_sglang.workload.trace import BadRow, Trace, TraceError
 
@@ -16,6 +16,5 @@ __all__ = [
     "generated_trace",
     "hol_trace",
     "length_model",
-    "length_model_names",
     "load_trace",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pla_sglang.workload.rows import BadRows, Columns, RowError, number, open_text, whole_number
-from pla_sglang.workload.trace import OPTIONAL_COLUMNS, Trace, TraceError
+from pla_sglang.workload.trace import Trace, TraceError
 
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_HEADER = ("Timestamp", "Request tokens", "Response tokens")
@@ -19,32 +19,36 @@ _PLAIN_NAMES = {"session_id": "session", "turn": "turn", "client_id": "client"}
 Row = dict[str, typing.Any]
 
 
-def load_plain(
-    path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False, hashes: Path | None = None, block_tokens: int = 512
-) -> Trace:
-    """``arrival_s,input_tokens,output_tokens`` and, where there are, ``session_id``, ``turn``, ``client_id``.
+def load_plain(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) -> Trace:
+    """``arrival_s,input_tokens,output_tokens`` and optionally ``session_id``, ``turn``, ``client_id``.
 
-    ``hashes`` is a file whose line k has the prefix block ids of data row k, separated by blanks; without it, a file
-    beside ``path`` whose name ends in ``.hashes.txt.gz`` instead of ``.csv.gz`` is taken when there is one.
+    Line k of a file beside ``path`` whose name ends in ``.hashes.txt.gz`` instead of ``.csv.gz``, if it exists, has the
+    prefix block ids of data row k, separated by blanks.
 
     Raises:
         TraceError: no such file, a header that lacks a column, a bad row (unless skipped), or another number of lines
-            in ``hashes``.
+            in the file of block ids.
     """
     columns = Columns(path.name, bad_rows, sort)
-    ids = _hash_lines(hashes or _hashes_beside(path))
+    ids = _block_ids_beside(path)
 
     def one(row: Row) -> None:
         mine = None if ids is None else next(ids, None)
         if ids is not None and mine is None:
             raise TraceError(f"{path}: its file of block ids has fewer lines than it has rows")
         extra = {ours: whole_number(row[theirs], theirs) for theirs, ours in _PLAIN_NAMES.items() if theirs in row}
-        columns.add(*_times_and_lengths(row, PLAIN_HEADER), extra=extra, hash_ids=mine)
+        columns.add(
+            number(row["arrival_s"], "arrival_s"),
+            whole_number(row["input_tokens"], "input_tokens"),
+            whole_number(row["output_tokens"], "output_tokens"),
+            extra=extra,
+            hash_ids=mine,
+        )
 
     _read(path, PLAIN_HEADER, columns, one)
     if ids is not None and next(ids, None) is not None:
         raise TraceError(f"{path}: its file of block ids has more lines than it has rows")
-    return columns.trace(block_tokens=block_tokens)
+    return columns.trace()
 
 
 def load_azure(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) -> Trace:
@@ -71,7 +75,7 @@ def load_azure(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) 
 def load_burstgpt(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) -> Trace:
     """BurstGPT: Timestamp in seconds, Request tokens, Response tokens.
 
-    A row with no response token is a request that failed (as its authors say): left out and counted, also when bad
+    A row with no response token is a request that failed (as its authors say): skipped and counted, also when bad
     rows are refused.
     """
     columns = Columns(path.name, bad_rows, sort)
@@ -88,24 +92,8 @@ def load_burstgpt(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = Fals
     return columns.trace(from_zero=True)
 
 
-def write_plain(trace: Trace, path: Path) -> None:
-    """The trace in the plain form (block ids are not written)."""
-    theirs = {ours: name for name, ours in _PLAIN_NAMES.items()}
-    optional = [column for column in OPTIONAL_COLUMNS if getattr(trace, column) is not None]
-    with path.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.writer(out)
-        writer.writerow([*PLAIN_HEADER, *(theirs[column] for column in optional)])
-        arrays = [trace.arrival_s, trace.input_tokens, trace.output_tokens, *(getattr(trace, c) for c in optional)]
-        writer.writerows(zip(*(array.tolist() for array in arrays), strict=True))
-
-
-def _times_and_lengths(row: Row, names: tuple[str, str, str]) -> tuple[float, int, int]:
-    at, read, written = names
-    return number(row[at], at), whole_number(row[read], read), whole_number(row[written], written)
-
-
 def _read(path: Path, header: tuple[str, ...], columns: Columns, one: Callable[[Row], None]) -> None:
-    """Calls ``one`` for each row; what it refuses goes to ``columns.bad``."""
+    """Calls ``one`` for each row; refused rows go to ``columns.bad``."""
     with open_text(path) as text:
         reader = csv.DictReader(text)
         missing = [name for name in header if name not in (reader.fieldnames or ())]
@@ -123,7 +111,7 @@ def _read(path: Path, header: tuple[str, ...], columns: Columns, one: Callable[[
 
 
 def _wall_clock_s(text: str | None) -> float:
-    """Seconds since 1970 of ``2023-11-16 18:15:46.6805900`` (UTC); their seven digits are cut to six."""
+    """Seconds since 1970 of ``2023-11-16 18:15:46.6805900`` (UTC); their seven decimal digits are truncated to six."""
     try:
         whole, _, fraction = (text or "").strip().partition(".")
         fraction = fraction.split("+")[0].rstrip("Z")
@@ -133,21 +121,15 @@ def _wall_clock_s(text: str | None) -> float:
         raise RowError(f"TIMESTAMP is {text!r}; allowed: like 2023-11-16 18:15:46.68") from None
 
 
-def _hashes_beside(path: Path) -> Path | None:
+def _block_ids_beside(path: Path) -> Iterator[tuple[int, ...]] | None:
     beside = path.with_name(path.name.removesuffix(".gz").removesuffix(".csv") + ".hashes.txt.gz")
-    return beside if beside.is_file() else None
+    return _read_block_ids(beside) if beside.is_file() else None
 
 
-def _hash_lines(path: Path | None) -> Iterator[tuple[int, ...]] | None:
-    if path is None:
-        return None
-
-    def lines() -> Iterator[tuple[int, ...]]:
-        with open_text(path) as text:
-            for number_, line in enumerate(text, 1):
-                try:
-                    yield tuple(map(int, line.split()))
-                except ValueError:
-                    raise TraceError(f"{path}, line {number_}: block ids are whole numbers") from None
-
-    return lines()
+def _read_block_ids(path: Path) -> Iterator[tuple[int, ...]]:
+    with open_text(path) as text:
+        for number_, line in enumerate(text, 1):
+            try:
+                yield tuple(map(int, line.split()))
+            except ValueError:
+                raise TraceError(f"{path}, line {number_}: block ids are whole numbers") from None

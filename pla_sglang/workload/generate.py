@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pla_sglang.workload.lengths import LengthModel, length_model
+from pla_sglang.workload.lengths import LengthModel, fixed, length_model
 from pla_sglang.workload.trace import BadRow, Trace, TraceError
 
 
@@ -21,9 +21,9 @@ class Arrivals:
     Attributes:
         rate_per_s: mean rate.
         rng: source of randomness, seeded by the caller.
-        cv: coefficient of variation of the gaps, which are gamma distributed: 0 is a clock, 1 Poisson, above 1 bursts.
-        think_s: mean time from one turn of a conversation to the next (exponential); counted between arrivals, as a
-            trace cannot know when an answer will end.
+        cv: coefficient of variation of the gaps, which are gamma distributed: 0 is periodic, 1 Poisson, above 1 bursty.
+        think_s: mean time from one turn of a conversation to the next (exponential); counted between arrivals, because
+            a trace does not contain the end of an answer.
     """
 
     rate_per_s: float
@@ -40,7 +40,7 @@ class Arrivals:
             raise TraceError(f"think_s is {self.think_s}; allowed: finite, 0 and more")
 
     def times(self) -> Iterator[float]:
-        """Arrival times in seconds, without end; the first comes after one gap."""
+        """Arrival times in seconds, an infinite sequence; the first after one gap."""
         now_s = 0.0
         while True:
             now_s += self._gap_s()
@@ -62,7 +62,7 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One question and its answer; the context before it is what the earlier turns add up to."""
+    """One question and its answer; the context before it is the sum of the earlier turns."""
 
     new_tokens: int
     output_tokens: int
@@ -136,7 +136,7 @@ def conversation_trace(
 
 
 def hol_trace(*, longs: int = 18, long_tokens: int = 24_000, shorts: int = 11, short_tokens: int = 2_000) -> Trace:
-    """The head-of-line case of SGLang issue #22831: long prompts at once, short ones right behind them."""
+    """The head-of-line case of SGLang issue #22831: long prompts at once, short ones directly after them."""
     if longs < 0 or shorts < 0 or longs + shorts == 0:
         raise TraceError(f"{longs} longs and {shorts} shorts; allowed: 0 and more, not both 0")
     count = longs + shorts
@@ -148,3 +148,20 @@ def hol_trace(*, longs: int = 18, long_tokens: int = 24_000, shorts: int = 11, s
         np.full(count, 16, dtype=np.int64),
         client=np.array([0] * longs + [1] * shorts, dtype=np.int64),
     )
+
+
+SHORT, LONG = 0, 1  # clients of ``short_and_long_trace``
+
+
+def short_and_long_trace(shorts: int, longs: int, rng: random.Random) -> Trace:
+    """Prompts under 64 tokens of one client and of 1,025 to 4,096 of another (PLA-Serve Figure 1), one token out.
+
+    All at time 0, shorts first: a closed loop takes each client's rows by themselves.
+    """
+    short = LengthModel((1.0,), (3.4,), (0.5,), least=8, most=63)
+    long = LengthModel((1.0,), (7.6,), (0.3,), least=1025, most=4096)
+    kinds = ((shorts, short), (longs, long))
+    inputs = [generated_trace(count, Arrivals(1.0, rng), model, fixed(1)).input_tokens for count, model in kinds]
+    clients = np.repeat([SHORT, LONG], [shorts, longs])
+    zeros, ones = np.zeros(shorts + longs), np.ones(shorts + longs, dtype=np.int64)
+    return Trace("short and long", zeros, np.concatenate(inputs), ones, client=clients)

@@ -21,7 +21,7 @@ def estimate_tokens(text: str) -> int:
     return max(1, round(len(text) / CHARACTERS_PER_TOKEN))
 
 
-def load_mooncake(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False, block_tokens: int = 512) -> Trace:
+def load_mooncake(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) -> Trace:
     """Mooncake JSONL: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (blocks of 512 tokens)."""
     columns = Columns(path.name, bad_rows, sort)
     for line, record in _json_lines(path, columns):
@@ -37,7 +37,7 @@ def load_mooncake(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = Fals
             )
         except RowError as error:
             columns.bad(line, str(error))
-    return columns.trace(block_tokens=block_tokens)
+    return columns.trace()
 
 
 def load_sharegpt(
@@ -45,8 +45,8 @@ def load_sharegpt(
 ) -> Trace:
     """ShareGPT JSON: ``[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", ...}]}]``.
 
-    It has no times: ``arrivals`` gives them. Every user message with an answer becomes one request, whose prompt holds
-    the turns before it.
+    The format has no times: ``arrivals`` generates them. Every user message with an answer becomes one request, whose
+    prompt contains the earlier turns.
     """
     columns = Columns(path.name, bad_rows)
     with open_text(path) as text:
@@ -65,7 +65,7 @@ def load_lmsys(
 ) -> Trace:
     """LMSYS-Chat-1M as parquet or JSONL: ``conversation`` is a list of ``{"role": ..., "content": ...}``.
 
-    It has no times: ``arrivals`` gives them.
+    The format has no times: ``arrivals`` generates them.
     """
     columns = Columns(path.name, bad_rows)
     records = _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path, columns)
@@ -93,7 +93,7 @@ def _conversations(
 
 
 def _turns(messages: typing.Sequence[typing.Any], names: tuple[str, str], count_tokens: CountTokens) -> list[Turn]:
-    """User messages with the answer that follows. What comes before a user message belongs to its new tokens."""
+    """User messages with the answer that follows. Messages before a user message belong to its new tokens."""
     role_name, text_name = names
     turns: list[Turn] = []
     asked = 0
@@ -135,8 +135,5 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, typing.Any]]:
     file = parquet.ParquetFile(path)
     if "conversation" not in file.schema_arrow.names:
         raise TraceError(f"{path}: no column conversation; found: {', '.join(file.schema_arrow.names)}")
-    row = 0
-    for batch in file.iter_batches(columns=["conversation"]):
-        for record in batch.to_pylist():
-            row += 1
-            yield row, record
+    batches = file.iter_batches(columns=["conversation"])
+    yield from enumerate((record for batch in batches for record in batch.to_pylist()), 1)

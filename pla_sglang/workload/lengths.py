@@ -1,13 +1,12 @@
 """Length models: parametric distributions of token counts, with what they were fitted to.
 
-The figures come from published shares and quantiles (sources beside each), not from anybody's texts.
+The figures come from published shares and quantiles (source with each model), not from texts.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pla_sglang.workload.trace import TraceError
@@ -15,13 +14,13 @@ from pla_sglang.workload.trace import TraceError
 
 @dataclass(frozen=True)
 class LengthModel:
-    """A mixture of log-normals, and a share of requests that run into a cap.
+    """A mixture of log-normals, and a share of requests that reach a cap.
 
     Attributes:
         weights, mus, sigmas: of the log-normals of tokens (natural log); weights add up to 1.
         least, most: draws are rounded and clipped to this range of tokens.
-        cap_share: share of draws that are ``most`` whatever the log-normals say (answers cut at a limit).
-        source: what the model reproduces, and from where.
+        cap_share: share of draws that are ``most`` independent of the log-normals (answers cut at a limit).
+        source: the reproduced figures and their origin.
 
     Raises:
         TraceError: the lists differ in length, weights do not add up to 1, or a value is out of range.
@@ -86,23 +85,13 @@ MODELS: dict[str, LengthModel] = {
 }
 
 
-def length_model_names() -> list[str]:
-    """Names that ``length_model`` knows, sorted."""
-    return sorted(MODELS)
-
-
 def length_model(name: str) -> LengthModel:
     """Raises TraceError for an unknown name, with the known ones."""
     if name not in MODELS:
-        raise TraceError(f"length model {name!r} is not known; allowed: {', '.join(length_model_names())}")
+        raise TraceError(f"length model {name!r} is not known; allowed: {', '.join(sorted(MODELS))}")
     return MODELS[name]
 
 
 def fixed(tokens: int) -> LengthModel:
     """Always the same length."""
     return LengthModel((1.0,), (math.log(tokens),), (0.0,), least=tokens, most=tokens, source="fixed")
-
-
-def shares_below(lengths: Sequence[int], bound_tokens: int) -> float:
-    """Share of lengths under a bound; what the papers state for their workloads."""
-    return sum(length < bound_tokens for length in lengths) / len(lengths)

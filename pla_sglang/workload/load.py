@@ -1,4 +1,4 @@
-"""One door to all file formats: by name, or by what the file looks like."""
+"""Loads all file formats, by name or by the content of the file."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def load_trace(
     sort: bool = False,
     arrivals: Arrivals | None = None,
 ) -> Trace:
-    """A trace from a file, packed (.gz) or not.
+    """A trace from a file, compressed (.gz) or not.
 
     Args:
-        kind: one of ``TRACE_KINDS``; None: found out from the file's head.
-        bad_rows: "refuse" raises at the first bad row, "skip" leaves such rows out and lists them in ``skipped``.
-        sort: bring rows into order of arrival instead of calling them bad.
+        kind: one of ``TRACE_KINDS``; None: detected from the head of the file.
+        bad_rows: "refuse" raises at the first bad row, "skip" skips such rows and lists them in ``skipped``.
+        sort: sort rows by arrival instead of treating them as bad.
         arrivals: times for formats that have none; None: Poisson at one conversation a second, seed 0.
 
     Raises:
@@ -54,7 +54,7 @@ def load_trace(
 
 
 def guess_kind(path: Path) -> str:
-    """The format, from the first characters of the file. Raises TraceError when it is none of ours."""
+    """The format, from the first characters of the file. Raises TraceError for an unknown format."""
     if path.suffix == ".parquet":
         return "lmsys"
     with open_text(path) as text:

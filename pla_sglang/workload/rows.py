@@ -1,4 +1,4 @@
-"""Rows of a file become columns of a trace; a row that cannot is named, and skipped or refused as asked."""
+"""Converts rows of a file to columns of a trace; invalid rows are reported, and skipped or refused as requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pla_sglang.workload.trace import BadRow, HashIds, Trace, TraceError, sort_by_arrival
+from pla_sglang.workload.trace import BadRow, Trace, TraceError, sort_by_arrival
 
 BadRows = typing.Literal["refuse", "skip"]
 BAD_ROWS: tuple[BadRows, ...] = ("refuse", "skip")
@@ -19,7 +19,7 @@ LARGEST_TOKENS = 100_000_000  # above it a length is a broken row, not a request
 
 
 class RowError(Exception):
-    """One row is not a request; the text says why. Caught by ``Columns.add``'s callers."""
+    """One row is not a request; the message gives the reason. Caught by ``Columns.add``'s callers."""
 
 
 @dataclass
@@ -27,9 +27,9 @@ class Columns:
     """Collects the rows of one file.
 
     Attributes:
-        name: of the trace to be.
+        name: of the trace.
         bad_rows: what to do with a row that is not a request.
-        sort: rows may come in any order; otherwise a row before its predecessor is a bad row.
+        sort: rows may come in any order; otherwise a row earlier than its predecessor is a bad row.
     """
 
     name: str
@@ -56,13 +56,14 @@ class Columns:
         extra: dict[str, int] | None = None,
         hash_ids: tuple[int, ...] | None = None,
     ) -> None:
-        """Raises RowError for a row that is no request; then nothing has been added."""
+        """Raises RowError for a row that is not a request; then nothing is added."""
         if not math.isfinite(arrival_s) or arrival_s < 0:
             raise RowError(f"arrival {arrival_s} s; allowed: finite, 0 and more")
         if not self.sort and arrival_s < self._last_s:
             raise RowError(f"arrival {arrival_s} s is before {self._last_s} s in an earlier row; allowed: ascending")
-        check_tokens("input tokens", input_tokens)
-        check_tokens("output tokens", output_tokens)
+        for what, tokens in (("input tokens", input_tokens), ("output tokens", output_tokens)):
+            if not 1 <= tokens <= LARGEST_TOKENS:
+                raise RowError(f"{what} {tokens}; allowed: 1 to {LARGEST_TOKENS}")
         self._last_s = arrival_s
         self.arrival_s.append(arrival_s)
         self.input_tokens.append(input_tokens)
@@ -73,16 +74,16 @@ class Columns:
             self.hash_ids.append(hash_ids)
 
     def bad(self, line: int, reason: str) -> None:
-        """A row that is no request: remembered, or refused. Raises TraceError when asked to refuse."""
+        """Record a row that is not a request. Raises TraceError if such rows are refused."""
         if self.bad_rows == "refuse":
             raise TraceError(f"{self.name}, line {line}: {reason} (bad_rows='skip' leaves such rows out)")
         self.skipped.append(BadRow(line, reason))
 
     def drop(self, line: int, reason: str) -> None:
-        """A row that the format itself marks as no request (a failed one): always left out, always counted."""
+        """Record a row that the format marks as failed: always skipped and counted."""
         self.skipped.append(BadRow(line, reason))
 
-    def trace(self, *, block_tokens: int = 512, from_zero: bool = False) -> Trace:
+    def trace(self, *, from_zero: bool = False) -> Trace:
         """The trace; ``from_zero`` counts times from the first request."""
         columns: dict[str, typing.Any] = {
             "arrival_s": np.array(self.arrival_s, dtype=np.float64),
@@ -91,22 +92,15 @@ class Columns:
         }
         for column, values in self.extra.items():
             columns[column] = np.array(values, dtype=np.int64)
-        hash_ids: HashIds | None = tuple(self.hash_ids) if self.hash_ids else None
-        columns["hash_ids"] = hash_ids
+        columns["hash_ids"] = tuple(self.hash_ids) if self.hash_ids else None
         columns = sort_by_arrival(columns) if self.sort else columns
         if from_zero and self.arrival_s:
             columns["arrival_s"] = columns["arrival_s"] - columns["arrival_s"][0]
-        return Trace(self.name, **columns, block_tokens=block_tokens, skipped=tuple(self.skipped))
-
-
-def check_tokens(what: str, tokens: int) -> None:
-    """Raises RowError outside 1 to LARGEST_TOKENS."""
-    if not 1 <= tokens <= LARGEST_TOKENS:
-        raise RowError(f"{what} {tokens}; allowed: 1 to {LARGEST_TOKENS}")
+        return Trace(self.name, **columns, skipped=tuple(self.skipped))
 
 
 def whole_number(text: typing.Any, what: str) -> int:
-    """An integer from JSON or CSV text; ``12.0`` is one, ``12.5`` is not. Raises RowError."""
+    """An integer from JSON or CSV text; ``12.0`` is valid, ``12.5`` is not. Raises RowError."""
     try:
         value = float(text)
     except (TypeError, ValueError):
@@ -117,7 +111,7 @@ def whole_number(text: typing.Any, what: str) -> int:
 
 
 def number(text: typing.Any, what: str) -> float:
-    """Raises RowError when the text is no number."""
+    """Raises RowError if the text is not a number."""
     try:
         return float(text)
     except (TypeError, ValueError):
@@ -125,7 +119,7 @@ def number(text: typing.Any, what: str) -> float:
 
 
 def open_text(path: Path) -> typing.TextIO:
-    """The file as text, unpacked when its name ends in .gz. Raises TraceError when there is none."""
+    """The file as text, decompressed if its name ends in .gz. Raises TraceError if it does not exist."""
     if not path.is_file():
         raise TraceError(f"trace file {path} does not exist")
     if path.suffix == ".gz":

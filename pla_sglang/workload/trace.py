@@ -1,4 +1,4 @@
-"""A workload as columns: when requests arrive, how long they are, what they share."""
+"""A workload as columns: arrival times, lengths and shared prefixes of requests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ Ints = npt.NDArray[np.int64]
 HashIds = tuple[tuple[int, ...], ...]
 
 OPTIONAL_COLUMNS = ("session", "turn", "client")
+ID_COLUMNS = ("hash_ids", "answer_ids")
 
 
 class TraceError(ConfigError):
@@ -25,7 +26,7 @@ class TraceError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """One row of a file that did not become a request."""
+    """One skipped row of a file."""
 
     line: int  # 1-based line (record for JSON and parquet) in the file
     reason: str
@@ -33,10 +34,10 @@ class BadRow:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival. All columns have the same length ``n``; the arrays are not to be written to.
+    """Requests in order of arrival. All columns have the same length ``n``; the arrays must not be modified.
 
     Attributes:
-        name: what reports call it.
+        name: name in reports.
         arrival_s: [n] float64, seconds from the start of the trace, ascending, from 0 on.
         input_tokens: [n] int64, whole prompt, at least 1.
         output_tokens: [n] int64, tokens generated, at least 1.
@@ -45,12 +46,14 @@ class Trace:
         client: [n] int64 or None.
         hash_ids: [n] tuples or None; ids of the leading whole blocks of the prompt. The same id means the same whole
             prefix up to and including that block, so ids compare as prefixes do.
-        block_tokens: tokens per id of ``hash_ids``.
-        skipped: rows of the file that were left out, in file order.
+        answer_ids: [n] tuples or None; of the whole blocks that prompt and answer fill together, those beyond
+            ``hash_ids``: what a later prompt of the conversation goes on with. Only with ``hash_ids``.
+        block_tokens: tokens per id of ``hash_ids`` and ``answer_ids``.
+        skipped: skipped rows of the file, in file order.
 
     Raises:
         TraceError: columns of different length, a time that is negative, not finite or before its predecessor, or a
-            length below 1. An empty trace is a legal value (a window may hold nothing); who needs requests calls
+            length below 1. An empty trace is a legal value (a window may be empty); callers that need requests call
             ``require_requests``.
     """
 
@@ -62,12 +65,13 @@ class Trace:
     turn: Ints | None = None
     client: Ints | None = None
     hash_ids: HashIds | None = None
+    answer_ids: HashIds | None = None
     block_tokens: int = 512
     skipped: tuple[BadRow, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.arrival_s)
-        for column in ("input_tokens", "output_tokens", *OPTIONAL_COLUMNS, "hash_ids"):
+        for column in ("input_tokens", "output_tokens", *OPTIONAL_COLUMNS, *ID_COLUMNS):
             values = getattr(self, column)
             if values is not None and len(values) != n:
                 raise TraceError(f"trace {self.name}: {column} has {len(values)} rows, arrival_s has {n}")
@@ -103,7 +107,7 @@ class Trace:
 
     @property
     def rate_per_s(self) -> float:
-        """Mean arrival rate over the span; NaN where it has no meaning (fewer than two times)."""
+        """Mean arrival rate over the span; NaN if undefined (fewer than two times)."""
         return (len(self) - 1) / self.span_s if self.span_s > 0 else float("nan")
 
     # -- new traces from this one --------------------------------------------------------------------------------------
@@ -116,8 +120,9 @@ class Trace:
             for column in ("arrival_s", "input_tokens", "output_tokens", *OPTIONAL_COLUMNS)
             if getattr(self, column) is not None
         }
-        if self.hash_ids is not None:
-            columns["hash_ids"] = tuple(self.hash_ids[row] for row in index)
+        for column in ID_COLUMNS:
+            if (ids := getattr(self, column)) is not None:
+                columns[column] = tuple(ids[row] for row in index)
         return dataclasses.replace(self, **columns)
 
     def window(self, start_s: float, end_s: float) -> Trace:
@@ -134,6 +139,25 @@ class Trace:
             raise TraceError(f"head of {count} requests; allowed: 1 and more")
         return self.take(slice(0, count))
 
+    def repeat(self, times: int) -> Trace:
+        """So many copies one after the other, a mean gap between them; they share no session and no prefix."""
+        if times < 1:
+            raise TraceError(f"a trace repeated {times} times; allowed: 1 and more")
+        copies = np.repeat(np.arange(times), len(self))
+        shifts: dict[str, typing.Any] = {"arrival_s": copies * (self.span_s + self.span_s / max(1, len(self) - 1))}
+        if self.session is not None:
+            shifts["session"] = copies * (int(self.session.max(initial=0)) + 1)
+        columns = ("input_tokens", "output_tokens", "turn", "client", *shifts)
+        tiled = {name: np.tile(values, times) for name in columns if (values := getattr(self, name)) is not None}
+        repeated: dict[str, typing.Any] = {name: values + shifts.get(name, 0) for name, values in tiled.items()}
+        given = {name: rows for name in ID_COLUMNS if (rows := getattr(self, name)) is not None}
+        ids = max((block for rows in given.values() for blocks in rows for block in blocks), default=0) + 1
+        for name, rows in given.items():
+            repeated[name] = tuple(
+                tuple(block + copy * ids for block in blocks) for copy in range(times) for blocks in rows
+            )
+        return dataclasses.replace(self, **repeated)
+
     def scale_rate(self, factor: float) -> Trace:
         """``factor`` times as many requests a second: the times are divided by a constant, as Arrow (7.1) does."""
         if not (np.isfinite(factor) and factor > 0):
@@ -147,26 +171,36 @@ class Trace:
         return self.scale_rate(rate_per_s / self.rate_per_s)
 
     def with_session_hashes(self, block_tokens: int = 64) -> Trace:
-        """Block ids made up from sessions: a turn shares its prompt's leading blocks with earlier turns.
+        """Block ids generated from sessions: a turn shares its prompt's leading blocks with earlier turns.
 
         For traces whose prompts hold the earlier turns and answers. The id of a block depends on the session and the
-        block's place, so two sessions never share anything.
+        block's place, so two sessions never share anything. Blocks of answers beyond the longest prompt of the trace
+        have no id: nobody asks for them.
         """
         if self.session is None:
             raise TraceError(f"trace {self.name} has no sessions to make block ids from")
         most = int(self.input_tokens.max(initial=0)) // block_tokens + 1
-        ids = tuple(
-            tuple(range(int(session) * most, int(session) * most + int(tokens) // block_tokens))
-            for session, tokens in zip(self.session, self.input_tokens, strict=True)
+        rows = list(zip(self.session.tolist(), self.input_tokens.tolist(), self.output_tokens.tolist(), strict=True))
+        prompts = tuple(
+            tuple(range(session * most, session * most + tokens // block_tokens)) for session, tokens, _ in rows
         )
-        return dataclasses.replace(self, hash_ids=ids, block_tokens=block_tokens)
+        answers = tuple(
+            tuple(
+                range(
+                    session * most + tokens // block_tokens,
+                    session * most + min(most, (tokens + answer) // block_tokens),
+                )
+            )
+            for session, tokens, answer in rows
+        )
+        return dataclasses.replace(self, hash_ids=prompts, answer_ids=answers, block_tokens=block_tokens)
 
 
 def sort_by_arrival(trace_columns: dict[str, typing.Any]) -> dict[str, typing.Any]:
-    """Columns of a trace to be, in order of arrival; rows with equal times keep their order."""
+    """Columns of a new trace, in order of arrival; rows with equal times keep their order."""
     order = np.argsort(trace_columns["arrival_s"], kind="stable")
     return {
-        name: tuple(values[row] for row in order) if name == "hash_ids" else values[order]
+        name: tuple(values[row] for row in order) if name in ID_COLUMNS else values[order]
         for name, values in trace_columns.items()
         if values is not None
     }

@@ -11,11 +11,10 @@ import torch
 from chain.pool import Pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make_chain_model import build, config_json
 
-from pla_sglang.chain import EOS, MAX_ASK, VOCAB_SIZE, ask_ids, expected, prompt_of
+from pla_sglang.chain import EOS, MAX_ASK, VOCAB_SIZE, ask_ids, expected, model_path, prompt_of
 from pla_sglang.chain.algebra import SEED, mix, mix_array, step, word_of
-from pla_sglang.chain.build import build, config_json
-from pla_sglang.chain.card import model_path
 from pla_sglang.chain.oracle import asked_end, state_after
 from pla_sglang.chain.vocab import ASK_HIGH, ASK_LOW, WORD_BASE
 from pla_sglang.errors import ConfigError
@@ -177,6 +176,17 @@ def test_damage_to_a_cached_prefix_changes_the_first_token(damage: Callable[[Poo
     pool.run([(0, prompt[:100]), (1, words(100, seed=2))])
     damage(pool)
     assert pool.run([(0, prompt[100:])]) != [expected(prompt, 1).tokens[0]]
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_wrong_position_changes_the_output_of_its_request_alone(shift: int) -> None:
+    """As of a decode that rides beside a chunk with its prefix counted one too long, or one short."""
+    chunk, rider = words(100), words(40, seed=2)
+    pool = Pool(2)
+    first = pool.run([(1, rider)])
+    got = pool.run([(0, chunk), (1, first)], shift=shift)
+    assert got[0] == expected(chunk, 1).tokens[0]
+    assert got[1] != expected(rider, 2).tokens[1]
 
 
 def test_without_damage_small_audits_change_nothing() -> None:

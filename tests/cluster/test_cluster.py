@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from pla_sglang.chain import model_path
+from pla_sglang.cli import EXIT_BAD_ARGUMENTS
 from pla_sglang.cluster.children import ClusterError
 from pla_sglang.cluster.instance import Instance, State
 from pla_sglang.cluster.lean import DISABLED_ENV, lean_environment
 from pla_sglang.cluster.logs import LONGEST_LINE, LineReader
 from pla_sglang.cluster.memory import pss_bytes, tree_pss_bytes
-from pla_sglang.cluster.spec import ClusterConfig, instances, router_arguments
-from pla_sglang.cluster.supervisor import FORGOTTEN_S, Supervisor, control
+from pla_sglang.cluster.spec import ClusterConfig, at_new_bootstrap_port, instances, router_arguments
+from pla_sglang.cluster.supervisor import FORGOTTEN_S, Supervisor, send_command
 from pla_sglang.cluster.zygote import Zygote
 from pla_sglang.errors import ConfigError
-from pla_sglang.launch_cluster import EXIT_BAD_ARGUMENTS, EXIT_FAILED, config_of, main, parser
+from pla_sglang.launch_cluster import EXIT_FAILED, main, read_config
 
 
 def ports() -> Any:
@@ -84,10 +85,9 @@ def test_a_router_is_optional() -> None:
 
 
 def test_unknown_arguments_go_to_the_engines() -> None:
-    options, rest = parser().parse_known_args(
+    config = read_config(
         ["--unified", "1", "--unified-args", "--a 'b c'", "--pla-emulate", "linear", "--log-level", "warning"]
-    )
-    config = config_of(options, rest)
+    ).config.to_cluster()
     assert config.own["unified"] == ("--a", "b c")
     assert config.common[-4:] == ("--pla-emulate", "linear", "--log-level", "warning")
     assert str(model_path()) in config.common
@@ -97,8 +97,10 @@ def test_unknown_arguments_go_to_the_engines() -> None:
     ("argv", "code", "message"),
     [
         (["--unified", "1", "--pla-emulate", "gpu9"], EXIT_BAD_ARGUMENTS, "unknown profile 'gpu9'; known:"),
+        (["--unified", "many"], EXIT_BAD_ARGUMENTS, "--unified 'many' is not a whole number"),
+        (["--unified", "1", "--start-timeout-s", "0"], EXIT_BAD_ARGUMENTS, "allowed: above 0 s"),
         ([], EXIT_BAD_ARGUMENTS, "a cluster needs an instance"),
-        (["--stop"], EXIT_FAILED, "need --state-file"),
+        (["--stop"], EXIT_BAD_ARGUMENTS, "need --state-file"),
         (["--restart", "a", "--state-file", "/nonexistent/state.json"], EXIT_FAILED, "no cluster answers"),
     ],
 )
@@ -107,29 +109,51 @@ def test_exit_codes(argv: list[str], code: int, message: str, capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
+def test_a_printed_configuration_starts_the_same_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--unified", "2", "--unified-args", "--a 'b c'", "--pla-boundary", "9", "--config", "engine.yaml"]
+    with pytest.raises(SystemExit, match="0"):
+        read_config([*arguments, "--print-config"])
+    file = tmp_path / "cluster.yaml"
+    file.write_text(capsys.readouterr().out)
+    again = read_config(["--cluster-config", str(file), "--log-level", "warning"]).config.to_cluster()
+    assert again.counts["unified"] == 2
+    assert again.own["unified"] == ("--a", "b c")
+    assert again.common == ("--pla-boundary", "9", "--config", "engine.yaml", "--log-level", "warning")
+
+
 def test_control_without_a_cluster_says_so(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="no cluster answers"):
-        control(tmp_path / "state.json", "stop")
+        send_command(tmp_path / "state.json", "stop")
 
 
 @pytest.mark.parametrize(
-    ("counts", "name", "wait_s"),
+    ("counts", "router", "name", "wait_s"),
     [
-        ({"prefill": 1, "decode": 1}, "prefill-0", FORGOTTEN_S),
-        ({"prefill": 1, "decode": 1}, "decode-0", None),
-        ({"prefill": 1, "unified": 1}, "prefill-0", None),
-        ({"unified": 1}, "unified-0", None),
+        ({"prefill": 1, "decode": 1}, "none", "prefill-0", FORGOTTEN_S),
+        ({"prefill": 1, "decode": 1}, "pla", "prefill-0", None),  # it gets a new bootstrap port
+        ({"prefill": 1, "decode": 1}, "none", "decode-0", None),
+        ({"prefill": 1, "unified": 1}, "none", "prefill-0", None),
+        ({"unified": 1}, "none", "unified-0", None),
     ],
 )
 def test_decode_instances_forget_a_prefill_instance_before_it_comes_back(
-    counts: dict[str, int], name: str, wait_s: float | None
+    counts: dict[str, int], router: str, name: str, wait_s: float | None
 ) -> None:
-    config = ClusterConfig(counts, router="none")
+    config = ClusterConfig(counts, router=router)
     made = Supervisor(config, free_port=ports(), sink=lambda *_: None, environment={})
     member = next(one for one in made.members if one.name == name)
     assert made.may_start_s(member) == 0.0, "it has not run yet"
     member.ended_s = 7.0
     assert made.may_start_s(member) == (0.0 if wait_s is None else 7.0 + wait_s)
+
+
+def test_a_new_bootstrap_port_is_all_that_changes() -> None:
+    config = ClusterConfig({"prefill": 1, "decode": 1}, router="pla", common=("--x",), own={"prefill": ("--y", "1")})
+    [prefill, _] = instances(config, ports())
+    again = at_new_bootstrap_port(prefill, config, 1234)
+    assert (again.name, again.url, again.kind, again.bootstrap_port) == (prefill.name, prefill.url, "prefill", 1234)
+    assert again.argv == tuple("1234" if part == str(prefill.bootstrap_port) else part for part in prefill.argv)
+    assert again.argv != prefill.argv
 
 
 LEGAL = {
@@ -148,11 +172,11 @@ LEGAL = {
 def test_states_change_only_as_drawn(start: State, end: State) -> None:
     member = Instance("a", "http://x", state=start)
     if (start, end) in LEGAL:
-        member.to(end)
+        member.move_to(end)
         assert member.state is end
     else:
         with pytest.raises(ValueError, match="cannot become"):
-            member.to(end)
+            member.move_to(end)
 
 
 def test_log_lines_are_whole_and_named() -> None:
@@ -167,7 +191,7 @@ def test_log_lines_are_whole_and_named() -> None:
         os.close(writing)
         while len(seen) < 3:
             await asyncio.sleep(0)
-        reader.close()
+        reader.close_reader()
 
     asyncio.run(run())
     assert seen == [("one", "hello"), ("one", "world"), ("one", "last")]
@@ -181,7 +205,7 @@ def test_a_launcher_that_is_gone_ends_the_fork_server(unread: bool) -> None:
         theirs.send(b"an event")
     ours.close()
     with theirs:
-        assert Zygote(theirs)._receive() is False
+        assert Zygote(theirs)._handle_request() is False
 
 
 def test_endless_lines_do_not_fill_the_memory() -> None:
@@ -193,7 +217,7 @@ def test_endless_lines_do_not_fill_the_memory() -> None:
         os.write(writing, b"x" * (LONGEST_LINE + 10))
         while not seen:
             await asyncio.sleep(0)
-        reader.close()
+        reader.close_reader()
         os.close(writing)
 
     asyncio.run(run())

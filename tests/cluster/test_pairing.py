@@ -17,8 +17,8 @@ import requests
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, CommonKVReceiver
 from sglang.srt.environ import envs
 
+from pla_sglang.cluster.ports import free_port
 from pla_sglang.cluster.supervisor import FORGOTTEN_S
-from pla_sglang.testing.server import free_port
 
 BEAT_S = 1.0  # the shorter, the sooner a busy machine misses two of them where it should miss none
 FORMER, PRESENT = 1111, 2222  # where a prefill's scheduler takes the decode side's messages, before and after
@@ -96,6 +96,22 @@ def test_the_addresses_of_a_prefill_instance_outlive_it_for_two_heartbeats(
         server = prefill_side(port, PRESENT)
         time.sleep(4 * BEAT_S)
         assert port_for_next_request(manager, address) == expected
+    finally:
+        manager.heartbeat_interval = 3600.0  # the thread has no other end
+        manager.prefill_info_table.clear()
+        server.close()
+
+
+def test_a_prefill_instance_at_a_new_bootstrap_port_is_paired_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept is kept by its address."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    former, present = free_port(), free_port()
+    server, manager = prefill_side(former, FORMER), decode_side()
+    try:
+        assert port_for_next_request(manager, f"127.0.0.1:{former}") == FORMER
+        server.close()
+        server = prefill_side(present, PRESENT)
+        assert port_for_next_request(manager, f"127.0.0.1:{present}") == PRESENT
     finally:
         manager.heartbeat_interval = 3600.0  # the thread has no other end
         manager.prefill_info_table.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 from support.bad_requests import BAD, refusal
+from support.forked_servers import ForkedServer, ForkParent
 from support.load import FLAGS, Reference, ask_all
 from support.serving import Client
+from support.tiny_model import VOCABULARY_SIZE, make_tiny_model
 
 from pla_sglang.testing.server import Server, running
-from pla_sglang.testing.tiny_model import VOCABULARY_SIZE, make_tiny_model
 
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 5, 16, 17, 63, 200, 450, 700)
@@ -85,6 +87,12 @@ def serving() -> Callable[..., AbstractContextManager[tuple[Server, ...]]]:
     return start
 
 
+@pytest.fixture(scope="session")
+def forked(fork_parent: ForkParent) -> Callable[..., Server]:
+    """``forked(model, args, ...)``: as ``Server``, without the import of SGLang. Tests of a start use ``Server``."""
+    return functools.partial(ForkedServer, fork_parent)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcome = yield
@@ -95,9 +103,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_model: Callable[[str], Path], serving: Callable[..., Any]) -> Reference:
+def reference(
+    tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable[..., Any]
+) -> Reference:
     """What stock SGLang answers, one request after the other. Its server is gone before any other starts."""
-    server = Server(tiny_model("float32"), ("--device", "cpu", "--chunked-prefill-size", "256"), stop_timeout_s=0.5)
+    server = forked(tiny_model("float32"), ("--device", "cpu", "--chunked-prefill-size", "256"), stop_timeout_s=0.5)
     with serving(server):
         client = Client(server)
         answers = ask_all(client)
@@ -106,16 +116,22 @@ def reference(tiny_model: Callable[[str], Path], serving: Callable[..., Any]) ->
 
 
 @pytest.fixture(scope="session")
-def temporal(tiny_model: Callable[[str], Path], serving: Callable[..., Any]) -> Callable[..., AbstractContextManager]:
-    """``with temporal("--flag", ...) as client``: a server with temporal disaggregation, checked for leftovers."""
+def temporal(
+    tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable[..., Any]
+) -> Callable[..., AbstractContextManager]:
+    """``with temporal("--flag", ...) as client``: a server with temporal disaggregation, checked for leftovers.
+
+    ``fresh=True``: it is no fork, but imports SGLang itself, in each of its processes.
+    """
 
     @contextmanager
     def start(*flags: str, **options: Any) -> Iterator[Client]:
         admin_key = options.pop("admin_key", None)
         keys = () if admin_key is None else ("--admin-api-key", admin_key)
         subcommand = options.pop("subcommand", None)
+        make_server = Server if options.pop("fresh", False) else forked
         options = {"module": "pla_sglang.launch_server", "stop_timeout_s": 0.5} | options
-        server = Server(tiny_model("float32"), (*FLAGS, *flags, *keys), **options)
+        server = make_server(tiny_model("float32"), (*FLAGS, *flags, *keys), **options)
         if subcommand is not None:  # the console script ``sglang``, whose module does nothing under ``python -m``
             server._command[1:3] = ["-c", "from sglang.cli.main import main; main()", subcommand]
         with serving(server):

@@ -31,16 +31,21 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=(1, 16), ids=lambda size: f"page {size}")
-def pair(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], serving: Callable) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest,
+    tiny_model: Callable[[str], Path],
+    forked: Callable[..., Server],
+    serving: Callable,
+) -> Iterator[Pair]:
     pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
     common = ("--device", "cpu", "--disaggregation-transfer-backend", "nixl", "--page-size", str(request.param))
     # Chunks of 64 send a prompt in several parts; prompts of 17, 63 and 450 tokens end inside a page.
-    prefill = Server(
+    prefill = forked(
         tiny_model("float32"),
         (*common, "--disaggregation-mode", "prefill", "--chunked-prefill-size", "64"),
         stop_timeout_s=0.5,
     )
-    decode = Server(tiny_model("float32"), (*common, "--disaggregation-mode", "decode"), stop_timeout_s=0.5)
+    decode = forked(tiny_model("float32"), (*common, "--disaggregation-mode", "decode"), stop_timeout_s=0.5)
     with serving(prefill, decode):
         yield Pair(request.param, prefill, decode)
 

@@ -25,11 +25,12 @@ class Variant:
     page_size: int
     args: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
+    fresh: bool = False  # starts by itself and chooses the platform; the others are forked where it is chosen already
 
 
 CPU = ("--device", "cpu")
 VARIANTS = (
-    Variant("page 1, whole prompts, overlap", "float32", 1, CPU),
+    Variant("page 1, whole prompts, overlap", "float32", 1, CPU, fresh=True),
     # The pool holds two long prompts at most, so pages are evicted and requests wait for pages.
     Variant(
         "page 16, chunks of 64, overlap, small pool",
@@ -50,7 +51,7 @@ VARIANTS = (
         (*CPU, "--tp-size", "2", "--page-size", "16", "--chunked-prefill-size", "64"),
     ),
     # Chosen by the environment instead of the command line.
-    Variant("bfloat16, page 16", "bfloat16", 16, ("--page-size", "16"), (("SGLANG_PLA_PLATFORM", "cpu"),)),
+    Variant("bfloat16, page 16", "bfloat16", 16, ("--page-size", "16"), (("SGLANG_PLA_PLATFORM", "cpu"),), fresh=True),
 )
 
 
@@ -60,10 +61,12 @@ def variant(request: pytest.FixtureRequest) -> Variant:
 
 
 @pytest.fixture(scope="module")
-def server(variant: Variant, tiny_model: Callable[[str], Path], serving: Callable) -> Iterator[Server]:
-    with serving(Server(tiny_model(variant.dtype), variant.args, env=dict(variant.env), stop_timeout_s=0.5)) as (
-        server,
-    ):
+def server(
+    variant: Variant, tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable
+) -> Iterator[Server]:
+    make_server = Server if variant.fresh else forked
+    made = make_server(tiny_model(variant.dtype), variant.args, env=dict(variant.env), stop_timeout_s=0.5)
+    with serving(made) as (server,):
         yield server
 
 

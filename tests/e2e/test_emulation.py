@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.replaying.client import Replay
-from bench.replaying.plan import Planned
-from bench.replaying.result import count_wrong
+from bench.harness.replay import Planned, Replay, count_wrong
 from pla_sglang import chain, profile
 from pla_sglang.profiles import load_profile
+from pla_sglang.testing.server import ServerError, fetch
 
 pytestmark = pytest.mark.e2e
 
@@ -67,8 +65,7 @@ def ports_of(described: dict[str, Any]) -> list[int]:
 
 
 def get(url: str, *, timeout_s: float = 60.0) -> Any:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    return json.loads(opener.open(url, timeout=timeout_s).read())
+    return fetch(url, timeout_s=timeout_s)
 
 
 def ask(url: str, count: int, *, seed: int, gap_s: float = 0.05, timeout_s: float = 200.0) -> None:
@@ -116,10 +113,9 @@ def test_engines_say_that_they_are_no_gpu(cluster: dict[str, Any]) -> None:
         assert (state["profile"], state["time_scale"]) == (PROFILE, SCALE)
         assert state["steps"] > 0
         assert 0 <= state["host_overhead_share"] < 1
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        series = opener.open(one["url"] + "/metrics", timeout=60).read().decode()
+        series = fetch(one["url"] + "/metrics")
         assert f'profile="{PROFILE}"' in series
-        assert "pla:emulated_busy_seconds_total" in series
+        assert "pla_emulated_busy_seconds_total" in series
     assert "EMULATED device, not a GPU" in cluster["log"].read_text()
 
 
@@ -158,7 +154,7 @@ def instance(cluster: dict[str, Any], name: str) -> dict[str, Any]:
 def test_a_restarted_instance_serves_again(cluster: dict[str, Any]) -> None:
     restart(cluster, "decode-0")
     assert (instance(cluster, "prefill-0")["restarts"], instance(cluster, "decode-0")["restarts"]) == (0, 1)
-    time.sleep(5)  # the router looks at its workers every few seconds
+    wait_for_the_router(cluster)
     ask(cluster["url"], 5, seed=2)
 
 
@@ -185,12 +181,10 @@ def wait_for_the_router(cluster: dict[str, Any]) -> None:
     """SGLang's router looks at its workers every few seconds, and does not say what it has found."""
     deadline_s = time.monotonic() + 40
     prompt = chain.prompt_of(9, 3, random.Random(1))
-    body = json.dumps({"input_ids": prompt, "sampling_params": {"max_new_tokens": 3}}).encode()
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3}}
     while time.monotonic() < deadline_s:
-        request = urllib.request.Request(cluster["url"] + "/generate", body, {"Content-Type": "application/json"})
-        with contextlib.suppress(OSError):  # refused, answered with an error, or not within the time
-            opener.open(request, timeout=10).read()
+        with contextlib.suppress(ServerError, OSError):  # refused, answered with an error, or not within the time
+            fetch(cluster["url"] + "/generate", body, timeout_s=10)
             return
         time.sleep(1)
     pytest.fail("the router does not serve again")
@@ -212,20 +206,41 @@ def test_ctrl_c_leaves_nothing(cluster: dict[str, Any]) -> None:
     assert not cluster["state_file"].exists()
 
 
-def assert_fitted(url: str, out: Path) -> None:
+def measure_times(url: str, out: Path) -> dict[str, float]:
+    """Seconds of each prefill and decode step, as the profile says that was fitted to that server."""
     sizes = ["--prefill-tokens", "50,200,400,800", "--decode-batches", "1,4", "--decode-contexts", "20,200"]
     assert profile.main(["--url", url, "--name", "fitted", "--out", str(out), *sizes]) == 0
-    fitted, known = load_profile(out), load_profile("linear")
-    prefill = {tokens: fitted.prefill_s(tokens, tokens**2) for tokens in (50, 200, 400, 800)}
-    for tokens, seconds in prefill.items():
-        stated_s = known.prefill_s(tokens, tokens**2)
+    return state_times(load_profile(out))
+
+
+def state_times(known: Any) -> dict[str, float]:
+    prefill = {f"prefill {tokens}": known.prefill_s(tokens, tokens**2) for tokens in (50, 200, 400, 800)}
+    return prefill | {f"decode {batch}": known.decode_s(batch, batch * 20) for batch in (1, 4)}
+
+
+def find_deviations(measured: dict[str, float]) -> list[str]:
+    """What the measurement says otherwise than the profile that the device was told to keep."""
+    deviations = []
+    for step, stated_s in state_times(load_profile("linear")).items():
         # HTTP and a busy machine add to each request, but nothing makes the device faster.
-        assert 0.97 * stated_s < seconds < stated_s + 0.06, f"prefill of {tokens}: {seconds:.4f} s, stated {stated_s} s"
-    slope_s = (prefill[800] - prefill[50]) / 750
-    assert slope_s == pytest.approx(1e-3, rel=0.06), "what each token costs, whatever a request costs besides"
-    for batch in (1, 4):
-        stated_s = known.decode_s(batch, batch * 20)
-        assert 0.97 * stated_s < fitted.decode_s(batch, batch * 20) < stated_s + 0.02
+        added_s = 0.06 if step.startswith("prefill") else 0.02
+        if not 0.97 * stated_s < measured[step] < stated_s + added_s:
+            deviations.append(f"{step}: {measured[step]:.4f} s, stated {stated_s:.4f} s")
+    slope_s = (measured["prefill 800"] - measured["prefill 50"]) / 750
+    if slope_s != pytest.approx(1e-3, rel=0.06):
+        deviations.append(f"each token costs {slope_s} s, whatever a request costs besides; stated 0.001 s")
+    return deviations
+
+
+def assert_fitted(url: str, out: Path) -> None:
+    """A shared machine only ever adds time: of up to four measurements the shortest of each step counts."""
+    shortest = measure_times(url, out)
+    for _ in range(3):
+        if not find_deviations(shortest):
+            return
+        again = measure_times(url, out)
+        shortest = {step: min(seconds, again[step]) for step, seconds in shortest.items()}
+    assert find_deviations(shortest) == []
 
 
 def test_a_profile_is_fitted_and_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from support.load import LONGS, SHORTS
+from support.lora import TARGETS, make_adapter
 from support.serving import Client, outputs
-
-from pla_sglang.testing.lora import TARGETS, make_adapter
 
 pytestmark = pytest.mark.e2e
 UNPINNED = Path(__file__).parent.parent / "support" / "unpinned"
@@ -36,7 +35,7 @@ def test_adapters_in_mixed_load(
     questions = [(prompt, {"lora_path": name}) for name in NAMES for prompt in SHORTS[4:8]]
     questions += [(prompt, {}) for prompt in SHORTS[4:8]]
     longs = [(LONGS[0], {"lora_path": "red"}), (LONGS[1], {"lora_path": "green"}), (LONGS[0], {})]
-    with temporal(*flags, env={"PYTHONPATH": str(UNPINNED)}) as client:
+    with temporal(*flags, env={"PYTHONPATH": str(UNPINNED)}, fresh=True) as client:
         alone = [client.ask(prompt, NEW_TOKENS, **body)["output_ids"] for prompt, body in [*longs, *questions]]
         per_adapter = [tuple(map(tuple, alone[3 + 4 * index : 7 + 4 * index])) for index in range(4)]
         assert len(set(per_adapter)) == 4, "an adapter changes nothing"

@@ -35,11 +35,17 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(reference: Reference, tiny_model: Callable[[str], Path], serving: Callable[..., Any]) -> Iterator[Pair]:
+def pair(
+    reference: Reference,
+    tiny_model: Callable[[str], Path],
+    forked: Callable[..., Server],
+    serving: Callable[..., Any],
+) -> Iterator[Pair]:
+    """The prefill instance is no fork: what it needs of a PD instance has to be found by freshly imported processes."""
     pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
     common = ("--disaggregation-transfer-backend", "nixl", "--disaggregation-mode")
     prefill = Server(tiny_model("float32"), (*FLAGS, *common, "prefill"), stop_timeout_s=0.5)
-    decode = Server(
+    decode = forked(
         tiny_model("float32"), ("--device", "cpu", "--enable-metrics", *common, "decode"), stop_timeout_s=0.5
     )
     with serving(prefill, decode):

@@ -10,8 +10,6 @@ import random
 import signal
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,33 +18,29 @@ import pytest
 from e2e.test_emulation import ask, launch, wait_ready
 from support.fake_instance import INFO, LOAD
 
-from bench.replaying.client import Replay
-from bench.replaying.plan import Planned
-from bench.replaying.result import count_wrong
+from bench.harness.replay import Planned, Replay, count_wrong
 from pla_sglang import chain
 from pla_sglang.parity import replay_file
-from pla_sglang.policy.fleet import InstanceKind
-from pla_sglang.router.control.discovery import describe, polled_report
+from pla_sglang.policy.interface.fleet import InstanceKind
+from pla_sglang.router.control.workers.discovery import describe, polled_load
+from pla_sglang.testing.server import HttpError, open_url
 
 pytestmark = pytest.mark.e2e
 
 PROFILE, SCALE = "h100-llama3.1-8b-tp1", 8
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def call(url: str, body: object = None, method: str | None = None) -> tuple[int, Any]:
     """Status and parsed body."""
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with _direct.open(request, timeout=60) as answer:
-            status, text = answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        status, text = error.code, error.read()
+        with open_url(url, body, method=method) as answer:
+            status, text = answer.status, answer.read().decode()
+    except HttpError as error:
+        status, text = error.status, error.body
     try:
         return status, json.loads(text)
     except json.JSONDecodeError:
-        return status, text.decode()
+        return status, text
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +80,7 @@ def test_the_fakes_are_like_real_instances(cluster: dict[str, Any]) -> None:
         status, loads = call(one["url"] + "/v1/loads?include=core")
         assert status == 200
         assert set(LOAD) <= set(loads["loads"][0])
-        assert polled_report(loads, said.kind).kv_capacity_tokens == said.kv_capacity_tokens
+        assert polled_load(loads, said.kind).kv_capacity_tokens == said.kv_capacity_tokens
         assert call(one["url"] + "/abort_request", {"rid": "nobody"})[0] == 200
         assert call(one["url"] + "/health")[0] == 200
     assert kinds == [InstanceKind.PREFILL, InstanceKind.PREFILL, InstanceKind.DECODE]
@@ -133,6 +127,34 @@ def test_an_explanation_adds_up(cluster: dict[str, Any]) -> None:
     assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-6)
     assert told["stages"]["prefill_s"] > 0.2 * told["ttft_s"]
     assert told["decode"] == cluster["instances"][2]["url"].removeprefix("http://")
+
+
+WISH = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
+ANSWERS: list[tuple[str, dict[str, Any], bool]] = [
+    ("/generate", {}, True),
+    ("/generate", {"stream": True}, True),
+    ("/v1/completions", WISH, True),
+    ("/v1/completions", WISH | {"stream": True}, False),
+    ("/v1/completions", WISH | {"stream": True, "stream_options": {"include_usage": True}}, True),
+    ("/v1/chat/completions", WISH, True),
+    ("/v1/chat/completions", WISH | {"stream": True}, False),
+    ("/v1/chat/completions", WISH | {"stream": True, "stream_options": {"include_usage": True}}, True),
+    ("/v1/chat/completions", WISH | {"stream": True, "stream_options": {"continuous_usage_stats": True}}, True),
+]
+
+
+def test_answers_are_as_long_as_their_instance_says(cluster: dict[str, Any]) -> None:
+    """Streamed or whole; without a count the events stand for the tokens, and that is said."""
+    prompt = chain.prompt_of(30, 20, random.Random(6))
+    own = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}}
+    words = {"messages": [{"role": "user", "content": "count"}]}
+    for number, (path, fields, exact) in enumerate(ANSWERS):
+        body = {"/generate": own, "/v1/completions": {"prompt": prompt}, "/v1/chat/completions": words}[path]
+        rid = f"length-{number}"
+        assert call(cluster["url"] + path, body | fields | {"rid": rid, "model": "default"})[0] == 200
+        told = call(cluster["url"] + f"/pla/explain/{rid}")[1]
+        assert told["exact_output"] is exact, (path, fields)
+        assert told["output_tokens"] == 9 if exact else 1 <= told["output_tokens"] <= 13, (path, fields, told)
 
 
 def test_a_client_that_goes_leaves_nothing(cluster: dict[str, Any]) -> None:

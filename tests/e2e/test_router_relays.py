@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from support.serving import until
 
 from pla_sglang import chain
 from pla_sglang.chain.vocab import EOS, token_text
+from pla_sglang.testing.server import HttpError, fetch
 
 pytestmark = pytest.mark.e2e
 
@@ -203,7 +203,7 @@ def test_streams_outlive_the_control_plane(cluster: dict[str, Any]) -> None:
 
 def is_control(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.cmdline()[-2:] == ["pla_sglang.router.children", "control"]
+        return process.cmdline()[-2:] == ["pla_sglang.router.process.process_main", "control"]
     return False
 
 
@@ -228,6 +228,23 @@ def causes_of_tracebacks(log: Path) -> list[str]:
     return causes
 
 
+def test_unknown_token_ids_end_nothing(cluster: dict[str, Any]) -> None:
+    """Every way in, at each instance and through the router; one such request ends a stock scheduler."""
+    one, many = [99_999_999], [[5, 6], [5, -1]]
+    ways = [("/generate", {"input_ids": ids}) for ids in (one, many)]
+    ways += [("/v1/completions", {"model": "m", "prompt": ids, "max_tokens": 2}) for ids in (one, many)]
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
+    for url in (cluster["url"], *(instance["url"] for instance in cluster["instances"])):
+        for path, body in ways:
+            with pytest.raises(HttpError) as refusal:
+                fetch(url + path, body if url == cluster["url"] else body | room)
+            assert refusal.value.status == 400
+            assert "has token id" in refusal.value.body
+    answer = fetch(cluster["url"] + "/generate", {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}})
+    assert len(answer["output_ids"]) == 3
+    wait_until_idle(cluster)
+
+
 def test_the_end_leaves_no_process(cluster: dict[str, Any]) -> None:
     processes = psutil.Process(cluster["process"].pid).children(recursive=True)
     assert sum(is_control(one) for one in processes) == 1
@@ -249,28 +266,6 @@ def test_a_failed_transfer_is_not_seen_by_the_client(tmp_path: Path) -> None:
     with running(tmp_path, *fleet, "--router-args", router) as described:
         ask(described["url"], 40, seed=12, gap_s=0.03, timeout_s=2 * PATIENCE_S)
         wait_until_idle(described)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        series = opener.open(described["url"] + "/metrics", timeout=PATIENCE_S).read().decode()
+        series = fetch(described["url"] + "/metrics", timeout_s=PATIENCE_S)
         [failed] = re.findall(r'^pla_router_retries_total{reason="transfer_failed"} (.*)$', series, re.MULTILINE)
         assert float(failed) >= 2, "of 40 transfers a quarter was to fail"
-
-
-def test_a_unified_instance_gives_several_samples(tmp_path: Path) -> None:
-    from openai import OpenAI
-
-    prompt = chain.prompt_of(50, 8, random.Random(3))
-    words = words_of(prompt, 20)
-    with (
-        running(tmp_path, "--unified", "1", "--policy", "round-robin") as described,
-        OpenAI(base_url=described["url"] + "/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
-    ):
-        model = client.models.list().data[0].id
-        whole = client.completions.create(model=model, prompt=prompt, max_tokens=20, temperature=0, n=3)
-        assert [choice.text for choice in whole.choices] == [words] * 3
-        texts = ["", ""]
-        for part in client.completions.create(
-            model=model, prompt=prompt, max_tokens=20, temperature=0, n=2, stream=True
-        ):
-            for choice in part.choices:
-                texts[choice.index] += choice.text
-        assert texts == [words] * 2

@@ -7,14 +7,16 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.bad_requests import BAD, refusal
-from support.load import BOUNDARY_TOKENS, FEW, LONGS, SHORTS, SIBLINGS, Reference, prompt_of, run_mixed
+from support.load import BOUNDARY_TOKENS, FEW, FLAGS, LONGS, SHORTS, SIBLINGS, Reference, prompt_of, run_mixed
 from support.serving import Client, aborted, finish, outputs, until
 
-from pla_sglang.testing.server import greedy_body
+from pla_sglang.testing.server import Server, greedy_body
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +25,7 @@ BIG = 6000  # tokens: two dozen chunks
 
 @pytest.fixture(scope="module")
 def client(reference: Reference, temporal: Callable[..., Any]) -> Iterator[Client]:
-    with temporal() as client:
+    with temporal(fresh=True) as client:
         yield client
         assert client.state()["mixed_batches"] == 0
 
@@ -252,10 +254,10 @@ def restore(client: Client) -> None:
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        (b'{"wait_max_ms": -1}', "--pla-wait-max-ms -1"),
-        (b'{"wait_max_ms": "soon"}', "wait_max_ms must be a number"),
+        (b'{"wait_max_ms": -1}', "wait_max_ms -1 is out of range"),
+        (b'{"wait_max_ms": "soon"}', "wait_max_ms 'soon' is out of range"),
         (b'{"wait_max_ms": NaN}', "not valid JSON"),
-        (b'{"boundary_tokens": 1e300}', "finite"),
+        (b'{"boundary_tokens": 1e300}', "boundary_tokens 1e+300 is not a whole number"),
         (b'{"boundary_tokens": 1e999}', "not valid JSON"),
         (b'{"boundary_tokens": 100000}', "--pla-boundary 100000 above --chunked-prefill-size 256"),
         (b'{"speed": 1}', "'speed'"),
@@ -327,13 +329,13 @@ def test_metrics_agree_with_the_state(client: Client) -> None:
         ]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    assert total("pla:parks_total") == state["parks"]
+    assert total("pla_parks_total") == state["parks"]
     for decided, count in state["decisions"].items():
         action, reason = decided.split(":")
-        assert total("pla:decisions_total", f'action="{action}"', f'reason="{reason}"') == count
-    assert total("pla:prefill_tokens_total", 'cls="short"') == state["tokens"]["short"]
-    assert total("pla:batch_reqs_count", 'cls="long"') == state["batches"]["long"]
-    assert total("pla:wait_seconds_count", 'cls="short"') == state["requests"]["short"]
+        assert total("pla_decisions_total", f'action="{action}"', f'reason="{reason}"') == count
+    assert total("pla_prefill_tokens_total", 'cls="short"') == state["tokens"]["short"]
+    assert total("pla_batch_reqs_count", 'cls="long"') == state["batches"]["long"]
+    assert total("pla_wait_seconds_count", 'cls="short"') == state["requests"]["short"]
 
 
 def test_the_step_model_is_fitted(client: Client) -> None:
@@ -342,3 +344,45 @@ def test_the_step_model_is_fitted(client: Client) -> None:
     fitted = client.state()["step_model_fits"]
     assert fitted["fits"] > 0
     assert fitted["mean_relative_error"] is not None
+
+
+# What tells two servers with the same flags apart, whoever starts them; states of schedulers are compared part by part.
+OWN = ("port", "random_seed", "startup_time", "internal_states", "pla")
+
+
+def test_a_forked_server_is_as_a_fresh_one(
+    client: Client,
+    reference: Reference,
+    tiny_model: Callable[[str], Path],
+    forked: Callable[..., Server],
+    serving: Callable[..., Any],
+) -> None:
+    """The client's server is fresh. Those of most other modules are forked from a process that has imported SGLang."""
+    server = forked(tiny_model("float32"), FLAGS, module="pla_sglang.launch_server", stop_timeout_s=0.5)
+    with serving(server):
+        other = Client(server)
+        run_mixed(other, reference)
+        fresh, fork = (each.server.get("/server_info") for each in (client, other))
+        assert {key: fork[key] for key in fork if key not in OWN} == {
+            key: fresh[key] for key in fresh if key not in OWN
+        }
+        states = [info["internal_states"][0] for info in (fresh, fork)]
+        assert states[0].keys() == states[1].keys()
+        assert states[0]["pla"].keys() == states[1]["pla"].keys()
+        assert states[0]["pla"]["config"] == states[1]["pla"]["config"]
+        counts = [verified_seams(state["pla"]["hooks"]) for state in states]
+        assert counts[1] >= counts[0] > 0, "a fork has those of the process that it was forked from as well"
+        assert processes_of(server) == processes_of(client.server)
+        other.assert_at_rest()
+
+
+def verified_seams(said: str) -> int:
+    count, _, rest = said.partition(" ")
+    assert rest == "seams verified on sglang 0.5.17"
+    return int(count)
+
+
+def processes_of(server: Server) -> list[str]:
+    """Titles that SGLang gives its workers."""
+    titles = [" ".join(child.cmdline()) for child in psutil.Process(server.pid).children(recursive=True)]
+    return sorted(title.split()[0] for title in titles if title.startswith("sglang::"))

@@ -35,12 +35,12 @@ VARIANTS = (
             "--pla-long-order",
             "fcfs",
         ),
-        {"subcommand": "serve"},
+        {"subcommand": "serve", "fresh": True},
     ),
     Variant(
         "sglang.launch_server, default target, prefix-sorted queue, mixing allowed for ablation",
         ("--schedule-policy", "lpm", "--pla-slo-ttft-ms", "100", "--pla-mixing", "allow"),
-        {"module": "sglang.launch_server"},
+        {"module": "sglang.launch_server", "fresh": True},
         mixes=True,
     ),
 )

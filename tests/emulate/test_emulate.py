@@ -11,13 +11,14 @@ import torch
 import zmq
 
 from pla_sglang.config import PlaConfig
-from pla_sglang.emulate import handlers
-from pla_sglang.emulate.arguments import check, value_of, with_emulation
+from pla_sglang.emulate import hooks
+from pla_sglang.emulate.arguments import check, with_emulation
 from pla_sglang.emulate.batch import StepShape, shape_of
 from pla_sglang.emulate.device import Device, KvLink, ResultReady, build
 from pla_sglang.emulate.steplog import StepLog
 from pla_sglang.emulate.timeline import Span, Timeline
 from pla_sglang.errors import ConfigError
+from pla_sglang.platform import value_of
 from pla_sglang.profiles import ProfileError, load_profile
 
 PROFILE = "h100-llama3.1-8b-tp1"
@@ -53,8 +54,7 @@ def test_step_errors_run_from_result_to_result() -> None:
     log.observe(Span(5.0, 5.0, 6.0, 0.0), seen_s=6.5)  # after a pause: from its launch again
     assert log.quantiles((0.0, 0.5, 1.0)) == pytest.approx([0.1, 0.1, 0.5])
     assert log.steps == 3
-    log.clear()
-    assert log.quantiles((0.5, 0.99)) == [None, None]
+    assert StepLog().quantiles((0.5, 0.99)) == [None, None]
 
 
 class Mode:
@@ -87,14 +87,14 @@ def batch(mode: str, *, extend: list[int], prefix: list[int], seq: list[int], de
 @pytest.mark.parametrize(
     ("given", "shape"),
     [
-        (batch("decode", extend=[], prefix=[], seq=[5, 7]), StepShape(decodes=2, context_tokens=12)),
+        (batch("decode", extend=[], prefix=[], seq=[5, 7]), StepShape(batch=2, context_tokens=12)),
         (
             batch("extend", extend=[10, 4], prefix=[0, 100], seq=[10, 104]),
             StepShape(new_tokens=14, attention=100 + 4 * 204, history_tokens=100, requests=2),
         ),
         (
             batch("mixed", extend=[10, 1, 1], prefix=[0, 30, 40], seq=[10, 31, 41], decodes=2),
-            StepShape(new_tokens=10, attention=100, requests=1, decodes=2, context_tokens=72),
+            StepShape(new_tokens=10, attention=100, requests=1, batch=2, context_tokens=72),
         ),
         (batch("idle", extend=[], prefix=[], seq=[]), StepShape()),
     ],
@@ -108,14 +108,12 @@ def test_cost_follows_the_profile_and_the_scale() -> None:
     profile = load_profile(PROFILE)
     device = Device(profile, time_scale=4.0, prefill_graph=True)
     eager = Device(profile, time_scale=4.0, prefill_graph=False)
-    assert device.cost_s(StepShape(decodes=8, context_tokens=8000)) == 4 * profile.decode_s(8, 8000)
+    assert device.cost_s(StepShape(batch=8, context_tokens=8000)) == 4 * profile.decode_s(8, 8000)
     short = StepShape(new_tokens=50, attention=2500, requests=1)
     assert device.cost_s(short) == 4 * profile.prefill_s(50, 2500)
     assert eager.cost_s(short) == 4 * profile.launch_floor.eager_s
     # decodes are captured as graphs in either case
-    assert eager.cost_s(StepShape(decodes=1, context_tokens=10)) == device.cost_s(
-        StepShape(decodes=1, context_tokens=10)
-    )
+    assert eager.cost_s(StepShape(batch=1, context_tokens=10)) == device.cost_s(StepShape(batch=1, context_tokens=10))
     assert device.cost_s(StepShape()) == 0.0
 
 
@@ -144,13 +142,13 @@ def test_an_idle_engine_rests_until_a_message_comes(
     host = SimpleNamespace(
         ipc_channels=SimpleNamespace(recv_from_tokenizer=inbox, recv_from_rpc=None), is_fully_idle=lambda: fully_idle
     )
-    monkeypatch.setattr(handlers, "_device", Device(load_profile("linear"), time_scale=4.0, prefill_graph=True))
-    monkeypatch.setattr(handlers, "_poller", None)
+    monkeypatch.setattr(hooks, "_device", Device(load_profile("linear"), time_scale=4.0, prefill_graph=True))
+    monkeypatch.setattr(hooks, "_poller", None)
     outside.send(b"request")
     try:
-        assert handlers._inbox(host).poll(5000) == [(inbox, zmq.POLLIN)]  # the message ends the rest
+        assert hooks._inbox(host).poll(5000) == [(inbox, zmq.POLLIN)]  # the message ends the rest
         monkeypatch.setattr(zmq.Poller, "poll", lambda poller, timeout: waited_ms.append(timeout))
-        handlers.after_on_idle(None, host)
+        hooks.after_on_idle(None, host)
         assert waited_ms == [waits_ms]
     finally:
         inbox.close(0)
@@ -162,10 +160,10 @@ def test_a_rank_without_an_inbox_takes_short_naps(monkeypatch: pytest.MonkeyPatc
     host = SimpleNamespace(
         ipc_channels=SimpleNamespace(recv_from_tokenizer=None, recv_from_rpc=None), is_fully_idle=lambda: True
     )
-    monkeypatch.setattr(handlers, "_device", Device(load_profile("linear"), time_scale=4.0, prefill_graph=True))
-    monkeypatch.setattr(handlers, "_poller", None)
-    monkeypatch.setattr(handlers.time, "sleep", naps_s.append)
-    handlers.after_on_idle(None, host)
+    monkeypatch.setattr(hooks, "_device", Device(load_profile("linear"), time_scale=4.0, prefill_graph=True))
+    monkeypatch.setattr(hooks, "_poller", None)
+    monkeypatch.setattr(hooks.time, "sleep", naps_s.append)
+    hooks.after_on_idle(None, host)
     assert naps_s == [pytest.approx(0.002)]
 
 

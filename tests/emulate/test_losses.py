@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.disaggregation.base import KVPoll
 
 from pla_sglang import config as pla_config
-from pla_sglang.emulate import handlers
+from pla_sglang.emulate import hooks
 from pla_sglang.emulate.losses import End, lost_at
 
 ROOMS = random.Random(7).sample(range(1 << 62), 20_000)
@@ -20,7 +20,7 @@ ROOMS = random.Random(7).sample(range(1 << 62), 20_000)
 def lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pla_config.PlaConfig(emulate="linear", emulate_kv_failures=0.25)
     monkeypatch.setattr(pla_config, "current", lambda: knobs)
-    monkeypatch.setattr(handlers, "_link", None)
+    monkeypatch.setattr(hooks, "_link", None)
 
 
 def room_of(end: End | None) -> int:
@@ -28,7 +28,7 @@ def room_of(end: End | None) -> int:
 
 
 def party(room: int) -> Any:
-    """A sender or a receiver, as far as the handlers know it."""
+    """A sender or a receiver, as far as the hooks know it."""
     told: dict[int, str] = {}
     manager = SimpleNamespace(record_failure=told.__setitem__)
     return SimpleNamespace(bootstrap_room=room, kv_mgr=manager, conclude_state=None, told=told)
@@ -48,25 +48,25 @@ def test_none_and_all(share: float, lost: int) -> None:
 def test_a_loss_at_decode_fails_where_it_would_succeed(lossy: None) -> None:
     receiver = party(room_of(End.DECODE))
     for status in (KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring):
-        assert handlers.around_receiver_poll(lambda _, status=status: status, receiver) == status
-    assert handlers.around_receiver_poll(lambda _: KVPoll.Success, receiver) == KVPoll.Failed
+        assert hooks.around_receiver_poll(lambda _, status=status: status, receiver) == status
+    assert hooks.around_receiver_poll(lambda _: KVPoll.Success, receiver) == KVPoll.Failed
     assert receiver.conclude_state == KVPoll.Failed
     assert "--pla-emulate-kv-failures" in receiver.told[receiver.bootstrap_room]
 
 
 def test_a_loss_at_prefill_fails_once_both_ends_are_known(lossy: None) -> None:
     sender = party(room_of(End.PREFILL))
-    assert handlers.around_sender_poll(lambda _: KVPoll.Bootstrapping, sender) == KVPoll.Bootstrapping
+    assert hooks.around_sender_poll(lambda _: KVPoll.Bootstrapping, sender) == KVPoll.Bootstrapping
     assert not sender.told
-    assert handlers.around_sender_poll(lambda _: KVPoll.WaitingForInput, sender) == KVPoll.Failed
+    assert hooks.around_sender_poll(lambda _: KVPoll.WaitingForInput, sender) == KVPoll.Failed
     assert "--pla-emulate-kv-failures" in sender.told[sender.bootstrap_room]
 
 
 @pytest.mark.parametrize("end", [End.PREFILL, None])
 def test_other_transfers_succeed_at_decode(lossy: None, end: End | None) -> None:
-    assert handlers.around_receiver_poll(lambda _: KVPoll.Success, party(room_of(end))) == KVPoll.Success
+    assert hooks.around_receiver_poll(lambda _: KVPoll.Success, party(room_of(end))) == KVPoll.Success
 
 
 @pytest.mark.parametrize("end", [End.DECODE, None])
 def test_other_transfers_succeed_at_prefill(lossy: None, end: End | None) -> None:
-    assert handlers.around_sender_poll(lambda _: KVPoll.Success, party(room_of(end))) == KVPoll.Success
+    assert hooks.around_sender_poll(lambda _: KVPoll.Success, party(room_of(end))) == KVPoll.Success

@@ -10,18 +10,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.traces import write_plain
 
-from bench.fleets import by_request, forecast, planning
-from bench.fleets.forecast import Cell, forecast_gpu_hours, measure_cell, winner
-from bench.fleets.planning import History, cheapest, fixed_fleet, forecasts, perfect, planner_for, replay
-from bench.fleets.series import LoadSeries, from_trace
-from bench.fleets.workloads import RECORDED
+from bench.research.fleets import by_request, forecast
+from bench.research.fleets.forecast import Cell, forecast_gpu_hours, measure_cell, winner
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Served
 from pla_sglang.policy.dopd.forecast import LastValue
-from pla_sglang.policy.dopd.load import LoadSample
+from pla_sglang.policy.dopd.load import LoadMeter, LoadSample
+from pla_sglang.policy.dopd.planner import DopdController
+from pla_sglang.sim.interval_plans import (
+    STARTUP_S,
+    History,
+    cheapest,
+    fixed_fleet,
+    forecasts,
+    perfect,
+    planner_for,
+    replay,
+)
+from pla_sglang.sim.load_series import LoadSeries, from_trace
+from pla_sglang.sim.named_workloads import WORKLOADS
 from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
-from pla_sglang.workload.csv_formats import write_plain
 
 
 def history_of(rates: list[float], interval_s: float = 60.0) -> History:
@@ -33,7 +42,7 @@ def history_of(rates: list[float], interval_s: float = 60.0) -> History:
 
 def test_intervals_of_a_trace() -> None:
     trace = Trace("t", np.array([0.0, 30.0, 130.0, 185.0]), np.array([10, 30, 50, 70]), np.array([1, 3, 5, 7]))
-    one = from_trace("t", trace, 60.0, recorded=True)
+    one = from_trace("t", trace, 60.0)
     assert one.requests.tolist() == [2, 0, 1]  # the last interval is not whole
     assert np.nan_to_num(one.input_tokens).tolist() == [20, 0, 50]
     assert np.nan_to_num(one.output_tokens).tolist() == [2, 0, 5]
@@ -60,7 +69,7 @@ def test_a_constant_load_is_planned_exactly_and_costs_what_it_needs() -> None:
     bill = replay(planner_for(60.0), history, forecasts(history.samples, LastValue, corrected=True))
     assert (bill.attainment, bill.scalings) == (1.0, 0)
     assert bill.gpu_hours == pytest.approx(9 * 60 * (need.prefill + need.decode) / 3600)
-    assert fixed_fleet(history, 0.99)[0].gpu_hours <= bill.gpu_hours
+    assert fixed_fleet(history, 0.99).gpu_hours <= bill.gpu_hours
 
 
 def test_what_comes_too_late_is_not_served() -> None:
@@ -73,7 +82,7 @@ def test_what_comes_too_late_is_not_served() -> None:
     assert after is not None
     share = min(before.prefill / after.prefill, before.decode / after.decode)
     # 4 and 5 intervals at rates 1 and 10; of the first at rate 10 only `share`, of the second what start-up leaves
-    new = 1 - planning.STARTUP_S / 60
+    new = 1 - STARTUP_S / 60
     second = min(
         (one + new * (whole - one)) / whole
         for one, whole in ((before.prefill, after.prefill), (before.decode, after.decode))
@@ -87,11 +96,11 @@ def test_at_equal_attainment_the_oracle_is_not_beaten_and_a_floor_is_worth_havin
     history = history_of(rates)
     oracle = cheapest(history, perfect(history.samples), 0.95)
     last = cheapest(history, forecasts(history.samples, LastValue, corrected=True), 0.95)
-    fixed, _ = fixed_fleet(history, 0.95)
-    assert oracle.bill.attainment >= 0.95
-    assert last.bill.attainment >= 0.95
-    assert oracle.bill.gpu_hours <= last.bill.gpu_hours * 1.001
-    assert last.bill.gpu_hours <= 1.1 * fixed.gpu_hours
+    fixed = fixed_fleet(history, 0.95)
+    assert oracle.attainment >= 0.95
+    assert last.attainment >= 0.95
+    assert oracle.gpu_hours <= last.gpu_hours * 1.001
+    assert last.gpu_hours <= 1.1 * fixed.gpu_hours
 
 
 def row(forecaster: str, trace: str, hours: float, **fields: Any) -> dict[str, Any]:
@@ -128,16 +137,40 @@ def test_every_forecaster_has_a_bill(name: str) -> None:
     assert all(bill["gpu_hours"] > 0 for bill in found["by_target"].values())
 
 
-def test_the_known_future_of_a_run_by_hand() -> None:
-    """Interval 6 s: requests at 1 s, 2 s and 13 s that end at 4 s, 8 s and 16 s."""
-    served = Served(
-        np.array([1.0, 2.0, 13.0]), np.array([1.5, 2.5, 13.5]), np.array([4.0, 8.0, 16.0]), np.array([5, 7, 9])
+def test_the_oracle_knows_what_the_meter_will_see() -> None:
+    """Interval 6 s: requests at 1 s, 2 s and 13 s that end at 4 s, 8 s and 16 s, metered once and then foreseen."""
+    meter = LoadMeter()
+    meter.take(0.0)
+    samples = []
+    events = (
+        (1.0, meter.arrive, 10),
+        (2.0, meter.arrive, 30),
+        (4.0, meter.finish, 5),
+        (6.0, None, 0),
+        (8.0, meter.finish, 7),
+        (12.0, None, 0),
+        (13.0, meter.arrive, 50),
+        (16.0, meter.finish, 9),
+        (18.0, None, 0),
     )
-    inputs, outputs, concurrency, rate = by_request.known_future(served, np.array([10, 30, 50]))
-    assert inputs.tolist() == [20.0, 50.0]  # the interval without arrivals has no mean
-    assert outputs.tolist() == [5.0, 7.0, 9.0]
-    assert concurrency.tolist() == pytest.approx([(3 + 4) / 6, 2 / 6, 3 / 6])
-    assert rate.tolist() == pytest.approx([2 / 6, 0.0, 1 / 6])
+    for now_s, happens, tokens in events:
+        if happens is not None:
+            happens(tokens, now_s)
+        elif (sample := meter.take(now_s)) is not None:
+            samples.append(sample)
+    recorders: list[by_request.Recorder] = []
+    reference = DopdController(planner_for(6.0), lambda: by_request.Recorder(recorders))
+    for sample in samples:
+        reference.forecast(sample)
+    inputs, outputs, concurrency, rate = (recorder.values for recorder in recorders)
+    assert inputs == [20.0, 50.0]  # the interval without arrivals has no mean
+    assert outputs == [5.0, 7.0, 9.0]
+    assert concurrency == pytest.approx([(3 + 4) / 6, 2 / 6, 3 / 6])
+    assert rate == pytest.approx([2 / 6, 0.0, 1 / 6])
+    oracle = DopdController(planner_for(6.0), by_request.script_forecasters(recorders), corrected=False)
+    expected = oracle.forecast(samples[0])
+    assert expected is not None
+    assert (expected.input_tokens, expected.output_tokens, expected.rate_per_s) == (50.0, 7.0, 0.0)
 
 
 @pytest.fixture
@@ -147,7 +180,7 @@ def folder(tmp_path: Path) -> Path:
     trace = generated_trace(200, Arrivals(0.5, random.Random(3)), inputs, outputs)
     write_plain(trace, tmp_path / "plain.csv")
     packed = gzip.compress((tmp_path / "plain.csv").read_bytes())
-    (tmp_path / RECORDED["azure_code"].file).write_bytes(packed)
+    (tmp_path / WORKLOADS["azure_code"].file).write_bytes(packed)
     return tmp_path
 
 

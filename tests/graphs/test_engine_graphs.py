@@ -21,8 +21,10 @@ from pla_sglang.engine.graphs import build, refusals
 from pla_sglang.engine.graphs.attention import FlashAttentionState, FlashInferState, NativeState, state_of
 from pla_sglang.engine.graphs.metrics import GraphSeries
 from pla_sglang.engine.graphs.runner import GraphRunner
-from pla_sglang.policy.buckets.layouts import Bucket, GridLayout, VariableLayout
-from pla_sglang.policy.buckets.reasons import GraphReason
+from pla_sglang.engine.hooks import graphs as graph_hooks
+from pla_sglang.metrics.series import LabelledSeries
+from pla_sglang.policy.pla.graphs.layouts import Bucket, GridLayout, VariableLayout
+from pla_sglang.policy.pla.graphs.reasons import CaptureFailure, GraphReason
 
 BUCKET = Bucket(64, 4, 32)
 ATTENTION = Path(inspect.getfile(ForwardBatch)).parents[1] / "layers" / "attention"
@@ -118,6 +120,9 @@ def attributes_of(file: str, owner: str) -> set[str]:
         ("flashattention_backend.py", "FlashAttentionBackend", ("max_seq_len_q", "init_forward_metadata_out_graph")),
         ("flashinfer_backend.py", "FlashInferAttnBackend", FlashInferState.ATTRIBUTES),
         ("flashinfer_backend.py", "FlashInferAttnBackend", ("init_forward_metadata_out_graph",)),
+        ("flashinfer_backend.py", "FlashInferAttnBackend", ("_full_cg_prefill_workspace_bytes", "num_wrappers")),
+        ("flashinfer_backend.py", "FlashInferAttnBackend", ("indices_updater_prefill", "max_context_len")),
+        ("flashattention_backend.py", "FlashAttentionBackend", ("max_num_pages", "forward_metadata")),
         ("torch_native_backend.py", "TorchNativeAttnBackend", ("init_forward_metadata",)),
     ],
 )
@@ -218,6 +223,62 @@ def test_shapes_follow_the_server() -> None:
     assert (grid.lengths[-1], grid.batches[-1]) == (256, 20)
 
 
+def test_a_server_whose_buffers_cannot_be_had_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pla_patches.install.verify_this_process", lambda: "")
+    monkeypatch.setattr(build, "reasons_against", lambda runner, config: [])
+
+    def allocate(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(build, "CapturedForward", allocate)
+    monkeypatch.setattr(graph_hooks, "_refused", [])
+    runner = runner_of(tp_group=Fake(world_size=1))
+    config = PlaConfig(graph_layout="varlen")
+    monkeypatch.setattr("pla_sglang.config.current", lambda: config)
+    assert graph_hooks.after_capture_prefill_graph(Fake(runner=object()), model_runner=runner) is None
+    (reason,) = graph_hooks._refused
+    assert "out_of_memory" in reason
+
+
+def test_flashinfer_s_workspace_is_expected_by_the_host_s_formula() -> None:
+    asked: list[tuple[int, int]] = []
+
+    class FlashInferAttnBackend:
+        indices_updater_prefill = Fake(num_qo_heads=28, num_kv_heads=4, head_dim=128)
+        workspace_buffer = torch.zeros(1)
+        num_wrappers, max_context_len = 1, 1000
+
+        @staticmethod
+        def _full_cg_prefill_workspace_bytes(slots: int, tokens: int, **heads: Any) -> int:
+            asked.append((slots, tokens))
+            return 5_000_000
+
+    allocated = [0]
+    state = FlashInferState(FlashInferAttnBackend(), lambda: allocated[0])
+    assert state.set_bytes(4, 256) == 5_000_000 + 4 * (4 * 1000 + 256)
+    assert asked == [(4, 256)]
+
+
+def test_attention_buffers_are_measured_when_they_are_made() -> None:
+    allocated = [100]
+
+    class Allocating(FlashAttentionBackend):
+        max_num_pages = 10
+
+        def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
+            allocated[0] += 700 if self.full_cg_prefill_metadata is None else 0
+            super().init_forward_metadata_out_graph(batch, in_capture)
+
+    state = FlashAttentionState(Allocating(), lambda: allocated[0])
+    assert state.set_bytes(4, 64) == 4 * 4 * 10 + 8 * 10
+    for _ in range(2):
+        state.prepare(padded(BUCKET), 4)
+    assert state.set_bytes(4, 64) == 700
+    state.release(4)
+    state.prepare(padded(BUCKET), 4)
+    assert allocated == [1500], "made again"
+
+
 def batch_of(**changes: Any) -> Any:
     one = torch.zeros(1, dtype=torch.int64)
     fields = {
@@ -274,8 +335,8 @@ class Stock:
 
 
 def runner_with(find: Callable[[list[int]], Found]) -> GraphRunner:
-    cache = Fake(find=find, counts=GraphCounts(), refuse=lambda reason: None, capture_missed=lambda idle: None)
-    forward = Fake(replay=lambda recording, bucket, batch, **kwargs: "by us")
+    cache = Fake(find=find, counts=GraphCounts(), refuse=lambda reason: None, capture_busy=lambda: None)
+    forward = Fake(load=lambda bucket, batch: None, replay=lambda recording, batch, **kwargs: "by us")
     return GraphRunner(Stock(), forward, cache)  # type: ignore[arg-type]
 
 
@@ -313,7 +374,8 @@ def test_series_follow_the_totals() -> None:
 
     counts = GraphCounts()
     cache: Any = Fake(counts=counts, captured=[BUCKET], memory_bytes=77)
-    series = GraphSeries({"engine": "test"})
+    series = GraphSeries(LabelledSeries({"engine": "test"}))
+    counts.failures[CaptureFailure.PLAN] = 3
     for _ in range(2):
         counts.on_replay(BUCKET, 50)
         series.update(cache)
@@ -322,7 +384,8 @@ def test_series_follow_the_totals() -> None:
     def value(name: str, **labels: str) -> float | None:
         return REGISTRY.get_sample_value(name, {"engine": "test", **labels})
 
-    assert value("pla:graph_batches_total", reason="replayed") == 2
-    assert value("pla:graph_hits_total", bucket=BUCKET.name) == 2
-    assert (value("pla:graph_tokens_total", kind="real"), value("pla:graph_tokens_total", kind="padded")) == (100, 28)
-    assert (value("pla:graph_captured"), value("pla:graph_bytes")) == (1, 77)
+    assert value("pla_graph_batches_total", reason="replayed") == 2
+    assert value("pla_graph_capture_failures_total", step="plan") == 3
+    assert value("pla_graph_hits_total", bucket=BUCKET.name) == 2
+    assert (value("pla_graph_tokens_total", kind="real"), value("pla_graph_tokens_total", kind="padded")) == (100, 28)
+    assert (value("pla_graph_captured"), value("pla_graph_bytes")) == (1, 77)

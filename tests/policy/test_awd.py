@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from support.views import FLAT, short
 
-from pla_sglang.policy.awd import (
+from pla_sglang.policy.interface.prefill import Reason, WaitingView
+from pla_sglang.policy.pla.awd import (
     Awd,
     AwdKnobs,
     batch_step_s,
@@ -20,7 +21,6 @@ from pla_sglang.policy.awd import (
     take_batch,
     waiting_gain_s,
 )
-from pla_sglang.policy.types import Reason, WaitingView
 
 NOW_S = 10.0
 FAST = 1000.0  # arrivals per second: the next one is due within 1 ms, a tenth of a step

@@ -7,17 +7,15 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.paper_formulas import head_of_line_penalty_s, prefill_boundary, reprefill_boundary
 
-from pla_sglang.policy.boundary import (
+from pla_sglang.policy.pla.boundary import (
     BOUNDARY_MAX_TOKENS,
     BOUNDARY_MIN_TOKENS,
     CPU_START,
     GPU_START,
     Boundary,
     StepModel,
-    head_of_line_penalty_s,
-    prefill_boundary,
-    reprefill_boundary,
 )
 
 
@@ -95,6 +93,21 @@ def model(**changes: float) -> StepModel:
 )
 def test_crossing(name: str, coefficients: dict[str, float], history: float, expected: float) -> None:
     assert model(**coefficients).crossing_tokens(history) == pytest.approx(expected)
+
+
+@given(
+    alpha=st.floats(1e-10, 1e-7),
+    beta=st.floats(0, 1e-3),
+    gamma_w=st.floats(0, 1e-3),
+    gamma_r=st.floats(1e-9, 1e-5),
+    history=st.integers(1, 100_000),
+)
+def test_without_floors_the_crossing_is_the_boundary_of_the_paper(
+    alpha: float, beta: float, gamma_w: float, gamma_r: float, history: int
+) -> None:
+    step = model(a_s=alpha, b_s=beta, gw_s=gamma_w, gr_s=gamma_r)
+    expected = reprefill_boundary(alpha, beta, gamma_w, gamma_r, history)
+    assert step.crossing_tokens(history) == pytest.approx(expected)
 
 
 @given(

@@ -12,18 +12,19 @@ from support.fleets import LinearSteps, apply, d2p, decode, fleet, predictor, pr
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
-from pla_sglang.policy.combined import CombinedKnobs, CombinedPolicy, Parts
-from pla_sglang.policy.decisions import Hold, Migrate, ScaleTo, SetLengthClass, SetRole
+from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
+from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
-from pla_sglang.policy.fleet import DecodeBatch, FleetView, Role
-from pla_sglang.policy.in_place import InPlace, InPlaceKnobs
+from pla_sglang.policy.interface.decisions import Hold, Migrate, ScaleTo, SetLengthClass, SetRole
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, Role
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.interface.reasons import FleetReason as R
+from pla_sglang.policy.pla.fitted_boundary import FittedBoundary
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
-from pla_sglang.policy.reasons import FleetReason as R
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
-from pla_sglang.policy.types import PrefillClass
 
 S, L = PrefillClass.SHORT, PrefillClass.LONG
 LATE = {"queued_tokens": 980}
@@ -36,7 +37,7 @@ def combined(**knobs: Any) -> CombinedPolicy:
         arrow,
         in_place=InPlace(InPlaceKnobs(), arrow, LinearSteps()),
         local=DopdDispatcher(DopdDispatchKnobs(), arrow.predictor),
-        spatial=SpatialDispatcher(SpatialKnobs(1.0, boundary_tokens=100), arrow.predictor),
+        spatial=SpatialDispatcher(SpatialKnobs(1.0), arrow.predictor, FittedBoundary(fixed_tokens=100)),
         pressure=PressureController(PressureKnobs(1.0, cool_down_s=0.0), arrow.predictor),
         star=StarRescheduler(StarKnobs()),
         planner=DopdController(Planner(PlannerKnobs(1.0, 50, interval_s=1.0, down_intervals=1), *tables)),

@@ -16,17 +16,18 @@ from support.fleets import LinearSteps, instance, predictor, request
 
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.arrow.pools import PoolEvent, transition
-from pla_sglang.policy.combined import CombinedKnobs, CombinedPolicy, Parts
-from pla_sglang.policy.decisions import FleetAction, Migrate, ScaleTo, SetLengthClass, SetRole
+from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode, FleetMode
+from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
+from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
-from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceState, InstanceView, Role
-from pla_sglang.policy.in_place import InPlace, InPlaceKnobs
+from pla_sglang.policy.interface.decisions import FleetAction, Migrate, ScaleTo, SetLengthClass, SetRole
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceState, InstanceView, Role
+from pla_sglang.policy.pla.fitted_boundary import FittedBoundary
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
-from pla_sglang.policy.unite import Mode, Unite, UniteKnobs
 
 LIMIT_TOKENS = 1000  # Max Running Tokens
 KV_TOKENS = 2000
@@ -40,12 +41,14 @@ def policy_of(*, scaling: bool, unite: bool) -> CombinedPolicy:
         arrow,
         in_place=InPlace(InPlaceKnobs(), arrow, LinearSteps()),
         local=DopdDispatcher(DopdDispatchKnobs(), arrow.predictor),
-        spatial=SpatialDispatcher(SpatialKnobs(1.0, boundary_tokens=100), arrow.predictor),
+        spatial=SpatialDispatcher(SpatialKnobs(1.0), arrow.predictor, FittedBoundary(fixed_tokens=100)),
         pressure=PressureController(PressureKnobs(1.0, cool_down_s=0.0), arrow.predictor),
         star=StarRescheduler(StarKnobs()),
         planner=DopdController(Planner(knobs, *tables)) if scaling else None,
         # Judges after two answers and changes its mind in a second: sequences are short.
-        unite=Unite(UniteKnobs(judge_after=2, memory=2, calm_s=1.0), arrow, LinearSteps()) if unite else None,
+        unite=ColocationMode(ColocationKnobs(judge_after=2, memory=2, calm_s=1.0), arrow, LinearSteps())
+        if unite
+        else None,
     )
     return CombinedPolicy(CombinedKnobs(), parts)
 
@@ -133,7 +136,7 @@ class Driver:
     def check_mode(self) -> None:
         """While united no instance that was there at the last tick has a role; newcomers get theirs at the next one."""
         unite = self.policy.parts.unite
-        if unite is None or unite.mode is Mode.ROLES:
+        if unite is None or unite.mode is FleetMode.ROLES:
             return
         before = {Role.MIXED} if self.ticked else set(Role)
         assert all(one.role in before for one in self.view.ready if one.index < self.known)

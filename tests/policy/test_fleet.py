@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from pla_sglang.policy.fleet import (
+from pla_sglang.policy.interface.fleet import (
     LEGAL_STATES,
     DecodeBatch,
     FleetView,

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.views import FLAT, long
 
-from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens, companions
-from pla_sglang.policy.types import WaitingView
+from pla_sglang.policy.interface.prefill import WaitingView
+from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens, companions
 
 # Under FLAT a long of 4000 tokens in chunks of 1000 takes 0.4 s: with half of the device it is aged after 9.2 s.
 KNOBS = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000)
@@ -26,8 +26,9 @@ def pick(
     knobs: LongKnobs = KNOBS,
     *,
     shorts: bool = False,
+    budget_tokens: int = 8192,
 ) -> tuple[LongPick | None, LongPick | None]:
-    return LongQueue(knobs, FLAT).pick(longs, chunk, now_s, shorts=shorts)
+    return LongQueue(knobs, FLAT).pick(longs, chunk, now_s, shorts=shorts, budget_tokens=budget_tokens)
 
 
 def test_without_longs_there_is_no_pick() -> None:
@@ -138,12 +139,12 @@ def test_a_smaller_one_of_one_pass_overtakes_but_is_not_passed() -> None:
 
 def test_ages_are_not_remembered_beyond_a_change_of_knobs_or_model() -> None:
     queue, view = LongQueue(KNOBS, FLAT), long(0.0, 4000)
-    assert queue.pick([view], None, 9.3, shorts=True)[1] is not None
+    assert queue.pick([view], None, 9.3, shorts=True, budget_tokens=8192)[1] is not None
     queue.set(dataclasses.replace(KNOBS, max_age_s=20.0), FLAT)
-    assert queue.pick([view], None, 9.3, shorts=True)[1] is None
+    assert queue.pick([view], None, 9.3, shorts=True, budget_tokens=8192)[1] is None
     queue.set(KNOBS, FLAT)
     view.set_history(3900)  # a prefix hit: 10 ms of work left
-    assert queue.pick([view], None, 9.3, shorts=True)[1] is None
+    assert queue.pick([view], None, 9.3, shorts=True, budget_tokens=8192)[1] is None
 
 
 # -- company in one pass -----------------------------------------------------------------------------------------------
@@ -361,3 +362,16 @@ def test_a_model_without_slope_gives_whole_chunks() -> None:
 def test_bad_knobs(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         LongKnobs(**bad)
+
+
+def test_who_does_not_fit_the_pass_whole_does_not_overtake() -> None:
+    """Riding decodes take of the budget; a second chunk under way is more than the host can hold."""
+    chunk, smaller = long(0.0, 3000), long(1.0, 950)
+    by_order, _ = pick([smaller], chunk, 2.0, budget_tokens=1000)
+    assert by_order is not None
+    assert by_order.overtakes
+    by_order, aged = pick([smaller], chunk, 30.0, budget_tokens=900)
+    assert by_order is not None
+    assert by_order.view is chunk
+    assert aged is not None
+    assert aged.view is chunk

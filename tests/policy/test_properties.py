@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.virtual_engine import DECODE_STEP_S, Arrival, VirtualEngine
 
-from pla_sglang.policy.awd import AwdKnobs
-from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.longs import LongKnobs
-from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
-from pla_sglang.policy.types import Action, Reason
+from pla_sglang.policy.interface.prefill import Action, Reason
+from pla_sglang.policy.pla.awd import AwdKnobs
+from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 
 MODEL = StepModel(g0_s=0.008, gw_s=0.0, gr_s=1e-8, k0_s=0.001, kr_s=0.0, b_s=5e-5, a_s=1e-9)
 KV_TOKENS = 8200  # the largest request fits, and little beside it
@@ -167,6 +167,17 @@ def test_the_tight_pool_is_tight() -> None:
     """Of these tests, not of the policy: there are retractions in the runs above."""
     run = engine([Arrival(0.0, 120, 300)] * 12, TemporalKnobs(), {"kv_tokens": 2000, "growth": 0.1})
     assert sum(request.retractions for request in run.run()) > 0
+
+
+def test_running_requests_may_grow_into_the_room_of_a_chunk() -> None:
+    """Admission has counted a tenth of what they come to hold; the engine fails where the chunk is forced."""
+    shorts = [Arrival(0.0, 90, 60) for _ in range(21)]
+    chunks = LongKnobs(chunk_max_tokens=256)
+    settings = TemporalKnobs(boundary_tokens=100, longs=chunks, headroom_requests=0, decode_gap_s=0.001)
+    run = engine([*shorts, Arrival(0.1, 6000, 2)], settings, {"kv_tokens": KV_TOKENS, "growth": 0.1})
+    requests = run.run()
+    assert all(request.finished_s is not None for request in requests)
+    assert any(request.retractions for request in requests), "the pool was never full"
 
 
 # -- starvation --------------------------------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ from support.fluid import FluidFleet
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowPolicy
-from pla_sglang.policy.fleet import Role
+from pla_sglang.policy.interface.decisions import Hold
+from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.registry import Setup, build, policy_names
-from pla_sglang.policy.types import PrefillClass
 
 SETUP = Setup(LinearSteps(), kv_capacity_tokens=200_000, ttft_slo_s=2.0, tpot_slo_s=0.1, instances=6, prefills=3)
 LOADS = [
@@ -33,6 +35,12 @@ def test_every_policy_serves_a_fleet(name: str) -> None:
     assert not any(fleet.prefills.values())
     assert not any(fleet.running.values())
     fleet.view.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["round-robin", "least-requests", "least-tokens", "two-choices", "cache-aware"])
+def test_plain_routers_stand_before_a_split_where_one_is_asked_for(name: str) -> None:
+    assert build(name, dataclasses.replace(SETUP, prefills=None)).roles == (Role.MIXED,) * 6
+    assert build(name, dataclasses.replace(SETUP, prefills=2)).roles == (Role.PREFILL,) * 2 + (Role.DECODE,) * 4
 
 
 @pytest.mark.parametrize("name", ["arrow", "pla", "combined"])
@@ -61,7 +69,7 @@ def test_damping_is_what_keeps_an_overloaded_fleet_from_swinging() -> None:
 
 
 def test_roles_at_the_start() -> None:
-    assert build("round-robin", SETUP).roles == (Role.MIXED,) * 6
+    assert build("round-robin", dataclasses.replace(SETUP, prefills=None)).roles == (Role.MIXED,) * 6
     assert build("arrow", SETUP).roles == (Role.PREFILL,) * 3 + (Role.DECODE,) * 3
     assert build("arrow", dataclasses.replace(SETUP, prefills=None, instances=5)).roles.count(Role.PREFILL) == 2
     assert build("arrow", dataclasses.replace(SETUP, instances=1)).roles == (Role.MIXED,)
@@ -97,3 +105,32 @@ def test_forecasters_by_name(forecaster: str) -> None:
 def test_bad_setups(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         dataclasses.replace(SETUP, **bad)
+
+
+def test_combined_on_stock_engines_has_no_part_that_moves_anything() -> None:
+    """What it knows of decodes counts in the choice all the same: it is measured at ticks."""
+    stock = dataclasses.replace(SETUP, prefills=None, stateless=False, instances=2)
+    policy = build("combined", stock)
+    assert policy.roles == (Role.MIXED,) * 2
+    view = FleetView([InstanceView(number, f"i{number}", InstanceKind.UNIFIED, Role.MIXED) for number in range(2)])
+    for loaded in view.instances:
+        loaded.running, loaded.context_tokens = 40, 40_000
+    asked = RequestView("r", 900, 0.0, {})
+    for answered in range(60):
+        policy.dispatcher.on_finish(asked, 4, 0.1 * answered)  # type: ignore[attr-defined]
+    actions = [action for at in range(40) for action in policy.controllers[0].tick(view, 0.25 * at)]
+    assert {(type(action), action.reason) for action in actions} == {(Hold, FleetReason.STEADY)}
+    answer = policy.dispatcher.dispatch(asked, view, 10.0)
+    assert (answer.reason, answer.prefill) == (FleetReason.UNITED, view.instances[0])
+    unite = policy.dispatcher.parts.unite  # type: ignore[attr-defined]
+    assert unite.late_share > 0, "prefills beside 40 decodes make answers of 4 tokens late, and no role is introduced"
+
+
+def test_combined_on_a_static_split_of_stock_engines_asks_for_no_flip() -> None:
+    policy = build("combined", dataclasses.replace(SETUP, stateless=False, instances=3, prefills=1))
+    kinds = {Role.PREFILL: InstanceKind.PREFILL, Role.DECODE: InstanceKind.DECODE}
+    view = FleetView([InstanceView(place, f"i{place}", kinds[role], role) for place, role in enumerate(policy.roles)])
+    view.instances[0].queued_tokens = 10_000  # far above the target: Arrow would flip, the combination prefill in place
+    answer = policy.dispatcher.dispatch(RequestView("r", 100, 0.0, {}), view, 0.0)
+    assert (answer.reason, answer.prefill) == (FleetReason.PREFILL_FALLBACK, view.instances[0])
+    assert [type(action) for action in answer.actions] == [Hold]

@@ -12,9 +12,9 @@ import pytest
 from support.temporal_scene import AGED_S, NOW_S, RECENT_S, lone_short, owing, policy
 from support.views import long, pass_view, short
 
-from pla_sglang.policy.awd import AwdKnobs
-from pla_sglang.policy.temporal import TemporalPolicy
-from pla_sglang.policy.types import Action, PassDecision, PassView, PrefillClass, Reason
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason
+from pla_sglang.policy.pla.awd import AwdKnobs
+from pla_sglang.policy.pla.temporal import TemporalPolicy
 
 FREE = {"kv_free": 100_000}
 
@@ -56,6 +56,36 @@ CASES = [
         (0,),
         park=True,
         one_pass=True,
+    ),
+    Case(
+        "riders that have sat out a pass and would be late",
+        pass_view([long(RECENT_S)], running=1, can_ride=True, decode_wait_s=0.02, token_slack_s=0.001),
+        H,
+        Reason.TOKEN_DEADLINE,
+    ),
+    Case(
+        "a lost short, where targets decide",
+        pass_view([short(RECENT_S, deadline_s=NOW_S), long(RECENT_S)]),
+        L,
+        Reason.LOST_SHORT,
+        (1,),
+        make=lambda: policy(decide=True),
+    ),
+    Case(
+        "a lost long, where targets decide",
+        pass_view([long(RECENT_S, 2000, deadline_s=NOW_S), long(RECENT_S, 8000)]),
+        L,
+        Reason.LOST_LONG,
+        (1,),
+        make=lambda: policy(decide=True),
+    ),
+    Case(
+        "a long that would be lost behind a smaller one, where targets decide",
+        pass_view([long(RECENT_S, 2000, deadline_s=NOW_S + 9.0), long(RECENT_S, 8000, deadline_s=NOW_S + 0.9)]),
+        L,
+        Reason.URGENT,
+        (1,),
+        make=lambda: policy(decide=True),
     ),
     # both classes
     Case("due shorts before a long", pass_view([long(RECENT_S), lone_short()]), S, Reason.NO_GAIN, (1,)),
@@ -208,6 +238,26 @@ CASES = [
         make=lambda: blocked(owing(policy()), PrefillClass.LONG, pass_view(running=4, **FREE)),
     ),
     Case(
+        "the chunk under way has no room left: running requests go on until they free some",
+        pass_view([], long(RECENT_S), kv_room=0, running=4),
+        H,
+        Reason.KV_DRAIN,
+    ),
+    Case(
+        "nor may what overtakes it be a reason to force it",
+        pass_view([long(RECENT_S, 900)], long(RECENT_S), kv_room=0, running=4),
+        H,
+        Reason.KV_DRAIN,
+        make=lambda: blocked(policy(), PrefillClass.LONG, pass_view(running=4)),
+    ),
+    Case(
+        "an aged chunk without room: nobody else takes memory",
+        pass_view([lone_short()], long(AGED_S), kv_room=0, running=4),
+        H,
+        Reason.KV_DRAIN,
+        make=lambda: owing(policy()),
+    ),
+    Case(
         "a young long that does not fit: due shorts go on",
         pass_view([long(RECENT_S), lone_short()], running=4, **FREE),
         S,
@@ -349,7 +399,7 @@ def test_decide(case: Case) -> None:
 
 def test_every_reason_is_in_the_table() -> None:
     # baseline orders, DOPD's batching, AWD with captured graphs (tests/policy/buckets)
-    of_other_policies = {Reason.ORDER, Reason.QUEUE_END, Reason.WAIT_FOR_SLOT}
+    of_other_policies = {Reason.ORDER, Reason.QUEUE_END, Reason.WAIT_FOR_SLOT, Reason.BUCKET}
     assert {case.reason for case in CASES} == set(Reason) - of_other_policies
 
 

@@ -8,9 +8,9 @@ import pytest
 from support.temporal_scene import AGED_S, KNOBS, NOW_S, RECENT_S, lone_short, owing, policy, run
 from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
 
-from pla_sglang.policy.awd import AwdKnobs
-from pla_sglang.policy.boundary import GPU_START
-from pla_sglang.policy.types import Action, Reason
+from pla_sglang.policy.interface.prefill import Action, Reason
+from pla_sglang.policy.pla.awd import AwdKnobs
+from pla_sglang.policy.pla.boundary import GPU_START
 
 # -- age: the share of the device --------------------------------------------------------------------------------------
 
@@ -66,6 +66,26 @@ def test_a_class_alone_on_an_idle_device_is_tried_again_and_again() -> None:
             made.on_pass(decision, view, (), NOW_S)
 
 
+# -- memory that running requests have taken from the chunk under way --------------------------------------------------
+
+
+@pytest.mark.parametrize(("room_tokens", "piece_tokens"), [(5000, 1000), (700, 672), (40, 32), (32, 32)])
+def test_the_next_piece_is_no_larger_than_its_room(room_tokens: int, piece_tokens: int) -> None:
+    in_pages = dataclasses.replace(KNOBS.longs, grid_tokens=32)
+    view = pass_view([], long(RECENT_S), kv_room=room_tokens, running=4)
+    assert policy(longs=in_pages).decide(view, NOW_S).chunk_tokens == piece_tokens
+    aged = pass_view([lone_short()], long(AGED_S), kv_room=room_tokens, running=4)
+    decision = owing(policy(longs=in_pages)).decide(aged, NOW_S)
+    assert (decision.reason, decision.chunk_tokens) == (Reason.AGE, piece_tokens)
+
+
+def test_less_than_a_page_is_no_room_except_for_the_last_piece() -> None:
+    in_pages = dataclasses.replace(KNOBS.longs, grid_tokens=32)
+    assert policy(longs=in_pages).decide(pass_view([], long(RECENT_S), kv_room=31), NOW_S).reason is Reason.KV_DRAIN
+    last = pass_view([], long(RECENT_S, 16), kv_room=16)
+    assert policy(longs=in_pages).decide(last, NOW_S).action is Action.LONG
+
+
 # -- ablation, knobs, classes ------------------------------------------------------------------------------------------
 
 
@@ -74,6 +94,12 @@ def test_mix_lets_due_shorts_share_the_chunks_pass() -> None:
     decision = policy(mix=True).decide(view, NOW_S)
     assert (decision.action, decision.park) == (Action.SHORT, False)
     assert decision.chunk_tokens == 1000
+
+
+def test_a_chunk_without_room_shares_no_pass() -> None:
+    view = pass_view([lone_short()], long(RECENT_S), kv_room=0, running=4)
+    decision = policy(mix=True).decide(view, NOW_S)
+    assert (decision.action, decision.park, decision.chunk_tokens) == (Action.SHORT, True, None)
 
 
 def test_mix_without_a_chunk_changes_nothing() -> None:

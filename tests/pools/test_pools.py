@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pla_sglang.config import PlaConfig
-from pla_sglang.engine.pools.driver import OPERATOR, Pools, curve_of, start_roles
-from pla_sglang.engine.pools.prefixes import BLOCK_TOKENS, PrefixModel, block_hashes
-from pla_sglang.policy.boundary import StepModel
-from pla_sglang.telemetry.message import Backlog, Pass, Report, Step
+from pla_sglang.engine.pools.driver import BLOCK_TOKENS, OPERATOR, Pools, make_curve
+from pla_sglang.load.report import Backlog, PassTiming, PassTotals, Report
+from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.length_classes import split_ranks
 
 # 10 ms and 0.1 ms a token; the TTFT target is 1 s.
 STEP = StepModel(g0_s=0.01, gw_s=0.0, gr_s=0.0, k0_s=0.0, b_s=1e-4, a_s=0.0)
@@ -49,44 +49,44 @@ def busy(seconds: float) -> Backlog:
     ],
 )
 def test_start_roles(ranks: int, shorts: int | None, expected: list[str]) -> None:
-    assert start_roles(ranks, shorts) == expected
+    assert [length_class.value for length_class in split_ranks(ranks, shorts)] == expected
 
 
 def test_the_floor_is_paid_by_every_request() -> None:
-    curve = curve_of(StepModel(g0_s=0.02, gw_s=0.0, gr_s=2e-8, k0_s=0.03, b_s=1e-5, a_s=1e-10, kr_s=1e-8))
+    curve = make_curve(StepModel(g0_s=0.02, gw_s=0.0, gr_s=2e-8, k0_s=0.03, b_s=1e-5, a_s=1e-10, kr_s=1e-8))
     assert (curve.c0_s, curve.c1_s, curve.c2_s, curve.c3_s) == (0.03, 1e-5, 1e-10, 2e-8)
 
 
 def test_requests_go_to_the_pool_of_their_length() -> None:
     pools, _ = make()
-    assert [pools.place(str(n), [n] * n, 0.0) for n in (1, 255, 256, 5000)] == [0, 1, 2, 3]
-    assert pools.dispatched == {"pla.short": 2, "pla.long": 2}
+    assert [pools.place_request(str(n), [n] * n, 0.0) for n in (1, 255, 256, 5000)] == [0, 1, 2, 3]
+    assert pools.count_decisions()["dispatched"] == {"pla.short": 2, "pla.long": 2}
 
 
 def test_a_burst_between_two_reports_spreads() -> None:
     pools, _ = make()
     for rank in range(4):
         pools.on_report(report(rank), 0.0)
-    assert [pools.place(str(n), [n + 1] * 200, 0.0) for n in range(6)] == [0, 1, 0, 1, 0, 1]
+    assert [pools.place_request(str(n), [n + 1] * 200, 0.0) for n in range(6)] == [0, 1, 0, 1, 0, 1]
 
 
 def test_reports_include_what_was_sent() -> None:
     pools, _ = make(2)
     for rank in range(2):
         pools.on_report(report(rank), 0.0)
-    pools.place("a", [1] * 100, 0.0)
-    assert pools.state(0.0)["ranks"][0]["outstanding"] == 1
+    pools.place_request("a", [1] * 100, 0.0)
+    assert pools.describe_state(0.0)["ranks"][0]["outstanding"] == 1
     pools.on_report(report(0, 2, received=1), 0.1)
-    assert pools.state(0.1)["ranks"][0]["outstanding"] == 0
-    assert pools.books[0].view.queued_prefills == 0
+    assert pools.describe_state(0.1)["ranks"][0]["outstanding"] == 0
+    assert pools.loads[0].view.queued_prefills == 0
 
 
 def test_a_pool_that_would_be_late_spills() -> None:
     pools, _ = make(2)
     pools.on_report(report(0, backlog=busy(5.0)), 0.0)
-    assert pools.place("late", [1] * 10, 0.0) == 1
-    assert pools.place("patient", [2] * 10, 0.0, slo_s=60.0) == 0
-    assert pools.dispatched == {"pla.spill": 1, "pla.short": 1}
+    assert pools.place_request("late", [1] * 10, 0.0) == 1
+    assert pools.place_request("patient", [2] * 10, 0.0, slo_s=60.0) == 0
+    assert pools.count_decisions()["dispatched"] == {"pla.spill": 1, "pla.short": 1}
 
 
 def test_what_is_cached_makes_a_request_short() -> None:
@@ -95,36 +95,36 @@ def test_what_is_cached_makes_a_request_short() -> None:
     history = list(range(1000))
     for rank in range(2):
         pools.on_report(report(rank), 0.0)
-    assert pools.place("first", history, 0.0) == 1
+    assert pools.place_request("first", history, 0.0) == 1
     pools.on_report(report(1, 2, received=1), 0.1)
-    assert pools.place("second", [*history, 7], 0.1) == 1
+    assert pools.place_request("second", [*history, 7], 0.1) == 1
     assert pools.fleet.instances[1].queued_tokens == 1001 - 15 * BLOCK_TOKENS
-    assert pools.dispatched == {"pla.long": 1, "pla.spill": 1}
+    assert pools.count_decisions()["dispatched"] == {"pla.long": 1, "pla.holder": 1}
     pools.on_flush()
-    pools.place("third", [*history, 8], 0.2)
+    pools.place_request("third", [*history, 8], 0.2)
     assert pools.fleet.instances[1].queued_tokens == 1001 - 15 * BLOCK_TOKENS + 1001
 
 
 def test_a_request_that_names_its_rank_counts_there() -> None:
     pools, _ = make(2)
-    pools.sent_elsewhere(0, "a", [1] * 5000, 0.0)
+    pools.note_external(0, "a", [1] * 5000, 0.0)
     assert (pools.external, pools.fleet.instances[0].queued_tokens) == (1, 5000)
-    assert pools.dispatched == {}
+    assert pools.count_decisions()["dispatched"] == {}
 
 
 def test_with_one_pool_empty_its_class_goes_to_the_other() -> None:
     pools, _ = make(2, short_ranks=2)
-    assert pools.place("long", [1] * 5000, 0.0) in (0, 1)
-    assert pools.dispatched == {"pla.spill": 1}
+    assert pools.place_request("long", [1] * 5000, 0.0) in (0, 1)
+    assert pools.count_decisions()["dispatched"] == {"pla.spill": 1}
 
 
 def test_the_fit_sees_the_passes_of_all_ranks() -> None:
     pools, _ = make(2, boundary_tokens=None)
-    before = pools.state(0.0)
-    steps = [Step(n, n * n, 0, 1, 0.02 + 2e-4 * n) for n in range(50, 2050, 50)]
+    before = pools.describe_state(0.0)
+    steps = [PassTiming(n, n * n, 0, 1, 0.02 + 2e-4 * n) for n in range(50, 2050, 50)]
     for sequence, one in enumerate(steps, 1):
-        pools.on_report(report(sequence % 2, sequence, steps=(one,), passes=Pass.of([one])), 0.0)
-    after = pools.state(0.0)
+        pools.on_report(report(sequence % 2, sequence, steps=(one,), passes=PassTotals.of([one])), 0.0)
+    after = pools.describe_state(0.0)
     assert after["step_model"] != before["step_model"]
     assert pools.predictor.curves[""].time_s(1000) == pytest.approx(0.22, rel=0.15)
     assert after["boundary_tokens"] == pools.boundary.tokens(0)
@@ -133,7 +133,7 @@ def test_the_fit_sees_the_passes_of_all_ranks() -> None:
 def test_a_rank_that_is_not_ours_is_ignored() -> None:
     pools, _ = make(2)
     pools.on_report(report(7, backlog=busy(1.0)), 0.0)
-    assert pools.silent() == [0, 1]
+    assert pools.list_silent() == [0, 1]
 
 
 # -- ranks that change pools -------------------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ def test_pressure_moves_the_least_loaded_rank() -> None:
     run(pools, 4.0)
     assert told == [(1, "long")]
     assert pools.roles == ["short", "long", "long", "long"]
-    assert pools.move_count == {"pla.pressure_long": 1}
-    (move,) = pools.moves
-    assert move.long_pressure > 1.5 * move.short_pressure
-    assert pools.place("long", [1] * 5000, 5.0) == 1
+    assert pools.runner.moved == {"pla.pressure_long": 1}
+    (move,) = pools.runner.moves
+    assert move.signals["long_pressure"] > 1.5 * move.signals["short_pressure"]
+    assert pools.place_request("long", [1] * 5000, 5.0) == 1
 
 
 def test_the_cool_down_and_the_minimum_hold() -> None:
@@ -166,8 +166,8 @@ def test_the_cool_down_and_the_minimum_hold() -> None:
         pools.on_report(report(rank, backlog=busy(3.0)), 0.0)
     run(pools, 30.0)
     assert len(told) == 1, "one short rank is left"
-    assert pools.ticks["any.cool_down"] >= 4
-    assert pools.ticks["pla.pressure_minimum"] > 0
+    assert pools.count_decisions()["ticks"]["any.cool_down"] >= 4
+    assert pools.count_decisions()["ticks"]["pla.pressure_minimum"] > 0
 
 
 def test_switched_off_nothing_moves() -> None:
@@ -175,7 +175,7 @@ def test_switched_off_nothing_moves() -> None:
     for rank in (2, 3):
         pools.on_report(report(rank, backlog=busy(3.0)), 0.0)
     run(pools, 30.0)
-    assert (told, pools.ticks) == ([], {})
+    assert (told, pools.count_decisions()["ticks"]) == ([], {})
     pools.set_config(pools.config.replace(pressure="auto"))
     run(pools, 35.0, 30.0)
     assert len(told) == 1
@@ -200,11 +200,11 @@ def test_the_operator_moves_ranks_and_the_controller_goes_on_from_there() -> Non
     pools.order_role(0, "long", 2.0)
     assert told == [], "whoever asked has told the ranks"
     assert pools.roles == ["long", "short", "long", "long"]
-    assert pools.move_count == {OPERATOR: 1}
+    assert pools.runner.moved == {OPERATOR: 1}
     pools.order_role(None, "mixed", 3.0)
     assert pools.roles == ["mixed"] * 4
     assert pools.fleet.instances[0].length_class is None
-    assert pools.place("any", [1] * 5000, 3.0) == 0
+    assert pools.place_request("any", [1] * 5000, 3.0) == 0
 
 
 def test_an_order_is_not_undone_at_once() -> None:
@@ -215,14 +215,14 @@ def test_an_order_is_not_undone_at_once() -> None:
     pools.set_config(pools.config.replace(slo_ttft_ms=900.0))
     run(pools, 5.5, 1.0)
     assert told == []
-    assert set(pools.ticks) == {"any.cool_down"}
+    assert set(pools.count_decisions()["ticks"]) == {"any.cool_down"}
     run(pools, 7.0, 5.5)
     assert len(told) == 1
 
 
 def test_every_rank_is_told_its_first_role() -> None:
     pools, told = make(2)
-    pools.announce()
+    pools.announce_roles()
     assert told == [(0, "short"), (1, "long")]
 
 
@@ -230,32 +230,9 @@ def test_state_names_signals_as_the_paper_does() -> None:
     pools, _ = make(2)
     pools.on_report(report(1, backlog=busy(2.0), ttft_ratio=1.5, utilisation=0.5), 0.0)
     run(pools, 60.0)
-    one = pools.state(60.0)["ranks"][1]
+    one = pools.describe_state(60.0)["ranks"][1]
     assert one["q"] == pytest.approx(2.0, rel=0.01)
     assert one["e"] == pytest.approx(0.5)
     assert one["u"] == pytest.approx(0.5, rel=0.01)
     assert one["psi"] == pytest.approx(2.0 + 0.5 * 0.5 - 0.1 * 0.5, rel=0.01)
-    assert pools.state(60.0)["pressure"]["long"] == pytest.approx(one["psi"])
-
-
-# -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def test_prefixes_are_found_block_by_block() -> None:
-    model = PrefixModel(4)
-    model.insert(block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], block=4), 100)
-    assert model.matched_tokens(block_hashes([1, 2, 3, 4, 5, 6, 7, 8], block=4)) == 8
-    assert model.matched_tokens(block_hashes([1, 2, 3, 4, 0, 6, 7, 8], block=4)) == 4
-    assert model.matched_tokens(block_hashes([0, 2, 3, 4, 5, 6, 7, 8], block=4)) == 0
-    assert model.matched_tokens(block_hashes([1, 2, 3, 4], "adapter", block=4)) == 0
-    assert block_hashes([1, 2, 3], block=4) == []
-
-
-def test_the_model_of_a_cache_is_no_larger_than_the_cache() -> None:
-    model = PrefixModel(4)
-    first, second = (block_hashes([n] * 16, block=4) for n in (1, 2))
-    model.insert(first, 24)
-    model.insert(second, 24)
-    assert len(model) == 6
-    assert model.matched_tokens(second) == 16
-    assert model.matched_tokens(first) == 8, "the leaves went first"
+    assert pools.describe_state(60.0)["pressure"]["long"] == pytest.approx(one["psi"])

@@ -18,12 +18,12 @@ import zmq
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import control
+from pla_sglang.engine.hooks.dp_controller import Service, Turns
 from pla_sglang.engine.pools import query
 from pla_sglang.engine.pools.entry import _ReadyPipe
-from pla_sglang.engine.pools.handlers import Service, Turns
 from pla_sglang.errors import HostMismatchError
-from pla_sglang.telemetry.message import Backlog, Report
-from pla_sglang.telemetry.push import Pusher
+from pla_sglang.load.push import Pusher
+from pla_sglang.load.report import Backlog, Report
 
 
 class FakeController:
@@ -100,7 +100,7 @@ def push(service: Recording, *reports: Report) -> None:
         wanted = {(one.dp_rank, one.sequence) for one in reports}
         while wanted and time.monotonic() < end_s:
             service.turn()
-            seen = [book.report for book in service.pools.books if book.report is not None]
+            seen = [report for load in service.pools.loads for report in load.reports.values()]
             wanted = {key for key in wanted if all(r.dp_rank != key[0] or r.sequence < key[1] for r in seen)}
         assert not wanted
     finally:
@@ -122,7 +122,7 @@ def test_a_request_without_token_ids_is_short(service: Recording) -> None:
 def test_a_rank_that_the_request_names_is_respected(service: Recording) -> None:
     service.dispatch(generation(3000, rank=0))
     assert service.sent == [], "SGLang itself has sent it"
-    assert (service.pools.external, service.pools.books[0].outstanding()) == (1, 1)
+    assert (service.pools.external, service.pools.loads[0].open_requests()) == (1, 1)
 
 
 def test_a_target_of_its_own_decides_about_spilling(service: Recording) -> None:
@@ -152,7 +152,7 @@ def test_knobs_of_the_controller_change_live(service: Recording) -> None:
     service.on_internal_state(knobs(pressure=1, pressure_cool_down_ms=250, pressure_hysteresis=0.25))
     config = service.pools.config
     assert (config.pressure, config.pressure_cool_down_ms, config.role) == ("off", 250, "mixed")
-    assert service.pools.state(0.0)["knobs"]["tau"] == 0.25
+    assert service.pools.describe_state(0.0)["knobs"]["tau"] == 0.25
     service.on_internal_state(SimpleNamespace(server_args={"pp_max_micro_batch_size": 2}))
     service.on_internal_state(knobs(pressure=7))
     assert service.pools.config == config, "what is refused changes nothing"
@@ -160,16 +160,16 @@ def test_knobs_of_the_controller_change_live(service: Recording) -> None:
 
 
 def test_a_move_is_told_to_its_rank_alone_and_quietly(service: Recording) -> None:
-    service.pools.announce()
+    service.pools.announce_roles()
     assert [rank for rank, _ in service.sent] == [0, 1]
     assert service.sent[1][1].server_args == {"pla.role": 2, "pla.quiet": 1}
 
 
 def test_a_flush_empties_the_prefix_models(service: Recording) -> None:
     service.dispatch(generation(3000))
-    assert len(service.pools._prefixes[1]) > 0
+    assert service.pools._prefixes.count_blocks() > 0
     service.on_flush("flush")
-    assert len(service.pools._prefixes[1]) == 0
+    assert service.pools._prefixes.count_blocks() == 0
     assert service.controller.forwarded == ["flush"]
 
 
@@ -228,6 +228,6 @@ def test_ready_once_every_rank_reports(service: Recording) -> None:
 
 def test_the_controller_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, Any]] = []
-    monkeypatch.setattr("pla_sglang.engine.pools.handlers.ready_info", lambda patience_s: {"hooks": "4 seams"})
+    monkeypatch.setattr("pla_sglang.engine.hooks.dp_controller.ready_info", lambda patience_s: {"hooks": "4 seams"})
     _ReadyPipe(SimpleNamespace(send=sent.append)).send({"status": "ready"})
     assert sent == [{"status": "ready", "pla": {"hooks": "4 seams"}}]

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from pla_sglang import profile
 from pla_sglang.profiles import load_profile
+from pla_sglang.profiles.step import Coverage
 
 PREFILL_S = 0.04
 STEP_S = 0.02
@@ -31,7 +32,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def info(request: web.Request) -> web.Response:
-    return web.json_response({"model_path": "fake", "max_total_num_tokens": 777})
+    return web.json_response({"model_path": "fake", "max_total_num_tokens": 777, "tp_size": 2})
 
 
 @pytest.fixture
@@ -69,6 +70,8 @@ def test_a_server_is_measured_and_fitted(server: str, tmp_path: Path) -> None:
     fitted = load_profile(out)
     assert fitted.name == "mine"
     assert fitted.kv_capacity_tokens == 777
+    assert fitted.coverage == Coverage((10, 800), (10, 800), (1, 2), (10, 20), (10, 40))
+    assert fitted.gpus == 2
     # Sleeps only ever take longer.
     assert PREFILL_S / 2 < fitted.prefill_s(10, 100) < PREFILL_S
     assert fitted.prefill_s(800, 640_000) > fitted.prefill_s(10, 100) + 0.03
@@ -79,7 +82,12 @@ def test_no_server_and_bad_lists_are_plain_errors(tmp_path: Path, capsys: pytest
     out = ["--name", "x", "--out", str(tmp_path / "x.json")]
     assert profile.main(["--url", "http://127.0.0.1:9", *out]) == 1
     assert "no SGLang server answers" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        profile.main(["--url", "http://127.0.0.1:9", *out, "--decode-batches", "1,x"])
-    assert "'1,x' is not a list of whole numbers" in capsys.readouterr().err
-    assert profile.main(["--url", "http://127.0.0.1:9", *out, "--time-scale", "0"]) == 1
+    for bad, message in (
+        (["--decode-batches", "1,x"], "--decode-batches 'x' is not a whole number; allowed: at least 1"),
+        (["--decode-batches", "0"], "--decode-batches 0 is out of range; allowed: at least 1"),
+        (["--time-scale", "0"], "--time-scale 0 is out of range; allowed: above 0"),
+    ):
+        assert profile.main(["--url", "http://127.0.0.1:9", *out, *bad]) == 2
+        assert capsys.readouterr().err == f"error: {message}\n"
+    assert profile.main(out) == 2
+    assert capsys.readouterr().err == "error: --url is needed\n"

@@ -12,7 +12,7 @@ import pytest
 
 from pla_sglang.profiles import ProfileError, StepProfile, load_profile, parse_profile, profile_names, write_profile
 from pla_sglang.profiles.fit import DecodePoint, PrefillPoint, fit_decode, fit_prefill, fit_profile
-from pla_sglang.profiles.step import Curve, DecodeTerms, Grid, LaunchFloor, PrefillTerms
+from pla_sglang.profiles.step import Coverage, Curve, DecodeTerms, Grid, LaunchFloor, PrefillTerms
 
 # DOPD Table I, milliseconds
 DOPD_PREFILL = {100: 36, 200: 46, 700: 125, 1200: 193, 1700: 269}
@@ -95,6 +95,23 @@ def test_packaged_profiles_are_sane(name: str) -> None:
 def test_known_names_are_in_the_package() -> None:
     wanted = {"h100-llama3.1-8b-tp1", "h200-qwen2.5-14b-tp1", "h100-llama70b-fp8-dopd", "linear"}
     assert wanted <= set(profile_names())
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_packaged_profiles_say_what_they_were_made_from(name: str) -> None:
+    profile = load_profile(name)
+    coverage = dataclasses.astuple(profile.coverage)
+    assert all(coverage) is (name != "linear"), "the one that is made up"
+    assert profile.gpus == (int(name[-1]) if name[-4:-1] == "-tp" else 2 if name.endswith("dopd") else 1)
+    if profile.prefill_correction.at:
+        at = profile.prefill_correction.at
+        assert profile.coverage.pass_tokens == (at[0], at[-1])
+
+
+@pytest.mark.parametrize("bounds", [(5,), (0, 3), (4, 3)])
+def test_coverage_is_the_least_and_the_most(bounds: tuple[int, ...]) -> None:
+    with pytest.raises(ProfileError, match=r"coverage: decode_batch .* is not valid; allowed: least and most"):
+        Coverage(decode_batch=bounds)
 
 
 def test_dopd_profile_reproduces_its_table() -> None:

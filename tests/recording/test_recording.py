@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from pla_sglang.parity import main, replay_file
-from pla_sglang.policy.decisions import PrefillSample
-from pla_sglang.policy.fleet import FleetView, InstanceState, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
+from pla_sglang.policy.interface.fleet import FleetView, InstanceState, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.registry import Setup, build
-from pla_sglang.policy.types import PrefillClass
-from pla_sglang.recording.errors import RecordError
+from pla_sglang.profiles.load import load_profile
+from pla_sglang.profiles.scaled import load_scaled
 from pla_sglang.recording.file import RecordWriter, read
-from pla_sglang.recording.setup import header_of, setup_of, steps_of
+from pla_sglang.recording.rows import RecordError
+from pla_sglang.recording.setup import header_of, setup_of
 from pla_sglang.recording.views import Differ, restore
-from pla_sglang.router.control.driver import PolicyDriver
-from pla_sglang.router.control.recorder import Recorder
+from pla_sglang.router.control.observability.recorder import Recorder
+from pla_sglang.router.control.policy_setup import RouterEffects
 
 PROFILE = "linear"
 
 
 def setup(**fields: object) -> Setup:
     values = {"kv_capacity_tokens": 10_000, "ttft_slo_s": 0.5, "tpot_slo_s": 0.1, "instances": 4} | fields
-    return Setup(steps=steps_of(PROFILE, 2.0), **values)  # type: ignore[arg-type]
+    return Setup(**({"steps": load_profile(PROFILE)} | values))  # type: ignore[arg-type]
+
+
+def pass_of(new: int, history: int) -> MeasuredPass:
+    """On a device whose boundary lies at 1,000 tokens without history."""
+    attention = new * (new + 2 * history)
+    return MeasuredPass(new, attention, history, max(0.05, 0.01 + 4e-5 * new + 2e-9 * attention))
 
 
 def record(path: Path, policy: str, *, requests: int = 120, **fields: object) -> None:
@@ -36,7 +47,8 @@ def record(path: Path, policy: str, *, requests: int = 120, **fields: object) ->
     for index, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
         fleet.set_role(fleet.instances[index], role, 0.0)
     recorder = Recorder(RecordWriter(path), header_of(policy, PROFILE, 2.0, made), fleet)
-    driver = PolicyDriver(build(policy, made), fleet, lambda view, length_class: None, recorder=recorder)
+    effects = RouterEffects(fleet, lambda view, length_class: None)
+    driver = PairRunner(build(policy, made), fleet, effects, recording=recorder)
     for number in range(requests):
         now_s = number * 0.1
         request = RequestView(f"r{number}", rng.randrange(1, 2000), now_s, {rng.randrange(4): rng.randrange(500)})
@@ -48,28 +60,51 @@ def record(path: Path, policy: str, *, requests: int = 120, **fields: object) ->
             view.queued_attention = view.queued_tokens**2
             view.utilisation = rng.random()
         view = rng.choice(fleet.instances)
-        driver.prefilled(PrefillSample(view, 100, 10_000, 0, 1, rng.uniform(0.05, 0.6)), now_s)
+        steps = tuple(pass_of(int(2 ** rng.uniform(4, 12)), rng.randrange(8000)) for _ in range(3))
+        driver.prefilled(PrefillSample(view, 100, 10_000, 0, 1, rng.uniform(0.05, 0.6), steps), now_s)
         driver.first_token(request, view, now_s + 0.01)
-        driver.interval(view, rng.random(), now_s + 0.02)
+        driver.token_interval(view, rng.random(), now_s + 0.02)
         if number == 40:
             fleet.set_state(fleet.instances[0], InstanceState.DRAINING)
-            driver.listed(now_s + 0.03)
+            driver.record_views(now_s + 0.03)
         if number == 60:
             fleet.set_state(fleet.instances[0], InstanceState.READY)
-            driver.listed(now_s + 0.03)
-        for place in range(len(driver.intervals_s())):
+            driver.record_views(now_s + 0.03)
+        for place in range(len(driver.policy.controllers)):
             driver.tick(place, now_s + 0.04)
         driver.finish(request, 5, now_s + 0.05)
-    recorder.close()
+    recorder.close_recorder()
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "two-choices", "cache-aware", "minimal-load", "pla", "arrow"])
 def test_a_replay_decides_the_same(policy: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    record(path, policy)
+    check_replay(tmp_path / "run.jsonl", policy)
+
+
+@pytest.mark.parametrize("policy", ["dopd", "combined", "combined-roles"])
+def test_a_replay_flips_the_same_stateless_instances(policy: str, tmp_path: Path) -> None:
+    fields = {"migrates": False, "scales": False, "plan_interval_s": 1.0}
+    reasons = check_replay(tmp_path / "run.jsonl", policy, **fields)
+    assert policy != "dopd" or reasons["dopd.ratio"] > 0, reasons
+
+
+def check_replay(path: Path, policy: str, **fields: object) -> Counter[str]:
+    record(path, policy, **fields)
     header, result = replay_file(path)
-    assert setup_of(header) == setup()
+    assert setup_of(header) == setup(**fields)
     assert result.decisions["dispatched"] == 120
+    assert result.identical_share == 1.0, result.differences
+    return result.reasons
+
+
+def test_a_recording_from_before_device_time_replays_as_it_was(tmp_path: Path) -> None:
+    """Its policies ran on wall time, with the steps of a slowed device."""
+    path = tmp_path / "run.jsonl"
+    record(path, "minimal-load", steps=load_scaled(PROFILE, 2.0))
+    rewritten(path, ',"device_time":true', "")
+    header, result = replay_file(path)
+    assert (header.device_time, header.time_scale) == (False, 2.0)
+    assert setup_of(header).steps == load_scaled(PROFILE, 2.0)
     assert result.identical_share == 1.0, result.differences
 
 
@@ -96,12 +131,36 @@ def test_another_boundary_is_found_out(tmp_path: Path) -> None:
     assert replay_file(path)[1].identical_share < 1.0
 
 
+def test_a_boundary_that_learned_nothing_is_found_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "pla")
+    path.write_text(re.sub(r',"steps":\[\[.*?\]\]', "", path.read_text()))
+    assert replay_file(path)[1].identical_share < 1.0
+
+
 def test_lost_history_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, "minimal-load")
     lines = path.read_text().splitlines()
     path.write_text("\n".join(line for line in lines if '"prefilled"' not in line) + "\n")
     assert replay_file(path)[1].identical_share < 0.8  # the predictor was never corrected
+
+
+def test_a_page_of_a_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = tmp_path / "run.jsonl", tmp_path / "run.html"
+    record(path, "arrow")
+    assert main([str(path), "--report", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-2] == f"report: {page}"
+    html = page.read_text()
+    assert "100 % of " in html
+    assert "decisions came out as they did live." in html
+    assert "The prefill instance with the least predicted delay keeps the TTFT target" in html
+    assert "First differences" not in html
+    record(path, "two-choices")
+    rewritten(path, '"seed":1', '"seed":2')
+    main([str(path), "--report", str(page)])
+    assert "First differences" in page.read_text()
+    assert main([str(path), "--report", str(tmp_path / "no" / "x.html")]) == 2
 
 
 def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +175,7 @@ def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("old", "new", "message"),
     [
         ('"type":"header"', '"type":"views"', "line 1"),
-        ('"version":1', '"version":9', "version 9"),
+        ('"version":3', '"version":9', "version 9"),
         ('"type":"dispatched"', '"type":"nothing"', "line"),
         ('"rid":"r3"', '"rid":"r9999"', "does not fit"),
         ('"queued_tokens"', '"queued_tonkes"', "does not fit"),
@@ -126,10 +185,7 @@ def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_damaged_recordings(old: str, new: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     record(path, "minimal-load", requests=10)
-    if old == '"version":1':
-        rewritten(path, '"type":"header"', '"type":"header","version":9')
-    else:
-        rewritten(path, old, new, count=1)
+    rewritten(path, old, new, count=1)
     with pytest.raises((RecordError, ValueError), match=message):
         replay_file(path)
 

@@ -10,8 +10,8 @@ import pytest
 from support.instances import Script
 from support.relays import request_bytes, run, setting
 
-from pla_sglang.router import messages as m
 from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.wire import messages as m
 
 ASK = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
 PAIR = ("prefill", "decode")
@@ -46,7 +46,7 @@ def test_aborts_bring_the_instances_admin_key() -> None:
     async def scenario() -> None:
         async with setting("unified", scripts={0: Script(first_s=30)}) as here:
             here.control.workers = (here.instances[0].worker(api_key="users", admin_key="boss"),)
-            here.relay.tell(here.control.table())
+            here.relay.on_message(here.control.table())
             _, writer = await here.connect()
             writer.write(request_bytes(ASK))
             await here.until(lambda: here.instances[0].held)
@@ -86,8 +86,8 @@ def test_what_outlasts_a_drain_is_told_and_freed(kinds: tuple[str, ...]) -> None
         async with setting(*kinds, config=RelayConfig(drain_timeout_s=0.2), scripts={0: Script(first_s=30)}) as here:
             late = asyncio.ensure_future(here.ask(ASK))
             await here.until(lambda: all(one.held for one in here.instances))
-            await here.relay.drain()
-            await here.relay.stop()
+            await here.relay.drain_requests()
+            await here.relay.stop_serving()
             answer = await late
             assert (answer.status, answer.error["type"]) == (503, "draining")
             [ended] = here.ended()

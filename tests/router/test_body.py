@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.router import body as b
+from pla_sglang.router.http import json_body as b
+from pla_sglang.router.wire.rids import rid_at_instance
 
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "text": ({"text": "x" * 78}, {"input_tokens": 20, "exact_tokens": False}),
@@ -41,7 +43,7 @@ BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", BODIES)
 def test_what_is_read(name: str) -> None:
     fields, expected = BODIES[name]
-    found = b.read(json.dumps(fields, indent=1).encode())
+    found = b.read_body(json.dumps(fields, indent=1).encode())
     assert {key: getattr(found, key) for key in expected} == expected
 
 
@@ -64,7 +66,7 @@ def test_what_only_the_router_sets(fields: Any, escaped: bool) -> None:
         text = text.replace("_", "\\u005f").replace('"pl', '"\\u0070l')
         assert json.loads(text) == {"text": "x", **fields}
     with pytest.raises(b.BadBody) as caught:
-        b.read(text.encode())
+        b.read_body(text.encode())
     assert caught.value.code == "reserved_field"
 
 
@@ -72,13 +74,13 @@ def test_what_only_the_router_sets(fields: Any, escaped: bool) -> None:
     "fields", [{"text": '"bootstrap_host": 1'}, {"x": {"bootstrap_host": 1}}, {"custom_params": {"a": 1}}]
 )
 def test_the_same_words_elsewhere_are_allowed(fields: Any) -> None:
-    b.read(json.dumps(fields).encode())
+    b.read_body(json.dumps(fields).encode())
 
 
 @pytest.mark.parametrize("rid", ["", "a b", "a\r\nx-pla-evil: 1", "\u00e9", "x" * 129, 7, ["ok", "no\n"]])
 def test_a_rid_that_could_end_a_header_is_refused(rid: Any) -> None:
     with pytest.raises(b.BadBody, match="visible ASCII"):
-        b.read(json.dumps({"rid": rid}).encode())
+        b.read_body(json.dumps({"rid": rid}).encode())
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -87,29 +89,38 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 @pytest.mark.parametrize("name", ["x", "rid", "n", "sampling_params", "priority", "prompt"])
 def test_what_is_nested_too_deeply(name: str) -> None:
     with pytest.raises(b.BadBody, match="nested too deeply"):
-        b.read(b'{"%s":%s}' % (name.encode(), DEEP))
+        b.read_body(b'{"%s":%s}' % (name.encode(), DEEP))
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"3", b"{", b'{"a":}', b'{"a":1}x', b'{"rid":""}'])
 def test_what_is_no_json_object(raw: bytes) -> None:
     with pytest.raises(b.BadBody):
-        b.read(raw)
+        b.read_body(raw)
 
 
 def test_long_arrays_are_cut_out_and_nothing_else() -> None:
     rng = random.Random(1)
-    ids = [rng.randrange(150_000) for _ in range(60_000)]
+    ids = [rng.randrange(150_000) for _ in range(6_000)]
     raw = json.dumps({"input_ids": ids, "stream": True, "max_tokens": 3}).encode()
-    short, tokens = b.cut_ids(raw)
+    short, cut = b.cut_ids(raw)
     assert len(short) < 100
-    assert tokens is not None
-    assert abs(tokens - len(ids)) < 0.03 * len(ids)
-    found = b.read(raw)
-    assert (found.stream, found.output_tokens, found.exact_tokens) == (True, 3, False)
+    assert cut == b.CutIds(len(ids), exact=True)
+    found = b.read_body(raw)
+    assert (found.input_tokens, found.exact_tokens) == (len(ids), True)
+    assert (found.stream, found.output_tokens) == (True, 3)
     nested = json.dumps({"input_ids": [ids, [1, 2]], "bootstrap_room": 3}).encode()
     with pytest.raises(b.BadBody, match="bootstrap_room"):
-        b.read(nested)
-    assert b.read(json.dumps({"input_ids": [ids, [1, 2]]}).encode()).prompts == 2
+        b.read_body(nested)
+    batch = b.read_body(json.dumps({"input_ids": [ids, [1, 2]]}).encode())
+    assert (batch.prompts, batch.input_tokens, batch.exact_tokens) == (2, len(ids) + 2, True)
+
+
+def test_very_long_arrays_are_estimated_by_their_beginning() -> None:
+    rng = random.Random(1)
+    ids = [rng.randrange(150_000) for _ in range(60_000)]
+    found = b.read_body(json.dumps({"input_ids": ids}).encode())
+    assert not found.exact_tokens
+    assert abs(found.input_tokens - len(ids)) < 0.01 * len(ids)
 
 
 @given(st.text(st.sampled_from('"[]{}\\:, input_ids1'), max_size=60), st.sampled_from(["bootstrap_room", "x"]))
@@ -119,10 +130,10 @@ def test_no_prompt_hides_a_member(text: str, name: str) -> None:
     for fields in ({"text": text + pad, name: 1}, {"text": text, "input_ids": text + pad, name: 1}):
         raw = json.dumps(fields).encode()
         if name == "x":
-            b.read(raw)
+            b.read_body(raw)
         else:
             with pytest.raises(b.BadBody):
-                b.read(raw)
+                b.read_body(raw)
 
 
 JSON = st.recursive(
@@ -150,7 +161,7 @@ def test_members_in_front_change_nothing_else(fields: dict[str, Any], indent: in
 )
 def test_another_rid_changes_nothing_else(fields: dict[str, Any], blank: str, reached: int) -> None:
     raw = (blank + json.dumps({"rid": "r", **fields}) + blank).encode()
-    rid = b.rid_there("r", reached)
+    rid = rid_at_instance("r", reached)
     assert json.loads(b.with_rid(raw, rid)) == {**json.loads(raw), "rid": rid}
     assert (rid == "r") is (reached == 0)
     assert not rid.startswith("r") or reached == 0, "SGLang aborts every id that starts with the one named"
@@ -159,3 +170,56 @@ def test_another_rid_changes_nothing_else(fields: dict[str, Any], blank: str, re
 def test_members_need_an_object() -> None:
     with pytest.raises(b.BadBody):
         b.with_members(b"  [1]", b'"a":1')
+
+
+MEMBERS = b.MAX_MEMBERS
+TOO_MANY = {
+    "texts": {"text": ["a"] * (MEMBERS + 1)},
+    "prompts of ids": {"input_ids": [[0]] * (MEMBERS + 1)},
+    "parameters": {"text": "x", "sampling_params": [{}] * (MEMBERS + 1)},
+    "rids": {"text": "x", "rid": ["a"] * (MEMBERS + 1)},
+    "custom parameters": {"text": "x", "custom_params": {str(number): 0 for number in range(MEMBERS + 1)}},
+    "more strings than are looked through": {"text": ["a"] * (b.MAX_QUOTES + 1)},
+}
+
+
+@pytest.mark.parametrize("name", TOO_MANY)
+def test_lists_of_too_many_members_are_refused_before_objects_are_made_of_them(name: str) -> None:
+    raw = json.dumps(TOO_MANY[name]).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(b.BadBody) as caught:
+            b.read_body(raw)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (caught.value.code, caught.value.status) == ("too_many_members", 413)
+    assert peak_bytes < 16 * MEMBERS * 50, "pieces of the search, and no object for each member"
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens", "prompts"),
+    [
+        ({"prompt": [7] * 200_000}, 200_000, 1),
+        ({"prompt": [[7] * 70_000, [7] * 80_000]}, 150_000, 2),
+        ({"text": ["a, " * 70_000, "b"], "sampling_params": [{"stop": ["a", "b"], "n": 1}] * 20_000}, 52_500, 2),
+    ],
+    ids=["ids", "batch of ids", "commas in strings and in members"],
+)
+def test_long_lists_of_few_members_are_read(body: Any, tokens: int, prompts: int) -> None:
+    raw = json.dumps(body).encode()
+    tracemalloc.start()
+    try:
+        read = b.read_body(raw)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (read.input_tokens, read.prompts) == (tokens, prompts)
+    if "prompt" in body:
+        assert peak_bytes < 4 * len(raw), "numbers are counted, not kept"
+
+
+def test_a_number_of_samples_that_is_no_number_is_not_decoded() -> None:
+    with pytest.raises(b.BadBody) as caught:
+        b.read_body(json.dumps({"text": "x", "n": [[]] * 100}).encode())
+    assert caught.value.code == "bad_n"

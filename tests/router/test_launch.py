@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -12,40 +11,92 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
 from support.serving import until
 
-from bench.routing.arms import Instances, mocks
-from bench.routing.wire import request_body
+from pla_sglang.cli import EXIT_BAD_ARGUMENTS, Settings
+from pla_sglang.cluster.ports import free_port
 from pla_sglang.errors import ConfigError
-from pla_sglang.launch_router import main, parse
-from pla_sglang.router import control
-from pla_sglang.router.children import EXIT_BAD_ARGUMENTS, EXIT_FAILED
-from pla_sglang.testing.server import free_port
-
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+from pla_sglang.launch_router import main, read_config
+from pla_sglang.router.control.knobs import ControlKnobs
+from pla_sglang.router.process.process_main import EXIT_FAILED
+from pla_sglang.testing.mock_instance import request_body, running_mocks
+from pla_sglang.testing.server import ServerError, open_url
 
 
 def test_flags_go_to_the_part_that_knows_them() -> None:
     urls = ["http://a:1", "http://b:2", "http://c:3"]
-    plan = parse([*("--worker", *urls[:2], "--port", "7"), *("--worker", urls[2], "--relay-workers", "2")])
-    assert (plan.config.port, plan.config.head_timeout_s, plan.relays, plan.carrier) == (7, 10.0, 2, "unix://")
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    control.add_arguments(parser)
-    assert control.knobs_of(parser.parse_args(plan.control_arguments)).workers == tuple(urls)
+    config, settings = read_config(
+        [*("--worker", *urls[:2], "--port", "7"), *("--worker", urls[2], "--relay-workers", "2")]
+    )
+    assert (config.relay.port, config.relay.head_timeout_s, config.relays) == (7, 10.0, 2)
+    assert config.control.workers == tuple(urls)
+    travelled = json.loads(json.dumps(settings.given))  # to the control process
+    assert Settings(travelled).build(ControlKnobs) == config.control
 
 
-@pytest.mark.parametrize("bad", [["--relay-workers", "-1"], ["--port", "70000"], ["--head-timeout-s", "0"]])
-def test_bad_flags(bad: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("bad", "line"),
+    [
+        (["--relay-workers", "-1"], "--relay-workers -1 is out of range; allowed: 0 to 64"),
+        (["--port", "70000"], "--port 70000 is out of range; allowed: 0 to 65535"),
+        (["--port", "http"], "--port 'http' is not a whole number; allowed: 0 to 65535"),
+        (["--head-timeout-s", "0"], "--head-timeout-s 0 is out of range; allowed: above 0, up to 86400 s"),
+        (["--slo-ttft-ms", "nan"], "--slo-ttft-ms nan is out of range; allowed: above 0 ms"),
+        (["--telemetry", "udp://x"], "--telemetry 'udp://x' is not valid; allowed: tcp://HOST:PORT or ipc://PATH"),
+        (
+            ["--boundary", "100", "--policy", "round-robin"],
+            "--boundary is for --policy pla, combined, combined-roles; round-robin does not read it",
+        ),
+        (
+            ["--pressure-hysteresis", "1", "--policy", "combined"],
+            "--pressure-hysteresis is for --policy pla; combined does not read it",
+        ),
+        (["--slo-ttft", "5"], "unknown argument '--slo-ttft'; did you mean '--slo-ttft-ms'?"),
+        (["--config", "{file}", "--port"], "argument --port: expected one argument"),
+        (["--config", "/does/not/exist"], "/does/not/exist: No such file or directory"),
+        ("slo_tftt_ms: 5", "{file}: unknown key 'slo_tftt_ms'; did you mean 'slo-ttft-ms'?"),
+        ("health_interval_ms: 1", "{file}: health_interval_ms 1 is out of range; allowed: at least 10 ms"),
+        ("enable-trace: maybe", "{file}: enable-trace 'maybe' is not known; allowed: true, false"),
+        ("port: [1, 2]", "{file}: port is a list; allowed: one value"),
+        ("port: {a: 1}", "{file}: port has keys of its own; allowed: one value or a list of values"),
+        ("just words", "{file}: expected a key and a value on each line"),
+    ],
+)
+def test_bad_values_end_the_start_with_one_line(
+    bad: list[str] | str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(bad if isinstance(bad, str) else "")
+    arguments = ["--config", str(file)] if isinstance(bad, str) else [part.replace("{file}", str(file)) for part in bad]
     with pytest.raises(ConfigError):
-        parse(bad)
-    assert main(bad) == EXIT_BAD_ARGUMENTS
+        read_config(arguments)
+    assert main(arguments) == EXIT_BAD_ARGUMENTS
+    assert capsys.readouterr().err.strip() == "error: " + line.replace("{file}", str(file))
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("port: 7\nslo_ttft_ms: 70\naccess-log: off\nworker: [http://a:1, http://b:2]\nenable-trace: true\n")
+    config, _ = read_config(["--port", "8", "--config", str(file)])
+    assert (config.relay.port, config.control.slo_ttft_s, config.relay.access_log) == (8, 0.07, "off")
+    assert (config.control.workers, config.control.enable_trace) == (("http://a:1", "http://b:2"), True)
+
+
+def test_a_printed_configuration_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--worker", "http://a:1", "--slo-ttft-ms", "70", "--hold-tokens", "9", "--api-key", "key of clients"]
+    with pytest.raises(SystemExit, match="0"):
+        read_config([*arguments, "--print-config"])
+    printed = capsys.readouterr().out
+    assert "key of clients" not in printed
+    file = tmp_path / "router.yaml"
+    file.write_text(printed)
+    assert read_config(["--config", str(file), *arguments[-2:]])[0] == read_config(arguments)[0]
 
 
 @dataclass
@@ -54,21 +105,21 @@ class Running:
     port: int
 
     def get(self, path: str) -> bytes:
-        with _direct.open(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+        with open_url(f"http://127.0.0.1:{self.port}{path}", timeout_s=10) as answer:
             found: bytes = answer.read()
         return found
 
     def healthy(self) -> bool:
-        with contextlib.suppress(OSError, urllib.error.URLError):
+        with contextlib.suppress(OSError, ServerError):
             self.get("/health")
             return True
         return False
 
     def asks(self) -> bool:
         """Whether a request is answered."""
-        body = request_body(events=1, gap_s=0.0, stream=False)
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            return _direct.open(f"http://127.0.0.1:{self.port}/generate", body, timeout=10).status == 200
+        body = request_body(events=1, stream=False)
+        with contextlib.suppress(OSError, ServerError):
+            return open_url(f"http://127.0.0.1:{self.port}/generate", body, timeout_s=10).status == 200
         return False
 
     def children(self, kind: str) -> list[psutil.Process]:
@@ -85,11 +136,11 @@ def _arguments(process: psutil.Process) -> list[str]:
 @pytest.fixture(scope="module")
 def router() -> Iterator[Running]:
     """Two relays and a control process in front of mock instances."""
-    instances, port = Instances(free_port(), free_port()), free_port()
+    port = free_port()
     command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(port), "--relay-workers", "2"]
     command += ["--policy", "static-pd-round-robin", "--drain-timeout-s", "5"]
-    with mocks(instances):
-        for url in instances.urls():
+    with running_mocks("prefill", "decode") as mocks:
+        for url in mocks.urls:
             command += ["--worker", url]
         running = Running(subprocess.Popen(command, start_new_session=True), port)
         try:
@@ -137,6 +188,18 @@ def test_a_new_control_process_takes_over(router: Running) -> None:
     until(lambda: json.loads(router.get("/pla/state"))["open_requests"] == 0, what="no open request")
 
 
+def test_operators_do_not_wait_for_a_control_process_that_is_gone(router: Running) -> None:
+    """It is asked again when there is one; until an instance is ready again, health says no."""
+    control, until_s = router.children("control")[0], time.monotonic() + 30
+    control.kill()
+    control.wait(10)
+    assert not router.healthy()
+    assert json.loads(router.get("/pla/ledger"))["balanced"]
+    assert b"pla_router" in router.get("/metrics")
+    assert time.monotonic() < until_s
+    until(router.healthy, what="a router that serves")
+
+
 def test_a_relay_that_dies_takes_only_its_own_streams(router: Running) -> None:
     streams = [Stream(router.port, 200) for _ in range(12)]
     until(lambda: all(stream.events > 2 for stream in streams), what="streams under way")
@@ -176,8 +239,7 @@ def test_sigterm_lets_streams_end(router: Running) -> None:
     until(lambda: stream.events > 2, what="a stream under way")
     family = psutil.Process(router.process.pid).children(recursive=True)
     router.process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert not router.healthy()
+    until(lambda: not router.healthy(), what="a router that takes nothing new")
     stream.join(20)
     assert stream.events == 60
     assert router.process.wait(20) == 0

@@ -6,15 +6,17 @@ import asyncio
 import random
 from typing import Any
 
-from pla_sglang.router import messages as m
 from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.front import ClientConnection
-from pla_sglang.router.legs import LINGER_S
-from pla_sglang.router.relay import Relay
-from pla_sglang.router.upstream import UpstreamConnection
+from pla_sglang.router.relay.aborts import LINGER_S
+from pla_sglang.router.relay.server import Relay
+from pla_sglang.router.relay.upstream_connection import UpstreamConnection
+from pla_sglang.router.wire import messages as m
 
 PREFILL, DECODE = 0, 1
-ADDRESSES = [m.Worker(PREFILL, "p", "127.0.0.1", 1, "prefill"), m.Worker(DECODE, "d", "127.0.0.1", 2, "decode")]
+ADDRESSES = [
+    m.WorkerEntry(PREFILL, "p", "127.0.0.1", 1, "prefill"),
+    m.WorkerEntry(DECODE, "d", "127.0.0.1", 2, "decode"),
+]
 REQUEST = b'POST /generate HTTP/1.1\r\nhost: h\r\ncontent-length: 12\r\n\r\n{"text":"x"}'
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -50,31 +52,34 @@ class Scene:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        said: list[m.FromRelay] = []
-        self.relay = Relay(RelayConfig(), number=0, say=said.append, rng=random.Random(1), now_s=lambda: self.now_s)
-        self.relay.tell(m.Table(1, 1, tuple(ADDRESSES), serving=True))
+        sent: list[m.FromRelay] = []
+        self.relay = Relay(
+            RelayConfig(), number=0, send_to_control=sent.append, rng=random.Random(1), now_s=lambda: self.now_s
+        )
+        self.relay.on_message(m.Table(1, 1, tuple(ADDRESSES), serving=True))
         self.aborted: list[int] = []
-        self.relay.abort_upstream = lambda number, rids: self.aborted.append(number)  # type: ignore[method-assign]
+        aborts = self.relay.context.aborts
+        aborts.abort_repeatedly = lambda number, rids: self.aborted.append(number)  # type: ignore[method-assign]
         self.transports: dict[int, Any] = {one.number: Transport() for one in ADDRESSES}
-        self.upstream = {one.number: UpstreamConnection(self.relay.pool, one) for one in ADDRESSES}
+        self.upstream = {one.number: UpstreamConnection(self.relay.context.pool, one) for one in ADDRESSES}
         for number, connection in self.upstream.items():
             connection.connection_made(self.transports[number])
-            self.relay.pool.give(connection)
-        client, self.client_side = ClientConnection(self.relay), Transport()
+            self.relay.context.pool.give_back(connection)
+        client, self.client_side = self.relay.listener.new_connection(), Transport()
         client.connection_made(self.client_side)  # type: ignore[arg-type]
         client.data_received(REQUEST)
-        ask = said[-1]
+        ask = sent[-1]
         assert isinstance(ask, m.Ask)
-        self.relay.tell(m.Assign(ask.rid, 1, DECODE, PREFILL, "127.0.0.1", 8998, 5))
+        self.relay.on_message(m.Assign(ask.rid, 1, DECODE, PREFILL, "127.0.0.1", 8998, 5))
         self.upstream[DECODE].data_received(ANSWER)
         assert self.client_side.written[0].endswith(b"{}")
-        assert len(self.relay.lingering) == 1
+        assert len(self.relay.context.lingering) == 1
 
     def tick(self, after_s: float) -> None:
         self.now_s += after_s
-        self.relay._tick()
-        assert self.relay._ticker is not None
-        self.relay._ticker.cancel()
+        self.relay._check_time_limits()
+        assert self.relay._timer is not None
+        self.relay._timer.cancel()
 
 
 def test_one_that_ends_soon_is_left_alone() -> None:
@@ -82,7 +87,7 @@ def test_one_that_ends_soon_is_left_alone() -> None:
         scene = Scene()
         scene.tick(max(LINGER_S.values()) - 1)
         scene.upstream[PREFILL].data_received(ANSWER)
-        assert scene.relay.lingering == {}
+        assert len(scene.relay.context.lingering) == 0
         scene.tick(2.0)
         assert (scene.aborted, scene.transports[PREFILL].closed) == ([], False)
 
@@ -95,6 +100,6 @@ def test_one_that_does_not_end_is_aborted() -> None:
         scene.tick(max(LINGER_S.values()) + 0.1)
         assert (scene.aborted, scene.transports[PREFILL].closed) == ([PREFILL], True)
         scene.tick(10.0)
-        assert (scene.aborted, scene.relay.lingering) == ([PREFILL], {})
+        assert (scene.aborted, len(scene.relay.context.lingering)) == ([PREFILL], 0)
 
     asyncio.run(scenario())

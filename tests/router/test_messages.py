@@ -7,25 +7,31 @@ import typing
 import msgspec
 import pytest
 
-from pla_sglang.router import messages as m
+from pla_sglang.router.wire import messages as m
 
 ASK = m.Ask("r", 0, m.Endpoint.CHAT, True, 1.5, body_bytes=30, input_tokens=7, excluded=(3,), body=b"{}")
 ASSIGN = m.Assign("r", 1, decode=2, prefill=1, bootstrap_host="h", bootstrap_port=9, bootstrap_room=(1 << 63) - 9)
-STAGE = m.Stage("r", m.Step.FIRST_TOKEN, 2.5)
+PROGRESS = m.Progress("r", m.Milestone.FIRST_TOKEN, 2.5)
 FROM_RELAY = [
     ASK,
-    STAGE,
+    PROGRESS,
+    m.Lost("r", 1, 12, m.LossReason.DEAD, 2.7, shown=True, killed=(2,), avoided=(3,), detail="reset"),
+    m.Joined("r", 2, 2.9, 0.2),
     m.Ended("r", m.Outcome.CLIENT_GONE, 200, 3.0, first_s=2.5, aborted=(1, 2)),
-    m.Failure(2, m.Leg.DECODE, m.FailureKind.LOST, 3.0, rid="r"),
-    m.Hello(0, m.PROTOCOL, 77, open=(m.OpenRequest(ASK, ASSIGN, (STAGE,)),)),
-    m.RelayReport(0, 1.0, {'bad_requests_total{reason="head"}': 1.0}, {"open_streams": 2.0}),
+    m.Failure(2, m.FailureKind.LOST, "reset", rid="r"),
+    m.Hello(0, m.PROTOCOL, 77, open=(m.OpenRequest(ASK, ASSIGN, (PROGRESS,)),)),
+    m.RelayReport(0, {'bad_requests_total{reason="head"}': 1.0}, {"open_streams": 2.0}),
     m.AdminAsk(4, 0, "GET", "/pla/state", "", b""),
 ]
 FROM_CONTROL = [
-    m.Table(9, 1, (m.Worker(2, "decode-0", "127.0.0.1", 30000, "decode"),), serving=True, prompts=m.Prompts.BODY),
-    m.Beat(9, 1.0),
+    m.Table(
+        9, 1, (m.WorkerEntry(2, "decode-0", "127.0.0.1", 30000, "decode"),), serving=True, prompts=m.PromptDetail.BODY
+    ),
+    m.Heartbeat(),
     ASSIGN,
     m.Refuse("r", 1, 429, "overloaded", "try later", retry_after_s=1.5),
+    m.Continue("r", 2, 3, m.Continuation.PULL, 1, "drain", 12, 2, "h", 8998, (1 << 63) - 9),
+    m.End("r", 1, "no other instance"),
     m.Abort("r", 499, "aborted", "by an operator"),
     m.AdminAnswer(4, 200, "application/json", b"{}"),
 ]

@@ -10,10 +10,10 @@ import pytest
 from support.instances import Script, transfer_failure
 from support.relays import Setting, request_bytes, run, setting
 
-from pla_sglang.router import messages as m
-from pla_sglang.router import recall
 from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.legs import transfer_failed
+from pla_sglang.router.relay import attempt_cancellation
+from pla_sglang.router.relay.answer_errors import transfer_failed
+from pla_sglang.router.wire import messages as m
 
 PAIR = ("prefill", "decode")
 PREFILL, DECODE = 0, 1
@@ -21,15 +21,15 @@ ASK = {"text": "hello", "rid": "r", "sampling_params": {"max_new_tokens": 4}}
 STREAM = ASK | {"stream": True}
 
 
-def attempts(here: Setting) -> list[tuple[int, m.Again]]:
-    return [(ask.attempt, ask.again) for ask in here.control.of(m.Ask)]
+def attempts(here: Setting) -> list[tuple[int, m.RetryReason]]:
+    return [(ask.attempt, ask.retry_reason) for ask in here.control.of(m.Ask)]
 
 
 def bootstrap(room: int) -> dict[str, Any]:
     return {"bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": room}
 
 
-TWICE = [(1, m.Again.NOT_SENT), (2, m.Again.TRANSFER_FAILED)]
+TWICE = [(1, m.RetryReason.NOT_SENT), (2, m.RetryReason.TRANSFER_FAILED)]
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM])
@@ -53,7 +53,7 @@ def test_another_attempt_follows(who: int, body: dict[str, Any]) -> None:
             assert here.instances[who].aborts == []
             [ended] = here.ended()
             assert (ended.outcome, ended.aborted) == (m.Outcome.OK, ())
-            assert here.relay._counters['retries_total{reason="transfer_failed"}'] == 1
+            assert here.relay.context.counters.values['retries_total{reason="transfer_failed"}'] == 1
             here.check_balance()
 
     run(scenario)
@@ -146,8 +146,12 @@ def test_connections_that_fail_and_transfers_that_fail_are_counted_apart() -> No
         async with setting("prefill", "decode", "decode", scripts=scripts, config=limits) as here:
             await here.instances[2].stop()
             assert (await here.ask(STREAM)).status == 200
-            agains = [again for attempt, again in attempts(here) if attempt > 1]
-            assert sorted(agains) == [m.Again.NOT_SENT, m.Again.TRANSFER_FAILED, m.Again.TRANSFER_FAILED]
+            reasons = [again for attempt, again in attempts(here) if attempt > 1]
+            assert sorted(reasons) == [
+                m.RetryReason.NOT_SENT,
+                m.RetryReason.TRANSFER_FAILED,
+                m.RetryReason.TRANSFER_FAILED,
+            ]
             here.check_balance()
 
     run(scenario)
@@ -155,7 +159,7 @@ def test_connections_that_fail_and_transfers_that_fail_are_counted_apart() -> No
 
 def test_an_instance_that_does_not_end_it_costs_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows what it still does, so the request is not sent again."""
-    monkeypatch.setattr(recall, "RECALL_S", 0.2)
+    monkeypatch.setattr(attempt_cancellation, "ROLL_BACK_S", 0.2)
 
     async def scenario() -> None:
         scripts = {PREFILL: Script(transfers=["failed"]), DECODE: Script(deaf=True)}
@@ -194,7 +198,7 @@ def test_a_request_that_ends_while_it_is_taken_back(how: str) -> None:
             if how == "client":
                 writer.close()
             else:
-                here.relay.tell(m.Abort("r", 502, "instance_dead", "instance decode-1 is dead"))
+                here.relay.on_message(m.Abort("r", 502, "instance_dead", "instance decode-1 is dead"))
             [ended] = await here.until(here.ended)
             assert ended.outcome is (m.Outcome.CLIENT_GONE if how == "client" else m.Outcome.ABORTED)
             assert ended.aborted == (DECODE,)
@@ -213,9 +217,9 @@ def test_a_control_plane_that_restarts_meanwhile_hears_of_both_attempts() -> Non
             asked = asyncio.ensure_future(here.ask(STREAM))
             await here.until(lambda: here.instances[DECODE].aborts)
             here.control.epoch = 2
-            here.relay.tell(here.control.table())
+            here.relay.on_message(here.control.table())
             [opened] = here.control.of(m.Hello)[-1].open
-            assert (opened.ask.attempt, [step.step for step in opened.steps]) == (1, [m.Step.SENT])
+            assert (opened.ask.attempt, [progress.milestone for progress in opened.progress]) == (1, [m.Milestone.SENT])
             here.instances[DECODE].held["r"].set()
             assert (await asked).status == 200
             assert attempts(here) == TWICE
@@ -224,15 +228,20 @@ def test_a_control_plane_that_restarts_meanwhile_hears_of_both_attempts() -> Non
     run(scenario)
 
 
-def test_bodies_are_kept_only_for_pairs_and_until_the_first_byte() -> None:
+def test_bodies_are_kept_where_they_may_be_sent_again_and_until_the_first_byte() -> None:
+    """Again: to another instance where one is full, and by a pair whose transfer fails."""
+    never = RelayConfig(full_attempts=1, transfer_attempts=1)
+
     async def scenario() -> None:
-        for kinds, kept in ((("unified",), 0), (PAIR, 1)):
+        cases = [(("unified",), never, 0), (("unified",), RelayConfig(), 1), (PAIR, never, 0)]
+        cases.append((PAIR, RelayConfig(full_attempts=1), 1))
+        for kinds, config, kept in cases:
             script = Script(first_s=0.2, events=2, gap_s=0.2)
-            async with setting(*kinds, scripts={len(kinds) - 1: script}) as here:
+            async with setting(*kinds, scripts={len(kinds) - 1: script}, config=config) as here:
                 asked = asyncio.ensure_future(here.ask(STREAM))
-                await here.until(lambda here=here: here.control.of(m.Stage))
-                assert here.relay.gauges()["kept_bytes"] == kept * len(json.dumps(STREAM))
-                await here.until(lambda here=here: here.relay.gauges()["kept_bytes"] == 0)
+                await here.until(lambda here=here: here.control.of(m.Progress))
+                assert here.relay.read_gauges()["kept_bytes"] == kept * len(json.dumps(STREAM))
+                await here.until(lambda here=here: here.relay.read_gauges()["kept_bytes"] == 0)
                 assert not asked.done()
                 assert (await asked).status == 200
                 here.check_balance()
@@ -242,6 +251,7 @@ def test_bodies_are_kept_only_for_pairs_and_until_the_first_byte() -> None:
 
 REASON = transfer_failure("prefill", {"rid": "r", "bootstrap_room": 7})
 ORDERED = transfer_failure("prefill", {"rid": "r", "bootstrap_room": 7}, ordered=True)
+STATELESS = '{{"detail":"{} transfer failed for request r1: KVTransferError(bootstrap_room=7): {}"}}'
 WORDS = json.dumps({"text": json.dumps({"finish_reason": REASON}), "meta_info": {"finish_reason": None}})
 
 
@@ -255,7 +265,24 @@ WORDS = json.dumps({"text": json.dumps({"finish_reason": REASON}), "meta_info": 
         ("by order, an answer", 500, json.dumps({"detail": ORDERED["message"]}), False),
         ("another abort", 200, '{"meta_info":{"finish_reason":{"type":"abort","message":"Abort in waiting"}}}', False),
         ("words of a model", 200, WORDS, False),
+        ("the receiving end of a stateless instance", 500, STATELESS.format("Decode", "lost by the link"), True),
+        ("the sending end of one", 500, STATELESS.format("Prefill", "lost by the link"), True),
+        ("by order, at one", 500, STATELESS.format("Decode", "Aborted by AbortReq."), False),
     ],
 )
 def test_what_a_failed_transfer_looks_like(name: str, status: int, said: str, failed: bool) -> None:
     assert transfer_failed(status, said.encode()) is failed, name
+
+
+def test_an_instance_that_is_rolled_back_is_not_too_slow() -> None:
+    """The request's time is over while its first attempt is being ended: nothing of that is a failure of decode."""
+
+    async def scenario() -> None:
+        scripts = {PREFILL: Script(transfers=["failed"]), DECODE: Script(deaf=True)}
+        async with setting(*PAIR, scripts=scripts, config=RelayConfig(request_timeout_s=0.3)) as here:
+            answer = await here.ask(STREAM)
+            assert (answer.status, answer.error["type"]) == (504, "timeout")
+            assert [failure for failure in here.control.of(m.Failure) if failure.kind is m.FailureKind.TIMEOUT] == []
+            here.check_balance()
+
+    run(scenario)

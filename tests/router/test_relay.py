@@ -11,8 +11,8 @@ import pytest
 from support.instances import Script
 from support.relays import read_answer, request_bytes, run, setting
 
-from pla_sglang.router import messages as m
 from pla_sglang.router.config import RelayConfig
+from pla_sglang.router.wire import messages as m
 
 ASK = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
 STREAM = ASK | {"stream": True}
@@ -33,7 +33,10 @@ def test_a_unified_instance_answers() -> None:
             assert headers["host"] == f"127.0.0.1:{here.instances[0].port}"
             assert headers["traceparent"] == here.control.of(m.Ask)[0].trace
             assert "connection" not in headers
-            assert [stage.step for stage in here.control.of(m.Stage)] == [m.Step.SENT, m.Step.FIRST_TOKEN]
+            assert [progress.milestone for progress in here.control.of(m.Progress)] == [
+                m.Milestone.SENT,
+                m.Milestone.FIRST_TOKEN,
+            ]
             assert here.ended()[0].outcome is m.Outcome.OK
             here.check_balance()
 
@@ -67,9 +70,9 @@ def test_a_pair_gets_one_room() -> None:
                 "bootstrap_room": 1000,
             }
             await here.until(lambda: not here.instances[0].held)
-            steps = [stage.step for stage in here.control.of(m.Stage)]
-            assert steps[0] is m.Step.SENT
-            assert m.Step.FIRST_TOKEN in steps
+            milestones = [progress.milestone for progress in here.control.of(m.Progress)]
+            assert milestones[0] is m.Milestone.SENT
+            assert m.Milestone.FIRST_TOKEN in milestones
             here.check_balance()
 
     run(scenario)
@@ -167,7 +170,7 @@ def test_a_lost_instance_is_an_error_and_never_tried_twice() -> None:
             assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
             assert len(here.instances[0].bodies) == 1
             [failure] = here.control.of(m.Failure)
-            assert (failure.kind, failure.leg) == (m.FailureKind.LOST, m.Leg.WHOLE)
+            assert (failure.kind, failure.worker) == (m.FailureKind.LOST, 0)
             here.check_balance()
 
     run(scenario)
@@ -226,9 +229,9 @@ def test_what_control_says_is_done() -> None:
             assert (answer.status, answer.headers["retry-after"], answer.error["type"]) == (429, "2", "overloaded")
             here.control.answer = None
             request = asyncio.ensure_future(here.ask(STREAM))
-            await here.until(lambda: len(here.control.of(m.Stage)) == 2)
-            rid = next(iter(here.relay.open))
-            here.relay.tell(m.Abort(rid, 499, "aborted", "by an operator"))
+            await here.until(lambda: len(here.control.of(m.Progress)) == 2)
+            rid = next(iter(here.relay.requests._by_rid))
+            here.relay.on_message(m.Abort(rid, 499, "aborted", "by an operator"))
             assert json.loads((await request).events[-1])["error"]["type"] == "aborted"
             assert [ended.outcome for ended in here.ended()] == [m.Outcome.REFUSED, m.Outcome.ABORTED]
             here.check_balance()
@@ -257,15 +260,15 @@ def test_a_new_control_plane_learns_what_is_open() -> None:
     async def scenario() -> None:
         async with setting("unified", scripts={0: Script(events=3, gap_s=0.2)}) as here:
             stream = asyncio.ensure_future(here.ask(STREAM))
-            await here.until(lambda: len(here.control.of(m.Stage)) == 2)
+            await here.until(lambda: len(here.control.of(m.Progress)) == 2)
             here.control.answer = lambda ask: None
             waiting = asyncio.ensure_future(here.ask(ASK))
             await here.until(lambda: len(here.control.of(m.Ask)) == 2)
             here.control.answer, here.control.epoch = None, 2
             here.control.heard.clear()
-            here.relay.tell(here.control.table())
+            here.relay.on_message(here.control.table())
             hello = here.control.of(m.Hello)[0]
-            assert [len(one.steps) for one in hello.open] == [2]
+            assert [len(one.progress) for one in hello.open] == [2]
             assert (await waiting).status == 200
             assert len((await stream).events) == 4
             assert len(here.ended()) == 2
@@ -296,8 +299,8 @@ def test_drain_ends_what_is_open_and_takes_nothing_new() -> None:
     async def scenario() -> None:
         async with setting("unified", scripts={0: Script(events=3, gap_s=0.1)}) as here:
             stream = asyncio.ensure_future(here.ask(STREAM))
-            await here.until(lambda: here.control.of(m.Stage))
-            draining = asyncio.ensure_future(here.relay.drain())
+            await here.until(lambda: here.control.of(m.Progress))
+            draining = asyncio.ensure_future(here.relay.drain_requests())
             await asyncio.sleep(0)
             with pytest.raises(ConnectionRefusedError):
                 await here.connect()
@@ -314,8 +317,8 @@ def test_small_writes_are_not_held_back() -> None:
             reader, writer = await here.connect()
             writer.write(request_bytes(ASK))
             await read_answer(reader)
-            [client] = here.relay._clients
-            [upstream] = here.relay.pool._idle[0]
+            [client] = here.relay.listener._connections
+            [upstream] = here.relay.context.pool._idle[0]
             for transport in (client._transport, upstream.transport):
                 sock = transport.get_extra_info("socket")
                 assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

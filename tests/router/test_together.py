@@ -12,24 +12,49 @@ from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.fake_instance import FakeInstance
+from support.loop_time import LoopTime
 from support.router_scene import QUICK, run
+from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
 
 from pla_sglang.parity import replay_file
 from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.control import ControlKnobs, Plane
-from pla_sglang.router.relay import Relay
+from pla_sglang.router.control.admin import METRICS
+from pla_sglang.router.control.control_plane import ControlPlane
+from pla_sglang.router.control.knobs import ControlKnobs
+from pla_sglang.router.relay.server import Relay
 
 PAIRS = ["prefill", "prefill", "decode", "decode"]
+PAGE = (Path(__file__).parents[2] / "docs/router.md").read_text(encoding="utf-8")
+# Nothing of the kind happens in the test of names, and nobody reports errors: see ``test_router_plane``.
+QUIET = {
+    "actions_total",
+    "retries_total",
+    "moves_total",
+    "move_failures_total",
+    "instance_failures_total",
+    "aborts_total",
+    "peer_lists_total",
+} | {
+    "worker_errors",
+    "worker_peers",
+    *("worker_legs", "worker_leg_kv_tokens", "worker_quarantined_requests", "worker_legs_refused", "worker_leg_faults"),
+    # the first requests of a pair are left out
+    *("worker_first_tokens_total", "worker_ttft_seconds_total"),
+    *("worker_predicted_ttft_seconds_total", "worker_ttft_error_seconds_total"),
+}
 
 
 class Here:
     """A router that serves, and a client."""
 
-    def __init__(self, plane: Plane, relay: Relay, fakes: list[FakeInstance], http: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, plane: ControlPlane, relay: Relay, fakes: list[FakeInstance], http: aiohttp.ClientSession
+    ) -> None:
         self.plane, self.relay, self.fakes = plane, relay, fakes
         self._http = http
-        self._url = f"http://127.0.0.1:{relay.port}"
+        self._url = f"http://127.0.0.1:{relay.listener.port}"
 
     async def ask(self, rid: str, tokens: int, *, give_up_s: float | None = None) -> tuple[int, int]:
         """Status and events; (0, 0) for a client that gave up."""
@@ -43,39 +68,53 @@ class Here:
                     return -1, 0
         return 0, 0
 
+    async def read(self, rid: str) -> bytes:
+        """The body of a stream."""
+        body = {"rid": rid, "input_ids": [7] * 20, "stream": True}
+        async with self._http.post(f"{self._url}/generate", json=body) as answer:
+            return await answer.read()
+
     async def get(self, path: str) -> tuple[int, Any]:
         async with self._http.get(self._url + path) as answer:
             return answer.status, await (answer.json() if "json" in answer.content_type else answer.text())
 
+    async def scrape(self, accept: str) -> str:
+        async with self._http.get(f"{self._url}/metrics", headers={"accept": accept}) as answer:
+            assert (answer.status, answer.headers["content-type"]) == (200, METRICS)
+            return await answer.text()
+
     async def at_rest(self) -> dict[str, Any]:
         """The ledger, once nothing is left in it."""
         end_s = time.monotonic() + 5
-        while self.plane.desk.ledger.entries or self.relay.open:
-            assert time.monotonic() < end_s, self.plane.desk.ledger.audit(time.monotonic())
+        while self.plane.dispatcher.ledger.records or len(self.relay.requests):
+            assert time.monotonic() < end_s, self.plane.dispatcher.ledger.audit(time.monotonic())
             await asyncio.sleep(0.02)
         status, ledger = await self.get("/pla/ledger")
         assert (status, ledger["balanced"], ledger["rooms"]) == (200, True, 0)
-        assert all(worker.book.open_requests() == 0 for worker in self.plane.table)
+        assert all(worker.load.open_requests() == 0 for worker in self.plane.table)
         told: dict[str, Any] = ledger
         return told
 
 
 @asynccontextmanager
-async def together(modes: list[str], **knobs: Any) -> AsyncIterator[Here]:
+async def together(modes: list[str], *, hops: bool = False, **knobs: Any) -> AsyncIterator[Here]:
     fakes = [await FakeInstance(mode).start() for mode in modes]
+    for number, one in enumerate(fakes):
+        one.hops = hops
+        one.info["disaggregation_bootstrap_port"] = 8998 + number
     values = {"health": QUICK, "poll_interval_s": 0.1, "workers": tuple(one.url for one in fakes)} | knobs
-    plane = Plane(ControlKnobs(**values))
+    plane = ControlPlane(ControlKnobs(**values))
     await plane.start()
-    relay = Relay(RelayConfig(), number=0, say=plane.hear, rng=random.Random(1))
-    await relay.start()
-    plane.attach(0, relay)
+    relay = Relay(RelayConfig(port=0), number=0, send_to_control=plane.on_message, rng=random.Random(1))
+    await relay.start_serving()
+    plane.attach_relay(0, relay)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, trust_env=False) as http:
         here = Here(plane, relay, fakes, http)
         while len(plane.table.fleet.ready) < len(fakes):
             await asyncio.sleep(0.01)
         yield here
-    await relay.stop()
+    await relay.stop_serving()
     await plane.stop()
     for one in fakes:
         await one.stop()
@@ -121,7 +160,8 @@ def test_a_prefill_instance_that_dies_takes_only_its_own_requests_with_it() -> N
             for one in here.fakes:
                 one.prefill_s = 0.5
             waiting = [asyncio.create_task(here.ask(f"r{number}", 10)) for number in range(8)]
-            await asyncio.sleep(0.2)
+            while sum(len(one.rooms) for one in here.fakes[:2]) < 8:  # prefills that have begun
+                await asyncio.sleep(0.01)
             await here.fakes[0].stop()
             answers = await asyncio.gather(*waiting)
             served = {worker.number: worker.view.name for worker in here.plane.table.workers}
@@ -133,9 +173,9 @@ def test_a_prefill_instance_that_dies_takes_only_its_own_requests_with_it() -> N
                 else:
                     assert (status, events) == (200, 5)
             assert sum(status == 200 for status, _ in answers) == 4
-            ended_s = time.monotonic()
-            await here.at_rest()
-            assert time.monotonic() - ended_s < 1.0
+            async with LoopTime() as ran:
+                await here.at_rest()
+            assert ran.seconds < 1.0
             later = await asyncio.gather(*(here.ask(f"later{number}", 10) for number in range(4)))
             assert later == [(200, 5)] * 4
             await here.fakes[0].start()
@@ -152,5 +192,91 @@ def test_an_instance_that_cannot_be_reached_costs_nobody_anything() -> None:
             ledger = await here.at_rest()
             assert ledger["ended"] == {"finished": 10}
             await here.fakes[0].start()
+
+    run(work)
+
+
+def test_streams_of_instances_that_die_go_on_elsewhere_and_the_recording_replays(tmp_path: Path) -> None:
+    """Each instance loses its streams of one kind of moment; the client gets five events all the same."""
+
+    async def work() -> None:
+        record = tmp_path / "run.jsonl"
+        modes = ["stateless"] * 4
+        async with together(modes, hops=True, policy="least-tokens", record=record, migration="on") as here:
+            here.fakes[0].die_after, here.fakes[1].die_after = 0, 3
+            answers = await asyncio.gather(*(here.ask(f"r{number:02d}", 10 + number) for number in range(40)))
+            served = [answer == (200, 5) for answer in answers]
+            ledger = await here.at_rest()
+            assert ledger["ended"].get("upstream_error", 0) == served.count(False)  # those that both have lost
+            assert served.count(True) > 20
+            moved = [rid for rid in range(40) if "hops" in (await here.get(f"/pla/explain/r{rid:02d}"))[1]]
+            assert moved
+            metrics = (await here.get("/metrics"))[1]
+            assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
+            tags = [tags for fake in here.fakes for tags in fake.tags if "pla_tokens" in tags]
+            assert tags
+            assert all(tags["pla_tokens"] == [0, 1, 2] and tags["pla_seen"] == "c2" for tags in tags)
+        _, result = replay_file(record)
+        assert result.decisions["dispatched"] == 40 + len(moved)
+        assert result.identical_share == 1.0, result.differences
+
+    run(work)
+
+
+def test_streams_that_are_moved_at_random_lose_nothing() -> None:
+    """Moves to anywhere at any time, an instance that dies and one that drains meanwhile: each client gets each event
+    once, in order, and nothing is left anywhere."""
+
+    async def work() -> None:
+        rng = random.Random(6)
+        async with together(["stateless"] * 4, hops=True, policy="round-robin", migration="on") as here:
+            for one in here.fakes:
+                one.streams_are_held, one.events, one.gap_s = True, 25, 0.01
+            table, migration = here.plane.table, here.plane.migration
+            while any(list((worker.peers or {}).values()).count("ready") < 3 for worker in table):
+                await asyncio.sleep(0.01)
+            asked = [asyncio.create_task(here.read(f"r{number:02d}")) for number in range(40)]
+            ordered = 0
+            for turn in range(60):
+                await asyncio.sleep(0.005)
+                rid, target = f"r{rng.randrange(40):02d}", table.by_number[rng.randrange(4)]
+                ordered += migration.move_request(rid, target, "random") is None
+                if turn == 20:
+                    await here.fakes[0].stop()
+                elif turn == 35:
+                    here.plane.table.drain(table.by_number[1], time.monotonic())
+            wanted = b"".join(b'data: {"text": "%d"}\n\n' % number for number in range(25)) + b"data: [DONE]\n\n"
+            answers = await asyncio.gather(*asked)
+            assert [answer for answer in answers if answer != wanted] == []
+            assert ordered > 10
+            await here.at_rest()
+            assert not any(one.streams for one in here.fakes)
+            migration.sweep_moves(time.monotonic())
+            assert migration.count_moves() == 0
+            metrics = (await here.get("/metrics"))[1]
+            assert 'pla_router_moves_total{how="pull",reason="random"}' in metrics
+            assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
+            await here.fakes[0].start()
+
+    run(work)
+
+
+def test_every_scraper_finds_the_series_that_the_page_names() -> None:
+    documented = documented_names(PAGE, "pla_router_")
+    assert len(documented) > 25
+    quiet = {f"pla_router_{name}" for name in QUIET}
+    wanted = {stored_name(name, kind) for name, kind in documented.items()} - quiet
+
+    async def work() -> None:
+        async with together(PAIRS, policy="pla", migration="on") as here:
+            await asyncio.gather(*(here.ask(f"r{number:02d}", 2000 if number % 2 else 10) for number in range(8)))
+            await here.at_rest()
+            while "pla_router_relay_requests_total" not in await here.scrape("*/*"):  # a relay reports now and then
+                await asyncio.sleep(0.02)
+            for scraper, accept in ACCEPT.items():
+                text = await here.scrape(accept)
+                assert wanted - sample_names(text) == set(), scraper
+                declared = {family.name for family in text_string_to_metric_families(text)}
+                assert {name.removesuffix("_total") for name in quiet if name.endswith("_total")} <= declared
 
     run(work)

@@ -16,11 +16,11 @@ from support.collector import Collector, Seen, collector
 from support.router_process import RouterProcess, router_process
 from support.serving import until
 
+from pla_sglang.cli import EXIT_BAD_ARGUMENTS
+from pla_sglang.cluster.ports import free_port
 from pla_sglang.errors import ConfigError
-from pla_sglang.router.children import EXIT_BAD_ARGUMENTS
-from pla_sglang.router.control import ControlKnobs
-from pla_sglang.router.request import Names
-from pla_sglang.testing.server import free_port
+from pla_sglang.router.control.knobs import ControlKnobs
+from pla_sglang.router.relay.request_translation import IdGenerator
 
 SECRET, PROMPT = "hunter2-secret-key", "the prompt that nobody else may see"
 KEY = {"authorization": f"Bearer {SECRET}", "content-type": "application/json"}
@@ -152,9 +152,7 @@ def test_a_collector_that_is_away_disturbs_nobody(tmp_path: Path) -> None:
         for number in range(30):
             assert ask(router, f"r{number}") == 200
         until(lambda: "exporting traces" in router.log, what="a word about the collector", patience_s=20)
-        started_s = time.monotonic()
-        assert ask(router, "late") == 200
-        assert time.monotonic() - started_s < 2.0
+        assert min(ask_for_s(router, f"late-{number}") for number in range(3)) < 2.0
         assert router.processes() == before
         assert json.loads(router.ask("/pla/ledger")[1])["balanced"]
         started_s = time.monotonic()
@@ -163,18 +161,25 @@ def test_a_collector_that_is_away_disturbs_nobody(tmp_path: Path) -> None:
         assert "Traceback" not in router.log
 
 
+def ask_for_s(router: RouterProcess, rid: str) -> float:
+    """How long an answer takes. A busy machine only adds to that, so the shortest of several counts."""
+    started_s = time.monotonic()
+    assert ask(router, rid) == 200
+    return time.monotonic() - started_s
+
+
 def test_the_span_is_ours_and_the_trace_is_the_clients() -> None:
-    names = Names(random.Random(1))
-    trace, parent = names.span(f"00-{TRACE}-{SPAN}-03", 0.0)  # a share is for those without a trace
+    ids = IdGenerator(random.Random(1))
+    trace, parent = ids.make_span(f"00-{TRACE}-{SPAN}-03", 0.0)  # a share is for those without a trace
     assert (trace[:36], trace[52:], parent) == (f"00-{TRACE}-", "-03", SPAN)
     assert trace[36:52] != SPAN
-    assert names.span(f"00-{TRACE}-{SPAN}-02", 1.0) == (f"00-{TRACE}-{SPAN}-02", None)
+    assert ids.make_span(f"00-{TRACE}-{SPAN}-02", 1.0) == (f"00-{TRACE}-{SPAN}-02", None)
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0, 0), (0.25, 200, 300), (1.0, 1000, 1000)])
 def test_a_share_of_the_others(share: float, low: int, high: int) -> None:
-    names = Names(random.Random(1))
-    made = [names.span("", share) for _ in range(1000)]
+    ids = IdGenerator(random.Random(1))
+    made = [ids.make_span("", share) for _ in range(1000)]
     assert len({trace for trace, _ in made}) == 1000
     assert low <= sum(parent == "" for _, parent in made) <= high
     assert all(trace.endswith("-00" if parent is None else "-01") for trace, parent in made)
@@ -183,11 +188,12 @@ def test_a_share_of_the_others(share: float, low: int, high: int) -> None:
 OFF = """
 import asyncio, sys
 from pla_sglang import launch_router
-from pla_sglang.router import control, relay
-from pla_sglang.router.control import ControlKnobs, Plane
+from pla_sglang.router import relay
+from pla_sglang.router.control.control_plane import ControlPlane
+from pla_sglang.router.control.knobs import ControlKnobs
 
 async def work():
-    plane = Plane(ControlKnobs({knobs}))
+    plane = ControlPlane(ControlKnobs({knobs}))
     await plane.start()
     await plane.stop()
 
@@ -202,7 +208,7 @@ def test_off_means_not_even_imported() -> None:
         return subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
 
     assert imported("").strip() == "[]"
-    assert "opentelemetry.sdk.trace" in imported("trace_endpoint='127.0.0.1:1'")
+    assert "opentelemetry.sdk.trace" in imported("enable_trace=True, collector='127.0.0.1:1'")
 
 
 def test_without_the_packages_it_does_not_start() -> None:
@@ -217,7 +223,7 @@ def test_without_the_packages_it_does_not_start() -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"trace_endpoint": "collector"}, {"trace_endpoint": "http://a:1"}, {"trace_share": 2}]
+    "knobs", [{"collector": "collector"}, {"collector": "http://a:1"}, {"collector": "a:65536"}, {"trace_share": 2}]
 )
 def test_bad_values(knobs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from pla_sglang.router import upstream
 from pla_sglang.router.http.head import AnswerHead
-from pla_sglang.router.messages import FailureKind, Worker
-from pla_sglang.router.upstream import UpstreamConnection, UpstreamPool
+from pla_sglang.router.relay import upstream_connection
+from pla_sglang.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
+from pla_sglang.router.wire.messages import FailureKind, WorkerEntry
 
-WORKER = Worker(3, "u", "127.0.0.1", 1, "unified")
+WORKER = WorkerEntry(3, "u", "127.0.0.1", 1, "unified")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
 
 
@@ -51,7 +51,7 @@ class SlowClient:
         """Nothing to see."""
 
     def on_body(self, data: bytes) -> None:
-        self.connection.pause()
+        self.connection.set_paused(True)
 
     def on_done(self) -> None:
         self.done = True
@@ -68,12 +68,12 @@ def test_a_connection_goes_back_to_the_pool_reading() -> None:
         connection, transport = UpstreamConnection(pool, WORKER), Transport()
         connection.connection_made(transport)
         sink = SlowClient(connection)
-        connection.send("POST", b"x", b"", sink)
+        connection.send_request("POST", b"x", b"", sink)
         connection.data_received(HEAD + b"do")
         assert (sink.done, transport.reading) == (False, False)
         connection.data_received(b"ne")
         assert sink.done
-        assert pool.idle_count() == 1
+        assert pool.count_idle() == 1
         assert transport.reading
 
     asyncio.run(scenario())
@@ -82,18 +82,18 @@ def test_a_connection_goes_back_to_the_pool_reading() -> None:
 @pytest.mark.parametrize("listens", [True, False])
 def test_few_connect_at_a_time_and_all_are_told(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A burst of requests opens connections a few at a time; where nobody listens, nobody waits for a turn."""
-    monkeypatch.setattr(upstream, "MAX_CONNECTING", 3)
+    monkeypatch.setattr(upstream_connection, "MAX_CONNECTING", 3)
 
     async def scenario() -> None:
         server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-        worker = Worker(0, "w", "127.0.0.1", server.sockets[0].getsockname()[1], "unified")
+        worker = WorkerEntry(0, "w", "127.0.0.1", server.sockets[0].getsockname()[1], "unified")
         if not listens:
             server.close()
             await server.wait_closed()
         pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=5.0, idle_s=3.0)
         got: list[UpstreamConnection | None] = []
         for _ in range(10):
-            pool.take(worker, lambda connection, _: got.append(connection))
+            pool.take_connection(worker, lambda connection, _: got.append(connection))
         assert len(pool._connecting) == 3
         async with asyncio.timeout(5):
             while len(got) < 10:
@@ -102,8 +102,8 @@ def test_few_connect_at_a_time_and_all_are_told(listens: bool, monkeypatch: pyte
         assert (+pool._under_way, any(pool._waiting.values())) == ({}, False)
         for one in got:
             if one is not None:
-                one.drop()
-        await pool.close()
+                one.drop_connection()
+        await pool.close_pool()
         server.close()
 
     asyncio.run(scenario())

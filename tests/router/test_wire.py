@@ -1,4 +1,4 @@
-"""Relay and control in two event-loop ends joined by either carrier: order, restarts of either side, silence."""
+"""Relay and control in two event-loop ends joined by a socket: order, restarts of either side, silence."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ import pytest
 from support.instances import FakeInstance, Script
 from support.relays import Setting, TurnControl, run
 
-from pla_sglang.router import messages as m
-from pla_sglang.router import wire
 from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.links import STREAM, ZMQ, Framed
-from pla_sglang.router.relay import Relay
-from pla_sglang.router.wire import ControlWire, RelayWire
+from pla_sglang.router.relay.server import Relay
+from pla_sglang.router.wire import endpoints
+from pla_sglang.router.wire import messages as m
+from pla_sglang.router.wire.endpoints import ControlWire, RelayWire
+from pla_sglang.router.wire.frames import FramedConnection
 
 
 @contextlib.asynccontextmanager
 async def control_end(address: str, plane: TurnControl) -> AsyncIterator[ControlWire]:
     end = ControlWire(address, plane, now_s=time.monotonic)
-    await end.start()
+    await end.start_listening()
     beats = asyncio.ensure_future(beat(plane))
     try:
         yield end
     finally:
         beats.cancel()
-        end.close()
+        end.close_wire()
 
 
 async def beat(plane: TurnControl) -> None:
     while True:
         for port in plane.ports.values():
-            port.tell(m.Beat(plane.epoch, time.monotonic()))
-        await asyncio.sleep(m.BEAT_INTERVAL_S)
+            port.on_message(m.Heartbeat())
+        await asyncio.sleep(m.HEARTBEAT_INTERVAL_S)
 
 
 @contextlib.asynccontextmanager
 async def relay_end(address: str, number: int = 0) -> AsyncIterator[Relay]:
     end = RelayWire(address, number, now_s=time.monotonic)
-    relay = Relay(RelayConfig(), number=number, say=end.say, rng=random.Random(number))
-    end.start(relay.tell, relay.on_attached)
-    await relay.start()
+    relay = Relay(RelayConfig(port=0), number=number, send_to_control=end.send_message, rng=random.Random(number))
+    end.start_wire(relay.on_message, relay.on_attached)
+    await relay.start_serving()
     try:
         yield relay
     finally:
-        await relay.stop()
-        end.close()
+        await relay.stop_serving()
+        end.close_wire()
 
 
-@pytest.fixture(params=[STREAM, ZMQ])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.param}{tmp_path}/c"
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return str(tmp_path / "c")
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5, 1000])
@@ -63,33 +63,33 @@ def test_frames_arrive_whole_however_they_are_cut(step: int) -> None:
     frames = [b"", b"a", b"bc" * 300, b"", bytes(range(256))]
     data = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
     got: list[bytes] = []
-    framed = Framed(lambda _, frame: got.append(frame), lambda _: None)
+    connection = FramedConnection(lambda _, frame: got.append(frame), lambda _: None)
     for start in range(0, len(data), step):
-        framed.data_received(data[start : start + step])
+        connection.data_received(data[start : start + step])
     assert got == frames
 
 
 def test_stages_wait_for_a_question(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody waits for goes with what somebody does, in order; alone it goes a little later."""
-    monkeypatch.setattr(wire, "LAZY_S", 0.3)
+    monkeypatch.setattr(endpoints, "LAZY_S", 2.0)
 
     async def scenario() -> None:
         async with control_end(address, plane := TurnControl()), relay_end(address) as relay:
             here = Setting(relay, plane, [])
             await here.until(lambda: plane.of(m.Hello))
             ask = m.Ask("a", 0, m.Endpoint.GENERATE, False, 0.0, 1, 1)
-            relay.say(m.Stage("b", m.Step.SENT, 0.0))
+            relay.context.send_to_control(m.Progress("b", m.Milestone.SENT, 0.0))
             await asyncio.sleep(0.1)
-            assert not plane.of(m.Stage)
+            assert not plane.of(m.Progress)
             plane.answer = lambda _: None
-            relay.say(ask)
-            relay.say(m.Ended("b", m.Outcome.OK, 200, 0.0))
+            relay.context.send_to_control(ask)
+            relay.context.send_to_control(m.Ended("b", m.Outcome.OK, 200, 0.0))
             await here.until(lambda: plane.of(m.Ask))
             assert [type(one) for one in plane.heard if not isinstance(one, m.Hello | m.RelayReport)] == [
-                *(m.Stage, m.Ask, m.Ended),
+                *(m.Progress, m.Ask, m.Ended),
             ]
-            relay.say(m.Stage("c", m.Step.SENT, 0.0))
-            await here.until(lambda: len(plane.of(m.Stage)) == 2)
+            relay.context.send_to_control(m.Progress("c", m.Milestone.SENT, 0.0))
+            await here.until(lambda: len(plane.of(m.Progress)) == 2)
 
     run(scenario)
 
@@ -103,7 +103,7 @@ def test_requests_go_through_two_relays(address: str) -> None:
             relay_end(address, 1) as second,
         ):
             settings = [Setting(relay, plane, [one]) for relay in (first, second)]
-            await settings[0].until(lambda: first.table and second.table)
+            await settings[0].until(lambda: first.context.workers.serving and second.context.workers.serving)
             answers = await asyncio.gather(*(here.ask({"text": "x"}) for here in settings * 20))
             assert {answer.status for answer in answers} == {200}
             await settings[0].until(lambda: len(plane.of(m.Ended)) == 40)
@@ -121,9 +121,9 @@ def test_streams_outlive_the_control_plane(address: str) -> None:
         async with FakeInstance(0, script=Script(events=10, gap_s=0.2)) as one, relay_end(address) as relay:
             async with control_end(address, first := TurnControl((one.worker(),), epoch=1)):
                 here = Setting(relay, first, [one])
-                await here.until(lambda: relay.table)
+                await here.until(lambda: relay.context.workers.serving)
                 stream = asyncio.ensure_future(here.ask({"stream": True}))
-                await here.until(lambda: len(first.of(m.Stage)) == 2)
+                await here.until(lambda: len(first.of(m.Progress)) == 2)
             waiting = asyncio.ensure_future(here.ask({"text": "asked of nobody"}))
             await asyncio.sleep(0.1)
             async with control_end(address, second := TurnControl((one.worker(),), epoch=2)):
@@ -137,14 +137,14 @@ def test_streams_outlive_the_control_plane(address: str) -> None:
 
 
 def test_a_relay_that_is_gone_is_forgotten(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "GONE_S", 0.5)
+    monkeypatch.setattr(endpoints, "GONE_S", 0.5)
 
     async def scenario() -> None:
         async with control_end(address, plane := TurnControl()) as end:
             async with relay_end(address) as relay:
                 await Setting(relay, plane, []).until(lambda: 0 in plane.ports)
             await Setting(relay, plane, []).until(lambda: not plane.ports)
-            assert not end._peers
+            assert not end._relays
 
     run(scenario)
 
@@ -159,10 +159,10 @@ def test_a_relay_that_was_forgotten_by_mistake_says_what_is_open(address: str) -
             relay_end(address) as relay,
         ):
             here = Setting(relay, plane, [one])
-            await here.until(lambda: relay.table)
+            await here.until(lambda: relay.context.workers.serving)
             stream = asyncio.ensure_future(here.ask({"stream": True}))
-            await here.until(lambda: plane.of(m.Stage))
-            end._forget(next(iter(end._peers.values())))
+            await here.until(lambda: plane.of(m.Progress))
+            end._detach_relay(next(iter(end._relays)))
             lost = asyncio.ensure_future(here.ask({"text": "asked while nobody listens"}))
             await here.until(lambda: len(plane.of(m.Hello)) == 2)
             assert [one.ask.rid for one in plane.of(m.Hello)[1].open] == [plane.of(m.Ask)[0].rid]
@@ -177,13 +177,13 @@ def test_who_stood_still_does_not_take_the_others_for_gone(address: str) -> None
     async def scenario() -> None:
         async with control_end(address, plane := TurnControl()) as end, relay_end(address) as relay:
             await Setting(relay, plane, []).until(lambda: 0 in plane.ports)
-            end._now_s = lambda: time.monotonic() + 10 * wire.GONE_S
-            end._sweep()
+            end._now_s = lambda: time.monotonic() + 10 * endpoints.GONE_S
+            end._check_relays()
             assert 0 in plane.ports
-            end._swept_s = end._now_s()
-            for peer in end._peers.values():
-                peer.heard_s -= 2 * wire.GONE_S
-            end._sweep()
+            end._checked_s = end._now_s()
+            for attached in end._relays.values():
+                attached.last_frame_s -= 2 * endpoints.GONE_S
+            end._check_relays()
             assert 0 not in plane.ports
 
     run(scenario)
@@ -193,10 +193,11 @@ def test_nonsense_from_a_relay_ends_its_membership(address: str) -> None:
     async def scenario() -> None:
         async with control_end(address, plane := TurnControl()):
             stranger = RelayWire(address, 7, now_s=time.monotonic)
-            stranger.start(lambda message: None)
+            stranger.start_wire(lambda message: None, lambda: None)
             await Setting(None, plane, []).until(lambda: 7 in plane.ports)  # type: ignore[arg-type]
-            stranger._link.send(b"\x91\x92nonsense")
+            assert stranger._connection is not None
+            stranger._connection.send_frame(b"\x91\x92nonsense")
             await Setting(None, plane, []).until(lambda: 7 not in plane.ports)  # type: ignore[arg-type]
-            stranger.close()
+            stranger.close_wire()
 
     run(scenario)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 from support.sim import Fcfs, Route, profile, simulation
 
+from pla_sglang.errors import ConfigError
 from pla_sglang.sim.closed import ClosedLoop
 from pla_sglang.sim.config import InstanceSpec
 from pla_sglang.sim.errors import SimConfigError
 from pla_sglang.sim.simulation import RunResult
+from pla_sglang.sim.world import while_all_are_there
 from pla_sglang.workload.trace import Trace
 
 
@@ -27,13 +30,16 @@ def lengths(inputs: list[int], outputs: list[int], clients: list[int] | None = N
     )
 
 
-def run(trace: Trace, users: Mapping[int, int], *, most: int = 1 << 30) -> RunResult:
+def run(
+    trace: Trace, users: Mapping[int, int], *, most: int = 1 << 30, pauses_s: Sequence[float] | None = None
+) -> RunResult:
     made = simulation(
         trace,
         [InstanceSpec(profile())],
         route=Route(lambda fleet, request: fleet.instances[0]),
         policy=lambda: Fcfs(most=most),
         users=users,
+        pauses_s=pauses_s,
     )
     result = made.run()
     made.cluster.check_integrity()
@@ -77,6 +83,45 @@ def test_rows_that_are_refused_do_not_stop_their_user() -> None:
         users={0: 1},
     )
     assert made.run().stage == ["finished", "refused", "finished"]
+
+
+def talks(*turns: int) -> Trace:
+    """Conversations with so many turns, rows by turn: the first of all, the second of all that have one..."""
+    rows = [(turn, talk) for turn in range(max(turns)) for talk, count in enumerate(turns) if turn < count]
+    plain = lengths([10] * len(rows), [1] * len(rows))
+    return dataclasses.replace(plain, session=np.array([talk for _, talk in rows]))
+
+
+def test_a_user_ends_a_conversation_before_the_next() -> None:
+    trace = talks(3, 1, 2)
+    served = run(trace, {0: 1}).served
+    assert trace.session is not None
+    assert trace.session[np.argsort(served.arrival_s)].tolist() == [0, 0, 0, 1, 2, 2]
+    loop = ClosedLoop(trace, {0: 2})
+    assert loop.first() == [0, 1]
+    assert (loop.after(1), loop.after(0), loop.after(2)) == (2, 3, 4)
+    assert (loop.after(4), loop.after(3), loop.after(5)) == (None, 5, None)
+
+
+def test_users_pause_before_they_send() -> None:
+    served = run(lengths([10, 20, 30], [1, 1, 1]), {0: 1}, pauses_s=[0.5, 1.0, 2.0]).served
+    assert served.arrival_s.tolist() == pytest.approx([0.5, 1.51, 3.53])
+    with pytest.raises(SimConfigError, match="1 pauses; allowed: one for each of the 2 rows"):
+        run(lengths([1, 1], [1, 1]), {0: 1}, pauses_s=[0.0])
+    with pytest.raises(ConfigError, match=r"pause before row 1, seconds -1\.0 is out of range"):
+        run(lengths([1, 1], [1, 1]), {0: 1}, pauses_s=[0.0, -1.0])
+
+
+def test_rows_count_while_all_users_are_there() -> None:
+    """Two users, one with a conversation of ten turns: after the short ones it is alone."""
+    trace = talks(10, 2, 2)
+    served = run(trace, {0: 2}).served
+    counted = while_all_are_there(served, 2)
+    assert len(counted) == 9  # four passes of two, and the one row that comes as the other user ends
+    assert counted.ttft_s()[:8] == pytest.approx(0.02)
+    assert counted.ttft_s().mean() > served.ttft_s().mean()
+    independent = run(lengths([10] * 20, [1] * 20), {0: 4}).served
+    assert while_all_are_there(independent, 4) is independent
 
 
 @pytest.mark.parametrize(

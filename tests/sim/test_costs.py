@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sim import profile
 
+from pla_sglang.errors import ConfigError
 from pla_sglang.profiles import LaunchFloor, StepProfile, load_profile, profile_names
 from pla_sglang.profiles.step import Grid
 from pla_sglang.sim.costs import Segment, StepCosts
-from pla_sglang.sim.errors import SimConfigError
 
 LINEAR = profile(decode_base_s=5e-3, decode_request_s=1e-5, decode_read_s=4e-8)
 CORRECTED = dataclasses.replace(
@@ -92,10 +92,10 @@ def test_overhead_and_scale_count_in_every_pass() -> None:
     [
         ({"decode_graph_batches": (8, 4)}, "decode_graph_batches is"),
         ({"prefill_graph_tokens": (0, 4)}, "prefill_graph_tokens is"),
-        ({"time_scale": 0.0}, "time_scale is 0.0; allowed"),
-        ({"overhead_s": -1.0}, "overhead_s is -1.0"),
+        ({"time_scale": 0.0}, "time_scale 0.0 is out of range; allowed: above 0"),
+        ({"overhead_s": -1.0}, "overhead_s -1.0 is out of range"),
     ],
 )
 def test_bad_knobs(knobs: dict[str, object], message: str) -> None:
-    with pytest.raises(SimConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         StepCosts(LINEAR, **knobs)  # type: ignore[arg-type]

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from support.sim import Fcfs, profile, simulation, trace
 
-from pla_sglang.policy.awd import AwdKnobs
-from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.longs import LongKnobs
-from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
-from pla_sglang.policy.types import Action, PassDecision, PassView, Reason
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
+from pla_sglang.policy.pla.awd import AwdKnobs
+from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.config import InstanceSpec, Policies, SimConfig
 from pla_sglang.sim.costs import Segment, StepCosts
-from pla_sglang.sim.errors import SimConfigError, SimError
-from pla_sglang.sim.interfaces import EngineKnobs
+from pla_sglang.sim.engine_knobs import EngineKnobs
+from pla_sglang.sim.errors import SimError
 from pla_sglang.sim.simulation import RunResult, Simulation
 from pla_sglang.workload import Arrivals, chat_trace, generated_trace, length_model
 from pla_sglang.workload.lengths import fixed
@@ -75,6 +76,21 @@ def test_memory_runs_out_retracts_and_everybody_ends() -> None:
     assert result.counts["finished"] == 12
     roomy = run(rows, fleet=small, engine=EngineKnobs(growth_start=1.0, growth_least=1.0))
     assert roomy.counts["retractions"] == 0, "who counts on every token never runs out"
+
+
+def test_with_lose_all_everybody_is_computed_again_when_memory_runs_out() -> None:
+    """Three of 100 + 200 tokens in 750: none has ended when they run out, so all lose their KV, and all at once."""
+    rows = trace(*((0.0, 100, 200) for _ in range(3)))
+    small = profile(token_s=1e-4, kv_capacity_tokens=750)
+    knobs = {"growth_start": 0.0, "growth_least": 0.0}
+    single, everybody = (
+        run(rows, fleet=small, engine=EngineKnobs(**knobs, lose_all=lose_all))  # type: ignore[arg-type]
+        for lose_all in (False, True)
+    )
+    assert single.retractions.tolist().count(0) == 2
+    assert (everybody.retractions >= 1).all()
+    assert everybody.counts["finished"] == 3
+    assert everybody.served.finish_s.min() > single.served.finish_s.min(), "who is done first has been computed twice"
 
 
 def test_what_can_never_fit_is_refused_on_arrival() -> None:
@@ -191,11 +207,11 @@ def test_same_seed_same_run() -> None:
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"chunk_tokens": 0}, "chunk_tokens is 0; allowed: 1 and more"),
-        ({"slots": 0}, "slots is 0"),
-        ({"growth_start": 0.1, "growth_least": 0.2}, "0 <= least <= start <= 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens 0 is out of range; allowed: at least 1"),
+        ({"slots": 0}, "slots 0 is out of range"),
+        ({"growth_start": 0.1, "growth_least": 0.2}, "growth_least 0.2 is out of range; allowed: 0 to 0.1"),
     ],
 )
 def test_bad_engine_knobs(knobs: dict[str, float], message: str) -> None:
-    with pytest.raises(SimConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         EngineKnobs(**knobs)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.sim import Fcfs, Route, profile, simulation
 
-from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView
 from pla_sglang.sim.config import InstanceSpec
 from pla_sglang.workload import Arrivals, LengthModel, generated_trace
 from pla_sglang.workload.lengths import fixed

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pla_sglang.config import PlaConfig
-from pla_sglang.engine.adapter import PrefillAdapter
+from pla_sglang.engine.scheduler_adapter import PrefillAdapter
 
 CHUNK_TOKENS = 256
 TEMPORAL = PlaConfig(prefill_disagg="temporal", boundary_tokens=100)
@@ -25,11 +25,17 @@ class FakeReq:
         self.output_ids: list[int] = []
         self.sampling_params = SimpleNamespace(max_new_tokens=new_tokens, custom_params=None)
         self.num_matched_prefix_tokens = 0
-        self.retracted_stain = False
+        self.retracted_stain = self.is_retracted = False
+        self.ended = self.return_logprob = False
+        self.input_embeds: object = None
+        self.kv_committed_len = tokens
         self.lora_id = lora_id
         self.priority = 0
         self.prefix_indices = range(0)
         self.extend_range = SimpleNamespace(start=0, end=0)
+
+    def finished(self) -> bool:
+        return self.ended
 
     def __repr__(self) -> str:
         return self.rid
@@ -43,6 +49,9 @@ class FakeBatch:
         self.extend_lens = list(extend_lens)
         self.batch_is_full = False
         self.prefill_stats = SimpleNamespace(num_pending_tokens=0)
+        self.decoding_reqs: list[FakeReq] | None = None
+        self.forward_mode = SimpleNamespace(is_mixed=lambda: self.decoding_reqs is not None)
+        self.return_logprob = self.is_prefill_only = False
 
     def is_empty(self) -> bool:
         return not self.reqs
@@ -61,7 +70,7 @@ class FakeScheduler:
         self.server_args = SimpleNamespace()
         self.enable_priority_scheduling = self.enable_priority_preemption = False
         self.schedule_low_priority_values_first = False
-        self.enable_hierarchical_cache = self.enable_overlap = False
+        self.enable_hierarchical_cache = self.enable_overlap = self.is_mixed_chunk = False
         self.new_token_ratio_tracker = SimpleNamespace(current=0.5)
         self.tree_cache = SimpleNamespace(disable=True, evictable_size=lambda: 0, protected_size=lambda: 0)
         self.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: 100_000)
@@ -92,6 +101,7 @@ class FakeScheduler:
                     "queue": list(scheduler.waiting_queue),
                     "chunk": scheduler.chunked_req,
                     "size": scheduler.chunked_prefill_size,
+                    "mixes": scheduler.is_mixed_chunk,
                     "context": scheduler.pla.context,
                 }
             )
@@ -129,3 +139,18 @@ class FakeScheduler:
         end = min(len(req.origin_input_ids), start + size)
         req.extend_range = SimpleNamespace(start=start, end=end)
         return end - start
+
+
+def shorts(count: int, tokens: int = 20) -> list[FakeReq]:
+    return [FakeReq(f"short-{index}", tokens) for index in range(count)]
+
+
+def long(name: str = "long", tokens: int = 3000, **fields: Any) -> FakeReq:
+    return FakeReq(name, tokens, **fields)
+
+
+def started(tokens: int = 3000, done: int = CHUNK_TOKENS, **fields: Any) -> FakeReq:
+    """A long whose prefill is under way."""
+    req = long("chunk", tokens, **fields)
+    req.extend_range = SimpleNamespace(start=0, end=done)
+    return req

@@ -7,8 +7,8 @@ from typing import Any
 
 from pla_sglang.policy.arrow.curve import PrefillCurve
 from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.decisions import FleetAction, SetLengthClass, SetRole
-from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.decisions import FleetAction, SetLengthClass, SetRole
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 
 # 10 ms a request and 1 ms a token: numbers that can be checked in the head.
 CURVE = PrefillCurve(0.010, 0.001, 0.0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from random import Random
 
-from pla_sglang.policy.decisions import FleetAction, SetLengthClass, SetRole
-from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceView, RequestView
+from pla_sglang.policy.interface.decisions import FleetAction, SetLengthClass, SetRole
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView
 from pla_sglang.policy.registry import PolicySet
 from support.fleets import apply, request
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import h11
 
-from pla_sglang.router.messages import Worker
+from pla_sglang.router.relay.routes import PASSED_POST
+from pla_sglang.router.wire.messages import WorkerEntry
 
 
 @dataclass
@@ -39,7 +40,11 @@ class Script:
         fail_prefill: how a prefill ends: "" well, "abort" with an abort as its finish reason, "cut", "error" event.
         transfers: what becomes of the KV transfers of the next requests: "ok", "failed", "aborted" by somebody's order.
             Those after them are well.
+        refusals: codes with which the next requests are refused, as SGLang 0.5.17 does it: as status, or for a stream
+            as its first event, on /generate a finish reason and elsewhere an error. Those after them are taken.
+        refusal: what is said then.
         deaf: takes aborts and does not act on them.
+        body: of an answer that is no stream; None: a short one of /generate.
     """
 
     events: int = 4
@@ -49,7 +54,10 @@ class Script:
     die_after: int | None = None
     fail_prefill: str = ""
     transfers: list[str] = field(default_factory=list)
+    refusals: list[int] = field(default_factory=list)
+    refusal: str = "The request queue is full."
     deaf: bool = False
+    body: bytes | None = None
     event: Callable[[int, dict[str, Any]], bytes] = lambda index, body: json.dumps({"text": f"w{index}"}).encode()
 
 
@@ -85,9 +93,9 @@ class FakeInstance:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def worker(self, **changes: Any) -> Worker:
+    def worker(self, **changes: Any) -> WorkerEntry:
         values = {"number": self.number, "name": f"{self.kind}-{self.number}", "kind": self.kind}
-        return Worker(**{**values, "host": "127.0.0.1", "port": self.port, **changes})
+        return WorkerEntry(**{**values, "host": "127.0.0.1", "port": self.port, **changes})
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -143,12 +151,14 @@ class FakeInstance:
             if rid in self.held and not self.script.deaf:
                 self.held[rid].set()
             return whole(peer, writer, 200, b"")
-        if request.method == b"GET":
+        if request.method == b"GET" or path in PASSED_POST:
             return whole(peer, writer, 200, json.dumps({"path": path, "instance": self.number}).encode())
         if self.script.status != 200:
             return whole(peer, writer, self.script.status, b'{"error":{"message":"scripted"}}')
         fields = json.loads(body)
         self.bodies.append(fields)
+        if self.script.refusals:
+            return refuse(peer, writer, path, fields, self.script.refusals.pop(0), self.script.refusal)
         aborted = asyncio.Event()
         names = names_of(fields)
         self.held |= dict.fromkeys(names, aborted)
@@ -182,8 +192,8 @@ class FakeInstance:
             await self.rooms.event(fields["bootstrap_room"]).wait()
         if not fields.get("stream"):
             reason = {"type": "abort"} if script.fail_prefill == "abort" else {"type": "stop"}
-            answer = {"text": "w0", "meta_info": {"id": fields["rid"], "finish_reason": reason}}
-            return whole(peer, writer, 200, json.dumps(answer).encode())
+            answer = {"text": "w0", "meta_info": {"id": fields.get("rid"), "finish_reason": reason}}
+            return whole(peer, writer, 200, json.dumps(answer).encode() if script.body is None else script.body)
         return await self._stream(peer, writer, fields)
 
     async def _stream(self, peer: h11.Connection, writer: asyncio.StreamWriter, fields: dict[str, Any]) -> bool:
@@ -209,7 +219,7 @@ class FakeInstance:
 
 def names_of(fields: dict[str, Any]) -> list[str]:
     """Under which ids SGLang knows the prompts of a request."""
-    rid, text = fields["rid"], fields.get("text")
+    rid, text = fields.get("rid", fields.get("request_id")), fields.get("text")
     if isinstance(rid, list):
         return [str(one) for one in rid]
     return [f"{rid}_{index}" for index in range(len(text))] if isinstance(text, list) else [str(rid)]
@@ -240,6 +250,22 @@ def last_word(
         writer.write(peer.send(h11.Response(status_code=200, headers=headers)) or b"")
     writer.write(peer.send(h11.Data(b"data: " + json.dumps(last).encode() + b"\n\n")) or b"")
     writer.write(peer.send(h11.Data(b"data: [DONE]\n\n")) or b"")
+    writer.write(peer.send(h11.EndOfMessage()) or b"")
+    return True
+
+
+def refuse(
+    peer: h11.Connection, writer: asyncio.StreamWriter, path: str, fields: dict[str, Any], code: int, message: str
+) -> bool:
+    error = {"object": "error", "message": message, "type": str(code), "param": None, "code": code}
+    if not fields.get("stream"):
+        return whole(peer, writer, code, json.dumps({"error": error}).encode())
+    if path == "/generate":
+        return last_word(peer, writer, fields, {"type": "abort", "status_code": code, "message": message})
+    headers = [("content-type", "text/event-stream; charset=utf-8"), ("transfer-encoding", "chunked")]
+    writer.write(peer.send(h11.Response(status_code=200, headers=headers)) or b"")
+    for event in (json.dumps({"error": error}), "[DONE]"):
+        writer.write(peer.send(h11.Data(f"data: {event}\n\n".encode())) or b"")
     writer.write(peer.send(h11.EndOfMessage()) or b"")
     return True
 

@@ -7,32 +7,36 @@ import contextlib
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import h11
 
-from pla_sglang.router import messages as m
 from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay import Relay
+from pla_sglang.router.relay.server import Relay
+from pla_sglang.router.wire import messages as m
 from support.instances import FakeInstance, Rooms, Script
 
 
 @dataclass
 class TurnControl:
-    """A control plane (``ControlPlane``) with a fixed table. It keeps everything it hears.
+    """A control plane (``ControlPort``) with a fixed table. It keeps everything it hears.
 
     Attributes:
         answer: called for an Ask instead of assigning in turn; None leaves the question open.
+        migration: streams are marked, and lost requests go on at the next instance that is not out of question.
+        silent: lost requests get no answer.
     """
 
-    workers: tuple[m.Worker, ...] = ()
+    workers: tuple[m.WorkerEntry, ...] = ()
     epoch: int = 1
-    prompts: m.Prompts = m.Prompts.ESTIMATE
+    prompts: m.PromptDetail = m.PromptDetail.ESTIMATE
     answer: Callable[[m.Ask], m.Assign | m.Refuse | None] | None = None
     heard: list[m.FromRelay] = field(default_factory=list)
     ports: dict[int, Any] = field(default_factory=dict)
     rooms: int = 0
+    migration: bool = False
+    silent: bool = False
 
     async def start(self) -> None:
         """Nothing to begin."""
@@ -40,30 +44,33 @@ class TurnControl:
     async def stop(self) -> None:
         """Nothing to end."""
 
-    def attach(self, relay: int, port: Any) -> None:
+    def attach_relay(self, relay: int, port: Any) -> None:
         self.ports[relay] = port
-        port.tell(self.table())
+        port.on_message(self.table())
 
-    def forget(self, relay: int) -> None:
+    def detach_relay(self, relay: int) -> None:
         del self.ports[relay]
 
     def table(self) -> m.Table:
-        return m.Table(self.epoch, 1, self.workers, serving=bool(self.workers), prompts=self.prompts)
+        serving = bool(self.workers)
+        return m.Table(self.epoch, 1, self.workers, serving, prompts=self.prompts, migration=self.migration)
 
-    def hear(self, message: m.FromRelay) -> None:
+    def on_message(self, message: m.FromRelay) -> None:
         self.heard.append(message)
         if isinstance(message, m.Ask):
             given = self.answer(message) if self.answer is not None else self.assign(message)
             if given is not None:
-                self.ports[message.relay].tell(given)
+                self.ports[message.relay].on_message(given)
+        elif isinstance(message, m.Lost) and not self.silent:
+            self.ports[0].on_message(self.go_on(message))
         elif isinstance(message, m.AdminAsk):
             body = json.dumps({"path": message.path, "method": message.method, "query": message.query}).encode()
-            self.ports[message.relay].tell(m.AdminAnswer(message.number, 200, "application/json", body))
+            self.ports[message.relay].on_message(m.AdminAnswer(message.number, 200, "application/json", body))
 
     def assign(self, ask: m.Ask) -> m.Assign | m.Refuse:
         self.rooms += 1000
         free = [worker for worker in self.workers if worker.number not in ask.excluded]
-        pick: dict[str, m.Worker] = {}
+        pick: dict[str, m.WorkerEntry] = {}
         for kind in ("unified", "prefill", "decode"):
             of_kind = [worker for worker in free if worker.kind == kind]
             if of_kind:
@@ -79,6 +86,13 @@ class TurnControl:
             bootstrap_room=self.rooms,
             reason="turn",
         )
+
+    def go_on(self, lost: m.Lost) -> m.Continue | m.End:
+        gone = {*lost.killed, *lost.avoided}
+        left = [worker.number for worker in self.workers if worker.number not in gone]
+        if not left:
+            return m.End(lost.rid, lost.hop, "nobody is left")
+        return m.Continue(lost.rid, lost.hop + 1, left[0], m.Continuation.REDO, lost.hop, "survive")
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]
@@ -109,7 +123,7 @@ class Setting:
     instances: list[FakeInstance]
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.relay.port)
+        return await asyncio.open_connection("127.0.0.1", self.relay.listener.port)
 
     async def ask(
         self, body: Any, path: str = "/generate", *, method: str = "POST", headers: dict[str, str] | None = None
@@ -125,7 +139,7 @@ class Setting:
     def ended(self) -> list[m.Ended]:
         return self.control.of(m.Ended)
 
-    async def until(self, ask: Callable[[], Any], *, patience_s: float = 5.0) -> Any:
+    async def until(self, ask: Callable[[], Any], *, patience_s: float = 20.0) -> Any:
         """The first true answer of ``ask``."""
         async with asyncio.timeout(patience_s):
             while not (answer := ask()):
@@ -139,11 +153,11 @@ class Setting:
         assert sorted(ends) == sorted(asked)
         over: set[str] = set()
         for message in self.control.heard:
-            if isinstance(message, m.Stage):
+            if isinstance(message, m.Progress):
                 assert message.rid not in over
             elif isinstance(message, m.Ended):
                 over.add(message.rid)
-        gauges = self.relay.gauges()
+        gauges = self.relay.read_gauges()
         left = [gauges[name] for name in ("open_requests", "buffered_bytes", "kept_bytes", "admin_requests")]
         assert left == [0, 0, 0, 0]
 
@@ -190,13 +204,14 @@ async def setting(
             for number, kind in enumerate(kinds)
         ]
         plane = TurnControl(tuple(one.worker() for one in instances), **control)
-        relay = Relay(config or RelayConfig(), number=0, say=plane.hear, rng=random.Random(5))
-        plane.attach(0, relay)
-        await relay.start()
+        listening = replace(config or RelayConfig(), port=0)
+        relay = Relay(listening, number=0, send_to_control=plane.on_message, rng=random.Random(5))
+        plane.attach_relay(0, relay)
+        await relay.start_serving()
         try:
             yield Setting(relay, plane, instances)
         finally:
-            await relay.stop()
+            await relay.stop_serving()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

@@ -9,20 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from pla_sglang.testing.server import free_port
+from pla_sglang.cluster.ports import free_port
+from pla_sglang.testing.server import HttpError, ServerError, open_url
 from support.fake_instance import FakeInstance
 from support.serving import until
 
 STOP_S = 10.0
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RouterProcess:
@@ -41,13 +39,13 @@ class RouterProcess:
 
     def ask(self, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
         """Status and body. Raises OSError where there is no answer."""
-        request = urllib.request.Request(self.url + path, body, headers or {})
         try:
-            with _direct.open(request, timeout=20) as answer:
+            with open_url(self.url + path, body, headers=headers, timeout_s=20) as answer:
                 return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read()
+        except HttpError as error:
+            return error.status, error.body.encode()
+        except ServerError as error:
+            raise ConnectionError(str(error)) from None
 
     def healthy(self) -> bool:
         with contextlib.suppress(OSError):
@@ -70,15 +68,19 @@ class RouterProcess:
 
 
 @contextlib.contextmanager
-def router_process(modes: Sequence[str], arguments: Sequence[str], folder: Path) -> Iterator[RouterProcess]:
-    """``modes``: of the fakes; ``arguments``: of the router, besides its port and its instances."""
+def router_process(
+    modes: Sequence[str], arguments: Sequence[str], folder: Path, *, python: Path | str = sys.executable
+) -> Iterator[RouterProcess]:
+    """``modes``: of the fakes; ``arguments``: of the router, besides its port and instances; ``python``: runs it."""
     with fake_instances(modes) as fakes:
         port, log = free_port(), folder / "router.log"
-        command = [sys.executable, "-m", "pla_sglang.launch_router", "--port", str(port), *arguments]
+        command = [str(python), "-m", "pla_sglang.launch_router", "--port", str(port), *arguments]
         for one in fakes:
             command += ["--worker", one.url]
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=folder, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
         router = RouterProcess(process, port, log, fakes)
         try:
             until(lambda: router.healthy() or process.poll() is not None, what="a router that serves")
@@ -89,8 +91,8 @@ def router_process(modes: Sequence[str], arguments: Sequence[str], folder: Path)
 
 
 @contextlib.contextmanager
-def fake_instances(modes: Sequence[str]) -> Iterator[list[FakeInstance]]:
-    """Served until the block ends."""
+def fake_instances(modes: Sequence[str | FakeInstance]) -> Iterator[list[FakeInstance]]:
+    """Served until the block ends; those that are made already, as they are."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -100,7 +102,8 @@ def fake_instances(modes: Sequence[str]) -> Iterator[list[FakeInstance]]:
 
     fakes: list[FakeInstance] = []
     try:
-        fakes += [done(FakeInstance(mode).start()) for mode in modes]
+        made = [FakeInstance(mode) if isinstance(mode, str) else mode for mode in modes]
+        fakes += [done(one.start()) for one in made]
         yield fakes
     finally:
         for one in fakes:

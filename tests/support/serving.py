@@ -8,21 +8,19 @@ from __future__ import annotations
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pla_sglang.testing.server import HttpError, Server, greedy_body
+from pla_sglang.testing.server import HttpError, Server, fetch, greedy_body, open_url
 
 T = TypeVar("T")
 Prompt = list[int]
 POLL_S = 0.005
 PATIENCE_S = 60.0
 # Gauges that count requests somewhere in the server. SGLang refreshes its own every 30 s when idle.
-_GAUGES = re.compile(r"^(?:sglang:num_(?:queue|running)_reqs|pla:queue_(?:reqs|tokens))(?:\{[^}]*\})? (\S+)$", re.M)
+_GAUGES = re.compile(r"^(?:sglang:num_(?:queue|running)_reqs|pla_queue_(?:reqs|tokens))(?:\{[^}]*\})? (\S+)$", re.M)
 
 
 def until(ask: Callable[[], T], *, what: str, patience_s: float = PATIENCE_S, poll_s: float = POLL_S) -> T:
@@ -60,15 +58,11 @@ class Client:
     ) -> tuple[int, Any]:
         """Status code and JSON (or text) of a POST, whatever the status."""
         content = json.dumps(body).encode() if raw is None else raw
-        request = urllib.request.Request(
-            self.server.url + path, content, {"Content-Type": "application/json", **(headers or {})}
-        )
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=PATIENCE_S) as answer:
+            with open_url(self.server.url + path, content, headers=headers, timeout_s=PATIENCE_S) as answer:
                 code, text = answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            code, text = error.code, error.read().decode()
+        except HttpError as error:
+            code, text = error.status, error.body
         try:
             return code, json.loads(text)
         except json.JSONDecodeError:
@@ -85,10 +79,8 @@ class Client:
     # -- states ------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        request = urllib.request.Request(self.server.url + "/pla/state", headers=self.headers)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=PATIENCE_S) as answer:
-            state: dict[str, Any] = json.load(answer)["schedulers"][0]
+        answer = fetch(self.server.url + "/pla/state", headers=self.headers, timeout_s=PATIENCE_S)
+        state: dict[str, Any] = answer["schedulers"][0]
         return state
 
     def chunk_left(self) -> int:

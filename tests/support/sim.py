@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pla_sglang.policy.decisions import Controller, Dispatch, FleetAction, Observer, Placement
-from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
-from pla_sglang.policy.reasons import FleetReason
-from pla_sglang.policy.types import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.decisions import Controller, Dispatch, FleetAction, Observer, Placement
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import LaunchFloor, StepProfile
 from pla_sglang.profiles.step import DecodeTerms, PrefillTerms
 from pla_sglang.sim.config import InstanceSpec, Policies, SimConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from pla_sglang.policy.awd import AwdKnobs
-from pla_sglang.policy.longs import LongKnobs
-from pla_sglang.policy.temporal import TemporalKnobs, TemporalPolicy
-from pla_sglang.policy.types import PassDecision, PassView, WaitingView
+from pla_sglang.policy.interface.prefill import PassDecision, PassView, WaitingView
+from pla_sglang.policy.pla.awd import AwdKnobs
+from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
 
 KNOBS = TemporalKnobs(
@@ -20,9 +20,15 @@ RECENT_S = NOW_S - 0.001  # arrival a moment ago
 AGED_S = NOW_S - 60.0
 
 
-def policy(*, busy: bool = False, **changes: object) -> TemporalPolicy:
-    """``busy``: shorts have been coming at 1000 a second, so that waiting for a fuller batch pays."""
-    made = TemporalPolicy(dataclasses.replace(KNOBS, **changes), FLAT)  # type: ignore[arg-type]
+def let_deadlines_decide(knobs: TemporalKnobs) -> TemporalKnobs:
+    """``knobs`` with deadlines that decide, and one age bound for all."""
+    return dataclasses.replace(knobs, longs=dataclasses.replace(knobs.longs, lost_age_s=knobs.longs.max_age_s))
+
+
+def policy(*, busy: bool = False, decide: bool = False, **changes: object) -> TemporalPolicy:
+    """``busy``: shorts come at 1000 a second, so that waiting for a fuller batch pays; ``decide``: deadlines do."""
+    settings = dataclasses.replace(KNOBS, **changes)  # type: ignore[arg-type]
+    made = TemporalPolicy(let_deadlines_decide(settings) if decide else settings, FLAT)
     if busy:
         for index in range(64):
             made.on_arrival(short(), NOW_S - 0.064 + index / 1000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.types import PassView, WaitingView
+from pla_sglang.policy.interface.prefill import PassView, WaitingView
+from pla_sglang.policy.pla.boundary import StepModel
 
 # 10 ms floor, 0.1 ms a token, no attention term: numbers that can be checked in the head. Ridge: 100 tokens.
 FLAT = StepModel(g0_s=0.010, gw_s=0.0, gr_s=0.0, k0_s=0.0, kr_s=0.0, b_s=1e-4, a_s=0.0)
@@ -36,9 +36,9 @@ def pass_view(
     budget: int = 1000,
     slots: int = 100,
     kv_free: int = 100_000,
+    kv_room: int | None = None,
     running: int = 0,
-    decode_wait_s: float = 0.0,
-    decode_step_s: float = 0.0,
+    **decodes: float,
 ) -> PassView:
     return PassView(
         waiting=list(queue),
@@ -46,7 +46,7 @@ def pass_view(
         pass_budget_tokens=budget,
         slots=slots,
         kv_free_tokens=kv_free,
+        kv_room_tokens=kv_free if kv_room is None else kv_room,
         running=running,
-        decode_wait_s=decode_wait_s,
-        decode_step_s=decode_step_s,
+        **decodes,  # type: ignore[arg-type]
     )

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.temporal import TemporalPolicy
-from pla_sglang.policy.types import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.temporal import TemporalPolicy
 
 DECODE_STEP_S = 0.012
 MAX_FRUITLESS_PASSES = 4  # at one instant, with nothing running: more of them is a livelock
@@ -179,14 +179,17 @@ class VirtualEngine:
             pass_budget_tokens=self.budget_tokens,
             slots=self.slots - len(self.running) - (self.chunk is not None),
             kv_free_tokens=self._kv_free(),
+            kv_room_tokens=self.kv_tokens - self._held(),
             running=len(self.running),
             decode_wait_s=self.now_s - self._decoded_s if self.running else 0.0,
         )
 
     def _kv_free(self) -> int:
-        held = sum(request.kv_tokens for request in [*self.running, *filter(None, [self.chunk])])
         growth = sum(request.growth_tokens for request in self.running) * self.growth
-        return int(self.kv_tokens - held - growth)
+        return int(self.kv_tokens - self._held() - growth)
+
+    def _held(self) -> int:
+        return sum(request.kv_tokens for request in [*self.running, *filter(None, [self.chunk])])
 
     def _hold(self, decision: PassDecision) -> bool:
         if self.running:
@@ -241,6 +244,8 @@ class VirtualEngine:
     def _execute(self, decision: PassDecision, batch: list[tuple[Request, int]]) -> None:
         attention = sum(tokens * (tokens + 2 * request.view.history_tokens) for request, tokens in batch)
         history = sum(request.view.history_tokens for request, _ in batch)
+        taken = sum(tokens for _, tokens in batch)
+        assert taken <= self.kv_tokens - self._held(), f"the host fails to allocate {taken} tokens: {decision}"
         self.now_s += self.model.step_s(sum(tokens for _, tokens in batch), history, attention)
         for request, tokens in batch:
             if request is self.chunk:
@@ -273,9 +278,9 @@ class VirtualEngine:
             request.kv_tokens = 0
 
     def _decode(self) -> None:
-        held = sum(request.kv_tokens for request in [*self.running, *filter(None, [self.chunk])])
-        rest = 0 if self.chunk is None else self.chunk.view.new_tokens
-        while held + len(self.running) + rest > self.kv_tokens and len(self.running) > 1:
+        """As the host, which leaves no room for what the chunk under way still has to compute."""
+        held = self._held()
+        while held + len(self.running) > self.kv_tokens and len(self.running) > 1:
             held -= self._retract(self.running.pop())
         self.longest_decode_wait_s = max(self.longest_decode_wait_s, self.now_s - self._decoded_s)
         self.now_s += DECODE_STEP_S

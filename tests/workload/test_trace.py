@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -71,6 +72,22 @@ def test_scaling_divides_the_times() -> None:
         trace([1.0, 1.0]).at_rate(2)
 
 
+def test_repeated_copies_share_no_session_and_no_prefix() -> None:
+    original = trace(
+        [1.0, 3.0, 5.0], session=np.array([0, 2, 0]), turn=np.array([0, 0, 1]), hash_ids=((1,), (), (1, 4))
+    )
+    twice = original.repeat(2)
+    assert twice.arrival_s.tolist() == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]  # a mean gap between the copies
+    assert twice.rate_per_s == original.rate_per_s
+    assert twice.session is not None
+    assert twice.turn is not None
+    assert (twice.session.tolist(), twice.turn.tolist()) == ([0, 2, 0, 3, 5, 3], [0, 0, 1, 0, 0, 1])
+    assert twice.hash_ids == ((1,), (), (1, 4), (6,), (), (6, 9))
+    assert twice.input_tokens.tolist() == [10] * 6
+    with pytest.raises(TraceError, match="repeated 0 times"):
+        original.repeat(0)
+
+
 def test_take_keeps_every_column() -> None:
     whole = trace([0.0, 1.0, 2.0], session=np.array([7, 8, 7]), hash_ids=((1,), (), (1, 2)))
     part = whole.take([0, 2])
@@ -86,5 +103,16 @@ def test_session_hashes_are_prefixes_within_a_session_and_disjoint_between() -> 
     assert [len(one) for one in ids] == [2, 3, 4]
     assert ids[2][:2] == ids[0]
     assert not set(ids[1]) & set(ids[2])
+    answers = dataclasses.replace(whole, output_tokens=np.array([62, 500, 100])).with_session_hashes(64).answer_ids
+    assert answers is not None
+    assert answers[0] == ids[2][2:3]  # 192 tokens with the answer
+    assert not set(answers[1]) & set(ids[2])  # a longer one than the trace has blocks for
+    assert len(answers[2]) == 1
+    assert not set(answers[2]) & set(ids[1])
+    twice = dataclasses.replace(whole, output_tokens=np.array([62, 1, 1])).with_session_hashes(64).repeat(2)
+    assert twice.answer_ids is not None
+    assert twice.hash_ids is not None
+    assert twice.answer_ids[3] == twice.hash_ids[5][2:3]
+    assert not set(twice.hash_ids[5]) & set(twice.hash_ids[2])
     with pytest.raises(TraceError, match="no sessions"):
         trace([0.0]).with_session_hashes()

@@ -30,23 +30,15 @@ class BatchTensors:
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticBuffers:
+class StaticBuffers(BatchTensors):
     """What captured kernels read; the addresses never change.
 
     Fields of ``BatchTensors`` at [most tokens] or [most slots] int64, ``extend_start_loc`` [most slots] int64: where
     each request's tokens begin. After packing into a shape, its unused tokens and slots hold 0: token 0 at position 0
-    that is written to KV slot 0, which the host keeps for padding, and requests of no tokens. Their start is the number
-    of real tokens. What lies beyond the shape is left as it was.
+    that is written to KV slot 0, which the host reserves for padding, and requests without tokens. Their start is the
+    number of real tokens. Values beyond the shape are unchanged.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    out_cache_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    extend_seq_lens: torch.Tensor
-    extend_prefix_lens: torch.Tensor
-    req_pool_indices: torch.Tensor
-    orig_seq_lens: torch.Tensor
     extend_start_loc: torch.Tensor
 
     @property

@@ -1,4 +1,4 @@
-"""One launch for all fields: programs share out the tokens, and the first one does the requests too."""
+"""One launch for all fields: programs divide the tokens, and the first one also writes the request fields."""
 
 from __future__ import annotations
 

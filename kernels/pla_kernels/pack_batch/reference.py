@@ -1,4 +1,4 @@
-"""The same with torch, a few operators for each field. What runs on a CPU, and what the kernel is compared with."""
+"""Reference in torch, used on a CPU and in comparisons with the kernel: a few operators per field."""
 
 from __future__ import annotations
 

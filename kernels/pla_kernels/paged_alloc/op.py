@@ -1,8 +1,8 @@
-"""Checked ops: which slots of a paged KV pool do new tokens get.
+"""Checked ops: slots of a paged KV pool for new tokens.
 
 A slot is ``page * page_size + position % page_size``. A request first fills the rest of the page that holds its last
 token (``last_loc``), then takes pages from the front of ``free_pages``, in the order of the batch. The caller owns
-``free_pages`` and drops the taken ones from its front; nothing is written here.
+``free_pages`` and removes the taken ones from its front; these functions do not modify it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def alloc_decode(
 
     Args:
         seq_lens: [batch] int, tokens including the new one; at least 1.
-        last_loc: [batch] int, slot of the token before the new one; -1 where there is none.
+        last_loc: [batch] int, slot of the token before the new one; -1 for the first token.
         free_pages: [free] int64, page ids in the order in which they are to be taken.
         page_size: slots per page.
 

@@ -11,14 +11,22 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from torch import nn
 
-from pla_sglang.chain.slots import ROW, Batch, ChainTables, forward
+from pla_sglang.chain.batch import Batch, ChainTables
+from pla_sglang.chain.slots import ROW, fold_batch, forward
+from pla_sglang.chain.spread_tensors import spread_logits
 from pla_sglang.chain.vocab import VOCAB_SIZE
 
+ANSWERS = ("words", "text", "spread")
 AUDIT_TOKENS = 16_384  # cached slots checked in one pass, over all requests
 
 
 class PlaChainForCausalLM(nn.Module):
-    """Holds no weights. Reads and writes SGLang's KV pool as rows of integers."""
+    """Holds no weights. Reads and writes SGLang's KV pool as rows of integers.
+
+    Members of the model's configuration, for ``--json-model-override-args``: ``chain_audit_tokens``; ``chain_answers``,
+    one of ``ANSWERS`` (``repeat.py``, ``spread.py``); ``chain_check_prefixes``, whether the lengths of prefixes that
+    SGLang gives attention are checked too.
+    """
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
@@ -29,6 +37,13 @@ class PlaChainForCausalLM(nn.Module):
         self.config = config
         self.layers = config.num_hidden_layers
         self.audit_tokens = int(getattr(config, "chain_audit_tokens", AUDIT_TOKENS))
+        answers = getattr(config, "chain_answers", ANSWERS[0])
+        if answers not in ANSWERS:
+            raise ValueError(f"chain model: chain_answers {answers!r} is not known; allowed: {', '.join(ANSWERS)}")
+        self.repeats, self.spreads = answers == "text", answers == "spread"
+        if self.spreads and self.layers != 1:
+            raise ValueError(f"chain model: chain_answers 'spread' needs one layer, not {self.layers}")
+        self.checks_prefixes = bool(getattr(config, "chain_check_prefixes", False))
         self.tables = ChainTables(config.max_position_embeddings)
         self.placeholder = nn.Parameter(torch.zeros(1), requires_grad=False)  # SGLang asks a model for its dtype
 
@@ -39,29 +54,36 @@ class PlaChainForCausalLM(nn.Module):
         requests = len(forward_batch.req_pool_indices)
         logits = torch.zeros(requests, VOCAB_SIZE)
         if requests:
-            batch = self._batch(input_ids, forward_batch)
+            batch = self._batch(input_ids, positions, forward_batch)
             pool = get_attn_backend().token_to_kv_pool  # of the torch_native backend
             for layer in range(self.layers):
                 keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
-                tokens = forward(self.tables, _rows(keys), _rows(values), batch, self.audit_tokens // self.layers)
+                audit_tokens = self.audit_tokens // self.layers
+                if self.spreads:
+                    logits = spread_logits(*fold_batch(self.tables, _rows(keys), _rows(values), batch, audit_tokens))
+                    continue
+                tokens = forward(self.tables, _rows(keys), _rows(values), batch, audit_tokens, repeats=self.repeats)
                 logits.scatter_add_(1, tokens[:, None], torch.ones(requests, 1))
         return LogitsProcessorOutput(next_token_logits=logits)
 
-    def _batch(self, input_ids: torch.Tensor, forward_batch: ForwardBatch) -> Batch:
+    def _batch(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch) -> Batch:
         seq_lens = forward_batch.seq_lens.long()
         if forward_batch.forward_mode.is_decode():
-            lengths = torch.ones_like(seq_lens)
+            lengths, said_prefix = torch.ones_like(seq_lens), None
         else:
             lengths = forward_batch.extend_seq_lens.long()
+            said_prefix = forward_batch.extend_prefix_lens.long() if self.checks_prefixes else None
         pool = get_attn_backend().req_to_token_pool
         return Batch(
             ids=input_ids.long(),
             slots=forward_batch.out_cache_loc.long(),
-            # Not extend_prefix_lens: in mixed batches that counts a decoding request's prefix one short or long.
+            # Not extend_prefix_lens, from which SGLang makes the positions: here these are to be checked.
             prefix=seq_lens - lengths,
             lengths=lengths,
             table=pool.req_to_token,
             rows=forward_batch.req_pool_indices.long(),
+            positions=positions.long(),
+            said_prefix=said_prefix,
         )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -6,16 +6,18 @@ import random
 import time
 from typing import Any
 
-from pla_graphs.cache import GraphCache
+from pla_graphs.cache import Agree, GraphCache
+from pla_graphs.recorder import CaptureError, capture_step
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.graphs import refusals
-from pla_sglang.engine.graphs.attention import state_of
-from pla_sglang.engine.graphs.host import GIB, CapturedForward, agree_over, free_bytes
+from pla_sglang.engine.graphs.attention import AttentionState, state_of
+from pla_sglang.engine.graphs.host import GIB, CapturedForward, agree_over, allocated_bytes, free_bytes
 from pla_sglang.engine.graphs.runner import GraphRunner
-from pla_sglang.policy.buckets.choose import LARGEST_TOKENS, LONGEST_TOKENS, LayoutKnobs, build_layout
-from pla_sglang.policy.buckets.expect import BatchPrior, expected_hits
-from pla_sglang.policy.buckets.layouts import Layout
-from pla_sglang.policy.buckets.plan import CaptureKnobs, CapturePlan
+from pla_sglang.policy.pla.graphs.choose import LARGEST_TOKENS, LONGEST_TOKENS, LayoutKnobs, build_layout
+from pla_sglang.policy.pla.graphs.expect import BatchPrior, expected_hits
+from pla_sglang.policy.pla.graphs.layouts import Layout
+from pla_sglang.policy.pla.graphs.plan import CaptureKnobs, CapturePlan
+from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 
 SEED = 0  # of the draws that estimate how often shapes are asked for; alike on all ranks
 
@@ -26,7 +28,8 @@ def layout_of(runner: Any, config: PlaConfig) -> Layout:
     largest = min(LARGEST_TOKENS, chunk) if chunk > 0 else LARGEST_TOKENS
     longest = LONGEST_TOKENS if config.boundary_tokens is None else min(config.boundary_tokens, largest)
     slots = max(1, min(64, runner.req_to_token_pool.size))
-    return build_layout(LayoutKnobs(config.graph_layout, largest, min(longest, largest), slots))
+    pass_tokens = chunk if chunk > 0 else None
+    return build_layout(LayoutKnobs(config.graph_layout, largest, min(longest, largest), slots, pass_tokens))
 
 
 def reasons_against(runner: Any, config: PlaConfig) -> list[str]:
@@ -39,23 +42,39 @@ def reasons_against(runner: Any, config: PlaConfig) -> list[str]:
 
 
 def build_runner(runner: Any, stock: Any, config: PlaConfig) -> GraphRunner:
-    """Our runner in front of ``stock``, with the most expected shapes captured. For a server with no reason against."""
-    state = state_of(runner.attn_backend)
+    """Our runner in front of ``stock``, with the most expected shapes captured. For a server with no reason against.
+
+    Raises CaptureError where the static buffers cannot be had, on all ranks if on one.
+    """
+    state = state_of(runner.attn_backend, lambda: allocated_bytes(runner))
     assert state is not None, "asked for a backend that cannot be captured"
     layout = layout_of(runner, config)
     prior = BatchPrior(most_requests=max(bucket.slots for bucket in layout.buckets()))
-    plan = CapturePlan(
-        expected_hits(layout, prior, random.Random(SEED)), CaptureKnobs(budget_s=config.graph_capture_budget_s)
+    knobs = CaptureKnobs(
+        budget_s=config.graph_capture_budget_s, busy_s_per_minute=config.graph_busy_capture_s_per_minute
     )
-    forward = CapturedForward(runner, state, layout.buckets())
+    plan = CapturePlan(expected_hits(layout, prior, random.Random(SEED)), knobs)
+    agree = agree_over(runner.tp_group)
+    forward = _forward_of(runner, state, layout, agree)
     cache = GraphCache(
         layout,
         plan,
-        forward.recorder,
-        forward.record,
+        forward,
         budget_bytes=int(config.graph_budget_gb * GIB),
         clock=time.perf_counter,
-        agree=agree_over(runner.tp_group),
+        agree=agree,
     )
     cache.capture_at_start()
     return GraphRunner(stock, forward, cache)
+
+
+def _forward_of(runner: Any, state: AttentionState, layout: Layout, agree: Agree) -> CapturedForward:
+    forward, error = None, CaptureError(CaptureFailure.OTHER_RANK, "another rank could not allocate its buffers")
+    try:
+        with capture_step(CaptureFailure.BATCH):
+            forward = CapturedForward(runner, state, layout.buckets())
+    except CaptureError as own_error:
+        error = own_error
+    if agree([float(forward is None)])[0] or forward is None:
+        raise error
+    return forward

@@ -7,31 +7,43 @@ batch: so any number of logits, logprobs and grammars work as ever. Written agai
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.distributed.parallel_state import graph_capture
-from sglang.srt.layers.dp_attention import DpPaddingMode, set_dp_buffer_len, set_is_extend_in_batch
+from sglang.srt.layers.dp_attention import (
+    DpPaddingMode,
+    get_global_dp_buffer_len,
+    get_is_extend_in_batch,
+    get_local_dp_buffer_len,
+    is_dp_max_padding,
+    set_dp_buffer_len,
+    set_is_extend_in_batch,
+)
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 from sglang.srt.utils import get_available_gpu_memory
 
 from pla_graphs.cuda import CudaRecorder
-from pla_graphs.recorder import Recorder, Recording
+from pla_graphs.recorder import Recorder, Recording, capture_step
 from pla_graphs.tape import TapeRecorder
 from pla_kernels.pack_batch.buffers import BatchTensors, StaticBuffers, allocate
 from pla_kernels.pack_batch.op import pack_batch
 from pla_sglang.engine.graphs.attention import AttentionState
 from pla_sglang.engine.graphs.refusals import decoder_body
-from pla_sglang.policy.buckets.layouts import Bucket
+from pla_sglang.policy.pla.graphs.layouts import Bucket
+from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 
 GIB = 1 << 30
 
 
 class CapturedForward:
-    """Records and replays the decoder body of one model runner. Owns the static buffers."""
+    """Records and replays the decoder body of one model runner: the cache's source of shapes. Owns the static buffers.
+
+    A capture may happen in the middle of a live pass, so what it changes in the host is put back, also where it fails.
+    """
 
     def __init__(self, runner: Any, attention: AttentionState, buckets: Sequence[Bucket]) -> None:
         self._runner = runner
@@ -59,23 +71,52 @@ class CapturedForward:
 
     # -- capture ---------------------------------------------------------------------------------------------------
 
-    def record(self, bucket: Bucket) -> Recording:
-        """Capture the body at this shape. Raises CaptureError."""
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        return self.recorder.session()
+
+    def prepare(self, bucket: Bucket) -> Callable[[], Recording]:
+        """Buffers, a pretended batch and attention metadata of this shape. Raises CaptureError, as does the result."""
         largest = Bucket(self._most_tokens[bucket.slots], bucket.slots, bucket.length)
-        self._attention.prepare(self._pretended_batch(largest), bucket.slots)
-        batch = self._pretended_batch(bucket)
-        self._attention.capture(batch, bucket)
-        context = ForwardContext(attn_backend=self.recorder.attention(self._runner.attn_backend))
+        attention = self._attention
+        with attention.keep_metadata():
+            with capture_step(CaptureFailure.BATCH):
+                batch = self._pretended_batch(largest)
+            with capture_step(CaptureFailure.PREPARE):
+                attention.prepare(batch, bucket.slots)
+            with capture_step(CaptureFailure.BATCH):
+                batch = self._pretended_batch(bucket)
+            with capture_step(CaptureFailure.PLAN):
+                attention.capture(batch, bucket)
+            metadata = attention.metadata
+        return lambda: self._record(bucket, batch, metadata)
 
-        @torch.no_grad()
-        def forward() -> torch.Tensor:
-            set_dp_buffer_len(None, bucket.tokens, False)
-            set_is_extend_in_batch(False)
-            with forward_context(context):
-                hidden: torch.Tensor = self._body.forward(batch.input_ids, batch.positions, batch)
-            return hidden
+    def _record(self, bucket: Bucket, batch: ForwardBatch, metadata: Any) -> Recording:
+        attention = self._attention
+        with attention.keep_metadata(), _kept_forward_flags():
+            attention.metadata = metadata
+            context = ForwardContext(attn_backend=self.recorder.attention(self._runner.attn_backend))
 
-        return self.recorder.record(forward)
+            @torch.no_grad()
+            def forward() -> torch.Tensor:
+                set_dp_buffer_len(None, bucket.tokens, False)
+                set_is_extend_in_batch(False)
+                with forward_context(context):
+                    hidden: torch.Tensor = self._body.forward(batch.input_ids, batch.positions, batch)
+                return hidden
+
+            return self.recorder.record(forward)
+
+    def fixed_bytes(self) -> int:
+        return self.buffers.memory_bytes + self.recorder.result_bytes
+
+    def attention_bytes(self, slots: int) -> int:
+        return self._attention.set_bytes(slots, self._most_tokens[slots])
+
+    def release(self, slots: int) -> None:
+        self._attention.release(slots)
+
+    def free_unused(self) -> None:
+        self.recorder.free_unused()
 
     def _pretended_batch(self, bucket: Bucket) -> ForwardBatch:
         """A full batch of prompts without history, written to KV slot 0, which the host keeps for padding."""
@@ -122,9 +163,8 @@ class CapturedForward:
 
     # -- replay ----------------------------------------------------------------------------------------------------
 
-    def replay(self, recording: Recording, bucket: Bucket, batch: ForwardBatch, **kwargs: Any) -> Any:
-        """Run ``batch`` through the recording, then the host's tail on it. Returns what the model returns."""
-        self._load(bucket, batch)
+    def replay(self, recording: Recording, batch: ForwardBatch, **kwargs: Any) -> Any:
+        """Run ``batch``, which is loaded, through the recording, then the host's tail on it: what the model returns."""
         hidden = recording.replay()[: len(batch.input_ids)]
         with self._body_returns(hidden), forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
             return self._runner.model.forward(batch.input_ids, batch.positions, batch, **kwargs)
@@ -143,8 +183,11 @@ class CapturedForward:
             else:
                 body.forward = before
 
-    def _load(self, bucket: Bucket, batch: ForwardBatch) -> None:
-        """Live values into the static buffers, and the attention metadata from them."""
+    def load(self, bucket: Bucket, batch: ForwardBatch) -> None:
+        """Live values into the static buffers, and the attention metadata from them; ``replay`` comes next.
+
+        Raises CaptureError where the attention backend cannot plan this batch; no other rank knows of that.
+        """
         live = BatchTensors(
             input_ids=batch.input_ids,
             positions=batch.positions,
@@ -158,7 +201,30 @@ class CapturedForward:
         pack_batch(live, self.buffers, bucket.tokens, bucket.slots)
         seq_lens_cpu = self._seq_lens_cpu[: bucket.slots].zero_()
         seq_lens_cpu[: batch.batch_size] = batch.seq_lens_cpu
-        self._attention.refresh(self._padded(bucket, seq_lens_cpu), bucket)
+        with capture_step(CaptureFailure.PLAN):
+            self._attention.refresh(self._padded(bucket, seq_lens_cpu), bucket)
+
+    @property
+    def ranks(self) -> int:
+        """That run each pass together."""
+        return int(self._runner.tp_group.world_size)
+
+
+@contextlib.contextmanager
+def _kept_forward_flags() -> Iterator[None]:
+    """The host's flags of the pass under way, which a capture sets for its own."""
+    buffers = (get_global_dp_buffer_len(), get_local_dp_buffer_len(), is_dp_max_padding())
+    is_extend = get_is_extend_in_batch()
+    try:
+        yield
+    finally:
+        set_dp_buffer_len(*buffers)
+        set_is_extend_in_batch(is_extend)
+
+
+def allocated_bytes(runner: Any) -> int:
+    """What the device's allocator has handed out; 0 for a device without one."""
+    return int(torch.cuda.memory_allocated()) if runner.device == "cuda" else 0
 
 
 def free_bytes(runner: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pla_sglang.engine.graphs.attention import state_of
-from pla_sglang.policy.buckets.reasons import GraphReason
+from pla_sglang.policy.pla.graphs.reasons import GraphReason
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DEVICES = ("cuda", "cpu")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from pla_graphs.cache import Found, GraphCache
+from pla_graphs.recorder import CaptureError
 from pla_sglang.engine.graphs.host import CapturedForward
 from pla_sglang.engine.graphs.refusals import of_batch
-from pla_sglang.policy.buckets.layouts import Layout
+from pla_sglang.policy.pla.graphs.layouts import Layout
+from pla_sglang.policy.pla.graphs.reasons import GraphReason
+
+logger = logging.getLogger(__name__)
 
 
 class GraphRunner:
@@ -45,9 +50,25 @@ class GraphRunner:
             return None
         found = self.cache.find(batch.extend_seq_lens_cpu)
         if found.recording is None:
-            self.cache.capture_missed(idle=False)  # of use to the next batch of this shape
+            self.cache.capture_busy()  # of use to the next batch of this shape
             return None
-        return found
+        return found if self._load(batch, found) else None
+
+    def _load(self, batch: Any, found: Found) -> bool:
+        """Whether the batch is ready for its recording; if not, the host's runner takes it, and the graph goes."""
+        assert found.bucket is not None
+        try:
+            self._forward.load(found.bucket, batch)
+        except CaptureError as error:
+            if (
+                self._forward.ranks > 1
+            ):  # the others replay: nothing that this rank could do would fit their collectives
+                raise
+            logger.warning("pla_graphs: %s cannot be replayed: %s", found.bucket.name, error, exc_info=True)
+            self.cache.refuse(GraphReason.PLAN_FAILED)
+            self.cache.discard(found.bucket, error.failure)
+            return False
+        return True
 
     def execute(self, batch: Any, **kwargs: Any) -> Any:
         asked, self._asked = self._asked, None
@@ -56,11 +77,11 @@ class GraphRunner:
         found = asked[1]
         assert found.bucket is not None and found.recording is not None
         self.cache.counts.on_replay(found.bucket, len(batch.input_ids))
-        return self._forward.replay(found.recording, found.bucket, batch, **kwargs)
+        return self._forward.replay(found.recording, batch, **kwargs)
 
     def on_idle(self) -> None:
         """Nothing runs or waits: capture a shape that was missed, if one was often enough."""
-        self.cache.capture_missed(idle=True)
+        self.cache.capture_idle()
 
     def state(self) -> dict[str, Any]:
         cache = self.cache
@@ -69,6 +90,7 @@ class GraphRunner:
             "captured": [bucket.name for bucket in cache.captured],
             "shapes": len(cache.layout.buckets()),
             "memory_bytes": cache.memory_bytes,
-            "buffer_bytes": self._forward.buffers.memory_bytes,
+            "buffer_bytes": self._forward.fixed_bytes(),
+            "attention_bytes": cache.attention_bytes,
             "start_ended_by": None if cache.stopped_by is None else cache.stopped_by.value,
         }

@@ -6,60 +6,60 @@ Holds no socket and no clock: reports and requests come in, ranks and role chang
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pla_sglang.config import PlaConfig
-from pla_sglang.engine.pools.prefixes import PrefixModel, block_hashes
+from pla_sglang.load.instance_load import prefill_sample
+from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends, token_block_keys
+from pla_sglang.load.report import Report
+from pla_sglang.load.tracker import LoadTracker, Phase, ReportEffect, TrackedRequest
 from pla_sglang.policy.arrow.curve import PrefillCurve
 from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.boundary import Boundary, StepModel
-from pla_sglang.policy.decisions import SetLengthClass
-from pla_sglang.policy.fit import StepFit, StepSample
-from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
+from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.interface.decisions import PolicySet, SetLengthClass
+from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.pla.averaged_pressure import AveragedPressure
+from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.fitted_boundary import FittedBoundary
+from pla_sglang.policy.pla.length_classes import split_ranks
 from pla_sglang.policy.pla.pressure import PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
-from pla_sglang.policy.pla.steady import SteadyPressure
-from pla_sglang.policy.types import PrefillClass
-from pla_sglang.telemetry.book import ROLE_CLASSES, InstanceBook
-from pla_sglang.telemetry.message import Report
+from pla_sglang.policy.pla.step_fit import StepFit
+from pla_sglang.policy.runner import Effects, FleetRunner, PoolMove, Refusal
 
-MOVES_KEPT = 64
+BLOCK_TOKENS = 64
+ROLE_CLASSES = {"mixed": None, "short": PrefillClass.SHORT, "long": PrefillClass.LONG}
 OPERATOR = "operator"  # reason of a move that somebody asked for
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Move:
-    """A rank has changed its role; pressures as they were then."""
-
-    at_s: float
-    rank: int
-    role: str
-    reason: str
-    short_pressure: float
-    long_pressure: float
-
-
-def curve_of(model: StepModel) -> PrefillCurve:
+def make_curve(model: StepModel) -> PrefillCurve:
     """The step model as a cost per request: each pays the larger floor, as if it were computed alone."""
     return PrefillCurve(max(model.g0_s, model.k0_s), model.b_s, model.a_s, max(model.gr_s, model.kr_s))
 
 
-def start_roles(ranks: int, short_ranks: int | None) -> list[str]:
-    """The first ``short_ranks`` are short, half of them by default. With one pool empty its class goes to the other."""
-    shorts = ranks // 2 if short_ranks is None else short_ranks
-    return ["short"] * shorts + ["long"] * (ranks - shorts)
-
-
-def pressure_knobs(config: PlaConfig) -> PressureKnobs:
-    """Inputs of Algorithm 2 as the flags have them."""
+def make_pressure_knobs(config: PlaConfig, ttft_slo_s: float) -> PressureKnobs:
+    """Inputs of Algorithm 2 as the flags have them; ``ttft_slo_s`` in device seconds, as the flags' times are."""
     return PressureKnobs(
-        ttft_slo_s=config.pool_slo_ttft_ms / 1e3,
+        ttft_slo_s=ttft_slo_s,
         tau=config.pressure_hysteresis,
         cool_down_s=config.pressure_cool_down_ms / 1e3,
         interval_s=config.pressure_interval_ms / 1e3,
     )
+
+
+class RankEffects(Effects):
+    """Ranks change pools; their other roles are fixed. ``relabel`` is called with rank, role and device time."""
+
+    def __init__(self, relabel: Callable[[int, str, float], None]) -> None:
+        self._relabel = relabel
+
+    def set_length_class(self, action: SetLengthClass, now_s: float) -> Refusal | None:
+        assert action.length_class is not None, "the pressure controller knows two classes"
+        self._relabel(action.instance.index, action.length_class.value, now_s)
+        return None
 
 
 class Pools:
@@ -67,8 +67,8 @@ class Pools:
 
     Args:
         ranks: data-parallel ranks, numbered from 0.
-        start: step model until reports have said more.
-        chunk_tokens: upper limit of a boundary that is fitted; None: no chunking.
+        start: step model until reports have said more, in device seconds.
+        chunk_tokens: upper limit of the boundary; None: no chunking.
         set_role: performs a role change; called with rank and role.
     """
 
@@ -81,7 +81,8 @@ class Pools:
         set_role: Callable[[int, str], None],
     ) -> None:
         self._set_role = set_role
-        self.roles = start_roles(ranks, config.short_ranks)
+        self.clock = DeviceClock(config.time_scale)
+        self.roles = [length_class.value for length_class in split_ranks(ranks, config.short_ranks)]
         views = [
             InstanceView(
                 rank, f"rank-{rank}", kind=InstanceKind.UNIFIED, role=Role.MIXED, length_class=ROLE_CLASSES[role]
@@ -89,170 +90,186 @@ class Pools:
             for rank, role in enumerate(self.roles)
         ]
         self.fleet = FleetView(views)
-        self.books = [InstanceBook(view) for view in views]
-        self._prefixes = [PrefixModel() for _ in views]
-        self._fit = StepFit(start)
-        self.predictor = TtftPredictor({"": curve_of(start)})
-        self._cap_tokens = chunk_tokens
-        self.dispatched: Counter[str] = Counter()
-        self.ticks: Counter[str] = Counter()
-        self.moves: deque[Move] = deque(maxlen=MOVES_KEPT)
-        self.move_count: Counter[str] = Counter()
+        self.loads = [LoadTracker(view, follows_requests=False, clock=self.clock) for view in views]
+        self._prefixes = PrefixIndex(even_block_ends(BLOCK_TOKENS))
+        self.boundary = FittedBoundary(StepFit(start), fixed_tokens=config.boundary_tokens, cap_tokens=chunk_tokens)
+        self._model = start  # that the predictor has now
+        self.predictor = TtftPredictor({"": make_curve(start)})
         self.external = 0
-        self._pressure = SteadyPressure(pressure_knobs(config), self.predictor)
+        self._requests = 0  # sent to any rank
+        target_s = self._target_s(config)
+        self.pressure = AveragedPressure(make_pressure_knobs(config, target_s), self.predictor)
+        self._dispatcher = SpatialDispatcher(SpatialKnobs(target_s), self.predictor, self.boundary)
+        policy = PolicySet("pla", self._dispatcher, (self.pressure,))
+        effects = RankEffects(self._change_pool)
+        self.runner = FleetRunner(policy, self.fleet, effects, move_signals=self._move_signals, clock=self.clock)
         self.set_config(config)
 
     def set_config(self, config: PlaConfig) -> None:
         """New knobs. A cool-down that is under way goes on."""
         self.config = config
-        target_s = config.pool_slo_ttft_ms / 1e3
-        self.boundary = Boundary(
-            fixed_tokens=config.boundary_tokens, cap_tokens=self._cap_tokens, model=self._fit.model
-        )
-        self._dispatcher = SpatialDispatcher(
-            SpatialKnobs(ttft_slo_s=target_s, boundary_tokens=max(1, self.boundary.tokens(0))), self.predictor
-        )
-        self._pressure.retune(pressure_knobs(config))
+        self.boundary.set_fixed(config.boundary_tokens)
+        target_s = self._target_s(config)
+        self._dispatcher.knobs = SpatialKnobs(ttft_slo_s=target_s)
+        self.pressure.retune(make_pressure_knobs(config, target_s))
+
+    def _target_s(self, config: PlaConfig) -> float:
+        return self.clock.device_s(config.pool_slo_ttft_ms / 1e3)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def place(
+    def place_request(
         self, rid: str, tokens: Sequence[int], now_s: float, *, slo_s: float | None = None, salt: object = None
     ) -> int:
         """The rank for a request; it counts as sent there. Raises RuntimeError when no rank is ready."""
-        hashes = block_hashes(tokens, salt)
-        cached = {rank: model.matched_tokens(hashes) for rank, model in enumerate(self._prefixes)}
+        keys = token_block_keys(tokens, BLOCK_TOKENS, salt=salt)
         request = RequestView(
             rid,
             input_tokens=max(1, len(tokens)),
-            arrival_s=now_s,
-            cached={rank: count for rank, count in cached.items() if count},
-            ttft_slo_s=slo_s,
+            arrival_s=self.clock.device_s(now_s),
+            cached=self._prefixes.lookup(keys),
+            ttft_slo_s=None if slo_s is None else self.clock.device_s(slo_s),
         )
-        decision = self._dispatcher.dispatch(request, self.fleet, now_s)
-        self.dispatched[decision.reason.value] += 1
+        decision = self.runner.dispatch(request, now_s)
         if decision.prefill is None:
             raise RuntimeError("no data-parallel rank is ready")
-        self._sent(decision.prefill.index, request, hashes)
+        self._add_request(decision.prefill.index, request, keys, now_s)
         return decision.prefill.index
 
-    def sent_elsewhere(self, rank: int, rid: str, tokens: Sequence[int], now_s: float, *, salt: object = None) -> None:
+    def note_external(self, rank: int, rid: str, tokens: Sequence[int], now_s: float, *, salt: object = None) -> None:
         """A request that names its rank itself was sent there."""
         self.external += 1
-        hashes = block_hashes(tokens, salt)
-        matched = self._prefixes[rank].matched_tokens(hashes)
-        self._sent(rank, RequestView(rid, max(1, len(tokens)), now_s, {rank: matched}), hashes)
+        keys = token_block_keys(tokens, BLOCK_TOKENS, salt=salt)
+        request = RequestView(rid, max(1, len(tokens)), self.clock.device_s(now_s), self._prefixes.lookup(keys))
+        self._add_request(rank, request, keys, now_s)
 
-    def _sent(self, rank: int, request: RequestView, hashes: Sequence[int]) -> None:
+    def _add_request(self, rank: int, request: RequestView, keys: Sequence[int], now_s: float) -> None:
+        """It was sent to ``rank``. A request id may come again, so a number keeps the tracker's keys apart."""
         view = self.fleet.instances[rank]
-        self.books[rank].sent(request.new_tokens(view), request.history_tokens(view))
-        self._prefixes[rank].insert(hashes, view.kv_capacity_tokens)
+        new, history = request.new_tokens(view), request.history_tokens(view)
+        self._requests += 1
+        tracked = TrackedRequest(new, history, now_s, Phase.QUEUED, decodes_here=False)
+        self.loads[rank].add_request((request.rid, self._requests), tracked)
+        self._prefixes.insert_prompt(rank, keys, view.kv_capacity_tokens // BLOCK_TOKENS)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def on_report(self, report: Report, now_s: float) -> None:
-        if report.dp_rank >= len(self.books):
+        if report.dp_rank >= len(self.loads):
             return
-        sample = self.books[report.dp_rank].update(report, now_s)
-        if sample is None:
+        load = self.loads[report.dp_rank]
+        effect = load.on_report(report, now_s)
+        if effect is ReportEffect.RESTARTED:
+            load.restart()
+            effect = load.on_report(report, now_s)
+        sample = prefill_sample(load.view, report, self.clock)
+        if effect is not ReportEffect.APPLIED or sample is None:
             return
-        self._dispatcher.on_prefill(sample, now_s)
-        changed = False
-        for one in report.steps:
-            step = StepSample(one.new_tokens, one.history_tokens, one.attention, one.duration_s)
-            changed = self._fit.observe(step) or changed
-        if changed:
-            self.predictor.curves[""] = curve_of(self._fit.model)
-            self.boundary.update(self._fit.model)
-            knobs = dataclasses.replace(self._dispatcher.knobs, boundary_tokens=max(1, self.boundary.tokens(0)))
-            self._dispatcher.knobs = knobs
+        self.runner.prefilled(sample, now_s)
+        if self.boundary.model is not self._model:
+            self._model = self.boundary.model
+            self.predictor.curves[""] = make_curve(self._model)
 
-    def silent(self) -> list[int]:
+    def list_silent(self) -> list[int]:
         """Ranks that have not reported yet."""
-        return [rank for rank, book in enumerate(self.books) if book.report is None]
+        return [rank for rank, load in enumerate(self.loads) if load.reported_s is None]
 
     def on_flush(self) -> None:
         """The ranks forget their prefixes."""
-        for model in self._prefixes:
-            model.clear()
+        for rank in range(len(self.roles)):
+            self._prefixes.forget_instance(rank)
 
     # -- pools -------------------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> None:
         """Call often; decides once in a control period."""
         if self.config.pressure == "off":
-            self._pressure.look(self.fleet, now_s)
-            return
-        for action in self._pressure.tick(self.fleet, now_s):
-            self.ticks[action.reason.value] += 1
-            if isinstance(action, SetLengthClass):
-                assert action.length_class is not None, "the pressure controller knows two classes"
-                self._move(action.instance.index, action.length_class.value, action.reason.value, now_s)
+            self.pressure.look(self.fleet, self.clock.device_s(now_s))
+        else:
+            self.runner.tick(0, now_s)
 
     def order_role(self, rank: int | None, role: str, now_s: float) -> None:
         """The operator wants ``role`` for a rank, or for all. The ranks have been told by whoever asked."""
-        for one in range(len(self.roles)) if rank is None else [rank]:
-            if self.roles[one] != role:
-                self._label(one, role, OPERATOR, now_s)
+        for index in range(len(self.roles)) if rank is None else [rank]:
+            if self.roles[index] != role:
+                move = PoolMove(now_s, self.fleet.instances[index], role, OPERATOR, self._move_signals())
+                self._relabel(index, role, self.clock.device_s(now_s))
+                self.runner.note_move(move)
 
-    def announce(self) -> None:
+    def announce_roles(self) -> None:
         """Tell every rank the role that it starts with."""
         for rank, role in enumerate(self.roles):
             self._set_role(rank, role)
 
-    def _move(self, rank: int, role: str, reason: str, now_s: float) -> None:
-        self._label(rank, role, reason, now_s)
+    def _change_pool(self, rank: int, role: str, now_s: float) -> None:
+        self._relabel(rank, role, now_s)
         self._set_role(rank, role)
 
-    def _label(self, rank: int, role: str, reason: str, now_s: float) -> None:
-        pressures = self.pressures()
+    def _relabel(self, rank: int, role: str, now_s: float) -> None:
+        """At ``now_s`` of the device."""
         self.roles[rank] = role
         view = self.fleet.instances[rank]
         view.length_class, view.since_s = ROLE_CLASSES[role], now_s
-        self.moves.append(Move(now_s, rank, role, reason, pressures["short"], pressures["long"]))
-        self.move_count[reason] += 1
-        self._pressure.cool_down_from(now_s)
+        self.pressure.cool_down_from(now_s)
 
-    def pool(self, cls: PrefillClass) -> list[InstanceView]:
-        return [view for view in self.fleet.instances if view.length_class is cls]
+    def _move_signals(self) -> dict[str, float]:
+        return {f"{cls}_pressure": pressure for cls, pressure in self.compute_pressures().items()}
 
-    def pressures(self) -> dict[str, float]:
+    def compute_pressures(self) -> dict[str, float]:
         """P of each pool, from the averaged signals."""
-        return {cls.value: self._pressure.pool_pressure(self.pool(cls)) for cls in PrefillClass}
+        instances = self.fleet.instances
+        return {
+            cls.value: self.pressure.pool_pressure([view for view in instances if view.length_class is cls])
+            for cls in PrefillClass
+        }
 
     # -- for people --------------------------------------------------------------------------------------------------
 
-    def signals(self, rank: int) -> dict[str, float]:
-        """q, e, u and psi of one rank (Algorithm 2 lines 18 to 21), averaged."""
-        return self._pressure.signals(self.fleet.instances[rank])._asdict()
+    def count_decisions(self) -> dict[str, Counter[str]]:
+        """Dispatches, the pressure controller's answers and moves, each by reason."""
+        answers: Counter[str] = Counter()
+        for key, count in self.runner.actions.items():
+            answers[key.partition(":")[2]] += count
+        dispatched = Counter({reason.value: count for reason, count in self.runner.decisions.items()})
+        return {"dispatched": dispatched, "ticks": answers, "moves": self.runner.moved}
 
-    def state(self, now_s: float) -> dict[str, Any]:
+    def describe_state(self, now_s: float) -> dict[str, Any]:
         """Plain values."""
         return {
             "ranks": [self._rank_state(rank, now_s) for rank in range(len(self.roles))],
-            "pressure": self.pressures(),
-            "boundary_tokens": self._dispatcher.knobs.boundary_tokens,
-            "step_model": dataclasses.asdict(self._fit.model),
-            "dispatched": dict(self.dispatched),
+            "pressure": self.compute_pressures(),
+            "boundary_tokens": self.boundary.tokens(0),
+            "boundary_tokens_at_8k_history": self.boundary.tokens(8192),
+            "step_model": dataclasses.asdict(self._model),
             "external": self.external,
-            "ticks": dict(self.ticks),
-            "moves": dict(self.move_count),
-            "last_moves": [{**dataclasses.asdict(move), "ago_s": now_s - move.at_s} for move in self.moves],
-            "knobs": {**dataclasses.asdict(self._pressure.knobs), "pressure": self.config.pressure},
+            **{name: dict(counter) for name, counter in self.count_decisions().items()},
+            "last_moves": [
+                {
+                    "at_s": move.at_s,
+                    "ago_s": now_s - move.at_s,
+                    "rank": move.instance.index,
+                    "role": move.role,
+                    "reason": move.reason,
+                    **move.signals,
+                }
+                for move in self.runner.moves
+            ],
+            "knobs": {**dataclasses.asdict(self.pressure.knobs), "pressure": self.config.pressure},
         }
 
     def _rank_state(self, rank: int, now_s: float) -> dict[str, Any]:
-        book, view = self.books[rank], self.fleet.instances[rank]
+        load, view = self.loads[rank], self.fleet.instances[rank]
+        report = load.reports.get(rank)
         return {
             "rank": rank,
             "role": self.roles[rank],
-            "draining": bool(book.report and book.report.draining),
-            "report_age_s": book.age_s(now_s),
-            "reports_lost": book.lost,
-            "outstanding": book.outstanding(),
+            "draining": report is not None and report.draining,
+            "report_age_s": None if load.reported_s is None else now_s - load.reported_s,
+            "reports_lost": load.lost_reports,
+            "outstanding": load.open_requests(),
             "queued_prefills": view.queued_prefills,
             "queued_tokens": view.queued_tokens,
-            "delay_s": self.predictor.delay_s(view),
+            "delay_s": self.clock.wall_s(self.predictor.delay_s(view)),
             "curve_factor": self.predictor.factor(view),
-            **self.signals(rank),
+            **self.pressure.signals(view)._asdict(),
         }

@@ -53,7 +53,7 @@ class _ReadyPipe:
 
     def send(self, info: dict[str, Any]) -> None:
         """Raises HostMismatchError when our seams are not in effect or a rank does not report."""
-        from pla_sglang.engine.pools.handlers import ready_info
+        from pla_sglang.engine.hooks.dp_controller import ready_info
 
         self._pipe.send({**info, "pla": ready_info(REPORTS_WITHIN_S)})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -21,7 +21,7 @@ async def ask(address: str) -> dict[str, Any]:
         await socket.send(b"")
         if not await socket.poll(TIMEOUT_MS):
             return {"error": f"the pool controller has not answered within {TIMEOUT_MS} ms"}
-        answer: dict[str, Any] = orjson.loads(await socket.recv())
+        answer: dict[str, Any] = msgspec.json.decode(await socket.recv())
         return answer
 
 
@@ -38,7 +38,7 @@ class Answers:
 
     def serve(self, state: dict[str, Any]) -> None:
         self.socket.recv()
-        self.socket.send(orjson.dumps(state))
+        self.socket.send(msgspec.json.encode(state))
 
     def close(self) -> None:
         self.socket.close()

@@ -5,8 +5,8 @@ The least of what the KV cache holds and what one decode step may read within th
 
 from __future__ import annotations
 
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.steps import StepTimes
+from pla_sglang.checks import require
+from pla_sglang.policy.interface.step_times import StepTimes
 
 
 def max_running_tokens(

@@ -9,14 +9,14 @@ cache costs what is left to compute, and reading its history.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.optimize import nnls
 
+from pla_sglang.checks import require
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.steps import StepTimes
+from pla_sglang.policy.interface.step_times import StepTimes
 
 PROFILE_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PROFILE_HISTORY_TOKENS = (0, 4096)
@@ -65,9 +65,24 @@ def fit_curve(samples: Sequence[tuple[float, float, float]]) -> PrefillCurve:
     attention = new_tokens * (new_tokens + 2 * history_tokens)
     columns = np.stack([np.ones_like(times), new_tokens, attention, history_tokens], axis=1) / times[:, None]
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)  # columns differ by ten orders of magnitude
-    solution, _ = nnls(columns / scale, np.ones_like(times))
-    c0, c1, c2, c3 = (float(value) for value in solution / scale)
+    c0, c1, c2, c3 = (float(value) for value in solve_nonnegative(columns / scale, np.ones_like(times)) / scale)
     return PrefillCurve(c0, c1, c2, c3)
+
+
+def solve_nonnegative(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Least squares with coefficients >= 0 of a few columns: the best of all sets of columns that may be above zero.
+
+    Not scipy's: a router needs nothing else of it, and it is larger than all that a router does need.
+    """
+    best, best_error = np.zeros(columns.shape[1]), float(target @ target)
+    for size in range(1, columns.shape[1] + 1):
+        for chosen in itertools.combinations(range(columns.shape[1]), size):
+            solution = np.linalg.lstsq(columns[:, chosen], target, rcond=None)[0]
+            error = float(np.sum((columns[:, chosen] @ solution - target) ** 2))
+            if error < best_error and solution.min() >= 0:
+                best, best_error = np.zeros(columns.shape[1]), error
+                best[list(chosen)] = solution
+    return best
 
 
 def profile_curve(

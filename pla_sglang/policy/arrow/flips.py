@@ -13,16 +13,15 @@ The paper has no damping but decode-first. Three rules are added:
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Iterable
 
+from pla_sglang.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.arrow.pools import PoolEvent, after
 from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.checks import require, require_order
-from pla_sglang.policy.decisions import SetRole
-from pla_sglang.policy.fleet import FleetView, InstanceView, Role
-from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.interface.decisions import SetRole
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, Role
+from pla_sglang.policy.interface.reasons import FleetReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +36,16 @@ class FlipKnobs:
         load_change: the load has changed when it is larger or smaller than at the last flip by this factor.
     """
 
-    low_load: float = 0.7
-    cool_down_s: float = 1.0
+    low_load: float = knob(0.7, allowed=Range(0, 1, above=True))
+    cool_down_s: float = knob(1.0, allowed=Range(0))
     cool_down_max_s: float = 3600.0
-    regret_s: float = 60.0
-    load_window_s: float = 20.0
-    load_change: float = 2.0
+    regret_s: float = knob(60.0, allowed=Range(0, above=True))
+    load_window_s: float = knob(20.0, allowed=Range(0, above=True))
+    load_change: float = knob(2.0, allowed=Range(1, above=True))
 
     def __post_init__(self) -> None:
-        require("flip low_load", self.low_load, 0, 1, above=True)
-        require("flip cool_down_s", self.cool_down_s, 0)
-        require("flip regret_s", self.regret_s, 0, above=True)
-        require("flip load_window_s", self.load_window_s, 0, above=True)
-        require("flip load_change", self.load_change, 1, above=True)
+        check_fields(self, "flip")
         require_order("flip cool_down_s", self.cool_down_s, "cool_down_max_s", self.cool_down_max_s)
-
-
-class Direction(enum.Enum):
-    TO_PREFILL = PoolEvent.TO_PREFILL
-    TO_DECODE = PoolEvent.TO_DECODE
 
 
 class LoadLevel:
@@ -83,7 +73,7 @@ class FlipGuard:
         self.knobs = knobs
         self.load = LoadLevel(knobs.load_window_s)
         self._learnt_s = knobs.cool_down_s
-        self._last: Direction | None = None
+        self._last: PoolEvent | None = None
         self._last_s = float("-inf")
         self._last_load = 0.0
 
@@ -93,13 +83,13 @@ class FlipGuard:
         other_load = load > change * last or last > change * load
         return self.knobs.cool_down_s if other_load else self._learnt_s
 
-    def may(self, direction: Direction, now_s: float) -> bool:
+    def may(self, direction: PoolEvent, now_s: float) -> bool:
         """Flips in the direction of the last one are never held: a burst may need several."""
         if self._last is None or direction is self._last:
             return True
         return now_s - self._last_s >= self.cool_down_s(now_s)
 
-    def note(self, direction: Direction, now_s: float) -> None:
+    def note(self, direction: PoolEvent, now_s: float) -> None:
         """A flip is being made. Precondition: ``may``."""
         assert self.may(direction, now_s), "a flip that the guard holds back"
         knobs, cool_down_s = self.knobs, self.cool_down_s(now_s)
@@ -124,21 +114,26 @@ def least_running(pool: Iterable[InstanceView]) -> InstanceView | None:
 
 
 def pick_for_prefill(fleet: FleetView) -> InstanceView | None:
-    """Algorithm 3: the instance to take from decode; None if it were the last one."""
+    """Algorithm 3: the instance to take from decode; None if it were the last one, or no role can change."""
     decode, mixed = fleet.by_role[Role.DECODE], fleet.by_role[Role.PREFILL_TO_DECODE]
     if len(decode) + len(mixed) <= 1:
         return None
-    return least_running(mixed or decode)
+    return least_running(movable(mixed) or movable(decode))
 
 
 def pick_for_decode(fleet: FleetView, predictor: TtftPredictor) -> InstanceView | None:
-    """Algorithm 4: the instance to take from prefill; None if it were the last one."""
+    """Algorithm 4: the instance to take from prefill; None if it were the last one, or no role can change."""
     prefill, mixed = fleet.by_role[Role.PREFILL], fleet.by_role[Role.DECODE_TO_PREFILL]
     if len(prefill) + len(mixed) <= 1:
         return None
-    return predictor.least_delay(mixed or prefill)
+    return predictor.least_delay(movable(mixed) or movable(prefill))
 
 
-def flip(instance: InstanceView, direction: Direction, reason: FleetReason) -> SetRole:
-    """The move along the transition diagram."""
-    return SetRole(instance, after(instance, direction.value), reason)
+def movable(pool: Iterable[InstanceView]) -> list[InstanceView]:
+    """Those whose role can change; live, instances of a fixed kind may stand beside stateless ones."""
+    return [instance for instance in pool if not instance.fixed_role]
+
+
+def flip(instance: InstanceView, event: PoolEvent, reason: FleetReason) -> SetRole:
+    """The move along the transition diagram, from the role that the instance has now."""
+    return SetRole(instance, after(instance, event), reason, instance.role_epoch)

@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
+from pla_sglang.checks import Range, check_fields, knob, require
 from pla_sglang.policy.arrow.flips import (
-    Direction,
     FlipGuard,
     FlipKnobs,
     flip,
     least_running,
+    movable,
     pick_for_decode,
     pick_for_prefill,
 )
-from pla_sglang.policy.arrow.pools import PoolEvent, after, can_settle
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.decisions import (
+from pla_sglang.policy.arrow.pools import PoolEvent, can_settle
+from pla_sglang.policy.arrow.predictor import PredictingPolicy, TtftPredictor
+from pla_sglang.policy.interface.decisions import (
     Dispatch,
     FleetAction,
     Hold,
-    Observer,
     Placement,
-    PrefillSample,
     SetRole,
 )
-from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
-from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.reasons import FleetReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,24 +53,21 @@ class ArrowKnobs:
     tpot_slo_s: float
     max_running_tokens: Mapping[str, int]
     flips: FlipKnobs = dataclasses.field(default_factory=FlipKnobs)
-    tpot_window_s: float = 1.0
-    idle_s: float = 1.0
-    busy_load: float = 0.5
+    tpot_window_s: float = knob(1.0, allowed=Range(0))
+    idle_s: float = knob(1.0, allowed=Range(0))
+    busy_load: float = knob(0.5, allowed=Range(0, above=True))
     adaptive: bool = True
-    interval_s: float = 0.25
+    interval_s: float = knob(0.25, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:
+        check_fields(self, "arrow")
         require("ttft_slo_s", self.ttft_slo_s, 0, above=True)
         require("tpot_slo_s", self.tpot_slo_s, 0, above=True)
         for name, tokens in self.max_running_tokens.items():
             require(f"max_running_tokens[{name!r}]", tokens, 1)
-        require("arrow tpot_window_s", self.tpot_window_s, 0)
-        require("arrow idle_s", self.idle_s, 0)
-        require("arrow busy_load", self.busy_load, 0, above=True)
-        require("arrow interval_s", self.interval_s, 0, above=True)
 
 
-class ArrowPolicy(Observer):
+class ArrowPolicy(PredictingPolicy):
     """Dispatcher and controller in one: both change the same pools.
 
     ``pace_s`` reads an instance's token interval, None where there is none that tells of its decode load.
@@ -82,7 +78,7 @@ class ArrowPolicy(Observer):
         self.predictor = predictor
         self.guard = FlipGuard(knobs.flips)
         self.interval_s = knobs.interval_s
-        self.pace_s: Callable[[InstanceView], float | None] = measured_pace_s
+        self.pace_s: Callable[[InstanceView], float | None] = attrgetter("token_interval_s")
         self._over_since_s: float | None = None  # token interval above target since; None: it is not
         self._idle_since_s: dict[int, float] = {}
 
@@ -146,27 +142,27 @@ class ArrowPolicy(Observer):
         instance = pick_for_prefill(fleet) if self.knobs.adaptive else None
         if instance is None:
             return Hold(FleetReason.HOLD_LAST)
-        if not self.guard.may(Direction.TO_PREFILL, now_s):
+        if not self.guard.may(PoolEvent.TO_PREFILL, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
         if not self._decode_load_stays_low(fleet, instance):
             return Hold(FleetReason.HOLD_OVERLOAD)
-        self.guard.note(Direction.TO_PREFILL, now_s)
-        return flip(instance, Direction.TO_PREFILL, reason)
+        self.guard.note(PoolEvent.TO_PREFILL, now_s)
+        return flip(instance, PoolEvent.TO_PREFILL, reason)
 
     def try_move_prefill_to_decode(self, fleet: FleetView, now_s: float, reason: FleetReason) -> SetRole | Hold:
         """Algorithm 4 behind the guard; the prefill load does not matter."""
         instance = pick_for_decode(fleet, self.predictor) if self.knobs.adaptive else None
         if instance is None:
             return Hold(FleetReason.HOLD_LAST)
-        if not self.guard.may(Direction.TO_DECODE, now_s):
+        if not self.guard.may(PoolEvent.TO_DECODE, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
-        self.guard.note(Direction.TO_DECODE, now_s)
-        return flip(instance, Direction.TO_DECODE, reason)
+        self.guard.note(PoolEvent.TO_DECODE, now_s)
+        return flip(instance, PoolEvent.TO_DECODE, reason)
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         """What the instance monitor starts: members that have settled, a lost phase, triggers 2 and 3."""
         settled: list[FleetAction] = [
-            SetRole(instance, after(instance, PoolEvent.SETTLE), FleetReason.DRAINED)
+            flip(instance, PoolEvent.SETTLE, FleetReason.DRAINED)
             for role in (Role.PREFILL_TO_DECODE, Role.DECODE_TO_PREFILL)
             for instance in fleet.by_role[role]
             if can_settle(instance)
@@ -187,11 +183,11 @@ class ArrowPolicy(Observer):
         """Trigger 3, for the instance that is idle."""
         if pick_for_decode(fleet, self.predictor) is None or not self.knobs.adaptive:
             return Hold(FleetReason.HOLD_LAST)
-        if not self.guard.may(Direction.TO_DECODE, now_s):
+        if not self.guard.may(PoolEvent.TO_DECODE, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
-        self.guard.note(Direction.TO_DECODE, now_s)
+        self.guard.note(PoolEvent.TO_DECODE, now_s)
         self._idle_since_s.clear()
-        return flip(idle, Direction.TO_DECODE, FleetReason.FLIP_IDLE)
+        return flip(idle, PoolEvent.TO_DECODE, FleetReason.FLIP_IDLE)
 
     def _repair(self, fleet: FleetView) -> SetRole | None:
         """After the death of the last instance of a phase; neither cool-down nor load matter then."""
@@ -202,10 +198,10 @@ class ArrowPolicy(Observer):
             return None
         if not prefill and len(decode) > 1:
             instance = pick_for_prefill(fleet)
-            return None if instance is None else flip(instance, Direction.TO_PREFILL, FleetReason.REPAIR)
+            return None if instance is None else flip(instance, PoolEvent.TO_PREFILL, FleetReason.REPAIR)
         if not decode and len(prefill) > 1:
             instance = pick_for_decode(fleet, self.predictor)
-            return None if instance is None else flip(instance, Direction.TO_DECODE, FleetReason.REPAIR)
+            return None if instance is None else flip(instance, PoolEvent.TO_DECODE, FleetReason.REPAIR)
         return None
 
     # -- small questions -----------------------------------------------------------------------------------------------
@@ -274,7 +270,8 @@ class ArrowPolicy(Observer):
 
     def _idle_prefill(self, fleet: FleetView, now_s: float) -> InstanceView | None:
         """The prefill instance that has been idle longest, if for ``idle_s``; seen at ticks."""
-        idle = {instance.index: instance for instance in fleet.by_role[Role.PREFILL] if not instance.queued_prefills}
+        members = movable(fleet.by_role[Role.PREFILL])
+        idle = {instance.index: instance for instance in members if not instance.queued_prefills}
         self._idle_since_s = {index: self._idle_since_s.get(index, now_s) for index in idle}
         if not idle:
             return None
@@ -285,14 +282,3 @@ class ArrowPolicy(Observer):
 
     def on_arrival(self, request: RequestView, now_s: float) -> None:
         self.guard.load.add(request.input_tokens, now_s)
-
-    def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
-        self.predictor.on_prefill(sample)
-
-    def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
-        self.predictor.on_first_token(request, now_s)
-
-
-def measured_pace_s(instance: InstanceView) -> float | None:
-    """The token interval as it is."""
-    return instance.token_interval_s

@@ -1,7 +1,7 @@
 """Arrow's four pools as one state machine (Arrow section 5.2 and the transition diagram of Figure 5).
 
 A pool is the ``role`` of an instance: PREFILL, DECODE, and the two transitional ones, PREFILL_TO_DECODE (gets decodes,
-still finishes prefills) and DECODE_TO_PREFILL. Every move is one of three events; ``transition`` is the only place that
+still finishes prefills) and DECODE_TO_PREFILL. Every move is one of four events; ``transition`` is the only place that
 knows which are legal.
 """
 
@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import enum
 
-from pla_sglang.policy.fleet import InstanceView, Role
+from pla_sglang.errors import IllegalMoveError
+from pla_sglang.policy.interface.fleet import InstanceView, Role
 
 
 class PoolEvent(enum.Enum):
     TO_PREFILL = "to_prefill"  # Algorithm 3
     TO_DECODE = "to_decode"  # Algorithm 4
     SETTLE = "settle"  # the old work of a transitional member is done
-    UNITE = "unite"  # not in the paper: both phases from now on (``unite.py``)
-
-
-class IllegalMoveError(ValueError):
-    """The instance is not in a pool that this event may start from."""
+    UNITE = "unite"  # not in the paper: both phases from now on (``colocation.py``)
 
 
 def transition(role: Role, event: PoolEvent, *, has_prefills: bool, has_decodes: bool) -> Role:

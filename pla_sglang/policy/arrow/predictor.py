@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from pla_sglang.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.arrow.curve import PrefillCurve
-from pla_sglang.policy.checks import require, require_order
-from pla_sglang.policy.decisions import PrefillSample
-from pla_sglang.policy.fleet import InstanceView, RequestView
+from pla_sglang.policy.interface.decisions import Observer, PrefillSample
+from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +29,14 @@ class PredictorKnobs:
         error_memory: requests over which the TTFT error is averaged.
     """
 
-    prior_s: float = 2.0
-    memory_s: float = 20.0
-    factor_min: float = 0.25
-    factor_max: float = 8.0
-    error_memory: float = 200.0
+    prior_s: float = knob(2.0, allowed=Range(0, above=True))
+    memory_s: float = knob(20.0, allowed=Range(0, above=True))
+    factor_min: float = knob(0.25, allowed=Range(0, 1, above=True))
+    factor_max: float = knob(8.0, allowed=Range(1))
+    error_memory: float = knob(200.0, allowed=Range(1))
 
     def __post_init__(self) -> None:
-        require("predictor prior_s", self.prior_s, 0, above=True)
-        require("predictor memory_s", self.memory_s, 0, above=True)
-        require("predictor factor_min", self.factor_min, 0, 1, above=True)
-        require("predictor factor_max", self.factor_max, 1)
-        require("predictor error_memory", self.error_memory, 1)
+        check_fields(self, "predictor")
         require_order("predictor prior_s", self.prior_s, "memory_s", self.memory_s)
 
 
@@ -161,8 +157,19 @@ class TtftPredictor:
         ratio = entry.observed_s / entry.predicted_s
         entry.value = min(max(ratio, knobs.factor_min), knobs.factor_max)
 
-    def on_first_token(self, request: RequestView, now_s: float, dispatched_s: float | None = None) -> None:
-        """Judge the prediction that ``request`` carries; ``dispatched_s`` defaults to its arrival."""
+    def on_first_token(self, request: RequestView, now_s: float) -> None:
+        """Judge the prediction that ``request`` carries."""
         if request.predicted_ttft_s is not None:
-            start_s = request.arrival_s if dispatched_s is None else dispatched_s
-            self.error.add(request.predicted_ttft_s, now_s - start_s, self.knobs.error_memory)
+            self.error.add(request.predicted_ttft_s, now_s - request.arrival_s, self.knobs.error_memory)
+
+
+class PredictingPolicy(Observer):
+    """A policy whose predictor learns from prefill passes and first tokens."""
+
+    predictor: TtftPredictor
+
+    def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
+        self.predictor.on_prefill(sample)
+
+    def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
+        self.predictor.on_first_token(request, now_s)

@@ -1,1 +1,1 @@
-"""What the four systems are compared with: plain dispatchers, engine orders, load migration, autoscalers."""
+"""Baselines of the four systems: plain dispatchers, engine orders, load migration, autoscalers."""

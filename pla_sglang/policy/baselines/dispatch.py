@@ -1,6 +1,6 @@
 """Plain dispatchers. Each chooses a prefill instance and, when the prefill is done, a decode instance.
 
-Which instances may prefill and which may decode is a matter of roles: on MIXED instances both phases stay together
+Roles decide which instances may prefill and which may decode: on MIXED instances both phases stay together
 (data parallel serving); with PREFILL and DECODE roles the same dispatcher serves a static P/D split. ``split_roles``
 makes such a split.
 
@@ -19,13 +19,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from random import Random
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.checks import Range, check_fields, knob, require
 from pla_sglang.policy.arrow.flips import least_running
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.decisions import Dispatch, Observer, Placement, PrefillSample
-from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
-from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.arrow.predictor import PredictingPolicy, TtftPredictor
+from pla_sglang.policy.interface.decisions import Dispatch, Placement
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.reasons import FleetReason, Reason
 
 Pool = Sequence[InstanceView]
 _MIXED = Role.MIXED
@@ -48,13 +47,13 @@ def unfinished_tokens(instance: InstanceView) -> int:
     return instance.queued_tokens + instance.context_tokens + instance.waiting_decode_tokens
 
 
-class PoolDispatcher(Observer, abc.ABC):
+class PoolDispatcher(abc.ABC):
     """The frame of all plain dispatchers: pools by role, a request stays on a MIXED instance."""
 
-    reason = FleetReason.ROUND_ROBIN
+    reason: Reason = FleetReason.ROUND_ROBIN
 
     @abc.abstractmethod
-    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, Reason]:
         """From a pool that is not empty."""
 
     @abc.abstractmethod
@@ -88,7 +87,7 @@ class RoundRobin(PoolDispatcher):
     def __init__(self) -> None:
         self._last = {"prefill": -1, "decode": -1}
 
-    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, Reason]:
         return self._next(pool, "prefill"), self.reason
 
     def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
@@ -113,11 +112,11 @@ class RoundRobin(PoolDispatcher):
 class LeastLoad(PoolDispatcher):
     """Least of any load function, the first of equals."""
 
-    def __init__(self, load: Callable[[InstanceView], float], reason: FleetReason) -> None:
+    def __init__(self, load: Callable[[InstanceView], float], reason: Reason) -> None:
         self._load = load
         self.reason = reason
 
-    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, Reason]:
         return min(pool, key=self._load), self.reason
 
     def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
@@ -140,7 +139,7 @@ class TwoChoices(PoolDispatcher):
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, Reason]:
         return self._better(pool), self.reason
 
     def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
@@ -154,7 +153,7 @@ class TwoChoices(PoolDispatcher):
         return min(pool[first], pool[second], key=unfinished_tokens)
 
 
-class MinimalLoad(PoolDispatcher):
+class MinimalLoad(PredictingPolicy, PoolDispatcher):
     """Arrow's request scheduling alone: least predicted prefill delay, least running tokens."""
 
     reason = FleetReason.MINIMAL_LOAD
@@ -162,7 +161,7 @@ class MinimalLoad(PoolDispatcher):
     def __init__(self, predictor: TtftPredictor) -> None:
         self.predictor = predictor
 
-    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, Reason]:
         chosen = self.predictor.least_delay(pool)
         assert chosen is not None, "the pool is not empty"
         return chosen, self.reason
@@ -175,12 +174,6 @@ class MinimalLoad(PoolDispatcher):
     def predicted_ttft_s(self, request: RequestView, instance: InstanceView) -> float | None:
         return self.predictor.ttft_s(request, instance)
 
-    def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
-        self.predictor.on_prefill(sample)
-
-    def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
-        self.predictor.on_first_token(request, now_s)
-
 
 @dataclasses.dataclass(frozen=True)
 class CacheAwareKnobs:
@@ -192,26 +185,22 @@ class CacheAwareKnobs:
             differ by more than the first and by more than this factor; then the least loaded instance is taken.
     """
 
-    match_share: float = 0.5
-    balance_requests: int = 32
-    balance_ratio: float = 1.1
+    match_share: float = knob(0.5, allowed=Range(0, 1))
+    balance_requests: int = knob(32, allowed=Range(0))
+    balance_ratio: float = knob(1.1, allowed=Range(1))
 
     def __post_init__(self) -> None:
-        require("cache match_share", self.match_share, 0, 1)
-        require("cache balance_requests", self.balance_requests, 0)
-        if self.balance_ratio < 1:
-            raise ConfigError(f"cache balance_ratio must be at least 1, got {self.balance_ratio}")
+        check_fields(self, "cache")
 
 
-class CacheAware(PoolDispatcher):
+class CacheAware(LeastLoad):
     """Follows the prefix while loads are balanced. A miss goes to the least loaded, which fills its cache."""
 
-    reason = FleetReason.LEAST_REQUESTS
-
     def __init__(self, knobs: CacheAwareKnobs | None = None) -> None:
+        super().__init__(InstanceView.requests, FleetReason.LEAST_REQUESTS)
         self.knobs = knobs or CacheAwareKnobs()
 
-    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, FleetReason]:
+    def choose_prefill(self, pool: Pool, request: RequestView) -> tuple[InstanceView, Reason]:
         least = min(pool, key=InstanceView.requests)
         most = max(member.requests() for member in pool)
         fewest = least.requests()
@@ -224,6 +213,3 @@ class CacheAware(PoolDispatcher):
             if tokens > best_tokens:
                 best, best_tokens, hit = member, float(tokens), True
         return best, FleetReason.CACHE_HIT if hit else FleetReason.CACHE_MISS
-
-    def choose_decode(self, pool: Pool, request: RequestView) -> InstanceView:
-        return min(pool, key=InstanceView.requests)

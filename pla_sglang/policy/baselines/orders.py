@@ -18,9 +18,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from pla_sglang.policy.boundary import StepModel
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.types import Action, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.checks import require
+from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassDecision, PassView, Reason, WaitingView
+from pla_sglang.policy.pla.boundary import StepModel
 
 
 def fill(view: PassView, order: Iterable[WaitingView], *, chunk_tokens: int | None = None) -> PassDecision:
@@ -59,14 +59,14 @@ def _take(order: Iterable[WaitingView], budget: int, slots: int, *, cut: bool) -
     return chosen
 
 
-class Fcfs:
+class Fcfs(EnginePolicy):
     """Host order."""
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         return fill(view, view.waiting)
 
 
-class ShortestPrefillFirst:
+class ShortestPrefillFirst(EnginePolicy):
     """SGLang's ``shortest-prefill-first``; no ageing, so a stream of shorts starves longs.
 
     Args:
@@ -86,7 +86,7 @@ class ShortestPrefillFirst:
         return fill(view, shorter, chunk_tokens=self.page_tokens if shorter else None)
 
 
-class Hrrn:
+class Hrrn(EnginePolicy):
     """Highest response ratio next.
 
     Args:
@@ -109,7 +109,7 @@ class Hrrn:
         return 1.0 + max(0.0, now_s - request.arrival_s) / service_s
 
 
-class PassSrpt:
+class PassSrpt(EnginePolicy):
     """Shortest remaining prefill first, decided anew at each pass; a longer chunk is parked."""
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
@@ -152,7 +152,7 @@ def fluid_srpt(arrivals: Sequence[tuple[float, float]]) -> list[float]:
     return [done - arrival for done, (arrival, _) in zip(done_s, arrivals, strict=True)]
 
 
-ENGINE_ORDERS: dict[str, Callable[[StepModel], Fcfs | ShortestPrefillFirst | Hrrn | PassSrpt]] = {
+ENGINE_ORDERS: dict[str, Callable[[StepModel], EnginePolicy]] = {
     "fcfs": lambda model: Fcfs(),
     "shortest-prefill-first": lambda model: ShortestPrefillFirst(),
     "hrrn": Hrrn,

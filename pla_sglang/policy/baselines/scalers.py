@@ -1,4 +1,4 @@
-"""Autoscalers in the manner of Dynamo's planner: by load thresholds (DYN-LOAD) and by the SLA (DYN-SLA).
+"""Autoscalers similar to Dynamo's planner: by load thresholds (DYN-LOAD) and by the SLA (DYN-SLA).
 
 * threshold: a role grows by one above ``high`` and shrinks by one below ``low`` mean utilisation (prefill: backlog over
   the TTFT target; decode: KV cache in use), at most one change a role and cool-down.
@@ -12,16 +12,16 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from pla_sglang.checks import Range, check_fields, knob, require, require_order
 from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.baselines.migration import used_share
-from pla_sglang.policy.checks import require, require_order
-from pla_sglang.policy.decisions import FleetAction, Hold, Observer, ScaleTo
-from pla_sglang.policy.dopd.forecast import Forecaster, LastValue
+from pla_sglang.policy.dopd.forecast import Forecaster, LastValue, next_values
 from pla_sglang.policy.dopd.load import LoadMeter
 from pla_sglang.policy.dopd.planner import least_loaded
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
-from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
-from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, ScaleTo
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.reasons import FleetReason
 
 
 def scale(
@@ -50,18 +50,15 @@ class ThresholdKnobs:
 
     ttft_slo_s: float
     high: float = 0.8
-    low: float = 0.3
-    cool_down_s: float = 60.0
-    role_max: int = 512
-    interval_s: float = 10.0
+    low: float = knob(0.3, allowed=Range(0))
+    cool_down_s: float = knob(60.0, allowed=Range(0))
+    role_max: int = knob(512, allowed=Range(1))
+    interval_s: float = knob(10.0, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:
+        check_fields(self, "threshold")
         require("threshold ttft_slo_s", self.ttft_slo_s, 0, above=True)
-        require("threshold low", self.low, 0)
         require_order("threshold low", self.low, "high", self.high)
-        require("threshold cool_down_s", self.cool_down_s, 0)
-        require("threshold role_max", self.role_max, 1)
-        require("threshold interval_s", self.interval_s, 0, above=True)
 
 
 class ThresholdScaler:
@@ -112,16 +109,14 @@ class SlaKnobs:
 
     tpot_slo_s: float
     concurrency_max: int
-    prefill_utilisation: float = 0.8
-    role_max: int = 512
-    interval_s: float = 60.0
+    prefill_utilisation: float = knob(0.8, allowed=Range(0, 1, above=True))
+    role_max: int = knob(512, allowed=Range(1))
+    interval_s: float = knob(60.0, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:
+        check_fields(self, "sla")
         require("sla tpot_slo_s", self.tpot_slo_s, 0, above=True)
         require("sla concurrency_max", self.concurrency_max, 1)
-        require("sla prefill_utilisation", self.prefill_utilisation, 0, 1, above=True)
-        require("sla role_max", self.role_max, 1)
-        require("sla interval_s", self.interval_s, 0, above=True)
 
 
 class SlaScaler(Observer):
@@ -144,14 +139,10 @@ class SlaScaler(Observer):
         sample = self._meter.take(now_s)
         if sample is None:
             return [Hold(FleetReason.NO_DATA)]
-        for series, value in zip(
-            self._series, (sample.input_tokens, sample.output_tokens, sample.rate_per_s), strict=True
-        ):
-            if value is not None:
-                series.add(value)
-        input_tokens, output_tokens, rate = (series.next_value() for series in self._series)
-        if input_tokens is None or output_tokens is None or rate is None:
+        values = next_values(self._series, (sample.input_tokens, sample.output_tokens, sample.rate_per_s))
+        if values is None:
             return [Hold(FleetReason.NO_DATA)]
+        input_tokens, output_tokens, rate = values
         prefills, decodes = self.replicas(input_tokens, output_tokens, rate)
         maximum, same = self.knobs.role_max, FleetReason.SLA_UNCHANGED
         return [

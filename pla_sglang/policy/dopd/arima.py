@@ -16,9 +16,8 @@ import warnings
 from collections import deque
 
 import numpy as np
-from statsmodels.tsa.arima.model import ARIMA
 
-from pla_sglang.policy.checks import require
+from pla_sglang.checks import Range, check_fields, knob, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,22 +32,18 @@ class ArimaKnobs:
         refit_gap: least number of values between two fits; doubled, up to ``history``, while forecasts stay far off.
     """
 
-    p: int = 2
-    d: int = 1
-    q: int = 1
+    p: int = knob(2, allowed=Range(0, 8))
+    d: int = knob(1, allowed=Range(0, 1))
+    q: int = knob(1, allowed=Range(0, 8))
     history: int = 96
     first_fit: int = 12
-    refit_error: float = 0.15
-    refit_gap: int = 6
+    refit_error: float = knob(0.15, allowed=Range(0))
+    refit_gap: int = knob(6, allowed=Range(1))
 
     def __post_init__(self) -> None:
-        require("arima p", self.p, 0, 8)
-        require("arima d", self.d, 0, 1)
-        require("arima q", self.q, 0, 8)
+        check_fields(self, "arima")
         require("arima first_fit", self.first_fit, 2 * (self.p + self.q) + self.d + 2)
         require("arima history", self.history, self.first_fit)
-        require("arima refit_error", self.refit_error, 0)
-        require("arima refit_gap", self.refit_gap, 1)
 
 
 class ArimaForecaster:
@@ -100,6 +95,8 @@ class ArimaForecaster:
         if np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())):
             self._mean, self._ar, self._ma = float(values[-1]) * (1 - knobs.d), np.zeros(0), np.zeros(0)
             return
+        from statsmodels.tsa.arima.model import ARIMA  # takes a second to import
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "non-invertible starting parameters": it then starts from zeros
             model = ARIMA(values, order=(knobs.p, knobs.d, knobs.q), trend="n" if knobs.d else "c")

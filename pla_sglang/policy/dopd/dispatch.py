@@ -1,4 +1,4 @@
-"""Where DOPD sends a request: the router of section V-B, and in-place prefill of ultra-short prompts (section V-E).
+"""DOPD's dispatch: the router of section V-B, and in-place prefill of ultra-short prompts (section V-E).
 
 The decode instance is chosen on arrival, by cache locality and load: least of
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.decisions import Dispatch, Observer, Placement, PrefillSample
-from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
-from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.policy.arrow.predictor import PredictingPolicy, TtftPredictor
+from pla_sglang.policy.interface.decisions import Dispatch, Placement
+from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.reasons import FleetReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,21 +31,17 @@ class DopdDispatchKnobs:
         load_weight: of load against cache locality.
     """
 
-    transfer_base_s: float = 0.015
-    transfer_s_per_token: float = 5e-6
-    local_max_tokens: int = 256
-    local_stall_s: float = 0.05
-    load_weight: float = 2.0
+    transfer_base_s: float = knob(0.015, allowed=Range(0))
+    transfer_s_per_token: float = knob(5e-6, allowed=Range(0))
+    local_max_tokens: int = knob(256, allowed=Range(0))
+    local_stall_s: float = knob(0.05, allowed=Range(0))
+    load_weight: float = knob(2.0, allowed=Range(0))
 
     def __post_init__(self) -> None:
-        require("dopd transfer_base_s", self.transfer_base_s, 0)
-        require("dopd transfer_s_per_token", self.transfer_s_per_token, 0)
-        require("dopd local_max_tokens", self.local_max_tokens, 0)
-        require("dopd local_stall_s", self.local_stall_s, 0)
-        require("dopd load_weight", self.load_weight, 0)
+        check_fields(self, "dopd")
 
 
-class DopdDispatcher(Observer):
+class DopdDispatcher(PredictingPolicy):
     """Router of DOPD; roles are changed by ``DopdController``."""
 
     def __init__(self, knobs: DopdDispatchKnobs, predictor: TtftPredictor) -> None:
@@ -68,6 +64,8 @@ class DopdDispatcher(Observer):
         return Placement(decode, FleetReason.NO_INSTANCE if decode is None else FleetReason.DOPD_REMOTE)
 
     def runs_in_place(self, request: RequestView, instance: InstanceView) -> bool:
+        if instance.kind is InstanceKind.DECODE:
+            return False
         if instance.role is Role.MIXED:
             return True
         if request.new_tokens(instance) > self.knobs.local_max_tokens:
@@ -90,9 +88,3 @@ class DopdDispatcher(Observer):
             if cost < best_cost:
                 best, best_cost = instance, cost
         return best
-
-    def on_prefill(self, sample: PrefillSample, now_s: float) -> None:
-        self.predictor.on_prefill(sample)
-
-    def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
-        self.predictor.on_first_token(request, now_s)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pla_sglang.policy.checks import require
+from pla_sglang.checks import Range, check_fields, knob, require
 
 
 class Forecaster(Protocol):
@@ -24,8 +24,17 @@ class Forecaster(Protocol):
         ...
 
 
+def next_values(series: Sequence[Forecaster], ended: Sequence[float | None]) -> list[float] | None:
+    """Adds what an interval has brought, one value a series; the forecasts, None until every series has data."""
+    for one, value in zip(series, ended, strict=True):
+        if value is not None:
+            one.add(value)
+    found = [value for one in series if (value := one.next_value()) is not None]
+    return found if len(found) == len(series) else None
+
+
 class LastValue:
-    """Tomorrow is like today: the baseline that a forecast has to beat."""
+    """The last value: the baseline that a forecast has to beat."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -38,7 +47,7 @@ class LastValue:
 
 
 class RecentPeak:
-    """The largest of the last ``count`` values: what a service that must not be late would keep ready.
+    """The largest of the last ``count`` values: the capacity of a service that must not be late.
 
     Raises ConfigError for a count below 1.
     """
@@ -58,16 +67,14 @@ class RecentPeak:
 class HoltWintersKnobs:
     """Smoothing of level, trend and season, damping of the trend, all in (0, 1]; ``season`` in intervals, 0: none."""
 
-    level: float = 0.5
-    trend: float = 0.1
-    seasonal: float = 0.2
-    season: int = 0
-    damping: float = 0.9
+    level: float = knob(0.5, allowed=Range(0, 1, above=True))
+    trend: float = knob(0.1, allowed=Range(0, 1, above=True))
+    seasonal: float = knob(0.2, allowed=Range(0, 1, above=True))
+    season: int = knob(0, allowed=Range(0))
+    damping: float = knob(0.9, allowed=Range(0, 1, above=True))
 
     def __post_init__(self) -> None:
-        for name in ("level", "trend", "seasonal", "damping"):
-            require(f"holt-winters {name}", getattr(self, name), 0, 1, above=True)
-        require("holt-winters season", self.season, 0)
+        check_fields(self, "holt-winters")
 
 
 class HoltWinters:

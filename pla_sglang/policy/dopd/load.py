@@ -1,4 +1,4 @@
-"""What the planner knows of the load: averages over the interval that has ended (DOPD's Resource Monitor)."""
+"""The planner's load data: averages over the interval that has ended (DOPD's Resource Monitor)."""
 
 from __future__ import annotations
 

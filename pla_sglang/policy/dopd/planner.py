@@ -20,15 +20,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.decisions import FleetAction, Hold, Observer, PrefillSample, ScaleTo
-from pla_sglang.policy.dopd.forecast import Corrected, Forecaster, LastValue
+from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.policy.dopd.batching import BatchingKnobs
+from pla_sglang.policy.dopd.forecast import Corrected, Forecaster, LastValue, next_values
 from pla_sglang.policy.dopd.load import LoadMeter, LoadSample
-from pla_sglang.policy.dopd.queueing import servers_for_wait
-from pla_sglang.policy.dopd.ratio import optimal_ratio
+from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
-from pla_sglang.policy.fleet import FleetView, InstanceView, RequestView, Role
-from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, PrefillSample, ScaleTo
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.reasons import FleetReason
+
+LONGEST_TOKENS = 1 << 20  # that a threshold of Algorithm 1 may be
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,7 @@ class PlannerKnobs:
 
     Attributes:
         ttft_slo_s: target of requests.
-        concurrency_max: CC_max, what one decode instance serves within its TPOT target (``ratio.decode_concurrency``).
+        concurrency_max: CC_max, what one decode instance serves within its TPOT target.
         interval_s: T.
         prefill_min, decode_min: least counts.
         instances_min, instances_max: bounds of both together. Equal ones make a fleet of fixed size, of which only the
@@ -47,38 +49,33 @@ class PlannerKnobs:
         down_margin: a count goes down only if the forecast times (1 + this) fits the smaller one ...
         down_intervals: ... so many intervals in a row.
         correction_weight: of the newest observation in the correction factors of the tables.
+        timeout_safety, timeout_max_s: alpha of eq. 18, and the longest timeout of Algorithm 1's batches.
     """
 
     ttft_slo_s: float
     concurrency_max: int
-    interval_s: float = 60.0
-    prefill_min: int = 1
-    decode_min: int = 1
-    instances_min: int = 2
+    interval_s: float = knob(60.0, allowed=Range(0, above=True))
+    prefill_min: int = knob(1, allowed=Range(1))
+    decode_min: int = knob(1, allowed=Range(1))
+    instances_min: int = knob(2, allowed=Range(2))
     instances_max: int = 1024
-    wait_share: float = 0.5
-    headroom: float = 1.0
-    down_margin: float = 0.15
-    down_intervals: int = 3
-    correction_weight: float = 0.3
+    wait_share: float = knob(0.5, allowed=Range(0, 1, above=True))
+    headroom: float = knob(1.0, allowed=Range(0, above=True))
+    down_margin: float = knob(0.15, allowed=Range(0))
+    down_intervals: int = knob(3, allowed=Range(1))
+    correction_weight: float = knob(0.3, allowed=Range(0, 1, above=True))
+    timeout_safety: float = knob(0.5, allowed=Range(0, 1, above=True))
+    timeout_max_s: float = knob(0.1, allowed=Range(0))
 
     def __post_init__(self) -> None:
+        check_fields(self, "dopd")
         require("dopd ttft_slo_s", self.ttft_slo_s, 0, above=True)
         require("dopd concurrency_max", self.concurrency_max, 1)
-        require("dopd interval_s", self.interval_s, 0, above=True)
-        require("dopd prefill_min", self.prefill_min, 1)
-        require("dopd decode_min", self.decode_min, 1)
-        require("dopd instances_min", self.instances_min, 2)
         require("dopd instances_max", self.instances_max, max(self.instances_min, self.prefill_min + self.decode_min))
-        require("dopd wait_share", self.wait_share, 0, 1, above=True)
-        require("dopd headroom", self.headroom, 0, above=True)
-        require("dopd down_margin", self.down_margin, 0)
-        require("dopd down_intervals", self.down_intervals, 1)
-        require("dopd correction_weight", self.correction_weight, 0, 1, above=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Plan:
+class FleetPlan:
     """Instance counts, the ratio R of eq. 15 behind them, and the forecast they serve."""
 
     prefill: int
@@ -97,7 +94,7 @@ class Planner:
         self.prefill_factor = 1.0  # observed over tabled ttft
         self.decode_factor = 1.0
 
-    def plan(self, load: LoadSample) -> Plan:
+    def plan(self, load: LoadSample) -> FleetPlan:
         """Lines 10 to 14. ``load`` has both lengths."""
         assert load.input_tokens is not None, "lengths are known"
         assert load.output_tokens is not None, "lengths are known"
@@ -121,7 +118,16 @@ class Planner:
         prefills = max(knobs.prefill_min, math.ceil(ratio * decodes - 1e-9), waiting)
         return self._within(prefills, decodes, ratio, load)
 
-    def _within(self, prefills: int, decodes: int, ratio: float, load: LoadSample) -> Plan:
+    def plan_batching(self, load: LoadSample, prefills: int) -> BatchingKnobs:
+        """Of Algorithm 1 on each of ``prefills`` instances: line 9 of Algorithm 2, and eq. 18 with eq. 10."""
+        assert load.input_tokens is not None, "lengths are known"
+        wait_s = kingman_wait_s(
+            load.rate_per_s / prefills, self.prefill_s(load.input_tokens), load.arrival_cv2, load.input_cv2
+        )
+        timeout_s = batch_timeout_s(wait_s, safety=self.knobs.timeout_safety, longest_s=self.knobs.timeout_max_s)
+        return BatchingKnobs(round(min(max(1.0, load.input_tokens), LONGEST_TOKENS)), timeout_s)
+
+    def _within(self, prefills: int, decodes: int, ratio: float, load: LoadSample) -> FleetPlan:
         """Where both together leave the bounds, the bound is shared in proportion."""
         knobs = self.knobs
         total = min(max(prefills + decodes, knobs.instances_min), knobs.instances_max)
@@ -129,7 +135,7 @@ class Planner:
             share = round(total * prefills / (prefills + decodes))
             prefills = min(max(share, knobs.prefill_min), total - knobs.decode_min)
             decodes = total - prefills
-        return Plan(prefills, decodes, ratio, load)
+        return FleetPlan(prefills, decodes, ratio, load)
 
     def prefill_s(self, tokens: float) -> float:
         """Line 10, corrected."""
@@ -161,7 +167,8 @@ class DopdController(Observer):
     ) -> None:
         self.planner = planner
         self.interval_s = planner.knobs.interval_s
-        self.last_plan: Plan | None = None
+        self.last_plan: FleetPlan | None = None
+        self.batching: BatchingKnobs | None = None  # what prefill instances are to be told; None: nothing yet
         self._series: list[Forecaster] = [Corrected(forecaster()) if corrected else forecaster() for _ in range(4)]
         self._meter = LoadMeter()
         self._passes = [0.0, 0.0, 0.0]  # seconds, requests, tokens of the interval's prefill passes
@@ -173,7 +180,10 @@ class DopdController(Observer):
             return [Hold(FleetReason.NO_DATA)]
         self._correct(fleet)
         load = self.forecast(sample)
-        return [Hold(FleetReason.NO_DATA)] if load is None else self.follow(load, fleet)
+        if load is None:
+            return [Hold(FleetReason.NO_DATA)]
+        self.batching = self.planner.plan_batching(load, max(1, len(fleet.prefill_capable())))
+        return self.follow(load, fleet)
 
     def follow(self, load: LoadSample, fleet: FleetView) -> list[FleetAction]:
         """Lines 10 to 15 for a load that is expected, with headroom, and slower down than up."""
@@ -188,13 +198,11 @@ class DopdController(Observer):
 
     def forecast(self, sample: LoadSample) -> LoadSample | None:
         """Lines 7 to 9. None until both lengths have been seen."""
-        values = (sample.input_tokens, sample.output_tokens, sample.concurrency, sample.rate_per_s)
-        for series, value in zip(self._series, values, strict=True):
-            if value is not None:
-                series.add(value)
-        input_tokens, output_tokens, concurrency, rate = (series.next_value() for series in self._series)
-        if input_tokens is None or output_tokens is None or concurrency is None or rate is None:
+        ended = (sample.input_tokens, sample.output_tokens, sample.concurrency, sample.rate_per_s)
+        values = next_values(self._series, ended)
+        if values is None:
             return None
+        input_tokens, output_tokens, concurrency, rate = values
         return dataclasses.replace(
             sample,
             input_tokens=max(1.0, input_tokens),

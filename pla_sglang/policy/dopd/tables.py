@@ -11,9 +11,9 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from pla_sglang.checks import require
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.steps import StepTimes
+from pla_sglang.policy.interface.step_times import StepTimes
 
 FLOOR = 0.2
 PREFILL_LENGTHS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

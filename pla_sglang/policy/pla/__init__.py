@@ -1,1 +1,1 @@
-"""PLA-Serve across instances: spatial disaggregation, its pressure controller, and the bucket grid of its graphs."""
+"""PLA-Serve: temporal scheduling in an engine, spatial pools and their pressure controller, prefill graphs."""

@@ -22,12 +22,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pla_sglang.checks import Range, check_fields, knob, require
 from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.decisions import FleetAction, Hold, SetLengthClass
-from pla_sglang.policy.fleet import FleetView, InstanceView
-from pla_sglang.policy.reasons import FleetReason
-from pla_sglang.policy.types import PrefillClass
+from pla_sglang.policy.interface.decisions import FleetAction, Hold, SetLengthClass
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.interface.reasons import FleetReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,25 +47,20 @@ class PressureKnobs:
     """
 
     ttft_slo_s: float
-    alpha: float = 1.0
-    beta: float = 0.5
-    gamma: float = 0.1
-    tau: float = 0.5
-    cool_down_s: float = 10.0
-    minimum: int = 1
-    percentile: float = 90.0
-    idle_pressure: float = 0.1
-    busy: float = 0.9
-    interval_s: float = 1.0
+    alpha: float = knob(1.0, allowed=Range(0))
+    beta: float = knob(0.5, allowed=Range(0))
+    gamma: float = knob(0.1, allowed=Range(0))
+    tau: float = knob(0.5, allowed=Range(0))
+    cool_down_s: float = knob(10.0, allowed=Range(0))
+    minimum: int = knob(1, allowed=Range(1))
+    percentile: float = knob(90.0, allowed=Range(0, 100, above=True))
+    idle_pressure: float = knob(0.1, allowed=Range(0))
+    busy: float = knob(0.9, allowed=Range(0, 1))
+    interval_s: float = knob(1.0, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:
+        check_fields(self, "pressure")
         require("pressure ttft_slo_s", self.ttft_slo_s, 0, above=True)
-        for name in ("alpha", "beta", "gamma", "tau", "cool_down_s", "idle_pressure"):
-            require(f"pressure {name}", getattr(self, name), 0)
-        require("pressure minimum", self.minimum, 1)
-        require("pressure busy", self.busy, 0, 1)
-        require("pressure percentile", self.percentile, 0, 100, above=True)
-        require("pressure interval_s", self.interval_s, 0, above=True)
 
 
 class Signals(NamedTuple):

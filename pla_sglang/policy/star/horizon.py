@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.fleet import DecodeBatch
+from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.policy.interface.fleet import DecodeBatch
 
 Floats = npt.NDArray[np.float64]
 
@@ -36,13 +36,12 @@ class HorizonKnobs:
         half_life_steps: beta_t halves every so many steps.
     """
 
-    steps: int = 2000
-    points: int = 32
+    steps: int = knob(2000, allowed=Range(0))
+    points: int = knob(32, allowed=Range(1))
     half_life_steps: float = 1000.0
 
     def __post_init__(self) -> None:
-        require("star horizon steps", self.steps, 0)
-        require("star horizon points", self.points, 1)
+        check_fields(self, "star horizon")
         require("star half_life_steps", self.half_life_steps, 0, above=True)
 
 
@@ -101,8 +100,8 @@ def summarise(batch: DecodeBatch, horizon: Horizon) -> Summary:
 def summaries(batches: Sequence[DecodeBatch], horizon: Horizon) -> list[Summary]:
     """Of several workers at once: one call of numpy a step for all of them, whatever their number.
 
-    A request of unknown remaining length is taken to last beyond the horizon. Rows are filled up with requests that
-    hold nothing and have ended, so that all are equally long.
+    A request of unknown remaining length is taken to last beyond the horizon, and so is one that is not listed. Rows
+    are filled up with requests that hold nothing and have ended, so that all are equally long.
     """
     steps, weights = horizon.steps, horizon.weights
     remaining, tokens, inside = _padded(batches)
@@ -112,7 +111,7 @@ def summaries(batches: Sequence[DecodeBatch], horizon: Horizon) -> list[Summary]
     gone = (ordered[:, None, :] <= steps[:, None]).sum(axis=2)  # requests with remaining <= t_j, padding too
     left = remaining.shape[1] - gone
     ended = running(tokens)
-    loads = ended[:, -1:] - ended[rows, gone] + left * steps
+    loads = ended[:, -1:] - ended[rows, gone] + left * steps + _unlisted_loads(batches, steps)
     heaviest = np.zeros_like(ended)  # of those at or after each place
     np.maximum.accumulate(tokens[:, ::-1], axis=1, out=heaviest[:, -2::-1])
     largest = np.where(left > 0, heaviest[rows, gone] + steps, 0.0)
@@ -125,6 +124,13 @@ def summaries(batches: Sequence[DecodeBatch], horizon: Horizon) -> list[Summary]
         Summary(loads[i], sum_wn[i], sum_wtn[i], peak[i], largest[i], float(weighted[i]), batch, ends[i, inside[i]])
         for i, batch in enumerate(batches)
     ]
+
+
+def _unlisted_loads(batches: Sequence[DecodeBatch], steps: Floats) -> Floats:
+    """Token load of the requests that are not listed, at each grid step; shape [batches, points + 1]."""
+    tokens = np.array([[batch.unlisted_tokens] for batch in batches], dtype=np.float64)
+    requests = np.array([[batch.unlisted_requests] for batch in batches], dtype=np.float64)
+    return tokens + requests * steps
 
 
 def _padded(batches: Sequence[DecodeBatch]) -> tuple[Floats, Floats, list[slice]]:

@@ -11,10 +11,11 @@ import dataclasses
 
 import numpy as np
 
-from pla_sglang.policy.checks import require
-from pla_sglang.policy.decisions import FleetAction, Hold, Migrate, Observer
-from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceView, RequestView
-from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.policy.client_gain import ClientGain
+from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate, Observer
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView
+from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summaries, summarise
 from pla_sglang.policy.star.predictors import Oracle, RemainingPredictor
 from pla_sglang.policy.star.select import Choice, Move, SelectKnobs, Worker, best_move
@@ -26,29 +27,36 @@ class StarKnobs:
     horizon, select: of the two sides.
     interval_s: scheduling interval; about 20 decode steps in the paper (section 5.3).
     moves: moves a tick at most; 1 in the paper.
-    rest_s: a moved request is not moved again for so long.
+    rest_s: minimum time between two moves of a request.
     step_s: T_exec where an instance has no measured token interval yet.
     """
 
     horizon: HorizonKnobs = dataclasses.field(default_factory=HorizonKnobs)
     select: SelectKnobs = dataclasses.field(default_factory=SelectKnobs)
-    interval_s: float = 0.5
-    moves: int = 1
-    rest_s: float = 5.0
-    step_s: float = 0.02
+    interval_s: float = knob(0.5, allowed=Range(0, above=True))
+    moves: int = knob(1, allowed=Range(1))
+    rest_s: float = knob(5.0, allowed=Range(0))
+    step_s: float = knob(0.02, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:
-        require("star interval_s", self.interval_s, 0, above=True)
-        require("star moves", self.moves, 1)
-        require("star rest_s", self.rest_s, 0)
-        require("star step_s", self.step_s, 0, above=True)
+        check_fields(self, "star")
 
 
 class StarRescheduler(Observer):
-    """Controller that answers ``Migrate``."""
+    """Controller that answers ``Migrate``.
 
-    def __init__(self, knobs: StarKnobs, predictor: RemainingPredictor | None = None) -> None:
+    Args:
+        client: leaves out moves by which the client of the request does not gain; None: as in the paper, the balance of
+            the instances alone counts.
+    """
+
+    moves_requests = True
+
+    def __init__(
+        self, knobs: StarKnobs, predictor: RemainingPredictor | None = None, client: ClientGain | None = None
+    ) -> None:
         self.knobs = knobs
+        self.client = client
         self.predictor = predictor or Oracle()
         self.horizon = Horizon(knobs.horizon)
         self.interval_s = knobs.interval_s
@@ -59,7 +67,7 @@ class StarRescheduler(Observer):
         workers = self._workers(instances, fleet, now_s)
         actions: list[FleetAction] = []
         for _ in range(self.knobs.moves):
-            choice = best_move(workers, self.horizon, self.knobs.select)
+            choice = best_move(workers, self.horizon, self.knobs.select, self.client)
             move = choice.move
             if move is None:
                 if not actions:
@@ -77,12 +85,13 @@ class StarRescheduler(Observer):
 
     def _seen(self, batch: DecodeBatch, now_s: float) -> DecodeBatch:
         """With predicted lengths; requests that rest cannot be moved."""
-        rested = np.array([self._is_rested(rid, now_s) for rid in batch.rids], dtype=np.bool_)
+        moved_s = np.array([self._moved_s.get(rid, -np.inf) for rid in batch.rids], dtype=np.float64)
         known = self.predictor.predict(batch.rids, batch.remaining)
-        return DecodeBatch(batch.rids, batch.tokens, known, batch.movable & rested)
+        rested = now_s - moved_s >= self.knobs.rest_s
+        return dataclasses.replace(batch, remaining=known, movable=batch.movable & rested)
 
     def _worker(self, instance: InstanceView, report: Summary) -> Worker:
-        running = int(report.batch.tokens.sum())
+        running = int(report.batch.tokens.sum()) + report.batch.unlisted_tokens
         used = max(instance.kv_used_tokens, running + instance.waiting_decode_tokens)
         return Worker(
             report,
@@ -90,10 +99,6 @@ class StarRescheduler(Observer):
             other_tokens=used - running,
             step_s=instance.token_interval_s or self.knobs.step_s,
         )
-
-    def _is_rested(self, rid: str, now_s: float) -> bool:
-        moved_s = self._moved_s.get(rid)
-        return moved_s is None or now_s - moved_s >= self.knobs.rest_s
 
     def _migrate(self, move: Move, instances: list[InstanceView], workers: list[Worker], now_s: float) -> Migrate:
         batch = workers[move.source].summary.batch
@@ -112,17 +117,19 @@ class StarRescheduler(Observer):
         """Both summaries as they will be, for the next move of this tick; the moved request stays put there."""
         source, target = workers[move.source].summary.batch, workers[move.target].summary.batch
         stays = np.arange(len(source.rids)) != move.request
-        left = DecodeBatch(
-            [rid for rid, stay in zip(source.rids, stays, strict=True) if stay],
-            source.tokens[stays],
-            source.remaining[stays],
-            source.movable[stays],
+        left = dataclasses.replace(
+            source,
+            rids=[rid for rid, stay in zip(source.rids, stays, strict=True) if stay],
+            tokens=source.tokens[stays],
+            remaining=source.remaining[stays],
+            movable=source.movable[stays],
         )
-        joined = DecodeBatch(
-            [*target.rids, source.rids[move.request]],
-            np.append(target.tokens, source.tokens[move.request]),
-            np.append(target.remaining, source.remaining[move.request]),
-            np.append(target.movable, False),
+        joined = dataclasses.replace(
+            target,
+            rids=[*target.rids, source.rids[move.request]],
+            tokens=np.append(target.tokens, source.tokens[move.request]),
+            remaining=np.append(target.remaining, source.remaining[move.request]),
+            movable=np.append(target.movable, False),
         )
         workers[move.source].summary = summarise(left, self.horizon)
         workers[move.target].summary = summarise(joined, self.horizon)

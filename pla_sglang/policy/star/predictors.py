@@ -6,17 +6,21 @@ objects turn it into what the rescheduler is allowed to see.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from random import Random
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from pla_sglang.checks import require
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.checks import require
 
 Floats = npt.NDArray[np.float64]
+
+# Figure 7, requests of 30K to 32K tokens: mean absolute error by tokens generated, as a share of the rest of 31,000.
+# What the curve shows behind its last printed value is not printed; the share is held there.
+FIGURE_7_SHARES = ((0, 18_256 / 31_000), (8000, 2929 / 23_000))
 
 # Bins of section 6.5, in tokens of remaining length.
 PAPER_BINS: dict[int, tuple[float, ...]] = {
@@ -26,37 +30,31 @@ PAPER_BINS: dict[int, tuple[float, ...]] = {
 }
 
 
-class RemainingPredictor(Protocol):
+class RemainingPredictor(abc.ABC):
     """``known`` and the answer have shape [requests]; nan means unknown."""
 
+    @abc.abstractmethod
     def predict(self, rids: Sequence[str], known: Floats) -> Floats: ...
 
-    def forget(self, rid: str) -> None:
+    def forget(self, rid: str) -> None:  # noqa: B027  # most remember nothing
         """The request has ended."""
-        ...
 
 
-class Oracle:
+class Oracle(RemainingPredictor):
     """What the driver knows, unchanged. Serves the learned predictor too: its estimates arrive in ``known``."""
 
     def predict(self, rids: Sequence[str], known: Floats) -> Floats:
         return known
 
-    def forget(self, rid: str) -> None:
-        pass
 
-
-class NoPrediction:
+class NoPrediction(RemainingPredictor):
     """Knows nothing: migration by current load only."""
 
     def predict(self, rids: Sequence[str], known: Floats) -> Floats:
         return np.full(len(rids), np.nan)
 
-    def forget(self, rid: str) -> None:
-        pass
 
-
-class Binned:
+class Binned(RemainingPredictor):
     """Knows the bin and answers its middle (Table 3). The last bin takes all that is longer.
 
     Raises ConfigError unless ``edges`` has at least two rising values.
@@ -72,18 +70,15 @@ class Binned:
         places = np.clip(np.searchsorted(self._edges, known, side="right") - 1, 0, len(self._middles) - 1)
         return np.where(np.isnan(known), np.nan, self._middles[places])
 
-    def forget(self, rid: str) -> None:
-        pass
 
-
-class _DrawnOnce:
+class _ErrorDrawnOnce(RemainingPredictor):
     """A Laplace error of mean absolute size 1 a request, drawn when the request is first seen and kept to its end."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._errors: dict[str, float] = {}
 
-    def of(self, rids: Sequence[str]) -> Floats:
+    def errors_of(self, rids: Sequence[str]) -> Floats:
         """Shape [requests]."""
         return np.array([self._error(rid) for rid in rids], dtype=np.float64)
 
@@ -98,7 +93,7 @@ class _DrawnOnce:
         return error
 
 
-class Noisy:
+class Noisy(_ErrorDrawnOnce):
     """Adds an error of the given mean absolute size, drawn once a request (Laplace), so that it does not average out.
 
     Answers are at least 1 token, so near the end of a request errors are smaller than asked for.
@@ -110,17 +105,14 @@ class Noisy:
 
     def __init__(self, mae_tokens: float, rng: Random) -> None:
         require("mae_tokens", mae_tokens, 0)
+        super().__init__(rng)
         self._mae_tokens = mae_tokens
-        self._errors = _DrawnOnce(rng)
 
     def predict(self, rids: Sequence[str], known: Floats) -> Floats:
-        return np.maximum(1.0, known + self._mae_tokens * self._errors.of(rids)) if len(rids) else known
-
-    def forget(self, rid: str) -> None:
-        self._errors.forget(rid)
+        return np.maximum(1.0, known + self._mae_tokens * self.errors_of(rids)) if len(rids) else known
 
 
-class Proportional:
+class Proportional(_ErrorDrawnOnce):
     """Errs by a share of what remains: ``mae_share`` of it on average, drawn once a request (Laplace).
 
     So errors shrink as a request nears its end, which is what Figure 7 of the paper shows of its predictor. With a mean
@@ -134,11 +126,43 @@ class Proportional:
 
     def __init__(self, mae_share: float, rng: Random) -> None:
         require("mae_share", mae_share, 0)
+        super().__init__(rng)
         self._mae_share = mae_share
-        self._errors = _DrawnOnce(rng)
 
     def predict(self, rids: Sequence[str], known: Floats) -> Floats:
-        return np.maximum(1.0, known * (1.0 + self._mae_share * self._errors.of(rids))) if len(rids) else known
+        return np.maximum(1.0, known * (1.0 + self._mae_share * self.errors_of(rids))) if len(rids) else known
+
+
+class Refining(_ErrorDrawnOnce):
+    """Errs by a share of what remains that falls as tokens are generated, as Figure 7 shows of the paper's predictor.
+
+    Between the points the share falls geometrically, and is held outside. What a request has generated is counted from
+    the first time that it is seen, which is shortly after its decode began. Answers are at least 1 token.
+
+    Args:
+        shares: tokens generated, rising, and the mean absolute error as a share of the true remaining length.
+        rng: seeded source of the errors.
+
+    Raises:
+        ConfigError: no points, tokens that do not rise, or a share that is not above 0.
+    """
+
+    def __init__(self, shares: Sequence[tuple[float, float]], rng: Random) -> None:
+        tokens = [at for at, _ in shares]
+        if not shares or sorted(set(tokens)) != tokens or min(share for _, share in shares) <= 0:
+            raise ConfigError(f"shares must have rising tokens and values above 0, got {list(shares)}")
+        super().__init__(rng)
+        self._at = np.array(tokens, dtype=np.float64)
+        self._log_shares = np.log([share for _, share in shares])
+        self._first: dict[str, float] = {}  # what remained when the request was first seen
+
+    def predict(self, rids: Sequence[str], known: Floats) -> Floats:
+        if not len(rids):
+            return known
+        first = [self._first.setdefault(rid, left) for rid, left in zip(rids, known.tolist(), strict=True)]
+        shares = np.exp(np.interp(np.array(first) - known, self._at, self._log_shares))
+        return np.maximum(1.0, known * (1.0 + shares * self.errors_of(rids)))
 
     def forget(self, rid: str) -> None:
-        self._errors.forget(rid)
+        super().forget(rid)
+        self._first.pop(rid, None)

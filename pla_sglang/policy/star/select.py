@@ -14,7 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.policy.checks import require
+from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.policy.client_gain import ClientGain, DecodeLoad
 from pla_sglang.policy.star.horizon import Floats, Horizon, Summary
 
 TARGETS_AT_ONCE = 16
@@ -35,20 +36,15 @@ class SelectKnobs:
             not worth its traffic.
     """
 
-    theta: float = 0.1
-    migrate_base_s: float = 0.020
-    migrate_s_per_token: float = 5e-6
-    memory_share: float = 0.95
-    unknown_tokens: int = 1024
-    min_gain: float = 0.01
+    theta: float = knob(0.1, allowed=Range(0))
+    migrate_base_s: float = knob(0.020, allowed=Range(0))
+    migrate_s_per_token: float = knob(5e-6, allowed=Range(0))
+    memory_share: float = knob(0.95, allowed=Range(0, 1, above=True))
+    unknown_tokens: int = knob(1024, allowed=Range(0))
+    min_gain: float = knob(0.01, allowed=Range(0, 1))
 
     def __post_init__(self) -> None:
-        require("star theta", self.theta, 0)
-        require("star migrate_base_s", self.migrate_base_s, 0)
-        require("star migrate_s_per_token", self.migrate_s_per_token, 0)
-        require("star memory_share", self.memory_share, 0, 1, above=True)
-        require("star unknown_tokens", self.unknown_tokens, 0)
-        require("star min_gain", self.min_gain, 0, 1)
+        check_fields(self, "star")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -66,6 +62,11 @@ class Worker:
     room_tokens: int
     other_tokens: int = 0
     step_s: float = 0.02
+
+    def decode_load(self) -> DecodeLoad:
+        """What runs there now."""
+        batch = self.summary.batch
+        return DecodeLoad(len(batch.rids) + batch.unlisted_requests, float(self.summary.loads[0]))
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -145,6 +146,31 @@ def fits(
     return to_the_end & at_all_steps
 
 
+def pays_for_clients(
+    client: ClientGain,
+    worker: Worker,
+    targets: Sequence[Worker],
+    chosen: npt.NDArray[np.int64],
+    knobs: SelectKnobs,
+) -> npt.NDArray[np.bool_]:
+    """Whether the client of each ``chosen`` request of ``worker`` gains by each move; shape [targets, requests].
+
+    Where the cache of the source is planned full before the end of a request, a move away always does.
+    """
+    batch, summary = worker.summary.batch, worker.summary
+    tokens, remaining = batch.tokens[chosen].astype(np.float64), _known_remaining(batch.remaining[chosen], knobs)
+    loads = [target.decode_load() for target in targets]
+    pays = client.pays(worker.decode_load(), loads, tokens, remaining, interval_s=worker.step_s)
+    room = knobs.memory_share * worker.room_tokens - worker.other_tokens
+    heaviest = np.maximum.accumulate(summary.loads)[np.maximum(summary.ends[chosen], 1) - 1]
+    return pays | (heaviest > room)[None, :]
+
+
+def _known_remaining(remaining: Floats, knobs: SelectKnobs) -> Floats:
+    """With ``unknown_tokens`` for requests of unknown length."""
+    return np.where(np.isnan(remaining), float(knobs.unknown_tokens), remaining)
+
+
 def source_gains(
     worker: Worker,
     stacked: Stacked,
@@ -156,8 +182,7 @@ def source_gains(
     """Reductions [targets, requests] of the ``chosen`` requests of ``worker``; -inf where a move is not feasible."""
     summary = worker.summary
     tokens = summary.batch.tokens[chosen].astype(np.float64)
-    remaining = summary.batch.remaining[chosen]
-    remaining = np.where(np.isnan(remaining), float(knobs.unknown_tokens), remaining)
+    remaining = _known_remaining(summary.batch.remaining[chosen], knobs)
     ends = summary.ends[chosen]
     own = tokens**2 * horizon.sum_w[ends] + 2 * tokens * horizon.sum_wt[ends] + horizon.sum_wtt[ends]
     held = tokens * summary.sum_wn[ends] + summary.sum_wtn[ends] - own
@@ -200,8 +225,10 @@ class Choice:
         return self.best if self.best is not None and self.best.gain > self.worth else None
 
 
-def best_move(workers: Sequence[Worker], horizon: Horizon, knobs: SelectKnobs) -> Choice:
-    """Lines 5 to 8 and 24 to 34.
+def best_move(
+    workers: Sequence[Worker], horizon: Horizon, knobs: SelectKnobs, client: ClientGain | None = None
+) -> Choice:
+    """Lines 5 to 8 and 24 to 34. With ``client``, moves by which the client of the request does not gain are left out.
 
     The answer is a function of the input: of equal moves the first in the order of search is taken.
     """
@@ -219,7 +246,7 @@ def best_move(workers: Sequence[Worker], horizon: Horizon, knobs: SelectKnobs) -
     for place in np.argsort(-bounds, kind="stable"):
         if bounds[place] <= least:
             break
-        move = _best_from(overloaded[place], workers, stacked, targets, horizon, knobs, least)
+        move = _best_from(overloaded[place], workers, stacked, targets, horizon, knobs, client=client, least=least)
         if move is not None:
             best, least = move, move.gain
     return Choice(best, worth, True)
@@ -232,6 +259,8 @@ def _best_from(
     targets: npt.NDArray[np.int64],
     horizon: Horizon,
     knobs: SelectKnobs,
+    *,
+    client: ClientGain | None,
     least: float,
 ) -> Move | None:
     """The best feasible move from ``source`` that brings more than ``least``."""
@@ -249,6 +278,9 @@ def _best_from(
         if bounds[some[0]] <= least:
             break
         gains = source_gains(worker, stacked, targets[some], chosen, horizon, knobs)
+        if client is not None:
+            there = [workers[index] for index in targets[some]]
+            gains = np.where(pays_for_clients(client, worker, there, chosen, knobs), gains, -np.inf)
         row, column = np.unravel_index(int(np.argmax(gains)), gains.shape)
         if gains[row, column] > least:
             least = float(gains[row, column])

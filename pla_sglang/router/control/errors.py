@@ -9,10 +9,6 @@ class ControlError(PlaError):
     """Root of the errors below."""
 
 
-class IllegalMoveError(ControlError, ValueError):
-    """A state machine was asked for a move that it does not have."""
-
-
 class WorkerError(ControlError, ValueError):
     """An operator asked for something that does not fit the worker table. ``status``: for the HTTP answer."""
 

@@ -3,124 +3,132 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import re
 from pathlib import Path
 
+from pla_sglang.checks import MILLI, PORT, Choice, Pattern, Range, check_fields, knob
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.checks import require
-from pla_sglang.recording.setup import steps_of
-from pla_sglang.router.control.admission import AdmissionKnobs
-from pla_sglang.router.control.breaker import BreakerKnobs
-from pla_sglang.router.control.discovery import Description, parse_url
-from pla_sglang.router.control.driver import LIVE_POLICIES
-from pla_sglang.router.control.health import HealthKnobs
+from pla_sglang.policy.admission import AdmissionKnobs
+from pla_sglang.policy.registry import live_policy_names
+from pla_sglang.policy.retry_budget import RetryBudgetKnobs
+from pla_sglang.policy_packages import PolicyName, find_live_policy
+from pla_sglang.router.control.moves import MoveKnobs
 from pla_sglang.router.control.prompts import PromptKnobs
+from pla_sglang.router.control.workers.breaker import BreakerKnobs
+from pla_sglang.router.control.workers.discovery import parse_url
+from pla_sglang.router.control.workers.exclusions import ExclusionKnobs
+from pla_sglang.router.control.workers.health import HealthKnobs
 
-logger = logging.getLogger(__name__)
+BIND = Pattern(r"|(tcp|ipc)://.+", "tcp://HOST:PORT or ipc://PATH")
+COLLECTOR = Pattern(rf"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):{PORT}", "HOST:PORT")
+TARGET = Range(0, unit="ms", above=True)
+MILLISECONDS = Range(0, unit="ms")
+INTERVAL = Range(10, unit="ms")
 
 
 @dataclasses.dataclass(frozen=True)
 class ControlKnobs:
     """One control plane.
 
-    Attributes:
-        workers: addresses to start with.
-        worker_file: more of them, read again when it changes.
-        memory_file: worker numbers and operators' wishes, kept over restarts of the router.
-        policy: a name of ``LIVE_POLICIES``.
-        slo_ttft_s, slo_tpot_s: targets of requests that bring none.
-        profile, time_scale: step times for the policy's predictor; "auto": an emulated instance says them, otherwise
-            ``DEFAULT_PROFILE`` is where the online correction starts from.
-        boundary_tokens: new tokens at which a prefill is long.
-        pressure_interval_s, pressure_cool_down_s, pressure_hysteresis: of the controller that sizes the pools of
-            policy ``pla``: control period, T_cool and tau of PLA-Serve's Algorithm 2.
-        seed: of policies and rooms.
-        telemetry: ZMQ address to bind for load reports; empty: none, loads are polled.
-        poll_interval_s: between polls of an instance that does not report.
-        settle_s: how long a sent request may be missing in a report.
-        pending_s: how long a request waits for an instance before it is refused.
-        hold_tokens: prompt tokens queued at instances, per instance, above which requests wait in the router, where
-            they are fair between tenants; None: never.
-        worker_api_key: sent to instances.
-        worker_admin_key: sent to them with aborts and changes of their class; empty: ``worker_api_key`` is.
-        tokenizer: folder or file; empty: what the instances say.
-        record: file for ``pla_sglang.parity``.
-        stories: requests that ``/pla/explain`` remembers.
-        trace_endpoint: HOST:PORT of an OTLP collector (gRPC) that gets a span tree for each request; empty: off.
-        trace_share: of requests whose client brings no ``traceparent``, those that are traced.
-
     Raises:
         ConfigError: names the value and what is allowed.
     """
 
-    workers: tuple[str, ...] = ()
-    worker_file: Path | None = None
-    memory_file: Path | None = None
-    policy: str = "round-robin"
-    slo_ttft_s: float = 1.0
-    slo_tpot_s: float = 0.1
-    profile: str = "auto"
-    time_scale: float = 1.0
-    boundary_tokens: int = 256
-    pressure_interval_s: float = 1.0
-    pressure_cool_down_s: float = 10.0
-    pressure_hysteresis: float = 0.5
-    seed: int = 1
-    telemetry: str = ""
-    poll_interval_s: float = 0.25
-    settle_s: float = 0.05
-    pending_s: float = 30.0
-    hold_tokens: int | None = None
-    worker_api_key: str = ""
-    worker_admin_key: str = ""
-    tokenizer: str = ""
-    record: Path | None = None
-    stories: int = 10_000
-    trace_endpoint: str = ""
-    trace_share: float = 1.0
+    workers: tuple[str, ...] = knob((), "--worker URL", "instances; may be repeated", heading="instances")
+    worker_file: Path | None = knob(None, "--worker-file FILE", "JSON with instances, read when it changes")
+    worker_api_key: str = knob("", "--worker-api-key KEY", "sent to instances", secret=True)
+    worker_admin_key: str = knob(
+        "",
+        "--worker-admin-key KEY",
+        "their --admin-api-key, for aborts and classes; without it, --worker-api-key is sent",
+        secret=True,
+    )
+    memory_file: Path | None = knob(
+        None, "--memory-file FILE", "worker numbers and what operators asked for, kept over restarts"
+    )
+    telemetry: str = knob(
+        "", "--telemetry ADDRESS", "bind here for load reports (ZMQ); without it, loads are polled", allowed=BIND
+    )
+    poll_interval_s: float = knob(0.25, "--poll-interval-ms MS", "of loads not reported", allowed=INTERVAL, scale=MILLI)
+    settle_s: float = knob(0.05, allowed=Range(0))  # how long a sent request may be missing in a report
+    policy: str = knob(
+        "round-robin",
+        "--policy NAME",
+        f"one of: {', '.join(live_policy_names())}, or one of an installed package",
+        allowed=PolicyName(live=True),
+        heading="policy",
+    )
+    slo_ttft_s: float = knob(1.0, "--slo-ttft-ms MS", "target of requests that bring none", allowed=TARGET, scale=MILLI)
+    slo_tpot_s: float = knob(0.1, "--slo-tpot-ms MS", "as --slo-ttft-ms", allowed=TARGET, scale=MILLI)
+    profile: str = knob(
+        "auto", "--profile NAME", "step times that predictions start from; auto: those that an emulated instance names"
+    )
+    time_scale: float = knob(1.0, "--profile-time-scale", "of --profile", allowed=Range(0, above=True))
+    boundary_tokens: int | None = knob(
+        None,
+        "--boundary {auto,N}",
+        "pla: new tokens at which a prefill is long; auto: fitted to the passes in the load reports, by history",
+        allowed=Range(1, unit="tokens"),
+        none="auto",
+    )
+    pressure_interval_s: float = knob(
+        1.0, "--pressure-interval-ms MS", "pla: control period, in device time", allowed=INTERVAL, scale=MILLI
+    )
+    pressure_cool_down_s: float = knob(
+        10.0, "--pressure-cool-down-ms MS", "pla: after a move, in device time", allowed=MILLISECONDS, scale=MILLI
+    )
+    pressure_hysteresis: float = knob(0.5, "--pressure-hysteresis", "pla: tau of Algorithm 2", allowed=Range(0))
+    tokenizer: str = knob("", "--tokenizer PATH", "folder or file; default: that of the first instance")
+    seed: int = knob(1, "--policy-seed", "of policies and rooms")
+    record: Path | None = knob(None, "--record FILE", "record decisions, for python -m pla_sglang.parity")
+    migration: str = knob(
+        "off",
+        "--migration",
+        "on: a request whose instance is lost goes on at another one; a stream only between stateless instances",
+        allowed=Choice(("off", "on")),
+    )
+    stories: int = knob(10_000, "--explain-requests", "remembered for /pla/explain", allowed=Range(1))
+    pending_s: float = knob(
+        30.0,
+        "--pending-timeout-ms MS",
+        "how long a request waits for an instance before it is refused",
+        allowed=MILLISECONDS,
+        scale=MILLI,
+        heading="limits",
+    )
+    hold_tokens: int | None = knob(
+        None,
+        "--hold-tokens",
+        "queue here, fair by tenant, above N queued tokens an instance; default: never",
+        allowed=Range(1, unit="tokens"),
+    )
+    enable_trace: bool = knob(
+        False, "--enable-trace", "OpenTelemetry spans; needs pla-sglang[tracing]", heading="tracing"
+    )
+    collector: str = knob(  # this flag and the one before are SGLang's, of its servers and its router
+        "localhost:4317", "--otlp-traces-endpoint HOST:PORT", "collector, gRPC", allowed=COLLECTOR
+    )
+    trace_share: float = knob(
+        1.0, "--trace-share", "of requests without a traceparent, those that are traced", allowed=Range(0, 1)
+    )
+    prompts: PromptKnobs = dataclasses.field(default_factory=PromptKnobs)
     health: HealthKnobs = dataclasses.field(default_factory=HealthKnobs)
     breaker: BreakerKnobs = dataclasses.field(default_factory=BreakerKnobs)
+    exclusions: ExclusionKnobs = dataclasses.field(default_factory=ExclusionKnobs)
+    retry_budget: RetryBudgetKnobs = dataclasses.field(default_factory=RetryBudgetKnobs)
+    moves: MoveKnobs = dataclasses.field(default_factory=MoveKnobs)
     admission: AdmissionKnobs = dataclasses.field(default_factory=AdmissionKnobs)
-    prompts: PromptKnobs = dataclasses.field(default_factory=PromptKnobs)
+
+    @property
+    def migrates(self) -> bool:
+        return self.migration == "on"
+
+    @property
+    def trace_endpoint(self) -> str:
+        """HOST:PORT of the collector that gets a span tree for each request; empty: tracing is off."""
+        return self.collector if self.enable_trace else ""
 
     def __post_init__(self) -> None:
-        if self.policy not in LIVE_POLICIES:
-            raise ConfigError(f"--policy {self.policy!r} is not known here; allowed: {', '.join(LIVE_POLICIES)}")
-        for url in self.workers:
-            parse_url(url)
+        check_fields(self)
         if len({parse_url(url) for url in self.workers}) < len(self.workers):
             raise ConfigError("--worker names an address twice")
-        require("slo_ttft_s", self.slo_ttft_s, 0, above=True)
-        require("slo_tpot_s", self.slo_tpot_s, 0, above=True)
-        require("profile time_scale", self.time_scale, 0, above=True)
-        require("boundary_tokens", self.boundary_tokens, 1)
-        require("pressure_interval_s", self.pressure_interval_s, 0.01)
-        require("pressure_cool_down_s", self.pressure_cool_down_s, 0)
-        require("pressure_hysteresis", self.pressure_hysteresis, 0)
-        require("poll_interval_s", self.poll_interval_s, 0.01)
-        require("settle_s", self.settle_s, 0)
-        require("pending_s", self.pending_s, 0)
-        require("hold_tokens", self.hold_tokens, 1)
-        require("stories", self.stories, 1)
-        require("trace_share", self.trace_share, 0, 1)
-        if self.trace_endpoint and _ENDPOINT.fullmatch(self.trace_endpoint) is None:
-            raise ConfigError(f"--otlp-traces-endpoint {self.trace_endpoint!r}; allowed: HOST:PORT")
-        if self.telemetry and not self.telemetry.startswith(("tcp://", "ipc://")):
-            raise ConfigError(f"--telemetry {self.telemetry!r}; allowed: tcp://HOST:PORT or ipc://PATH")
-
-    def profile_for(self, said: Description) -> tuple[str, float]:
-        """Name and time scale of the step times to start from, where the first instance says this of itself."""
-        if self.profile != "auto":
-            return self.profile, self.time_scale
-        name = said.profile or DEFAULT_PROFILE
-        try:
-            steps_of(name, said.time_scale)
-        except ConfigError as error:
-            logger.warning("an instance's profile is not known here, %s is taken: %s", DEFAULT_PROFILE, error)
-            name = DEFAULT_PROFILE
-        return name, said.time_scale
-
-
-_ENDPOINT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
-DEFAULT_PROFILE = "h100-llama3.1-8b-tp1"
+        find_live_policy(self.policy)

@@ -15,45 +15,36 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import orjson
 
-from pla_sglang.policy.checks import require
-from pla_sglang.router.control.prefixes import PrefixIndex, block_keys
-from pla_sglang.router.messages import Ask, Endpoint
+from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.load.prefix_index import PrefixIndex, byte_block_keys
+from pla_sglang.router.http.json_body import BYTES_PER_TOKEN, has_long_ids
+from pla_sglang.router.wire.inference import BY_ENDPOINT
+from pla_sglang.router.wire.messages import Ask, Endpoint
 
 Encode = Callable[[str], int]  # text -> its number of tokens
 CHAT_TOKENS_A_MESSAGE = 5  # role and separators of common templates
 _PROMPT_KEYS = {
-    Endpoint.GENERATE: (b'"input_ids"', b'"text"'),
-    Endpoint.COMPLETIONS: (b'"prompt"',),
-    Endpoint.CHAT: (b'"messages"',),
+    endpoint: tuple(b'"%s"' % member.encode() for member in path.prompt) for endpoint, (_, path) in BY_ENDPOINT.items()
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptKnobs:
-    """Limits of tokenizing.
+    """Limits of tokenizing."""
 
-    Attributes:
-        tokenize_bytes: a longer body is estimated.
-        cached: texts whose length is remembered.
-        bytes_per_token: start of the learned ratio.
-        memory: tokenized texts over which the ratio is averaged.
-    """
-
-    tokenize_bytes: int = 8192
-    cached: int = 4096
-    bytes_per_token: float = 4.0
-    memory: float = 200.0
+    tokenize_bytes: int = knob(
+        8192, "--tokenize-bytes", "longer bodies are estimated", allowed=Range(0, unit="bytes"), heading="prompts"
+    )
+    cached: int = knob(4096, allowed=Range(1))  # texts whose length is remembered
+    bytes_per_token: float = knob(4.0, allowed=Range(0.1))  # start of the learned ratio
+    memory: float = knob(200.0, allowed=Range(1))  # tokenized texts over which the ratio is averaged
 
     def __post_init__(self) -> None:
-        require("tokenize_bytes", self.tokenize_bytes, 0)
-        require("tokenize cached", self.cached, 1)
-        require("bytes_per_token", self.bytes_per_token, 0.1)
-        require("tokenize memory", self.memory, 1)
+        check_fields(self, "tokenize")
 
 
-class Prompt(msgspec.Struct, frozen=True, gc=False):
+class Prompt(msgspec.Struct, gc=False):
     """What is known of one prompt. ``keys``: blocks of its bytes; ``size_bytes``: their range."""
 
     tokens: int
@@ -80,37 +71,39 @@ class Prompts:
         self.tokenized = 0
         self.estimated = 0
         self._knobs = knobs
-        self._bytes_per_token = knobs.bytes_per_token
+        self.bytes_per_token = knobs.bytes_per_token  # as learned so far
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
 
-    @property
-    def bytes_per_token(self) -> float:
-        """As learned so far."""
-        return self._bytes_per_token
-
-    def look(self, ask: Ask) -> Prompt:
+    def measure_prompt(self, ask: Ask) -> Prompt:
         """Length and block keys of a request. Without its body the relay's estimate is taken."""
         body = ask.body
         if body is None:
             return Prompt(max(1, ask.input_tokens), ask.exact_tokens)
+        path = BY_ENDPOINT[ask.endpoint][1]
         start = _start_of_prompt(body, ask.endpoint)
-        keys = tuple(block_keys(body[start:], salt=ask.endpoint.name.encode()))
+        # Of what an instance has read without going on with it, it need not have kept anything.
+        keys = tuple(byte_block_keys(body[start:], salt=ask.endpoint.name.encode())) if path.generates else ()
         if ask.exact_tokens:
             return Prompt(max(1, ask.input_tokens), True, keys, len(body) - start)
-        tokens = self._count(body, ask.endpoint)
+        tokens = self._count_tokens(body, ask.endpoint)
         exact = tokens is not None
         if tokens is None:
             self.estimated += 1
-            tokens = round((len(body) - start) / self._bytes_per_token)
+            if has_long_ids(body):  # digits and commas say nothing of bytes a token
+                tokens = ask.input_tokens
+            elif path.each_item:  # the relay has counted what is read several times
+                tokens = round(ask.input_tokens * BYTES_PER_TOKEN / self.bytes_per_token)
+            else:
+                tokens = round((len(body) - start) / self.bytes_per_token)
         return Prompt(max(1, tokens), exact, keys, len(body) - start)
 
-    def cached(self, prompt: Prompt) -> Mapping[int, int]:
+    def find_cached(self, prompt: Prompt) -> Mapping[int, int]:
         """Instance -> leading tokens it probably has."""
         if not prompt.keys:
             return {}
-        return {one: prompt.cached_tokens(found) for one, found in self.index.lookup(prompt.keys).items()}
+        return {index: prompt.cached_tokens(matched) for index, matched in self.index.lookup(prompt.keys).items()}
 
-    def _count(self, body: bytes, endpoint: Endpoint) -> int | None:
+    def _count_tokens(self, body: bytes, endpoint: Endpoint) -> int | None:
         if self.encode is None or len(body) > self._knobs.tokenize_bytes:
             return None
         key = hashlib.blake2b(body, digest_size=16).digest()
@@ -123,37 +116,49 @@ class Prompts:
         if texts is None:
             return None
         tokens = sum(map(self.encode, texts))
-        if endpoint is Endpoint.CHAT:
+        if "messages" in BY_ENDPOINT[endpoint][1].prompt:
             tokens += CHAT_TOKENS_A_MESSAGE * len(texts)
         self.tokenized += 1
-        self._learn(sum(len(text.encode("utf-8", "surrogatepass")) for text in texts), tokens)
+        self._learn_ratio(sum(len(text.encode("utf-8", "surrogatepass")) for text in texts), tokens)
         self._lengths[key] = tokens
         if len(self._lengths) > self._knobs.cached:
             self._lengths.popitem(last=False)
         return tokens
 
-    def _learn(self, size_bytes: int, tokens: int) -> None:
+    def _learn_ratio(self, size_bytes: int, tokens: int) -> None:
         if tokens and size_bytes:
             weight = 1 / min(self._knobs.memory, self.tokenized)
-            self._bytes_per_token += weight * (size_bytes / tokens - self._bytes_per_token)
+            self.bytes_per_token += weight * (size_bytes / tokens - self.bytes_per_token)
 
 
 def prompt_texts(body: bytes, endpoint: Endpoint) -> list[str] | None:
-    """The texts that the model will read; None where the body has no text, or is none that an instance would take."""
+    """The texts that the model will read; None for a body without text, or one that an instance would reject."""
     try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     if not isinstance(parsed, dict):
         return None
-    if endpoint is Endpoint.CHAT:
-        return _chat_texts(parsed.get("messages"))
-    found = parsed.get("prompt" if endpoint is Endpoint.COMPLETIONS else "text")
-    if isinstance(found, str):
-        return [found]
-    if isinstance(found, list) and found and all(isinstance(one, str) for one in found):
-        return found
-    return None
+    path = BY_ENDPOINT[endpoint][1]
+    if path.each_item or "input_ids" in parsed:
+        return None
+    texts: list[str] = []
+    for member in path.prompt:
+        if parsed.get(member) is not None:
+            read = (_chat_texts if member == "messages" else _texts_of)(parsed[member])
+            if read is None:
+                return None
+            texts += read
+    return texts or None
+
+
+def _texts_of(value: Any) -> list[str] | None:
+    """Of a text, a list of texts, or a list of messages."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+        return value
+    return _chat_texts(value)
 
 
 def _chat_texts(messages: Any) -> list[str] | None:

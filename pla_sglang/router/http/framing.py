@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from pla_sglang.router.http.head import FIELD, AnswerHead, BadMessage
+from pla_sglang.router.http.head import BODILESS, FIELD, AnswerHead, BadMessage
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _TRAILER = re.compile(FIELD)
@@ -19,7 +19,7 @@ SEEN_LINES, SEEN_LINE_BYTES = 4096, 8
 class Framing(Protocol):
     """Follows one body through the pieces in which it arrives."""
 
-    def feed(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
+    def feed_data(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
         """Read on at ``data[start:]``.
 
         Returns:
@@ -42,7 +42,7 @@ class Sized:
     def __init__(self, length: int) -> None:
         self.left = length
 
-    def feed(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
+    def feed_data(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
         have = len(data) - start
         if have < self.left:
             self.left -= have
@@ -64,7 +64,7 @@ class UntilClose:
 
     __slots__ = ()
 
-    def feed(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
+    def feed_data(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
         if payload is not None:
             payload.append(data[start:])
         return -1
@@ -84,28 +84,28 @@ class Chunked:
         self._trailers = -1  # lines seen behind the last chunk; -1: not there yet
         self.size = 0  # bytes of content announced so far
 
-    def feed(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
+    def feed_data(self, data: bytes, start: int, payload: list[bytes] | None = None) -> int:
         position, end = start, len(data)
         while position < end:
             if self._left:
-                position = self._skip(data, position, payload)
+                position = self._skip_data(data, position, payload)
                 continue
             stop = data.find(b"\n", position) + 1
             if not stop:
                 self._line += data[position:]
-                self._check_line(len(self._line))
+                self._check_line_length(len(self._line))
                 return -1
             line, position = data[position:stop], stop
             if self._line:
                 line, self._line = self._line + line, b""
             if self._trailers >= 0:
-                self._check_line(len(line))
-                if self._trailer(line):
+                self._check_line_length(len(line))
+                if self._is_last_trailer(line):
                     return position
                 continue
             size = _SEEN.get(line)
             if size is None:
-                size = self._size_line(line)
+                size = self._read_size_line(line)
             if not size:
                 self._trailers = 0
                 continue
@@ -118,7 +118,7 @@ class Chunked:
                 self._left = size + 2
         return -1
 
-    def _skip(self, data: bytes, position: int, payload: list[bytes] | None) -> int:
+    def _skip_data(self, data: bytes, position: int, payload: list[bytes] | None) -> int:
         """Past the chunk's data, as far as it is here; checks the CRLF that closes it."""
         have = min(len(data) - position, self._left)
         content = min(have, max(0, self._left - 2))
@@ -131,8 +131,8 @@ class Chunked:
         self._left -= have
         return position + have
 
-    def _size_line(self, line: bytes) -> int:
-        self._check_line(len(line))
+    def _read_size_line(self, line: bytes) -> int:
+        self._check_line_length(len(line))
         match = _SIZE.fullmatch(line, 0, len(line) - 2) if line.endswith(b"\r\n") else None
         if match is None:
             raise BadMessage("chunk", f"{line[:20]!r} is no chunk size with CRLF")
@@ -143,7 +143,7 @@ class Chunked:
             _SEEN[line] = size
         return size
 
-    def _trailer(self, line: bytes) -> bool:
+    def _is_last_trailer(self, line: bytes) -> bool:
         """Whether ``line`` is the blank one that ends the message."""
         if not line.endswith(b"\r\n"):
             raise BadMessage("chunk", "a chunk's line must end with CRLF")
@@ -154,7 +154,7 @@ class Chunked:
             raise BadMessage("chunk", f"trailers are no header lines, or more than {MAX_TRAILERS}")
         return False
 
-    def _check_line(self, length: int) -> None:
+    def _check_line_length(self, length: int) -> None:
         if length > MAX_LINE_BYTES:
             raise BadMessage("chunk", f"a line of the chunked coding is longer than {MAX_LINE_BYTES} bytes")
 
@@ -164,7 +164,7 @@ class Chunked:
 
 def answer_framing(head: AnswerHead, method: str) -> Framing:
     """How the body behind ``head`` ends, where the request had ``method`` (RFC 9112, section 6.3)."""
-    if method == "HEAD" or head.status in (204, 304):
+    if method == "HEAD" or head.status in BODILESS:
         return Sized(0)
     if head.chunked:
         return Chunked()

@@ -12,7 +12,11 @@ import re
 
 CRLF2 = b"\r\n\r\n"
 FIELD = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n"
-_REQUEST = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) ([\x21-\x7e]+) HTTP/1\.([01])").fullmatch
+_REQUEST = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) ([\x21-\x7e]+) HTTP/1\.([0-9])").fullmatch
+# RFC 3986: an IP literal, or a name or IPv4 address; user information is no part of a host.
+_AUTHORITY = rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9\-._~!$&'()*+,;=%]*)(?::[0-9]*)?"
+_HOST = re.compile(_AUTHORITY).fullmatch
+_ABSOLUTE = re.compile(rb"(?i:https?)://(?=[^/?:])" + _AUTHORITY + rb"(?=[/?]|\Z)").match
 _ANSWER = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*)?").fullmatch
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+").fullmatch
@@ -49,44 +53,53 @@ class Head:
         length: Content-Length; None without one.
         chunked: Transfer-Encoding: chunked.
         keep_alive: whether the sender wants to use the connection again.
-        own_hop: whether there are headers about this connection alone: Connection, Keep-Alive.
+        own_hop: whether there are headers that are not passed on: those about this connection alone, such as
+            Connection, and X-Request-Id, which the router sets.
     """
 
-    __slots__ = ("chunked", "headers", "keep_alive", "length", "minor", "own_hop")
+    __slots__ = ("_closes", "chunked", "headers", "keep_alive", "length", "minor", "own_hop")
 
     def __init__(self, minor: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.minor = minor
         self.length: int | None = None
         self.chunked = False
         self.keep_alive = minor == 1
-        self.own_hop = False
+        self.own_hop = self._closes = False
         self.headers = headers
         for name, value in headers:
             if name in _FRAMING:
-                self._frame(name, value)
+                self._read_framing_header(name, value)
         if self.chunked and self.length is not None:
             raise BadMessage("two_lengths", "Content-Length and Transfer-Encoding in one message")
 
-    def _frame(self, name: bytes, value: bytes) -> None:
-        if name == b"keep-alive":
-            self.own_hop = True
-        elif name == b"connection":
+    def _read_framing_header(self, name: bytes, value: bytes) -> None:
+        if name == b"connection":
             self.own_hop = True
             options = {option.strip().lower() for option in value.split(b",")}
-            if b"close" in options:
-                self.keep_alive = False
-            elif b"keep-alive" in options:
-                self.keep_alive = True
+            self._closes = self._closes or b"close" in options  # in any line: it wins (RFC 9112, section 9.3)
+            self.keep_alive = not self._closes and (self.keep_alive or b"keep-alive" in options)
+        elif name in _HOP:
+            self.own_hop = True
         elif name == b"content-length":
             if self.length is not None or _DIGITS.fullmatch(value) is None:
                 raise BadMessage("content_length", f"Content-Length {value[:40]!r} is not one number")
             self.length = int(value)
         elif self.chunked or value.lower() != b"chunked" or self.minor == 0:
-            raise BadMessage("transfer_encoding", f"Transfer-Encoding {value[:40]!r} is not supported", 501)
+            ends = value.lower().endswith(b"chunked")  # else nobody knows where the body ends (RFC 9112, section 6.3)
+            raise BadMessage(
+                "transfer_encoding", f"Transfer-Encoding {value[:40]!r} is not supported", 501 if ends else 400
+            )
         else:
             self.chunked = True
 
-    def get(self, name: bytes) -> bytes | None:
+    def named_by_connection(self) -> frozenset[bytes]:
+        """Headers that are about this connection alone, as the sender says (RFC 9110, section 7.6.1)."""
+        values = [value.lower() for name, value in self.headers if name == b"connection"]
+        if all(value in _USUAL_OPTIONS for value in values):
+            return frozenset()
+        return frozenset(option.strip() for value in values for option in value.split(b","))
+
+    def get_header(self, name: bytes) -> bytes | None:
         """The value of header ``name`` (in lower case); the first, if it is there more than once."""
         for key, value in self.headers:
             if key == name:
@@ -94,17 +107,23 @@ class Head:
         return None
 
 
-_FRAMING = frozenset({b"connection", b"keep-alive", b"content-length", b"transfer-encoding"})
+HOP_HEADERS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"})
+_USUAL_OPTIONS = frozenset({b"close", b"keep-alive"})
+_HOP = HOP_HEADERS | {b"x-request-id"}
+_FRAMING = _HOP | {b"content-length", b"transfer-encoding"}
 
 
 class RequestHead(Head):
-    """Attributes: method, target (origin form, as sent), path and query (split at the first "?")."""
+    """Attributes: method, target (in origin form), path and query (split at the first "?")."""
 
     __slots__ = ("method", "path", "query", "target")
 
     def __init__(self, line: tuple[str, bytes, str, str, int], headers: list[tuple[bytes, bytes]]) -> None:
         self.method, self.target, self.path, self.query, minor = line
         super().__init__(minor, headers)
+
+
+BODILESS = frozenset({204, 304})  # statuses of answers that end with their head, whatever it says
 
 
 class AnswerHead(Head):
@@ -115,33 +134,37 @@ class AnswerHead(Head):
     def __init__(self, status: int, minor: int, headers: list[tuple[bytes, bytes]], raw: bytes) -> None:
         super().__init__(minor, headers)
         self.status, self.raw = status, raw
+        if status in BODILESS and (self.chunked or self.length is not None):
+            self.own_hop = True  # a 204 may not say it
+            if self.chunked or self.length:  # a body may come all the same, and would be read as the next answer
+                self.keep_alive = False
 
 
 def parse_request(raw: bytes, *, max_headers: int) -> RequestHead:
     """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
     lines = raw.split(b"\r\n")
-    first = _request_line(lines[0])
-    headers = None if first is None else _headers(raw, lines)
+    first = _parse_request_line(lines[0])
+    headers = None if first is None else _split_headers(raw, lines)
     if first is None or headers is None:
-        raise _why_not(raw)
+        raise _explain_refusal(raw)
     if first[1][:1] != b"/":
-        raise BadMessage("target", "the request target must be a path")
+        raise BadMessage("target", "the request target must be a path, or http:// with a host and a path")
     if len(headers) > max_headers:
         raise BadMessage("headers", f"more than {max_headers} headers", 431)
     head = RequestHead(first, headers)
     hosts = 0
-    for name, _ in headers:
+    for name, value in headers:
         if name == b"host":
-            hosts += 1
+            hosts += 1 if _HOST(value) else 2
     if hosts > 1 or (hosts == 0 and head.minor == 1):
-        raise BadMessage("host", "an HTTP/1.1 request has exactly one Host header")
+        raise BadMessage("host", "an HTTP/1.1 request has exactly one Host header, with a host and perhaps a port")
     return head
 
 
-def _why_not(raw: bytes) -> BadMessage:
+def _explain_refusal(raw: bytes) -> BadMessage:
     line = raw.partition(b"\r\n")[0]
     version = line.rpartition(b" ")[2]
-    if version.startswith(b"HTTP/") and version not in (b"HTTP/1.0", b"HTTP/1.1"):
+    if version.startswith(b"HTTP/") and re.fullmatch(rb"HTTP/1\.[0-9]", version) is None:
         return BadMessage("version", f"{version[:20].decode('latin-1')} is not supported", 505)
     return BadMessage("head", "this is not an HTTP/1.1 request")
 
@@ -149,32 +172,37 @@ def _why_not(raw: bytes) -> BadMessage:
 def parse_answer(raw: bytes) -> AnswerHead:
     """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
     lines = raw.split(b"\r\n")
-    first = _status_line(lines[0])
-    headers = None if first is None else _headers(raw, lines)
+    first = _parse_status_line(lines[0])
+    headers = None if first is None else _split_headers(raw, lines)
     if first is None or headers is None:
         raise BadMessage("head", "this is not an HTTP/1.1 answer")
     return AnswerHead(*first, headers, raw)
 
 
 @functools.lru_cache(maxsize=SEEN_LINES)
-def _request_line(line: bytes) -> tuple[str, bytes, str, str, int] | None:
-    """Method, target, path, query and minor version."""
+def _parse_request_line(line: bytes) -> tuple[str, bytes, str, str, int] | None:
+    """Method, target in origin form, path, query and minor version."""
     match = _REQUEST(line)
     if match is None:
         return None
     method, target, minor = match.groups()
+    absolute = None if target[:1] == b"/" else _ABSOLUTE(target)
+    if absolute is not None:  # as to a proxy; its host is not looked at, as Host is not (RFC 9112, section 3.2.2)
+        target = target[absolute.end() :]
+        target = target if target[:1] == b"/" else b"/" + target
     path, _, query = target.partition(b"?")
-    return method.decode("ascii"), target, path.decode("ascii"), query.decode("ascii"), minor[0] & 1
+    # What is newer than HTTP/1.1 is read as HTTP/1.1 (RFC 9110, section 2.5).
+    return method.decode("ascii"), target, path.decode("ascii"), query.decode("ascii"), min(minor[0] - ord("0"), 1)
 
 
 @functools.lru_cache(maxsize=SEEN_LINES)
-def _status_line(line: bytes) -> tuple[int, int] | None:
+def _parse_status_line(line: bytes) -> tuple[int, int] | None:
     """Status and minor version."""
     match = _ANSWER(line)
     return None if match is None else (int(match[2]), match[1][0] & 1)
 
 
-def _headers(raw: bytes, lines: list[bytes]) -> list[tuple[bytes, bytes]] | None:
+def _split_headers(raw: bytes, lines: list[bytes]) -> list[tuple[bytes, bytes]] | None:
     """Names in lower case and values of a head; None where a line is none of ``FIELD``.
 
     ``lines``: ``raw`` split at its line ends: the first line, the headers, and two empty strings. Faster than one
@@ -187,7 +215,7 @@ def _headers(raw: bytes, lines: list[bytes]) -> list[tuple[bytes, bytes]] | None
         name, colon, value = line.partition(b":")
         lower = _SEEN.get(name)
         if lower is None:
-            lower = _new_name(name)
+            lower = _check_name(name)
         if lower is None or not colon:
             return None
         headers.append((lower, value.strip(b" \t")))
@@ -197,7 +225,7 @@ def _headers(raw: bytes, lines: list[bytes]) -> list[tuple[bytes, bytes]] | None
 _END = [b"", b""]
 
 
-def _new_name(name: bytes) -> bytes | None:
+def _check_name(name: bytes) -> bytes | None:
     if _NAME(name) is None:
         return None
     lower = name.lower()

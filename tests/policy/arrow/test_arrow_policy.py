@@ -15,9 +15,9 @@ from support.fleets import apply, d2p, decode, fleet, mixed, p2d, predictor, pre
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
-from pla_sglang.policy.decisions import Hold, SetRole
-from pla_sglang.policy.fleet import FleetView, InstanceState, RequestView, Role
-from pla_sglang.policy.reasons import FleetReason as R
+from pla_sglang.policy.interface.decisions import Hold, SetRole
+from pla_sglang.policy.interface.fleet import FleetView, InstanceState, RequestView, Role
+from pla_sglang.policy.interface.reasons import FleetReason as R
 
 KNOBS = ArrowKnobs(ttft_slo_s=1.0, tpot_slo_s=0.05, max_running_tokens={"": 1000}, tpot_window_s=0.0, idle_s=0.0)
 LATE = {"queued_tokens": 950}  # 960 ms of backlog

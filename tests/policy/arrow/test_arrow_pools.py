@@ -9,20 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fleets import d2p, decode, fleet, p2d, predictor, prefill
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.errors import ConfigError, IllegalMoveError
 from pla_sglang.policy.arrow.flips import (
-    Direction,
     FlipGuard,
     FlipKnobs,
     LoadLevel,
     pick_for_decode,
     pick_for_prefill,
 )
-from pla_sglang.policy.arrow.pools import IllegalMoveError, PoolEvent, transition
-from pla_sglang.policy.fleet import FleetView, Role
+from pla_sglang.policy.arrow.pools import PoolEvent, transition
+from pla_sglang.policy.interface.fleet import FleetView, Role
 
 P, D, P2D, D2P = Role.PREFILL, Role.DECODE, Role.PREFILL_TO_DECODE, Role.DECODE_TO_PREFILL
-TO_P, TO_D = Direction.TO_PREFILL, Direction.TO_DECODE
+TO_P, TO_D = PoolEvent.TO_PREFILL, PoolEvent.TO_DECODE
 # (role, event, has prefills, has decodes) -> role; all that is not here is illegal
 LEGAL: dict[tuple[Role, PoolEvent, bool, bool], Role] = {
     (role, PoolEvent.TO_PREFILL, prefills, decodes): D2P if decodes else P

@@ -13,8 +13,8 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.policy.arrow.capacity import max_running_tokens
 from pla_sglang.policy.arrow.curve import PrefillCurve, fit_curve, profile_curve
 from pla_sglang.policy.arrow.predictor import PredictorKnobs, TtftPredictor
-from pla_sglang.policy.decisions import PrefillSample
-from pla_sglang.policy.fleet import InstanceView
+from pla_sglang.policy.interface.decisions import PrefillSample
+from pla_sglang.policy.interface.fleet import InstanceView
 
 QUADRATIC = PrefillCurve(0.006, 1.6e-5, 9e-10, 2e-7)
 
@@ -45,9 +45,9 @@ def test_profiling_at_launch() -> None:
     ("name", "samples", "message"),
     [
         ("too few", [(1, 0, 1.0), (2, 0, 1.0)], "at least 3 samples, got 2"),
-        ("no tokens", [(0, 0, 1.0)] * 3, "new_tokens must be above 0"),
-        ("no time", [(1, 0, 0.0)] * 3, "seconds must be above 0"),
-        ("negative history", [(1, -1, 1.0)] * 3, "history_tokens must be at least 0"),
+        ("no tokens", [(0, 0, 1.0)] * 3, "new_tokens 0 is out of range; allowed: above 0"),
+        ("no time", [(1, 0, 0.0)] * 3, "seconds 0.0 is out of range; allowed: above 0"),
+        ("negative history", [(1, -1, 1.0)] * 3, "history_tokens -1 is out of range; allowed: at least 0"),
     ],
 )
 def test_bad_samples(name: str, samples: list[tuple[float, float, float]], message: str) -> None:
@@ -58,7 +58,7 @@ def test_bad_samples(name: str, samples: list[tuple[float, float, float]], messa
 def test_bad_curves() -> None:
     with pytest.raises(ConfigError, match="zero everywhere"):
         PrefillCurve(0.0, 0.0, 0.0)
-    with pytest.raises(ConfigError, match="c1_s must be at least 0"):
+    with pytest.raises(ConfigError, match=r"c1_s .* is out of range; allowed: at least 0"):
         PrefillCurve(1.0, -1e-9, 0.0)
 
 

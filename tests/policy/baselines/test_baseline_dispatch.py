@@ -26,10 +26,10 @@ from pla_sglang.policy.baselines.dispatch import (
 )
 from pla_sglang.policy.baselines.migration import LoadMigration, LoadMigrationKnobs
 from pla_sglang.policy.baselines.scalers import SlaKnobs, SlaScaler, ThresholdKnobs, ThresholdScaler
-from pla_sglang.policy.decisions import Migrate, ScaleTo
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
-from pla_sglang.policy.fleet import DecodeBatch, FleetView, InstanceState, Role
-from pla_sglang.policy.reasons import FleetReason as R
+from pla_sglang.policy.interface.decisions import Migrate, ScaleTo
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceState, Role
+from pla_sglang.policy.interface.reasons import FleetReason as R
 
 
 def two_choices() -> TwoChoices:
@@ -233,7 +233,7 @@ def test_sla_scaler_by_hand() -> None:
         (lambda: LoadMigrationKnobs(full=0.0), "full"),
         (
             lambda: ThresholdKnobs(ttft_slo_s=1.0, low=0.9),
-            "threshold low must be at most high",
+            "threshold low 0.9 is above high 0.8; allowed: minimum <= maximum",
         ),
         (lambda: SlaKnobs(tpot_slo_s=0.0, concurrency_max=1), "tpot_slo_s"),
     ],

@@ -13,7 +13,7 @@ from support.views import FLAT, pass_view, waiting
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS, Fcfs, Hrrn, PassSrpt, ShortestPrefillFirst, fluid_srpt
-from pla_sglang.policy.types import Action, PassView, Reason, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassView, Reason, WaitingView
 
 
 def lengths(*tokens: int, arrival_s: float = 0.0) -> list[WaitingView]:

@@ -142,11 +142,11 @@ def test_correction_takes_out_a_bias_within_its_bound() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ArimaKnobs(p=9), "arima p must be at least 0 and at most 8"),
+        (lambda: ArimaKnobs(p=9), "arima p 9 is out of range; allowed: 0 to 8"),
         (lambda: ArimaKnobs(d=2), "arima d"),
-        (lambda: ArimaKnobs(first_fit=5), "arima first_fit must be at least 9"),
+        (lambda: ArimaKnobs(first_fit=5), "arima first_fit 5 is out of range; allowed: at least 9"),
         (lambda: ArimaKnobs(history=8), "arima history"),
-        (lambda: HoltWintersKnobs(level=0.0), "level must be above 0"),
+        (lambda: HoltWintersKnobs(level=0.0), "level 0.0 is out of range; allowed: above 0"),
         (lambda: Corrected(LastValue(), bound=0.5), "correction bound"),
     ],
 )
@@ -174,7 +174,7 @@ def test_the_recent_peak_is_kept_for_as_long_as_it_is_recent() -> None:
         forecaster.add(value)
         told.append(forecaster.next_value())
     assert told == [1.0, 5.0, 5.0, 5.0, 3.0, 3.0]
-    with pytest.raises(ConfigError, match="peak count must be at least 1"):
+    with pytest.raises(ConfigError, match="peak count 0 is out of range; allowed: at least 1"):
         RecentPeak(0)
 
 

@@ -15,15 +15,15 @@ from support.fleets import LinearSteps, decode, fleet, mixed, predictor, prefill
 from support.views import pass_view, waiting
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.decisions import Hold, PrefillSample, ScaleTo
 from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.load import LoadMeter, LoadSample
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs, least_loaded
 from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
-from pla_sglang.policy.fleet import FleetView, InstanceState, InstanceView, Role
-from pla_sglang.policy.reasons import FleetReason as R
-from pla_sglang.policy.types import Action, PassView, Reason
+from pla_sglang.policy.interface.decisions import Hold, PrefillSample, ScaleTo
+from pla_sglang.policy.interface.fleet import FleetView, InstanceState, InstanceView, Role
+from pla_sglang.policy.interface.prefill import Action, PassView, Reason
+from pla_sglang.policy.interface.reasons import FleetReason as R
 
 KNOBS = PlannerKnobs(ttft_slo_s=4.0, concurrency_max=50, interval_s=10.0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from typing import Any
 
@@ -16,13 +17,14 @@ from hypothesis import strategies as st
 from support.fleets import apply, fleet, mixed, predictor, prefill, request
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.buckets.layouts import Bucket, GridLayout, VariableLayout, group_by_length, token_steps, waste
-from pla_sglang.policy.decisions import SetLengthClass
-from pla_sglang.policy.fleet import FleetView, InstanceState
+from pla_sglang.policy.interface.decisions import SetLengthClass
+from pla_sglang.policy.interface.fleet import FleetView, InstanceState
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.interface.reasons import FleetReason as R
+from pla_sglang.policy.pla.fitted_boundary import FittedBoundary
+from pla_sglang.policy.pla.graphs.layouts import Bucket, GridLayout, VariableLayout, group_by_length, token_steps, waste
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs, percentile
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
-from pla_sglang.policy.reasons import FleetReason as R
-from pla_sglang.policy.types import PrefillClass
 
 S, L = PrefillClass.SHORT, PrefillClass.LONG
 KNOBS = PressureKnobs(ttft_slo_s=1.0, alpha=1.0, beta=0.5, gamma=0.1, tau=0.5, cool_down_s=10.0)
@@ -126,6 +128,11 @@ def test_no_pool_falls_below_its_minimum(events: list[tuple[int, int]], minimum:
         assert minimum <= shorts <= 6 - minimum
 
 
+def dispatcher(**knobs: Any) -> SpatialDispatcher:
+    boundary = FittedBoundary(fixed_tokens=256)
+    return SpatialDispatcher(SpatialKnobs(ttft_slo_s=1.0, **knobs), predictor(), boundary)
+
+
 SPATIAL: list[tuple[str, FleetView, Any, str | None, R]] = [
     ("short", pools([{}], [{}]), request(255), "i0", R.PLA_SHORT),
     ("the boundary is long", pools([{}], [{}]), request(256), "i1", R.PLA_LONG),
@@ -135,9 +142,28 @@ SPATIAL: list[tuple[str, FleetView, Any, str | None, R]] = [
         pools([{}], [{}]),
         request(5000, cached={1: 4900}),
         "i1",
-        R.PLA_SPILL,
+        R.PLA_HOLDER,
     ),
-    ("too late there", pools([{}], [backlog(9000)]), request(800, cached={1: 700}), "i0", R.PLA_SPILL),
+    ("too late there", pools([{}], [backlog(9000)]), request(800, cached={1: 700}), "i0", R.PLA_RECOMPUTE),
+    ("the holder, up to what it saves", pools([{}], [backlog(680)]), request(800, cached={1: 700}), "i1", R.PLA_HOLDER),
+    ("and no further", pools([{}], [backlog(700)]), request(800, cached={1: 700}), "i0", R.PLA_RECOMPUTE),
+    ("of its own class", pools([backlog(50), {}], [{}]), request(800, cached={0: 700}), "i0", R.PLA_SHORT),
+    (
+        "the longest history",
+        pools([{}, {}], [{}, {}]),
+        request(5000, cached={0: 64, 2: 4096, 3: 4032}),
+        "i2",
+        R.PLA_LONG,
+    ),
+    (
+        "the next to it",
+        pools([{}], [backlog(200), {}]),
+        request(5000, cached={1: 4096, 2: 4032}),
+        "i2",
+        R.PLA_RECOMPUTE,
+    ),
+    ("what all hold: by class", pools([{}], [{}]), request(900, cached={0: 512, 1: 512}), "i1", R.PLA_LONG),
+    ("and the short ones", pools([{}], [{}]), request(700, cached={0: 512, 1: 512}), "i0", R.PLA_SHORT),
     ("least backlog", pools([backlog(9), {}], [{}]), request(9), "i1", R.PLA_SHORT),
     ("spill", pools([backlog(1500)], [{}]), request(9), "i1", R.PLA_SPILL),
     ("over three quarters of the target", pools([backlog(740)], [{}]), request(9), "i1", R.PLA_SPILL),
@@ -153,18 +179,18 @@ SPATIAL: list[tuple[str, FleetView, Any, str | None, R]] = [
 
 @pytest.mark.parametrize(("name", "view", "ask", "chosen", "reason"), SPATIAL, ids=[case[0] for case in SPATIAL])
 def test_spatial_dispatch(name: str, view: FleetView, ask: Any, chosen: str | None, reason: R) -> None:
-    answer = SpatialDispatcher(SpatialKnobs(ttft_slo_s=1.0), predictor()).dispatch(ask, view, 0.0)
+    answer = dispatcher().dispatch(ask, view, 0.0)
     assert (answer.prefill.name if answer.prefill else None, answer.reason) == (chosen, reason)
 
 
 def test_a_late_pool_that_may_not_spill() -> None:
-    router = SpatialDispatcher(SpatialKnobs(ttft_slo_s=1.0, spill=False), predictor())
+    router = dispatcher(spill=False)
     answer = router.dispatch(request(9), pools([backlog(5000)], [{}]), 0.0)
     assert (str(answer.prefill), answer.reason) == ("i0", R.PLA_SHORT)
 
 
 def test_decodes_of_spatial_pools() -> None:
-    router = SpatialDispatcher(SpatialKnobs(ttft_slo_s=1.0), predictor())
+    router = dispatcher()
     view = fleet(mixed(length_class=S), mixed(length_class=L, context_tokens=5))
     kept = router.place_decode(request(prefilled_on=view.instances[1]), view, 0.0)
     assert (kept.decode, kept.reason) == (view.instances[1], R.KEEP_LOCAL)
@@ -173,7 +199,9 @@ def test_decodes_of_spatial_pools() -> None:
     assert (moved.decode, moved.reason) == (view.instances[0], R.LEAST_TOKENS)
 
 
-GRID, VARIABLE = GridLayout(), VariableLayout([64, 128, 256, 512], [4, 16], longest=256)
+# Without a limit to padding: what holds a batch at all. The limit has its own tests in tests/policy/buckets.
+GRID = GridLayout(max_padding=math.inf)
+VARIABLE = VariableLayout([64, 128, 256, 512], [4, 16], longest=256, max_padding=math.inf)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +241,7 @@ def test_the_nearest_is_the_smallest_that_holds_the_batch(lengths: list[int]) ->
 
 def test_the_paper_s_grid_wastes_more_on_mixed_lengths() -> None:
     rng = random.Random(2)
-    variable = VariableLayout(token_steps(4096), [4, 16, 64], longest=256)
+    variable = VariableLayout(token_steps(4096), [4, 16, 64], longest=256, max_padding=math.inf)
     wastes: dict[str, list[float]] = {"grid": [], "variable": []}
     for _ in range(300):
         lengths = [min(256, 1 + int(rng.lognormvariate(4.0, 1.0))) for _ in range(rng.randint(2, 32))]
@@ -249,7 +277,6 @@ def test_bucket_first() -> None:
         (lambda: PressureKnobs(ttft_slo_s=0), "ttft_slo_s"),
         (lambda: dataclasses.replace(KNOBS, minimum=0), "minimum"),
         (lambda: dataclasses.replace(KNOBS, percentile=101), "percentile"),
-        (lambda: SpatialKnobs(1.0, boundary_tokens=0), "boundary_tokens"),
         (lambda: SpatialKnobs(1.0, spill_at=0.0), "spill_at"),
         (lambda: SpatialKnobs(1.0, spill_at=1.1), "spill_at"),
     ],

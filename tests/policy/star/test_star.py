@@ -15,12 +15,21 @@ from hypothesis import strategies as st
 from support.fleets import decode, fleet, prefill, request
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.decisions import Migrate
-from pla_sglang.policy.fleet import DecodeBatch, FleetView
-from pla_sglang.policy.reasons import FleetReason as R
+from pla_sglang.policy.interface.decisions import Migrate
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView
+from pla_sglang.policy.interface.reasons import FleetReason as R
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, reduction, summaries, summarise, trace
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
-from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle, Proportional
+from pla_sglang.policy.star.predictors import (
+    FIGURE_7_SHARES,
+    PAPER_BINS,
+    Binned,
+    Noisy,
+    NoPrediction,
+    Oracle,
+    Proportional,
+    Refining,
+)
 from pla_sglang.policy.star.select import SelectKnobs, Worker, best_move, classify, objective
 
 Rows = list[tuple[str, int, float | None]]
@@ -249,6 +258,35 @@ def test_a_moved_request_rests() -> None:
     assert again.rid == "a"  # another request of that name
 
 
+@settings(deadline=None, max_examples=40)
+@given(LOADS, LOADS)
+def test_requests_that_are_not_listed_count_as_such_of_unknown_length(listed: Rows, rest: Rows) -> None:
+    horizon = Horizon(SMALL)
+    unknown: Rows = [(f"u{rid}", tokens, None) for rid, tokens, _ in rest]
+    short = DecodeBatch.of(listed)
+    short.unlisted_requests, short.unlisted_tokens = len(rest), sum(row[1] for row in rest)
+    found, whole = summarise(short, horizon), summarise(DecodeBatch.of(listed + unknown), horizon)
+    assert found.loads == pytest.approx(whole.loads)
+    assert found.peak == pytest.approx(whole.peak)
+    assert found.weighted == pytest.approx(whole.weighted)
+
+
+def test_an_instance_whose_requests_are_not_listed_is_no_target() -> None:
+    """It is as full as the other one, and has said nothing of what runs there."""
+    view = loaded(HEAVY, [], room=10_000)
+    assert isinstance(star().tick(view, 0.0)[0], Migrate)
+    silent = view.decodes(view.instances[1])
+    silent.unlisted_requests, silent.unlisted_tokens = 3, 800
+    assert star().tick(view, 10.0)[0].reason is R.STAR_BALANCED
+
+
+def test_moves_of_one_tick_keep_what_is_not_listed() -> None:
+    view = loaded([("a", 400, 50.0), ("b", 400, 50.0), ("c", 400, 50.0)], [], [])
+    view.decodes(view.instances[1]).unlisted_tokens = 500
+    moves = star(moves=5).tick(view, 0.0)
+    assert [(move.rid, move.target.name) for move in moves if isinstance(move, Migrate)] == [("a", "i2")]
+
+
 def test_prefill_instances_take_no_part() -> None:
     made = DecodeBatch.of(HEAVY)
     view = FleetView(fleet(prefill(), decode()).instances, decodes=lambda instance: made)
@@ -325,6 +363,28 @@ def test_proportional_errors_shrink_with_what_remains() -> None:
     assert erring.predict(["r0"], far[:1])[0] != first[0]
 
 
+def test_errors_over_generated_tokens_are_those_of_figure_7() -> None:
+    """Requests of 31,000 tokens: 18,256 at the start, 2,929 after 8,000 tokens; the share does not grow later."""
+    erring = Refining(FIGURE_7_SHARES, random.Random(1))
+    rids = [f"r{index}" for index in range(4000)]
+
+    def error_tokens(generated: int) -> float:
+        known = np.full(4000, 31_000.0 - generated)
+        predicted = erring.predict(rids, known)
+        errors = np.array([erring._error(rid) for rid in rids])
+        seen = np.where(predicted > 1.0, np.abs(predicted - known) / np.abs(errors), np.nan)
+        return float(np.nanmedian(seen))  # a Laplace error of size 1 becomes this many tokens
+
+    assert error_tokens(0) == pytest.approx(18_256)
+    assert 2929 < error_tokens(4000) < 18_256
+    assert error_tokens(8000) == pytest.approx(2929)
+    assert error_tokens(20_000) == pytest.approx(2929 / 23_000 * 11_000)
+    assert np.isnan(erring.predict(["x"], np.array([np.nan]))).all()
+    assert not len(erring.predict([], np.zeros(0)))
+    erring.forget("r0")
+    assert erring._first.keys() == {*rids, "x"} - {"r0"}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -335,6 +395,8 @@ def test_proportional_errors_shrink_with_what_remains() -> None:
         (lambda: StarKnobs(moves=0), "moves"),
         (lambda: Binned([1.0]), "two rising edges"),
         (lambda: Noisy(-1.0, random.Random(1)), "mae_tokens"),
+        (lambda: Refining([], random.Random(1)), "rising tokens"),
+        (lambda: Refining([(5, 0.1), (0, 0.2)], random.Random(1)), "rising tokens"),
     ],
 )
 def test_bad_knobs(make: Any, message: str) -> None:

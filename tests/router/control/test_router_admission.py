@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.router.control.admission import Admission, AdmissionKnobs, AdmissionReason
-from pla_sglang.router.control.fairness import TENANTS_KEPT, FairQueue, Held
+from pla_sglang.policy.admission import Admission, AdmissionKnobs, AdmissionReason
+from pla_sglang.policy.fair_queue import TENANTS_KEPT, FairQueue
 
 
 def test_without_limits_nobody_is_refused() -> None:
@@ -79,15 +80,32 @@ def test_few_judgements_refuse_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("open_requests", 0), ("ttft_s", 0), ("probe_every", 1), ("favourable", 2), ("window", 10)]
+    ("field", "name", "value"),
+    [
+        ("open_requests", "--max-open-requests", 0),
+        ("ttft_s", "--max-ttft-ms", 0),
+        ("probe_every", "admission probe_every", 1),
+        ("favourable", "admission favourable", 2),
+        ("window", "admission window", 10),
+    ],
 )
-def test_bad_admission_knobs(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=field):
+def test_bad_admission_knobs(field: str, name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
         AdmissionKnobs(**{field: value})
 
 
+@dataclasses.dataclass(eq=False)
+class Held:
+    """One request that waits."""
+
+    rid: str
+    tenant: str
+    priority: int
+    cost_tokens: int
+
+
 def held(rid: str, tenant: str, cost: int = 1, priority: int = 0) -> Held:
-    return Held(rid, tenant, priority, cost, 0.0)
+    return Held(rid, tenant, priority, cost)
 
 
 def drained(queue: FairQueue) -> list[str]:

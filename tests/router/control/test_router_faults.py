@@ -7,9 +7,9 @@ import time
 import pytest
 from support.router_scene import run, scene
 
-from pla_sglang.policy.decisions import Dispatch
-from pla_sglang.policy.fleet import FleetView, RequestView
-from pla_sglang.router import messages as m
+from pla_sglang.policy.interface.decisions import Dispatch
+from pla_sglang.policy.interface.fleet import FleetView, RequestView
+from pla_sglang.router.wire import messages as m
 
 
 def test_a_policys_mistake_ends_one_request_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
@@ -17,7 +17,7 @@ def test_a_policys_mistake_ends_one_request_and_no_other(caplog: pytest.LogCaptu
 
     async def work() -> None:
         async with scene(["prefill", "decode"], policy="minimal-load") as one:
-            driver = one.plane.desk.driver
+            driver = one.plane.policy.runner
             assert driver is not None
             choose = driver.policy.dispatcher.dispatch
 
@@ -43,7 +43,7 @@ def test_a_policys_mistake_ends_one_request_and_no_other(caplog: pytest.LogCaptu
             for rid in ("bad", "bad and early"):
                 one.ended(rid, m.Outcome.REFUSED)
             for rid in ("good", "good too", "good and late"):
-                one.stage(rid, m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+                one.reach(rid, m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
                 one.ended(rid)
             one.assert_at_rest()
             metrics = one.admin("GET", "/metrics")[1]

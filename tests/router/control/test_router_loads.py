@@ -1,118 +1,160 @@
-"""Between reports the load book says what an instance has to do, whatever the report had counted."""
+"""Between reports the load tracker says what an instance has to do, whatever the report had counted."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from support.loads import FIELDS, load_amounts
 
-from pla_sglang.policy.fleet import InstanceView
-from pla_sglang.router.control.loads import FIELDS, Amounts, LoadBook, Phase, Report, Tracked
-
-
-def amounts(view: InstanceView) -> Amounts:
-    return Amounts(*(getattr(view, name) for name in FIELDS))
+from pla_sglang.load.instance_load import InstanceLoad
+from pla_sglang.load.tracker import LoadTracker, Phase, TrackedRequest, count_request
+from pla_sglang.policy.interface.fleet import InstanceView, LoadAmounts
 
 
-def book(settle_s: float = 0.05) -> LoadBook:
-    return LoadBook(InstanceView(0, "i0"), settle_s=settle_s)
+def amounts(view: InstanceView) -> LoadAmounts:
+    return LoadAmounts(**{name: getattr(view, name) for name in FIELDS})
 
 
-def prompt(new: int, now_s: float, *, history: int = 0, decodes_here: bool = True) -> Tracked:
-    return Tracked(new, history, now_s, Phase.QUEUED, decodes_here)
+def tracker(settle_s: float = 0.05) -> LoadTracker:
+    return LoadTracker(InstanceView(0, "i0"), settle_s=settle_s)
+
+
+def prompt(new: int, now_s: float, *, history: int = 0, decodes_here: bool = True) -> TrackedRequest:
+    return TrackedRequest(new, history, now_s, Phase.QUEUED, decodes_here)
 
 
 def test_without_reports_the_own_requests_count() -> None:
-    one = book()
-    one.send(("a", 1), prompt(100, 0.0, history=20))
-    one.send(("b", 1), prompt(10, 0.1))
-    assert amounts(one.view) == Amounts(2, 110, 100 * 140 + 100, 20)
-    one.start(("a", 1), 0.2)
-    assert amounts(one.view) == Amounts(1, 10, 100, 0, 1, 120)
-    one.start(("a", 1), 0.3)  # told twice
-    one.end(("a", 1), 0.4)
-    one.end(("a", 1), 0.5)
-    one.end(("b", 1), 0.6)
-    assert amounts(one.view) == Amounts()
-    assert one.is_idle()
+    load = tracker()
+    load.add_request(("a", 1), prompt(100, 0.0, history=20))
+    load.add_request(("b", 1), prompt(10, 0.1))
+    assert amounts(load.view) == load_amounts(2, 110, 100 * 140 + 100, 20)
+    load.start_request(("a", 1), 0.2)
+    assert amounts(load.view) == load_amounts(1, 10, 100, 0, 1, 120)
+    load.start_request(("a", 1), 0.3)  # told twice
+    load.end_request(("a", 1), 0.4)
+    load.end_request(("a", 1), 0.5)
+    load.end_request(("b", 1), 0.6)
+    assert amounts(load.view) == load_amounts()
+    assert load.is_idle()
 
 
 def test_a_prefill_instance_is_done_with_its_prefill() -> None:
-    one = book()
-    one.send(("a", 1), prompt(100, 0.0, decodes_here=False))
-    one.start(("a", 1), 0.2)
-    assert amounts(one.view) == Amounts()
-    assert not one.is_idle()  # the KV is still being sent
-    one.end(("a", 1), 0.3)
-    assert one.is_idle()
+    load = tracker()
+    load.add_request(("a", 1), prompt(100, 0.0, decodes_here=False))
+    load.start_request(("a", 1), 0.2)
+    assert amounts(load.view) == load_amounts()
+    assert not load.is_idle()  # the KV is still being sent
+    load.end_request(("a", 1), 0.3)
+    assert load.is_idle()
 
 
 def test_a_decode_instance_waits_for_the_kv() -> None:
-    one = book()
-    one.send(("a", 1), Tracked(120, 0, 0.0, Phase.COMING, True))
-    assert amounts(one.view) == Amounts(waiting_decodes=1, waiting_decode_tokens=120)
-    one.start(("a", 1), 0.2)
-    assert amounts(one.view) == Amounts(running=1, context_tokens=120)
+    load = tracker()
+    load.add_request(("a", 1), TrackedRequest(120, 0, 0.0, Phase.COMING, True))
+    assert amounts(load.view) == load_amounts(waiting_decodes=1, waiting_decode_tokens=120)
+    load.start_request(("a", 1), 0.2)
+    assert amounts(load.view) == load_amounts(running=1, context_tokens=120)
 
 
 def test_what_was_sent_just_before_a_report_is_added() -> None:
-    one = book(settle_s=0.05)
-    one.send(("old", 1), prompt(100, 0.0))
-    one.send(("new", 1), prompt(30, 0.98))
-    one.report(Report(Amounts(1, 100, 10_000, 0)), 1.0)  # it cannot have counted the new one
-    assert amounts(one.view) == Amounts(2, 130, 10_900, 0)
-    one.report(Report(Amounts(2, 130, 10_900, 0)), 1.1)
-    assert amounts(one.view) == Amounts(2, 130, 10_900, 0)
+    load = tracker(settle_s=0.05)
+    load.add_request(("old", 1), prompt(100, 0.0))
+    load.add_request(("new", 1), prompt(30, 0.98))
+    load.on_load(InstanceLoad(load_amounts(1, 100, 10_000, 0)), 1.0)  # it cannot have counted the new load
+    assert amounts(load.view) == load_amounts(2, 130, 10_900, 0)
+    load.on_load(InstanceLoad(load_amounts(2, 130, 10_900, 0)), 1.1)
+    assert amounts(load.view) == load_amounts(2, 130, 10_900, 0)
 
 
 def test_the_number_of_received_requests_is_better_than_time() -> None:
-    one = book(settle_s=0.05)
-    one.report(Report(Amounts(), received=7), 0.0)  # others have sent seven
-    one.send(("a", 1), prompt(100, 0.1))
-    one.send(("b", 1), prompt(30, 0.2))
-    one.report(Report(Amounts(1, 100, 10_000, 0), received=8), 0.9)  # a pass of 0.7 s kept it from receiving b
-    assert amounts(one.view) == Amounts(2, 130, 10_900, 0)
-    one.report(Report(Amounts(2, 130, 10_900, 0), received=9), 0.95)
-    assert amounts(one.view) == Amounts(2, 130, 10_900, 0)
+    load = tracker(settle_s=0.05)
+    load.on_load(InstanceLoad(load_amounts(), received=7), 0.0)  # others have sent seven
+    load.add_request(("a", 1), prompt(100, 0.1))
+    load.add_request(("b", 1), prompt(30, 0.2))
+    load.on_load(
+        InstanceLoad(load_amounts(1, 100, 10_000, 0), received=8), 0.9
+    )  # a pass of 0.7 s kept it from receiving b
+    assert amounts(load.view) == load_amounts(2, 130, 10_900, 0)
+    load.on_load(InstanceLoad(load_amounts(2, 130, 10_900, 0), received=9), 0.95)
+    assert amounts(load.view) == load_amounts(2, 130, 10_900, 0)
+
+
+def test_a_report_that_comes_before_the_event_is_not_corrected_twice() -> None:
+    """The pass of a has ended and the report says so; the first token is on its way while b computes."""
+    load = tracker()
+    load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
+    for name, new in (("a", 100), ("b", 30)):
+        load.add_request((name, 1), prompt(new, 0.1))
+    load.on_load(InstanceLoad(load_amounts(1, 30, 900, 0, 1, 100), received=2), 0.9)
+    load.start_request(("a", 1), 0.91)
+    assert amounts(load.view) == load_amounts(1, 30, 900, 0, 1, 100)
+    load.start_request(("b", 1), 1.1)  # after the report
+    assert amounts(load.view) == load_amounts(running=2, context_tokens=130)
+
+
+def test_a_prefill_that_a_report_has_left_out_ends_without_a_change() -> None:
+    """PD: the prefill instance reports its pass long before the first token comes from the decode instance."""
+    load = tracker()
+    load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
+    for name, new in (("a", 100), ("b", 30)):
+        load.add_request((name, 1), prompt(new, 0.1, decodes_here=False))
+    load.on_load(InstanceLoad(load_amounts(1, 30, 900, 0), received=2), 0.9)
+    load.add_request(("c", 1), prompt(50, 0.95, decodes_here=False))
+    load.end_request(("a", 1), 1.0)
+    assert amounts(load.view) == load_amounts(2, 80, 3_400, 0)
+    load.end_request(("b", 1), 1.1)
+    load.end_request(("c", 1), 1.2)
+    assert amounts(load.view) == load_amounts()
+
+
+def test_a_whole_answer_ends_without_a_first_token() -> None:
+    load = tracker()
+    load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
+    for name, new in (("a", 100), ("b", 30)):
+        load.add_request((name, 1), prompt(new, 0.1))
+    load.on_load(InstanceLoad(load_amounts(1, 30, 900, 0, 1, 100), received=2), 0.9)
+    load.end_request(("a", 1), 1.0)
+    assert amounts(load.view) == load_amounts(1, 30, 900, 0)
 
 
 def test_a_request_that_never_arrives_is_forgotten() -> None:
-    one = LoadBook(InstanceView(0, "i0"), settle_s=0.05, lost_s=2.0)
-    one.report(Report(Amounts(), received=0), 0.0)
-    one.send(("lost", 1), prompt(100, 0.1))
-    one.report(Report(Amounts(), received=0), 1.0)
-    assert one.view.queued_tokens == 100
-    one.report(Report(Amounts(), received=0), 2.2)
-    assert one.view.queued_tokens == 0
+    load = LoadTracker(InstanceView(0, "i0"), settle_s=0.05, lost_s=2.0)
+    load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
+    load.add_request(("lost", 1), prompt(100, 0.1))
+    load.on_load(InstanceLoad(load_amounts(), received=0), 1.0)
+    assert load.view.queued_tokens == 100
+    load.on_load(InstanceLoad(load_amounts(), received=0), 2.2)
+    assert load.view.queued_tokens == 0
 
 
 def test_what_ended_after_a_report_is_taken_off() -> None:
-    one = book()
-    one.send(("a", 1), prompt(100, 0.0))
-    one.report(Report(Amounts(1, 100, 10_000, 0)), 1.0)
-    one.start(("a", 1), 1.1)
-    assert amounts(one.view) == Amounts(running=1, context_tokens=100)
-    one.end(("a", 1), 1.2)
-    assert amounts(one.view) == Amounts()
-    one.report(Report(Amounts()), 1.3)
-    assert amounts(one.view) == Amounts()
+    load = tracker()
+    load.add_request(("a", 1), prompt(100, 0.0))
+    load.on_load(InstanceLoad(load_amounts(1, 100, 10_000, 0)), 1.0)
+    load.start_request(("a", 1), 1.1)
+    assert amounts(load.view) == load_amounts(running=1, context_tokens=100)
+    load.end_request(("a", 1), 1.2)
+    assert amounts(load.view) == load_amounts()
+    load.on_load(InstanceLoad(load_amounts()), 1.3)
+    assert amounts(load.view) == load_amounts()
 
 
 def test_what_others_send_is_kept() -> None:
-    one = book()
-    one.send(("a", 1), prompt(100, 0.0))
-    one.report(Report(Amounts(3, 400, 60_000, 9, 2, 50)), 1.0)
-    one.end(("a", 1), 1.5)
-    assert amounts(one.view) == Amounts(2, 300, 50_000, 9, 2, 50)
+    load = tracker()
+    load.add_request(("a", 1), prompt(100, 0.0))
+    load.on_load(InstanceLoad(load_amounts(3, 400, 60_000, 9, 2, 50)), 1.0)
+    load.end_request(("a", 1), 1.5)
+    assert amounts(load.view) == load_amounts(2, 300, 50_000, 9, 2, 50)
 
 
 def test_the_rest_of_a_report() -> None:
-    one = book()
-    one.report(Report(Amounts(), None, 5, 100, 0.02, 1.7, 0.4), 1.0)
-    view = one.view
+    load = tracker()
+    load.on_load(InstanceLoad(load_amounts(), None, 5, 100, 0.02, 1.7, 0.4), 1.0)
+    view = load.view
     assert (view.kv_used_tokens, view.kv_capacity_tokens, view.token_interval_s) == (5, 100, 0.02)
     assert (view.utilisation, view.prefill_age_s) == (1.0, 0.4)
-    assert one.is_fresh(1.5, 1.0)
-    assert not one.is_fresh(2.5, 1.0)
+    assert load.is_fresh(1.5, 1.0)
+    assert not load.is_fresh(2.5, 1.0)
 
 
 STEPS = st.lists(
@@ -131,22 +173,22 @@ class Engine:
     """Hears of each request ``DELAY_S`` after it was sent, and reports what it knows. Six others have sent before."""
 
     def __init__(self) -> None:
-        self.requests: list[Tracked] = []
+        self.requests: list[TrackedRequest] = []
 
-    def received(self, request: Tracked, now_s: float) -> bool:
+    def received(self, request: TrackedRequest, now_s: float) -> bool:
         return request.started_s is not None or now_s - request.sent_s >= DELAY_S
 
-    def report(self, now_s: float, *, counts: bool) -> Report:
-        total = Amounts()
+    def report_load(self, now_s: float, *, counts: bool) -> InstanceLoad:
+        total = load_amounts()
         for request in self.requests:
-            total.count(request, request.phase_at(now_s, received=self.received(request, now_s)))
+            count_request(total, request, request.phase_at(now_s, received=self.received(request, now_s)))
         received = 6 + sum(self.received(request, now_s) for request in self.requests)
-        return Report(total, received if counts else None)
+        return InstanceLoad(total, received if counts else None)
 
-    def truth(self, now_s: float) -> Amounts:
-        total = Amounts()
+    def truth(self, now_s: float) -> LoadAmounts:
+        total = load_amounts()
         for request in self.requests:
-            total.count(request, request.phase_at(now_s))
+            count_request(total, request, request.phase_at(now_s))
         return total
 
 
@@ -155,24 +197,24 @@ DELAY_S = 0.03
 
 @given(STEPS, st.booleans())
 def test_a_corrected_report_is_the_truth(steps: list[tuple[str, int, int, int, float]], counts: bool) -> None:
-    """After each report and each event the book says what really is there or on its way."""
-    one, engine, now_s = book(settle_s=DELAY_S), Engine(), 0.0
-    one.report(engine.report(now_s, counts=counts), now_s)
-    live: dict[int, tuple[tuple[str, int], Tracked]] = {}
+    """After each report and each event the tracker says what really is there or on its way."""
+    load, engine, now_s = tracker(settle_s=DELAY_S), Engine(), 0.0
+    load.on_load(engine.report_load(now_s, counts=counts), now_s)
+    live: dict[int, tuple[tuple[str, int], TrackedRequest]] = {}
     for action, slot, new, history, gap_s in steps:
         now_s += gap_s
         key, request = live.get(slot, (("", 0), None))
         if action == "report":
-            one.report(engine.report(now_s, counts=counts), now_s)
+            load.on_load(engine.report_load(now_s, counts=counts), now_s)
         elif action == "send" and request is None:
             request = prompt(new, now_s, history=history)
             key = (f"r{len(engine.requests)}", 1)
             live[slot] = (key, request)
             engine.requests.append(request)
-            one.send(key, request)
+            load.add_request(key, request)
         elif action == "start" and request is not None:
-            one.start(key, now_s)
+            load.start_request(key, now_s)
         elif action == "end" and request is not None and engine.received(request, now_s):
-            one.end(key, now_s)
+            load.end_request(key, now_s)
             del live[slot]
-        assert amounts(one.view) == engine.truth(now_s)
+        assert amounts(load.view) == engine.truth(now_s)

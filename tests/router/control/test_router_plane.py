@@ -12,12 +12,43 @@ import pytest
 from support.fake_instance import FakeInstance
 from support.router_scene import QUICK, Scene, run, scene
 
-from pla_sglang.router import messages as m
-from pla_sglang.router.control import ControlKnobs, Plane, desk
-from pla_sglang.router.control.admission import AdmissionKnobs
-from pla_sglang.router.control.workers import WorkerState
-from pla_sglang.telemetry.message import Backlog, ClassQueue, Pass, Report
-from pla_sglang.telemetry.push import Pusher
+from pla_sglang.load import tracker
+from pla_sglang.load.push import Pusher
+from pla_sglang.load.report import Backlog, ClassQueue, PassTotals, Report
+from pla_sglang.policy.admission import AdmissionKnobs
+from pla_sglang.router.control.control_plane import ControlPlane
+from pla_sglang.router.control.knobs import ControlKnobs
+from pla_sglang.router.control.workers.table import WorkerState
+from pla_sglang.router.wire import messages as m
+
+
+def test_policies_and_metrics_learn_the_tokens_that_an_instance_has_counted() -> None:
+    """Events say little: none for an answer in one piece, and too few where tokens were joined in one."""
+
+    async def work() -> None:
+        async with scene(["null"], policy="least-tokens") as one:
+            runner, finished = one.plane.policy.runner, []
+            assert runner is not None
+            runner._on_finish.append(lambda view, tokens, now_s: finished.append((view.rid, tokens)))
+            for rid, ended in {
+                "whole": {"events": 0, "output_tokens": 300, "exact_tokens": True},
+                "streamed": {"events": 12, "output_tokens": 40, "exact_tokens": True},
+                "unsaid": {"events": 7, "output_tokens": 7},
+            }.items():
+                assert isinstance(one.ask(rid), m.Assign)
+                one.reach(rid, m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
+                one.ended(rid, **ended)
+            assert finished == [("whole", 300), ("streamed", 40), ("unsaid", 7)]
+            told = one.admin("GET", "/pla/explain/whole")[1]
+            assert (told["output_tokens"], told["exact_output"]) == (300, True)
+            told = one.admin("GET", "/pla/explain/unsaid")[1]
+            assert (told["output_tokens"], told["exact_output"]) == (7, False)
+            metrics = one.admin("GET", "/metrics")[1]
+            assert 'pla_router_output_tokens_total{by="instance"} 340.0' in metrics
+            assert 'pla_router_output_tokens_total{by="events"} 7.0' in metrics
+            one.assert_at_rest()
+
+    run(work)
 
 
 def test_a_pair_serves_a_request_and_explains_it() -> None:
@@ -30,12 +61,12 @@ def test_a_pair_serves_a_request_and_explains_it() -> None:
             assert isinstance(assign, m.Assign)
             assert (assign.prefill, assign.decode) == (0, 1)
             assert (assign.bootstrap_host, assign.bootstrap_port) == ("127.0.0.1", 8998)
-            assert one.plane.desk.ledger.rooms == {assign.bootstrap_room: "r1"}
+            assert one.plane.dispatcher.ledger.rooms == {assign.bootstrap_room: "r1"}
             assert one.plane.table.by_number[0].view.queued_prefills == 1
             assert one.plane.table.by_number[1].view.waiting_decodes == 1
-            one.stage("r1", m.Step.SENT, m.Step.PREFILL_DONE)
+            one.reach("r1", m.Milestone.SENT, m.Milestone.PREFILL_DONE)
             assert one.plane.table.by_number[0].view.queued_prefills == 0
-            one.stage("r1", m.Step.FIRST_TOKEN)
+            one.reach("r1", m.Milestone.FIRST_TOKEN)
             assert one.plane.table.by_number[1].view.running == 1
             one.ended("r1")
             one.assert_at_rest()
@@ -61,7 +92,7 @@ def test_who_is_not_served_yet_waits_and_goes_when_an_instance_is_ready() -> Non
         late = FakeInstance()
         await late.start()
         await late.stop()  # its port is known, nobody listens
-        plane = Plane(ControlKnobs(workers=(late.url,), health=QUICK, pending_s=20.0))
+        plane = ControlPlane(ControlKnobs(workers=(late.url,), health=QUICK, pending_s=20.0))
         await plane.start()
         one = Scene(plane, [late])
         assert one.ask("r1") is None
@@ -78,7 +109,7 @@ def test_who_is_not_served_yet_waits_and_goes_when_an_instance_is_ready() -> Non
 
 def test_who_waits_too_long_is_refused() -> None:
     async def work() -> None:
-        plane = Plane(ControlKnobs(workers=("http://127.0.0.1:9",), health=QUICK, pending_s=0.1))
+        plane = ControlPlane(ControlKnobs(workers=("http://127.0.0.1:9",), health=QUICK, pending_s=0.1))
         await plane.start()
         one = Scene(plane, [])
         assert one.ask("r1") is None
@@ -86,7 +117,7 @@ def test_who_waits_too_long_is_refused() -> None:
         refuse = one.relay.last(m.Refuse)
         assert (refuse.status, refuse.code, refuse.retry_after_s) == (503, "no_instance", 5.0)
         one.ended("r1", m.Outcome.REFUSED)
-        assert plane.desk.ledger.ended.total() == 1
+        assert plane.dispatcher.ledger.ended.total() == 1
         one.assert_at_rest()
         await plane.stop()
 
@@ -106,7 +137,7 @@ def test_limits_and_duplicates() -> None:
             assert isinstance(twin, m.Refuse)
             assert (twin.status, twin.code) == (409, "duplicate")
             one.ended("a", m.Outcome.REFUSED)  # the twin's end, not that of the first
-            assert "a" in one.plane.desk.open
+            assert "a" in one.plane.dispatcher.ledger.records
             one.ended("a")
             one.ended("b")
             one.assert_at_rest()
@@ -153,16 +184,16 @@ def test_what_a_relay_has_not_aborted_is_aborted_here() -> None:
             assert isinstance(again, m.Refuse)
             assert again.status == 409
             one.ended("untold", m.Outcome.REFUSED)
-            audit = one.plane.desk.ledger.audit(time.monotonic())
+            audit = one.plane.dispatcher.ledger.audit(time.monotonic())
             assert (audit.legs_aborting, audit.rooms) == (1, 1)  # not confirmed: the room is not free
             decode.abort_status = 200
             await one.until(lambda: set(decode.aborted) == {"untold"})
-            await one.until(lambda: not one.plane.desk.ledger.entries)
+            await one.until(lambda: not one.plane.dispatcher.ledger.records)
             one.ask("lost", prompts=2)
-            one.plane.forget(0)
+            one.plane.detach_relay(0)
             lost = {"lost_0", "lost_1"}  # as SGLang names the prompts of a batch
             await one.until(lambda: set(prefill.aborted) == lost and set(decode.aborted) == {"untold", *lost})
-            await one.until(lambda: not one.plane.desk.ledger.entries)
+            await one.until(lambda: not one.plane.dispatcher.ledger.records)
             one.assert_at_rest()
 
     run(work)
@@ -174,7 +205,7 @@ def test_a_failed_connection_is_tried_elsewhere() -> None:
             first = one.ask("r")
             assert isinstance(first, m.Assign)
             await one.instances[first.decode].stop()
-            one.plane.hear(m.Failure(first.decode, m.Leg.WHOLE, m.FailureKind.CONNECT, time.monotonic(), "r"))
+            one.plane.on_message(m.Failure(first.decode, m.FailureKind.CONNECT))
             second = one.ask("r", attempt=2, excluded=(first.decode,))
             assert isinstance(second, m.Assign)
             assert second.decode != first.decode
@@ -215,7 +246,7 @@ def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Path) ->
             name = f"127.0.0.1:{one.instances[0].port}"
             worker = one.plane.table.by_number[0]
             backlog = Backlog(2, 300, 45_000, 10)
-            passes = Pass(1000, 1_000_000, 0, 1, 1, 5.0)
+            passes = PassTotals(1000, 1_000_000, 0, 1, 1, 5.0)
             report = Report(
                 instance=name,
                 sequence=1,
@@ -238,8 +269,8 @@ def test_telemetry_makes_polls_needless_and_tells_of_restarts(tmp_path: Path) ->
             assert (told["role"], told["short"]["tokens"], told["errors"]) == ("short", 30, {"aborted": 2})
             line = f'pla_router_worker_errors{{kind="aborted",worker="{name}"}} 2.0'
             assert line in one.admin("GET", "/metrics")[1]
-            assert one.plane.desk.predictor is not None
-            assert one.plane.desk.predictor.factor(worker.view) > 1  # five seconds for a thousand tokens
+            assert one.plane.policy.predictor is not None
+            assert one.plane.policy.predictor.factor(worker.view) > 1  # five seconds for a thousand tokens
             again = Report(instance=name, sequence=1, clock_s=0.1, started_s=99.0)
             pusher.send(again)
             await one.until(lambda: worker.state is WorkerState.DEAD)
@@ -277,7 +308,7 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             loaded = [fake for fake in one.instances[:3] if fake.roles[-1] == "short"]
             for fake in loaded:
                 fake.load |= {"num_waiting_reqs": 50, "num_waiting_uncached_tokens": 100_000}
-            await one.until(lambda: one.plane.desk.driver.flips == 1, 8.0)  # type: ignore[union-attr]
+            await one.until(lambda: one.plane.policy.runner.moved.total() == 1, 8.0)  # type: ignore[union-attr]
             state = one.admin("GET", "/pla/state")[1]
             assert {pool: len(names) for pool, names in state["pools"].items()} == {"short": 2, "long": 1, "both": 0}
             (move,) = state["last_moves"]
@@ -285,6 +316,11 @@ def test_pools_are_told_to_instances_and_moved_under_pressure() -> None:
             assert 0 <= move["ago_s"] < 5
             assert state["pressure"]["short"] > 1.5 * state["pressure"]["long"]
             assert state["pressure"]["knobs"]["tau"] == 0.5
+            assert state["boundary"] == {
+                "boundary_tokens": 100,
+                "boundary_tokens_at_8k_history": 100,
+                "step_model": None,
+            }
             await one.until(lambda: sorted(fake.roles[-1] for fake in one.instances[:3]) == ["long", "short", "short"])
             metrics = one.admin("GET", "/metrics")[1]
             assert 'pla_router_actions_total{action="SetLengthClass",reason="pla.pressure_short"} 1.0' in metrics
@@ -333,13 +369,13 @@ def check_signals(state: dict[str, Any], metrics: str) -> None:
 
 def test_a_pool_that_was_late_is_forgiven_once_it_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise its deviation would ask for instances for ever."""
-    monkeypatch.setattr(desk, "RATIO_WINDOW_S", 0.6)
+    monkeypatch.setattr(tracker, "SIGNAL_WINDOW_S", 0.6)
 
     async def work() -> None:
         async with scene(["null"], slo_ttft_s=0.01) as one:
             one.ask("late")
             await asyncio.sleep(0.05)
-            one.stage("late", m.Step.SENT, m.Step.FIRST_TOKEN)
+            one.reach("late", m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
             view = one.plane.table.by_number[0].view
             assert view.ttft_ratio is not None
             assert view.ttft_ratio >= 5
@@ -354,7 +390,7 @@ def test_an_instance_that_is_not_well_is_not_let_in() -> None:
         fake = FakeInstance()
         fake.healthy = False
         await fake.start()
-        plane = Plane(ControlKnobs(workers=(fake.url,), health=QUICK))
+        plane = ControlPlane(ControlKnobs(workers=(fake.url,), health=QUICK))
         await plane.start()
         one = Scene(plane, [fake])
         worker = plane.table.by_number[0]

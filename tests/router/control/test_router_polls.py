@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pla_sglang.router.control import polls
-from pla_sglang.router.control.breaker import BreakerKnobs
-from pla_sglang.router.control.discovery import parse_url
 from pla_sglang.router.control.errors import NoAnswerError
-from pla_sglang.router.control.polls import Polls
-from pla_sglang.router.control.workers import Worker, WorkerTable
+from pla_sglang.router.control.workers import polls
+from pla_sglang.router.control.workers.breaker import BreakerKnobs
+from pla_sglang.router.control.workers.discovery import parse_url
+from pla_sglang.router.control.workers.polls import Polls
+from pla_sglang.router.control.workers.table import Worker, WorkerTable
 
 
 @asynccontextmanager
@@ -46,12 +46,12 @@ def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
     async def scenario() -> None:
         async with instance(ok(b'{"a":1}')) as (worker, asked):
             client = Polls(timeout_s=5.0, api_key="k")
-            assert [await client.get(worker, "/v1/loads?x") for _ in range(3)] == [b'{"a":1}'] * 3
+            assert [await client.fetch_body(worker, "/v1/loads?x") for _ in range(3)] == [b'{"a":1}'] * 3
             assert len(asked) == 3
             assert asked[0].startswith(b"GET /v1/loads?x HTTP/1.1\r\nhost: 127.0.0.1:")
             assert b"authorization: Bearer k\r\n" in asked[0]
-            assert client._pool.idle_count() == 1
-            await client.close()
+            assert client._pool.count_idle() == 1
+            await client.close_polls()
 
     asyncio.run(scenario())
 
@@ -72,9 +72,9 @@ def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: py
         async with instance(answer) as (worker, _):
             client = Polls(timeout_s=0.1)
             with pytest.raises(NoAnswerError, match=why) as caught:
-                await client.get(worker, "/v1/loads")
+                await client.fetch_body(worker, "/v1/loads")
             assert caught.value.status == status
-            await client.close()
+            await client.close_polls()
 
     asyncio.run(scenario())
 
@@ -85,7 +85,7 @@ def test_nobody_listens() -> None:
             pass
         client = Polls(timeout_s=1.0)
         with pytest.raises(NoAnswerError):
-            await client.get(worker, "/v1/loads")
-        await client.close()
+            await client.fetch_body(worker, "/v1/loads")
+        await client.close_polls()
 
     asyncio.run(scenario())

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import orjson
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.chain.card import model_path
-from pla_sglang.router.control.prefixes import BLOCK_ENDS, FINE_BYTES, PrefixIndex, block_keys
+from pla_sglang.chain import model_path
+from pla_sglang.load.prefix_index import BLOCK_ENDS, FINE_BYTES, PrefixIndex, byte_block_keys
 from pla_sglang.router.control.prompts import PromptKnobs, Prompts, load_tokenizer, prompt_texts
-from pla_sglang.router.messages import Ask, Endpoint
+from pla_sglang.router.wire.messages import Ask, Endpoint
 
 
 def ask(body: object, endpoint: Endpoint = Endpoint.CHAT, **fields: object) -> Ask:
-    data = body if isinstance(body, bytes) else orjson.dumps(body)
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
     values = {"input_tokens": 77, "body": data} | fields
     return Ask("r", 0, endpoint, True, 0.0, len(data), **values)  # type: ignore[arg-type]
 
@@ -25,7 +25,7 @@ def prompts(**knobs: float) -> Prompts:
 
 @given(st.binary(max_size=6000), st.binary(max_size=6000), st.binary(max_size=6000))
 def test_equal_prefixes_have_equal_keys_and_others_do_not(prefix: bytes, one: bytes, other: bytes) -> None:
-    first, second = block_keys(prefix + one), block_keys(prefix + other)
+    first, second = byte_block_keys(prefix + one), byte_block_keys(prefix + other)
     common = 0
     for left, right in zip(prefix + one, prefix + other, strict=False):
         if left != right:
@@ -37,28 +37,28 @@ def test_equal_prefixes_have_equal_keys_and_others_do_not(prefix: bytes, one: by
 
 
 def test_salt_keeps_apart() -> None:
-    assert block_keys(b"x" * 300) != block_keys(b"x" * 300, salt=b"s")
+    assert byte_block_keys(b"x" * 300) != byte_block_keys(b"x" * 300, salt=b"s")
 
 
 def test_an_instance_has_the_prefix_that_was_sent_there() -> None:
     index = PrefixIndex()
     long = bytes(range(256)) * 40
-    index.insert(3, block_keys(long))
-    index.insert(5, block_keys(long[: FINE_BYTES * 2]))
-    assert index.lookup(block_keys(long)) == {3: len(long) // FINE_BYTES * FINE_BYTES, 5: FINE_BYTES * 2}
-    assert index.lookup(block_keys(b"other" * 200)) == {}
-    index.forget(3)
-    assert index.lookup(block_keys(long)) == {5: FINE_BYTES * 2}
+    index.insert_prompt(3, byte_block_keys(long))
+    index.insert_prompt(5, byte_block_keys(long[: FINE_BYTES * 2]))
+    assert index.lookup(byte_block_keys(long)) == {3: len(long) // FINE_BYTES * FINE_BYTES, 5: FINE_BYTES * 2}
+    assert index.lookup(byte_block_keys(b"other" * 200)) == {}
+    index.forget_instance(3)
+    assert index.lookup(byte_block_keys(long)) == {5: FINE_BYTES * 2}
 
 
 def test_what_was_used_least_is_forgotten_and_a_prefix_outlives_its_end() -> None:
-    index = PrefixIndex(capacity_blocks=4)
-    old, new = block_keys(b"a" * FINE_BYTES * 3), block_keys(b"b" * FINE_BYTES * 3)
-    index.insert(0, old)
-    index.insert(0, new)
+    index = PrefixIndex()
+    old, new = byte_block_keys(b"a" * FINE_BYTES * 3), byte_block_keys(b"b" * FINE_BYTES * 3)
+    index.insert_prompt(0, old, 4)
+    index.insert_prompt(0, new, 4)
     assert index.lookup(new) == {0: 3 * FINE_BYTES}
     assert index.lookup(old) == {0: FINE_BYTES}
-    assert index.size() == 4
+    assert index.count_blocks() == 4
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_was_used_least_is_forgotten_and_a_prefix_outlives_its_end() -> Non
     ],
 )
 def test_texts_of_a_body(endpoint: Endpoint, body: object, texts: list[str] | None) -> None:
-    assert prompt_texts(orjson.dumps(body), endpoint) == texts
+    assert prompt_texts(msgspec.json.encode(body), endpoint) == texts
 
 
 def test_a_broken_body_has_none() -> None:
@@ -88,21 +88,21 @@ def test_short_texts_are_tokenized_once() -> None:
     made = prompts()
     body = {"prompt": "one two three"}
     for _ in range(3):
-        found = made.look(ask(body, Endpoint.COMPLETIONS))
+        found = made.measure_prompt(ask(body, Endpoint.COMPLETIONS))
         assert (found.tokens, found.exact) == (3, True)
     assert (made.tokenized, made.hits) == (1, 2)
 
 
 def test_the_messages_of_a_chat_cost_something_too() -> None:
     body = {"messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]}
-    assert prompts().look(ask(body)).tokens == 3 + 2 * 5
+    assert prompts().measure_prompt(ask(body)).tokens == 3 + 2 * 5
 
 
 def test_long_texts_are_estimated_by_what_short_ones_have_taught() -> None:
     made = prompts(tokenize_bytes=2000, memory=1.0)
-    made.look(ask({"prompt": "abcd " * 100}, Endpoint.COMPLETIONS))
+    made.measure_prompt(ask({"prompt": "abcd " * 100}, Endpoint.COMPLETIONS))
     assert made.bytes_per_token == pytest.approx(5.0)
-    found = made.look(ask({"prompt": "abcd " * 1000}, Endpoint.COMPLETIONS))
+    found = made.measure_prompt(ask({"prompt": "abcd " * 1000}, Endpoint.COMPLETIONS))
     assert not found.exact
     assert found.tokens == pytest.approx(1000, rel=0.02)
     assert made.estimated == 1
@@ -110,19 +110,24 @@ def test_long_texts_are_estimated_by_what_short_ones_have_taught() -> None:
 
 def test_token_ids_and_missing_bodies_are_taken_from_the_relay() -> None:
     made = prompts()
-    found = made.look(ask({"input_ids": [1, 2, 3]}, Endpoint.GENERATE, exact_tokens=True))
+    found = made.measure_prompt(ask({"input_ids": [1, 2, 3]}, Endpoint.GENERATE, exact_tokens=True))
     assert (found.tokens, found.exact) == (77, True)
-    found = made.look(Ask("r", 0, Endpoint.CHAT, True, 0.0, 30, 77))
+    found = made.measure_prompt(Ask("r", 0, Endpoint.CHAT, True, 0.0, 30, 77))
     assert (found.tokens, found.exact, found.keys) == (77, False, ())
+
+
+def test_the_relays_count_of_many_token_ids_is_better_than_their_size() -> None:
+    found = prompts().measure_prompt(ask({"input_ids": [100_000] * 20_000}, Endpoint.GENERATE))
+    assert (found.tokens, found.exact) == (77, False)
 
 
 def test_the_next_turn_of_a_chat_finds_the_last_one() -> None:
     made = prompts(tokenize_bytes=0)
     history = [{"role": "system", "content": "s" * 3000}]
-    first = made.look(ask({"messages": history, "model": "m"}))
-    made.index.insert(2, first.keys)
-    second = made.look(ask({"messages": [*history, {"role": "user", "content": "u" * 1000}], "model": "m"}))
-    cached = made.cached(second)[2]
+    first = made.measure_prompt(ask({"messages": history, "model": "m"}))
+    made.index.insert_prompt(2, first.keys)
+    second = made.measure_prompt(ask({"messages": [*history, {"role": "user", "content": "u" * 1000}], "model": "m"}))
+    cached = made.find_cached(second)[2]
     assert 0.6 * second.tokens < cached < 0.8 * second.tokens
 
 

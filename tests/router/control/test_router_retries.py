@@ -8,33 +8,39 @@ import pytest
 from support.fleets import LinearSteps
 from support.router_scene import Scene, run, scene
 
-from pla_sglang.policy.fleet import FleetView, InstanceKind, InstanceView, RequestView
-from pla_sglang.policy.reasons import FleetReason
+from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.interface.reasons import FleetReason
+from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.registry import Setup, build
-from pla_sglang.policy.types import PrefillClass
-from pla_sglang.router import messages as m
-from pla_sglang.router.control.driver import PolicyDriver
+from pla_sglang.policy.runner import Effects
+from pla_sglang.router.wire import messages as m
 
 BUSY = {"queued_tokens": 9}
-FAILED: dict[str, Any] = {"attempt": 2, "reached": 1, "again": m.Again.TRANSFER_FAILED, "detail": "KVTransferError"}
+FAILED: dict[str, Any] = {
+    "attempt": 2,
+    "reached": 1,
+    "retry_reason": m.RetryReason.TRANSFER_FAILED,
+    "detail": "KVTransferError",
+}
 TWO_PAIRS = ["prefill", "prefill", "decode", "decode"]
 
 
 @pytest.mark.parametrize("policy", ["minimal-load", "cache-aware", "pla", "arrow-no-flips"])
-@pytest.mark.parametrize("steps", [(m.Step.SENT,), (m.Step.SENT, m.Step.PREFILL_DONE)])
-def test_a_failed_transfer_is_tried_between_two_others(policy: str, steps: tuple[m.Step, ...]) -> None:
+@pytest.mark.parametrize("milestones", [(m.Milestone.SENT,), (m.Milestone.SENT, m.Milestone.PREFILL_DONE)])
+def test_a_failed_transfer_is_tried_between_two_others(policy: str, milestones: tuple[m.Milestone, ...]) -> None:
     async def work() -> None:
         async with scene(TWO_PAIRS, policy=policy) as one:
             first = one.ask("r")
             assert isinstance(first, m.Assign)
-            one.stage("r", *steps)
+            one.reach("r", *milestones)
             second = one.ask("r", **FAILED)
             assert isinstance(second, m.Assign)
             assert {first.prefill, second.prefill, first.decode, second.decode} == {0, 1, 2, 3}
             assert (second.attempt, second.reason) == (2, FleetReason.OTHER_PAIR.value)
             assert second.bootstrap_room != first.bootstrap_room
-            assert list(one.plane.desk.ledger.rooms) == [second.bootstrap_room]
-            one.stage("r", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+            assert list(one.plane.dispatcher.ledger.rooms) == [second.bootstrap_room]
+            one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
             one.ended("r")
             one.assert_at_rest()
             check_story(one, first, second)
@@ -63,7 +69,7 @@ def test_the_only_pair_is_tried_again() -> None:
                 assign = one.ask("r", **fields)
                 assert isinstance(assign, m.Assign)
                 assert (assign.attempt, assign.prefill, assign.decode) == (attempt, 0, 1)
-                one.stage("r", m.Step.SENT)
+                one.reach("r", m.Milestone.SENT)
             one.ended("r", m.Outcome.PREFILL_FAILED, aborted=(0, 1))
             one.assert_at_rest()
             assert len(one.admin("GET", "/pla/explain/r")[1]["former"]) == 2
@@ -80,11 +86,11 @@ def test_aborts_of_a_later_attempt_name_it(rids: tuple[str, ...], names: set[str
     async def work() -> None:
         async with scene(["prefill", "decode"]) as one:
             one.ask("r", prompts=2, rids=rids)
-            one.stage("r", m.Step.SENT)
+            one.reach("r", m.Milestone.SENT)
             one.ask("r", prompts=2, rids=rids, **FAILED)
-            one.plane.forget(0)
+            one.plane.detach_relay(0)
             await one.until(lambda: all(set(fake.aborted) == names for fake in one.instances))
-            await one.until(lambda: not one.plane.desk.ledger.entries)
+            await one.until(lambda: not one.plane.dispatcher.ledger.records)
             one.assert_at_rest()
 
     run(work)
@@ -96,7 +102,7 @@ def test_a_request_whose_token_was_seen_is_not_sent_again() -> None:
     async def work() -> None:
         async with scene(["prefill", "decode"]) as one:
             one.ask("r")
-            one.stage("r", m.Step.SENT, m.Step.PREFILL_DONE, m.Step.FIRST_TOKEN)
+            one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
             answer = one.ask("r", **FAILED)
             assert isinstance(answer, m.Refuse)
             assert answer.status == 409
@@ -132,7 +138,7 @@ def test_who_else_there_is(
 ) -> None:
     """The first prefill and the first decode instance have failed."""
     views = [InstanceView(index, f"i{index}", kind=kind, **fields) for index, (kind, fields) in enumerate(members)]
-    driver = PolicyDriver(build("round-robin", SETUP), FleetView(views), lambda view, length_class: None)
+    driver = PairRunner(build("round-robin", SETUP), FleetView(views), Effects())
     request = RequestView("r", 10, 0.0)
     failed = next((view for view in views if view.kind is D), views[-1])
     choice = driver.choose_other(request, views[0], failed)

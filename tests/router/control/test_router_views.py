@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_instance import INFO, LOAD
+from support.loads import load_amounts
+from support.records import make_record
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.fleet import InstanceKind
-from pla_sglang.policy.types import PrefillClass
-from pla_sglang.router.control import worker_file
-from pla_sglang.router.control.discovery import Address, describe, parse_url, polled_report
+from pla_sglang.load.instance_load import combine_ranks
+from pla_sglang.load.report import Backlog, Report
+from pla_sglang.policy.interface.fleet import InstanceKind
+from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.router.control.errors import WorkerError
-from pla_sglang.router.control.explain import STAGES, ExplainStore, Story, stages
-from pla_sglang.router.control.intake import combined
 from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.loads import Amounts
-from pla_sglang.router.control.worker_file import Plan
-from pla_sglang.telemetry.message import Backlog, Report
+from pla_sglang.router.control.observability.explain import STAGES, ExplainStore, stages
+from pla_sglang.router.control.workers.discovery import Address, describe, parse_url, polled_load
+from pla_sglang.router.control.workers.worker_file import FileChanges, compare, read_workers
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,23 @@ def test_an_instance_of_ours_describes_itself() -> None:
     assert said.bootstrap_port is None
 
 
+@pytest.mark.parametrize(
+    ("flags", "config", "riding_tokens"),
+    [
+        ({}, {}, None),
+        ({"enable_mixed_chunk": False, "chunked_prefill_size": 2048}, {"prefill_disagg": "temporal"}, None),
+        ({"enable_mixed_chunk": True, "chunked_prefill_size": 2048}, {"prefill_disagg": "off"}, 2048),
+        ({"enable_mixed_chunk": True, "chunked_prefill_size": 2048}, {"prefill_disagg": "temporal"}, 1),
+        ({"enable_mixed_chunk": True, "chunked_prefill_size": -1}, {}, None),
+    ],
+)
+def test_an_instance_says_whether_its_decodes_ride(
+    flags: dict[str, object], config: dict[str, object], riding_tokens: int | None
+) -> None:
+    said = describe({**INFO, **flags, "internal_states": [{"pla": {"config": config}}]})
+    assert said.riding_tokens == riding_tokens
+
+
 def test_another_process_has_another_identity() -> None:
     other = describe({**INFO, "startup_time": {"total": 1.6}})
     assert other.identity != describe(INFO).identity
@@ -93,15 +110,15 @@ def test_polled_loads_by_kind() -> None:
         "num_used_tokens": 70,
     }
     load |= {"num_total_tokens": 100, "num_active_tokens": 60}
-    unified = polled_report({"loads": [load, load]}, InstanceKind.UNIFIED).amounts
-    assert unified == Amounts(6, 180, 180 * 180 // 6, 0, 4, 140)
-    decode = polled_report({"loads": [load]}, InstanceKind.DECODE).amounts
-    assert decode == Amounts(running=2, context_tokens=70, waiting_decodes=3, waiting_decode_tokens=40)
-    chunk = polled_report({"loads": [LOAD | {"num_waiting_uncached_tokens": 50}]}, InstanceKind.PREFILL).amounts
+    unified = polled_load({"loads": [load, load]}, InstanceKind.UNIFIED).amounts
+    assert unified == load_amounts(6, 180, 180 * 180 // 6, 0, 4, 140)
+    decode = polled_load({"loads": [load]}, InstanceKind.DECODE).amounts
+    assert decode == load_amounts(running=2, context_tokens=70, waiting_decodes=3, waiting_decode_tokens=40)
+    chunk = polled_load({"loads": [LOAD | {"num_waiting_uncached_tokens": 50}]}, InstanceKind.PREFILL).amounts
     assert (chunk.queued_prefills, chunk.queued_attention) == (1, 2500)
     for broken in ({}, {"loads": [3]}, {"loads": [{"num_running_reqs": "x"}]}):
         with pytest.raises(WorkerError, match="v1/loads"):
-            polled_report(broken, InstanceKind.UNIFIED)
+            polled_load(broken, InstanceKind.UNIFIED)
 
 
 def test_ranks_of_one_server_are_added_up() -> None:
@@ -114,8 +131,8 @@ def test_ranks_of_one_server_are_added_up() -> None:
         msg(rank, running=running, token_interval_s=interval_s, utilisation=share, received=5)
         for rank, (running, interval_s, share) in zip(ranks, busy, strict=True)
     ]
-    total = combined(reports)
-    assert total.amounts == Amounts(2, 20, 200, 4, 4)
+    total = combine_ranks(reports)
+    assert total.amounts == load_amounts(2, 20, 200, 4, 4)
     assert (total.received, total.utilisation) == (10, pytest.approx(0.6))
     assert total.token_interval_s == pytest.approx((3 * 0.01 + 0.03) / 4)
 
@@ -140,9 +157,18 @@ def test_stages_add_up_to_the_ttft_whatever_was_reported(
     interval: float | None,
     split: bool,
 ) -> None:
-    story = Story("r", arrived, decided_s=decided, sent_s=sent, done_s=done, first_s=first, prefill="p")
-    story.own_prefill_s, story.token_interval_s, story.decode = own, interval, "d" if split else "p"
-    parts = stages(story)
+    record = make_record(
+        "r",
+        arrived,
+        instances=("p", "d" if split else "p"),
+        assigned_s=decided,
+        sent_s=sent,
+        prefill_done_s=done,
+        first_token_s=first,
+        own_prefill_s=own,
+        token_interval_s=interval,
+    )
+    parts = stages(record)
     assert parts is not None
     assert tuple(parts) == STAGES
     assert all(seconds >= 0 for seconds in parts.values())
@@ -150,17 +176,17 @@ def test_stages_add_up_to_the_ttft_whatever_was_reported(
 
 
 def test_stages_of_a_pair() -> None:
-    story = Story("r", 1.0, prefill="p", decode="d", decided_s=1.2, sent_s=1.25, done_s=2.0, first_s=2.3)
-    story.own_prefill_s, story.token_interval_s = 0.5, 0.1
+    times = {"assigned_s": 1.2, "sent_s": 1.25, "prefill_done_s": 2.0, "first_token_s": 2.3}
+    record = make_record("r", 1.0, instances=("p", "d"), own_prefill_s=0.5, token_interval_s=0.1, **times)
     expected = (0.2, 0.05, 0.25, 0.5, 0.2, 0.1)
-    assert stages(story) == pytest.approx(dict(zip(STAGES, expected, strict=True)))
-    assert stages(Story("r", 1.0)) is None
+    assert stages(record) == pytest.approx(dict(zip(STAGES, expected, strict=True)))
+    assert stages(make_record("r", 1.0)) is None
 
 
-def test_old_stories_are_forgotten() -> None:
+def test_old_records_are_forgotten() -> None:
     store = ExplainStore(capacity=2)
     for rid in "abc":
-        store.open(Story(rid, 0.0))
+        store.add(make_record(rid))
     assert store.explain("a") is None
     assert store.explain("c") is not None
 
@@ -171,18 +197,18 @@ A, B, C = Address("a", 1), Address("b", 2), Address("c", 3)
 @pytest.mark.parametrize(
     ("before", "after", "present", "expected"),
     [
-        ({}, {A: False}, [], Plan((A,), (), (), ())),
-        ({}, {A: False}, [A], Plan((), (), (), ())),
-        ({A: False}, {}, [A, B], Plan((), (A,), (), ())),  # b came in another way
-        ({A: False}, {}, [], Plan((), (), (), ())),  # removed by an operator before
-        ({A: False, B: True}, {A: True, B: False}, [A, B], Plan((), (), (A,), (B,))),
-        ({}, {C: True}, [], Plan((C,), (), (C,), ())),
+        ({}, {A: False}, [], FileChanges((A,), (), (), ())),
+        ({}, {A: False}, [A], FileChanges((), (), (), ())),
+        ({A: False}, {}, [A, B], FileChanges((), (A,), (), ())),  # b came in another way
+        ({A: False}, {}, [], FileChanges((), (), (), ())),  # removed by an operator before
+        ({A: False, B: True}, {A: True, B: False}, [A, B], FileChanges((), (), (A,), (B,))),
+        ({}, {C: True}, [], FileChanges((C,), (), (C,), ())),
     ],
 )
 def test_what_a_new_version_of_the_file_changes(
-    before: dict[Address, bool], after: dict[Address, bool], present: list[Address], expected: Plan
+    before: dict[Address, bool], after: dict[Address, bool], present: list[Address], expected: FileChanges
 ) -> None:
-    assert worker_file.plan(before, after, present) == expected
+    assert compare(before, after, present) == expected
 
 
 @pytest.mark.parametrize(
@@ -198,7 +224,7 @@ def test_bad_worker_files(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "workers.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
-        worker_file.read(path)
+        read_workers(path)
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,18 @@ import dataclasses
 
 import pytest
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.policy.fleet import InstanceKind, InstanceState, Role
-from pla_sglang.policy.types import PrefillClass
-from pla_sglang.router.control.breaker import BreakerKnobs, BreakerState
-from pla_sglang.router.control.discovery import Address, Description
-from pla_sglang.router.control.errors import IllegalMoveError, WorkerError
-from pla_sglang.router.control.health import Health, HealthKnobs, Probe
-from pla_sglang.router.control.intake import Intake
-from pla_sglang.router.control.loads import Amounts, Phase, Report, Tracked
-from pla_sglang.router.control.workers import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable
-from pla_sglang.telemetry import message as telemetry
+from pla_sglang.errors import ConfigError, IllegalMoveError
+from pla_sglang.load import report as telemetry
+from pla_sglang.load.instance_load import InstanceLoad
+from pla_sglang.load.tracker import Phase, TrackedRequest
+from pla_sglang.policy.interface.fleet import InstanceKind, InstanceState, LoadAmounts, Role
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.router.control.errors import WorkerError
+from pla_sglang.router.control.workers.breaker import BreakerKnobs, BreakerState
+from pla_sglang.router.control.workers.discovery import Address, Description
+from pla_sglang.router.control.workers.health import Health, HealthKnobs, Probe
+from pla_sglang.router.control.workers.report_intake import ReportIntake
+from pla_sglang.router.control.workers.table import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable
 
 UNIFIED = Description(InstanceKind.UNIFIED, "p1", "h:1", 1000, 1, 1, "m", "t", "0.5.17")
 PREFILL = dataclasses.replace(UNIFIED, kind=InstanceKind.PREFILL, bootstrap_port=9)
@@ -41,6 +42,24 @@ def make(*descriptions: Description, pools: bool = False) -> tuple[WorkerTable, 
         health.on_probe(worker, Probe.OK, 0.0)
         workers.append(worker)
     return table, health, workers
+
+
+def test_an_instance_that_starts_is_looked_at_more_often() -> None:
+    table, health, [worker] = make(UNIFIED)
+    starting = table.add(Address("h", 9), 0.0)
+    assert (health.check_interval_s(worker), health.check_interval_s(starting)) == (1.0, 0.25)
+    quick = Health(table, HealthKnobs(interval_s=0.05))
+    assert (quick.check_interval_s(worker), quick.check_interval_s(starting)) == (0.05, 0.05)
+
+
+def test_polls_do_not_show_the_legs_of_a_stateless_instance() -> None:
+    stateless = dataclasses.replace(UNIFIED, kind=InstanceKind.STATELESS, bootstrap_port=9, incarnation="a")
+    _, health, workers = make(UNIFIED, stateless)
+    for worker in workers:
+        worker.load.on_load(InstanceLoad(amounts=LoadAmounts()), 1.0)
+    assert [health.needs_check(worker, 1.0) for worker in workers] == [False, True]
+    workers[1].load.on_report(telemetry.Report(instance="h:1", sequence=1, clock_s=0.0), 1.0)
+    assert not health.needs_check(workers[1], 1.0)
 
 
 @pytest.mark.parametrize("source", WorkerState)
@@ -130,17 +149,19 @@ def test_failed_requests_open_the_breaker_and_a_check_after_the_cool_down_lets_i
     assert worker.state is WorkerState.SUSPECT  # the cool-down is not over
     health.on_probe(worker, Probe.OK, 3.2)
     assert (worker.state, worker.breaker.state) == (WorkerState.READY, BreakerState.HALF_OPEN)
-    health.on_failure(worker, 3.3, refused=False)
+    worker.breaker.start_trial("r")
+    health.on_failure(worker, 3.3, "r", refused=False)
     assert (worker.state, worker.breaker.state) == (WorkerState.SUSPECT, BreakerState.OPEN)
     health.on_probe(worker, Probe.OK, 7.4)
-    health.on_success(worker, 7.5)
+    worker.breaker.start_trial("s")
+    health.on_success(worker, 7.5, "s")
     assert (worker.state, worker.breaker.state) == (WorkerState.READY, BreakerState.CLOSED)
 
 
 def test_a_fresh_report_makes_a_check_needless() -> None:
     _, health, [worker] = make(UNIFIED)
     assert health.needs_check(worker, 1.0)
-    worker.book.report(Report(Amounts()), 1.0)
+    worker.load.on_load(InstanceLoad(LoadAmounts()), 1.0)
     assert not health.needs_check(worker, 1.5)
     assert health.needs_check(worker, 2.5)
     worker.misses = 1
@@ -149,15 +170,15 @@ def test_a_fresh_report_makes_a_check_needless() -> None:
 
 def test_a_drained_worker_leaves_when_it_has_finished() -> None:
     table, _, [worker] = make(UNIFIED)
-    worker.book.send(("r", 1), Tracked(5, 0, 0.0, Phase.QUEUED, True))
+    worker.load.add_request(("r", 1), TrackedRequest(5, 0, 0.0, Phase.QUEUED, True))
     table.drain(worker, 1.0, then_remove=True)
     assert worker.state is WorkerState.DRAINING
     assert table.fleet.ready == []
     assert table.remove_drained(2.0) == []
-    worker.book.end(("r", 1), 3.0)
-    worker.book.report(Report(Amounts(running=1, context_tokens=4)), 3.5)
+    worker.load.end_request(("r", 1), 3.0)
+    worker.load.on_load(InstanceLoad(LoadAmounts(running=1, context_tokens=4)), 3.5)
     assert table.remove_drained(3.6) == []  # somebody else's request
-    worker.book.report(Report(Amounts()), 4.0)
+    worker.load.on_load(InstanceLoad(LoadAmounts()), 4.0)
     assert table.remove_drained(4.0) == [worker]
     assert (worker.state, worker.reason) == (WorkerState.DEAD, WorkerReason.REMOVED)
 
@@ -189,8 +210,9 @@ def test_numbers_and_addresses_are_unique() -> None:
     assert caught.value.status == 409
     with pytest.raises(WorkerError, match="taken"):
         table.add(Address("h", 7), 1.0, number=worker.number)
-    table.reserve_numbers(40)
-    assert table.add(Address("h", 8), 1.0).number == 40
+    later = WorkerTable(BreakerKnobs(), next_number=40)
+    assert later.add(Address("h", 8), 1.0).number == 40
+    assert table.add(Address("h", 8), 1.0, number=40).number == 40
     with pytest.raises(WorkerError, match="no worker") as caught:
         table.find("77")
     assert caught.value.status == 404
@@ -203,9 +225,17 @@ def test_numbers_and_addresses_are_unique() -> None:
     assert starting.view.state is InstanceState.DEAD
 
 
-@pytest.mark.parametrize("field", ["interval_s", "timeout_s", "misses", "refused"])
-def test_bad_health_knobs(field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("interval_s", "--health-interval-ms"),
+        ("timeout_s", "--health-timeout-ms"),
+        ("misses", "health misses"),
+        ("refused", "health refused"),
+    ],
+)
+def test_bad_health_knobs(field: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
         HealthKnobs(**{field: 0})
 
 
@@ -213,7 +243,7 @@ def test_reports_that_could_be_of_two_instances_are_of_none() -> None:
     """Two servers of one name (both listen on 0.0.0.0, say): each would seem to be restarted by the other's reports."""
     twin = dataclasses.replace(UNIFIED, identity="p2")
     table, _, workers = make(UNIFIED, dataclasses.replace(UNIFIED, report_key="other"))
-    intake = Intake(table)
+    intake = ReportIntake(table)
     report = telemetry.Report(instance="h:1", sequence=1, clock_s=0.0, running=3)
     assert intake.on_report(report, 1.0) is not None
     assert workers[0].view.running == 3

@@ -1,0 +1,1 @@
+"""Benches whose result is right or wrong."""

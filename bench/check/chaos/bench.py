@@ -1,0 +1,223 @@
+"""Clients that go away, aborts, failed KV transfers, and instances that are killed.
+
+A cluster on an emulated device behind our router gets Poisson arrivals. Some clients disconnect at a random time, some
+requests are aborted at their prefill instance, KV transfers fail at random, and one prefill and one decode instance are
+killed by SIGKILL and started again. Afterwards every token of what completed is checked, and nothing may be left:
+ledger, gauges, KV. With ``--stateless N`` all instances serve either phase: aborts go to all of them, the first two
+are killed, and it is measured how soon one that comes back is paired with the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.check.chaos.faults import GONE, Faults, Freed, Kill, Verdict, judge, measure_decode_free, rid_of
+from bench.check.leftovers import ClusterLeftovers, read_series, wait_until_at_rest
+from bench.check.parity import workload
+from bench.harness.bench import Result, is_complete, measuring
+from bench.harness.cli import add_emulated_device, add_output, add_quick, emulation_flags
+from bench.harness.figures import panels
+from bench.harness.replay import Planned, Record, Replay, encode_planned, print_figures
+from bench.harness.report import device_conditions, emit, environment, markdown, progress_bar, say, yes_no
+from bench.harness.servers import running_cluster
+from pla_sglang.metrics.latency import percentile
+from pla_sglang.testing.server import fetch
+
+KILL_SHARES = (0.3, 0.6)  # of the run, at which the first and the second instance is killed
+TRANSFER_SWITCH = "SGLANG_TEST_DISAGG_FAILURE_PROB"  # of SGLang: each poll of a transfer fails so often
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--rate", type=float, default=12.0, help="requests/s")
+    parser.add_argument("--prefill", type=int, default=2)
+    parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument(
+        "--stateless", type=int, default=0, help="instances of either phase; 0: prefill and decode ones"
+    )
+    parser.add_argument("--policy", default="minimal-load")
+    parser.add_argument("--kills", type=int, default=2, choices=range(3), help="instances that are killed")
+    add_emulated_device(parser, time_scale=4.0)
+    parser.add_argument("--disconnect-share", type=float, default=0.1)
+    parser.add_argument("--abort-share", type=float, default=0.03)
+    parser.add_argument("--transfer-failures", type=float, default=0.05, help="share of KV transfers that fail")
+    parser.add_argument("--poll-failures", type=float, default=0.0, help="share of polls that fail (SGLang's switch)")
+    parser.add_argument("--abort-probes", type=int, default=20, help="lone requests whose prefill is aborted")
+    parser.add_argument("--router-args", default="", help="further arguments of the router, quoted as one")
+    add_output(parser)
+    add_quick(parser)
+
+
+def cluster_arguments(options: argparse.Namespace) -> list[str]:
+    # The judge asks about each request that fails.
+    router_flags = f"--explain-requests {2 * options.requests} {options.router_args}"
+    pairs = ("--prefill", str(options.prefill), "--decode", str(options.decode))
+    return [
+        *(("--stateless", str(options.stateless)) if options.stateless else pairs),
+        *("--router", "pla", "--policy", options.policy, f"--router-args={router_flags}"),
+        *emulation_flags(options.profile, options.time_scale),
+        *("--pla-emulate-kv-failures", str(options.transfer_failures), "--incremental-streaming-output"),
+    ]
+
+
+def plan_kills(options: argparse.Namespace, end_s: float) -> dict[str, float]:
+    """When each instance is killed, by name."""
+    victims = ("stateless-0", "stateless-1") if options.stateless else ("prefill-0", "decode-0")
+    return {name: end_s * share for name, share in zip(victims[: options.kills], KILL_SHARES, strict=False)}
+
+
+def encode_named(request: Planned, prompt_ids: list[int]) -> bytes:
+    return encode_planned(request, rid=rid_of(request), input_ids=prompt_ids)
+
+
+class DisconnectingClient(Replay):
+    """Requests have ids of their own; some go away in the middle, after ``give_up_s`` by index."""
+
+    def __init__(self, base_url: str, *, give_up_s: Mapping[int, float]) -> None:
+        super().__init__(base_url, timeout_s=300, body=encode_named)
+        self._give_up_s = give_up_s
+
+    async def send_body(self, record: Record, body: bytes, start_s: float) -> None:
+        try:
+            async with asyncio.timeout(self._give_up_s.get(record.planned.index)):
+                await super().send_body(record, body, start_s)
+        except TimeoutError:
+            record.error, record.done_s = GONE, time.perf_counter() - start_s
+
+
+async def storm(described: dict[str, Any], state: Path, options: argparse.Namespace) -> tuple[list[Record], Faults]:
+    """All requests and all faults; of an interrupted storm the requests that ended."""
+    rng = random.Random(options.seed)
+    planned = workload(options.requests, options.rate, options.seed)
+    give_up_s = {
+        request.index: rng.uniform(0.01, 4.0) for request in planned if rng.random() < options.disconnect_share
+    }
+    client = DisconnectingClient(described["url"], give_up_s=give_up_s)
+    others = [request for request in planned if request.index not in give_up_s]
+    aborted = rng.sample(others, int(options.abort_share * len(planned)))
+    aborts = {rid_of(request): request.at_s + rng.uniform(0.02, 1.0) for request in aborted}
+    faults = Faults(described, state, aborts=aborts, kills=plan_kills(options, planned[-1].at_s))
+    with measuring(), progress_bar("chaos", len(planned)) as advance:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(client.run(planned, on_done=advance))
+            group.create_task(faults.run())
+    return running.result(), faults
+
+
+def result_of(
+    verdict: Verdict, rest: ClusterLeftovers, retries: dict[str, float], freed: list[Freed], requests: int
+) -> dict[str, Any]:
+    failed_transfers = retries["retried_after_transfer"] + verdict.failed_by_transfer
+    return {
+        "requests": requests,
+        **dataclasses.asdict(verdict),
+        "failed_not_in_flight_at_kill": verdict.wrongly_failed,
+        **retries,
+        "transfer_failure_share": failed_transfers / max(1.0, retries["dispatches"]),
+        **{name: getattr(rest, name) for name in CHAOS_CHECKS},
+        "leftovers": rest.details,
+        **decode_free_s("abort", [probe.after_abort_s for probe in freed]),
+        **decode_free_s("order", [probe.after_order_s for probe in freed]),
+        "abort_probes": len(freed),
+    }
+
+
+def decode_free_s(after: str, values_s: list[float]) -> dict[str, float | None]:
+    return {f"decode_free_after_{after}_p{q}_s": percentile(values_s, q) if values_s else None for q in (50, 99)}
+
+
+def read_retry_counts(url: str) -> dict[str, float]:
+    """Dispatches and retries by reason, off the router's metrics."""
+    series = read_series(fetch(f"{url}/metrics"))
+    return {
+        "dispatches": sum(value for name, value in series.items() if name.startswith("pla_router_dispatches_total")),
+        "retried_after_transfer": series.get('pla_router_retries_total{reason="transfer_failed"}', 0.0),
+        "retried_unsent": series.get('pla_router_retries_total{reason="not_sent"}', 0.0),
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.quick:
+        options.requests, options.abort_probes = 120, 3
+    os.environ[TRANSFER_SWITCH] = str(options.poll_failures)
+    state = options.out / "chaos.state.json"
+    with running_cluster(cluster_arguments(options), options.out, "chaos") as described:
+        records, faults = asyncio.run(storm(described, state, options))
+        say("waiting until nothing is left")
+        rest = asyncio.run(wait_until_at_rest(described))
+        verdict = judge(records, faults, described)
+        retries = read_retry_counts(described["url"])
+        # A probe has to hold up one prefill instance, which no role of a stateless one forbids to decode.
+        probes = options.abort_probes if is_complete() and not options.stateless else 0
+        freed = asyncio.run(measure_decode_free(described, probes, options.seed))
+    result = result_of(verdict, rest, retries, freed, len(records))
+    print_figures(result, f"chaos, {len(records)} requests, policy {options.policy}")
+    name = "chaos_stateless" if options.stateless else "chaos"
+    plot(records, faults.kills, options.out / f"{name}.png")
+    settings = {name: value for name, value in vars(options).items() if name != "out"}
+    about = {"bench": "chaos", **settings, "killed": [kill.name for kill in faults.kills], "paired_s": faults.paired_s}
+    emit({**about, **result, "environment": environment()}, name, options.out)
+    return 0 if not (verdict.wrongly_failed or verdict.tokens_wrong or rest.details) else 1
+
+
+def plot(records: Sequence[Record], kills: Sequence[Kill], path: Path) -> None:
+    ends = {None: "completed", GONE: "client gone"}
+    counts = Counter((ends.get(record.error, "failed or aborted"), int(record.due_s)) for record in records)
+    seconds = range(int(max(record.due_s for record in records)) + 1)
+    base = [0] * len(seconds)
+    with panels(path, size=(9, 3.5)) as (panel,):
+        for name, colour in (("completed", "#4477aa"), ("client gone", "#bbbbbb"), ("failed or aborted", "#cc3311")):
+            height = [counts[name, second] for second in seconds]
+            panel.bar(seconds, height, width=1.0, bottom=base, label=name, color=colour)
+            base = [below + more for below, more in zip(base, height, strict=True)]
+        for kill in kills:
+            panel.axvline(kill.since_start_s, color="black", linestyle="--", linewidth=1)
+            panel.annotate(f"SIGKILL {kill.name}", (kill.since_start_s, max(base)), fontsize=8, va="top")
+        panel.set(xlabel="arrival, s", ylabel="requests a second")
+
+
+CHAOS_ROWS = {
+    "requests": "requests",
+    "completed": "completed, every token right",
+    "disconnected": "whose client went away on purpose",
+    "aborted": "aborted on purpose at their prefill instance",
+    "failed_in_flight_at_kill": "failed, in flight at an instance when that was killed",
+    "failed_not_in_flight_at_kill": "failed otherwise",
+    "tokens_wrong": "wrong tokens",
+    "retried_after_transfer": "attempts whose KV transfer failed, and that were followed by another",
+    "retried_unsent": "dispatches again because an instance could not be reached",
+}
+CHAOS_CHECKS = {
+    "ledger_balanced": "ledger balances",
+    "gauges_zero": "gauges at 0",
+    "kv_free": "queues and KV of every instance back at their start",
+}
+
+
+def page(result: Result) -> str:
+    rows = [[text, f"{result[name]:,.0f}"] for name, text in CHAOS_ROWS.items()]
+    rows.append(["share of dispatches whose KV transfer failed", f"{result['transfer_failure_share']:.1%}"])
+    rows += [[text, yes_no(result[name])] for name, text in CHAOS_CHECKS.items()]
+    for name, paired_s in result.get("paired_s", {}).items():
+        rows.append([f"`{name}` paired with all others after the order to start it again", f"{paired_s:.1f} s"])
+    for name, text in (("abort", "the prefill's abort"), ("order", "the order to abort")):
+        if not result["abort_probes"]:
+            break
+        p50, p99 = (result[f"decode_free_after_{name}_{share}_s"] for share in ("p50", "p99"))
+        rows.append([f"decode free after {text}, p50 / p99 of {result['abort_probes']}", f"{p50:.2f} / {p99:.2f} s"])
+    fleet = f"{result['stateless']} stateless instances, " if result.get("stateless") else ""
+    killed = " and ".join(f"`{name}`" for name in result["killed"])
+    work = f"{fleet}{result['rate']:g} requests/s, policy `{result['policy']}`, SIGKILL of {killed}"
+    return f"{markdown(['what', 'count'], rows)}\n\n{work} · {device_conditions(result)}"
+
+
+PAGES = {"chaos": page, "chaos_stateless": page}

@@ -1,0 +1,1 @@
+"""Benches that compare this plugin with stock SGLang or its routers."""

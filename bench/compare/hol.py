@@ -1,0 +1,237 @@
+"""Head-of-line blocking: 18 long and 11 short prompts, after SGLang issue #22831, on stock SGLang and on ours.
+
+    python -m bench hol                      scaled to the machine
+    python -m bench hol --scale 1            the issue's own lengths, for a GPU
+    python -m bench hol --ablation           which part brings what
+    python -m bench hol --peer 'spf=/path/to/python:--schedule-policy shortest-prefill-first'
+    python -m bench hol --device emulated    the issue's own lengths on an emulated H200, every other flag a default
+
+"short" in every figure means the issue's 2K prompts, "long" its 24K prompts, whatever class a boundary gives them.
+
+``--device emulated``: profile h200-qwen2.5-14b-tp1, all arms at once; with ``--peer-python`` of an SGLang 0.5.23 also
+its shortest-prefill-first with default chunks (``spf``) and with chunks just above the shorts (``spf2560``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from bench.compare import hol_emulated
+from bench.harness.arms import OURS, RIDE, STOCK
+from bench.harness.bench import Result
+from bench.harness.comparison import Comparison, Measured, add_comparison, arms_page, prepare_comparison
+from bench.harness.fleet import Fleet, Solo, final_state, measure_last_chunk, measure_solo, run_request_rounds
+from bench.harness.report import conditions, describe_rounds, inverse, markdown, spread_text, stdout
+from bench.harness.stats import Runs, last_token_ratio, per_round
+from bench.harness.workload import PATTERNS, HolShape, hol_requests
+from pla_sglang.metrics.latency import spread
+from pla_sglang.testing.load_client import Request
+
+# On the demo model and one core: a long takes 0.7 to 1.0 s alone, a comparison of two arms under six minutes.
+CPU_SCALE = 5.0
+QUICK_SCALE = 20.0
+GAIN = "times better than stock"  # its time over ours, our tokens/s over its; below 1: worse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_comparison(parser, rounds=5, starts=1, emulated=True)
+    work = parser.add_argument_group("workload")
+    scale = f"divides prompt lengths and chunk; default: {CPU_SCALE:g} on a CPU, else 1"
+    work.add_argument("--scale", type=float, help=scale)
+    pattern = "shorts spread over the longs' work, or all at once"
+    work.add_argument("--pattern", choices=PATTERNS, default="stream", help=pattern)
+    work.add_argument("--spread-s", type=float, help="window of the shorts; default: what the longs take, measured")
+    work.add_argument("--chunk-tokens", type=int, help="--chunked-prefill-size of every arm; default: 8192 / scale")
+    work.add_argument("--max-new-tokens", type=int, default=8, help="output length of every request")
+    hol_emulated.add_arguments(parser)
+
+
+def shape_of(args: argparse.Namespace) -> HolShape:
+    if args.scale is None:
+        args.scale = (QUICK_SCALE if args.quick else CPU_SCALE) if args.device == "cpu" else 1.0
+    shape = HolShape.of_issue(args.scale, max_new_tokens=args.max_new_tokens)
+    shape = dataclasses.replace(shape, chunk_tokens=args.chunk_tokens or shape.chunk_tokens)
+    return dataclasses.replace(shape, long_count=6, short_count=4) if args.quick else shape
+
+
+def windows_of(args: argparse.Namespace, shape: HolShape, solo: Mapping[str, Solo]) -> dict[str, float]:
+    """Over which the longs (``burst_s``) and the shorts of one round arrive.
+
+    What the user gave, else from the time that the longs of one round need one after the other.
+    """
+    # The fastest lone long of any arm: if the machine is slower later, shorts still meet running longs.
+    fastest_s = min(o.ttft_s for of_arm in solo.values() for o in of_arm.outcomes if o.request.kind == "long")
+    work_s = shape.long_count * fastest_s
+    return {"burst_s": min(1.0, work_s / 10), "spread_s": args.spread_s or work_s}
+
+
+async def measure(args: argparse.Namespace, shape: HolShape, fleet: Fleet, start: int) -> Measured:
+    """All rounds of one start of the servers; each start has requests of its own."""
+    solo = await measure_solo(fleet, shape, args.vocabulary, seed=args.seed)
+    solo = await measure_last_chunk(fleet, shape, args.vocabulary, solo, seed=args.seed)
+    windows = windows_of(args, shape, solo)
+
+    def requests_of_round(index: int) -> list[Request]:
+        return hol_requests(
+            shape,
+            args.vocabulary,
+            seed=args.seed,
+            round_index=start * args.rounds + index,
+            pattern=args.pattern,
+            **windows,
+        )
+
+    runs = await run_request_rounds(fleet, args.rounds, requests_of_round)
+    return Measured(solo, runs, await final_state(fleet))
+
+
+def bounds(measured: Measured) -> dict[str, dict[str, Any]]:
+    """By arm: the p99 of shorts may be five times their solo value plus one chunk of a long, the longest."""
+    by_arm = {}
+    for arm, runs in measured.runs.items():
+        solo, p99s_s = measured.solo[arm], per_round(runs, "short", "p99")
+        if not p99s_s:
+            continue
+        p99_s = spread(p99s_s).median
+        bound_s = 5 * solo.ttft_s["short"] + solo.last_chunk_s
+        by_arm[arm] = {
+            "short_solo_ttft_s": round(solo.ttft_s["short"], 4),
+            "long_solo_ttft_s": round(solo.ttft_s["long"], 4),
+            "long_chunk_s": round(solo.last_chunk_s, 4),
+            "short_ttft_p99_bound_s": round(bound_s, 4),
+            "short_ttft_p99_s": round(p99_s, 4),
+            "short_ttft_p99_within_bound": p99_s <= bound_s,
+        }
+    return by_arm
+
+
+def last_tokens(runs: Runs) -> dict[str, float | None]:
+    """Last tokens of shorts, ratios by round: ours over stock, and ``ride`` (where it ran) over ours without riding."""
+    pairs = {"short_last_token_p50_ratio": (STOCK, OURS), "short_last_token_p50_vs_pure": (OURS, RIDE)}
+    return {key: last_token_ratio(runs.get(base, ()), runs.get(arm, ()), "short") for key, (base, arm) in pairs.items()}
+
+
+def start_json(measured: Measured) -> dict[str, Any]:
+    """The headline figures of one start, by arm: how far starts differ is part of the result."""
+    of_arms = bounds(measured)
+    return {
+        arm: ratios
+        | {key: of_arms[arm][key] for key in ("short_ttft_p99_s", "short_ttft_p99_bound_s") if arm in of_arms}
+        for arm, ratios in measured.headline_ratios().items()
+    }
+
+
+def print_starts_and_bounds(result: Result) -> None:
+    by_start = result["by_start"] if len(result["by_start"]) > 1 else []
+    for index, of_start in enumerate(by_start, start=1):
+        for arm, figures in of_start.items():
+            listed = ", ".join(f"{key} {value:.3g}" for key, value in figures.items())
+            stdout.print(f"start {index}, {arm}: {listed}", markup=False)
+    for arm, bound in result["solo"].items():
+        stdout.print(f"{arm}: {bound_text(bound)}", markup=False)
+
+
+def bound_text(bound: Mapping[str, Any]) -> str:
+    """What lone requests of one arm took, the bound that follows from it, and where the p99 of shorts lies."""
+    keys = ("short_solo_ttft_s", "long_solo_ttft_s", "long_chunk_s", "short_ttft_p99_bound_s", "short_ttft_p99_s")
+    short, long, chunk, limit, p99 = (f"{bound[key] * 1e3:.0f} ms" for key in keys)
+    within = "within" if bound["short_ttft_p99_within_bound"] else "above"
+    return (
+        f"Lone requests: short {short}, long {long}. Five solo values plus the longest chunk ({chunk}): {limit}; "
+        f"p99 of shorts: {p99}, {within}."
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.device == "emulated":
+        return hol_emulated.run(args)
+    prepare_comparison(args)
+    shape = shape_of(args)
+    # Room for all of it twice: this bench is about time, not about memory (overload --kv-pressure is).
+    kv_tokens = 2 * shape.total_input_tokens + 4096
+    comparison = Comparison("hol", args, chunk_tokens=shape.chunk_tokens, kv_tokens=kv_tokens)
+    starts = comparison.measure_starts(lambda fleet, start: measure(args, shape, fleet, start))
+    measured = Measured.together(starts)
+    windows = windows_of(args, shape, starts[0].solo)
+    workload = {
+        "name": "hol",
+        "pattern": args.pattern,
+        "scale": args.scale,
+        "longs": f"{shape.long_count} x {shape.long_tokens} tokens",
+        "shorts": f"{shape.short_count} x {shape.short_tokens} tokens",
+        "chunk_tokens": shape.chunk_tokens,
+        "max_new_tokens": shape.max_new_tokens,
+        **{name: round(value_s, 2) for name, value_s in windows.items()},
+        "starts": args.starts,
+    }
+    result = comparison.make_result(workload, measured)
+    result |= last_tokens(measured.runs) | {
+        "solo": bounds(measured),
+        "by_start": [start_json(start) for start in starts],
+    }
+    title = (
+        f"Head-of-line blocking, {args.pattern}: {workload['longs']}, {workload['shorts']}, "
+        f"chunk {shape.chunk_tokens}, {comparison.rounds} rounds, {args.model_name}, SGLang {result['sglang_version']}"
+    )
+    comparison.show_tables(title, result)
+    print_starts_and_bounds(result)
+    reference = measured.solo[STOCK if STOCK in measured.solo else next(iter(measured.solo))]
+    return comparison.keep(result, measured.runs, title=title, solo_s=reference.ttft_s)
+
+
+def headline_page(result: Result) -> str:
+    stock, ours, ratio = result["figures"]["stock"], result["figures"]["ours"], result["ratios"]["ours"]
+    work = result["workload"]
+    rows = [
+        [what, *(spread_text(of_arm[key][quantile], " s") for of_arm in (stock, ours)), spread_text(gain, "x")]
+        for what, key, quantile, gain in (
+            ("short prompts, TTFT p99", "short_ttft_s", "p99", ratio["short_ttft_p99_gain"]),
+            ("short prompts, TTFT p50", "short_ttft_s", "p50", inverse(ratio["short_ttft_p50_ratio"])),
+            ("short prompts, last token p50", "short_e2e_s", "p50", None),
+            ("long prompts, TTFT p90", "long_ttft_s", "p90", inverse(ratio["long_ttft_p90_ratio"])),
+        )
+    ]
+    speeds = [spread_text(of_arm["tokens_per_s"], digits=4) for of_arm in (stock, ours)]
+    rows.append(["tokens/s", *speeds, spread_text(ratio["throughput_ratio"], "x")])
+    what = f"longs {work['longs']}, shorts {work['shorts']}, chunk {work['chunk_tokens']}"
+    shown = markdown([what, "stock SGLang", "pla_sglang", GAIN], rows)
+    starts = work.get("starts", 1)
+    command = f"make demo ARGS='--starts {starts} --rounds {result['rounds'] // starts}'" if starts > 1 else "make demo"
+    return f"{shown}\n\n{conditions(result)} · command: `{command}`"
+
+
+def page(result: Result) -> str:
+    return f"{headline_page(result)}\n\n{bound_text(result['solo']['ours'])}{starts_table(result)}"
+
+
+def starts_table(result: Result) -> str:
+    """The headline figures start by start, where the servers were started more than once."""
+    by_start = [of_start["ours"] for of_start in result.get("by_start", ())]
+    if len(by_start) < 2:
+        return ""
+    rows = [
+        [
+            str(index),
+            f"{figures['short_ttft_p99_gain']:.3g}x",
+            f"{figures['short_ttft_p99_s'] * 1e3:.0f} ms of {figures['short_ttft_p99_bound_s'] * 1e3:.0f} ms",
+            f"{1 / figures['long_ttft_p90_ratio']:.3g}x",
+            f"{figures['throughput_ratio']:.3g}x",
+        ]
+        for index, figures in enumerate(by_start, start=1)
+    ]
+    header = ["start of all servers", f"short p99, {GAIN}", "of its bound", f"long p90, {GAIN}", f"tokens/s, {GAIN}"]
+    each = describe_rounds(result["rounds"] // len(by_start))
+    return f"\n\nStart by start, {each} each:\n\n{markdown(header, rows)}"
+
+
+PAGES = {
+    "hol": page,
+    "headline": headline_page,
+    "hol-burst": arms_page,
+    "hol-ablation": arms_page,
+    "hol-peer": arms_page,
+    "hol_emulated": hol_emulated.page,
+}

@@ -1,0 +1,204 @@
+"""``hol --device emulated``: the head-of-line workload at full size, 18 prompts of 24K and 11 of 2K tokens.
+
+SGLang issue 22831 with its own lengths on the emulated device, every other flag SGLang's default for such a GPU (chunks
+of 8,192 tokens, overlap schedule). Longs arrive within a second, shorts one by one while the longs run. Ratios are
+taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.harness import engines, report
+from bench.harness.arms import Arm
+from bench.harness.bench import Result
+from bench.harness.cli import add_budget
+from bench.harness.engines import Setup
+from bench.harness.figures import draw_ecdf, panels
+from bench.harness.replay import Planned
+from bench.harness.report import emit, emulated_conditions, environment, markdown, scale_text, show, spread_text, yes_no
+from bench.harness.steps import Row
+from bench.harness.workload import HolShape, hol_arrivals, round_rng
+from pla_sglang import chain
+from pla_sglang.errors import ConfigError
+from pla_sglang.metrics.latency import percentile, spread
+from pla_sglang.profiles import load_profile
+
+SPF = ("--schedule-policy", "shortest-prefill-first")
+PROFILE = "h200-qwen2.5-14b-tp1"
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("stock", ()),
+        Arm("ours", ("--prefill-disagg", "temporal")),
+        Arm("ride", ("--prefill-disagg", "temporal", "--enable-mixed-chunk")),
+        Arm("spf", SPF, peer=True),
+        Arm("spf2560", (*SPF, "--chunked-prefill-size", "2560"), peer=True),
+    )
+}
+FIGURES = (
+    *("short_ttft_p50_s", "short_ttft_p99_s", "short_last_token_p50_s"),
+    *("long_ttft_p50_s", "long_ttft_p90_s", "tokens_per_s"),
+)
+# ratio -> (figure, stock over the arm?): each above or below 1 as its name says
+RATIOS = {
+    "short_ttft_p99_gain": ("short_ttft_p99_s", True),
+    "short_ttft_p50_ratio": ("short_ttft_p50_s", False),
+    "short_last_token_p50_ratio": ("short_last_token_p50_s", False),
+    "long_ttft_p90_ratio": ("long_ttft_p90_s", False),
+    "throughput_ratio": ("tokens_per_s", False),
+}
+
+
+def long_work_s(shape: HolShape, profile: str) -> float:
+    """Device time of all longs, one after the other in whole chunks."""
+    known = load_profile(profile)
+    total_s, done = 0.0, 0
+    while done < shape.long_tokens:
+        size = min(shape.chunk_tokens, shape.long_tokens - done)
+        total_s += known.prefill_s(size, size * (size + 2 * done), done)
+        done += size
+    return shape.long_count * total_s
+
+
+def planned(shape: HolShape, key: Mapping[str, Any], work_s: float) -> list[Planned]:
+    """The requests of one round, arrivals in real time."""
+    rng = round_rng(key["seed"], key["round"], "hol")
+    timed = hol_arrivals(shape, rng, pattern=key["pattern"], burst_s=1.0, spread_s=work_s)
+    tokens = {"long": shape.long_tokens, "short": shape.short_tokens}
+    answer_tokens = shape.max_new_tokens
+    return [
+        Planned(index, at_s * key["time_scale"], chain.prompt_of(tokens[kind], answer_tokens, rng), answer_tokens)
+        for index, (at_s, kind) in enumerate(timed)
+    ]
+
+
+def ttfts_s(row: Row, shape: HolShape, kind: str, *, last: bool = False) -> list[float]:
+    """Of one class in one round, in device time; ``last``: until the last token."""
+    limit = (shape.short_tokens + shape.long_tokens) / 2
+    return [times_s[last] for tokens, *times_s in row["requests"] if (tokens < limit) == (kind == "short")]
+
+
+def round_figures(row: Row, shape: HolShape) -> dict[str, float]:
+    """Of one round of one arm, in device time."""
+    shorts, longs = (ttfts_s(row, shape, kind) for kind in ("short", "long"))
+    tokens = sum(tokens for tokens, _, _ in row["requests"]) + row["output_tokens"]
+    return {
+        "short_ttft_p50_s": percentile(shorts, 50),
+        "short_ttft_p99_s": percentile(shorts, 99),
+        "short_last_token_p50_s": percentile(ttfts_s(row, shape, "short", last=True), 50),
+        "long_ttft_p50_s": percentile(longs, 50),
+        "long_ttft_p90_s": percentile(longs, 90),
+        "tokens_per_s": tokens / row["span_s"],
+    }
+
+
+def arm_figures(rows: Sequence[Row], shape: HolShape) -> dict[str, Any]:
+    """Medians over the rounds with the lowest and the highest."""
+    rounds = [round_figures(row, shape) for row in rows]
+    return {name: asdict(spread([of_round[name] for of_round in rounds])) for name in FIGURES} | engines.quality(rows)
+
+
+def ratios(rows: Mapping[str, Sequence[Row]], shape: HolShape) -> dict[str, dict[str, Any]]:
+    """Against stock, within each round; none where stock did not run."""
+    rounds = {arm: [round_figures(row, shape) for row in own] for arm, own in rows.items()}
+    against: dict[str, dict[str, Any]] = {}
+    for arm, own in rounds.items() if "stock" in rounds else ():
+        pairs = list(zip(own, rounds["stock"], strict=False))
+        against[arm] = {}
+        for name, (figure, is_gain) in RATIOS.items():
+            values = [of_arm[figure] / of_stock[figure] for of_arm, of_stock in pairs]
+            against[arm][name] = asdict(spread([1 / value for value in values] if is_gain else values))
+    return against
+
+
+def last_token_vs_pure(arms: Mapping[str, Any]) -> float | None:
+    """Median last token of shorts where decodes ride over that of the pure form; None where one did not run."""
+    if not {"ride", "ours"} <= set(arms):
+        return None
+    ride, pure = (arms[arm]["short_last_token_p50_s"]["median"] for arm in ("ride", "ours"))
+    return float(ride / pure)
+
+
+def arms_table(result: Result) -> report.Cells:
+    rows = []
+    for arm, own in result["arms"].items():
+        to_stock = result["ratios"].get(arm, {})
+        cells = [spread_text(own[name], " s") for name in ("short_ttft_p50_s", "short_ttft_p99_s", "long_ttft_p90_s")]
+        keys = ("short_ttft_p99_gain", "long_ttft_p90_ratio", "throughput_ratio")
+        cells += [spread_text(to_stock.get(key), "x") for key in keys]
+        rows.append([f"`{arm}`", own["sglang"], *cells, f"{own['host_overhead_share']:.1%}", yes_no(own["valid"])])
+    header = ["arm", "SGLang", "short TTFT p50", "short TTFT p99", "long TTFT p90", "short p99 gain"]
+    return [*header, "long p90 ratio", "throughput", "host in the way", "valid"], rows
+
+
+def plot(rows: Mapping[str, Sequence[Row]], shape: HolShape, path: Path, title: str) -> None:
+    with panels(path, 2, size=(10.5, 4.4), title=title) as axes:
+        for panel, kind in zip(axes, ("short", "long"), strict=True):
+            samples = {
+                arm: [ttft_s for row in own for ttft_s in ttfts_s(row, shape, kind)] for arm, own in rows.items()
+            }
+            draw_ecdf(panel, samples, kind)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    emulated = parser.add_argument_group("--device emulated")
+    emulated.add_argument("--profile", default=PROFILE, help="of the emulated device")
+    emulated.add_argument("--time-scale", type=float, default=1.0, help="how much slower the device is")
+    emulated.add_argument("--peer-python", metavar="PYTHON", help="of an environment with a newer SGLang, for its arms")
+    add_budget(emulated)
+
+
+def shape_of(args: argparse.Namespace) -> HolShape:
+    """Raises ConfigError for a flag that this form does not have, and for a bad scale."""
+    unused: tuple[str, ...] = ("ablation", "peer", "our_flags", "model_path", "server_flags", "kv_tokens")
+    unused += ("spread_s", "chunk_tokens")
+    if given := [f"--{name.replace('_', '-')}" for name in unused if getattr(args, name)]:
+        raise ConfigError(f"{', '.join(given)} cannot be used with --device emulated")
+    args.scale = 1.0 if args.scale is None else args.scale
+    if args.quick:
+        args.rounds = 1
+    shape = HolShape.of_issue(args.scale, max_new_tokens=args.max_new_tokens)
+    return replace(shape, long_count=6, short_count=4) if args.quick else shape
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises ConfigError, ServerError, NoStepError."""
+    shape = shape_of(args)
+    chosen = engines.choose(args.arms, ARMS, args.peer_python)
+    flags = ("--chunked-prefill-size", str(shape.chunk_tokens))
+    setup = Setup(args.profile, args.time_scale, flags, args.out, "hol_emulated", args.peer_python)
+    settings = {name: getattr(args, name) for name in ("profile", "scale", "pattern", "time_scale", "seed")}
+    keys = [settings | ({"quick": True} if args.quick else {}) | {"round": index} for index in range(args.rounds)]
+    work_s = long_work_s(shape, args.profile)
+    rows = engines.collect(chosen, keys, lambda key: planned(shape, key, work_s), setup=setup, budget_s=args.budget_s)
+    arms = {arm: arm_figures(own, shape) for arm, own in rows.items()}
+    against = ratios(rows, shape)
+    result = {
+        "bench": "hol_emulated",
+        **settings,
+        "shape": asdict(shape),
+        **{name: {arm: own[name]["median"] for arm, own in against.items()} for name in RATIOS},
+        "short_last_token_p50_vs_pure": last_token_vs_pure(arms),
+        "rounds": min(map(len, rows.values())),
+        "ratios": against,
+        "arms": arms,
+        "valid": all(own["valid"] for own in arms.values()),
+        "environment": environment(),
+    }
+    sizes = f"{shape.long_count} x {shape.long_tokens:,} and {shape.short_count} x {shape.short_tokens:,} tokens"
+    title = f"{sizes}, {args.profile}"
+    show(title, *arms_table(result), caption="median over rounds (lowest .. highest), device time")
+    plot(rows, shape, args.out / "hol_emulated.png", title)
+    emit(result, "hol_emulated", args.out)
+    return 0 if result["valid"] else 1
+
+
+def page(result: Result) -> str:
+    work = f"{result['rounds']} rounds, median (lowest .. highest)"
+    conditions = emulated_conditions(result, work, result["profile"], scale_text(result))
+    return f"{markdown(*arms_table(result))}\n\n{conditions}"

@@ -1,0 +1,244 @@
+"""What a router costs: added TTFT, CPU time a request, a stream and an event, throughput, memory.
+
+Ours and SGLang's two routers stand in front of the same mock prefill and decode instance, one at a time, in one run.
+Mock and client are cheap: the arm ``direct`` shows how cheap. They share the machine with the router, so a throughput
+is a lower bound, and CPU time is the steadier figure. Other work on the machine is measured; calm samples count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+
+from bench.cost.router_cost.client import Client, Plan, make_probes, running_client
+from bench.cost.router_cost.figures import figures, missed, page, split_ms, table
+from bench.harness.arms import Arm
+from bench.harness.bench import BenchError, measuring
+from bench.harness.cli import add_output, add_quick
+from bench.harness.figures import draw_bars, panels
+from bench.harness.report import emit, environment, say, show
+from bench.harness.servers import is_healthy, running_child, wait_until_ready
+from pla_sglang.cluster.ports import free_port
+from pla_sglang.errors import ConfigError
+from pla_sglang.testing.mock_instance import Mocks, running_mocks
+
+START_S, STOP_S = 40.0, 5.0  # of a router
+BOOTSTRAP_PORT = 8998
+SGLANG_ROUTER = "sglang_router.launch_router"
+# Title, and the figures with their labels.
+PANELS = (
+    ("added TTFT at 200/s, ms", (("added_ttft_p50_ms", "p50"), ("added_ttft_p99_ms", "p99"))),
+    ("CPU time, ms", (("cpu_ms_per_request", "a request"), ("cpu_ms_per_stream", "a 16-token stream"))),
+    ("a second", (("requests_per_s", "requests"), ("events_per_s", "events"), ("long_body_rps", "60K-token bodies"))),
+)
+Router: TypeAlias = psutil.Process | None  # the root of its processes; None for an arm without a router
+Samples = dict[str, dict[str, list[dict[str, Any]]]]  # by arm, then by probe, one a round
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=3, help="times every arm is measured")
+    parser.add_argument("--duration-s", type=float, default=2.0, help="of one probe")
+    parser.add_argument("--arms", default="", help="comma-separated; default: all")
+    add_output(parser, seed=1)
+    add_quick(parser)
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterArm(Arm):
+    """One way to reach the instances; without a module no router, straight to the decode instance."""
+
+    port: int = 0  # where the client sends its requests
+    quickack: bool = False  # whether the client asks for immediate ACKs
+    shares: str | None = None  # the arm whose process this one uses
+
+
+def make_arms(mocks: Mocks) -> list[RouterArm]:
+    """Every arm, in the order of the table. Ports are new: a router that has just ended may leave connections."""
+    prefill, decode = mocks.urls
+
+    def ours(name: str, relays: int) -> RouterArm:
+        port = free_port()
+        flags = ("--port", str(port), "--relay-workers", str(relays), "--policy", "static-pd-round-robin")
+        workers = ("--worker", prefill, "--worker", decode)
+        return RouterArm(name, (*flags, *workers), module="pla_sglang.launch_router", port=port)
+
+    def sglang(name: str, *further: str) -> RouterArm:
+        port = free_port()
+        flags = ("--host", "127.0.0.1", "--port", str(port), "--pd-disaggregation")
+        workers = ("--prefill", prefill, str(BOOTSTRAP_PORT), "--decode", decode)
+        return RouterArm(name, (*flags, *workers, *further), module=SGLANG_ROUTER, port=port)
+
+    def with_quickack(arm: RouterArm) -> RouterArm:
+        return dataclasses.replace(arm, name=f"{arm.name}_quickack", quickack=True, shares=arm.name)
+
+    two_processes = ours("ours", 1)
+    rust_flags = ("--policy", "random", "--log-level", "warn", "--worker-startup-check-interval", "1")
+    rust = sglang("rust", *rust_flags, "--prometheus-port", str(free_port()))
+    return [
+        RouterArm("direct", module="", port=int(decode.rpartition(":")[2])),
+        two_processes,
+        with_quickack(two_processes),
+        ours("ours_one_process", 0),
+        sglang("mini_lb", "--mini-lb"),
+        rust,
+        with_quickack(rust),
+    ]
+
+
+def select_arms(known: list[RouterArm], names: str) -> list[RouterArm]:
+    """``direct`` is always there: the others are compared with it. Raises ConfigError for a name that is not known."""
+    wanted = set(filter(None, names.split(","))) or {arm.name for arm in known}
+    if unknown := wanted - {arm.name for arm in known}:
+        allowed = ", ".join(arm.name for arm in known)
+        raise ConfigError(f"--arms: {', '.join(sorted(unknown))} unknown; allowed: {allowed}")
+    leaders = {arm.shares for arm in known if arm.name in wanted}
+    return [arm for arm in known if arm.name in wanted | leaders | {"direct"}]
+
+
+def list_processes(router: Router) -> list[psutil.Process]:
+    return [] if router is None else [router, *router.children(recursive=True)]
+
+
+def relay_bytes(router: Router) -> int:
+    """Memory of its own (USS) of what holds the connections: the relay, or the whole router without one."""
+    processes = list_processes(router)
+    relays = [process for process in processes if "relay" in process.cmdline()[-1:]]
+    return sum(process.memory_full_info().uss for process in relays or processes)
+
+
+def cpu_s(processes: Iterable[psutil.Process]) -> float:
+    """User and system time; of a process that has ended nothing."""
+    total_s = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total_s += sum(process.cpu_times()[:2])
+    return total_s
+
+
+@contextlib.contextmanager
+def running_router_arm(arm: RouterArm, folder: Path) -> Iterator[Router]:
+    """Raises ServerError where it does not become healthy, with the end of its log."""
+    if not arm.module:
+        yield None
+        return
+    log, url = folder / f"{arm.name}.log", f"http://127.0.0.1:{arm.port}"
+    with running_child([arm.python, "-m", arm.module, *arm.flags], log, stop_s=STOP_S) as process:
+        wait_until_ready(process, lambda: is_healthy(url), log, name=arm.name, limit_s=START_S)
+        yield psutil.Process(process.pid)
+
+
+def measure(options: argparse.Namespace) -> Samples:
+    """Mocks and client stay, each router lives for its turn in a round. A turn that was interrupted does not count."""
+    samples: Samples = {}
+    with (
+        running_mocks("prefill", "decode") as mocks,
+        running_client() as client,
+        tempfile.TemporaryDirectory(prefix="router_cost.") as folder,
+        measuring(),
+    ):
+        bench = [mocks.process, psutil.Process(client.pid), psutil.Process()]
+        for number in range(options.rounds):
+            arms = select_arms(make_arms(mocks), options.arms)
+            leaders = [arm for arm in arms if arm.shares is None]
+            for leader in leaders[number % len(leaders) :] + leaders[: number % len(leaders)]:
+                with running_router_arm(leader, Path(folder)) as router:
+                    for arm in [leader, *(arm for arm in arms if arm.shares == leader.name)]:
+                        for probe, sample in measure_arm(arm, router, client, bench, options).items():
+                            samples.setdefault(arm.name, {}).setdefault(probe, []).append(sample)
+    return samples
+
+
+def measure_arm(
+    arm: RouterArm, router: Router, client: Client, bench: list[psutil.Process], options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    plans = make_probes(arm.port, duration_s=options.duration_s, seed=options.seed, quickack=arm.quickack)
+    warm_up = {**plans["stream_200"], "duration_s": min(1.0, options.duration_s)}
+    take_sample(warm_up, client, router, bench)
+    samples = {}
+    for name, plan in plans.items():
+        taken = samples[name] = take_sample(plan, client, router, bench)
+        say(f"{arm.name} {name}: {taken['completed']} done, {taken['errors']} errors, others {taken['other_cores']}")
+    return samples
+
+
+def take_sample(plan: Plan, client: Client, router: Router, bench: list[psutil.Process]) -> dict[str, Any]:
+    """One probe of one arm. ``bench``: the processes of this bench, whose work is not that of others."""
+    idle_bytes = open_bytes = relay_bytes(router)
+    client.begin(plan)
+    if plan["kind"] == "held":
+        opened = client.read_line()
+        if "open" not in opened:
+            raise BenchError(f"streams did not open: {opened}")
+        open_bytes = relay_bytes(router)
+    before = read_clocks_s(router, bench)
+    result = client.read_line()
+    after = read_clocks_s(router, bench)
+    wall_s, machine_s, bench_s, router_s = (late - early for early, late in zip(before, after, strict=True))
+    other_cores = round(max(0.0, (machine_s - bench_s - router_s) / wall_s), 3)
+    costs = {"cpu_s": router_s, "other_cores": other_cores, "idle_bytes": idle_bytes, "open_bytes": open_bytes}
+    return result | costs
+
+
+def read_clocks_s(router: Router, bench: list[psutil.Process]) -> tuple[float, float, float, float]:
+    """Wall clock, and CPU seconds of the machine, of this bench and of the router."""
+    times = psutil.cpu_times()
+    busy_s = sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+    return time.monotonic(), float(busy_s), cpu_s(bench), cpu_s(list_processes(router))
+
+
+def plot(by_arm: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Three panels: added TTFT, CPU time, throughput; logarithmic, as the arms differ by orders of magnitude."""
+    with panels(path, len(PANELS), size=(5.2 * len(PANELS), 4.2)) as axes:
+        for panel, (title, series) in zip(axes, PANELS, strict=True):
+            bars = {
+                arm: {label: of_arm[key] for key, label in series if of_arm.get(key)} for arm, of_arm in by_arm.items()
+            }
+            draw_bars(panel, bars, rotation=30)
+            panel.set_yscale("log")
+            panel.set_title(title, fontsize=10)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.rounds < 1 or options.duration_s <= 0:
+        raise ConfigError("--rounds must be at least 1 and --duration-s above 0")
+    if options.quick:
+        options.rounds, options.duration_s = 1, 0.5
+    if importlib.util.find_spec("sglang_router") is None:
+        raise BenchError("sglang_router is not installed (the bench extra)")
+    samples = measure(options)
+    if "direct" not in samples:
+        raise BenchError("the arm 'direct' was not measured, with which the others are compared")
+    direct = samples["direct"]
+    by_arm = {arm: figures(of_arm, direct) for arm, of_arm in samples.items() if arm != "direct"}
+    result = {
+        "bench": "router_cost",
+        **by_arm,
+        "split_added_ttft_p50_ms": split_ms(by_arm),
+        "goals_missed": missed(by_arm),
+        "direct": figures(direct, direct),
+        "rounds": options.rounds,
+        "duration_s": options.duration_s,
+        "seed": options.seed,
+        "other_cores": {
+            arm: {probe: [taken["other_cores"] for taken in of_probe] for probe, of_probe in of_arm.items()}
+            for arm, of_arm in samples.items()
+        },
+        **environment(),
+    }
+    errors = ", ".join(f"{arm} {of_arm['errors']}" for arm, of_arm in by_arm.items())
+    show("cost of routers (medians over calm rounds)", *table(result, list(by_arm)), caption=f"errors: {errors}")
+    plot(by_arm, options.out / "router_cost.png")
+    emit(result, "router_cost", options.out)
+    return 0
+
+
+PAGES = {"router_cost": page}

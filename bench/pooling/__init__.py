@@ -1,1 +1,0 @@
-"""Parts of ``bench.spatial``: workload, arms, measuring, figures, picture."""

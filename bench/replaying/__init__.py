@@ -1,1 +1,0 @@
-"""Open-loop replay of traces: what ``bench.replay`` is made of."""

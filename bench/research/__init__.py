@@ -1,0 +1,1 @@
+"""The papers' figures, fleets of policies, frontiers and baselines."""

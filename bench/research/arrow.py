@@ -1,0 +1,197 @@
+"""Live: the highest rate at which four stateless engines keep their targets with arrow and combined, against stock.
+
+    python -m bench arrow --data FOLDER
+    python -m bench arrow --turning
+
+Arms: ``minimal-load`` (a static split), ``arrow`` and ``combined`` on stateless engines; ``stock``, the best arm of
+``best_stock``'s frontier that this SGLang can be started as; ``pairs``, stock prefill and decode engines half and half
+behind our router with minimal load; ``pairs-sglang``, the same behind SGLang's own. The simulator names the rate to
+begin with; a second one is above it where the first is held, below it where it is missed. A ratio is stated where a
+rate above that of the arm below the line was measured and missed. ``--turning``: requests with long prompts, then with
+long answers, then both, against every fixed configuration. Finished runs are kept in ``--out``; ``--budget-s`` ends a
+run in time, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from bench.harness import report
+from bench.harness.bench import Result, measuring
+from bench.harness.cli import DEFAULT_PROFILE
+from bench.harness.steps import Row, Steps
+from bench.research import highest_rate
+from bench.research.best_stock_live import best_startable, load_workload
+from bench.research.highest_rate import (
+    PAIRS,
+    SETTINGS,
+    STATELESS,
+    TARGET,
+    Contest,
+    Course,
+    LiveArm,
+    Options,
+    ratio_of,
+    table,
+)
+from pla_sglang.cluster.spec import ROUTER_MODULES
+from pla_sglang.errors import ConfigError
+from pla_sglang.metrics.goodput import Slo
+from pla_sglang.sim.fleet_arms import OURS, FleetArm
+from pla_sglang.sim.named_workloads import Workload
+from pla_sglang.sim.stock_frontier import read_limits
+from pla_sglang.workload import Trace
+
+PROFILES = {"azure_conv": "h100-llama70b-fp8-dopd"}  # all others: the default one
+TURNING = "turning"
+TURNING_SLO = Slo(3.0, 0.03)
+LONG_PROMPTS, LONG_ANSWERS = ((3000, 6000), (16, 64)), ((100, 500), (200, 500))  # prompt and answer tokens
+RATIOS = ("vs_best_stock", "vs_minload", "arrow_vs_minload")
+MINLOAD, ARROW, COMBINED = "minimal-load", "arrow", "combined"
+STOCK, SPLIT, SPLIT_SGLANG = "stock", "pairs", "pairs-sglang"
+OUR_ARMS = (LiveArm(ARROW, FleetArm("arrow"), STATELESS), LiveArm(COMBINED, OURS, STATELESS))
+MINLOAD_ARM = LiveArm(MINLOAD, FleetArm("minimal-load"), STATELESS)
+PAIR_ARMS = (
+    LiveArm(SPLIT, FleetArm("minimal-load"), PAIRS),
+    LiveArm(SPLIT_SGLANG, FleetArm("static-pd-round-robin"), PAIRS, "sglang"),
+)
+
+
+def has_router(arm: LiveArm) -> bool:
+    """Whether its router is installed."""
+    return importlib.util.find_spec(ROUTER_MODULES[arm.router].partition(".")[0]) is not None
+
+
+def make_turning(requests: int, seed: int) -> Workload:
+    """A third of the requests has long prompts, a third long answers, a third either; Poisson arrivals."""
+    rng = random.Random(seed)
+    at_s, columns = 0.0, []
+    for row in range(requests):
+        phase = 3 * row // requests
+        shape = (LONG_PROMPTS, LONG_ANSWERS, rng.choice((LONG_PROMPTS, LONG_ANSWERS)))[phase]
+        at_s += rng.expovariate(1.0)
+        columns.append((at_s, *(rng.randint(*bounds) for bounds in shape)))
+    arrival_s, prompts, answers = np.array(columns).T
+    trace = Trace(TURNING, arrival_s, prompts.astype(np.int64), answers.astype(np.int64))
+    return Workload(TURNING, TURNING_SLO, low_per_s=1.0, high_per_s=100.0, steady_per_s=1.0, trace=trace)
+
+
+def fixed_arms(instances: int) -> list[LiveArm]:
+    """What cannot turn: unified engines with small and large chunks, and every split of stock pairs."""
+    unified = [
+        LiveArm(f"unified-{chunk_tokens}", FleetArm("least-tokens", mixed=True, chunk_tokens=chunk_tokens))
+        for chunk_tokens in (512, 2048, 8192)
+    ]
+    splits = [
+        LiveArm(f"{prefills}+{instances - prefills}", FleetArm("minimal-load", prefills), PAIRS)
+        for prefills in range(1, instances)
+    ]
+    return [*unified, *splits]
+
+
+def contests_of(options: Options) -> list[Contest]:
+    """Raises ConfigError."""
+    if options.turning:
+        load = make_turning(options.requests, options.seed)
+        of_turning = with_profile(options, TURNING)
+        arms = [*fixed_arms(options.instances), OUR_ARMS[1]]
+        return [Contest("arrow", arm, load, of_turning) for arm in arms]
+    limits, contests = read_limits(options.frontier), []
+    for name in options.workloads.split(","):
+        load = load_workload(name, options)
+        stock = LiveArm(STOCK, best_startable(limits, name))
+        arms = [MINLOAD_ARM, *OUR_ARMS, stock, *(arm for arm in PAIR_ARMS if has_router(arm))]
+        contests += [Contest("arrow", arm, load, with_profile(options, name)) for arm in arms]
+    return contests
+
+
+def with_profile(options: Options, workload: str) -> Options:
+    profile = options.profile or PROFILES.get(workload, DEFAULT_PROFILE)
+    return Options(**{**vars(options), "profile": profile})
+
+
+# -- result ------------------------------------------------------------------------------------------------------------
+
+
+def best_of(rates: Mapping[str, float | None], closed: Mapping[str, bool], arms: Sequence[str]) -> float | None:
+    """The highest rate of these arms; None where one of them may bear more than was measured, or bore nothing."""
+    known = [rates[arm] for arm in arms if arm in rates]
+    if not known or not all(closed[arm] for arm in arms if arm in rates):
+        return None
+    return max((rate for rate in known if rate is not None), default=None)
+
+
+def compare_arms(held: Mapping[str, float | None], closed: Mapping[str, bool]) -> Row:
+    """The ratios of one trace; ``held``: rates by arm, ``closed``: whether a higher rate was missed."""
+    minload = best_of(held, closed, (MINLOAD,))
+    return {
+        "vs_best_stock": ratio_of(held[COMBINED], best_of(held, closed, (STOCK, SPLIT, SPLIT_SGLANG))),
+        "vs_minload": ratio_of(held[COMBINED], minload),
+        "arrow_vs_minload": ratio_of(held[ARROW], minload),
+    }
+
+
+def ratios_of(result: Result) -> Row:
+    """By trace, from the rates; ``sim_RATIO``: the same of the rates in the simulator."""
+    ratios: Row = {}
+    for prefix in ("", "sim_"):
+        by_trace: dict[str, Row] = {}
+        ratios[f"{prefix}turning_vs_best_fixed"] = None
+        for name, held in result[f"{prefix}rate_at_90"].items():
+            closed = dict.fromkeys(held, True) if prefix else result["bracketed"][name]
+            if name == TURNING:
+                fixed = best_of(held, closed, [arm for arm in held if arm != COMBINED])
+                ratios[f"{prefix}turning_vs_best_fixed"] = ratio_of(held[COMBINED], fixed)
+            else:
+                by_trace[name] = compare_arms(held, closed)
+        ratios |= {f"{prefix}{key}": {name: of[key] for name, of in by_trace.items()} for key in RATIOS}
+    return ratios
+
+
+def page(result: Result) -> str:
+    parts = [report.markdown(*table(result), right=range(1, 8))]
+    for name, rates in result["rate_at_90"].items():
+        shown = ", ".join(f"`{arm}` {report.number(rate)}/s" for arm, rate in rates.items())
+        keys = ("turning_vs_best_fixed",) if name == TURNING else RATIOS
+        ratios = []
+        for key in keys:
+            live, sim = (result[of] if name == TURNING else result[of][name] for of in (key, f"sim_{key}"))
+            ratios.append(f"{key} {report.number(live, 'x')} (simulated {report.number(sim, 'x')})")
+        parts.append(f"{name}, {result['profiles'][name]}: {shown}; {', '.join(ratios)}; above 1 is better.")
+    return "\n\n".join([*parts, highest_rate.conditions(result, f"{result['requests']} requests a run")])
+
+
+PAGES = {"arrow": page}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    highest_rate.add_arguments(parser, requests=1000, turns=2)
+    parser.add_argument("--workloads", default="azure_code,azure_conv", help="names with commas between")
+    parser.add_argument("--turning", action="store_true", help="the workload whose mix turns, instead of these")
+    parser.set_defaults(profile=None)
+
+
+def run(options: Options) -> int:
+    """Raises ConfigError, ServerError, NoStepError. The exit status is 1 where a run cannot be trusted."""
+    if options.requests < 3:
+        raise ConfigError(f"--requests {options.requests} is out of range; allowed: at least 3")
+    about, steps = report.environment(), Steps(options.out / "arrow.steps.jsonl", options.budget_s)
+    contests, courses = contests_of(options), list[Course]()
+    with measuring():
+        highest_rate.start_courses(contests, courses)
+        highest_rate.take_turns(courses, steps, options.turns)
+    summed = highest_rate.sum_up(courses)
+    result: Row = {"bench": "arrow", **summed, **ratios_of(summed), "environment": about}
+    result |= {name: getattr(options, name) for name in SETTINGS if name not in ("profile", "span_s")}
+    result["profiles"] = {contest.load.name: contest.options.profile for contest in contests}
+    result["arms_open"] = sum(course.search.wanted is not None for course in courses)
+    result["arms_left_out"] = [arm.name for arm in PAIR_ARMS if not has_router(arm)]
+    report.show(f"requests/s with {TARGET:.0%} in target", *table(result))
+    highest_rate.plot(result, options.out / "arrow.png")
+    report.emit(result, "arrow", options.out)
+    return 0 if result["valid"] else 1

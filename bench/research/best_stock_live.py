@@ -1,0 +1,106 @@
+"""Live: the highest rate at which emulated engines keep their targets, best stock arm against ours, all else equal.
+
+    python -m bench best_stock_live --data FOLDER
+
+Stock: the best arm of ``best_stock``'s frontier that this SGLang can be started as: unified, first come first served
+(0.5.17 has no other order of prefills). Ours: policy ``combined`` before temporal engines whose decodes ride and whose
+deadlines decide. The simulator names a rung of a ladder of rates for each arm; the arms take turns, up to ``--turns``
+rungs each: up from one that is held, down from one that is missed. Every token is checked. Finished runs are kept in
+``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from bench.harness import report
+from bench.harness.bench import Result, measuring
+from bench.harness.steps import Row, Steps
+from bench.research import highest_rate
+from bench.research.cells import data_folder
+from bench.research.highest_rate import SETTINGS, TARGET, Contest, Course, LiveArm, Options, ratio_of, table
+from pla_sglang.errors import ConfigError
+from pla_sglang.sim.fleet_arms import INSTANCES, OURS, STOCK_ORDER, FleetArm, read_arm
+from pla_sglang.sim.named_workloads import Workload, workload
+from pla_sglang.sim.stock_frontier import Limit, read_limits
+
+ANSWER_TOKENS = {"hol": 100}  # of workloads whose own answers are too short to have decodes beside prefills
+STOCK, OUR = "stock", "ours"
+
+
+def best_startable(limits: Mapping[tuple[str, float], Limit], name: str) -> FleetArm:
+    """The best arm of the frontier, over its targets from the lowest on, that SGLang 0.5.17 can be started as.
+
+    Raises ConfigError where the frontier has none for this workload.
+    """
+    known = [limit for (load, _), limit in sorted(limits.items()) if load == name]
+    for held in (held for limit in known for held in limit.stock):
+        if held.arm.order == STOCK_ORDER and not held.arm.prefills:
+            return held.arm
+    raise ConfigError(f"the frontier has no unified {STOCK_ORDER} arm of {name}; run best_stock --sweep for it first")
+
+
+def load_workload(name: str, options: Options) -> Workload:
+    """With the answers that are sent, and bounds of rates for ``--instances``. Raises ConfigError."""
+    load = workload(name, data_folder(options.data))
+    if name in ANSWER_TOKENS:
+        trace = dataclasses.replace(load.trace, output_tokens=load.trace.output_tokens * 0 + ANSWER_TOKENS[name])
+        load = dataclasses.replace(load, trace=trace)
+    share = options.instances / INSTANCES
+    return dataclasses.replace(load, low_per_s=load.low_per_s * share, high_per_s=load.high_per_s * share)
+
+
+def contests_of(options: Options) -> list[Contest]:
+    """Both arms of each workload. Raises ConfigError."""
+    limits = read_limits(options.frontier)
+    contests = []
+    for name in options.workloads.split(","):
+        load = load_workload(name, options)
+        for side, arm in ((STOCK, best_startable(limits, name)), (OUR, OURS)):
+            contests.append(Contest("best_stock_live", LiveArm(side, arm), load, options))
+    return contests
+
+
+def sum_up(courses: Sequence[Course]) -> Row:
+    """By workload and arm. A ratio is stated where a rate above stock's was measured and missed; ours may bear more."""
+    result = highest_rate.sum_up(courses)
+    held, simulated, closed = (result[key] for key in ("rate_at_90", "sim_rate_at_90", "bracketed"))
+    return result | {
+        "vs_best_stock": {n: ratio_of(of[OUR], of[STOCK]) if closed[n][STOCK] else None for n, of in held.items()},
+        "sim_vs_best_stock": {name: ratio_of(of[OUR], of[STOCK]) for name, of in simulated.items()},
+    }
+
+
+def page(result: Result) -> str:
+    parts = [report.markdown(*table(result), right=range(1, 8))]
+    for name, rates in result["rate_at_90"].items():
+        ratios = [report.number(result[key][name], "x") for key in ("vs_best_stock", "sim_vs_best_stock")]
+        stock, ours = (report.number(rates[side]) for side in (STOCK, OUR))
+        arm = read_arm(result["arms"][f"{name}/{STOCK}"]).name
+        parts.append(f"{name}: `{arm}` {stock}/s, ours {ours}/s: {ratios[0]}; simulated {ratios[1]}.")
+    return "\n\n".join([*parts, highest_rate.conditions(result, result["profile"])])
+
+
+PAGES = {"best_stock_live": page}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    highest_rate.add_arguments(parser, requests=None, turns=3)
+    parser.add_argument("--workloads", default="azure_code,hol", help="names with commas between")
+
+
+def run(options: Options) -> int:
+    """Raises ConfigError, ServerError, NoStepError. The exit status is 1 where a run cannot be trusted."""
+    about, steps = report.environment(), Steps(options.out / "best_stock_live.steps.jsonl", options.budget_s)
+    courses: list[Course] = []
+    with measuring():
+        highest_rate.start_courses(contests_of(options), courses)
+        highest_rate.take_turns(courses, steps, options.turns)
+    result: Row = {"bench": "best_stock_live", **sum_up(courses), "environment": about}
+    result |= {name: getattr(options, name) for name in SETTINGS}
+    report.show(f"requests/s with {TARGET:.0%} in target", *table(result))
+    highest_rate.plot(result, options.out / "best_stock_live.png")
+    report.emit(result, "best_stock_live", options.out)
+    return 0 if result["valid"] else 1

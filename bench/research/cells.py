@@ -1,0 +1,88 @@
+"""Cells of a table that outlive a stop, and where the recorded traces are that they are measured on."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from bench.harness.bench import measuring
+from bench.harness.report import output_of, say
+from bench.harness.steps import NoStepError, Row, Steps
+from pla_sglang.errors import ConfigError
+from pla_sglang.sim.processes import measure_cases
+
+Case = TypeVar("Case")
+DATA_VARIABLE = "PLA_BENCH_DATA"
+
+
+def data_folder(flag: Path | None) -> Path | None:
+    """By flag, else by the environment; its folder ``traces`` where it has one. Raises ConfigError for no folder."""
+    named = flag or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
+    if named is None:
+        return None
+    if not named.is_dir():
+        raise ConfigError(f"data folder {named} does not exist; give --data or {DATA_VARIABLE}")
+    return named / "traces" if (named / "traces").is_dir() else named
+
+
+def code_version() -> str:
+    """The committed policies and simulator that are measured, docs and tests aside; "unknown" without git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD:pla_sglang"]
+    return output_of(command) or "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class CellRunner:
+    """Measures cells and keeps them as steps, so that a run can be resumed.
+
+    Names of cells hold the sizes and the seed; a step's key also holds the version of the code, so that a changed run
+    measures anew.
+
+    Attributes:
+        jobs: processes.
+        on_done: called with the name of each cell, also of those that were finished before.
+    """
+
+    steps: Steps
+    jobs: int = 1
+    on_done: Callable[[str], None] = say
+
+    def run(self, cells: Mapping[str, Case], measure: Callable[[Case], Row]) -> dict[str, Row]:
+        """Rows by name, in the order of ``cells``; without some of them where the measuring was interrupted.
+
+        ``measure`` must be picklable with more than one job. Raises ConfigError for fewer than one, NoStepError when no
+        cell is finished.
+        """
+        code = code_version()
+        keys = {name: {"cell": name, "code": code} for name in cells}
+        rows = {name: row for name, key in keys.items() if (row := self.steps.get(key)) is not None}
+        for name in rows:
+            self.on_done(name)
+        missing = {name: cell for name, cell in cells.items() if name not in rows}
+        with measuring():
+            for name, row in measure_cases(measure, missing, self.jobs):
+                self.steps.add(keys[name], row)
+                rows[name] = row
+                self.on_done(name)
+        if not rows and cells:
+            raise NoStepError("no cell was measured")
+        return {name: rows[name] for name in cells if name in rows}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, help="folder with recorded traces (docs/fleets.md)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--fresh", action="store_true", help="measure again what an earlier run of this code has found")
+    parser.add_argument("--out", type=Path, default=Path("bench_out"))
+
+
+def make_runner(options: argparse.Namespace, name: str) -> CellRunner:
+    """With steps in a file of the bench ``name``; each cell is a line of progress."""
+    path = options.out / f"{name}.steps.jsonl"
+    if options.fresh:
+        path.unlink(missing_ok=True)
+    return CellRunner(Steps(path), options.jobs)

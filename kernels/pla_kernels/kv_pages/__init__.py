@@ -1,1 +1,0 @@
-"""Copies KV pages of all layers between the paged pool and one contiguous staging buffer."""

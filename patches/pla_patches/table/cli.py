@@ -1,0 +1,69 @@
+"""Seams of the process that parses the command line and serves HTTP."""
+
+from __future__ import annotations
+
+import functools
+
+from pla_patches.seam import Group, Hook, Subscriber, subscribe
+
+_ARGS = "sglang.srt.server_args.ServerArgs."
+_HTTP = "sglang.srt.entrypoints.http_server."
+_HOOKS = "pla_sglang.engine.hooks.http_server"
+
+_subscribe = functools.partial(subscribe, module=_HOOKS)
+
+CLI = (
+    _subscribe(
+        id="cli.add",
+        group=Group.CLI,
+        target=_ARGS + "add_cli_args",
+        why="Our flags in SGLang's own parser, so every launcher and --config file knows them.",
+        verify="tests/test_config.py; e2e: flags through all three launchers",
+    ),
+    _subscribe(
+        id="cli.parse",
+        group=Group.CLI,
+        target=_ARGS + "from_cli_args",
+        hook=Hook.AROUND,
+        why="Check our values alone and against SGLang's resolved arguments; hand them to child processes.",
+        verify="tests/test_config.py, tests/test_compat.py",
+    ),
+    _subscribe(
+        id="guard.tokens",
+        group=Group.GUARD,
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        hook=Hook.BEFORE,
+        handler="refuse_unknown_tokens",
+        why="A prompt with a token id outside the vocabulary ends the scheduler (IndexError); it is refused with 400.",
+        verify="tests/test_unknown_tokens.py; tests/e2e/test_router_relays.py: such requests end nothing",
+    ),
+    _subscribe(
+        id="front.request",
+        group=Group.FRONTEND,
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        hook=Hook.BEFORE,
+        why="TTFT target from a header or custom_params; a bad one is refused as SGLang refuses bad parameters.",
+        verify="e2e: SLO header tests",
+        exit="When SGLang carries a TTFT target per request.",
+    ),
+    _subscribe(
+        id="front.serve",
+        group=Group.FRONTEND,
+        target=_HTTP + "_setup_and_run_http_server",
+        hook=Hook.BEFORE,
+        handler="before_run_http_server",
+        why="Refuse to serve beside a scheduler without our seams; add /pla routes.",
+        verify="tests/test_patches.py; e2e: /pla/state, /pla/config",
+        exit="When plugins may add routes and SGLang reports failed hooks.",
+    ),
+    Subscriber(
+        id="launch.ready",
+        group=Group.LAUNCHER,
+        target=_HTTP + "launch_server",
+        hook=Hook.BEFORE,
+        handler="pla_sglang.launch_server:before_launch",
+        why="Print a request that works once the server is ready.",
+        verify="e2e: make serve prints a curl line",
+        exit="Cosmetic; whenever it is in the way.",
+    ),
+)

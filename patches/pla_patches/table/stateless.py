@@ -1,0 +1,185 @@
+"""Seams of stateless instances. Each says in ``next_host`` what SGLang 0.5.23 has at its target."""
+
+from __future__ import annotations
+
+import functools
+
+from pla_patches.seam import Group, Hook, subscribe
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
+_HOOKS = "pla_sglang.engine.hooks.stateless"
+_SAME = "same target and parameters"
+_E2E = "tests/e2e/test_stateless_pair.py"
+
+_subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.STATELESS)
+_on_front = functools.partial(subscribe, module=_HOOKS, group=Group.STATELESS_FRONT)
+
+STATELESS = (
+    _subscribe(
+        id="less.ends",
+        target=_SCHEDULER + "init_disaggregation",
+        why="A sending and a receiving KV manager on one pool, each with metadata buffers of its own.",
+        verify=_E2E + ": legs in both directions at once",
+        next_host=(
+            "Same target. The queues lost tp_rank, tp_size, gloo_group and pp_*, which build.py leaves out by itself; "
+            "PrefillBootstrapQueue gained scheduler_stage_metrics, MetadataBuffers kv_checksum_enabled."
+        ),
+    ),
+    _subscribe(
+        id="less.dispatch",
+        target=_SCHEDULER + "init_request_dispatcher",
+        why="Handlers of the messages that tell the peers and that hold requests, in one order on all ranks.",
+        verify=_E2E + ": told and untold peers; held requests",
+        next_host=_SAME,
+    ),
+    _subscribe(
+        id="less.enqueue",
+        target=_SCHEDULER + "_add_request_to_queue",
+        hook=Hook.AROUND,
+        why="Prefill legs wait for their handshake, decode legs for their KV; whole and retracted requests as before.",
+        verify=_E2E,
+        next_host="Same parameters; the body also prefetches from a storage.",
+    ),
+    _subscribe(
+        id="less.pump",
+        target=_SCHEDULER + "get_next_batch_to_run",
+        hook=Hook.AROUND,
+        why=(
+            "The one place of each turn of the loop: both ends advance, received and resumed requests join, sent and "
+            "held ones leave."
+        ),
+        verify=_E2E + "; tests/stateless/test_stateless_sending.py",
+        next_host="Same parameters; the host calls filter_batch with reqs_to_exclude and filters in every turn.",
+    ),
+    _subscribe(
+        id="less.result",
+        target=_SCHEDULER + "process_batch_result",
+        why="KV of finished chunks goes out while later ones compute.",
+        verify=_E2E + ": chunked prefill leg",
+        next_host=_SAME,
+    ),
+    _subscribe(
+        id="less.idle",
+        target=_SCHEDULER + "is_fully_idle",
+        why=(
+            "Legs and held requests keep KV that the host does not count: no leak check, no flush, no release of "
+            "memory beside them."
+        ),
+        verify=_E2E + ": flush refused while a leg holds KV, clean afterwards",
+        next_host="Gained ignore_waiting.",
+    ),
+    _subscribe(
+        id="less.abort",
+        target=_SCHEDULER + "abort_request",
+        why="Aborts reach legs and held requests in every state, by prefix as the host's do.",
+        verify=_E2E + ": aborts; tests/hops/test_hop_holding.py",
+        next_host=_SAME,
+    ),
+    _subscribe(
+        id="less.pause",
+        target=_SCHEDULER + "pause_generation",
+        hook=Hook.BEFORE,
+        why="A pause that retracts ends legs, and takes held requests along: their KV is of the old weights.",
+        verify="tests/stateless/test_stateless_receiving.py; tests/hops/test_hop_holding.py",
+        next_host=_SAME,
+    ),
+    _subscribe(
+        id="less.reserve",
+        target="sglang.srt.managers.schedule_policy.PrefillAdder.__init__",
+        handler="after_adder_init",
+        why="Keep the growth of requests that are received, ready or held out of what prefills may take.",
+        verify="tests/stateless/test_stateless_receiving.py",
+        next_host="Same name; check the parameters.",
+    ),
+    _subscribe(
+        id="less.ride",
+        target=_BATCH + "mix_with_running",
+        why="As sched.ride, for a request that was admitted with its KV; setting the prefixes twice changes nothing.",
+        verify="tests/test_riders.py",
+        exit="SGLang 0.5.23 takes a rider's prefix from its sequence length.",
+        next_host="Fixed there: leave this row out.",
+    ),
+    _subscribe(
+        id="less.penalties",
+        target=_BATCH + "cumulate_penalty_output_tokens",
+        hook=Hook.AROUND,
+        handler="around_cumulate_penalties",
+        why=(
+            "The token that is counted before a step follows from how much KV is committed: the host counts the last "
+            "one that it knows, which depends on what else runs, and on where the request began."
+        ),
+        verify="tests/stateless/test_stateless_penalties.py",
+        next_host="To be checked again: whether the count is still one token late.",
+    ),
+    _subscribe(
+        id="hop.penalties",
+        target=_BATCH + "prepare_for_extend",
+        why="Penalties of a request that is prefilled with a part of its answer: the host begins at nothing.",
+        verify="tests/stateless/test_stateless_penalties.py; " + _E2E + ": an answer computed again",
+        next_host="Same name; check that sampling_info is still built in it.",
+    ),
+    _subscribe(
+        id="less.abort_ack",
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._handle_abort_notification",
+        handler="after_handle_abort",
+        why=(
+            "A receiver frees its pages only when the sender says that no transfer writes to them any more; and a "
+            "receiver that asks for a held request says so, to be refused where it is not held."
+        ),
+        verify=(
+            "tests/stateless/test_stateless_fence.py; tests/hops/test_hop_pulling.py; " + _E2E + ": quarantine "
+            "empties; rooms that nobody holds"
+        ),
+        next_host="Same target for NIXL; other backends have supports_deferred_decode_kv_release.",
+    ),
+    _subscribe(
+        id="less.info",
+        target=_SCHEDULER + "get_init_info",
+        why="Tell the front process that the scheduler is stateless.",
+        verify=_E2E,
+        next_host=_SAME,
+    ),
+    _subscribe(
+        id="less.state",
+        target=_SCHEDULER + "get_internal_state",
+        why="Incarnation, peers, legs and KV of each end in /server_info and /pla/state.",
+        verify=_E2E,
+        next_host="Moved to the scheduler's internal_state component; the method remains.",
+    ),
+    _on_front(
+        id="less.bootstrap",
+        target=_MANAGER + "init_disaggregation",
+        handler="after_init_bootstrap",
+        why="The bootstrap server in the main process, where all ranks find it and no pass holds it up.",
+        verify=_E2E,
+        next_host=_SAME,
+    ),
+    _on_front(
+        id="less.request",
+        target=_MANAGER + "generate_request",
+        hook=Hook.BEFORE,
+        why="A request that names an address which was not told is refused with 409.",
+        verify=_E2E + ": an untold peer",
+        next_host=_SAME,
+    ),
+    _on_front(
+        id="less.status",
+        target=_MANAGER + "_handle_abort_finish_reason",
+        hook=Hook.AROUND,
+        handler="around_abort_reason",
+        why="A leg that a scheduler refuses with 409 or 410 gets that status; the host knows 400, 500 and 503 only.",
+        verify=_E2E + ": a prefill leg that comes after its decode leg has given up",
+        next_host=_SAME,
+    ),
+    _on_front(
+        id="less.serve",
+        target="sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        hook=Hook.BEFORE,
+        handler="before_run_http_server",
+        why="The routes /pla/peers and /pla/hops, and /pla/state where scheduling is off.",
+        verify=_E2E,
+        next_host=_SAME,
+    ),
+)

@@ -1,0 +1,223 @@
+"""Checks of configuration values: one validator for knobs of policies, configurations of processes and command lines.
+
+A dataclass field made by ``knob`` states what its value may be and, where users can set it, the flag. ``check_fields``
+checks all fields of an object, ``require`` a single number. What is not allowed raises ConfigError with the name as the
+user knows it, the value, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import re
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, ClassVar, Protocol
+
+from pla_sglang.errors import ConfigError
+
+SLO_RANGE_MS = (1.0, 3_600_000.0)  # of a target that a request brings
+PORT = r"(?:6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"  # regular expression of 1 to 65535
+
+
+class Rule(Protocol):
+    """What values are allowed; ``str(rule)`` says it to users."""
+
+    problem: ClassVar[str]
+
+    def allows(self, value: Any) -> bool: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from ``low`` to ``high``, both included, ``low`` itself excluded with ``above``; in ``unit``."""
+
+    problem: ClassVar[str] = "is out of range"
+    low: float = -math.inf
+    high: float = math.inf
+    unit: str = ""
+    above: bool = False
+
+    def allows(self, value: Any) -> bool:
+        number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+        return (self.low < number if self.above else self.low <= number) and bool(number <= self.high)
+
+    def __str__(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        low, high = plain(self.low), plain(self.high)
+        if math.isinf(self.high):
+            bounds = "any number" if math.isinf(self.low) else f"above {low}" if self.above else f"at least {low}"
+        else:
+            bounds = f"above {low}, up to {high}" if self.above else f"{low} to {high}"
+        return bounds + unit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few words."""
+
+    problem: ClassVar[str] = "is not known"
+    words: tuple[str, ...]
+
+    def allows(self, value: Any) -> bool:
+        return value in self.words
+
+    def __str__(self) -> str:
+        return ", ".join(self.words)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pattern:
+    """Text that matches a regular expression as a whole; ``text`` is its form in words."""
+
+    problem: ClassVar[str] = "is not valid"
+    expression: str
+    text: str
+
+    def allows(self, value: Any) -> bool:
+        return isinstance(value, str) and re.fullmatch(self.expression, value) is not None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+CONNECT = Pattern(rf"tcp://\S+:{PORT}|ipc://\S+", "tcp://HOST:PORT or ipc:///PATH")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scale:
+    """From the unit that users type to that of the field: ``typed * times / per``."""
+
+    times: float = 1.0
+    per: float = 1.0
+
+    def to_field(self, typed: float) -> float:
+        return typed if self == SAME else typed * self.times / self.per
+
+    def to_typed(self, value: Any) -> Any:
+        """Without the last digits, where the conversion rounds. What is no finite number stays as it is."""
+        if self == SAME or isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            return value
+        return float(f"{value * self.per / self.times:.12g}")
+
+
+SAME = Scale()
+MILLI = Scale(per=1e3)  # milliseconds typed, seconds in the field
+GIGA = Scale(times=1e9)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Knob:
+    """What a field says about itself.
+
+    Attributes:
+        flag: ``--name METAVAR``; empty: users cannot set it on a command line.
+        allowed: in the unit that users type.
+        none: word that users type for None; empty: leaving the flag out is the only way.
+        secret: never printed.
+        heading: a group of flags begins here.
+    """
+
+    flag: str
+    help: str
+    allowed: Rule | None = None
+    none: str = ""
+    scale: Scale = SAME
+    secret: bool = False
+    heading: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.flag.partition(" ")[0]
+
+
+def knob(default: Any = dataclasses.MISSING, flag: str = "", help: str = "", **options: Any) -> Any:
+    """A dataclass field with its ``Knob``; ``options`` are further fields of that."""
+    return dataclasses.field(default=default, metadata={"knob": Knob(flag, help, **options)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Declared:
+    """One field of a configuration: its type is ``base``, or None (``optional``), or a tuple of ``base`` (``many``)."""
+
+    field: dataclasses.Field[Any]
+    knob: Knob
+    base: type
+    optional: bool
+    many: bool
+
+
+def declared_fields(config: type) -> tuple[Declared, ...]:
+    """The fields of a dataclass that ``knob`` made."""
+    hints = typing.get_type_hints(config)
+    found = []
+    for field in dataclasses.fields(config):
+        if "knob" in field.metadata:
+            hint = hints[field.name]
+            parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            base = parts[0]
+            many = typing.get_origin(base) is tuple
+            base = typing.get_args(base)[0] if many else base
+            found.append(Declared(field, field.metadata["knob"], base, type(None) in parts, many))
+    return tuple(found)
+
+
+def nested_configs(config: type) -> Iterator[tuple[str, type]]:
+    """Name and type of the fields that are configurations themselves."""
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        if isinstance(hints[field.name], type) and dataclasses.is_dataclass(hints[field.name]):
+            yield field.name, hints[field.name]
+
+
+def check_fields(config: Any, owner: str = "") -> None:
+    """Holds a dataclass object to its fields' knobs. Raises ConfigError for the first value that is not allowed."""
+    for declared in declared_fields(type(config)):
+        value = getattr(config, declared.field.name)
+        if value is None and declared.optional:
+            continue
+        name = declared.knob.name or f"{owner} {declared.field.name}".strip()
+        for each in value if declared.many else (value,):
+            check_value(name, declared.knob.scale.to_typed(each), declared)
+
+
+def check_value(name: str, value: Any, declared: Declared) -> None:
+    """Holds one value, in the unit that users type, to a field. Raises ConfigError with ``name``."""
+    rule = declared.knob.allowed or (Range() if declared.base in (int, float) else None)
+    if declared.base is int and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
+        problem = "is not a whole number"
+    elif rule is None or rule.allows(value):
+        return
+    else:
+        problem = rule.problem
+    none = f", or {declared.knob.none!r}" if declared.knob.none else ""
+    raise ConfigError(f"{name} {value!r} {problem}; allowed: {rule}{none}")
+
+
+def require(name: str, value: float | None, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """Raises ConfigError unless ``low <= value <= high`` (``low < value`` with ``above``); None passes."""
+    if value is None or ((low < value if above else low <= value) and value <= high):
+        return
+    allowed = Range(low, high, above=above)
+    raise ConfigError(f"{name} {value!r} {allowed.problem}; allowed: {allowed}")
+
+
+def require_order(low_name: str, low: float, high_name: str, high: float) -> None:
+    """Raises ConfigError unless ``low <= high``."""
+    if not low <= high:
+        raise ConfigError(f"{low_name} {plain(low)} is above {high_name} {plain(high)}; allowed: minimum <= maximum")
+
+
+def describe_bad_slo(where: str, value: Any) -> str:
+    """Of a target outside of ``SLO_RANGE_MS``, in one wording for instances and the router."""
+    low, high = SLO_RANGE_MS
+    return f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r}"
+
+
+def plain(value: Any) -> str:
+    """As text, a number without an exponent and without a fraction of zero."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.12f}".rstrip("0").rstrip(".")

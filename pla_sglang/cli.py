@@ -1,0 +1,291 @@
+"""From dataclass fields made by ``checks.knob`` to flags, a YAML file, ``--help`` and ``--print-config``.
+
+A module of our own on argparse: jsonargparse and its like need a parser of their own kind, and our flags stand in
+SGLang's parser too. Flags and files give texts, which are converted and checked in one place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import enum
+import shlex
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Generic, NoReturn, TypeVar
+
+from pla_sglang.checks import Declared, check_value, declared_fields, nested_configs, plain
+from pla_sglang.errors import ConfigError
+from pla_sglang.terminal import outlive_reader
+
+EXIT_BAD_ARGUMENTS = 2
+FILE_FLAGS = {"launch_cluster": "--cluster-config"}  # --config goes to its engines
+PRINT_FLAG = "--print-config"
+PREFIX = "knob__"  # of our values in a namespace that may be SGLang's
+METAVARS = {int: "N", float: "X", Path: "FILE"}
+BOOLEANS = {"true": True, "false": False}
+UNSET = ("null", "~")  # in a file: as if the key were not there
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake as a ConfigError of one line, without the list of all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What was given: flag without dashes -> (name as typed, text or texts). Plain enough to travel as JSON."""
+
+    given: Mapping[str, Sequence[Any]]
+
+    def build(self, config: type[T], **fixed: Any) -> T:
+        """The checked configuration object; ``fixed`` are fields that no flag sets. Raises ConfigError."""
+        values = dict(fixed)
+        for name, nested in nested_configs(config):
+            values.setdefault(name, self.build(nested))
+        for declared in declared_fields(config):
+            given = self.given.get(key_of(declared.knob.name))
+            if given is not None:
+                values[declared.field.name] = parse_value(given, declared)
+            elif declared.field.default is dataclasses.MISSING and declared.field.name not in values:
+                raise ConfigError(f"{declared.knob.name} is needed")
+        return config(**values)
+
+
+def key_of(flag: str) -> str:
+    """The key of a flag in a file."""
+    return flag.removeprefix("--").replace("_", "-")
+
+
+def flags_of(config: type) -> Iterator[Declared]:
+    """Fields that have a flag, those of nested configurations included."""
+    yield from (declared for declared in declared_fields(config) if declared.knob.flag)
+    for _, nested in nested_configs(config):
+        yield from flags_of(nested)
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    """One flag for each field that has one. Their values stay texts until ``Settings.build``."""
+    group: Any = parser
+    for declared in flags_of(config):
+        knob = declared.knob
+        if knob.heading:
+            group = parser.add_argument_group(knob.heading)
+        keywords: dict[str, Any] = {"dest": PREFIX + key_of(knob.name), "default": argparse.SUPPRESS}
+        keywords["help"] = help_of(declared).replace("%", "%%")
+        if declared.base is bool:
+            group.add_argument(knob.name, action="store_const", const="true", **keywords)
+            continue
+        if declared.many and declared.base is str:
+            keywords |= {"nargs": "+", "action": "extend"}
+        metavar = knob.flag.partition(" ")[2] or METAVARS.get(declared.base, "TEXT")
+        group.add_argument(knob.name, metavar=metavar, **keywords)
+
+
+def help_of(declared: Declared) -> str:
+    """What the field says, and its default as users would type it."""
+    text, default = declared.knob.help, declared.field.default
+    if default is dataclasses.MISSING:
+        return f"{text} (needed)"
+    if default in (None, "", (), False):
+        return text
+    shown, unit = typed(default, declared), getattr(declared.knob.allowed, "unit", "")
+    shown = ",".join(map(str, shown)) if isinstance(shown, list) else plain(shown)
+    return f"{text} (default: {shown}{' ' * bool(unit)}{unit})"
+
+
+def typed(value: Any, declared: Declared) -> Any:
+    """A value of a field as users would type it: a number, text, bool, or a list of them."""
+    if isinstance(value, tuple):
+        return [typed(each, declared) for each in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return declared.knob.scale.to_typed(value) if isinstance(value, (int, float)) else str(value)
+
+
+def parse_value(given: Sequence[Any], declared: Declared) -> Any:
+    """The value of a field from name and text, as in ``Settings``. Raises ConfigError with the name as it was typed."""
+    name, text = given
+    if declared.many:
+        parts = text if isinstance(text, list) else [text] if declared.base is str else text.split(",")
+        return tuple(parse_one(name, part, declared) for part in parts)
+    if not isinstance(text, str):
+        raise ConfigError(f"{name} is a list; allowed: one value")
+    return None if declared.optional and text == declared.knob.none != "" else parse_one(name, text, declared)
+
+
+def parse_one(name: str, text: str, declared: Declared) -> Any:
+    """One value, in the unit of the field. Raises ConfigError."""
+    base = declared.base
+    words = BOOLEANS if base is bool else {one.value: one for one in base} if issubclass(base, enum.Enum) else {}
+    if words:
+        if text not in words:
+            raise ConfigError(f"{name} {text!r} is not known; allowed: {', '.join(words)}")
+        return words[text]
+    value: Any = parse_number(text) if base in (int, float) else text
+    check_value(name, value, declared)
+    return float(declared.knob.scale.to_field(value)) if base is float else base(value)
+
+
+def parse_number(text: str) -> Any:
+    """An int where it is one, else a float; text that is neither stays as it is, for the check to refuse."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """A file of keys and values; all scalars are texts: "off" and 08 mean what they mean on a command line.
+
+    Raises ConfigError.
+    """
+    import yaml
+
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader) or {}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a key and a value on each line")
+    return values
+
+
+def read_file(path: str, known: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """The values of a YAML file, as in ``Settings``; keys may have ``-`` or ``_``. Raises ConfigError."""
+    values = load_yaml(path)
+    for key, text in values.items():
+        if key_of(key) not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}{suggest(key_of(key), known)}")
+        if not all(isinstance(part, str) for part in (text if isinstance(text, list) else [text])):
+            raise ConfigError(f"{path}: {key} has keys of its own; allowed: one value or a list of values")
+    return {key_of(key): (f"{path}: {key}", text) for key, text in values.items() if text not in UNSET}
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean ...?`` with the closest name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def make_parser(config: type, module: str, description: str, **options: Any) -> Parser:
+    """For ``python -m pla_sglang.MODULE``: the flags of ``config``, a file with them, and what such a file would be."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(f"python -m pla_sglang.{module}", description=description, formatter_class=form, **options)
+    parser.add_argument(
+        FILE_FLAGS.get(module, "--config"), dest="config_file", metavar="FILE", help="YAML, flags as keys; flags win"
+    )
+    parser.add_argument(PRINT_FLAG, action="store_true", help="print the configuration as such a file, and end")
+    add_flags(parser, config)
+    return parser
+
+
+def read_settings(options: argparse.Namespace, config: type) -> Settings:
+    """A parsed command line, and the file that it may name. Raises ConfigError."""
+    path = getattr(options, "config_file", None)
+    given = read_file(path, [key_of(declared.knob.name) for declared in flags_of(config)]) if path else {}
+    keys = {name.removeprefix(PREFIX): text for name, text in vars(options).items() if name.startswith(PREFIX)}
+    return Settings({**given, **{key: (f"--{key}", text) for key, text in keys.items()}})
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed(Generic[T]):
+    """A command line: its configuration, the texts that this was built from, and what else the parser knows."""
+
+    config: T
+    settings: Settings
+    options: argparse.Namespace
+
+
+def parse(
+    parser: Parser,
+    argv: Sequence[str] | None,
+    config: type[T],
+    *,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+    rest_flag: str = "",
+) -> Parsed[T]:
+    """The configuration of a command line. Ends the process where it was only to be printed. Raises ConfigError.
+
+    ``defaults``: of flags whose fields have none, by key. ``rest_flag``: key of the flag that takes the arguments which
+    the parser does not know; without it they are refused.
+    """
+    if not rest_flag:
+        _refuse_unknown(parser, sys.argv[1:] if argv is None else argv)
+    options, rest = parser.parse_known_args(argv)
+    if rest and not rest_flag:
+        raise _unknown_argument(parser, rest[0])
+    given = {key: (f"--{key}", text) for key, text in defaults.items()} | dict(read_settings(options, config).given)
+    if rest:
+        given[rest_flag] = (f"--{rest_flag}", " ".join([*given.get(rest_flag, ("", ""))[1:], shlex.join(rest)]).strip())
+    settings = Settings(given)
+    built = settings.build(config)
+    if options.print_config:
+        print_config(built)
+        raise SystemExit(0)
+    return Parsed(built, settings, options)
+
+
+def _refuse_unknown(parser: Parser, argv: Sequence[str]) -> None:
+    """Before argparse takes the value of an unknown flag for a command. Raises ConfigError."""
+    for argument in argv:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and not any(flag.startswith(name) for flag in parser._option_string_actions):
+            raise _unknown_argument(parser, name)
+
+
+def _unknown_argument(parser: Parser, argument: str) -> ConfigError:
+    name = argument.partition("=")[0]
+    return ConfigError(f"unknown argument {name!r}{suggest(name, parser._option_string_actions)}")
+
+
+def typed_flags(options: argparse.Namespace) -> set[str]:
+    """Keys of the flags that stand on the command line itself, not in a file."""
+    return {name.removeprefix(PREFIX) for name in vars(options) if name.startswith(PREFIX)}
+
+
+def values_of(config: Any) -> Iterator[tuple[Declared, Any]]:
+    """Fields with flags and their values, those of nested configurations included."""
+    for declared in declared_fields(type(config)):
+        if declared.knob.flag:
+            yield declared, getattr(config, declared.field.name)
+    for name, _ in nested_configs(type(config)):
+        yield from values_of(getattr(config, name))
+
+
+def print_config(config: Any) -> None:
+    """A configuration object as a file that can be read again. A reader such as ``head`` may leave before its end."""
+    with outlive_reader():
+        print("\n".join(config_lines(config)), flush=True)
+
+
+def config_lines(config: Any) -> Iterator[str]:
+    """The lines of such a file. Secrets are left out."""
+    import yaml
+
+    for declared, value in values_of(config):
+        knob, key = declared.knob, key_of(declared.knob.name)
+        if knob.heading:
+            yield f"# {knob.heading}"
+        if knob.secret and value:
+            yield f"# {key}: set, not shown"
+        elif value is None and not knob.none:
+            yield f"# {key}: not set"
+        else:
+            shown = knob.none if value is None else typed(value, declared)
+            yield yaml.safe_dump({key: shown}, allow_unicode=True, width=1 << 16).strip()
+
+
+def report_error(error: Exception) -> int:
+    """One line on stderr; returns the exit status for bad values."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return EXIT_BAD_ARGUMENTS

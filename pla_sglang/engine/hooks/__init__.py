@@ -1,0 +1,1 @@
+"""What SGLang calls: one module for each process or concern that the seams enter."""

@@ -1,0 +1,159 @@
+"""The functions that the seam table names, for the process that parses the command line and serves HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pla_sglang import config as pla_config
+from pla_sglang.emulate import arguments as emulation
+from pla_sglang.engine import compat
+from pla_sglang.engine.routes import add_routes
+from pla_sglang.engine.stateless.checks import VARIABLES, check_port, check_stateless
+from pla_sglang.errors import ConfigError, HostMismatchError, PlaError
+
+SLO_HEADER = "x-slo-ttft-ms"
+TPOT_HEADER = "x-slo-tpot-ms"
+
+
+def after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
+    pla_config.add_cli_args(parser)
+
+
+def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.Namespace) -> Any:
+    """Check our flags, alone and against SGLang's, then publish them to every process that will be started."""
+    from pla_patches import host
+    from pla_patches.install import install_frontend
+
+    try:
+        config = pla_config.from_namespace(args)
+        if config.stateless:
+            # The host's receiving queue matches prefixes only where this says so; it has no other effect here.
+            args.disaggregation_decode_enable_radix_cache = not args.disable_radix_cache
+        server_args = original(cls, args)
+        compat.check_flags(server_args, config)
+        compat.check_start(server_args, config)
+        check_stateless(server_args, config, pla_config.read_variables(VARIABLES))
+        check_port(server_args, config)
+        emulation.check(server_args, config)
+        pools = compat.has_pools(server_args, config)
+        if pools:
+            config = config.replace(controller_folder=socket_folder())
+        pla_config.publish(config)
+        if config.enabled or config.reports or config.stateless or not host.version_reasons():
+            install_frontend(scheduling=config.enabled, pools=pools, reports=config.reports, stateless=config.stateless)
+    except PlaError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    return server_args
+
+
+def socket_folder() -> str:
+    """A folder that only this user may enter, for the sockets between ranks and controller.
+
+    A server that is killed cannot remove its own, so each start removes those whose process is gone.
+    """
+    base = Path(tempfile.gettempdir())
+    for old in base.glob("pla-sockets-*-*"):
+        pid = old.name.split("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(old, ignore_errors=True)  # another user's stays: only its owner may
+    return tempfile.mkdtemp(prefix=f"pla-sockets-{os.getpid()}-")
+
+
+def refuse_unknown_tokens(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Refuse a prompt with a token id that the model does not have: the scheduler would end with an IndexError.
+
+    Every way in comes through here: /generate, OpenAI's endpoints with token lists, embeddings, scores; single and in
+    batches. Where images or the like come with the prompt, a processor of the host's replaces their placeholders,
+    which need not be in the vocabulary. A host without one, as for a model of text, drops the images and sends the ids.
+    In a batch each prompt is judged by its own images.
+
+    Raises:
+        ConfigError: a ValueError, which SGLang's handlers answer with status 400.
+    """
+    vocabulary = manager.model_config.vocab_size
+    token = find_unknown_token(getattr(obj, "input_ids", None), vocabulary)
+    if token is not None and manager.mm_processor is not None and obj.contains_mm_input():
+        token = _find_beside_images(obj, vocabulary)
+    if token is None:
+        return
+    obj.normalize_batch_and_arguments()  # see ``before_generate_request``
+    raise ConfigError(f"input_ids has token id {token}; allowed: 0 to {vocabulary - 1}")
+
+
+def _find_beside_images(obj: Any, vocabulary: int) -> int | None:
+    """As ``find_unknown_token``, in the prompts of a batch that have no images of their own."""
+    batch = copy.copy(obj)  # the host normalizes the request once, later
+    batch.normalize_batch_and_arguments()
+    if batch.is_single:
+        return None
+    plain = [batch[index].input_ids for index in range(batch.batch_size) if not batch[index].contains_mm_input()]
+    return find_unknown_token(plain, vocabulary)
+
+
+def find_unknown_token(input_ids: Any, vocabulary: int) -> int | None:
+    """One that is outside the vocabulary. ``input_ids``: of one prompt, or a list of them; None: the prompt is text."""
+    if not input_ids:
+        return None
+    prompts = [input_ids] if isinstance(input_ids[0], int) else input_ids
+    for prompt in prompts:
+        if prompt and (least := min(prompt)) < 0:
+            return int(least)
+        if prompt and (most := max(prompt)) >= vocabulary:
+            return int(most)
+    return None
+
+
+def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Carry targets given as headers into the request, and refuse one that is no sane number.
+
+    Raises:
+        ConfigError: a ValueError, which SGLang's handlers answer with status 400.
+    """
+    try:
+        from pla_sglang.engine.snapshot import SLO_KEY, TPOT_KEY
+
+        _carry_target(obj, request, SLO_HEADER, SLO_KEY)
+        _carry_target(obj, request, TPOT_HEADER, TPOT_KEY)
+    except ConfigError:
+        # SGLang aborts what a refused stream may have started, and for that it has to know whether it was a batch.
+        obj.normalize_batch_and_arguments()
+        raise
+
+
+def _carry_target(obj: Any, request: Any, name: str, key: str) -> None:
+    from pla_sglang.engine.snapshot import check_slo_ms
+
+    header = None if request is None else request.headers.get(name)
+    target_ms = None if header is None else check_slo_ms(header, f"header {name}")
+    params = getattr(obj, "sampling_params", None)
+    for sampling in params if isinstance(params, list) else [params]:
+        if not isinstance(sampling, dict):
+            continue
+        custom = sampling.get("custom_params")
+        if isinstance(custom, dict) and custom.get(key) is not None:
+            check_slo_ms(custom[key], f"custom_params.{key}")
+        elif target_ms is not None:
+            sampling["custom_params"] = {**(custom if isinstance(custom, dict) else {}), key: target_ms}
+    if target_ms is not None and params is None:
+        obj.sampling_params = {"custom_params": {key: target_ms}}
+
+
+def before_run_http_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Last stop before requests are served: every scheduler must have said that our seams are in place."""
+    scheduler_infos = kwargs.get("scheduler_infos") or (args[3] if len(args) > 3 else [])
+    # A data-parallel controller passes on a digest of its schedulers: there each scheduler's own check must do. Where
+    # the controller is ours, it speaks for itself.
+    speaks = server_args.dp_size == 1 or pla_config.current().controller_folder is not None
+    silent = [index for index, info in enumerate(scheduler_infos) if "pla" not in info]
+    if silent and speaks:
+        raise HostMismatchError([f"scheduler {index} runs without pla_sglang's seams" for index in silent])
+    add_routes()

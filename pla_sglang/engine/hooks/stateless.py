@@ -1,0 +1,174 @@
+"""The functions that the seam table names, for stateless instances: in schedulers, and in the process of HTTP."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+from pla_sglang import config as pla_config
+from pla_sglang.engine import riders
+from pla_sglang.engine.stateless import checks
+from pla_sglang.engine.stateless.engine import StatelessEngine
+from pla_sglang.engine.stateless.fence import acknowledge_abort
+from pla_sglang.engine.stateless.host import start_bootstrap_server
+from pla_sglang.engine.stateless.penalties import count_again, count_due_tokens
+from pla_sglang.errors import HostMismatchError
+from pla_sglang.metrics.series import LabelledSeries
+
+_engine: StatelessEngine | None = None  # of this process, for seams whose host object does not know its scheduler
+
+
+# -- scheduler processes -----------------------------------------------------------------------------------------------
+
+
+def after_init_disaggregation(result: Any, scheduler: Any) -> None:
+    global _engine
+    from pla_patches.install import verify_this_process
+
+    verify_this_process()
+    checks.check_model(scheduler.tree_cache)
+    config = pla_config.current()
+    series = None
+    if scheduler.metrics_collector_context.enable_metrics:
+        series = LabelledSeries(dict(scheduler.metrics_collector.labels), old_names=config.metrics_old_names)
+    _engine = scheduler.pla_stateless = StatelessEngine(scheduler, config, series)
+
+
+def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:
+    from sglang.utils import TypeBasedDispatcher
+
+    from pla_sglang.engine.hops.message import PlaHops, register_hop_messages
+    from pla_sglang.engine.stateless.message import PlaPeers, register_message
+
+    register_message()
+    register_hop_messages()
+    engine = scheduler.pla_stateless
+    scheduler._request_dispatcher += TypeBasedDispatcher(
+        [(PlaPeers, engine.on_peers), (PlaHops, engine.hops.runner.take_message)]
+    )
+
+
+def around_add_request_to_queue(
+    original: Any, scheduler: Any, req: Any, is_retracted: bool = False, **kwargs: Any
+) -> Any:
+    if not is_retracted and scheduler.pla_stateless.takes(req):
+        return None
+    return original(scheduler, req, is_retracted, **kwargs)
+
+
+def around_get_next_batch_to_run(original: Any, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
+    engine = scheduler.pla_stateless
+    running_batch = engine.before_pass(running_batch, last_batch)
+    plan = original(scheduler, running_batch=running_batch, last_batch=last_batch)
+    engine.after_pass()
+    return plan
+
+
+def after_process_batch_result(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    scheduler.pla_stateless.on_result(batch)
+
+
+def after_is_fully_idle(idle: bool, scheduler: Any, for_health_check: bool = False) -> bool | None:
+    """Legs hold KV, so nothing may be flushed or checked for leaks. A health check asks for passes, which they lack."""
+    return None if for_health_check else idle and not scheduler.pla_stateless.busy
+
+
+def after_abort_request(result: Any, scheduler: Any, recv_req: Any) -> None:
+    every, prefix = recv_req.abort_all, recv_req.rid
+    scheduler.pla_stateless.abort(lambda rid: every or rid.startswith(prefix))
+
+
+def before_pause_generation(scheduler: Any, recv_req: Any) -> None:
+    """A pause that retracts is for new weights: KV that is on its way would be of the old ones."""
+    if recv_req.mode == "retract":
+        scheduler.pla_stateless.end_all_legs()
+
+
+def after_adder_init(result: Any, adder: Any, *args: Any, **kwargs: Any) -> None:
+    if _engine is not None:
+        _engine.reserve_growth(adder)
+
+
+def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
+    riders.set_rider_prefixes(batch, running_batch)
+
+
+def around_cumulate_penalties(original: Any, batch: Any) -> None:
+    count_due_tokens(original, batch)
+
+
+def after_prepare_for_extend(result: Any, batch: Any) -> None:
+    """Requests that have a part of their answer before they are prefilled: redone ones, and retracted ones."""
+    count_again(batch, steps_under_way=1)
+
+
+def after_handle_abort(handled: bool, manager: Any, message: list[bytes]) -> bool | None:
+    """A receiver has given up: tell it when this sender is through with its room. Or it asks for a held request."""
+    if handled:
+        acknowledge_abort(manager, message)
+        return None
+    return True if _engine is not None and _engine.hops.on_message(message) else None
+
+
+def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    info["pla_stateless"] = True
+    return info
+
+
+def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    block = output.internal_state.setdefault("pla", {})
+    block["stateless"] = scheduler.pla_stateless.state()
+    block.setdefault("config", pla_config.current().to_dict())
+    return output
+
+
+# -- the process that serves HTTP --------------------------------------------------------------------------------------
+
+
+def after_init_bootstrap(result: Any, manager: Any, start_pd_bootstrap_service: bool = True) -> None:
+    """The bootstrap server, where a prefill instance has it: in the main process, before schedulers look for it."""
+    from pla_sglang.engine.stateless.front import Front
+
+    manager.bootstrap_server = start_bootstrap_server(manager.server_args)
+    manager.pla_front = Front(manager.server_args)
+
+
+def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Raises RefusedLegError."""
+    from pla_sglang.engine.stateless.front import RefusedLegError
+
+    try:
+        manager.pla_front.check_request(obj, request)
+    except RefusedLegError:
+        # SGLang aborts what a refused stream may have started, and for that it has to know whether it was a batch.
+        obj.normalize_batch_and_arguments()
+        raise
+
+
+async def around_abort_reason(original: Any, manager: Any, out: Any, state: Any, is_stream: bool) -> Any:
+    """Raises RefusedLegError where a scheduler has refused a leg with a status that the host does not pass on."""
+    from pla_sglang.engine.stateless.front import STATUSES, RefusedLegError
+
+    answer = await original(manager, out, state, is_stream)
+    reason = out["meta_info"]["finish_reason"]
+    if answer is not None or is_stream or reason.get("type") != "abort" or reason.get("status_code") not in STATUSES:
+        return answer
+    if state.obj.rid in manager.rid_to_state:
+        manager._remove_req_state(state.obj.rid)  # as the host does: no abort is to follow
+    raise RefusedLegError(HTTPStatus(reason["status_code"]), reason["message"])
+
+
+def before_run_http_server(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Last stop before requests are served: every scheduler must have said that it is stateless."""
+    from pla_sglang.engine.hops.route import add_hop_route
+    from pla_sglang.engine.routes import add_state_route
+    from pla_sglang.engine.stateless.front import add_routes
+
+    infos = kwargs.get("scheduler_infos") or (args[2] if len(args) > 2 else [])
+    silent = [index for index, info in enumerate(infos) if "pla_stateless" not in info]
+    if silent:
+        raise HostMismatchError([f"scheduler {index} is not stateless" for index in silent])
+    add_routes(tokenizer_manager.pla_front)
+    add_hop_route(tokenizer_manager)
+    if not pla_config.current().enabled:
+        add_state_route()

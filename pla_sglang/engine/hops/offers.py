@@ -1,0 +1,136 @@
+"""Offers the KV of held requests to whoever asks for their rooms, over the host's PD protocol.
+
+To the host's sender a held request looks like a prefill of prompt and answer that has just sampled its first token: a
+*shadow* of the request says so. Nothing is computed, and the request itself is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from pla_sglang.engine.hops.pulls import OpenRooms
+from pla_sglang.engine.hops.states import Hold, HoldState
+from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.fence import Fence, place_fence
+from pla_sglang.engine.stateless.host import Outcome
+from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.rooms import forget_room
+
+logger = logging.getLogger(__name__)
+
+
+def make_shadow(req: Any, room: int) -> Any:
+    """What the host's sender is given in place of ``req``, all KV of which is computed."""
+    shadow = copy.copy(req)
+    shadow.sampling_params = copy.copy(req.sampling_params)  # the sender sets how many tokens are wanted
+    shadow.bootstrap_room = room
+    shadow.origin_input_ids = req.origin_input_ids + req.output_ids[:-1]
+    shadow.output_ids = req.output_ids[-1:]
+    shadow.set_extend_range(0, len(shadow.origin_input_ids))
+    shadow.start_send_idx, shadow.metadata_buffer_index = 0, -1
+    return shadow
+
+
+class Offers:
+    """Owned by the scheduler thread.
+
+    Args:
+        queue: the sending end's (stateless.queues.SendQueue).
+        rooms: which are open; told here.
+    """
+
+    def __init__(self, scheduler: Any, queue: Any, quarantine: Quarantine, rooms: OpenRooms) -> None:
+        self._scheduler = scheduler
+        self._queue = queue
+        self._quarantine = quarantine
+        self.rooms = rooms
+        self.sent = self.failed = 0
+
+    def open(self, hold: Hold) -> bool:
+        """Make a sender for the KV of ``hold`` under its room; False where no metadata buffer is free."""
+        shadow = make_shadow(hold.req, hold.room)
+        if not self._queue.take_metadata_buffer(shadow):
+            return False
+        try:
+            self._queue.create_sender(shadow, self._scheduler.model_config.num_key_value_heads)
+        except Exception:
+            host.free_metadata(self._scheduler, shadow)
+            raise
+        hold.shadow = shadow
+        self.rooms.open(hold.room)
+        return True
+
+    def pump(self, holds: Sequence[Hold]) -> None:
+        """Begin to send what is asked for, and follow what is under way."""
+        offered = [hold for hold in holds if hold.shadow is not None and hold.state is not HoldState.SENT]
+        if not offered:
+            return
+        outcomes = host.poll_senders(self._scheduler, [hold.shadow.disagg_kv_sender for hold in offered])
+        for hold, outcome in zip(offered, outcomes, strict=True):
+            if outcome is Outcome.FAILED:
+                self._fail(hold)
+            elif outcome is Outcome.DONE and hold.state is HoldState.SENDING:
+                hold.move(HoldState.SENT)
+                self.sent += 1
+            elif outcome is Outcome.ASKED and hold.state is HoldState.HELD:
+                self._begin(hold)
+
+    def _begin(self, hold: Hold) -> None:
+        hold.move(HoldState.SENDING)
+        try:
+            self._queue.finalize_bootstrap(hold.shadow)  # it has its metadata buffer
+            self._scheduler.send_kv_chunk(hold.shadow, last_chunk=True, end_idx=None)
+        except Exception:
+            logger.exception("pla_sglang: sending the KV of held request %s", hold.req.rid)
+            self._fail(hold)
+
+    def _fail(self, hold: Hold) -> None:
+        """The request stays held. It can be asked for again under another room, which only a hold command gives it."""
+        logger.warning("pla_sglang: the KV of held request %s was not sent (room %d)", hold.req.rid, hold.room)
+        self.failed += 1
+        self.close(hold)
+        if hold.state is HoldState.SENDING:
+            hold.move(HoldState.HELD)
+
+    def close(self, hold: Hold, *, refuse: bool = True) -> None:
+        """No more under this room. A transfer under way is cut off, and counts as a reader until it is through.
+
+        Args:
+            refuse: tell an instance that has asked and has not got all of it.
+        """
+        shadow, hold.shadow = hold.shadow, None
+        if shadow is None:
+            return
+        self.rooms.close(hold.room, refuse=refuse and hold.state is not HoldState.SENT)
+        if hold.state is not HoldState.SENDING:
+            self._give_back(shadow)
+            return
+        shadow.disagg_kv_sender.abort()  # workers skip what they have not begun
+        fence = place_fence(self._queue.kv_manager)
+        hold.readers += 1
+        self._quarantine.hold(
+            0,  # its pages are the hold's
+            is_through=functools.partial(_has_passed, fence),
+            release=functools.partial(self._end_reading, hold, shadow),
+            now_s=self._scheduler.pla_stateless.now_s(),
+        )
+
+    def _end_reading(self, hold: Hold, shadow: Any) -> None:
+        hold.readers -= 1
+        self._give_back(shadow)
+
+    def _give_back(self, shadow: Any) -> None:
+        """Sender entry and metadata buffer of a shadow that no transfer reads."""
+        manager = self._queue.kv_manager
+        shadow.disagg_kv_sender.clear()
+        manager.exceptions.pop(shadow.bootstrap_room, None)
+        forget_room(manager, shadow.bootstrap_room)
+        host.free_metadata(self._scheduler, shadow)
+
+
+def _has_passed(fence: Fence) -> bool:
+    return fence.passed

@@ -1,0 +1,102 @@
+"""A pull of a room that nobody holds ends at once, with 410. The host's protocol has no word for that.
+
+A receiver that wants the KV of a *held* request says so to the sender, in a message of ours beside the host's own, over
+the same connection. The sender answers only where it will never send: the room is not held, or was given up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pla_sglang.engine.stateless.fence import NO_ROOM
+from pla_sglang.engine.stateless.host import tcp_address
+
+logger = logging.getLogger(__name__)
+
+PULL = b"PLA_PULL"
+GRACE_S = 0.5  # a pull may come before the hold of its room: the first token of a held request is out before it is held
+
+Puller = tuple[str, int]  # host and port of a receiver's manager
+
+
+class OpenRooms:
+    """Rooms whose KV can be asked for. The host's bootstrap thread says who asks, the scheduler's thread what is held.
+
+    Args:
+        refuse: tell a puller that it will not get a room.
+    """
+
+    def __init__(self, refuse: Callable[[Puller, int], None]) -> None:
+        self._refuse = refuse
+        self._lock = threading.Lock()
+        self._open: set[int] = set()
+        self._asked: dict[int, list[Puller]] = {}  # of open rooms, and of those that may be opened soon
+        self._since_s: dict[int, float] = {}  # when a room that is not open was first looked at
+
+    def __contains__(self, room: int) -> bool:
+        return room in self._open
+
+    def open(self, room: int) -> None:
+        with self._lock:
+            self._open.add(room)
+            self._since_s.pop(room, None)
+
+    def close(self, room: int, *, refuse: bool) -> None:
+        """Nobody gets it any more; who has asked is told so with ``refuse``."""
+        with self._lock:
+            self._open.discard(room)
+            pullers = self._asked.pop(room, [])
+        for puller in pullers if refuse else ():
+            self._refuse(puller, room)
+
+    def on_pull(self, puller: Puller, room: int) -> None:
+        """Of the bootstrap thread."""
+        with self._lock:
+            self._asked.setdefault(room, []).append(puller)
+
+    def refuse_unheld(self, now_s: float) -> None:
+        """Pulls of rooms that were not opened for a while."""
+        if len(self._asked) == 0:
+            return
+        with self._lock:
+            closed = [room for room in self._asked if room not in self._open]
+            self._since_s = {room: self._since_s.get(room, now_s) for room in closed}
+            late = [room for room, since_s in self._since_s.items() if now_s - since_s >= GRACE_S]
+        for room in late:
+            self.close(room, refuse=True)
+
+
+def read_pull(message: list[bytes]) -> tuple[Puller, int] | None:
+    """Who asks for which room; None where that cannot be read."""
+    try:
+        _, room, host, port = message
+        return (host.decode("ascii"), int(port)), int(room)
+    except ValueError:
+        logger.warning("pla_sglang: malformed pull of a room")
+        return None
+
+
+def send_refusal(manager: Any, puller: Puller, room: int) -> None:
+    """By the sending ``manager``, from any thread."""
+    endpoint, is_ipv6 = tcp_address(*puller)
+    try:
+        manager._send_multipart_locked(endpoint, [NO_ROOM, str(room).encode("ascii")], is_ipv6=is_ipv6)
+    except Exception:
+        logger.exception("pla_sglang: telling %s that room %d is not held", endpoint, room)
+
+
+def announce_pull(receiver: Any) -> None:
+    """Say to the sender that the room of ``receiver`` is that of a held request. After the host's own message."""
+    manager = receiver.kv_mgr
+    address = [manager.local_ip.encode("ascii"), str(manager.rank_port).encode("ascii")]
+    message = [PULL, str(receiver.bootstrap_room).encode("ascii"), *address]
+    for peer in receiver.bootstrap_infos or ():
+        try:
+            socket, lock = receiver._connect_to_bootstrap_server(peer)
+            with lock:
+                socket.send_multipart(message)
+        except Exception:
+            logger.exception("pla_sglang: announcing the pull of room %s", receiver.bootstrap_room)

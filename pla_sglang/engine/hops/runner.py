@@ -1,0 +1,153 @@
+"""Carries out commands between two passes, in the order in which they came. Nothing raises: all is answered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any
+
+from pla_sglang.engine.hops.holder import Holder
+from pla_sglang.engine.hops.leaving import HELD_BACK, Leaving
+from pla_sglang.engine.hops.orders import COMMIT, HOLD, RESUME, Answer, Command, Job
+from pla_sglang.engine.hops.states import AT_REST, Hold, HoldState
+from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.legs import LegKind, kind_of
+
+MOST_TRIES = 64
+UNKNOWN_ROOM: Answer = {"status": "unknown", "code": int(HTTPStatus.GONE)}
+
+
+class CommandRunner:
+    """Owned by the scheduler thread.
+
+    Args:
+        list_waiting: requests that are here and do not run: in queues, legs that wait for their handshake or KV.
+    """
+
+    def __init__(
+        self, scheduler: Any, holder: Holder, leaving: Leaving, list_waiting: Callable[[], Iterable[Any]]
+    ) -> None:
+        self._scheduler = scheduler
+        self._holder = holder
+        self._leaving = leaving
+        self._list_waiting = list_waiting
+        self._jobs: list[Job] = []
+
+    def take_message(self, message: Any) -> None:
+        """From the broadcast, as every rank gets it."""
+        self._jobs.append(Job(message.ticket, message.commands))
+        if self._scheduler._engine_paused:  # no pass comes before the engine continues
+            self.run(None, None)
+
+    def run(self, running_batch: Any, last_batch: Any) -> None:
+        """As far as that is possible now; None and None: the engine is paused, and no batch is touched."""
+        for job in list(self._jobs):
+            while (command := job.next_command) is not None:
+                answer = self._carry_out(job, command, running_batch, last_batch)
+                if answer is None:
+                    break
+                job.answer(answer)
+            if job.next_command is None:
+                self._jobs.remove(job)
+                host.send_hop_answers(self._scheduler, job.ticket, job.answers)
+
+    def _carry_out(self, job: Job, command: Command, running_batch: Any, last_batch: Any) -> Answer | None:
+        """None: to be asked again in the next pass."""
+        if command.do == HOLD:
+            return self._hold_when_clear(job, command, running_batch, last_batch)
+        hold = self._holder.holds.get(command.room)
+        if hold is not None and hold.state is HoldState.LEAVING:
+            return None
+        if hold is None or hold.state not in AT_REST:
+            return UNKNOWN_ROOM
+        if command.do == RESUME:
+            self._holder.resume(hold, "command")
+            return {"status": "resumed"}
+        if command.do == COMMIT:
+            self._holder.totals["committed"] += 1
+            self._holder.let_go(hold, functools.partial(host.end_moved, self._scheduler, hold.req), refuse_pulls=False)
+            return {"status": "committed"}
+        self._holder.totals["dropped"] += 1
+        self._holder.let_go(hold, functools.partial(host.end_aborted, self._scheduler, hold.req, "Dropped"))
+        return {"status": "dropped"}
+
+    # -- hold ----------------------------------------------------------------------------------------------------------
+
+    def _hold_when_clear(self, job: Job, command: Command, running_batch: Any, last_batch: Any) -> Answer | None:
+        """A request that could not be held as its client lacks a part of its text is tried again a step later."""
+        hold = job.waits_for
+        if hold is not None and hold.why_not == HELD_BACK and not hold.req.finished() and job.tries < MOST_TRIES:
+            if hold.state is not HoldState.ENDED:
+                return None  # on its way back to its batch
+            job.waits_for = None
+            job.tries += 1
+        if job.waits_for is None and (answer := self._hold(job, command, running_batch, last_batch)) is not None:
+            return answer
+        return None if job.waits_for is None else _say_how_it_went(job.waits_for)
+
+    def _hold(self, job: Job, command: Command, running_batch: Any, last_batch: Any) -> Answer | None:
+        """None: ``job`` waits for the hold to be made."""
+        held = next((hold for hold in self._holder.holds.values() if hold.req.rid == command.rid), None)
+        if held is not None:
+            return self._hold_again(job, held, command)
+        if running_batch is None:
+            return _refuse("the engine is paused")
+        batches = [running_batch]
+        if last_batch is not None and last_batch is not running_batch and last_batch.forward_mode.is_extend():
+            batches.append(last_batch)
+        req = next((req for batch in batches for req in batch.reqs if req.rid == command.rid), None)
+        chunked = (self._scheduler.chunked_req, getattr(last_batch, "chunked_req", None))
+        if req is None or req.is_retracted or req in chunked:
+            return self._look_elsewhere(req, command.rid)
+        if req.finished() or req.to_finish is not None:
+            return {"status": "finished"}
+        if kind_of(req) is LegKind.PREFILL:
+            return _refuse("a prefill leg ends when its KV was sent")
+        if (reason := self._leaving.reason_against(req, command.room)) is not None:
+            self._holder.totals["refused"] += 1
+            return _refuse(reason)
+        job.waits_for = self._leaving.take(req, command.room, command.for_s, batches)
+        running_batch.batch_is_full = False
+        return None
+
+    def _look_elsewhere(self, req: Any, rid: str) -> Answer:
+        here = [req, self._scheduler.chunked_req, *self._list_waiting()]  # a chunk may be parked, in no batch
+        waiting = [other for other in here if other is not None and other.rid == rid]
+        if not waiting:
+            return {"status": "unknown"}
+        if kind_of(waiting[0]) is LegKind.PREFILL:
+            return _refuse("a prefill leg ends when its KV was sent")
+        return {"status": "waiting"}
+
+    def _hold_again(self, job: Job, held: Hold, command: Command) -> Answer | None:
+        """Of a request that is held: under another room, or for longer."""
+        if held.state is HoldState.LEAVING and held.room == command.room:
+            job.waits_for = held
+            return None
+        if held.state not in AT_REST:
+            return _refuse("it is on its way to or from another hold")
+        now_s = self._scheduler.pla_stateless.now_s()
+        if held.room == command.room:
+            held.for_s, held.until_s = command.for_s, now_s + command.for_s
+            return _say_how_it_went(held)
+        if self._holder.knows_room(command.room):
+            return _refuse(f"room {command.room} was used here before")
+        if not self._holder.change_room(held, command.room, command.for_s, now_s):
+            return _refuse("no metadata buffer is free")
+        return _say_how_it_went(held)
+
+
+def _say_how_it_went(hold: Hold) -> Answer | None:
+    """The answer to the command that made ``hold``; None: its last step is under way."""
+    if hold.state is HoldState.LEAVING:
+        return None
+    if hold.state in AT_REST:
+        return {"status": "held", "tokens": len(hold.req.output_ids), "kv_tokens": hold.kv_tokens}
+    if hold.req.finished():
+        return {"status": "finished"}
+    return _refuse(hold.why_not or "it went on before it was held")
+
+
+def _refuse(reason: str) -> Answer:
+    return {"status": "refused", "reason": reason}

@@ -1,0 +1,38 @@
+"""Lets requests whose KV has arrived join the running batch, between two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pla_sglang.engine.stateless.host import build_received_batch, release_kv
+from pla_sglang.engine.stateless.legs import goes_on
+from pla_sglang.engine.stateless.penalties import count_again
+
+
+def admit_received(scheduler: Any, reqs: Sequence[Any], running_batch: Any) -> Any:
+    """The running batch with ``reqs``, whose KV and answer so far are here. Some may end with that.
+
+    What SGLang's decode loop does in ``get_new_prebuilt_batch`` and ``process_batch_result_prebuilt``, which take the
+    whole waiting queue and assert a decode instance.
+    """
+    for req in reqs:
+        req._refresh_fill_ids()
+        # Without the last token: its KV is computed by the first decode step.
+        req.set_extend_range(len(req.prefix_indices), req.kv_committed_len)
+    batch = build_received_batch(scheduler, reqs)
+    count_again(batch, steps_under_way=0)
+    for req in reqs:
+        req.update_finish_state()
+        if req.finished():
+            req.time_stats.set_completion_time()
+            release_kv(scheduler, req)
+    shown = [req for req in batch.reqs if req.finished() or not goes_on(req)]
+    scheduler.output_streamer.stream_output(shown, batch.return_logprob)
+    batch.filter_batch()
+    if batch.is_empty():
+        return running_batch
+    if running_batch.is_empty():
+        return batch
+    running_batch.merge_batch(batch)
+    return running_batch

@@ -1,0 +1,90 @@
+"""Builds both ends of the PD protocol on one scheduler's KV pool. Everything here is SGLang's, in its own constructors.
+
+Each end has metadata buffers of its own: a receiver zeroes a slot's room when it frees it, a sender does not, so with
+one set a receiver would find a stale room and take it for corruption.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+METADATA_PER_ROW = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ends:
+    """What stands beside the host's loop."""
+
+    sending: Any  # queues.SendQueue
+    receiving: Any  # queues.ReceiveQueue
+    transfers: Any  # queues.TransferQueue
+
+
+def build_ends(scheduler: Any) -> Ends:
+    """Both ends, registered at this instance's bootstrap server, which must run."""
+    from pla_sglang.engine.stateless.queues import ReceiveQueue, SendQueue, TransferQueue
+
+    scheduler.enable_staging = False
+    scheduler.token_to_kv_pool_allocator.need_sort = True  # contiguous pages: fewer descriptors in a transfer
+    allocator, buffers = _metadata(scheduler)
+    # Where the host's sending functions look; receivers have references of their own.
+    scheduler.req_to_metadata_buffer_idx_allocator, scheduler.disagg_metadata_buffers = allocator, buffers
+    common = _common(scheduler)
+    sending = _construct(SendQueue, common, req_to_metadata_buffer_idx_allocator=allocator, metadata_buffers=buffers)
+    scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_prefill_inflight_queue = sending, []
+    allocator, buffers = _metadata(scheduler)
+    own = {"req_to_metadata_buffer_idx_allocator": allocator, "metadata_buffers": buffers}
+    transfers = _construct(TransferQueue, common, **own)
+    receiving = _construct(ReceiveQueue, common, transfer_queue=transfers, **own)
+    scheduler.disagg_decode_transfer_queue, scheduler.disagg_decode_prealloc_queue = transfers, receiving
+    return Ends(sending, receiving, transfers)
+
+
+def _metadata(scheduler: Any) -> tuple[Any, Any]:
+    import torch
+    from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator
+
+    size = METADATA_PER_ROW * scheduler.req_to_token_pool.size
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    buffers = MetadataBuffers(
+        size,
+        hidden_size=16,  # as the host's without speculative decoding: the least that RDMA likes
+        hidden_states_dtype=torch.float32,
+        custom_mem_pool=pool.maybe_get_custom_mem_pool(),
+    )
+    return ReqToMetadataIdxAllocator(size), buffers
+
+
+def _common(scheduler: Any) -> dict[str, Any]:
+    """Every argument that a constructor of the host's queues may ask for, by its name there."""
+    from sglang.srt.runtime_context import get_disagg, get_parallel
+
+    ranks, settings = scheduler.ps, get_disagg()
+    return {
+        "token_to_kv_pool": scheduler.token_to_kv_pool_allocator.get_kvcache(),
+        "token_to_kv_pool_allocator": scheduler.token_to_kv_pool_allocator,
+        "req_to_token_pool": scheduler.req_to_token_pool,
+        "draft_token_to_kv_pool": None,
+        "scheduler": scheduler,
+        "tree_cache": scheduler.tree_cache,
+        "gloo_group": scheduler.attn_tp_cpu_group,
+        "tp_rank": ranks.tp_rank,
+        "tp_size": ranks.tp_size,
+        "pp_rank": ranks.pp_rank,
+        "pp_size": ranks.pp_size,
+        "dp_size": get_parallel().dp_size,
+        "gpu_id": ranks.gpu_id,
+        "bootstrap_port": settings.disaggregation_bootstrap_port,
+        "max_total_num_tokens": scheduler.max_total_num_tokens,
+        "num_reserved_decode_tokens": settings.num_reserved_decode_tokens,
+        "transfer_backend": scheduler.transfer_backend,
+    }
+
+
+def _construct(cls: Any, common: dict[str, Any], **own: Any) -> Any:
+    """``cls`` with those of the arguments that it takes: 0.5.23 dropped the ranks and the group."""
+    known = common | own
+    names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+    return cls(**{name: known[name] for name in names})

@@ -1,0 +1,312 @@
+"""The stateless engine of one scheduler: it routes what comes, and moves both ends one step before each pass."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from pla_sglang.config import PlaConfig
+from pla_sglang.engine.hops.beginning import Begun, begin
+from pla_sglang.engine.hops.parts import Hops
+from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.admission import admit_received
+from pla_sglang.engine.stateless.build import build_ends
+from pla_sglang.engine.stateless.fence import Acknowledged
+from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind, kind_of
+from pla_sglang.engine.stateless.message import PlaPeers
+from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError
+from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.receiving import Receiver
+from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.engine.stateless.sending import Sender
+from pla_sglang.engine.stateless.series import LegSeries
+from pla_sglang.engine.stateless.warming import Warmer
+from pla_sglang.errors import RefusedRequestError
+from pla_sglang.metrics.series import LabelledSeries
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0  # between two looks at time-outs, connections and rooms
+
+
+class StatelessEngine:
+    """Everything runs on the scheduler's thread but warming and the reading of acknowledgements.
+
+    Args:
+        series: makes those that are exported; None: the host has no metrics.
+    """
+
+    def __init__(self, scheduler: Any, config: PlaConfig, series: LabelledSeries | None = None) -> None:
+        self._scheduler = scheduler
+        self.incarnation = secrets.token_hex(8)
+        ends = build_ends(scheduler)
+        self._sending_manager, manager = ends.sending.kv_manager, ends.receiving.kv_manager
+        args = scheduler.server_args
+        self.bootstrap_port = args.disaggregation_bootstrap_port
+        self.book = PeerBook(args.host, self.bootstrap_port)
+        self.warmer = Warmer(manager, host.class_of_receivers(scheduler), self.book)
+        ends.receiving.book, ends.receiving.warmer = self.book, self.warmer
+        ends.receiving.cap_tokens = int(config.receive_share * scheduler.max_total_num_tokens)
+        ends.receiving.cap_requests = max(1, int(config.receive_share * scheduler.req_to_token_pool.size))
+        agree = functools.partial(host.all_ranks_agree, scheduler)
+        self.quarantine = Quarantine(agree)
+        self.sender = Sender(
+            scheduler,
+            ends.sending,
+            self.quarantine,
+            cap_tokens=int(config.send_share * scheduler.max_total_num_tokens),
+            cap_requests=max(1, int(config.send_share * scheduler.req_to_token_pool.size)),
+        )
+        self.receiver = Receiver(
+            scheduler,
+            ends.receiving,
+            ends.transfers,
+            quarantine=self.quarantine,
+            book=self.book,
+            acknowledged=Acknowledged(manager.server_socket),
+        )
+        self.hops = Hops(
+            scheduler,
+            ends.sending,
+            self.quarantine,
+            agree=agree,
+            list_waiting=self._list_waiting,
+            share=config.hold_share,
+        )
+        self.held_requests = self.hops.holder.list_growing
+        ends.receiving.count_set_aside = lambda: len(self.held_requests())
+        self._ends = ends
+        self._rooms = UnclaimedRooms()
+        self._tick_s = 0.0
+        self._series = None if series is None else LegSeries(series)
+        self.refused = self.faults = self.redone = 0
+
+    @staticmethod
+    def now_s() -> float:
+        return time.monotonic()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def on_peers(self, message: PlaPeers) -> None:
+        """The router has told who this instance and its peers are."""
+        gone, new = self.book.tell(message.told)
+        for peer in gone:
+            self._attempt(functools.partial(self.warmer.drop, peer), f"forgetting peer {peer.name}")
+        for peer in new:
+            self.warmer.warm(peer)
+        probe = getattr(self._scheduler, "pla_probe", None)  # of the one rank that reports
+        if probe is not None:
+            probe.rows.ask_rows(message.told.rows)
+
+    def takes(self, req: Any) -> bool:
+        """Whether ``req`` was taken over as a leg (or refused); else the host queues it."""
+        try:
+            return self._route(req)
+        except Exception:
+            self.faults += 1
+            logger.exception("pla_sglang: taking over request %s", req.rid)
+            for end in (self.sender, self.receiver):
+                end.forget(req)
+            if not req.finished():
+                self._refuse(req, "the leg could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
+            return True
+
+    def _route(self, req: Any) -> bool:
+        if kind_of(req) is not None:
+            return False  # it comes back: retracted, or from a grammar's queue. A decode leg has become a whole request
+        try:
+            kind = self.book.kind_of(req.bootstrap_host, req.bootstrap_port)
+        except UntoldPeerError as error:
+            self._refuse(req, str(error), HTTPStatus.CONFLICT)
+            return True
+        setattr(req, KIND_ATTRIBUTE, kind)
+        if kind is not LegKind.WHOLE and (req.bootstrap_room is None or req.bootstrap_room < 0):
+            self._refuse(req, "a leg needs a bootstrap_room that is not negative", HTTPStatus.BAD_REQUEST)
+            return True
+        try:
+            begun = begin(req, kind, self._scheduler.model_config.think_end_ids)
+        except RefusedRequestError as error:
+            self._refuse(req, str(error), error.status)
+            return True
+        self.redone += begun in (Begun.REDONE, Begun.COMPLETE)
+        if begun is Begun.COMPLETE:
+            host.end_finished(self._scheduler, req)
+        if kind is LegKind.WHOLE:
+            return begun is Begun.COMPLETE
+        if not self._scheduler._set_or_validate_priority(req):
+            return True
+        if kind is LegKind.PREFILL:
+            self.sender.add(req, self.now_s())
+        else:
+            self.receiver.add(req)
+        return True
+
+    def receives(self, req: Any) -> bool:
+        """Whether ``req`` was refused or waits for KV: it does not wait for a prefill here."""
+        if req.finished():
+            return True
+        return kind_of(req) is LegKind.DECODE and not req.retracted_stain
+
+    def _refuse(self, req: Any, reason: str, status: HTTPStatus) -> None:
+        self.refused += 1
+        host.end_with_error(self._scheduler, req, reason, status)
+
+    def abort(self, matches: Callable[[str], bool]) -> None:
+        """After the host has aborted what it knows of."""
+        self._attempt(lambda: self.sender.abort(matches), "an abort at the sending end")
+        self._attempt(lambda: self.receiver.abort(matches), "an abort at the receiving end")
+        self._attempt(lambda: self.hops.holder.abort(matches), "an abort of held requests")
+
+    def end_all_legs(self) -> None:
+        """Before the host takes its batches apart: it must not free what a transfer may still read.
+
+        Held requests are no legs: the host takes them apart with its running batch, and computes them again.
+        """
+        scheduler = self._scheduler
+        self._attempt(self._return_held, "returning held requests")
+        self._attempt(lambda: self.sender.abort(lambda rid: True), "an abort at the sending end")
+        self._attempt(lambda: self.receiver.abort(lambda rid: True), "an abort at the receiving end")
+        leave = functools.partial(self.sender.before_pass, scheduler.running_batch, scheduler.last_batch)
+        self._attempt(leave, "leaving the host's batches")
+
+    def _return_held(self) -> None:
+        running_batch = self._scheduler.running_batch
+        running_batch.reqs = [*running_batch.reqs, *self.hops.holder.return_all()]  # only its requests are looked at
+
+    def _list_waiting(self) -> list[Any]:
+        """Requests that are here and do not run."""
+        scheduler, ends = self._scheduler, self._ends
+        entries = (*ends.receiving.queue, *ends.transfers.queue)
+        queued = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+        legs = [leg.req for leg in self.sender.legs.values()]
+        return [*queued, *legs, *self.receiver.ready, *(entry.req for entry in entries)]
+
+    # -- passes ------------------------------------------------------------------------------------------------------
+
+    def before_pass(self, running_batch: Any, last_batch: Any) -> Any:
+        """Moves everything one step; the running batch with those whose KV has arrived."""
+        self._attempt(lambda: self.sender.before_pass(running_batch, last_batch), "leaving the last batch")
+        now_s = self.now_s()
+        self._attempt(lambda: self.hops.before_batches(running_batch, last_batch, now_s), "holding requests")
+        self._attempt(self.sender.poll, "watching what is sent")
+        self._attempt(self.sender.start_bootstrapped, "starting prefill legs")
+        self._attempt(self.receiver.pump, "receiving")
+        self._attempt(lambda: self.quarantine.sweep(now_s), "freeing pages")
+        if now_s >= self._tick_s:
+            self._tick_s = now_s + TICK_S
+            self._attempt(self.warmer.warm_again, "keeping peers connected")
+            self._attempt(lambda: self._expire(now_s), "time-outs")
+            self._attempt(lambda: self._forget_rooms(now_s), "forgetting rooms")
+            self._attempt(self._show_series, "showing series")
+        try:
+            returning = self.hops.holder.take_returning(self._scheduler.max_running_requests - len(running_batch.reqs))
+            if returning:
+                running_batch = admit_received(self._scheduler, returning, running_batch)
+            return self.receiver.admit(running_batch)
+        except Exception:
+            self._on_fault("admitting received requests")
+            return running_batch
+
+    def after_pass(self) -> None:
+        self._attempt(self.sender.after_pass, "following prefill legs")
+
+    def on_result(self, batch: Any) -> None:
+        self._attempt(lambda: self.sender.on_result(batch), "sending KV")
+
+    def _show_series(self) -> None:
+        if self._series is not None:
+            self._series.show(self._count_legs(), self.book.count_states())
+
+    def _expire(self, now_s: float) -> None:
+        """The host's time-outs, for requests that it does not know of. A handshake always has one."""
+        waiting_s, running_s = host.timeouts_s()
+        self.sender.expire(
+            waiting_s=now_s - (KEPT_S if waiting_s is None else min(waiting_s, KEPT_S)),
+            sending_s=None if running_s is None else now_s - running_s,
+        )
+        if waiting_s is not None:
+            self.receiver.expire(now_s - waiting_s)
+
+    def _forget_rooms(self, now_s: float) -> None:
+        claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.hops.holder.holds)
+        self._rooms.sweep(self._sending_manager, claimed, now_s)
+
+    def _attempt(self, step: Callable[[], Any], what: str) -> None:
+        try:
+            step()
+        except Exception:
+            self._on_fault(what)
+
+    def _on_fault(self, what: str) -> None:
+        """An exception of ours must not end the scheduler, nor leave requests in it that nobody sees."""
+        self.faults += 1
+        logger.exception("pla_sglang: %s; every leg here is aborted", what)
+        for abort in (self.sender.abort, self.receiver.abort, self.hops.holder.abort):
+            try:
+                abort(lambda rid: True)
+            except Exception:
+                logger.exception("pla_sglang: aborting what is here")
+
+    # -- budgets and state -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is here that the host does not count."""
+        ends = self._ends
+        legs = self.sender.legs or ends.receiving.queue or ends.transfers.queue or self.receiver.ready
+        return bool(legs or self.quarantine or self.hops.holder.holds)
+
+    def reserve_growth(self, adder: Any) -> None:
+        """Take the growth of requests that will soon decode off what a prefill pass may admit."""
+        clip_tokens = host.longest_answer_tokens()
+        for req in (*self.receiver.requests_with_memory(), *self.hops.holder.list_growing()):
+            left = min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), clip_tokens)
+            adder.rem_total_token_offset += left * adder.new_token_ratio
+
+    def state(self) -> dict[str, Any]:
+        """Plain values only (it travels as msgpack). The first three are agreed with the router."""
+        return {
+            "bootstrap_port": self.bootstrap_port,
+            "incarnation": self.incarnation,
+            "transfer_backend": self._scheduler.transfer_backend.value,
+            "peers": self.book.to_dict(),
+            **self._count_legs(),
+        }
+
+    def _count_legs(self) -> dict[str, Any]:
+        """The part of the state that changes with each leg."""
+        ends = self._ends
+        return {
+            "sending": {
+                "legs": dict(Counter(leg.state.value for leg in self.sender.legs.values())),
+                "kv_tokens": self.sender.held_tokens,
+                "sent": self.sender.sent,
+                "failed": self.sender.failed,
+            },
+            "receiving": {
+                "legs": {
+                    "connecting": len(ends.receiving.queue),
+                    "transferring": len(ends.transfers.queue),
+                    "ready": len(self.receiver.ready),
+                },
+                "kv_tokens": self.receiver.count_held_tokens(),
+                "received": self.receiver.received,
+                "failed": self.receiver.failed,
+            },
+            "quarantine": {
+                "requests": len(self.quarantine),
+                "kv_tokens": self.quarantine.tokens,
+                "timeouts": self.quarantine.timeouts,
+            },
+            "hops": True,  # requests can go on here; the router asks for that
+            "held": {"redone": self.redone, "pulled": self.receiver.pulled, **self.hops.holder.state()},
+            "unclaimed_rooms": len(self._rooms),
+            "refused": self.refused,
+            "faults": self.faults,
+        }

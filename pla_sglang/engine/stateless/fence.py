@@ -1,0 +1,116 @@
+"""When is a NIXL sender through with what was queued before? Its workers take chunks in order, one at a time.
+
+So a mark that is put behind the chunks of every worker's queue is reached only when all earlier transfers are over. A
+mark looks like a chunk of a room that has failed, which a worker skips.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pla_sglang.engine.stateless.host import mark_failed, tcp_address
+
+logger = logging.getLogger(__name__)
+
+FENCE_ROOM = -1  # no request has it: rooms are not negative
+ABORT = b"ABORT"
+ACKNOWLEDGED = b"PLA_ABORT_ACK"
+NO_ROOM = b"PLA_NO_ROOM"  # to a receiver that pulls a held request: its room is not held
+
+
+class Fence:
+    """Counts the workers that have reached their mark. ``on_passed`` is called by the last one, in its thread."""
+
+    def __init__(self, workers: int, on_passed: Callable[[], None] | None = None) -> None:
+        self._left = workers
+        self._lock = threading.Lock()
+        self._on_passed = on_passed
+        self.passed = workers == 0
+
+    def arrive(self) -> None:
+        """A worker is at its mark. Never raises: the host reads it outside of any ``try``."""
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if not last:
+            return
+        self.passed = True
+        try:
+            if self._on_passed is not None:
+                self._on_passed()
+        except Exception:
+            logger.exception("pla_sglang: after the last transfer of a room")
+
+
+class Mark:
+    """Stands in a worker's queue in place of a chunk. Reading its room is how the worker says that it is there."""
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+
+    @property
+    def room(self) -> int:
+        self._fence.arrive()
+        return FENCE_ROOM
+
+
+def place_fence(manager: Any, on_passed: Callable[[], None] | None = None) -> Fence:
+    """Behind everything that the sender ``manager`` has queued so far."""
+    mark_failed(manager, FENCE_ROOM)
+    queues = manager.transfer_queues
+    fence = Fence(len(queues), on_passed)
+    for queue in queues:
+        queue.put(Mark(fence))
+    return fence
+
+
+def acknowledge_abort(manager: Any, message: list[bytes]) -> None:
+    """Answer a receiver's abort once its room's transfers are over. The room is marked as failed already."""
+    if len(message) < 4 or message[0] != ABORT:
+        return
+    room = message[1]
+    endpoint, is_ipv6 = tcp_address(message[2].decode("ascii"), int(message[3]))
+
+    def answer() -> None:
+        manager._send_multipart_locked(endpoint, [ACKNOWLEDGED, room], is_ipv6=is_ipv6)
+
+    place_fence(manager, answer)
+
+
+class Acknowledged:
+    """What senders have said of rooms: that they are through with an abort, or that they hold no such room.
+
+    Read by a thread from the receiver's own socket.
+    """
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._rooms: set[int] = set()
+        self._refused: set[int] = set()
+        threading.Thread(target=self._listen, name="pla-abort-acks", daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv_multipart()
+                if len(message) == 2 and message[0] == ACKNOWLEDGED:
+                    self._rooms.add(int(message[1]))
+                elif len(message) == 2 and message[0] == NO_ROOM:
+                    self._refused.add(int(message[1]))
+            except ValueError:
+                logger.warning("pla_sglang: malformed message of a sender")
+            except Exception:
+                return  # the socket is closed: the process ends
+
+    def has(self, room: int) -> bool:
+        return room in self._rooms
+
+    def is_refused(self, room: int) -> bool:
+        return room in self._refused
+
+    def forget(self, room: int) -> None:
+        self._rooms.discard(room)
+        self._refused.discard(room)

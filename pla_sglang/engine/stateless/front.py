@@ -1,0 +1,127 @@
+"""The HTTP process of a stateless instance: who may be named as a peer, and the route that says so.
+
+The schedulers decide by the same rules on the same list. Here a bad address is refused with a proper status.
+"""
+
+from __future__ import annotations
+
+import time
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import HTTPException
+
+from pla_sglang.engine.stateless.legs import LegKind
+from pla_sglang.engine.stateless.message import PlaPeers, register_message
+from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError, parse_told
+from pla_sglang.engine.stateless.router_keys import RouterKeys, find_reserved, split_key
+from pla_sglang.errors import ConfigError
+from pla_sglang.reserved import ROUTER_KEY_HEADER, describe_reserved
+
+STATUSES = frozenset({HTTPStatus.CONFLICT, HTTPStatus.GONE})  # with which schedulers refuse legs
+
+
+class RefusedLegError(HTTPException):
+    """A leg that is refused with a status."""
+
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        super().__init__(status_code=int(status), detail=reason)
+
+    def __str__(self) -> str:
+        return str(self.detail)
+
+
+class RefusedStreamError(RefusedLegError, ValueError):
+    """The same for a stream: SGLang turns a ValueError there into an event with the status."""
+
+
+class Front:
+    """Of the process that serves HTTP."""
+
+    def __init__(self, server_args: Any) -> None:
+        self.book = PeerBook(server_args.host, server_args.disaggregation_bootstrap_port)
+        self._keys = RouterKeys(time.monotonic)
+        register_message()
+
+    def check_request(self, obj: Any, request: Any = None) -> None:
+        """Raises RefusedLegError for a request that says what only a router may say without the key of one (400), or
+        that names an address which was not told, or no room.
+
+        ``request``: the HTTP request; None: it came another way, and so without a key.
+        """
+        try:
+            self._check_origin(obj, request)
+            self._check_legs(obj)
+        except RefusedLegError as refused:
+            if getattr(obj, "stream", False):
+                raise RefusedStreamError(HTTPStatus(refused.status_code), str(refused)) from None
+            raise
+
+    def is_from_router(self, request: Any) -> bool:
+        """Whether a request may say what only routers may say; ``request`` as in ``check_request``."""
+        return self._keys.admits(None if request is None else request.headers.get(ROUTER_KEY_HEADER))
+
+    def _check_origin(self, obj: Any, request: Any) -> None:
+        reserved = find_reserved(obj)
+        if reserved is not None and not self.is_from_router(request):
+            raise RefusedLegError(HTTPStatus.BAD_REQUEST, describe_reserved(reserved))
+
+    def _check_legs(self, obj: Any) -> None:
+        hosts = getattr(obj, "bootstrap_host", None)
+        if hosts is None:
+            return
+        ports, rooms = getattr(obj, "bootstrap_port", None), getattr(obj, "bootstrap_room", None)
+        count = len(hosts) if isinstance(hosts, list) else 1
+        for host, port, room in zip(_spread(hosts, count), _spread(ports, count), _spread(rooms, count), strict=True):
+            try:
+                kind = self.book.kind_of(host, port)
+            except UntoldPeerError as error:
+                raise RefusedLegError(HTTPStatus.CONFLICT, str(error)) from None
+            if kind is not LegKind.WHOLE and (room is None or room < 0):
+                raise RefusedLegError(HTTPStatus.BAD_REQUEST, "a leg needs a bootstrap_room that is not negative")
+
+    def take_peers(self, body: Any) -> PlaPeers:
+        """Remember what was told; the message for the schedulers, which need no key. Raises ConfigError."""
+        rest, key = split_key(body)
+        told = parse_told(rest)
+        self.book.tell(told)
+        if key is not None:
+            self._keys.add_key(key)
+        return PlaPeers(told=told)
+
+
+def _spread(values: Any, count: int) -> list[Any]:
+    if not isinstance(values, list):
+        return [values] * count
+    if len(values) != count:
+        raise RefusedLegError(
+            HTTPStatus.BAD_REQUEST, "bootstrap_host, bootstrap_port and bootstrap_room differ in length"
+        )
+    return values
+
+
+def add_routes(front: Front) -> None:
+    """``GET`` and ``POST /pla/peers``."""
+    from fastapi import Request
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    from pla_sglang.engine import routes
+
+    async def read_peers() -> Any:
+        [state] = await routes.read_states()
+        return routes.json_answer({"peers": state["stateless"]["peers"]})
+
+    async def post_peers(request: Request) -> Any:
+        try:
+            message = front.take_peers(await routes.body_of(request))
+        except ConfigError as error:
+            return routes.refuse_change(error)
+        await http_server._global_state.tokenizer_manager._async_dispatch_to_scheduler(message)
+        return await read_peers()
+
+    post_peers.__annotations__["request"] = Request
+    for method, route in (("GET", read_peers), ("POST", post_peers)):
+        route.__annotations__.pop("return", None)
+        guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(route)
+        http_server.app.add_api_route("/pla/peers", guarded, methods=[method])

@@ -1,0 +1,220 @@
+"""What both ends ask of SGLang's functions. Imports are made when called: the ends are tested without the host."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+
+class Outcome(enum.Enum):
+    """Of a transfer, as all ranks see it."""
+
+    OPEN = "open"
+    ASKED = "asked"  # open; the receiver has said where the KV goes, and nothing was sent yet
+    DONE = "done"
+    FAILED = "failed"
+
+
+def poll_senders(scheduler: Any, senders: Sequence[Any]) -> list[Outcome]:
+    """How far each sender is; every rank gets the same answer."""
+    from sglang.srt.disaggregation.base import KVPoll
+    from sglang.srt.disaggregation.utils import poll_and_all_reduce_attn_cp_tp_group
+
+    meaning = {
+        KVPoll.Failed: Outcome.FAILED,
+        KVPoll.Success: Outcome.DONE,
+        KVPoll.WaitingForInput: Outcome.ASKED,
+    }
+    polls = poll_and_all_reduce_attn_cp_tp_group(senders, scheduler.attn_cp_cpu_group, scheduler.attn_tp_cpu_group)
+    return [meaning.get(poll, Outcome.OPEN) for poll in polls]
+
+
+def mark_failed(manager: Any, room: int) -> None:
+    """From now on workers of the sender ``manager`` skip chunks of ``room``."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    manager.request_status[room] = KVPoll.Failed
+
+
+def has_failed(manager: Any, room: int) -> bool:
+    """Whether the sender ``manager`` knows ``room`` as failed."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    return bool(manager.request_status.get(room) == KVPoll.Failed)
+
+
+def tcp_address(host: str, port: int) -> tuple[str, bool]:
+    """Endpoint of a socket, and whether it is IPv6."""
+    from sglang.srt.utils.network import NetworkAddress
+
+    address = NetworkAddress(host, port)
+    return address.to_tcp(), address.is_ipv6
+
+
+def release_kv(scheduler: Any, req: Any, *, keep_prefix: bool = True) -> None:
+    """Free the KV and the row of ``req``; with ``keep_prefix`` the radix cache keeps what it can."""
+    from sglang.srt.mem_cache.common import release_kv_cache
+
+    release_kv_cache(req, scheduler.tree_cache, is_insert=keep_prefix)
+
+
+def free_metadata(scheduler: Any, req: Any) -> None:
+    """Free the sending end's metadata buffer of ``req``, if it has one."""
+    from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer
+
+    maybe_release_metadata_buffer(req, scheduler.req_to_metadata_buffer_idx_allocator)
+
+
+def end_sent(scheduler: Any, req: Any) -> None:
+    """Answer a prefill leg whose KV is gone, as a prefill instance does."""
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+    req.finished_reason = FINISH_LENGTH(length=0)
+    req.time_stats.set_prefill_kv_transfer_finish_time()
+    req.time_stats.set_completion_time()
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def end_finished(scheduler: Any, req: Any) -> None:
+    """Answer a request that holds nothing and has ended."""
+    req.time_stats.set_quick_finish_time()
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+class Moved:
+    """Why a request ends here that goes on at another instance; one of the host's finish reasons by its shape."""
+
+    def to_json(self) -> dict[str, str]:
+        return {"type": "pla_moved"}
+
+
+def end_moved(scheduler: Any, req: Any) -> None:
+    """End the stream of a request that goes on elsewhere."""
+    req.finished_reason = Moved()
+    req.time_stats.set_completion_time()
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def holds_back_text(req: Any) -> bool:
+    """Whether the end of a stream's text is kept from its client, as it may be the beginning of a stop string."""
+    return bool(req.stream and req.check_match_stop_str_prefix())
+
+
+def show_all_tokens(scheduler: Any, req: Any) -> None:
+    """Stream what the interval between two outputs of ``req`` has kept back."""
+    if not req.stream or req.send_token_offset >= len(req.output_ids):
+        return
+    params = req.sampling_params
+    interval, params.stream_interval = params.stream_interval, 1
+    try:
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+    finally:
+        params.stream_interval = interval
+
+
+def finish_with_next_step(req: Any) -> None:
+    """Abort a request whose last step is under way: the host ends it when it processes that."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.to_finish = FINISH_ABORT()
+
+
+def end_with_error(scheduler: Any, req: Any, reason: str, status: HTTPStatus) -> None:
+    """Answer a request that has not ended with an error."""
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    prepare_abort(req, reason, status_code=status)
+    scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def end_aborted(scheduler: Any, req: Any, reason: str) -> None:
+    """Answer a request that its client has aborted, as the host does for one in its queue."""
+    from sglang.srt.disaggregation.utils import prepare_abort
+    from sglang.srt.managers.io_struct import AbortReq
+
+    prepare_abort(req, reason)
+    scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+
+
+def send_hop_answers(scheduler: Any, ticket: int, answers: list[Any]) -> None:
+    """To the process of HTTP; ranks other than the first have no socket and send nothing."""
+    from pla_sglang.engine.hops.message import PlaHopAnswers
+
+    message = PlaHopAnswers(ticket=ticket, answers=answers)
+    scheduler.ipc_channels.send_to_tokenizer.send_output(message, message)
+
+
+def has_run_too_long(req: Any) -> bool:
+    """By SGLang's time-out of running requests, and this rank's clock."""
+    _, running_s = timeouts_s()
+    return running_s is not None and 0 < req.time_stats.forward_entry_time < time.perf_counter() - running_s
+
+
+def lacks_memory(scheduler: Any, running_batch: Any) -> bool:
+    """Whether the next step of ``running_batch`` needs more pages than are free or can be evicted."""
+    free_tokens = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+    return bool(running_batch.new_tokens_required_next_decode() > free_tokens)
+
+
+def build_received_batch(scheduler: Any, reqs: Sequence[Any]) -> Any:
+    """A batch of requests whose KV and first token are here, ready to be merged into the running one."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    batch = ScheduleBatch.init_new(
+        list(reqs),
+        scheduler.req_to_token_pool,
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.model_config,
+        scheduler.enable_overlap,
+        scheduler.spec_algorithm,
+    )
+    batch.prepare_for_prebuilt()
+    batch.process_prebuilt(scheduler.server_args, scheduler.future_map)
+    return batch
+
+
+def all_ranks_agree(scheduler: Any, flags: Sequence[bool]) -> Sequence[bool]:
+    """True where every rank of this instance says so; ``flags`` is as long on each."""
+    if scheduler.ps.tp_size == 1:
+        return flags
+    import torch
+    import torch.distributed as dist
+
+    votes = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=scheduler.attn_tp_cpu_group)
+    return [bool(vote) for vote in votes.tolist()]
+
+
+def timeouts_s() -> tuple[float | None, float | None]:
+    """SGLang's time-outs of requests that wait and that run; None: there is none."""
+    from sglang.srt.environ import envs
+
+    waiting_s, running_s = envs.SGLANG_REQ_WAITING_TIMEOUT.get(), envs.SGLANG_REQ_RUNNING_TIMEOUT.get()
+    return (waiting_s if waiting_s > 0 else None), (running_s if running_s > 0 else None)
+
+
+def class_of_receivers(scheduler: Any) -> Any:
+    """The host's receiver of the transfer backend in use."""
+    from sglang.srt.disaggregation.utils import KVClassType, get_kv_class
+
+    return get_kv_class(scheduler.transfer_backend, KVClassType.RECEIVER)
+
+
+def start_bootstrap_server(server_args: Any) -> Any:
+    """In the main process, where a prefill instance has it."""
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    backend = TransferBackend(server_args.disaggregation_transfer_backend)
+    server_class = get_kv_class(backend, KVClassType.BOOTSTRAP_SERVER)
+    return server_class(host=server_args.host, port=server_args.disaggregation_bootstrap_port)
+
+
+def longest_answer_tokens() -> int:
+    """More answer tokens than these the host does not expect of anybody when it admits prefills."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    return int(CLIP_MAX_NEW_TOKENS)

@@ -1,0 +1,174 @@
+"""The instances that this one may exchange KV with. Nobody else is ever connected to.
+
+The router tells each instance its own address and its peers. A peer is known by its address; its *incarnation* says
+which process listens there. Told with another incarnation, what was cached of the old process is dropped at once.
+Pure but for the lock: warming threads report here, and the scheduler thread reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from pla_sglang.engine.request_rows import RowsWanted, parse_rows
+from pla_sglang.engine.stateless.legs import LegKind
+from pla_sglang.errors import ConfigError, PlaError
+
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+EVERY_ADDRESS = frozenset({"", "0.0.0.0", "::"})
+
+Address = tuple[str, int]
+
+
+class UntoldPeerError(PlaError):
+    """A leg names an address that is neither this instance's nor a told peer's, or a peer that does not fit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Peer:
+    """One instance as the router names it; ``bootstrap_port`` is where it can be asked for KV."""
+
+    name: str
+    host: str
+    bootstrap_port: int
+    incarnation: str = ""
+
+    @property
+    def address(self) -> Address:
+        return self.host, self.bootstrap_port
+
+
+class PeerState(enum.Enum):
+    WARMING = "warming"
+    READY = "ready"
+    SILENT = "silent"  # does not answer; asked on
+    MISFIT = "misfit"  # answers and cannot be paired with; not asked again
+
+
+FAILED = frozenset({PeerState.SILENT, PeerState.MISFIT})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """What a router says: who this instance is (None: as before), all its peers, and which rows of running requests it
+    wants in load reports (None: none)."""
+
+    own: Peer | None
+    peers: tuple[Peer, ...]
+    rows: RowsWanted | None = None
+
+
+def parse_told(body: Any) -> Told:
+    """The body of ``POST /pla/peers``. Raises ConfigError."""
+    if not isinstance(body, Mapping) or not set(body) <= {"self", "peers", "rows"} or "peers" not in body:
+        raise ConfigError('expected {"self": {...}, "peers": [...], "rows": {...}}')
+    if not isinstance(body["peers"], list):
+        raise ConfigError(f"peers {body['peers']!r} is not valid; allowed: a list of objects")
+    own = body.get("self")
+    told = Told(
+        None if own is None else _parse_peer(own, "self"),
+        tuple(_parse_peer(e, "peers") for e in body["peers"]),
+        parse_rows(body.get("rows")),
+    )
+    for what, values in (("name", [p.name for p in told.peers]), ("address", [p.address for p in told.peers])):
+        if len(set(values)) != len(values):
+            raise ConfigError(f"peers: two with the same {what}")
+    return told
+
+
+def _parse_peer(entry: Any, where: str) -> Peer:
+    fields = {"name": str, "host": str, "bootstrap_port": int, "incarnation": str}
+    if not isinstance(entry, Mapping) or not set(entry) <= set(fields):
+        raise ConfigError(f"{where}: expected objects with {', '.join(fields)}")
+    for key, kind in fields.items():
+        value = entry.get(key, "" if key == "incarnation" else None)
+        if not isinstance(value, kind) or isinstance(value, bool) or (key != "incarnation" and not value):
+            raise ConfigError(f"{where}: {key} {value!r} is not valid; allowed: a {kind.__name__} that is not empty")
+    if not 1 <= entry["bootstrap_port"] <= 65535:
+        raise ConfigError(f"{where}: bootstrap_port {entry['bootstrap_port']} is out of range; allowed: 1 to 65535")
+    return Peer(entry["name"], entry["host"], entry["bootstrap_port"], entry.get("incarnation", ""))
+
+
+class PeerBook:
+    """Who was told, and how far each is warmed.
+
+    Args:
+        host: where this instance's HTTP server listens.
+        bootstrap_port: its own.
+    """
+
+    def __init__(self, host: str, bootstrap_port: int) -> None:
+        hosts = LOOPBACK | ({host} - EVERY_ADDRESS)
+        self._lock = threading.Lock()
+        self._default = frozenset((name, bootstrap_port) for name in hosts)
+        self._own = self._default
+        self._peers: dict[Address, Peer] = {}
+        self._states: dict[Address, tuple[PeerState, str]] = {}
+
+    def tell(self, told: Told) -> tuple[list[Peer], list[Peer]]:
+        """Takes over a whole new list: peers that are gone (or are another process now), and those to warm."""
+        with self._lock:
+            if told.own is not None:
+                self._own = self._default | {told.own.address}
+            before = self._peers
+            self._peers = {peer.address: peer for peer in told.peers if peer.address not in self._own}
+            gone = [peer for address, peer in before.items() if self._peers.get(address) != peer]
+            new = [peer for address, peer in self._peers.items() if before.get(address) != peer]
+            for peer in gone:
+                self._states.pop(peer.address, None)
+            for peer in new:
+                self._states[peer.address] = (PeerState.WARMING, "")
+            return gone, new
+
+    def kind_of(self, host: str | None, port: int | None) -> LegKind:
+        """What a request with this bootstrap address wants here. Raises UntoldPeerError."""
+        if host is None:
+            return LegKind.WHOLE
+        with self._lock:
+            if (host, port) in self._own:
+                return LegKind.PREFILL
+            if (host, port) in self._peers:
+                return LegKind.DECODE
+        raise UntoldPeerError(f"bootstrap address {host}:{port} is neither this instance's own nor that of a told peer")
+
+    def is_current(self, peer: Peer) -> bool:
+        """Whether this very process is still what was told last."""
+        with self._lock:
+            return self._peers.get(peer.address) == peer
+
+    def at(self, host: str, port: int) -> Peer | None:
+        with self._lock:
+            return self._peers.get((host, port))
+
+    def ready_peers(self) -> list[Peer]:
+        with self._lock:
+            return [peer for address, peer in self._peers.items() if self._states[address][0] is PeerState.READY]
+
+    def set_state(self, peer: Peer, state: PeerState, reason: str = "") -> None:
+        """What a warming thread has reached; ignored for a peer that was replaced meanwhile."""
+        with self._lock:
+            if self._peers.get(peer.address) == peer:
+                self._states[peer.address] = (state, reason)
+
+    def state_of(self, host: str, port: int) -> tuple[PeerState, str] | None:
+        """State and reason; None for an address that was not told."""
+        with self._lock:
+            return self._states.get((host, port))
+
+    def count_states(self) -> Counter[PeerState]:
+        with self._lock:
+            return Counter(state for state, _ in self._states.values())
+
+    def to_dict(self) -> dict[str, str]:
+        """Name of each peer and "warming", "ready" or "failed: REASON"."""
+        with self._lock:
+            return {
+                peer.name: f"failed: {self._states[address][1]}"
+                if self._states[address][0] in FAILED
+                else self._states[address][0].value
+                for address, peer in self._peers.items()
+            }

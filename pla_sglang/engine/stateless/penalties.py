@@ -1,0 +1,80 @@
+"""Penalties count each token of an answer once, and at the same step, wherever and however the answer was computed.
+
+SGLang 0.5.17 counts before each decode step the token that it knows to be the last. With the overlap schedule that is
+the one before the token under way (before the first step: the last of the prompt), so each token is counted one step
+late. But when a prefill of others runs between two decode steps, the token under way is known too: it is counted at
+once, and again in the next step. Here the token that is due follows from how much KV is committed, and is the same with
+and without others.
+
+The host also begins anew whenever it builds a batch: a request that was retracted, or that came with a part of its
+answer, would be penalised for nothing of it. What an undisturbed request would have been counted is counted again then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+_KINDS = ("frequency", "presence", "repetition")
+
+
+def find_due_token(req: Any, *, overlap: bool) -> int:
+    """What is to be counted before the next decode step of ``req``."""
+    place = req.kv_committed_len - int(overlap) - len(req.origin_input_ids)
+    if place < 0:
+        return int(req.origin_input_ids[place])
+    return int(req.output_ids[min(place, len(req.output_ids) - 1)])
+
+
+def count_due_tokens(original: Callable[[Any], None], batch: Any) -> None:
+    """In place of the host's ``cumulate_penalty_output_tokens``, which is left to count where it counts the same."""
+    due = [find_due_token(req, overlap=batch.enable_overlap) for req in batch.reqs]
+    if due == [(req.output_ids or req.origin_input_ids)[-1] for req in batch.reqs]:
+        original(batch)
+        return
+    import torch
+
+    tokens = torch.tensor(due, dtype=torch.int64).to(batch.device, non_blocking=True)
+    batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(tokens)
+
+
+def count_again(batch: Any, *, steps_under_way: int) -> None:
+    """For a batch that was just built: what its requests had been counted before.
+
+    Args:
+        steps_under_way: 1 for a batch whose pass samples the next token, 0 for one that decodes afterwards, as that
+            decode step counts by itself.
+    """
+    orchestrator = batch.sampling_info.penalizer_orchestrator
+    if not orchestrator.is_required:
+        return
+    for row, req in enumerate(batch.reqs):
+        steps = len(req.output_ids) - 1 + steps_under_way
+        if steps > 0:
+            late = [req.origin_input_ids[-1]] if batch.enable_overlap else []
+            _count(orchestrator, row, [*late, *req.output_ids][:steps])
+
+
+def _count(orchestrator: Any, row: int, tokens: Sequence[int]) -> None:
+    import torch
+
+    places = torch.tensor(tokens, dtype=torch.int64, device=orchestrator.device)
+    for kind, counts, weights in _tables(orchestrator):
+        if kind == "frequency":
+            counts[row].index_add_(0, places, weights[row].expand(len(tokens)))
+        else:
+            counts[row, places] = weights[row, 0]
+    for penalizer in orchestrator.penalizers.values():
+        if penalizer.is_prepared() and hasattr(penalizer, "len_output_tokens"):  # the least length of an answer
+            penalizer.len_output_tokens[row] += len(tokens)
+
+
+def _tables(orchestrator: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Kind, counted penalties ``[requests, vocabulary]`` and weights ``[requests, 1]`` of each penalizer in use."""
+    for penalizer in orchestrator.penalizers.values():
+        if not penalizer.is_prepared():
+            continue
+        for kind in _KINDS:
+            counts = getattr(penalizer, f"cumulated_{kind}_penalties", None)
+            if counts is not None:
+                yield kind, counts, getattr(penalizer, f"{kind}_penalties")

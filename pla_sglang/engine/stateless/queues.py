@@ -1,0 +1,142 @@
+"""The host's three PD queues with the budgets and the ownership of a stateless instance.
+
+Subclasses of SGLang 0.5.17's: what they override is named in docs/stateless.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
+from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+
+from pla_sglang.engine.stateless.peers import FAILED, PeerBook, PeerState
+from pla_sglang.engine.stateless.warming import Warmer
+
+
+class SendQueue(PrefillBootstrapQueue):
+    """Prefill legs before their decode leg has said where the KV goes.
+
+    ``may_start``: whether one more may take KV now; it waits in this queue until then.
+    """
+
+    may_start: Callable[[Any], bool]
+
+    def ensure_metadata_buffer(self, req: Any) -> bool:
+        return req.metadata_buffer_index >= 0 or (self.may_start(req) and self.take_metadata_buffer(req))
+
+    def take_metadata_buffer(self, req: Any) -> bool:
+        """Whatever legs hold: the KV of a held request is counted elsewhere."""
+        return bool(super().ensure_metadata_buffer(req))
+
+
+class ReceiveQueue(DecodePreallocQueue):
+    """Decode legs before memory is reserved for their KV.
+
+    Attributes:
+        book, warmer: who may be received from, and what is known of them.
+        held_tokens, held_requests: what transfers and ready requests hold, those of the present call excluded.
+        count_set_aside: requests that are held here and may go on.
+        cap_tokens, cap_requests: what the receiving end may hold; one request alone may exceed the first.
+    """
+
+    book: PeerBook
+    warmer: Warmer
+    held_tokens: Callable[[], int]
+    held_requests: Callable[[], int]
+    count_set_aside: Callable[[], int] = staticmethod(lambda: 0)
+    cap_tokens: int
+    cap_requests: int
+    queue: list[Any]
+    _fresh_tokens = 0
+    _fresh_requests = 0
+
+    def pop_preallocated(self, *args: Any, **kwargs: Any) -> Any:
+        self._fresh_tokens = self._fresh_requests = 0
+        for entry in self.queue:
+            entry.pla_since_s = getattr(entry, "pla_since_s", None) or time.monotonic()
+        return super().pop_preallocated(*args, **kwargs)
+
+    def _update_handshake_waiters(self, *args: Any, **kwargs: Any) -> None:
+        """As the host's, which answers every failure with 500."""
+        super()._update_handshake_waiters(*args, **kwargs)
+        for entry in self.queue:
+            status = getattr(entry, "pla_status", None)
+            if status is not None and entry.req.finished():
+                entry.req.finished_reason.status_code = status
+
+    def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
+        indices = super()._pre_alloc(req, *args, **kwargs)
+        self._fresh_tokens += len(req.origin_input_ids) + len(req.output_ids)
+        self._fresh_requests += 1
+        return indices
+
+    def _active_req_count(self, extra_reserved_reqs: int = 0) -> int:
+        """Requests that grow token by token. The host counts the waiting queue too: here prefills wait in it."""
+        growing = len(self.scheduler.running_batch.reqs) + self.held_requests() + self.count_set_aside()
+        return growing + extra_reserved_reqs
+
+    def _allocatable_token_budgets(self, *args: Any, **kwargs: Any) -> int:
+        """As the host's, less what a prefill under way still needs, and never over the cap of this end."""
+        budget = int(super()._allocatable_token_budgets(*args, **kwargs))
+        chunk = self.scheduler.chunked_req
+        if chunk is not None and chunk.extend_range is not None:
+            page = self.token_to_kv_pool_allocator.page_size
+            budget -= max(0, len(chunk.origin_input_ids) - chunk.extend_range.end) + page
+        requests = self.held_requests() + self._fresh_requests
+        if requests >= self.cap_requests:
+            return -1
+        if requests:
+            budget = min(budget, self.cap_tokens - self.held_tokens() - self._fresh_tokens)
+        return budget
+
+    def _resolve_prefill_dp_rank(self, req: Any) -> int | None:
+        """0 where the peer is connected to already: then a receiver asks nobody. Else it waits for the warming."""
+        return 0 if self.warmer.is_warm(req.bootstrap_host, req.bootstrap_port) else None
+
+    def _ensure_prefill_info(self, addr_to_reqs: dict[str, list[Any]]) -> tuple[dict[str, list[Any]], list[Any]]:
+        """Never asks the network: legs of peers that are still warmed wait, those of failed ones end."""
+        ready: dict[str, list[Any]] = {}
+        waiting: list[Any] = []
+        for address, entries in addr_to_reqs.items():
+            req = entries[0].req
+            if self.warmer.is_warm(req.bootstrap_host, req.bootstrap_port):
+                ready[address] = entries
+                continue
+            peer = self.book.at(req.bootstrap_host, req.bootstrap_port)
+            state = self.book.state_of(req.bootstrap_host, req.bootstrap_port)
+            if peer is None or state is None or state[0] in FAILED:
+                silent = state is not None and state[0] is PeerState.SILENT
+                reason = "it is not told any more" if state is None else state[1]
+                for entry in entries:
+                    entry.pla_status = HTTPStatus.SERVICE_UNAVAILABLE if silent else HTTPStatus.CONFLICT
+                    entry.kv_receiver.abort()
+                    self.kv_manager.record_failure(entry.req.bootstrap_room, f"peer at {address}: {reason}")
+                continue
+            self.warmer.warm(peer)  # a connection that was lost meanwhile
+            waiting += entries
+        return ready, waiting
+
+
+class TransferQueue(DecodeTransferQueue):
+    """Decode legs whose KV is on its way. Failed ones are not freed here: they are handed out with their pages."""
+
+    queue: list[Any]
+    _failed: tuple[Any, ...] = ()
+
+    def _poll_with_metadata_gate(self) -> list[int]:
+        polls = super()._poll_with_metadata_gate()
+        self._failed = tuple(entry for entry, poll in zip(self.queue, polls, strict=True) if poll == int(KVPoll.Failed))
+        return [int(KVPoll.Transferring) if poll == int(KVPoll.Failed) else poll for poll in polls]
+
+    def take_failed(self) -> tuple[Any, ...]:
+        """Entries that the last poll found failed, all ranks agreeing. They leave the queue; the caller owns them."""
+        failed, self._failed = self._failed, ()
+        gone = {id(entry) for entry in failed}
+        if failed:
+            self.queue = [entry for entry in self.queue if id(entry) not in gone]
+        return failed

@@ -1,0 +1,183 @@
+"""The receiving end: decode legs, until they join the running batch. From then on they are requests like any other."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from pla_sglang.engine.hops.beginning import came_with_its_kv
+from pla_sglang.engine.hops.pulls import announce_pull
+from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.admission import admit_received
+from pla_sglang.engine.stateless.fence import Acknowledged
+from pla_sglang.engine.stateless.legs import goes_on
+from pla_sglang.engine.stateless.peers import Peer, PeerBook
+from pla_sglang.engine.stateless.quarantine import Quarantine
+
+logger = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Owned by the scheduler thread.
+
+    Args:
+        queue: legs without memory yet (queues.ReceiveQueue).
+        transfers: legs whose KV is on its way (queues.TransferQueue).
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        queue: Any,
+        transfers: Any,
+        *,
+        quarantine: Quarantine,
+        book: PeerBook,
+        acknowledged: Acknowledged,
+    ) -> None:
+        self._scheduler = scheduler
+        self._queue = queue
+        self._transfers = transfers
+        self._quarantine = quarantine
+        self._book = book
+        self._acknowledged = acknowledged
+        self.ready: list[Any] = []  # KV is here; owned by this list until they are admitted
+        self.received = self.failed = self.pulled = 0
+        queue.held_tokens = self.count_held_tokens
+        queue.held_requests = self.count_held
+
+    def add(self, req: Any) -> None:
+        """A request whose KV another instance computes."""
+        self._queue.add(req)
+        if not req.finished():  # too long for the pool: answered
+            req.time_stats.set_decode_prealloc_queue_entry_time()
+
+    def forget(self, req: Any) -> None:
+        """A request that could not be taken over: it holds nothing."""
+        self._queue.queue = [entry for entry in self._queue.queue if entry.req is not req]
+        self._queue.pending_reqs = [entry for entry in self._queue.pending_reqs if entry.req is not req]
+
+    def count_held(self) -> int:
+        """Requests that hold memory here and do not run yet."""
+        return len(self._transfers.queue) + len(self.ready)
+
+    def count_held_tokens(self) -> int:
+        """KV tokens of these."""
+        return sum(map(_count_tokens, self.requests_with_memory()))
+
+    def requests_with_memory(self) -> list[Any]:
+        """They will want memory for each further token, and the host does not know of them."""
+        return [*(entry.req for entry in self._transfers.queue), *self.ready]
+
+    def pump(self) -> None:
+        """One step of every leg: connect, reserve memory, watch the transfer."""
+        if self._queue.queue:
+            started, failed = self._queue.pop_preallocated()
+            for entry in started:
+                if goes_on(entry.req):
+                    announce_pull(entry.kv_receiver)
+            self._transfers.extend(started)
+            self.failed += len(failed)
+        if self._transfers.queue:
+            for entry in self._transfers.queue:
+                if self._acknowledged.is_refused(entry.req.bootstrap_room):
+                    entry.kv_receiver.abort()
+            done = self._transfers.pop_transferred()
+            self._end_mismatched([req for req in done if not came_with_its_kv(req)])
+            done = [req for req in done if not req.finished()]
+            self.ready += done
+            self.received += len(done)
+            self.pulled += sum(map(goes_on, done))
+            for entry in self._transfers.take_failed():
+                self._fail(entry)
+
+    def admit(self, running_batch: Any) -> Any:
+        """The running batch with as many of the ready requests as it has places for."""
+        places = self._scheduler.max_running_requests - len(running_batch.reqs)
+        if not self.ready or places <= 0:
+            return running_batch
+        joining, self.ready = self.ready[:places], self.ready[places:]
+        return admit_received(self._scheduler, joining, running_batch)
+
+    # -- giving up ---------------------------------------------------------------------------------------------------
+
+    def abort(self, matches: Callable[[str], bool]) -> int:
+        """Client aborts: how many legs they meet. Those that hold a connection end when all ranks have seen it."""
+        met = [entry for entry in (*self._queue.queue, *self._transfers.queue) if matches(entry.req.rid)]
+        for entry in met:
+            entry.kv_receiver.abort()
+        over = [req for req in self.ready if matches(req.rid)]
+        self.ready = [req for req in self.ready if not matches(req.rid)]
+        for req in over:
+            self._drop_ready(req)
+        return len(met) + len(over)
+
+    def expire(self, before_s: float) -> None:
+        """Legs that have waited for memory or for their KV since before ``before_s``."""
+        for entry in (*self._queue.queue, *self._transfers.queue):
+            if getattr(entry, "pla_since_s", before_s) < before_s:
+                entry.kv_receiver.abort()
+
+    def _end_mismatched(self, reqs: list[Any]) -> None:
+        """The held request has gone on since its tokens were counted: its KV is not that of this answer."""
+        for req in reqs:
+            reason = f"the KV of room {req.bootstrap_room} is of another answer"
+            host.end_with_error(self._scheduler, req, reason, HTTPStatus.CONFLICT)
+            host.release_kv(self._scheduler, req, keep_prefix=False)
+            self.failed += 1
+
+    def _drop_ready(self, req: Any) -> None:
+        host.end_aborted(self._scheduler, req, "Aborted")
+        host.release_kv(self._scheduler, req, keep_prefix=False)
+        self.failed += 1
+
+    def _fail(self, entry: Any) -> None:
+        """Answer now; the pages stay until the sender is known to be through."""
+        req, receiver = entry.req, entry.kv_receiver
+        reason = f"Decode transfer failed for request {req.rid}"
+        try:
+            receiver.failure_exception()
+        except Exception as error:
+            reason += f": {error}"
+        logger.warning("pla_sglang: %s", reason)
+        receiver.abort()  # tells the sender, unless that was done
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        if self._acknowledged.is_refused(req.bootstrap_room):
+            status, reason = HTTPStatus.GONE, f"room {req.bootstrap_room} is not held at {receiver.bootstrap_addr}"
+        if not req.finished():
+            host.end_with_error(self._scheduler, req, reason, status)
+        self.failed += 1
+        peer = self._book.at(req.bootstrap_host, req.bootstrap_port)
+        self._quarantine.hold(
+            _count_tokens(req),
+            is_through=functools.partial(self._is_through, req.bootstrap_room, peer),
+            release=functools.partial(self._release, entry),
+            now_s=time.monotonic(),
+        )
+
+    def _is_through(self, room: int, peer: Peer | None) -> bool:
+        """The sender has said so, or its process is not there any more."""
+        return self._acknowledged.has(room) or (peer is not None and not self._book.is_current(peer))
+
+    def _release(self, entry: Any) -> None:
+        """The end of an entry that failed: pages, row, metadata buffer, and what the host's manager has of its room."""
+        room, slot, transfers = entry.req.bootstrap_room, entry.metadata_buffer_index, self._transfers
+        host.release_kv(self._scheduler, entry.req, keep_prefix=False)
+        transfers.metadata_buffers.bootstrap_room[slot] = (
+            0  # as the host does: the next owner must not see a stale room
+        )
+        transfers.req_to_metadata_buffer_idx_allocator.free(slot)
+        manager = self._queue.kv_manager
+        entry.kv_receiver.clear()
+        manager.transfer_statuses.pop(room, None)
+        manager.failure_records.pop(room, None)
+        manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(room)
+        self._acknowledged.forget(room)
+
+
+def _count_tokens(req: Any) -> int:
+    return len(req.origin_input_ids) + len(req.output_ids)

@@ -1,0 +1,1 @@
+"""What drivers and policies exchange: views, decisions, reasons, step times."""

@@ -1,0 +1,198 @@
+"""Input and output of a prefill policy.
+
+Views are mutable and slotted on purpose: the engine keeps one ``WaitingView`` per waiting request and refreshes two
+fields per pass, because building a thousand objects in every scheduling pass would cost more than the decision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class PrefillClass(enum.Enum):
+    """Side of the boundary on which a request's new tokens lie."""
+
+    SHORT = "short"
+    LONG = "long"
+
+
+class Action(enum.Enum):
+    """What the next prefill pass runs."""
+
+    SHORT = "short"  # only requests of the short class; a running long chunk stays parked
+    LONG = "long"  # one long advances by one chunk, or one long that fits a single pass overtakes it
+    HOLD = "hold"  # no prefill in this pass: decode runs, or the device waits
+
+
+class Ride(enum.Enum):
+    """Whether running decodes join a prefill pass, and why."""
+
+    TOGETHER = "together"  # they join: less device time than a decode step of their own
+    TOKEN_DEADLINE = "token_deadline"  # they join, and the pass was cut so that their next tokens are in time
+    LATE = "late"  # they join although their next token is late: no smaller pass would be in time
+    ALONE = "alone"  # they step alone after the pass: that is cheaper
+    NO_ROOM = "no_room"  # they step alone after the pass: there is no KV cache for their tokens beside it
+
+    @property
+    def joins(self) -> bool:
+        return self not in (Ride.ALONE, Ride.NO_ROOM)
+
+
+class Reason(enum.Enum):
+    """Reason of a pass decision. Every decision carries exactly one."""
+
+    # SHORT passes (AWD, PLA-Serve Algorithm 1)
+    DEPTH = "depth"  # target depth D reached
+    TOKENS = "tokens"  # the batch is full: token budget (M_s) or request slots
+    WINDOW = "window"  # the waiting window W, or the hard cap on the head's wait, is over
+    SLACK = "slack"  # the least slack of the batch is at or below sigma
+    BUCKET = "bucket"  # requests of another bucket of a grid of graphs wait for the next batch
+    NO_GAIN = "no_gain"  # waiting for one more request would cost more than it saves
+    QUEUE_END = "queue_end"  # nothing else waits that could fill the batch (DOPD Algorithm 1, line 10)
+    ORDER = "order"  # the next in the order of a baseline policy
+    RESUMED = "resumed"  # holds a retracted request: its user already sees a stream
+    # LONG passes
+    NO_SHORT = "no_short"  # no short is waiting
+    SHORT_HELD = "short_held"  # shorts are waiting for a fuller batch
+    SHORT_BLOCKED = "short_blocked"  # the short class could not run (KV cache, slots)
+    AGE = "age"  # a long is near its age bound and is owed device time
+    LOST_SHORT = "lost_short"  # only shorts are waiting that cannot be kept; this long can
+    LOST_LONG = "lost_long"  # the long that was next cannot be kept, this one can
+    URGENT = "urgent"  # by latest starts it is this long's turn, and only that order keeps all targets
+    PRIORITY = "priority"  # the long has a better priority than every short
+    # HOLD
+    DECODE_TURN = "decode_turn"  # running requests have waited long enough for their next token
+    TOKEN_DEADLINE = "token_deadline"  # they decode now, or their next token would be late
+    WAIT_FOR_DEPTH = "wait_for_depth"  # waiting pays, the expected gain is stated
+    WAIT_FOR_SLOT = "wait_for_slot"  # as above, for the one request that fills a captured graph's slots
+    KV_DRAIN = "kv_drain"  # an aged long, or the chunk under way, needs KV cache that running requests will free
+    KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected shorts
+    BLOCKED = "blocked"  # nothing that waits can run before memory or slots are freed
+    EMPTY = "empty"  # nothing waits
+
+
+@dataclasses.dataclass(slots=True)
+class WaitingView:
+    """One request waiting for its prefill. Times are on the clock that all ranks share.
+
+    Attributes:
+        rid: request id.
+        new_tokens: prompt (and replayed output) tokens that are not in the prefix cache.
+        history_tokens: tokens that are in the prefix cache (device and host).
+        arrival_s: when the engine first saw the request.
+        deadline_s: target time of the first token; None without a TTFT target.
+        priority_rank: 0 is the best priority among the waiting requests; equal for all without priorities.
+        resumed: retracted or preempted, so it has already been served tokens.
+        output_tokens: upper estimate of the KV tokens of its decode.
+        handle: the driver's own object for this request, not used by policies.
+        seen: reported to the policy as an arrival already.
+        aged_at_s, aged_stamp: cache of the long policy, valid for the stamp it was computed under.
+        latest_s, latest_stamp: likewise, when the prefill must begin to keep the target.
+    """
+
+    rid: str
+    new_tokens: int
+    history_tokens: int
+    arrival_s: float
+    deadline_s: float | None = None
+    priority_rank: int = 0
+    resumed: bool = False
+    output_tokens: int = 0
+    handle: object = None
+    seen: bool = False
+    aged_at_s: float = 0.0
+    aged_stamp: int = -1
+    latest_s: float = 0.0
+    latest_stamp: int = -1
+
+    def set_history(self, history_tokens: int) -> None:
+        """The prefix match has changed; the sum of new and history tokens has not."""
+        self.new_tokens += self.history_tokens - history_tokens
+        self.history_tokens = history_tokens
+        self.aged_stamp = self.latest_stamp = -1
+
+    @property
+    def footprint_tokens(self) -> int:
+        """KV tokens this request may come to hold beyond what is cached already."""
+        return self.new_tokens + self.output_tokens
+
+
+@dataclasses.dataclass(slots=True)
+class PassView:
+    """Snapshot for one scheduling pass.
+
+    ``waiting`` is in the host's order (priority, longest prefix match, ...), which policies keep within a class.
+
+    Attributes:
+        waiting: all waiting requests.
+        chunk: the long that has begun (parked between two of its chunks); None without one.
+        pass_budget_tokens: new tokens that one pass may hold.
+        slots: requests that may still be added to the running batch.
+        kv_free_tokens: KV tokens free or evictable, less what running requests are expected to add.
+        kv_room_tokens: KV tokens free or evictable now: what this pass can allocate at most.
+        running: requests that are decoding.
+        decode_wait_s: time since their last decode step; 0 without any.
+        decode_step_s: recent decode step time; 0: unknown.
+        can_ride: the host can let them join this pass.
+        context_tokens: KV tokens that they hold. With ``can_ride`` only, as the next two.
+        rider_tokens: KV tokens that their next tokens take.
+        token_slack_s: time until the first of them is due its next token, by its TPOT target; None: none has one.
+    """
+
+    waiting: list[WaitingView]
+    chunk: WaitingView | None
+    pass_budget_tokens: int
+    slots: int
+    kv_free_tokens: int
+    kv_room_tokens: int
+    running: int
+    decode_wait_s: float = 0.0
+    decode_step_s: float = 0.0
+    can_ride: bool = False
+    context_tokens: int = 0
+    rider_tokens: int = 0
+    token_slack_s: float | None = None
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class PassDecision:
+    """Answer for one pass.
+
+    Attributes:
+        action: what runs.
+        reason: why.
+        selected: SHORT: the requests to admit, in host order. LONG: the long to start or to let overtake, and others
+            that share its pass; empty when the running chunk continues. HOLD: empty.
+        chunk_tokens: LONG: new tokens this pass may take from the long; None: the whole rest in one pass. SHORT: None,
+            but with mixing allowed (an ablation) the token budget that the running chunk shares with the shorts.
+        park: a running chunk is parked in this pass.
+        release_s: HOLD: latest time of the next decision; None: at the next change.
+        expected_gain_s: HOLD for depth: request-seconds that waiting is expected to save.
+        ride: whether running requests join the pass and get their next token in it; None: as the host does by itself.
+    """
+
+    action: Action
+    reason: Reason
+    selected: tuple[WaitingView, ...] = ()
+    chunk_tokens: int | None = None
+    park: bool = False
+    release_s: float | None = None
+    expected_gain_s: float = 0.0
+    ride: Ride | None = None
+
+
+class EnginePolicy(Protocol):
+    """Decides the prefill passes of one engine. Policies that keep no statistics inherit the two reports."""
+
+    def on_arrival(self, view: WaitingView, now_s: float) -> None:
+        """A request was seen for the first time."""
+        return
+
+    def decide(self, view: PassView, now_s: float) -> PassDecision: ...
+
+    def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
+        """The pass that ``decision`` asked for admitted these requests."""
+        return

@@ -1,0 +1,331 @@
+"""The long class: which long advances, by how much, and when it may no longer be passed.
+
+PLA-Serve section 3.2 advances one long by fixed-size chunks C_l and says nothing of order, of the size under load, or
+of starvation. This module adds the three.
+
+**Order.** Least remaining new tokens as a soft key: the long with the least work goes first, because that minimises the
+mean; those within a factor of two count as equal, and the earliest of them goes first. A long that is under way is
+overtaken only by one that needs a single pass, for the host can hold one chunked request at a time.
+
+**Age bound.** A long that needs R seconds of device time must have half of the device (``share``) from
+``max_age - R / share`` after its arrival on to be done by ``max_age``. From then on it is *aged*: it runs whenever the
+aged longs have had less than their share since ageing began. Shorts keep the rest, so neither class can starve the
+other, and a permanent stream of shorts delays a long by at most ``max_age`` (for R up to ``share * max_age``; by
+``R / share`` beyond).
+
+**Chunk size.** A short that arrives during a chunk waits half of it on average; each further cut costs the long one
+more launch. With passing requests arriving at rate r, slowdown (wait over own service time) as the common measure, S_s
+and S_l the service times, n longs delayed, g seconds a launch and t seconds a token,
+
+    cost(C) = r * t * C / (2 * S_s) + n * g / (t * C * S_l)      is least at
+    C* = sqrt(2 * n * g * S_s / (r * t^2 * S_l))
+
+clipped from above by the configured chunk, which is also what is used when no short is expected, and from below by
+``chunk_min`` and by the ridge of the roofline (below it a smaller chunk is no faster). What is left of the long
+is then cut into *equal* pieces, as many as cost least: a first piece cut small for nothing leaves a small last one,
+and that is the dearest pass of all, as it reads the whole prompt again. There are never so many that the whole costs
+``overhead_max`` more than in the fewest possible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+
+from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.policy.interface.prefill import WaitingView
+from pla_sglang.policy.pla.awd import batch_step_s
+from pla_sglang.policy.pla.boundary import StepModel
+
+MOST_COMPANIONS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class LongKnobs:
+    """Knobs of the long class. Raises ValueError for a value that makes no sense.
+
+    Attributes:
+        max_age_s: a long gets its first token about this long after its arrival, however many shorts come.
+        lost_age_s: the same for requests with a TTFT target, where deadlines decide; None: they do not.
+        share: device share of aged longs.
+        margin: how much longer than predicted a long may take, for errors of the model and for decode steps between.
+        chunk_max_tokens: largest chunk; None: no chunking (one pass per long).
+        chunk_min_tokens: smallest chunk.
+        grid_tokens: the host cuts at multiples of this, as its KV pages or its backend want it.
+        overhead_max: speed that cutting into more pieces than necessary may cost a long.
+        least_remaining: order by remaining work; False: first come first served.
+    """
+
+    max_age_s: float = knob(10.0, allowed=Range(0, above=True))
+    lost_age_s: float | None = knob(None, allowed=Range(0, above=True))
+    share: float = knob(0.5, allowed=Range(0, 1, above=True))
+    margin: float = 1.0
+    chunk_max_tokens: int | None = knob(8192, allowed=Range(1))
+    chunk_min_tokens: int = knob(64, allowed=Range(1))
+    grid_tokens: int = knob(1, allowed=Range(1))
+    overhead_max: float = knob(0.08, allowed=Range(0, above=True))
+    least_remaining: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "long")
+
+    def age_bound_s(self, view: WaitingView) -> float:
+        """How long after its arrival ``view`` may be passed.
+
+        Where deadlines decide, a target protects its request until it is lost; what then made it early would be device
+        time taken from those that can still be kept.
+        """
+        if self.lost_age_s is None or view.deadline_s is None:
+            return self.max_age_s
+        return max(self.max_age_s, self.lost_age_s)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class LongPick:
+    """A long that could advance next.
+
+    Attributes:
+        view: the long.
+        running: it is the chunk under way.
+        overtakes: it runs whole in one pass while the chunk under way is parked.
+    """
+
+    view: WaitingView
+    running: bool
+    overtakes: bool
+
+
+def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
+    """When ``view`` becomes aged, in seconds on the shared clock."""
+    chunk = knobs.chunk_max_tokens or view.new_tokens
+    service_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
+    if knobs.chunk_max_tokens is not None:
+        service_s *= 1 + knobs.overhead_max  # what cutting it smaller may cost
+    return view.arrival_s + max(0.0, knobs.age_bound_s(view) - knobs.margin * service_s / knobs.share)
+
+
+class LongQueue:
+    """Chooses among the longs. Remembers when each becomes aged, as that is asked of every long in every pass."""
+
+    def __init__(self, knobs: LongKnobs, model: StepModel) -> None:
+        self.stamp = 0
+        self.set(knobs, model)
+
+    def set(self, knobs: LongKnobs, model: StepModel) -> None:
+        self.knobs = knobs
+        self.model = model
+        self.stamp += 1
+
+    def when_aged_s(self, view: WaitingView) -> float:
+        """``aged_at_s``, remembered in the view until knobs or model change."""
+        if view.aged_stamp != self.stamp:
+            view.aged_at_s = aged_at_s(view, self.model, self.knobs)
+            view.aged_stamp = self.stamp
+        return view.aged_at_s
+
+    def pick(
+        self,
+        longs: Sequence[WaitingView],
+        chunk: WaitingView | None,
+        now_s: float,
+        *,
+        shorts: bool,
+        budget_tokens: int,
+        chunk_lost: bool = False,
+    ) -> tuple[LongPick | None, LongPick | None]:
+        """Who advances by order, and who advances in the time that is set aside for aged longs; None for nobody.
+
+        ``longs`` are in host order. Only those of the best priority among them are considered. A chunk under way is
+        overtaken by those alone that one pass finishes and whose priority is no worse. It is aged, too, where an aged
+        long can only run after it.
+
+        Time is set aside for who is passed: by ``shorts`` that wait, or by smaller longs. Under overload longs of one
+        size are all aged, but served as they came; nobody passes them, and what is set aside is for the larger ones.
+        ``budget_tokens``: what one pass may hold; riding decodes can leave it less than the largest chunk.
+        ``chunk_lost``: the chunk under way gives way to whoever one pass finishes.
+        """
+        best = _Best(self.knobs.least_remaining)
+        if chunk is None:
+            best.scan(longs, self, now_s)
+            return _start(best.next), _start(best.passed(shorts))
+        limit = (self.knobs.chunk_max_tokens or 0) if chunk_lost else self._overtakes_up_to(chunk)
+        limit = min(limit, budget_tokens)  # the host holds one chunk: who does not fit the pass whole would be a second
+        best.scan([view for view in longs if view.new_tokens <= limit], self, now_s, chunk.priority_rank)
+        resumed = resume(chunk)
+        first = resumed if best.next is None else _overtake(best.next)
+        # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
+        chunk_aged = aged_at_s(chunk, self.model, self.knobs) <= now_s
+        passed = best.passed(shorts)
+        if passed is not None and (not chunk_aged or passed.arrival_s < chunk.arrival_s):
+            return first, _overtake(passed)
+        if chunk_aged or any(view.new_tokens > limit and self.when_aged_s(view) <= now_s for view in longs):
+            return first, resumed
+        return first, None
+
+    def _overtakes_up_to(self, chunk: WaitingView) -> int:
+        """New tokens of the longest that may overtake ``chunk``: one pass finishes it, and it has less work left."""
+        largest = self.knobs.chunk_max_tokens
+        return 0 if largest is None or not self.knobs.least_remaining else min(largest, chunk.new_tokens - 1)
+
+
+def by_order(view: WaitingView) -> tuple[int, float]:
+    """Least remaining first, the earliest of one size class.
+
+    Sizes within a factor of two are one class: who is only a little smaller has no claim to be earlier.
+    """
+    return view.new_tokens.bit_length(), view.arrival_s
+
+
+def resume(chunk: WaitingView) -> LongPick:
+    """The chunk under way goes on."""
+    return LongPick(chunk, running=True, overtakes=False)
+
+
+def _start(view: WaitingView | None) -> LongPick | None:
+    return None if view is None else LongPick(view, running=False, overtakes=False)
+
+
+def _overtake(view: WaitingView) -> LongPick:
+    return LongPick(view, running=False, overtakes=True)
+
+
+class _Best:
+    """Who is next by order, and who is passed by it, among the longs of the best priority."""
+
+    __slots__ = ("_aged", "_class", "_least", "next")
+
+    def __init__(self, least_remaining: bool) -> None:
+        self.next: WaitingView | None = None
+        self._least = least_remaining
+        self._class = 0  # size class of next
+        self._aged: dict[int, tuple[float, WaitingView]] = {}  # who aged first in each size class, and when
+
+    def scan(self, longs: Sequence[WaitingView], queue: LongQueue, now_s: float, worst_rank: int | None = None) -> None:
+        """On the hot path."""
+        rank, stamp, least, aged = worst_rank, queue.stamp, self._least, self._aged
+        first: WaitingView | None = None
+        first_size = 0
+        for view in longs:
+            if rank is not None and view.priority_rank > rank:
+                continue
+            size = view.new_tokens.bit_length()  # its size class, as in by_order
+            if first is None or view.priority_rank < first.priority_rank:
+                first, first_size, rank = view, size, view.priority_rank
+                aged.clear()
+            elif least and (size < first_size or (size == first_size and view.arrival_s < first.arrival_s)):
+                first, first_size = view, size
+            at_s = view.aged_at_s if view.aged_stamp == stamp else queue.when_aged_s(view)
+            if at_s <= now_s and (size not in aged or at_s < aged[size][0]):
+                aged[size] = (at_s, view)
+        self.next, self._class = first, first_size
+
+    def passed(self, shorts: bool) -> WaitingView | None:
+        """Who aged first of those that others pass. ``shorts``: some wait, which pass all of them."""
+        every = shorts or not self._least
+        aged = [one for size, one in self._aged.items() if every or size > self._class]
+        first = min(aged, key=lambda one: one[0])[1] if aged else None
+        return None if first is self.next and not shorts else first
+
+
+def companions(
+    pick: WaitingView,
+    longs: Sequence[WaitingView],
+    *,
+    budget_tokens: int,
+    slots: int,
+    model: StepModel,
+    knobs: LongKnobs,
+) -> tuple[WaitingView, ...]:
+    """Other longs that share the pass of ``pick``, where it and they fit one pass whole.
+
+    Alone in its pass a long gets its token soonest, so the paper's one long at a time is right while few wait. With
+    many waiting, what a shared pass saves shortens the wait of all behind: one more joins if that, times those behind
+    it, outweighs what it adds to the pass times those it delays.
+    """
+    if pick.new_tokens >= budget_tokens:
+        return ()
+    room = budget_tokens - pick.new_tokens
+    fitting = [
+        view
+        for view in longs
+        if view is not pick and view.new_tokens <= room and view.priority_rank <= pick.priority_rank
+    ]
+    if knobs.least_remaining:
+        fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=by_order)
+    taken: list[WaitingView] = []
+    pass_s = batch_step_s((pick,), model)
+    for view in fitting[:MOST_COMPANIONS]:
+        if view.new_tokens > room or len(taken) + 1 >= slots:
+            break
+        behind = len(longs) - 2 - len(taken)
+        joint_s = batch_step_s((pick, *taken, view), model)
+        saved_s = pass_s + batch_step_s((view,), model) - joint_s
+        if saved_s * behind <= (joint_s - pass_s) * (1 + len(taken)):
+            break
+        taken.append(view)
+        room -= view.new_tokens
+        pass_s = joint_s
+    return tuple(taken)
+
+
+def chunk_tokens(
+    view: WaitingView,
+    *,
+    longs: int,
+    passing_rate_per_s: float,
+    passing_tokens: float,
+    model: StepModel,
+    knobs: LongKnobs,
+) -> int | None:
+    """New tokens the next chunk of ``view`` may take, by the rule above; None where chunking is off.
+
+    Args:
+        longs: longs in the system, all of which a cut delays.
+        passing_rate_per_s: arrivals per second of requests that would pass between two chunks.
+        passing_tokens: their mean new tokens.
+    """
+    largest = knobs.chunk_max_tokens
+    if largest is None or passing_rate_per_s <= 0:
+        return largest
+    # Slope and launch of a chunk at the present history: the last tokens of a long prompt cost more than the first.
+    token_s = model.b_s + 2 * model.a_s * view.history_tokens
+    launch_s = model.k0_s + model.kr_s * view.history_tokens
+    if token_s <= 0:
+        return largest
+    # A chunk below the roofline's ridge is memory-bound: halving it would not make it shorter.
+    floor = max(float(knobs.chunk_min_tokens), model.ridge * model.crossing_tokens(view.history_tokens))
+    passing_s = max(model.step_s(passing_tokens, 0), 1e-9)
+    long_s = max(model.chunked_s(view.new_tokens, view.history_tokens, largest), passing_s)
+    best = math.sqrt(2 * longs * launch_s * passing_s / (passing_rate_per_s * token_s * token_s * long_s))
+    return _equal_pieces(view, best, int(floor), model, knobs)
+
+
+def _equal_pieces(view: WaitingView, best: float, smallest: int, model: StepModel, knobs: LongKnobs) -> int:
+    """What is left of ``view`` in equal pieces: near ``best``, not below ``smallest``, within ``overhead_max``."""
+    assert knobs.chunk_max_tokens is not None, "asked for a size where there are chunks"
+    grid, rest, history = knobs.grid_tokens, view.new_tokens, view.history_tokens
+    largest = max(grid, knobs.chunk_max_tokens // grid * grid)
+    fewest = -(-rest // largest)
+    limit_s = (1 + knobs.overhead_max) * model.chunked_s(rest, history, -(-rest // fewest))
+    # The time grows with the number of pieces: the most that are affordable, by bisection.
+    pieces, most = fewest, max(fewest, min(_cheapest_count(rest / max(best, 1.0)), rest // max(1, smallest)))
+    while pieces < most:
+        middle = (pieces + most + 1) // 2
+        if model.chunked_s(rest, history, -(-rest // middle)) <= limit_s:
+            pieces = middle
+        else:
+            most = middle - 1
+    if pieces == 1:
+        return knobs.chunk_max_tokens
+    piece = -(-rest // pieces // grid) * grid
+    return min(max(piece, knobs.chunk_min_tokens), largest)
+
+
+def _cheapest_count(ratio: float) -> int:
+    """Number of pieces at which the cost C + best² / C is least, for a rest of ``ratio`` times the best piece.
+
+    m pieces cost no more than m - 1 from ratio² = m · (m - 1) on.
+    """
+    return int((1 + math.sqrt(1 + 4 * ratio * ratio)) / 2)

@@ -1,0 +1,230 @@
+"""Whether running decodes join a prefill pass, and how much prefill a pass may hold for the sake of their next tokens.
+
+Long and short prefills never share a pass; running decodes join either. A pass with riding decodes costs
+
+    mixed(L, H, n, C) = max(step(L + n, H) + extra + rider*n + read*C, decode(n, C))
+    decode(n, C)      = base + request*n + read*C
+
+with L new and H history tokens of the prefills, n riding requests and C tokens of their context. Its riders take part
+in the linear layers, and their context is read besides; it is never faster than their decode step alone. ``extra`` is
+what it loses: a captured graph, for example.
+
+The rule, for a pass that was chosen without regard to decodes:
+
+1. The decodes join if that takes less device time than the pass and a decode step of their own (TOGETHER), else they
+   step alone after it (ALONE).
+2. The pass is cut until it ends, by the model and its error, before the first next-token deadline of those that run
+   (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last shorts of a batch wait. A chunk is not cut
+   below the crossing of the roofline, where it would be no faster, and shorts that must start now are kept.
+3. Where even that is too late (LATE), running requests that have sat out a pass decode first, alone (HOLD). After a
+   decode step it is the prefill's turn whatever it costs: targets that no pass can keep must not starve prefills.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, Ride, WaitingView
+from pla_sglang.policy.pla.boundary import StepModel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RideModel:
+    """Coefficients of the two formulas above, in seconds, and the relative error of the first.
+
+    ``error`` is the 99th percentile of measured over predicted, less 1; passes are planned to be so much longer.
+    """
+
+    base_s: float
+    request_s: float
+    read_s: float
+    extra_s: float = 0.0
+    rider_s: float = 0.0
+    error: float = 0.0
+
+    def decode_s(self, batch: int, context_tokens: float) -> float:
+        return self.base_s + self.request_s * batch + self.read_s * context_tokens
+
+    def added_s(self, riders: int, context_tokens: float) -> float:
+        """What riders add to a pass beside their tokens in the linear layers."""
+        return self.extra_s + self.rider_s * riders + self.read_s * context_tokens
+
+
+# About a 7B model on a Hopper GPU, until passes with riders were measured.
+START = RideModel(base_s=6e-3, request_s=1e-5, read_s=4e-8, error=0.25)
+
+
+def model_beside(step: StepModel, ride: RideModel, riders: int, context_tokens: float) -> StepModel:
+    """``step`` for passes that all of these join: each pass pays for them, so one more pass costs more than without."""
+    added_s = ride.added_s(riders, context_tokens)
+    memory_s = step.g0_s + step.gw_s * riders + added_s
+    return dataclasses.replace(
+        step,
+        g0_s=max(memory_s, ride.decode_s(riders, context_tokens)),
+        k0_s=step.k0_s + step.b_s * riders + added_s,
+    )
+
+
+class PassCost:
+    """What one pass beside the running requests of ``view`` takes, with and without them."""
+
+    def __init__(self, view: PassView, step: StepModel, ride: RideModel) -> None:
+        self._step = step
+        self._riders = view.running
+        self._added_s = ride.added_s(view.running, view.context_tokens)
+        self.decode_s = ride.decode_s(view.running, view.context_tokens)
+
+    def mixed_s(self, new: float, history: float, attention: float) -> float:
+        joint_s = self._step.step_s(new + self._riders, history, attention) + self._added_s
+        return max(joint_s, self.decode_s)
+
+    def apart_s(self, new: float, history: float, attention: float) -> float:
+        """The pass, and the decode step after it."""
+        return self._step.step_s(new, history, attention) + self.decode_s
+
+    def least_s(self, new: float, history: float, attention: float) -> float:
+        """Until the running requests have their next token, in the cheaper way."""
+        return min(self.mixed_s(new, history, attention), self.apart_s(new, history, attention))
+
+    def joins(self, new: float, history: float, attention: float) -> bool:
+        return self.mixed_s(new, history, attention) <= self.apart_s(new, history, attention)
+
+
+def plan_ride(
+    decision: PassDecision,
+    view: PassView,
+    step: StepModel,
+    ride: RideModel,
+    *,
+    now_s: float,
+    grid_tokens: int,
+) -> PassDecision:
+    """``decision``, SHORT or LONG, with the decodes that run joined or not, and cut for their next tokens.
+
+    A long that was to overtake the chunk under way gives way to it if whole it would be too late: it cannot be cut.
+    """
+    cost = PassCost(view, step, ride)
+    allowed_s = math.inf if view.token_slack_s is None else view.token_slack_s / (1 + ride.error)
+    if decision.action is Action.SHORT and decision.chunk_tokens is not None:
+        return dataclasses.replace(decision, ride=Ride.TOGETHER)  # the ablation that mixes classes mixes decodes too
+    if decision.action is Action.SHORT:
+        planned, fits = _cut_shorts(decision, cost, step, allowed_s, now_s)
+    else:
+        planned, fits = _cut_long(decision, view, cost, step, allowed_s, grid_tokens)
+    if not fits and view.decode_wait_s > 0:
+        return PassDecision(Action.HOLD, Reason.TOKEN_DEADLINE, release_s=now_s)
+    amounts = _amounts(planned, view)
+    pages = grid_tokens * max(1, len(planned.selected))  # the host allocates whole ones
+    if amounts[0] + view.rider_tokens + pages > view.kv_room_tokens:
+        return dataclasses.replace(planned, ride=Ride.NO_ROOM)
+    if not cost.joins(*amounts):
+        return dataclasses.replace(planned, ride=Ride.ALONE)
+    if not fits:
+        return dataclasses.replace(planned, ride=Ride.LATE)
+    cut = planned is not decision
+    return dataclasses.replace(planned, ride=Ride.TOKEN_DEADLINE if cut else Ride.TOGETHER)
+
+
+def _cut_shorts(
+    decision: PassDecision, cost: PassCost, step: StepModel, allowed_s: float, now_s: float
+) -> tuple[PassDecision, bool]:
+    """The first shorts of the batch that are done in time, and whether they are: one goes in any case."""
+    batch = decision.selected
+    if cost.least_s(*_sums(batch)) <= allowed_s:
+        return decision, True
+    count = new = history = attention = 0
+    for view in batch:
+        new += view.new_tokens
+        history += view.history_tokens
+        attention += view.new_tokens * (view.new_tokens + 2 * view.history_tokens)
+        if cost.least_s(new, history, attention) > allowed_s:
+            break
+        count += 1
+    urgent = max((place + 1 for place, view in enumerate(batch) if _must_start(view, step, now_s)), default=0)
+    taken = max(1, count, urgent)
+    fits = count > 0 or urgent > 0
+    return (decision if taken == len(batch) else dataclasses.replace(decision, selected=batch[:taken])), fits
+
+
+def _must_start(view: WaitingView, step: StepModel, now_s: float) -> bool:
+    """A pass later than the next would miss its target, which this one keeps."""
+    if view.deadline_s is None:
+        return False
+    pass_s = step.step_s(view.new_tokens, view.history_tokens)
+    return 0 <= view.deadline_s - now_s - pass_s <= pass_s
+
+
+def _cut_long(
+    decision: PassDecision, view: PassView, cost: PassCost, step: StepModel, allowed_s: float, grid_tokens: int
+) -> tuple[PassDecision, bool]:
+    """The pass without companions, or with a smaller chunk, and whether its end is in time."""
+    amounts = _amounts(decision, view)
+    if cost.least_s(*amounts) <= allowed_s:
+        return decision, True
+    if len(decision.selected) > 1 and not decision.park:
+        decision = dataclasses.replace(decision, selected=decision.selected[:1])
+        if cost.least_s(*_amounts(decision, view)) <= allowed_s:
+            return decision, True
+    room_tokens = view.pass_budget_tokens
+    if decision.park:
+        room_tokens = min(room_tokens, view.kv_room_tokens) // grid_tokens * grid_tokens
+        if room_tokens == 0:
+            return decision, False
+        decision = PassDecision(Action.LONG, decision.reason, chunk_tokens=room_tokens)
+    elif decision.chunk_tokens is None and not decision.selected:
+        return decision, False  # chunking is off
+    long = decision.selected[0] if decision.selected else view.chunk
+    assert long is not None, "a long pass has a long"
+    most = min(long.new_tokens, decision.chunk_tokens or long.new_tokens, room_tokens)
+    return _cut_chunk(decision, long, most, cost, step, allowed_s, grid_tokens)
+
+
+def _cut_chunk(
+    decision: PassDecision,
+    long: WaitingView,
+    most: int,
+    cost: PassCost,
+    step: StepModel,
+    allowed_s: float,
+    grid_tokens: int,
+) -> tuple[PassDecision, bool]:
+    history = long.history_tokens
+
+    def until_token_s(tokens: int) -> float:
+        return cost.least_s(tokens, history, tokens * (tokens + 2 * history))
+
+    if until_token_s(most) <= allowed_s:
+        return dataclasses.replace(decision, chunk_tokens=most), True
+    crossing = min(step.crossing_tokens(history), most)
+    low = max(1, -(-int(crossing) // grid_tokens))
+    high = max(low, most // grid_tokens)
+    if until_token_s(low * grid_tokens) > allowed_s:
+        return dataclasses.replace(decision, chunk_tokens=low * grid_tokens), False
+    while low < high:
+        middle = (low + high + 1) // 2
+        if until_token_s(middle * grid_tokens) <= allowed_s:
+            low = middle
+        else:
+            high = middle - 1
+    return dataclasses.replace(decision, chunk_tokens=low * grid_tokens), True
+
+
+def _amounts(decision: PassDecision, view: PassView) -> tuple[float, float, float]:
+    """New tokens, history and attention of the pass that ``decision`` asks for."""
+    if len(decision.selected) > 1 or (decision.action is Action.SHORT and decision.chunk_tokens is None):
+        return _sums(decision.selected)
+    long = decision.selected[0] if decision.selected else view.chunk
+    assert long is not None, "a long pass has a long"
+    new = min(long.new_tokens, decision.chunk_tokens or long.new_tokens)
+    return new, long.history_tokens, new * (new + 2 * long.history_tokens)
+
+
+def _sums(batch: Sequence[WaitingView]) -> tuple[float, float, float]:
+    new = history = attention = 0
+    for view in batch:
+        new += view.new_tokens
+        history += view.history_tokens
+        attention += view.new_tokens * (view.new_tokens + 2 * view.history_tokens)
+    return new, history, attention

@@ -1,0 +1,436 @@
+"""Temporal disaggregation on one instance (PLA-Serve section 3.2): long and short prefills never share a pass.
+
+Order of the rules in ``decide``, first match wins:
+
+0. running requests that have not stepped for ``decode_gap_s`` decode once (DECODE_TURN): SGLang prefers prefill to
+   decode, so without this rule a short's second token would wait for the longs that its first token has passed. Where
+   steps are so long that this would take more than ``decode_share`` of the device, the gap is longer;
+1. a long with a better priority than every waiting short advances (PRIORITY);
+2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, the others stop taking memory
+   until it fits (KV_DRAIN);
+3. where deadlines decide, a long that must go before shorts and smaller longs, and takes nobody's target (URGENT);
+   then shorts that are due run (AWD's reason);
+4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected shorts no memory
+   (KV_HEADROOM);
+5. shorts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED) or waits (EMPTY).
+
+Where the host can let running decodes join a pass, ``ride.py`` then says whether they do, and cuts the pass for the
+sake of their next tokens (TOKEN_DEADLINE).
+
+A class whose pass came back empty is *blocked* until memory or slots are freed, and the other class goes on. The one
+exception is KV_DRAIN: without it a stream of shorts would take every freed token and the aged long never fit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
+from pla_sglang.policy.pla.arrival_rate import ArrivalRate
+from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
+from pla_sglang.policy.pla.boundary import Boundary, StepModel
+from pla_sglang.policy.pla.deadlines import Deadlines
+from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, companions, resume
+from pla_sglang.policy.pla.ride import START, RideModel, model_beside, plan_ride
+
+
+@dataclasses.dataclass(frozen=True)
+class TemporalKnobs:
+    """Knobs of the whole policy.
+
+    Attributes:
+        boundary_tokens: fixed class boundary; None: from the step model.
+        awd, longs: knobs of the two classes.
+        boundary_cap_tokens: nothing above is short, whatever the boundary says (it would not fit one pass).
+        headroom_requests: typical shorts for which starting a long must leave KV cache.
+        decode_gap_s: running requests get a decode step at least this often while prefills go on; 0: only when no
+            prefill can run, as in SGLang.
+        decode_share: of the device, at most, for these steps.
+        mix: let due shorts share the pass with the running chunk (ablation; what newer stock SGLang does).
+        batch_timeout_s: of DOPD's batching alone (``policy/dopd/engine_policy.py``).
+    """
+
+    boundary_tokens: int | None = None
+    boundary_cap_tokens: int | None = None
+    awd: AwdKnobs = dataclasses.field(default_factory=AwdKnobs)
+    longs: LongKnobs = dataclasses.field(default_factory=LongKnobs)
+    headroom_requests: int = 4
+    decode_gap_s: float = 0.0
+    decode_share: float = 0.05
+    mix: bool = False
+    batch_timeout_s: float = 0.1
+
+
+@dataclasses.dataclass(slots=True)
+class _Blocked:
+    """A class whose last pass admitted nothing, and the state in which that happened."""
+
+    kv_free_tokens: int
+    slots: int
+    running: int
+
+    def still(self, view: PassView) -> bool:
+        """Nothing has been freed since, so trying again would fail again."""
+        return view.kv_free_tokens <= self.kv_free_tokens and view.slots <= self.slots and view.running >= self.running
+
+
+class TemporalPolicy:
+    """Decides each prefill pass of one engine. Pure: same calls, same answers, on every rank."""
+
+    def __init__(self, knobs: TemporalKnobs, model: StepModel, ride: RideModel = START) -> None:
+        self.knobs = knobs
+        self.model = model
+        self._pass_model = model
+        self.ride = ride
+        self.boundary = Boundary(fixed_tokens=knobs.boundary_tokens, cap_tokens=knobs.boundary_cap_tokens, model=model)
+        self.awd = Awd(knobs.awd)
+        self.longs = LongQueue(knobs.longs, model)
+        self.deadlines = Deadlines(knobs.longs, model)
+        self.short_rate = ArrivalRate()
+        self.passing_rate = ArrivalRate()
+        self._blocked: dict[PrefillClass, _Blocked] = {}
+        # Predicted device seconds of aged longs and of all others since some long became aged; None while none is.
+        self._aged_use_s: tuple[float, float] | None = None
+        self._aged: WaitingView | None = None  # the aged long of the last decision
+        self._footprint_tokens = 0.0
+
+    # -- what the engine reports -----------------------------------------------------------------------------------
+
+    def set_knobs(self, knobs: TemporalKnobs) -> None:
+        self.knobs = knobs
+        self.awd.set_knobs(knobs.awd)
+        self.longs.set(knobs.longs, self.model)
+        self.deadlines.set(knobs.longs, self.model)
+        self.boundary.set_fixed(knobs.boundary_tokens, self.model)
+
+    def set_model(self, model: StepModel) -> None:
+        self.model = model
+        self.boundary.update(model)
+        self.longs.set(self.knobs.longs, model)
+        self.deadlines.set(self.knobs.longs, model)
+
+    def set_ride(self, ride: RideModel) -> None:
+        self.ride = ride
+
+    def on_arrival(self, view: WaitingView, now_s: float) -> None:
+        """A request was seen for the first time; its new tokens are those after prefix match."""
+        if self.boundary.is_short(view.new_tokens, view.history_tokens):
+            self.short_rate.observe(now_s, view.new_tokens)
+            weight = 0.1 if self._footprint_tokens else 1.0
+            self._footprint_tokens += weight * (view.footprint_tokens - self._footprint_tokens)
+        largest = self.knobs.longs.chunk_max_tokens
+        if largest is None or view.new_tokens <= largest:
+            self.passing_rate.observe(now_s, view.new_tokens)
+
+    def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
+        """The pass that ``decision`` asked for admitted these requests; a continued chunk is one of them."""
+        if decision.action is Action.HOLD:
+            return
+        cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
+        if not admitted:
+            self._blocked[cls] = _Blocked(view.kv_free_tokens, view.slots, view.running)
+            return
+        self._blocked.pop(cls, None)
+        if cls is PrefillClass.SHORT:
+            self.awd.on_dispatch(len(admitted), now_s - min(short.arrival_s for short in admitted))
+        if self._aged_use_s is not None:
+            aged_s, others_s = self._aged_use_s
+            step_s = self._pass_s(decision, admitted)
+            mine = admitted[0] is self._aged
+            self._aged_use_s = (aged_s + step_s, others_s) if mine else (aged_s, others_s + step_s)
+
+    def _pass_s(self, decision: PassDecision, admitted: Sequence[WaitingView]) -> float:
+        if decision.action is Action.SHORT or len(admitted) > 1:
+            return batch_step_s(admitted, self.model)
+        long = admitted[0]
+        tokens = min(long.new_tokens, decision.chunk_tokens or long.new_tokens)
+        return self.model.step_s(tokens, long.history_tokens)
+
+    def predict_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
+        """Duration of the pass that admitted these; of a decode step where it admitted none."""
+        if not admitted:
+            return self.ride.decode_s(view.running, view.context_tokens)
+        riders = view.running if decision.ride is not None and decision.ride.joins else 0
+        alone_s = self._pass_s(decision, admitted)
+        return alone_s + self.ride.added_s(riders, view.context_tokens) + self.model.b_s * riders if riders else alone_s
+
+    # -- the decision ------------------------------------------------------------------------------------------------
+
+    def classify(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
+        """Short and long views of the queue, host order kept. One pass over the queue; on the hot path."""
+        table, step, last = self.boundary.table, Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1
+        shorts: list[WaitingView] = []
+        longs: list[WaitingView] = []
+        add_short, add_long, bound_without_history = shorts.append, longs.append, table[0]
+        for view in waiting:
+            bound = bound_without_history
+            if view.history_tokens:
+                index = view.history_tokens // step
+                bound = table[index if index < last else last]
+            if view.new_tokens < bound:
+                add_short(view)
+            else:
+                add_long(view)
+        return shorts, longs
+
+    def decide(self, view: PassView, now_s: float) -> PassDecision:
+        """The next pass, by the rules above.
+
+        Changes nothing that another call could see in its answer, so a driver may ask twice in a pass, as ours does
+        when a prefix match turns out to have changed. ``on_pass`` reports what became of the answer.
+        """
+        rides = view.can_ride and view.running > 0
+        self._pass_model = (
+            model_beside(self.model, self.ride, view.running, view.context_tokens) if rides else self.model
+        )
+        decision = self._choose(view, now_s)
+        if not rides or decision.action is Action.HOLD:
+            return decision
+        grid = self.knobs.longs.grid_tokens
+        return plan_ride(decision, view, self.model, self.ride, now_s=now_s, grid_tokens=grid)
+
+    def _choose(self, view: PassView, now_s: float) -> PassDecision:
+        """The next pass as if nothing rode in it."""
+        if self._decode_is_due(view):
+            return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
+        shorts, longs = self.classify(view.waiting)
+        by_order, aged = self.longs.pick(
+            longs, view.chunk, now_s, shorts=bool(shorts), budget_tokens=view.pass_budget_tokens
+        )
+        why: Reason | None = None
+        if self.knobs.longs.lost_age_s is not None:
+            by_order, shorts, longs, why = self._keep_first(view, by_order, shorts, longs, now_s)
+        self._track_ageing(aged)
+        owed = aged is not None and self._aged_are_owed()
+        pick = aged if owed else by_order
+        if view.running == 0 and view.chunk is None and len(self._blocked) == len(PrefillClass):
+            self._blocked.clear()  # each class has let the other try; begin again
+        other = bool(shorts) or view.chunk is not None
+        stuck = None if pick is None else self._stuck(pick, view, now_s, owed=owed, other=other)
+        if stuck is not None and view.chunk is not None:
+            # What would overtake cannot run; the chunk under way goes on, if there is room for a piece of it.
+            pick = resume(view.chunk)
+            stuck = self._stuck(pick, view, now_s, owed=owed, other=other)
+        if pick is not None and stuck is None and shorts:
+            rank = pick.view.priority_rank
+            if all(short.priority_rank > rank for short in shorts):
+                return self._long(pick, view, longs, now_s, Reason.PRIORITY)
+        if pick is not None and owed:
+            if stuck is None and (shorts or pick is not by_order):
+                return self._aged_pass(pick, view, longs, now_s)
+            if stuck is not None and view.running > 0:
+                return PassDecision(Action.HOLD, Reason.KV_DRAIN)
+        if pick is not None and self.knobs.longs.lost_age_s is not None:
+            urgent = self._find_urgent(view, pick, shorts, longs, now_s)
+            if urgent is not None and self._stuck(urgent, view, now_s, owed=False, other=other) is None:
+                return self._long(urgent, view, longs, now_s, Reason.URGENT)
+        decision = self._by_shorts(view, shorts, longs, pick, now_s, stuck)
+        if why is not None and decision.reason is Reason.NO_SHORT:
+            return dataclasses.replace(decision, reason=why)
+        return decision
+
+    def _keep_first(
+        self,
+        view: PassView,
+        by_order: LongPick | None,
+        shorts: list[WaitingView],
+        longs: list[WaitingView],
+        now_s: float,
+    ) -> tuple[LongPick | None, list[WaitingView], list[WaitingView], Reason | None]:
+        """The next long, shorts and longs without those that give way, and what that changes for a long; see
+        ``deadlines.py``. Shorts that are lost give way to longs too, longs only among themselves: shorts go first.
+        """
+        deadlines = self.deadlines
+        kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
+        why: Reason | None = None
+        lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
+        if kept and (lost_chunk or len(kept) < len(longs)):
+            before, longs = by_order, kept
+            budget_tokens = view.pass_budget_tokens
+            by_order = self.longs.pick(
+                kept, view.chunk, now_s, shorts=False, budget_tokens=budget_tokens, chunk_lost=lost_chunk
+            )[0]
+            if before is None or by_order is None or before.view is not by_order.view:
+                why = Reason.LOST_LONG
+        if len(kept_shorts) < len(shorts) and (kept_shorts or kept):
+            why = why if kept_shorts or why else Reason.LOST_SHORT
+            shorts = kept_shorts
+        return by_order, shorts, longs, why
+
+    def _find_urgent(
+        self, view: PassView, pick: LongPick, shorts: list[WaitingView], longs: list[WaitingView], now_s: float
+    ) -> LongPick | None:
+        """The long that is urgent (``deadlines.py``); None where it is next anyway."""
+        chunk, candidates = view.chunk, longs
+        if chunk is not None:
+            limit = min(self.knobs.longs.chunk_max_tokens or 0, view.pass_budget_tokens)
+            candidates = [chunk, *(long for long in longs if long.new_tokens <= limit)]
+        urgent = self.deadlines.find_urgent(candidates, shorts, now_s, kv_free_tokens=view.kv_free_tokens)
+        if urgent is None or (urgent is pick.view and not shorts):
+            return None
+        return LongPick(urgent, running=urgent is chunk, overtakes=chunk is not None and urgent is not chunk)
+
+    def _by_shorts(
+        self,
+        view: PassView,
+        shorts: list[WaitingView],
+        longs: list[WaitingView],
+        pick: LongPick | None,
+        now_s: float,
+        stuck: Reason | None,
+    ) -> PassDecision:
+        choice = self._choose_shorts(view, shorts, pick, longs, now_s) if shorts else None
+        short_stuck = choice is not None and (
+            view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view, other=pick is not None)
+        )
+        if choice is not None and choice.due and not short_stuck:
+            # A chunk that is stuck cannot share the pass either: the host would allocate its piece without asking.
+            return self._short(choice, view, pick if stuck is None else None, longs, now_s)
+        if pick is not None and stuck is None:
+            reason = Reason.NO_SHORT
+            if choice is not None:
+                reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
+            return self._long(pick, view, longs, now_s, reason)
+        if choice is not None and not short_stuck:
+            return PassDecision(Action.HOLD, choice.reason, release_s=choice.release_s, expected_gain_s=choice.gain_s)
+        if choice is None and pick is None:
+            return PassDecision(Action.HOLD, Reason.EMPTY)
+        return PassDecision(Action.HOLD, stuck or Reason.BLOCKED)
+
+    def _choose_shorts(
+        self,
+        view: PassView,
+        shorts: list[WaitingView],
+        pick: LongPick | None,
+        longs: list[WaitingView],
+        now_s: float,
+    ) -> BatchChoice:
+        def alternative_s() -> float:
+            if pick is None:
+                return 0.0
+            tokens = min(pick.view.new_tokens, self._chunk(pick, longs, now_s) or pick.view.new_tokens)
+            return self._pass_model.step_s(tokens, pick.view.history_tokens)
+
+        return self.awd.decide(
+            shorts,
+            now_s,
+            budget_tokens=view.pass_budget_tokens,
+            slots=view.slots,
+            model=self._pass_model,
+            rate_per_s=self.short_rate.per_second(now_s),
+            alternative_s=alternative_s,
+        )
+
+    def _long(
+        self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float, reason: Reason
+    ) -> PassDecision:
+        if pick.running:
+            return PassDecision(Action.LONG, reason, chunk_tokens=self._piece(pick, view, longs, now_s))
+        others = companions(
+            pick.view,
+            longs,
+            budget_tokens=view.pass_budget_tokens,
+            slots=view.slots,
+            model=self._pass_model,
+            knobs=self.knobs.longs,
+        )
+        if pick.overtakes or others:
+            selected = (pick.view, *others)
+            return PassDecision(Action.LONG, reason, selected, chunk_tokens=None, park=view.chunk is not None)
+        return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=self._chunk(pick, longs, now_s))
+
+    def _aged_pass(self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision:
+        """Alone, so that all of its time is its own. Cut as ever: those that pass it wait for each of its chunks."""
+        if pick.running:
+            return PassDecision(Action.LONG, Reason.AGE, chunk_tokens=self._piece(pick, view, longs, now_s))
+        chunk = None if pick.overtakes else self._chunk(pick, longs, now_s)
+        return PassDecision(Action.LONG, Reason.AGE, (pick.view,), chunk_tokens=chunk, park=pick.overtakes)
+
+    def _short(
+        self,
+        choice: BatchChoice,
+        view: PassView,
+        pick: LongPick | None,
+        longs: list[WaitingView],
+        now_s: float,
+    ) -> PassDecision:
+        if self.knobs.mix and view.chunk is not None and pick is not None and pick.running:
+            piece = self._piece(pick, view, longs, now_s)
+            return PassDecision(Action.SHORT, choice.reason, choice.batch, chunk_tokens=piece)
+        return PassDecision(Action.SHORT, choice.reason, choice.batch, park=view.chunk is not None)
+
+    def _chunk(self, pick: LongPick, longs: list[WaitingView], now_s: float) -> int | None:
+        """Cut for the sake of those that would pass it: shorts, and longs where they are typically half as long."""
+        passing = self.passing_rate
+        if pick.view.new_tokens < 2 * passing.mean_tokens(default=0.0):
+            passing = self.short_rate
+        return chunk_tokens(
+            pick.view,
+            longs=max(1, len(longs) + (1 if pick.running else 0)),
+            passing_rate_per_s=passing.usual_per_second(now_s),
+            passing_tokens=passing.mean_tokens(default=64.0),
+            model=self._pass_model,
+            knobs=self.knobs.longs,
+        )
+
+    def _piece(self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float) -> int | None:
+        """The next piece of the chunk under way: no more than there is room for."""
+        tokens, grid = self._chunk(pick, longs, now_s), self.knobs.longs.grid_tokens
+        return None if tokens is None else min(tokens, max(grid, view.kv_room_tokens // grid * grid))
+
+    # -- small questions ---------------------------------------------------------------------------------------------
+
+    def _decode_is_due(self, view: PassView) -> bool:
+        if view.running == 0 or self.knobs.decode_gap_s <= 0 or not (view.waiting or view.chunk):
+            return False
+        return view.decode_wait_s >= max(self.knobs.decode_gap_s, view.decode_step_s / self.knobs.decode_share)
+
+    def _stuck(self, pick: LongPick, view: PassView, now_s: float, *, owed: bool, other: bool) -> Reason | None:
+        """Why ``pick`` cannot advance now; None when it can.
+
+        Room was left for a chunk under way when it was admitted, but running requests grow meanwhile, more than the
+        host had estimated. The host would allocate its next piece without asking and end with an allocation failure.
+        """
+        if pick.running:
+            return None if self._has_room_for_piece(pick.view, view) else Reason.KV_DRAIN
+        if self._is_blocked(PrefillClass.LONG, view, other=other):
+            return Reason.BLOCKED
+        return Reason.KV_HEADROOM if not owed and self._must_leave_headroom(pick, view, now_s) else None
+
+    def _has_room_for_piece(self, chunk: WaitingView, view: PassView) -> bool:
+        longs = self.knobs.longs
+        piece = chunk.new_tokens if longs.chunk_max_tokens is None else min(longs.grid_tokens, chunk.new_tokens)
+        return view.kv_room_tokens >= piece
+
+    def _is_blocked(self, cls: PrefillClass, view: PassView, *, other: bool) -> bool:
+        """Whether trying ``cls`` again is pointless. ``other``: something else waits that could run instead."""
+        blocked = self._blocked.get(cls)
+        if blocked is None:
+            return False
+        # With nothing running nothing will be freed. If nothing else can run either, refusing would be a deadlock; if
+        # something can, insisting would be one.
+        if blocked.still(view) and (view.running > 0 or other):
+            return True
+        del self._blocked[cls]
+        return False
+
+    def _track_ageing(self, aged: LongPick | None) -> None:
+        self._aged = None if aged is None else aged.view
+        if aged is None:
+            self._aged_use_s = None
+        elif self._aged_use_s is None:
+            self._aged_use_s = (0.0, 0.0)
+
+    def _aged_are_owed(self) -> bool:
+        assert self._aged_use_s is not None, "tracked while some long is aged"
+        share = self.knobs.longs.share
+        aged_s, others_s = self._aged_use_s
+        return aged_s * (1 - share) < others_s * share
+
+    def _must_leave_headroom(self, pick: LongPick, view: PassView, now_s: float) -> bool:
+        """Starting this long would leave no KV cache for the shorts that are expected while it runs."""
+        if view.running == 0 or self.short_rate.per_second(now_s) <= 0:
+            return False
+        headroom = self._footprint_tokens * self.knobs.headroom_requests
+        return view.kv_free_tokens - pick.view.footprint_tokens < headroom

@@ -1,0 +1,291 @@
+"""Moves requests that run, from one stateless instance to another, exact to the token.
+
+    HOLDING ──held──► PULLING ──first event of the next hop──► over: the one left is told to commit
+       │                 │ the target cannot, or the request has gone on by itself
+       └─► failed ◄──────┘   over: the one that holds it is told to resume, and the request rests
+
+The instance where the request is owns it until it is told to commit: when the time of its hold is over it goes on by
+itself, whoever has died. So nothing here has to happen for a request to live. One move of a request at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pla_sglang.policy.interface.fast_enum import FastEnum
+from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
+from pla_sglang.router.control.hop_changes import start_pending
+from pla_sglang.router.control.hop_ledger import HopLedger
+from pla_sglang.router.control.ledger import AbortOrder
+from pla_sglang.router.control.load_booking import book_pending, close_pending
+from pla_sglang.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.router.control.request_record import OPEN, STREAMING, Hop, MoveReason, RequestRecord
+from pla_sglang.router.control.workers.instance_client import InstanceClient
+from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.router.control.workers.tasks import Tasks
+from pla_sglang.router.wire import messages as m
+from pla_sglang.router.wire.rids import rid_at_instance
+
+logger = logging.getLogger(__name__)
+HOLD_S = 10.0  # at most; then a held request goes on by itself
+REST_S = 10.0  # of device time, after a move that came to nothing
+_PULL = m.Continuation.PULL
+_RESUMED = m.LossReason.RESUMED
+
+
+class MoveState(FastEnum):
+    HOLDING = "holding"  # its instance was told to hold it
+    PULLING = "pulling"  # its relay was told where it goes on
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Move:
+    """One request on its way. ``rid``: under which id the source knows it; ``hop``: the one that is to follow."""
+
+    record: RequestRecord
+    source: Worker
+    target: Worker
+    rid: str
+    room: int
+    hop: Hop
+    state: MoveState = MoveState.HOLDING
+
+
+class Migration:
+    """See the module. It moves nothing before ``start``.
+
+    Args:
+        send_message: to a relay by its number.
+        order_abort: at an instance.
+        is_connected: whether KV cache can go from the first instance to the second now.
+
+    Attributes:
+        on_failed: called with the request's id when a move that was under way has come to nothing.
+    """
+
+    def __init__(
+        self,
+        dispatcher: RequestDispatcher,
+        *,
+        send_message: Callable[[int, m.FromControl], None],
+        order_abort: Callable[[AbortOrder], None],
+        is_connected: Callable[[InstanceView, InstanceView], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self.on_failed: Callable[[str], None] = lambda rid: None
+        self._dispatcher = dispatcher
+        self._legs = HopLedger(dispatcher.ledger)
+        self._send_message, self._order_abort = send_message, order_abort
+        self._is_connected, self._clock = is_connected, clock
+        self._client: InstanceClient | None = None
+        self._tasks = Tasks()
+        self._moves: dict[str, Move] = {}
+        self._rests_until_s: dict[str, float] = {}  # by request, after moves that came to nothing
+
+    def start(self, client: InstanceClient) -> None:
+        self._client = client
+        if self._dispatcher.knobs.migrates:
+            self._tasks.spawn(self._watch_endings())
+
+    async def stop(self) -> None:
+        await self._tasks.close()
+
+    def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
+        """Moves the request that the router knows as ``rid``. None: it is under way; otherwise why it cannot be."""
+        record = self._dispatcher.ledger.records.get(rid)
+        why_not = "it is not open" if record is None else self._find_obstacle(record, target)
+        if record is None or why_not is not None:
+            return why_not
+        source = record.hop.decode
+        assert source is not None
+        hop = start_pending(record, how=_PULL, why=reason)
+        hop.prefill = hop.decode = target
+        room = self._legs.open_pending(record, target.number, self._clock())
+        move = Move(record, source, target, rid_at_instance(rid, record.reached), room, hop)
+        self._moves[rid] = move
+        self._tasks.spawn(self._hold(move))
+        return None
+
+    def count_moves(self) -> int:
+        """Those under way."""
+        return len(self._moves)
+
+    def sweep_moves(self, now_s: float) -> None:
+        """Called a few times a second: forgets moves of requests that have ended, and tries again to empty instances
+        that drain."""
+        for move in list(self._moves.values()):
+            self._is_current(move)
+        self.empty_drained(now_s)
+
+    def empty_drained(self, now_s: float) -> None:
+        """Moves what can be moved away from instances that drain, but for what rests."""
+        if not self._dispatcher.knobs.migrates or self._client is None:
+            return
+        table = self._dispatcher.table
+        draining = {worker.number for worker in table if worker.state is WorkerState.DRAINING}
+        if not draining:
+            return
+        self._rests_until_s = {rid: until_s for rid, until_s in self._rests_until_s.items() if until_s > now_s}
+        for record in list(self._dispatcher.ledger.records.values()):
+            source = record.hop.decode
+            if source is None or source.number not in draining or not record.movable:
+                continue
+            targets = [worker for worker in table if self._find_obstacle(record, worker) is None]
+            if targets:
+                target = min(targets, key=lambda worker: worker.view.requests() + worker.load.open_requests())
+                self.move_request(record.rid, target, MoveReason.DRAIN.value)
+
+    def _find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
+        """Why the request cannot move there now."""
+        source = record.hop.decode
+        if record.stage is not STREAMING or source is None or not record.movable:
+            return "its stream cannot go on elsewhere"
+        if record.pending is not None:
+            return "it is on its way already"
+        if self._rests_until_s.get(record.rid, 0.0) > self._clock():
+            return "it rests, as its last move came to nothing"
+        if self._client is None or source.state is WorkerState.DEAD:
+            return "its instance cannot be asked"
+        if target is source or not target.is_ready() or target.description is None or not target.description.hops:
+            return "the target cannot take it"
+        return None if self._is_connected(source.view, target.view) else "no KV cache can go to the target"
+
+    # -- instances that end ------------------------------------------------------------------------------------------
+
+    async def _watch_endings(self) -> None:
+        """An instance that was told to end (SIGTERM) finishes what it has, and says so by 503 on /health alone. Asked
+        are those with requests that can be moved: a busy instance answers without computing anything."""
+        while True:
+            await asyncio.sleep(self._dispatcher.health.knobs.interval_s)
+            records = self._dispatcher.ledger.records.values()
+            busy = {record.hop.decode for record in records if record.movable and record.stage is STREAMING}
+            for worker in busy:
+                if worker is not None and worker.is_ready():
+                    await self._check_ending(worker)
+
+    async def _check_ending(self, worker: Worker) -> None:
+        assert self._client is not None
+        try:
+            await self._client.health(worker.address)
+        except NobodyListensError:
+            return  # health checks judge
+        except NoAnswerError as error:
+            if error.status == 503 and worker.is_ready():
+                self._dispatcher.table.move(worker, WorkerState.DRAINING, WorkerReason.ENDING, self._clock())
+
+    # -- what comes of it --------------------------------------------------------------------------------------------
+
+    async def _hold(self, move: Move) -> None:
+        command = {"do": "hold", "rid": move.rid, "room": move.room, "for_s": HOLD_S}
+        answer = await self._order(move.source, command)
+        record = move.record
+        if not self._is_current(move):  # it has ended, or its instance is lost
+            return
+        if answer.get("status") != "held":
+            self._fail(move, str(answer.get("status")), resume=answer.get("status") is None)
+            return
+        description, now_s = move.source.description, self._clock()
+        assert description is not None
+        move.state = MoveState.PULLING
+        hop = move.hop
+        hop.tokens, hop.kv_tokens, hop.assigned_s = int(answer["tokens"]), int(answer["kv_tokens"]), now_s
+        book_pending(record, move.target, hop.kv_tokens + 1, now_s)
+        order = m.Continue(
+            record.rid,
+            hop.number,
+            move.target.number,
+            _PULL,
+            hop.reached,
+            hop.why,
+            hop.tokens,
+            source=move.source.number,
+            bootstrap_host=move.source.address.host,
+            bootstrap_port=description.bootstrap_port or 0,
+            bootstrap_room=move.room,
+        )
+        self._send_message(record.relay, order)
+
+    def on_joined(self, joined: m.Joined, now_s: float) -> bool:
+        """Whether it was a move; the next hop is the answer from here on."""
+        move = self._moves.get(joined.rid)
+        if move is None or not self._is_current(move) or move.hop.number != joined.hop:
+            return False
+        del self._moves[joined.rid]
+        record, dispatcher, left = move.record, self._dispatcher, move.record.hop
+        for worker, _ in left.workers():
+            worker.load.end_request(record.key, now_s)
+            worker.breaker.end_trial(record.rid)
+        left.ended_s = now_s
+        self._legs.join_pending(record)
+        move.hop.gap_s = joined.gap_s
+        move.target.load.start_request(record.key, now_s)
+        dispatcher.index.insert_prompt(move.target.view.index, record.prompt.keys)
+        dispatcher.series.hops.inc(_PULL.label, move.hop.why)
+        dispatcher.series.hop_gap_s.observe(joined.gap_s)
+        self._tasks.spawn(self._commit(move, left))
+        dispatcher.dispatch_pending(now_s)
+        return True
+
+    def on_lost(self, lost: m.Lost, now_s: float) -> bool:
+        """Whether it was the pending hop that is lost. Where it was the present one, nothing comes of its move."""
+        move = self._moves.get(lost.rid)
+        if move is None or not self._is_current(move):
+            return False
+        if lost.hop != move.hop.number:
+            if lost.hop == move.record.hop.number:
+                self._fail(move, "source_lost", resume=False)
+            return False
+        self._fail(move, lost.why.name.lower(), resume=lost.why is not _RESUMED)
+        return True
+
+    def _is_current(self, move: Move) -> bool:
+        """Whether it is still under way; else it is forgotten."""
+        if move.record.pending is move.hop and move.record.stage is STREAMING:
+            return True
+        if self._moves.get(move.record.rid) is move:
+            del self._moves[move.record.rid]
+        return False
+
+    def _fail(self, move: Move, why: str, *, resume: bool) -> None:
+        """The request goes on where it is, and rests."""
+        del self._moves[move.record.rid]
+        record, dispatcher, now_s = move.record, self._dispatcher, self._clock()
+        close_pending(record, now_s)
+        executed = move.state is MoveState.PULLING
+        for order in self._legs.drop_pending(record, now_s, executed=executed):
+            self._order_abort(order)
+        self._rests_until_s[record.rid] = now_s + dispatcher.policy.clock.wall_s(REST_S)
+        dispatcher.series.hop_failures.inc(why)
+        if resume:
+            self._tasks.spawn(self._resume(move))
+        self.on_failed(record.rid)
+
+    async def _resume(self, move: Move) -> None:
+        await self._order(move.source, {"do": "resume", "room": move.room})
+
+    async def _commit(self, move: Move, left: Hop) -> None:
+        """The instance that was left ends its stream and frees the KV cache. Where it does not say so, it is told to
+        abort, until it confirms or is dead."""
+        answer = await self._order(move.source, {"do": "commit", "room": move.room})
+        ledger, record = self._dispatcher.ledger, move.record
+        open_legs = [leg for leg in left.legs if leg.state is OPEN]
+        if answer.get("status") == "committed":
+            for leg in open_legs:
+                ledger.finish_leg(record, leg.leg, self._clock(), attempt=leg.attempt)
+            return
+        for order in self._legs.leave_legs(record, open_legs, self._clock()):
+            self._order_abort(order)
+
+    async def _order(self, worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
+        """The answer; empty where there is none."""
+        assert self._client is not None
+        try:
+            return (await self._client.order_hops(worker, [command]))[0]
+        except (NobodyListensError, NoAnswerError, WorkerError) as error:
+            logger.warning("%s at %s: %s", command["do"], worker.view.name, error)
+            return {}

@@ -1,0 +1,1 @@
+"""What operators see: explanations, metrics, spans, recordings."""

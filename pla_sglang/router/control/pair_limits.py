@@ -1,0 +1,46 @@
+"""What two instances of a request cannot serve: several samples, and all paths but a few. One must do it whole."""
+
+from __future__ import annotations
+
+from pla_sglang.policy.admission import AdmissionReason, Verdict
+from pla_sglang.policy.interface.fleet import InstanceKind, RequestView
+from pla_sglang.policy.pairs import SERVES_WHOLE, Choice, PairRunner
+from pla_sglang.router.control.workers.table import WorkerTable
+from pla_sglang.router.wire.inference import BY_ENDPOINT
+from pla_sglang.router.wire.messages import Ask
+
+RETRY_NO_INSTANCE_S = 5.0
+
+
+_UNIFIED = InstanceKind.UNIFIED
+
+
+def needs_whole(ask: Ask) -> bool:
+    """Whether a pair cannot serve it."""
+    return ask.samples > 1 or not BY_ENDPOINT[ask.endpoint][1].pairs
+
+
+def choose_whole(ask: Ask, view: RequestView, runner: PairRunner) -> Choice | None:
+    """Where a pair could be chosen and could not serve it, the least loaded instance that can do it whole, a unified or
+    a stateless one; None: ask the policy."""
+    if ask.samples > 1:
+        return runner.choose_whole(view)
+    if BY_ENDPOINT[ask.endpoint][1].pairs or all(one.kind is _UNIFIED for one in runner.visible().ready):
+        return None
+    return runner.choose_whole(view)
+
+
+def judge_pair(ask: Ask, table: WorkerTable) -> Verdict | None:
+    """Why a pair, which is all that is ready, cannot serve it; None: it can. A unified or stateless instance may come
+    back."""
+    if not needs_whole(ask):
+        return None
+    if any(worker.view.kind in SERVES_WHOLE and worker.description for worker in table):
+        return Verdict(False, AdmissionReason.NO_INSTANCE, RETRY_NO_INSTANCE_S)
+    pairs_serve = BY_ENDPOINT[ask.endpoint][1].pairs
+    return Verdict(False, AdmissionReason.SAMPLES if pairs_serve else AdmissionReason.UNIFIED_ONLY)
+
+
+def decodes_after(ask: Ask) -> bool:
+    """Whether the model goes on behind the prompt; else the answer is read off the prefill."""
+    return BY_ENDPOINT[ask.endpoint][1].generates

@@ -1,0 +1,56 @@
+"""What a relay is told of a request: where it goes, or why it is refused."""
+
+from __future__ import annotations
+
+from pla_sglang.policy.admission import AdmissionReason, Verdict
+from pla_sglang.router.control.request_record import RequestRecord
+from pla_sglang.router.wire import messages as m
+from pla_sglang.router.wire.inference import BY_ENDPOINT, PATHS
+
+_STATUS = {
+    AdmissionReason.DUPLICATE: 409,
+    AdmissionReason.NO_INSTANCE: 503,
+    AdmissionReason.SAMPLES: 400,
+    AdmissionReason.ALL_FULL: 503,
+    AdmissionReason.RETRY_BUDGET: 503,
+    AdmissionReason.UNIFIED_ONLY: 501,
+    AdmissionReason.FAULT: 500,
+}
+_TEXT = {
+    AdmissionReason.OPEN_LIMIT: "too many requests are open; try again later",
+    AdmissionReason.QUEUE_LIMIT: "too many requests are waiting; try again later",
+    AdmissionReason.TTFT_LIMIT: "the first token would come too late; try again later",
+    AdmissionReason.DUPLICATE: "a request with this id is open",
+    AdmissionReason.NO_INSTANCE: "no instance is ready",
+    AdmissionReason.ALL_FULL: "every instance is full",
+    AdmissionReason.RETRY_BUDGET: "the instance is full, and too many requests are retried already",
+    AdmissionReason.FAULT: "the router has failed on this request; its log says why",
+    AdmissionReason.UNIFIED_ONLY: "{path} needs a unified or stateless instance, of which there is none; a pair serves "
+    + ", ".join(name for name, path in PATHS.items() if path.pairs),
+    AdmissionReason.SAMPLES: "n > 1 is not served by a prefill and decode pair; send n requests, or a batch of prompts",
+}
+
+
+def assign_message(record: RequestRecord, reason: str) -> m.Assign:
+    hop = record.hop
+    prefill, decode = hop.prefill, hop.decode
+    assert prefill is not None and decode is not None
+    if prefill is decode:
+        return m.Assign(record.rid, record.attempt, decode.number, reason=reason)
+    assert hop.room is not None and prefill.description is not None
+    return m.Assign(
+        record.rid,
+        record.attempt,
+        decode.number,
+        prefill.number,
+        bootstrap_host=prefill.address.host,
+        bootstrap_port=prefill.description.bootstrap_port or 0,
+        bootstrap_room=hop.room,
+        reason=reason,
+    )
+
+
+def refuse_message(ask: m.Ask, attempt: int, verdict: Verdict) -> m.Refuse:
+    reason = verdict.reason
+    text = _TEXT[reason].replace("{path}", BY_ENDPOINT[ask.endpoint][0])
+    return m.Refuse(ask.rid, attempt, _STATUS.get(reason, 429), reason.value, text, verdict.retry_after_s)

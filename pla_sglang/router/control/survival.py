@@ -1,0 +1,163 @@
+"""Where a request goes on when its instance is lost: at another one, behind what its client has of the answer.
+
+To the policy the next hop is a request of its own, whose prompt is the old one and the answer so far, under the id
+that its instance knows. Instances that were lost with the request, or have refused it, are left out; so are those that
+cannot take it up where the client has seen a part of the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from pla_sglang.policy.interface.fleet import InstanceView, RequestView
+from pla_sglang.policy.pairs import SERVES_WHOLE, Choice
+from pla_sglang.router.control.hop_changes import start_hop
+from pla_sglang.router.control.hop_ledger import HopLedger
+from pla_sglang.router.control.ledger import AbortOrder
+from pla_sglang.router.control.load_booking import book_request, close_bookings
+from pla_sglang.router.control.observability.explain import note_choice
+from pla_sglang.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.router.control.request_record import MoveReason, RequestRecord
+from pla_sglang.router.control.workers.table import Worker
+from pla_sglang.router.wire import messages as m
+from pla_sglang.router.wire.rids import rid_at_instance
+
+logger = logging.getLogger(__name__)
+_WHOLE = m.Leg.WHOLE
+_NOT_SENT = m.LossReason.NOT_SENT
+_REASONS = {
+    m.LossReason.DEAD: MoveReason.SURVIVE,
+    m.LossReason.NOT_SENT: MoveReason.NOT_SENT,
+    m.LossReason.FULL: MoveReason.FULL,
+}
+NO_INSTANCE = "no_instance"
+
+
+class Survival:
+    """Hears of lost and joined hops, and says where requests go on.
+
+    Args:
+        send_message: to a relay by its number.
+        order_abort: at an instance.
+    """
+
+    def __init__(
+        self,
+        dispatcher: RequestDispatcher,
+        *,
+        send_message: Callable[[int, m.FromControl], None],
+        order_abort: Callable[[AbortOrder], None],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._legs = HopLedger(dispatcher.ledger)
+        self._send_message, self._order_abort = send_message, order_abort
+
+    def on_lost(self, lost: m.Lost, now_s: float) -> None:
+        dispatcher = self._dispatcher
+        record = dispatcher.ledger.find_open(lost.rid)
+        if record is None or record.hop.number != lost.hop:
+            return
+        record.given_up_as = None
+        self._leave_hop(record, lost, now_s)
+        self._start_hop(record, lost)
+        worker = self._choose(record, lost, now_s)
+        if worker is None:
+            dispatcher.series.hop_failures.inc(NO_INSTANCE)
+            self._send_message(record.relay, m.End(record.rid, lost.hop, "no other instance can go on with it"))
+        else:
+            self._assign(record, worker, now_s)
+        dispatcher.dispatch_pending(now_s)
+
+    def on_joined(self, joined: m.Joined, now_s: float) -> None:
+        dispatcher = self._dispatcher
+        record = dispatcher.ledger.find_open(joined.rid)
+        if record is None or record.hop.number != joined.hop or not dispatcher.ledger.first_token(record):
+            return
+        hop = record.hop
+        hop.gap_s = joined.gap_s
+        dispatcher.series.hop_gap_s.observe(joined.gap_s)
+        passed = False
+        for worker, _ in hop.workers():
+            worker.load.start_request(record.key, now_s)
+            passed = worker.breaker.pass_trial(record.rid) or passed
+            if dispatcher.policy.runner is not None:
+                dispatcher.policy.runner.first_token(record.view, worker.view, now_s)
+        if passed:
+            dispatcher.dispatch_pending(now_s)
+
+    def _leave_hop(self, record: RequestRecord, lost: m.Lost, now_s: float) -> None:
+        dispatcher, hop = self._dispatcher, record.hop
+        close_bookings(record, now_s)
+        hop.ended_s = lost.at_s
+        if dispatcher.policy.runner is not None and record.arrived_at_policy:
+            dispatcher.policy.runner.finish(record.view, max(0, lost.tokens - record.policy_tokens), now_s)
+        for order in self._legs.lose_hop(record, now_s, executed=lost.why is not _NOT_SENT):
+            self._order_abort(order)
+
+    def _start_hop(self, record: RequestRecord, lost: m.Lost) -> None:
+        dispatcher, former = self._dispatcher, record.view
+        left = None if record.ask.output_tokens is None else max(1, record.ask.output_tokens - lost.tokens)
+        view = RequestView(
+            rid=rid_at_instance(record.rid, record.serial),
+            input_tokens=record.prompt.tokens + lost.tokens,
+            arrival_s=dispatcher.policy.clock.device_s(lost.at_s),
+            cached=dispatcher.prompts.find_cached(record.prompt),
+            ttft_slo_s=former.ttft_slo_s,
+            tpot_slo_s=former.tpot_slo_s,
+            output_tokens=left,
+            session=former.session,
+        )
+        start_hop(record, view, how=m.Continuation.REDO, why=_REASONS[lost.why].value, tokens=lost.tokens)
+
+    def _choose(self, record: RequestRecord, lost: m.Lost, now_s: float) -> Worker | None:
+        """The one that would prefill it, as it does the rest, too."""
+        dispatcher, runner = self._dispatcher, self._dispatcher.policy.runner
+        if runner is None:
+            return None
+        excluded = dict(dispatcher.exclusions.find((), now_s, whole_only=True))
+        gone = {*lost.killed, *lost.avoided}
+        hidden = {worker.view for worker in dispatcher.table if not _can_go_on(worker, gone, shown=lost.shown)}
+        runner.hidden = hidden | excluded.keys()
+        if not any(view not in runner.hidden for view in dispatcher.table.fleet.ready):
+            runner.hidden = hidden  # those that have just been full are better than none
+        record.arrived_at_policy = True
+        try:
+            runner.arrive(record.view, now_s)
+            choice = runner.choose(record.view, now_s)
+        except (
+            Exception
+        ):  # as in ``RequestDispatcher._dispatch``: a policy's mistake must not end the relay's connection
+            logger.exception("request %s cannot go on", record.rid)
+            return None
+        if not isinstance(choice, Choice):
+            return None
+        chosen: InstanceView | None = next(
+            (view for view in (choice.prefill, choice.decode) if view not in runner.hidden), None
+        )
+        if chosen is None:
+            return None
+        own_s = choice.expected_s(record.view, dispatcher.policy.predictor)[1]
+        clock = dispatcher.policy.clock
+        note_choice(record, choice, runner.visible().ready, clock, excluded=excluded, own_prefill_s=own_s)
+        return dispatcher.table.of(chosen)
+
+    def _assign(self, record: RequestRecord, worker: Worker, now_s: float) -> None:
+        dispatcher, hop = self._dispatcher, record.hop
+        assert hop.how is not None
+        hop.prefill = hop.decode = worker
+        hop.assigned_s = now_s
+        dispatcher.ledger.assign(record, [(_WHOLE, worker.number)], now_s)
+        book_request(record, worker, worker, now_s)
+        worker.breaker.start_trial(record.rid)
+        dispatcher.index.insert_prompt(worker.view.index, record.prompt.keys)
+        dispatcher.series.hops.inc(hop.how.label, hop.why)
+        # Last: in one process the relay may answer before this returns.
+        order = m.Continue(record.rid, hop.number, worker.number, hop.how, record.reached, hop.why)
+        self._send_message(record.relay, order)
+
+
+def _can_go_on(worker: Worker, gone: set[int], *, shown: bool) -> bool:
+    if worker.number in gone or worker.view.kind not in SERVES_WHOLE:
+        return False
+    return not shown or (worker.description is not None and worker.description.hops)

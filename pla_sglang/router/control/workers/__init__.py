@@ -1,0 +1,1 @@
+"""The instances behind a router: table, health, discovery, load reports."""

@@ -1,0 +1,222 @@
+"""What an instance reports of itself: ``/server_info`` describes it, ``/v1/loads`` has its load if it pushes none.
+
+Pure: JSON objects in, checked values out. Field names are those of SGLang 0.5.17.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import ipaddress
+import re
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pla_sglang.config import DOPD
+from pla_sglang.load.instance_load import InstanceLoad
+from pla_sglang.load.legs import LegLoad
+from pla_sglang.policy.interface.fleet import InstanceKind, LoadAmounts
+from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.router.control.errors import WorkerError
+
+KINDS = {"null": InstanceKind.UNIFIED, "prefill": InstanceKind.PREFILL, "decode": InstanceKind.DECODE}
+HANDS_OVER = frozenset({InstanceKind.PREFILL, InstanceKind.STATELESS})
+CLASSES = {"short": PrefillClass.SHORT, "long": PrefillClass.LONG, "mixed": None}
+SCHEMES = ("http",)
+# RFC 1123, and the underscore of container names; a full stop at the end is allowed.
+_LABEL = "[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
+_NUMBER = re.compile(r"(?:[0-9]+|0x[0-9a-f]*)", re.ASCII)  # a name that ends with one is read as an IPv4 address
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where an instance listens."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+def parse_url(url: str) -> Address:
+    """Raises WorkerError unless ``url`` is http, with a host, a port, and nothing behind them."""
+    allowed = "allowed: http://HOST:PORT"
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise WorkerError(f"worker {url!r}: {error}; {allowed}") from None
+    if parts.scheme not in SCHEMES or not host or port is None or not 1 <= port <= 65_535:
+        raise WorkerError(f"worker {url!r} is no address; {allowed}")
+    host = check_host(url, host)
+    if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise WorkerError(f"worker {url!r} has more than host and port; {allowed}")
+    return Address(host, port)
+
+
+def check_host(url: str, host: str) -> str:
+    """``host`` of ``url`` in its usual form. Raises WorkerError for what names no machine, or names one in disguise."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        last = host.rstrip(".").rpartition(".")[2]
+        if _NAME.fullmatch(host) is None or _NUMBER.fullmatch(last):
+            text = f"worker {url!r}: {host!r} is neither a host name nor an IP address"
+            raise WorkerError(f"{text}; allowed: http://HOST:PORT") from None
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+        if "%" in host:
+            raise WorkerError(f"worker {url!r}: an address with a zone is not supported")
+    if address.is_unspecified:
+        raise WorkerError(f"worker {url!r}: {host} is where a server listens, not where it is reached")
+    return str(address)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """One instance, as it describes itself.
+
+    Attributes:
+        identity: another value means another process.
+        report_key: its name in its load reports.
+        bootstrap_port: where others ask it for the KV cache that it has computed; None: it hands none over.
+        incarnation: of a stateless instance, another one for each process.
+        length_class: of the requests it asks for; None: both classes.
+        has_role: whether it knows ``/pla/role``.
+        profile, time_scale: of an emulated device; empty and 1 on real ones.
+        tokenizer: path or name.
+        riding_tokens: as in ``Setup``.
+        hops: a stateless instance whose streams can carry their token ids, and that goes on with those of others.
+        batches: whether it gathers prompts by DOPD's Algorithm 1, whose knobs can be told.
+        legs: of a stateless instance, at the time of the answer.
+    """
+
+    kind: InstanceKind
+    identity: str
+    report_key: str
+    kv_capacity_tokens: int
+    page_size: int
+    tensor_parallel: int
+    model: str
+    tokenizer: str
+    version: str
+    bootstrap_port: int | None = None
+    incarnation: str = ""
+    length_class: PrefillClass | None = None
+    has_role: bool = False
+    profile: str = ""
+    time_scale: float = 1.0
+    riding_tokens: int | None = None
+    hops: bool = False
+    batches: bool = False
+    legs: LegLoad | None = None
+
+
+def describe(info: Mapping[str, Any]) -> Description:
+    """From ``/server_info``. Raises WorkerError for an answer that lacks what the router needs."""
+    try:
+        mode = info["disaggregation_mode"]
+        states = info.get("internal_states") or [{}]
+        pla, emulation = states[0].get("pla") or {}, states[0].get("pla_emulation") or {}
+        config, reports, stateless = (pla.get(name) or {} for name in ("config", "telemetry", "stateless"))
+        kind, incarnation = _kind(mode, stateless)
+        role = pla.get("role", config.get("role"))
+        role = role.get("role") if isinstance(role, Mapping) else role
+        return Description(
+            kind=kind,
+            identity=_identity(info, incarnation),
+            report_key=reports.get("instance") or config.get("instance") or f"{info['host']}:{info['port']}",
+            kv_capacity_tokens=int(info["max_total_num_tokens"]),
+            page_size=int(info.get("page_size") or 1),
+            tensor_parallel=int(info.get("tp_size") or 1),
+            model=str(info.get("served_model_name") or info.get("model_path") or ""),
+            tokenizer=str(info.get("tokenizer_path") or info.get("model_path") or ""),
+            version=str(info.get("version") or ""),
+            bootstrap_port=_bootstrap_port(info, stateless) if kind in HANDS_OVER else None,
+            incarnation=incarnation,
+            length_class=CLASSES.get(str(role)),
+            has_role=role is not None,
+            profile=str(emulation.get("profile") or ""),
+            time_scale=float(emulation.get("time_scale") or 1.0),
+            hops=bool(stateless.get("hops")),
+            riding_tokens=_riding_tokens(info, temporal=config.get("prefill_disagg") in ("temporal", DOPD)),
+            batches=config.get("prefill_disagg") == DOPD,
+            legs=LegLoad.of_state(stateless) if "faults" in stateless else None,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, msgspec.ValidationError) as error:
+        raise WorkerError(f"/server_info is not as expected: {error!r}", status=502) from None
+
+
+def _riding_tokens(info: Mapping[str, Any], *, temporal: bool) -> int | None:
+    """Stock engines mix whole chunks with decodes; temporal ones cut the passes for the next token."""
+    chunk_tokens = int(info.get("chunked_prefill_size") or 0)
+    if not info.get("enable_mixed_chunk") or chunk_tokens <= 0:
+        return None
+    return 1 if temporal else chunk_tokens
+
+
+def _kind(mode: str, stateless: Mapping[str, Any]) -> tuple[InstanceKind, str]:
+    """With the incarnation of a stateless instance, whose host runs in the mode of a unified one."""
+    if mode == "null" and stateless:
+        return InstanceKind.STATELESS, str(stateless["incarnation"])
+    return KINDS[mode], ""
+
+
+def _bootstrap_port(info: Mapping[str, Any], stateless: Mapping[str, Any]) -> int:
+    return int(stateless["bootstrap_port"] if stateless else info["disaggregation_bootstrap_port"])
+
+
+def _identity(info: Mapping[str, Any], incarnation: str) -> str:
+    """Durations of the start-up phases to the nanosecond, and the seed: no two processes share them."""
+    text = repr((info.get("startup_time"), info.get("random_seed"), info["host"], info["port"], incarnation))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def polled_load(answer: Mapping[str, Any], kind: InstanceKind) -> InstanceLoad:
+    """The load from ``/v1/loads?include=core``, summed over ranks.
+
+    The answer has sums of tokens only. Waiting requests are assumed to be of equal length, which gives the least
+    attention that they can cost. Raises WorkerError for an answer of another shape.
+    """
+    try:
+        ranks = [{name: int(rank.get(name) or 0) for name in _CORE} for rank in answer["loads"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise WorkerError(f"/v1/loads is not as expected: {error!r}", status=502) from None
+    total = {name: sum(rank[name] for rank in ranks) for name in _CORE}
+    waiting, running = total["num_waiting_reqs"], total["num_running_reqs"]
+    amounts = LoadAmounts()
+    if kind is InstanceKind.DECODE:
+        amounts.waiting_decodes = waiting
+        amounts.waiting_decode_tokens = max(0, total["num_total_tokens"] - total["num_active_tokens"])
+    else:
+        tokens = total["num_waiting_uncached_tokens"]
+        amounts.queued_tokens = tokens
+        amounts.queued_prefills = max(waiting, 1 if tokens else 0)  # a chunk under way waits in no queue
+        if tokens:
+            amounts.queued_attention = round(tokens * tokens / amounts.queued_prefills)
+    amounts.running = running
+    amounts.context_tokens = total["num_used_tokens"] if running else 0  # without requests it is cache
+    return InstanceLoad(
+        amounts=amounts,
+        kv_used_tokens=amounts.context_tokens,
+        kv_capacity_tokens=total["max_total_num_tokens"] or None,
+    )
+
+
+_CORE = (
+    "num_running_reqs",
+    "num_waiting_reqs",
+    "num_waiting_uncached_tokens",
+    "num_used_tokens",
+    "num_total_tokens",
+    "num_active_tokens",
+    "max_total_num_tokens",
+)

@@ -1,0 +1,1 @@
+"""The processes of a router: supervisor, relays, control plane."""

@@ -1,0 +1,1 @@
+"""One relay: client connections, requests, upstream connections."""

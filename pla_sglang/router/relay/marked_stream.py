@@ -1,0 +1,177 @@
+"""A stream whose events carry their token ids: what the relay takes from it, and what it passes on.
+
+An engine's front writes comment lines of SSE in front of the events of a stream that the router has marked
+(``pla_movable``, docs/hops.md):
+
+    : pla-prompt 812:9f3ab2c41d      once: length and hash of the prompt's token ids
+    : pla 17,4095,3 c120.r0.a33      token ids of the event that follows, and what of the answer was shown so far
+    : pla - c131.r0.a33              for a further event of the same tokens
+
+A comment with a blank line behind it belongs to tokens that show nothing yet. A stream without comments is one that its
+instance cannot move. The lines are for the router alone. An event is passed on when it is complete, and only then are
+its tokens counted: what the client has and what is known here is the same at every byte. No sockets here.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+
+from pla_sglang.router.relay.counters import ByteAccount
+
+DONE = b"data: [DONE]\n\n"
+_END = b"\n\n"
+_COMMENT = b": pla"
+_TOKENS, _PROMPT = b": pla ", b": pla-prompt "
+_NO_IDS = b"-"
+_ID_BYTES = 4
+_IDS_STEP = 1024  # ids whose memory is counted at a time
+# In JSON, quotes inside strings are escaped, so a model's words cannot look like these.
+_FINISHED = re.compile(rb'"finish_reason":\s*["{]')
+_USAGE = re.compile(rb'"choices":\s*\[\]')
+
+
+class MarkedStream:
+    """One answer over all its hops.
+
+    Args:
+        account: counts the memory of the ids.
+        wants_usage: the answer's last event before its end holds the usage (OpenAI's ``include_usage``).
+
+    Attributes:
+        ids: of the tokens that the client has.
+        seen: the last word about what was shown, for the instance that goes on; "" before the first.
+        prompt: ``LENGTH:HASH``; "" where it was not said.
+        is_done: the stream's last event was passed on.
+        is_good: False where a comment was not as it must be, or there is no memory for the ids.
+    """
+
+    __slots__ = (
+        "_account",
+        "_counted",
+        "_recent",
+        "_rest",
+        "_skip",
+        "_unmarked",
+        "_wants_usage",
+        "ids",
+        "is_done",
+        "is_good",
+        "prompt",
+        "seen",
+    )
+
+    def __init__(self, account: ByteAccount, *, wants_usage: bool = False) -> None:
+        self._account, self._wants_usage = account, wants_usage
+        self.ids = array("I")
+        self.seen = self.prompt = ""
+        self.is_done, self.is_good = False, True
+        self._counted = 0  # ids whose memory is counted
+        self._rest = b""  # of an event that is not complete
+        self._recent: list[bytes] = []  # events since the last that brought tokens, with it
+        self._unmarked = 0  # of them, those behind the last comment
+        self._skip = 0  # events without comments of this hop that the client has from the one before
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another instance could go on with it, as far as is known."""
+        return self.is_good and self.prompt != ""
+
+    def take_events(self, data: bytes) -> bytes:
+        """The events that ``data`` completes, as the client gets them."""
+        if self._rest:
+            data = self._rest + data
+        end = data.rfind(_END) + 2
+        if end == 1:
+            self._rest = data
+            return b""
+        self._rest = data[end:]
+        if self._rest:
+            data = data[:end]
+        if data.startswith(_TOKENS) and data.find(_END) + 2 == end and not self._skip:  # one event, as nearly always
+            stop = data.find(b"\n") + 1
+            if data.startswith(b"data", stop):
+                self._note_tokens(data[len(_TOKENS) : stop - 1])
+                data = data[stop:]
+                self._recent.append(data)
+                self._unmarked = 0
+                return data
+        return self._take_each(data)
+
+    def take_rest(self) -> bytes:
+        """What is left where the stream has ended in the middle of an event."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+    def begin_hop(self) -> None:
+        """Another instance goes on behind the last event with a comment; what came behind that it will say again."""
+        self._rest, self._skip = b"", self._unmarked
+
+    def take_end(self) -> bytes | None:
+        """Its instance is lost. What the client still has to get if nothing has to be computed for it: the mark of the
+        end, or nothing. None: the answer is not complete."""
+        self._rest = b""
+        if self.is_done:
+            return b""
+        finished = any(_FINISHED.search(event) for event in self._recent)
+        if not finished or (self._wants_usage and not any(_USAGE.search(event) for event in self._recent)):
+            return None
+        self._skip = 0
+        return DONE
+
+    def free_ids(self) -> None:
+        """The request has ended."""
+        self._account.free_bytes(self._counted * _ID_BYTES)
+        self._counted = 0
+
+    def _take_each(self, data: bytes) -> bytes:
+        events, start = [], 0
+        while start < len(data):
+            end = data.index(_END, start) + 2
+            event = data[start:end]
+            start, marked = end, False
+            while event.startswith(_COMMENT):
+                line, _, event = event.partition(b"\n")
+                marked = self._note_comment(line) or marked
+            if self._passes(event, marked=marked):
+                events.append(event)
+        return b"".join(events)
+
+    def _passes(self, event: bytes, *, marked: bool) -> bool:
+        """Notes a complete event. Whether the client gets it."""
+        if marked:
+            self._unmarked = self._skip = 0
+        if event == b"\n":  # a comment with no event behind it
+            return False
+        if marked:
+            self._recent.append(event)
+            return True
+        if self._skip:
+            self._skip -= 1
+            return False
+        self._recent.append(event)
+        self._unmarked += 1
+        self.is_done = self.is_done or event == DONE
+        return True
+
+    def _note_comment(self, line: bytes) -> bool:
+        """Whether it says the tokens of an event."""
+        if line.startswith(_TOKENS):
+            self._note_tokens(line[len(_TOKENS) :])
+            return True
+        if line.startswith(_PROMPT):
+            self.prompt = self.prompt or line[len(_PROMPT) :].decode("latin-1")
+        return False
+
+    def _note_tokens(self, words: bytes) -> None:
+        ids, _, seen = words.partition(b" ")
+        if ids != _NO_IDS:
+            self._recent = []
+            try:
+                self.ids.extend(map(int, ids.split(b",")))
+            except (ValueError, OverflowError):
+                self.is_good = False
+        self.seen = seen.decode("latin-1")
+        if len(self.ids) > self._counted and self.is_good:
+            self.is_good = self._account.try_hold(_IDS_STEP * _ID_BYTES)
+            self._counted += _IDS_STEP * self.is_good

@@ -1,0 +1,1 @@
+"""Messages between relays and the control plane, and how they travel."""

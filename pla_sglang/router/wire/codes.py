@@ -1,0 +1,125 @@
+"""The words of the messages between relays and the control plane: what may be said, and what it means."""
+
+from __future__ import annotations
+
+import enum
+from typing import Self
+
+
+class Endpoint(enum.IntEnum):
+    """What a request asks for, one for each path (``inference``); the path upstream is the client's own."""
+
+    GENERATE = 0
+    COMPLETIONS = 1
+    CHAT = 2
+    INVOCATIONS = 3
+    RESPONSES = 4
+    MESSAGES = 5
+    OLLAMA_CHAT = 6
+    OLLAMA_GENERATE = 7
+    EMBEDDINGS = 8
+    ENCODE = 9
+    CLASSIFY = 10
+    CLASSIFICATIONS = 11
+    SCORE = 12
+    RERANK = 13
+
+
+class Leg(enum.IntEnum):
+    """Which part of a request an instance serves; a unified instance has one leg, WHOLE."""
+
+    WHOLE = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+class Milestone(enum.IntEnum):
+    """What a relay reports of a dispatched request."""
+
+    SENT = 0  # every byte of the request is with the kernel, for all legs
+    PREFILL_DONE = 1  # the prefill leg has answered completely
+    FIRST_TOKEN = 2  # first byte of the answer's body that is forwarded to the client
+
+
+class Outcome(enum.IntEnum):
+    """How a request ended; each request has exactly one outcome.
+
+    A relay reports what it saw; those in the second group are known to the control plane alone. ``label`` is the word
+    for it in the control plane's metrics, in /pla/ledger and in /pla/explain, where some outcomes are one word.
+    """
+
+    label: str
+
+    def __new__(cls, number: int, label: str) -> Self:
+        member = int.__new__(cls, number)
+        member._value_, member.label = number, label
+        return member
+
+    OK = 0, "finished"  # answered completely, whatever status the instance gave below 400
+    CLIENT_ERROR = 1, "finished"  # an instance answered 4xx, forwarded
+    REFUSED = 2, "refused"  # answered with the control plane's Refuse
+    CLIENT_GONE = 3, "client_gone"  # the client closed, reset, or read too slowly
+    UPSTREAM_ERROR = 4, "upstream_error"  # an instance answered 5xx, forwarded
+    UPSTREAM_LOST = 5, "upstream_error"  # an instance closed the connection, or could not be reached
+    PREFILL_FAILED = 6, "prefill_aborted"  # the prefill leg failed or was aborted by its instance; decode was aborted
+    TIMED_OUT = 7, "timeout"  # a time limit of the router
+    ABORTED = 8, "decode_aborted"  # by an Abort from control
+    NO_CONTROL = 9, "timeout"  # the control plane did not answer in time
+    DRAINED = 10, "router_drain"  # the router stops, and its time for open requests is over
+    INSTANCE_REFUSED = 15, "instance_refused"  # an instance said 429 or 503, also inside a stream; forwarded
+
+    NO_INSTANCE = 11, "no_instance"  # refused: no instance became ready in time
+    FAULT = 12, "fault"  # refused: the router itself failed on it
+    INSTANCE_DEAD = 13, "instance_dead"
+    RELAY_LOST = 14, "relay_lost"  # the relay process that held its sockets is gone
+
+
+class FailureKind(enum.IntEnum):
+    """Why an instance is reported. A circuit breaker counts CONNECT, LOST, TIMEOUT and BAD_ANSWER."""
+
+    CONNECT = 0  # could not connect: nothing was sent
+    LOST = 1  # connection ended before the answer did
+    STATUS = 2  # answered 5xx, as status or inside a stream: its health is to be checked
+    TIMEOUT = 3
+    BAD_ANSWER = 4  # not HTTP/1.1, or over the limits
+    FULL = 5  # refused a request for load (429, 503), as status or inside a stream: it is well
+
+
+class RetryReason(enum.IntEnum):
+    """Why a relay asks again for a request."""
+
+    NOT_SENT = 0  # an instance could not be reached, so no byte was sent to any
+    TRANSFER_FAILED = 1  # the KV did not get to decode; both instances have answered and hold nothing
+    INSTANCE_FULL = 2  # an instance refused it for load, before it did anything; all instances hold nothing
+
+
+class Continuation(enum.IntEnum):
+    """How a request goes on."""
+
+    label: str
+
+    def __new__(cls, number: int, label: str) -> Self:
+        member = int.__new__(cls, number)
+        member._value_, member.label = number, label
+        return member
+
+    RESUME = 0, "resume"  # where it is held
+    PULL = 1, "pull"  # another instance receives the KV of the held request
+    REDO = 2, "redo"  # another instance computes prompt and answer so far again
+
+
+class LossReason(enum.IntEnum):
+    """Why a hop is over before its answer is."""
+
+    DEAD = 0  # its instance was lost after the request was sent
+    NOT_SENT = 1  # no connection to its instance
+    FULL = 2  # its instance refused it for load, before it did anything
+    REFUSED = 3  # its instance answered with another error, before its first event
+    RESUMED = 4  # the former hop, which was held, has gone on by itself
+
+
+class PromptDetail(enum.IntEnum):
+    """What ``Ask`` must say about the prompt; the control plane chooses by what its policy needs."""
+
+    ESTIMATE = 0  # input_tokens estimated from the body's size
+    BODY = 1  # Ask.body holds the client's JSON body, so that control can tokenize or hash

@@ -1,0 +1,65 @@
+"""How far the simulator was from live clusters: the published result of ``python -m bench fidelity``, for planning.
+
+A copy of ``bench/results/emulated/fidelity.json``, which is no part of an installation; a test holds the two equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pla_sglang.policy_packages import find_policy
+from pla_sglang.sim.fleet_arms import STOCK_ORDER
+from pla_sglang.sim.live_case import LiveCase
+from pla_sglang.sim.planning.forms import FleetForm
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredError:
+    """Of one live cluster under one load.
+
+    Attributes:
+        case: LAYOUT/ENGINE/POLICY/WORKLOAD/LOAD, as ``LiveCase`` reads it; the load is a share of the capacity.
+        attainment: simulated less live.
+        ttft_p99, tpot_p99: simulated over live, less 1.
+        valid: False: the machine of the live run was too slow for it, so it says nothing about the simulator.
+    """
+
+    case: str
+    attainment: float
+    ttft_p99: float
+    tpot_p99: float
+    valid: bool = True
+
+
+MEASURED = (
+    MeasuredError("unified-2/fcfs/round-robin/azure_conv/0.8", 0.0, 0.0032, -0.0003),
+    MeasuredError("unified-2/fcfs/cache-aware/mooncake/0.5", -0.006, -0.1385, 0.1043),
+    MeasuredError("1+1/fcfs/static-pd-round-robin/azure_conv/0.8", 0.0041, -0.0773, -0.0804),
+    MeasuredError("2+2/fcfs/minimal-load/azure_conv/0.5", 0.0, -0.1964, 0.0186),
+    MeasuredError("unified-2/temporal/least-tokens/azure_conv/0.95", 0.0054, -0.1178, -0.1627, valid=False),
+    MeasuredError("unified-2/mixed/cache-aware/mooncake/0.8", -0.0073, -0.0924, -0.1012),
+)
+
+
+def find_error(form: FleetForm) -> MeasuredError | str:
+    """The worst one with engines of this kind; else in words why none is known."""
+    experiment = form.experiment
+    policy = find_policy(experiment.policy)
+    if not policy.live:
+        return "no live cluster runs this policy"
+    if policy.flips and experiment.stateless:
+        return "stateless instances whose roles change: not measured"
+    engine = experiment.engine
+    if experiment.mixed:
+        engine = "mixed" if engine == STOCK_ORDER else f"{engine}, mixed"
+    layout = "prefill and decode instances" if form.split else "unified instances"
+    alike = []
+    for error in MEASURED:
+        case = LiveCase.parse(error.case)
+        if case.engine == engine and bool(case.decode) == form.split:
+            alike.append(error)
+    valid = [error for error in alike if error.valid]
+    if valid:
+        return max(valid, key=lambda error: abs(error.attainment))
+    why = "the one measurement is not valid" if alike else "not measured"
+    return f"{layout}, engine {engine}: {why}"

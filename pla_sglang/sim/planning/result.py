@@ -1,0 +1,100 @@
+"""What a plan says: plain values, for tables, pages and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from pla_sglang.metrics.goodput import LEAST_SPAN_S
+from pla_sglang.sim.planning.measured_errors import MeasuredError
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeTried:
+    """``prefills``: of a split; None: no split."""
+
+    instances: int
+    prefills: int | None
+    attainment: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RateTried:
+    rate_per_s: float
+    attainment: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetRow:
+    """The answer for one form.
+
+    Attributes:
+        instances: None where there is no answer; ``problem`` says why.
+        prefills: of a split; None: no split.
+        one_fewer: the best attainment with an instance less; None where that is not known.
+        gpu_hours: of all GPUs over ``simulated_s``, from the first arrival to the last answer.
+        margin: highest rate that these instances keep over the rate asked for, less 1; within the plan's tolerance.
+        margin_is_lower_bound: the search for that rate ended at its end.
+        monotone: one instance more keeps the target too.
+        measured_error: of the simulator in this regime; None: not known, and ``notes`` say why.
+        stuck: the policy left requests for ever.
+        sizes, rates: every run.
+    """
+
+    name: str
+    policy: str
+    engine: str
+    profile: str
+    chunk_tokens: int
+    mixed: bool
+    stock: bool
+    gpus_per_instance: int
+    instances: int | None = None
+    prefills: int | None = None
+    attainment: float | None = None
+    one_fewer: float | None = None
+    gpu_hours: float | None = None
+    simulated_s: float | None = None
+    margin: float | None = None
+    margin_is_lower_bound: bool = False
+    monotone: bool = True
+    measured_error: MeasuredError | None = None
+    notes: tuple[str, ...] = ()
+    problem: str = ""
+    stuck: bool = False
+    sizes: tuple[SizeTried, ...] = ()
+    rates: tuple[RateTried, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class FleetPlan:
+    """All answers.
+
+    Attributes:
+        span_s: of arrivals, at the rate asked for.
+        notes: what holds for all rows.
+        missing: names of forms that were not finished.
+    """
+
+    trace: str
+    requests: int
+    rate_per_s: float
+    span_s: float
+    ttft_slo_s: float
+    tpot_slo_s: float
+    target: float
+    tolerance: float
+    rows: tuple[FleetRow, ...]
+    notes: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def short_span(self) -> bool:
+        return self.span_s < LEAST_SPAN_S
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it; a target that is infinite is null."""
+        fields = dataclasses.asdict(self)
+        no_number = {name: None for name in ("ttft_slo_s", "tpot_slo_s") if not math.isfinite(fields[name])}
+        return fields | no_number

@@ -1,0 +1,85 @@
+"""A plan in words: why there is no answer, what to know beside one, and the sentence on top of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pla_sglang.sim.experiment import Experiment
+from pla_sglang.sim.planning import limits
+from pla_sglang.sim.planning.forms import FleetForm
+from pla_sglang.sim.planning.measured_errors import MeasuredError
+from pla_sglang.sim.planning.result import FleetPlan, FleetRow
+from pla_sglang.sim.planning.search import Least, SizeSearch
+from pla_sglang.sim.planning.task import PlanTask
+from pla_sglang.workload.trace import Trace
+
+
+def describe_problem(experiment: Experiment, trace: Trace, task: PlanTask) -> str:
+    """Why there can be no answer, or none that the profile bears out; empty: there may be one."""
+    spare = limits.count_spare(len(trace), task.target)
+    left = f"a target of {task.target:g} leaves {spare:,} of them"
+    unservable = limits.find_unservable(experiment, trace)
+    missed = np.any([finding.rows for finding in unservable], axis=0) if unservable else np.zeros(len(trace), bool)
+    if missed.sum() > spare:
+        worst = max(unservable, key=lambda finding: finding.count)
+        return f"{worst.text}: no number of instances mends that, and {left}"
+    for finding in limits.find_uncovered(experiment, trace):
+        if finding.count > spare and not task.beyond_profile:
+            return f"{finding.text}: no promise, as {left}; --beyond-profile warn gives the figures all the same"
+    return ""
+
+
+def describe_too_few(search: SizeSearch, task: PlanTask) -> str:
+    best = max(search.trials.values(), key=lambda trial: (trial.instances, trial.attainment))
+    return (
+        f"{best.instances} instances keep {best.attainment:.4f}, the target is {task.target:g}; "
+        f"--most {task.instances_most} allows no more"
+    )
+
+
+def describe_row(form: FleetForm, least: Least, *, error: MeasuredError | str, trace: Trace) -> Iterator[str]:
+    """What the reader of an answer has to know beside the figures."""
+    trial = least.trial
+    assert trial is not None
+    experiment = form.experiment
+    for finding in (*limits.find_unservable(experiment, trace), *limits.find_uncovered(experiment, trace)):
+        yield finding.text
+    yield from limits.describe_uncovered(experiment, trial)
+    if not least.monotone:
+        yield f"not monotone: with {trial.instances + 1} instances the target is missed; plan with a reserve"
+    if least.splits_left:
+        yield f"{least.splits_left} splits of {trial.instances - 1} instances were not tried"
+    if isinstance(error, str):
+        yield f"the simulator's error here is not known ({error})"
+    elif error.attainment > 0:
+        yield (
+            f"the simulator was {error.attainment:.3f} too good where it was compared with live engines ({error.case})"
+        )
+
+
+def describe_verdict(plan: FleetPlan) -> str:
+    """One sentence: the smallest fleet, and how the best stock one compares."""
+    answered = [row for row in plan.rows if row.instances is not None]
+    if not answered:
+        return "no fleet that was tried keeps the target"
+    best, stock = _cheapest(answered), [row for row in answered if row.stock]
+    sentence = f"{best.name} keeps {plan.target:g} at {plan.rate_per_s:g} requests/s with {_count(best)}"
+    if stock and not best.stock:
+        return f"{sentence}; the best stock fleet, {_cheapest(stock).name}, with {_count(_cheapest(stock))}"
+    ours = [row for row in answered if not row.stock]
+    if ours and best.stock:
+        return f"{sentence}; {_cheapest(ours).name} with {_count(_cheapest(ours))}"
+    return sentence
+
+
+def _cheapest(rows: Sequence[FleetRow]) -> FleetRow:
+    """By GPUs, then by the margin."""
+    return min(rows, key=lambda row: ((row.instances or 0) * row.gpus_per_instance, -(row.margin or 0.0)))
+
+
+def _count(row: FleetRow) -> str:
+    assert row.instances is not None
+    split = "" if row.prefills is None else f" ({row.prefills}+{row.instances - row.prefills})"
+    return f"{row.instances} instance{'s' * (row.instances > 1)}{split}"

@@ -1,0 +1,311 @@
+// Draws the fleet, and asks the router for news. Texts become text nodes only: names come from outside.
+(() => {
+  const POLL_MS = 2000, NAME_PX = 132, NARROW_PX = 70, AXIS_PX = 18, ROW_PX = 40, LOAD_PX = 80, SHOWN_CHANGES = 40;
+  const STEPS_S = [0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 43200, 86400];
+  const { legend, recorded, state, words, number, duration, timeText, figure, colourOf } = fleet;
+  const byId = (id) => document.getElementById(id);
+  let paused = false, follow = true, lastStatus = "";
+
+  // The sliders choose it: the first one its length, on a logarithmic scale, the second one its end.
+  function shownSpan() {
+    const whole = Math.max(state.now - state.start, 1e-3);
+    const least = Math.min(whole, Math.max(10, whole / 100));
+    const length = least * (whole / least) ** (byId("span").value / 1000);
+    const end = follow ? state.now : state.start + length + (whole - length) * (byId("end").value / 1000);
+    return { from: Math.max(state.start, end - length), to: end };
+  }
+
+  // -- drawing ------------------------------------------------------------------------------------------------------
+
+  function svgChild(parent, name, attributes, text) {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    if (text !== undefined) made.textContent = text;
+    parent.append(made);
+    return made;
+  }
+
+  // One drawing with a time axis below it; describe(at, y, near) gives the lines beside the mouse.
+  function makePanel(place, height, shown, describe) {
+    const width = Math.max(260, place.clientWidth), left = width < 600 ? NARROW_PX : NAME_PX;
+    const svg = svgChild(place, "svg", { width, height: height + AXIS_PX, role: "img" });
+    const scale = (width - left - 16) / Math.max(shown.to - shown.from, 1e-6);
+    const x = (at) => left + (Math.min(Math.max(at, shown.from), shown.to) - shown.from) * scale;
+    drawAxis(svg, height, shown, scale, x);
+    const cursor = svgChild(svg, "line", { y1: 0, y2: height, class: "cursor", visibility: "hidden" });
+    svg.addEventListener("pointermove", (event) => {
+      const box = svg.getBoundingClientRect(), px = event.clientX - box.left;
+      const at = shown.from + (px - left) / scale, inside = px >= left - 4 && at <= shown.to + 4 / scale;
+      const lines = inside ? describe(at, event.clientY - box.top, 6 / scale) : [];
+      showTip(event, lines);
+      cursor.setAttribute("visibility", lines.length ? "visible" : "hidden");
+      cursor.setAttribute("x1", px);
+      cursor.setAttribute("x2", px);
+    });
+    svg.addEventListener("pointerleave", (event) => {
+      showTip(event, []);
+      cursor.setAttribute("visibility", "hidden");
+    });
+    return { svg, x, left, width };
+  }
+
+  function drawAxis(svg, height, shown, scale, x) {
+    const step = STEPS_S.find((s) => s * scale > 75) || 86400, zero = recorded ? state.start : state.now;
+    for (let tick = Math.ceil((shown.from - zero) / step); zero + tick * step <= shown.to; tick++) {
+      const at = x(zero + tick * step), text = duration(Math.abs(tick * step)).replace(".0", "");
+      svgChild(svg, "line", { x1: at, x2: at, y1: 0, y2: height, class: "grid" });
+      svgChild(svg, "text", { x: at, y: height + 13, "text-anchor": "middle" }, tick || recorded ? text : "now");
+    }
+  }
+
+  function showTip(event, lines) {
+    const tip = byId("tip"), { clientX, clientY } = event, { innerWidth, innerHeight } = window;
+    const right = clientX > innerWidth / 2, low = clientY > innerHeight * 0.6;
+    tip.hidden = !lines.length;
+    tip.textContent = lines.join("\n");
+    tip.style.left = right ? "" : `${clientX + 14}px`;
+    tip.style.right = right ? `${innerWidth - clientX + 14}px` : "";
+    tip.style.top = low ? "" : `${clientY + 14}px`;
+    tip.style.bottom = low ? `${innerHeight - clientY + 14}px` : "";
+  }
+
+  function drawScale(panel, top, height, most, title) {
+    const { svg, left, width } = panel, end = { x: left - 6, "text-anchor": "end" };
+    svgChild(svg, "text", { ...end, y: top + 10 }, number(most));
+    svgChild(svg, "text", { ...end, y: top + height }, "0");
+    svgChild(svg, "text", { x: 0, y: top + height / 2 + 4, class: "name" }, title);
+    svgChild(svg, "line", { x1: left, x2: width, y1: top + height, y2: top + height, class: "grid" });
+  }
+
+  // How many instances are in each pool, as steps on top of each other. Returns the pools.
+  function drawCounts(panel, top, height, shown, title, poolAt) {
+    const inside = state.changes.map((one) => one.at).filter((at) => at > shown.from && at < shown.to);
+    const times = [...new Set([shown.from, shown.to, ...inside])].sort((a, b) => a - b);
+    const counts = times.map((at) => fleet.countPools(at + 1e-6, poolAt));
+    const known = [legend.roles, legend.states, legend.classes].flatMap(Object.keys);
+    const pools = known.filter((pool) => counts.some((count) => count.get(pool)));
+    const most = Math.max(1, ...counts.map((count) => [...count.values()].reduce((a, b) => a + b, 0)));
+    const floor = times.map(() => 0);
+    for (const pool of pools) {
+      times.slice(0, -1).forEach((at, place) => {
+        const size = ((counts[place].get(pool) || 0) / most) * (height - 2), x = panel.x(at);
+        const box = { x, width: Math.max(0.5, panel.x(times[place + 1]) - x), height: size, fill: colourOf(pool) };
+        if (size) svgChild(panel.svg, "rect", { ...box, y: top + height - floor[place] - size });
+        floor[place] += size;
+      });
+    }
+    drawScale(panel, top, height, most, title);
+    return pools;
+  }
+
+  function drawPools(place, shown) {
+    const classes = fleet.hasClasses(), { poolOf, classOf } = fleet;
+    const panel = makePanel(place, classes ? 150 : 90, shown, (at, y) => {
+      const count = fleet.countPools(at, y > 98 ? classOf : poolOf);
+      return [timeText(at), ...[...count].map(([pool, many]) => `${words(pool)}: ${many}`)];
+    });
+    const pools = drawCounts(panel, 0, 90, shown, "by role", poolOf);
+    if (classes) pools.push(...drawCounts(panel, 104, 44, shown, "by length", classOf));
+    byId("legend").replaceChildren(...[...new Set(pools)].map((pool) => {
+      const item = document.createElement("span"), box = svgChild(item, "svg", { width: 12, height: 12 });
+      svgChild(box, "rect", { width: 12, height: 12, rx: 2, fill: colourOf(pool) });
+      item.append(words(pool));
+      return item;
+    }));
+  }
+
+  // points: [time, value]; a value of null interrupts the line.
+  function drawLine(panel, top, height, most, points, attributes) {
+    let text = "", pen = "M";
+    for (const [at, value] of points) {
+      const y = top + height - (value / most) * (height - 2);
+      if (value !== null) text += `${pen}${panel.x(at).toFixed(1)},${y.toFixed(1)}`;
+      pen = value === null ? "M" : "L";
+    }
+    if (text) svgChild(panel.svg, "path", { d: text, ...attributes });
+  }
+
+  function drawRequests(place, shown, samples) {
+    const most = Math.max(1, ...samples.map((one) => one.open));
+    const panel = makePanel(place, LOAD_PX, shown, (at) => {
+      const one = fleet.findNearest(samples, at);
+      return one ? [timeText(one.at), `open: ${one.open}`, `of these waiting in the router: ${one.waiting}`] : [];
+    });
+    for (const [name, stroke] of [["open", "#7f8fa6"], ["waiting", legend.states.suspect]]) {
+      drawLine(panel, 0, LOAD_PX, most, samples.map((one) => [one.at, one[name]]), { class: "plain", stroke });
+    }
+    drawScale(panel, 0, LOAD_PX, most, "requests");
+  }
+
+  function drawLoads(place, shown, samples) {
+    for (const [name, title] of [["queued_tokens", "to compute"], ["decode_tokens", "decoding"]]) {
+      const means = samples.map((sample) => [sample.at, fleet.meanByPool(sample, name)]);
+      const pools = [...new Set(means.flatMap(([, mean]) => [...mean.keys()]))].sort();
+      const most = Math.max(1, ...means.flatMap(([, mean]) => [...mean.values()]));
+      const panel = makePanel(place, LOAD_PX, shown, (at) => {
+        const one = fleet.findNearest(samples, at), mean = one ? [...fleet.meanByPool(one, name)] : [];
+        const lines = mean.map(([pool, value]) => `${words(pool)}: ${number(value)} tokens each`);
+        return lines.length ? [timeText(one.at), ...lines] : [];
+      });
+      for (const pool of pools) {
+        const [role, cls] = pool.split(", "), dashes = cls === "long" ? { "stroke-dasharray": "6 3" } : {};
+        const points = means.map(([at, mean]) => [at, mean.has(pool) ? mean.get(pool) : null]);
+        drawLine(panel, 0, LOAD_PX, most, points, { class: "plain", stroke: colourOf(role), ...dashes });
+      }
+      drawScale(panel, 0, LOAD_PX, most, title);
+    }
+  }
+
+  function drawRows(place, shown, samples) {
+    const rows = fleet.listPresent(shown), queued = (row) => figure(row, "queued_tokens");
+    const most = Math.max(1, ...samples.flatMap((sample) => [...sample.loads.values()].map(queued)));
+    const panel = makePanel(place, rows.length * ROW_PX, shown, (at, y, near) => {
+      const one = rows[Math.floor(y / ROW_PX)];
+      return one ? fleet.describeInstance(one, at, near, samples) : [];
+    });
+    rows.forEach((one, place) => {
+      drawLoadOf(panel, place * ROW_PX + 15, one, samples, most);
+      drawBand(panel, place * ROW_PX, one, shown);
+    });
+  }
+
+  function drawLoadOf(panel, top, one, samples, most) {
+    const own = samples.map((sample) => [sample.at, sample.loads.get(one.index)]).filter(([, row]) => row);
+    if (!own.length) return;
+    const heights = own.map(([at, row]) => [at, figure(row, "queued_tokens")]);
+    const area = [[own[0][0], 0], ...heights, [own[own.length - 1][0], 0]];
+    drawLine(panel, top, 20, most, area, { class: "load" });
+    if (!one.kv_capacity_tokens) return;
+    const shares = own.map(([at, row]) => [at, Math.min(1, figure(row, "kv_used_tokens") / one.kv_capacity_tokens)]);
+    drawLine(panel, top, 20, 1, shares, { class: "kv" });
+  }
+
+  function drawBand(panel, top, one, shown) {
+    const chars = panel.left < NAME_PX ? 10 : 20;
+    const name = one.name.length > chars ? `…${one.name.slice(1 - chars)}` : one.name;
+    svgChild(panel.svg, "text", { x: 0, y: top + 12, class: "name" }, name);
+    svgChild(panel.svg, "text", { x: 0, y: top + 26 }, one.kind);
+    for (const span of fleet.spansOf(one)) {
+      if (span.to < shown.from || span.from > shown.to) continue;
+      const x = panel.x(span.from), width = Math.max(0.5, panel.x(span.to) - x);
+      svgChild(panel.svg, "rect", { x, width, y: top + 2, height: 9, fill: colourOf(fleet.poolOf(span)) });
+      if (!fleet.classOf(span) || !span.cls) continue;
+      svgChild(panel.svg, "rect", { x, width, y: top + 11, height: 4, fill: colourOf(span.cls) });
+    }
+    for (const change of fleet.changesOf(shown)) {
+      if (change.index !== one.index) continue;
+      svgChild(panel.svg, "path", { d: `M${panel.x(change.at) - 3.5},${top}h7l-3.5,6z`, class: "mark" });
+    }
+  }
+
+  // -- tables and texts ---------------------------------------------------------------------------------------------
+
+  function fillTable(table, header, rows) {
+    table.replaceChildren(...[header, ...rows].map((cells, place) => {
+      const row = document.createElement("tr");
+      row.append(...cells.map((text, column) => {
+        const cell = document.createElement(place ? "td" : "th");
+        cell.textContent = text;
+        if (header[column] === "what it means") cell.className = "text";
+        return cell;
+      }));
+      return row;
+    }));
+  }
+
+  function describeRow(one, shown, inside) {
+    const span = fleet.spanAt(one.index, shown.to) || { state: "gone", role: "-", cls: "" };
+    const own = inside.map((sample) => sample.loads.get(one.index)).filter(Boolean), last = own[own.length - 1];
+    const change = (name) => (own.length > 1 ? figure(last, name) - figure(own[0], name) : 0);
+    const requests = change("first_tokens");
+    const mean = (name) => (requests ? `${(change(name) / requests / 1000).toFixed(3)} s` : "-");
+    const now = (name) => (last ? number(figure(last, name)) : "-");
+    const share = last && one.kv_capacity_tokens ? figure(last, "kv_used_tokens") / one.kv_capacity_tokens : null;
+    const pool = [words(span.role), span.cls || "both", span.state];
+    const load = [now("queued_tokens"), now("requests"), share === null ? "-" : `${Math.round(100 * share)} %`];
+    return [one.name, one.kind, ...pool, ...load, requests, mean("ttft_ms"), mean("predicted_ttft_ms")];
+  }
+
+  function fillTables(shown, samples) {
+    const inside = samples.filter((one) => one.at >= shown.from && one.at <= shown.to);
+    const columns = ["to compute", "requests", "KV in use", "first tokens", "TTFT", "predicted"];
+    const rows = fleet.listPresent(shown).map((one) => describeRow(one, shown, inside));
+    fillTable(byId("instances"), ["instance", "kind", "role", "prompts", "state", ...columns], rows);
+    const names = new Map(state.instances.map((one) => [one.index, one.name]));
+    const changes = fleet.changesOf(shown).slice(-SHOWN_CHANGES).reverse().map((one) => [
+      timeText(one.at), names.get(one.index), words(fleet.poolOf(one)), one.cls || "both", one.epoch ?? "-",
+      one.reason || "-", one.reason ? fleet.explain(one.reason) : "",
+    ]);
+    const header = ["when", "instance", "became", "prompts", "epoch", "reason", "what it means"];
+    fillTable(byId("changes"), header, changes);
+  }
+
+  function fillFacts() {
+    const present = fleet.listPresent({ from: state.now - 1e-3, to: state.now + 1 });
+    const facts = { ...state.head, instances: `${present.length}` };
+    if (state.leftOut) facts["not sampled"] = `${state.leftOut} further instances`;
+    byId("facts").replaceChildren(...Object.entries(facts).map(([name, text]) => {
+      const item = document.createElement("div"), term = document.createElement("dt");
+      const value = document.createElement("dd");
+      term.textContent = name;
+      value.textContent = text;
+      item.append(term, value);
+      return item;
+    }));
+  }
+
+  function drawAll() {
+    const shown = shownSpan(), samples = fleet.samplesOf(shown);
+    byId("span-text").textContent = duration(shown.to - shown.from);
+    byId("end-text").textContent = timeText(shown.to);
+    const parts = { pools: drawPools, requests: drawRequests, loads: drawLoads, rows: drawRows };
+    for (const [id, draw] of Object.entries(parts)) {
+      byId(id).replaceChildren();
+      draw(byId(id), shown, samples);
+    }
+    fillTables(shown, samples);
+    fillFacts();
+  }
+
+  // -- the page -----------------------------------------------------------------------------------------------------
+
+  function sayStatus(text, bad) {
+    if (text !== lastStatus) byId("status").textContent = lastStatus = text;
+    byId("status").className = bad ? "bad" : "";
+  }
+
+  async function poll() {
+    const address = `${location.pathname.replace(/\/+$/, "")}/since/${fleet.lastSampleTime()}`;
+    try {
+      const answer = await fetch(address, { cache: "no-store" });
+      if (!answer.ok) throw new Error(`the router answers ${answer.status}`);
+      fleet.takeDocument(await answer.json());
+      if (!paused) drawAll();
+      sayStatus(paused ? "paused" : "live", false);
+    } catch (error) {
+      sayStatus(`no new data: ${error.message}`, true);
+    }
+    window.setTimeout(poll, POLL_MS);
+  }
+
+  byId("span").addEventListener("input", drawAll);
+  byId("end").addEventListener("input", () => {
+    follow = Number(byId("end").value) >= 1000;
+    drawAll();
+  });
+  byId("pause").addEventListener("click", () => {
+    paused = !paused;
+    byId("pause").textContent = paused ? "go on" : "pause";
+    if (!paused) drawAll();
+  });
+  window.addEventListener("resize", drawAll);
+  if (recorded) {
+    byId("pause").remove();
+    fleet.takeDocument(recorded);
+    document.title = byId("title").textContent = recorded.title;
+    sayStatus(`recorded: ${duration(state.now - state.start)}`, false);
+    drawAll();
+  } else {
+    poll();
+  }
+})();

@@ -1,0 +1,97 @@
+"""Every flag of our commands as a page. ``python scripts/make_flags.py [FILE]`` prints it, or writes it to FILE.
+
+``docs/flags.md`` is this script's output; a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pla_sglang.checks import Declared, plain
+from pla_sglang.cli import flags_of, typed
+from pla_sglang.config import PlaConfig
+from pla_sglang.doctor import DoctorConfig
+from pla_sglang.launch_cluster import LaunchConfig
+from pla_sglang.launch_router import RouterConfig
+from pla_sglang.policy_packages import PolicyName
+from pla_sglang.profile import ProfileConfig
+from pla_sglang.simulate import SimulateConfig
+
+COMMANDS: dict[str, tuple[type, str]] = {
+    "serve": (PlaConfig, "Besides every flag of SGLang. [What they do together](operations.md#flags)"),
+    "router": (RouterConfig, "[The router](router.md), [its control plane](control.md)"),
+    "cluster": (LaunchConfig, "What it does not know goes to every engine. [A cluster](cluster.md)"),
+    "simulate": (SimulateConfig, "[The simulator](simulator.md)"),
+    "profile": (ProfileConfig, "[Profiles](emulation.md#profiles)"),
+    "doctor": (DoctorConfig, "[Commands](operations.md#commands)"),
+}
+INTRODUCTION = """\
+# Flags
+
+Every flag of our [commands](operations.md#commands), made from their configurations by `scripts/make_flags.py`.
+Values are in the unit that is typed. Each may stand in a file of `--config` (of the cluster: `--cluster-config`),
+without its dashes; `--print-config` prints such a file. "needed": there is no default. "-": not set.
+"""
+
+
+def render() -> str:
+    """The page: a heading for each command, a table for each group of its flags."""
+    parts = [INTRODUCTION]
+    for name, (config, text) in COMMANDS.items():
+        parts.append(f"## {name}\n\n{text}.\n")
+        parts.append("\n".join(_table_lines(config)) + "\n")
+    return "\n".join(parts)
+
+
+def _table_lines(config: type) -> Iterator[str]:
+    yield "| flag | default | allowed | what |"
+    yield "| --- | --- | --- | --- |"
+    for declared in flags_of(config):
+        knob = declared.knob
+        if knob.heading:
+            yield f"| **{_cell(knob.heading)}** | | | |"
+        yield f"| `{knob.name}` | {_default(declared)} | {_allowed(declared)} | {_cell(knob.help)} |"
+
+
+def _default(declared: Declared) -> str:
+    default = declared.field.default
+    if default is dataclasses.MISSING:
+        return "needed"
+    if declared.base is bool:
+        return "on" if default else "off"
+    if default is None and declared.knob.none:
+        return f"`{declared.knob.none}`"
+    if default in (None, "", ()):
+        return "-"
+    shown = typed(default, declared)
+    values = shown if isinstance(shown, list) else [shown]
+    return "`" + ",".join(_cell(plain(value)) for value in values) + "`"
+
+
+def _allowed(declared: Declared) -> str:
+    knob = declared.knob
+    if declared.base is bool:
+        return ""
+    if isinstance(knob.allowed, PolicyName):  # its words depend on what is installed
+        return "[policies](policies/fleet.md)"
+    rule = "" if knob.allowed is None else str(knob.allowed)
+    return _cell(f"{rule}, or {knob.none}" if rule and knob.none else rule)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main(arguments: list[str]) -> None:
+    page = render()
+    if arguments:
+        Path(arguments[0]).write_text(page, encoding="utf-8")
+    else:
+        sys.stdout.write(page)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

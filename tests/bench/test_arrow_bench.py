@@ -1,0 +1,120 @@
+"""``bench arrow`` without engines: its arms, what they are started as, rates, ratios, the workload that turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.live_stand_ins import LiveStandIns, after_arrival
+
+from bench.check.consistency import AGAIN
+from bench.harness.catalogue import BENCHES
+from bench.harness.replay import Planned
+from bench.research import arrow as bench
+from pla_sglang.sim.fleet_arms import FleetArm
+from pla_sglang.sim.stock_frontier import Limit
+from pla_sglang.sim.stock_search import HeldRate
+
+SCALE, STEP = 4.0, 1.5
+STOCK = FleetArm("least-tokens", mixed=True, chunk_tokens=1024)
+SMALL = ["--instances", "2", "--requests", "12", "--step", f"{STEP}", "--turns", "12", "--budget-s", "99999", "--json"]
+# requests/s that arms bear, by kind and policy
+BEARS = {("stateless", "combined"): 8.0, ("stateless", "arrow"): 5.5, ("stateless", "minimal-load"): 3.4}
+STOCK_BEARS = {"unified": 4.0, "decode": 2.3}
+
+
+def take(stand_ins: LiveStandIns, planned: Sequence[Planned]) -> Sequence[tuple[float, float]]:
+    router, kind = stand_ins.routed[-1][0], stand_ins.kinds[-1]
+    bears = BEARS.get((kind, router.policy), STOCK_BEARS.get(kind))
+    assert bears is not None
+    rate = (len(planned) - 1) / (planned[-1].at_s - planned[0].at_s) * SCALE
+    return after_arrival(planned, SCALE, *((40.0, 41.0) if rate > bears else (0.5, 0.6)))
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> LiveStandIns:
+    limit = Limit("hol", 0.9, 300.0, 1.05, [HeldRate(STOCK, 5.0)], 6.0, 20.0, 100.0)
+    monkeypatch.setattr(bench, "read_limits", lambda path: {("hol", 0.9): limit})
+    return LiveStandIns(take, time_scale=SCALE).install(monkeypatch)
+
+
+def run_bench(out: Path, capsys: pytest.CaptureFixture[str], *flags: str, status: int = 0) -> dict[str, Any]:
+    assert BENCHES["arrow"].main([*SMALL, *flags, "--out", str(out)]) == status
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+def flag_after(flags: Sequence[str], name: str) -> str:
+    return flags[flags.index(name) + 1]
+
+
+def test_each_arm_gets_a_rate_and_ratios_are_of_them(
+    live: LiveStandIns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run_bench(tmp_path, capsys, "--workloads", "hol")
+    held = {"minimal-load": 3, "arrow": 4, "combined": 5, "stock": 3, "pairs": 2}
+    held |= {arm.name: 2 for arm in bench.PAIR_ARMS if bench.has_router(arm)}
+    assert result["rate_at_90"]["hol"] == {name: pytest.approx(STEP**rung) for name, rung in held.items()}
+    assert result["vs_best_stock"]["hol"] == pytest.approx(STEP**2)
+    assert (result["vs_minload"]["hol"], result["arrow_vs_minload"]["hol"]) == pytest.approx((STEP**2, STEP))
+    assert set(result["sim_rate_at_90"]["hol"]) == set(held)
+    assert (result["requests"], result["turning_vs_best_fixed"], result["arms_open"]) == (12, None, 0)
+    assert result["profiles"] == {"hol": "h100-llama3.1-8b-tp1"}
+    assert {row["requests"] for row in result["rows"]} == {12}
+    assert (result["valid"], result["tokens_wrong"]) == (True, 0)
+    minload, arrow, combined, stock, pairs = live.clusters[:5]
+    assert all(flag_after(flags, "--stateless") == "2" for flags in (minload, arrow, combined))
+    assert flag_after(combined, "--prefill-disagg") == "temporal"
+    assert "--prefill-disagg" not in arrow
+    assert (flag_after(stock, "--unified"), flag_after(stock, "--chunked-prefill-size")) == ("2", "1024")
+    assert (flag_after(pairs, "--prefill"), flag_after(pairs, "--decode")) == ("1", "1")
+    assert result == result | dict(AGAIN["arrow"](result))
+    page = bench.page(result)
+    assert "vs_best_stock 2.25 x" in page
+    started = len(live.clusters)
+    assert run_bench(tmp_path, capsys, "--workloads", "hol")["rows"] == result["rows"]
+    assert len(live.clusters) == started, "finished runs are kept"
+
+
+def test_a_ratio_needs_a_missed_rate_of_what_is_below_the_line(
+    live: LiveStandIns, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STOCK_BEARS, "unified", 1e9)
+    result = run_bench(tmp_path, capsys, "--workloads", "hol", "--turns", "2")
+    assert not result["bracketed"]["hol"]["stock"]
+    assert result["vs_best_stock"]["hol"] is None
+    assert result["arms_open"] > 0
+
+
+def test_the_workload_that_turns(live: LiveStandIns, tmp_path: Path, capsys: Any) -> None:
+    result = run_bench(tmp_path, capsys, "--turning")
+    fixed = ["unified-512", "unified-2048", "unified-8192", "1+1"]
+    assert list(result["rate_at_90"]["turning"]) == [*fixed, "combined"]
+    assert result["turning_vs_best_fixed"] == pytest.approx(STEP**2)
+    assert (result["vs_best_stock"], result["arrow_vs_minload"]) == ({}, {})
+    assert "turning_vs_best_fixed 2.25 x" in bench.page(result)
+
+
+def test_the_mix_turns_and_every_split_is_fixed() -> None:
+    trace = bench.make_turning(300, seed=1).trace
+    prompts, answers = trace.input_tokens, trace.output_tokens
+    assert prompts[:100].min() >= 3000 > 500 >= prompts[100:200].max()
+    assert answers[:100].max() <= 64 < 200 <= answers[100:200].min()
+    assert {bool(tokens > 500) for tokens in prompts[200:]} == {True, False}
+    assert [arm.name for arm in bench.fixed_arms(4)[3:]] == ["1+3", "2+2", "3+1"]
+    assert bench.fixed_arms(4)[5].counts(4) == {"prefill": 3, "decode": 1}
+
+
+def test_traces_have_the_profiles_of_the_comparison() -> None:
+    options = BENCHES["arrow"].parse()
+    named = {name: bench.with_profile(options, name).profile for name in ("azure_code", "azure_conv")}
+    assert named == {"azure_code": "h100-llama3.1-8b-tp1", "azure_conv": "h100-llama70b-fp8-dopd"}
+    assert (options.requests, options.turns, options.instances) == (1000, 2, 4)
+
+
+def test_bad_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BENCHES["arrow"].main(["--requests", "2", "--out", str(tmp_path)]) == 2
+    assert "--requests 2 is out of range; allowed: at least 3" in capsys.readouterr().err

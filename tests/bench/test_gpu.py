@@ -1,0 +1,202 @@
+"""The GPU bench without a GPU: parts that end, fail and are cut off; what is kept of them; its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from bench.gpu import gpu as run
+from bench.gpu import served, steps
+from bench.gpu.models import SIZES, make_model
+from bench.gpu.parts import Part, run_part
+from bench.harness.catalogue import BENCHES
+from pla_sglang.workload.talks import load_tokenizer
+
+
+def part_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Part:
+    """A part that runs ``text``, a module in which ``out`` is the file of its result."""
+    output = tmp_path / "result.json"
+    (tmp_path / "part_under_test.py").write_text(f"import pathlib, time; out = pathlib.Path({str(output)!r})\n{text}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return Part("steps 7b eager", ("part_under_test",), 30.0, output)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit_s", "expected"),
+    [
+        ("out.write_text('{\"a\": 1}')", 30.0, {"a": 1}),
+        ("out.write_text('{\"a\": 1}'); raise SystemExit(3)", 30.0, {"a": 1, "failed": "exit 3"}),
+        ("print('no result')", 30.0, {}),
+        ("out.write_text('{\"a\": 1}'); time.sleep(60)", 1.0, {"a": 1, "failed": "stopped after 1 s"}),
+        ("out.write_text('{\"a\":'); time.sleep(60)", 1.0, {"failed": "stopped after 1 s"}),
+    ],
+)
+def test_a_part_never_takes_the_run_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, limit_s: float, expected: dict[str, Any]
+) -> None:
+    part = part_of(tmp_path, monkeypatch, text)
+    result = run_part(part, limit_s=limit_s, log=tmp_path / "log")
+    assert result.pop("seconds") >= 0
+    assert result == expected
+
+
+def test_a_result_of_an_earlier_run_is_not_that_of_a_part_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = part_of(tmp_path, monkeypatch, "raise SystemExit(3)")
+    part.output.write_text('{"a": 1}')
+    result = run_part(part, limit_s=30.0, log=tmp_path / "log")
+    assert result == {"failed": "exit 3", "seconds": result["seconds"]}
+
+
+def test_a_part_is_a_function_of_this_folder(tmp_path: Path) -> None:
+    command = ("bench.gpu.parts", "parts.write_result", json.dumps({"result": {"a": 1}, "out": str(tmp_path / "x")}))
+    result = run_part(Part("kernels", command, 30.0, tmp_path / "x"), limit_s=30.0, log=tmp_path / "log")
+    assert result == {"a": 1, "seconds": result["seconds"]}
+
+
+def of_arm(*tokens: int, median_ms: float) -> dict[str, Any]:
+    return {"shapes": {"s": {"median_ms": median_ms, "first_tokens": [list(tokens)]}}}
+
+
+def test_summary() -> None:
+    arms = {
+        "eager": of_arm(1, 2, 3, median_ms=20.0),
+        "breakable": of_arm(1, 2, 3, median_ms=10.0),
+        "varlen": of_arm(1, 2, 4, median_ms=5.0),
+    }
+    found = run.summarise(arms)
+    assert found["to_eager"]["varlen"] == 0.25
+    assert found["to_breakable"]["varlen"] == 0.5
+    assert found["first_tokens_differ"] == {"breakable": {"s": [0, 3]}, "varlen": {"s": [1, 3]}}
+    assert run.summarise({})["median_ms"] == {}
+
+
+def test_a_run_without_time_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BENCHES["gpu"].main(["--device", "cpu", "--minutes", "0.01", "--out", str(tmp_path)]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["completed"] == []
+    assert set(result["not_run"].values()) == {"no time left", "SGLang captures prefill graphs on a GPU only"}
+    assert set(run.SECTIONS) <= set(result)
+    assert (tmp_path / "results.json").exists()
+
+
+def test_kernels_say_that_they_need_a_gpu(tmp_path: Path) -> None:
+    from bench.gpu import kernels
+
+    if kernels.torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    kernels.measure(tmp_path / "kernels.json")
+    assert "need a GPU" in json.loads((tmp_path / "kernels.json").read_text())["not_run"]
+
+
+def test_parts_come_in_the_order_of_their_worth(tmp_path: Path) -> None:
+    args = run.argparse.Namespace(
+        device="cuda", sizes=["7b", "14b"], parts=list(run.SECTIONS), out=tmp_path, dataset=None
+    )
+    titles = [part.title for part in run.list_parts(args)]
+    assert titles[:5] == [f"steps 7b {arm}" for arm in steps.ARMS["cuda"]]
+    assert titles[5:9] == ["kernels", "fig6", "hol", "profile"]
+    assert titles[9:] == [f"steps 14b {arm}" for arm in steps.ARMS["cuda"]]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_models_have_the_published_shape(tmp_path: Path, size: str) -> None:
+    config = json.loads((make_model(size, tmp_path / size) / "config.json").read_text(encoding="utf-8"))
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    hidden, layers, inner = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+    attention = hidden * hidden * 2 + 2 * hidden * hidden * groups // heads
+    weights = layers * (attention + 3 * hidden * inner) + 2 * config["vocab_size"] * hidden
+    assert weights / 1e9 == pytest.approx({"7b": 7.6, "14b": 14.8, "32b": 32.8}[size], rel=0.02)
+    assert (tmp_path / size / "tokenizer.json").exists()
+
+
+def test_steps_name_every_arm_s_backend(tmp_path: Path) -> None:
+    for arm in steps.BACKEND:
+        flags = steps.launcher_flags(arm, tmp_path, "cuda")
+        config = json.loads(flags[flags.index("--cuda-graph-config") + 1])
+        assert config["prefill"]["backend"] == steps.BACKEND[arm]
+        assert ("bs" in config["prefill"]) == (arm != "eager")
+
+
+def test_the_shape_that_was_promised() -> None:
+    assert len(steps.TARGET.new_tokens) == 16
+    assert (min(steps.TARGET.new_tokens), max(steps.TARGET.new_tokens)) == (8, 64)
+    assert steps.TARGET.history_tokens == 2048
+
+
+def test_sessions_are_the_same_in_every_arm_and_only_grow() -> None:
+    prompts = served.make_sessions(0, 3, 8)
+    assert prompts == served.make_sessions(0, 3, 8)
+    assert prompts != served.make_sessions(0, 4, 8)
+    for before, after in itertools.pairwise(prompts):
+        if len(after) > len(before):
+            assert after[: len(before)] == before
+            assert len(after) - len(before) <= served.LONGEST_TOKENS + 8
+
+
+TALK = [("user", "one two three"), ("assistant", "four five"), ("user", "six"), ("assistant", "seven")]
+
+
+def write_lmsys(path: Path) -> None:
+    messages = [[{"role": role, "content": text} for role, text in TALK]]
+    columns = {"conversation_id": ["a"], "model": ["vicuna-13b"], "conversation": messages, "turn": [2]}
+    parquet.write_table(pa.table(columns | {"language": ["English"], "redacted": [False]}), path)
+
+
+def write_sharegpt(path: Path) -> None:
+    roles = {"user": "human", "assistant": "gpt"}
+    talk = [{"from": roles[role], "value": text} for role, text in TALK]
+    path.write_text(json.dumps([{"id": "a", "conversations": talk}]), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("name", "write"), [("chat.parquet", write_lmsys), ("sharegpt.json", write_sharegpt)])
+def test_prompts_of_a_data_set_reach_the_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write: Callable[[Path], None]
+) -> None:
+    """In the published schema, by the tokenizer of the model that is measured; turns keep their recorded lengths."""
+    write(tmp_path / name)
+    flags = ("--dataset", str(tmp_path / name), "--sizes", "7b", "--parts", "fig6", "--out", str(tmp_path))
+    [part] = run.list_parts(BENCHES["gpu"].parse(*flags))
+    settings = json.loads(part.command[2])
+    seen: list[list[list[int]]] = []
+
+    def measure_arm(server: object, device: str, make_prompts: Callable[[int], list[list[int]]]) -> dict[str, Any]:
+        seen.append([list(prompt) for prompt in make_prompts(3)])
+        return {"concurrency": {"1": served.figures([0.1], 1.0)}, "graphs": None}
+
+    monkeypatch.setattr(served, "make_server", lambda *args, **kwargs: contextlib.nullcontext())
+    monkeypatch.setattr(served, "measure_arm", measure_arm)
+    assert part.command[1] == "served.measure_fig6"
+    served.measure_fig6(**settings)
+    encode = load_tokenizer(Path(settings["model"]))
+    first, answer, later = (encode(TALK[at][1]) for at in range(3))
+    assert [len(prompt) for prompt in seen[0][:2]] == [len(first), len(first) + len(answer) + len(later)]
+    assert (seen[0][0], seen[0][1][-len(later) :]) == (first, later)
+    assert len(seen) == len(served.ARMS)
+    assert all(prompts == seen[0] for prompts in seen), "the same sessions in every arm"
+    result = json.loads(part.output.read_text(encoding="utf-8"))
+    assert result["lengths"].startswith(f"{name}, tokens of ")
+
+
+@pytest.mark.parametrize("bench", ["gpu", "chat", "spatial"])
+def test_a_data_set_that_is_not_there_ends_the_start(bench: str, tmp_path: Path, capsys: Any) -> None:
+    flags = ["--dataset", str(tmp_path / "none.parquet"), "--out", str(tmp_path)]
+    assert BENCHES[bench].main(flags) == 2
+    assert capsys.readouterr().err.strip().endswith("none.parquet is not a file")
+
+
+def test_figures() -> None:
+    latencies_s = [index / 1000 for index in range(1, 11)]
+    assert served.figures(latencies_s, 5.0) == {"rps": 2.0, "mean_ms": 5.5, "p90_ms": 10.0, "requests": 10}
+    arms = {"stock": {"concurrency": {"4": served.figures(latencies_s, 5.0)}}}
+    arms["full"] = {"concurrency": {"4": served.figures([0.005] * 20, 5.0)}}
+    assert served.ratios(arms)["full"] == {"rps": 2.0, "mean": 0.9091, "p90": 0.5, "clients": 4}

@@ -1,0 +1,94 @@
+"""Tables on the pages: made from the committed results, and from nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.harness.publish import all_pages, page_of, publish, replace
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results" / "cpu"
+FOLDERS = (RESULTS, RESULTS.with_name("emulated"))
+PAGES = all_pages()
+KEPT = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.json")) if path.stem in PAGES}
+
+
+def between(page: str, name: str) -> str:
+    return page.partition(f"<!-- results:{name} -->")[2].partition(f"<!-- /results:{name} -->")[0].strip()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_page_shows_what_its_result_says(name: str) -> None:
+    result = json.loads(KEPT[name].read_text(encoding="utf-8"))
+    page = page_of(name, ROOT).read_text(encoding="utf-8")
+    assert between(page, name) == PAGES[name][1](result), "run python -m bench publish again"
+
+
+def test_the_headline_is_that_of_the_kept_result() -> None:
+    result = json.loads((RESULTS / "hol.json").read_text(encoding="utf-8"))
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert between(page, "headline") == PAGES["headline"][1](result), "run python -m bench publish hol=... again"
+
+
+@pytest.mark.parametrize(
+    ("figure", "ratio", "shown"),
+    [
+        ("short_ttft_p99_gain", {"median": 2, "low": 1.25, "high": 4}, "2x (1.25 .. 4)"),
+        ("short_ttft_p50_ratio", {"median": 0.5, "low": 0.25, "high": 0.8}, "2x (1.25 .. 4)"),
+        ("long_ttft_p90_ratio", {"median": 2, "low": 1.25, "high": 4}, "0.5x (0.25 .. 0.8)"),
+        ("throughput_ratio", {"median": 0.5, "low": 0.25, "high": 0.8}, "0.5x (0.25 .. 0.8)"),
+    ],
+)
+def test_above_1_is_better_in_every_row_of_the_headline(figure: str, ratio: dict[str, float], shown: str) -> None:
+    result = json.loads((RESULTS / "hol.json").read_text(encoding="utf-8"))
+    result["ratios"]["ours"][figure] = ratio
+    header, _, *rows = PAGES["headline"][1](result).splitlines()
+    assert header.endswith("| times better than stock |")
+    assert sum(row.endswith(f"| {shown} |") for row in rows) == 1
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_each_result_has_its_place(name: str) -> None:
+    page = page_of(name, ROOT).read_text(encoding="utf-8")
+    assert page.count(f"<!-- results:{name} -->") == 1
+    assert page.count(f"<!-- /results:{name} -->") == 1
+
+
+@pytest.mark.parametrize(("pairs", "count"), [(0, 0), (2, 2)])
+def test_markers_that_do_not_stand_once_are_refused(pairs: int, count: int) -> None:
+    with pytest.raises(ValueError, match=f"found {count} times"):
+        replace("<!-- results:a -->1<!-- /results:a --> " * pairs, "a", "new")
+
+
+def test_publishing_again_changes_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "benchmarks" / "cost.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("before <!-- results:sched_pass --><!-- /results:sched_pass --> after", encoding="utf-8")
+    source = tmp_path / "sched_pass.json"
+    source.write_text((RESULTS / "sched_pass.json").read_text(encoding="utf-8"), encoding="utf-8")
+    publish("sched_pass", source, tmp_path, PAGES)
+    once = page.read_text(encoding="utf-8")
+    publish("sched_pass", source, tmp_path, PAGES)
+    assert "p99" in once
+    assert page.read_text(encoding="utf-8") == once
+
+
+def test_a_page_names_the_commits_that_measured() -> None:
+    arm = {"sglang": "0.5.17", "short_mean_s": 0.5, "short_p99_s": 1.0, "long_mean_s": 5.0, "long_max_s": 9.0}
+    arm |= {"long_max_vs_fcfs": 1.2, "host_overhead_share": 0.01, "valid": True, "commits": ["abc", "def"], "seeds": 1}
+    result = {
+        "arms": {"ours": arm},
+        "targets_missed": ["ours x is above y"],
+        "load": 0.9,
+        "seeds": 3,
+        "time_scale": 1.0,
+    }
+    page = PAGES["frontier"][1](result | {"environment": {"hardware": "2 x cpu", "plugin_commit": "later"}})
+    assert "| `ours` | 0.5.17 | 0.50 | 1.00 | 5.00 | 9.0 | 1.20x | 1.0% | yes |" in page
+    assert "Targets missed: ours x is above y." in page
+    assert "commit abc, def" in page
+    assert "later" not in page
+    assert "seeds measured: 1" in page, "what was asked for does not count"

@@ -1,0 +1,175 @@
+"""The load generator: plans, figures, and a run against a small server in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from bench.harness.catalogue import BENCHES
+from bench.harness.replay import Planned, Record, Replay, count_wrong, figures, plan, served
+from pla_sglang import chain
+from pla_sglang.metrics.goodput import Slo
+from pla_sglang.workload import Trace
+
+
+def trace(n: int = 4, **columns: Any) -> Trace:
+    values: dict[str, Any] = {
+        "name": "test",
+        "arrival_s": np.arange(n) * 0.05,
+        "input_tokens": np.full(n, 40),
+        "output_tokens": np.full(n, 5),
+    }
+    return Trace(**(values | columns))
+
+
+def test_prompts_have_the_traces_lengths_and_ask_for_its_outputs() -> None:
+    planned = plan(trace(), seed=1, time_scale=2.0)
+    assert [len(one.own_ids) for one in planned] == [40] * 4
+    assert [one.at_s for one in planned] == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert all(len(chain.expected(one.own_ids, 99).tokens) == 5 for one in planned)
+    assert len({tuple(one.own_ids) for one in planned}) == 4
+    assert [one.own_ids for one in plan(trace(), seed=1)] == [one.own_ids for one in planned]
+
+
+def test_block_ids_share_prefixes_and_nothing_else() -> None:
+    ids = ((1, 2, 3), (1, 2, 4), (9,), ())
+    planned = plan(trace(hash_ids=ids, block_tokens=10), seed=0)
+    first, second, third, fourth = (one.own_ids for one in planned)
+    assert first[:20] == second[:20]
+    assert first[20:30] != second[20:30]
+    assert len({tuple(p[:10]) for p in (first, third, fourth)}) == 3
+
+
+def test_sessions_continue_the_earlier_answer() -> None:
+    sessions = np.array([0, 1, 0, 0])
+    lengths = np.array([40, 40, 80, 50])  # the last is too short to continue 80 + 5
+    planned = plan(trace(session=sessions, input_tokens=lengths), seed=0, sessions=True)
+    assert [one.after for one in planned] == [None, None, 0, None]
+    assert len(planned[2].own_ids) == 80 - 40 - 5
+
+
+class FakeEngine:
+    """Streams what the chain model would, in SGLang's form; some requests go wrong on demand."""
+
+    def __init__(self, *, spoil: int | None = None, refuse: int | None = None, incremental: bool = True) -> None:
+        self.spoil, self.refuse, self.incremental = spoil, refuse, incremental
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        number = len(self.prompts)
+        self.prompts.append(body["input_ids"])
+        if number == self.refuse:
+            return web.json_response({"error": "no"}, status=503)
+        tokens = list(chain.expected(body["input_ids"], body["sampling_params"]["max_new_tokens"]).tokens)
+        if number == self.spoil:
+            tokens[1] += 1
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for count in range(1, len(tokens) + 1):
+            ids = tokens[count - 1 : count] if self.incremental else tokens[:count]
+            finish = {"type": "stop"} if count == len(tokens) else None
+            event = {"output_ids": ids, "meta_info": {"finish_reason": finish, "completion_tokens": count}}
+            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await asyncio.sleep(0.002)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def run(engine: FakeEngine, planned: list[Planned]) -> list[Record]:
+    async def both() -> list[Record]:
+        app = web.Application()
+        app.router.add_post("/generate", engine.generate)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        try:
+            return await Replay(f"http://{host}:{port}", timeout_s=20).run(planned)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(both())
+
+
+SLO = Slo(20.0, 5.0)  # whatever else the machine does
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_every_token_is_timed_and_checked(incremental: bool) -> None:
+    records = run(FakeEngine(incremental=incremental), plan(trace(), seed=0))
+    result = figures(records, SLO, time_scale=1.0, max_lag_ms=1000)
+    assert [len(record.token_s) for record in records] == [5] * 4
+    assert (result["requests"], result["completed"]) == (4, 4)
+    assert (result["tokens_verified"], result["tokens_wrong"]) == (20, 0)
+    assert result["slo_attainment"] == 1.0
+    assert result["valid"]
+
+
+def test_a_wrong_token_and_a_refused_request_are_found() -> None:
+    records = run(FakeEngine(spoil=1, refuse=2), plan(trace(), seed=0))
+    result = figures(records, SLO, time_scale=1.0, max_lag_ms=1000)
+    assert result["completed"] == 3
+    assert result["tokens_wrong"] == 1
+    assert result["slo_attainment"] == 0.75
+    assert not result["valid"]
+    assert [record.error for record in records if record.error] == ['status 503: {"error": "no"}']
+
+
+def test_a_later_turn_waits_and_sends_the_answer_along() -> None:
+    engine = FakeEngine()
+    sessions = trace(session=np.array([0, 0, 0, 0]), input_tokens=np.array([40, 60, 80, 100]), arrival_s=np.zeros(4))
+    records = run(engine, plan(sessions, seed=0, sessions=True))
+    first, second = records[0], records[1]
+    assert engine.prompts[1] == [*first.prompt_ids, *first.output_ids, *second.planned.own_ids]
+    assert [len(prompt) for prompt in engine.prompts] == [40, 60, 80, 100]
+    assert all(count_wrong(record) == 0 for record in records)
+    assert second.due_s >= (first.done_s or math.inf)
+
+
+def test_a_late_client_makes_a_run_invalid() -> None:
+    record = Record(Planned(0, 0.0, [800, 801, 802], 1), 0.0, sent_s=0.5, token_s=[0.6], done_s=0.6, status=200)
+    record.prompt_ids = record.planned.own_ids
+    record.output_ids = chain.expected(record.prompt_ids, 2).tokens
+    result = figures([record], SLO, time_scale=1.0, max_lag_ms=50)
+    assert result["client_lag_p99_ms"] == pytest.approx(500)
+    assert not result["valid"]
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    record = Record(Planned(0, 1.0, [800], 2), 1.0, sent_s=3.0, token_s=[4.0, 5.0], done_s=5.0, status=200)
+    columns = served([record], 2.0)
+    assert columns.ttft_s()[0] == pytest.approx(1.5)  # device time at scale 2
+    assert columns.tpot_s()[0] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "ended before its last token"),
+        (b'data: {"output_ids": [1], "meta_info": {"completion_tokens": 1}}\n\n', "ended before its last token"),
+        (b"data: {broken\n\n", "the stream is broken"),
+        (b'data: {"error": {"message": "no"}}\n\n', "server error"),
+    ],
+)
+def test_streams_that_break_off_are_errors(raw: bytes, message: str) -> None:
+    record = Record(Planned(0, 0.0, [800], 2), 0.0, status=200, raw=bytearray(raw))
+    record.settle()
+    assert message in (record.error or "")
+
+
+def test_an_unreachable_server_and_a_bad_trace_are_plain_errors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival_s,input_tokens,output_tokens\n0,10,1\n")
+    assert BENCHES["replay"].main(["--url", "http://127.0.0.1:9", "--trace", str(path)]) == 2
+    assert "no healthy server answers" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""Benches of the router: what they ask for, and what the pages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.check import parity, router_clients
+from bench.check.chaos import bench as chaos
+from bench.compare import router
+from bench.harness.catalogue import BENCHES
+from bench.harness.servers import router_command
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.registry import live_policy_names
+
+WHERE = {"environment": {"hardware": "2 x cpu", "plugin_commit": "abc"}, "profile": "p", "time_scale": 4.0, "seed": 0}
+
+
+def policy(decisions: int, identical: int, **fields: Any) -> dict[str, Any]:
+    counts = {"decisions": decisions, "identical": identical, "identical_share": identical / decisions}
+    kinds = {"by_kind": {"dispatched": decisions}, "failed": 0, "tokens_wrong": 0, "plugin_commit": "abc"}
+    return {**counts, **kinds, **fields}
+
+
+def test_parity_asks_every_live_policy_once() -> None:
+    assert sorted(parity.POLICIES.split(",")) == sorted(set(live_policy_names()) - {"minimal-load"})
+
+
+def test_parity_counts_over_all_policies(tmp_path: Path) -> None:
+    by_policy = {"pla": policy(300, 300), "cache-aware": policy(100, 90, tokens_wrong=2, plugin_commit="def")}
+    totals = parity.totals(by_policy)
+    assert totals["identical_share"] == 0.975
+    assert (totals["decisions"], totals["tokens_wrong"], totals["commits"]) == (400, 2, ["abc", "def"])
+    parity.plot(by_policy, tmp_path / "parity.png")
+    assert (tmp_path / "parity.png").stat().st_size > 5000
+    page = parity.page(WHERE | totals | {"by_policy": by_policy, "requests": 9, "rate_rps": 2.0, "instances": 4})
+    assert "| `cache-aware` | 100 | 90.00% | 0 | 2 |" in page
+    assert "commit abc, def" in page
+
+
+def test_the_load_client_gets_stock_flags_only() -> None:
+    command = router_clients.command_of(BENCHES["router_clients"].parse(), "sglang", "http://x", "m")
+    assert command[:2] == ["-m", "sglang.bench_serving"]
+    assert not [part for part in command if "pla" in part]
+
+
+def test_the_page_of_chaos_shows_failures_as_what_they_are() -> None:
+    result: dict[str, Any] = dict.fromkeys((*chaos.CHAOS_ROWS, "abort_probes"), 3)
+    result |= {"transfer_failure_share": 0.05, "ledger_balanced": True, "gauges_zero": False, "kv_free": True}
+    times = [f"decode_free_after_{name}_{share}_s" for name in ("abort", "order") for share in ("p50", "p99")]
+    result |= dict.fromkeys(times, 0.25) | {"rate": 12.0, "policy": "pla", "killed": ["decode-0"]}
+    page = chaos.page(WHERE | result)
+    assert "| failed otherwise | 3 |" in page
+    assert "| gauges at 0 | NO |" in page
+    assert "SIGKILL of `decode-0`" in page
+
+
+@pytest.mark.parametrize("arm", ["pla", "mini-lb:random", "sglang:best"])
+def test_arms_of_the_router_comparison_are_checked(arm: str) -> None:
+    with pytest.raises(ConfigError, match="allowed: sglang:round_robin"):
+        router.router_of(arm)
+
+
+def test_both_routers_stand_before_the_same_engines() -> None:
+    described = {"instances": [{"name": "a", "kind": "unified", "url": "http://127.0.0.1:1"}]}
+    for arm, module in (("pla:cache-aware", "pla_sglang.launch_router"), ("sglang:cache_aware", "sglang_router")):
+        command = router_command(router.router_of(arm), described, 5)
+        assert command[2].startswith(module)
+        assert "http://127.0.0.1:1" in command

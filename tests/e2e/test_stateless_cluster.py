@@ -1,0 +1,124 @@
+"""Two stateless instances behind our router with the policy arrow: pairs in both directions, flips under load.
+
+The chain model repeats texts out of the KV cache and checks positions and the lengths of prefixes, so that an answer
+shows that what was handed over is right, whichever way it went.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from subprocess import TimeoutExpired
+from typing import Any
+
+import pytest
+from e2e.test_emulation import launch, wait_ready
+from e2e.test_router_control import call
+
+from pla_sglang.chain import ask_ids, expected
+from pla_sglang.chain.vocab import BYTE_BASE
+from pla_sglang.parity import replay_file
+
+pytestmark = pytest.mark.e2e
+
+MODEL = {"chain_answers": "text", "chain_check_prefixes": True}
+ENGINE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--enable-mixed-chunk", "--chunked-prefill-size", "256")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    pytest.importorskip("nixl", reason="stateless instances need NIXL")
+    folder = tmp_path_factory.mktemp("stateless")
+    state, log, record = folder / "state.json", folder / "log", folder / "run.jsonl.gz"
+    process = launch(
+        *(state, log, "--stateless", "2", "--router", "pla", "--policy", "arrow", *ENGINE),
+        *("--json-model-override-args", json.dumps(MODEL), "--router-args", f"--record {record}"),
+    )
+    try:
+        yield wait_ready(process, state, log) | {"process": process, "log": log, "record": record}
+    finally:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+            with suppress(TimeoutExpired):
+                process.wait(40)
+
+
+def until(done: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.05)
+
+
+def ask(url: str, number: int, rng: random.Random) -> tuple[int, bool]:
+    """A request's status, and whether its answer is exact."""
+    text = [BYTE_BASE + rng.randrange(256) for _ in range(rng.randrange(5, 60))]
+    filler = [BYTE_BASE + rng.randrange(256) for _ in range(rng.choice((20, 400, 1500)))]
+    prompt = filler + text + ask_ids(len(text) + 1)
+    body = {"rid": f"r{number:03d}", "input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 100}}
+    status, answer = call(f"{url}/generate", body)
+    wanted = list(expected(prompt, 100, repeats=True).tokens)
+    return status, status == 200 and answer["output_ids"] == wanted
+
+
+def test_answers_are_exact_while_roles_flip(cluster: dict[str, Any]) -> None:
+    url = cluster["router"]["url"]
+
+    def workers() -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = call(f"{url}/workers")[1]["workers"]
+        return rows
+
+    until(lambda: all(set((row["peers"] or {}).values()) == {"ready"} for row in workers()), "peers ready")
+    assert {row["kind"] for row in workers()} == {"stateless"}
+    assert sorted(row["role"] for row in workers()) == ["decode", "prefill"]
+    rng = random.Random(3)
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(ask, url, number, random.Random(rng.random())) for number in range(60)]
+        for turn in range(6):
+            until(lambda turn=turn: sum(one.done() for one in asked) >= 8 * turn, "answers")  # type: ignore[misc]
+            for row in workers():
+                role = "decode" if row["role"] in ("prefill", "decode_to_prefill") else "prefill"
+                status, told = call(f"{url}/workers/{row['number']}/role", {"role": role, "epoch": row["role_epoch"]})
+                assert status == 200 or "epoch" in told["error"]["message"], "the policy was faster"
+        assert [one.result() for one in asked] == [(200, True)] * 60
+    state = call(f"{url}/pla/state")[1]
+    assert state["flips"] >= 6
+    placed = [call(f"{url}/pla/explain/r{number:03d}")[1] for number in range(60)]
+    pairs = {(told["prefill"], told["decode"]) for told in placed}
+    names = [row["url"].removeprefix("http://") for row in workers()]
+    assert {(names[0], names[1]), (names[1], names[0])} <= pairs, pairs
+    shown = call(f"{url}/metrics")[1]
+    assert shown.count('pla_router_worker_leg_kv_tokens{holder="quarantine"') == 2
+    assert re.findall(r"pla_router_worker_leg_faults{[^}]*} (.*)", shown) == ["0.0", "0.0"]
+    status, ledger = call(f"{url}/pla/ledger")
+    assert (status, ledger["balanced"]) == (200, True)
+
+
+def test_nobody_steers_an_instance_directly(cluster: dict[str, Any]) -> None:
+    """The router's requests bring its key. Whole requests need none."""
+    [first, second] = call(f"{cluster['router']['url']}/workers")[1]["workers"]
+    plain = {"input_ids": [BYTE_BASE, *ask_ids(1)], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+    peer = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 77}
+    for row in (first, second):
+        for body in (plain | peer, plain | {"sampling_params": {"custom_params": {"pla_hold": 77}}}):
+            status, answer = call(f"{row['url']}/generate", body)
+            assert (status, "is set by the router" in str(answer)) == (400, True), answer
+        assert call(f"{row['url']}/generate", plain)[0] == 200
+
+
+def test_its_recording_replays(cluster: dict[str, Any]) -> None:
+    os.kill(cluster["process"].pid, signal.SIGINT)
+    cluster["process"].wait(40)
+    _, result = replay_file(Path(cluster["record"]))
+    assert result.decisions["dispatched"] == 60
+    assert result.identical_share >= 0.99, result.differences
+    assert "Traceback" not in Path(cluster["log"]).read_text(encoding="utf-8", errors="replace")

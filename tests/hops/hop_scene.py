@@ -1,0 +1,294 @@
+"""A scheduler's hops against a fake host: batches of requests that generate 100, 101, ... a step at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pla_sglang.engine.hops.orders import Command
+from pla_sglang.engine.hops.parts import Hops
+from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.host import Outcome
+from pla_sglang.engine.stateless.quarantine import Quarantine
+
+FIRST_TOKEN = 100
+
+
+class FakeSender:
+    outcome = Outcome.OPEN
+    aborted = cleared = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def clear(self) -> None:
+        self.cleared = True
+
+
+class HopRequest:
+    def __init__(self, rid: str, prompt_tokens: int = 10, new_tokens: int = 50) -> None:
+        self.rid = rid
+        self.origin_input_ids = list(range(prompt_tokens))
+        self.output_ids: list[int] = []
+        self.sampling_params = SimpleNamespace(max_new_tokens=new_tokens, custom_params=None, stream_interval=None)
+        self.return_logprob = self.return_sampling_mask = self.return_hidden_states = False
+        self.return_routed_experts = self.return_indexer_topk = self.is_retracted = False
+        self.session = self.session_id = self.multimodal_inputs = self.input_embeds = None
+        self.positional_embed_overrides = self.custom_logit_processor = self.disagg_kv_sender = None
+        self.bootstrap_room: int | None = None
+        self.stream, self.send_token_offset = True, 0
+        self.stop_begins_with: set[int] = set()  # tokens whose text may begin a stop string
+        self.finished_reason: Any = None
+        self.to_finish: Any = None
+        self.kv_committed_len = 0
+        self.kv: Any = SimpleNamespace(kv_allocated_len=0)
+        self.time_stats = SimpleNamespace(forward_entry_time=1.0, set_completion_time=lambda: None)
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+    def check_match_stop_str_prefix(self) -> bool:
+        return self.output_ids[-1] in self.stop_begins_with
+
+    def set_extend_range(self, start: int, end: int) -> None:
+        self.extend_range = SimpleNamespace(start=start, end=end)
+
+    def commit(self, tokens: int) -> None:
+        self.kv_committed_len += tokens
+        self.kv.kv_allocated_len += tokens
+
+    def __repr__(self) -> str:
+        return self.rid
+
+
+class FakeBatch:
+    def __init__(self, *reqs: HopRequest, extend: bool = False) -> None:
+        self.reqs = list(reqs)
+        self.batch_is_full = True
+        self.chunked_req: HopRequest | None = None
+        self.forward_mode = SimpleNamespace(is_extend=lambda: extend)
+        self.needed_tokens = 0
+
+    def filter_batch(self, *, keep_indices: list[int]) -> None:
+        self.reqs = [self.reqs[index] for index in keep_indices]
+
+    def new_tokens_required_next_decode(self) -> int:
+        return self.needed_tokens
+
+
+class FakeSendQueue:
+    """The sending end's queue and manager: ``marks`` are fences behind what workers have taken."""
+
+    def __init__(self) -> None:
+        self.buffers = 4
+        self.marks: deque[Any] = deque()
+        self.refusals: list[tuple[str, int, int]] = []
+        self.kv_manager = SimpleNamespace(
+            failure_records={},
+            exceptions={},
+            request_status={},
+            transfer_infos={},
+            req_to_decode_prefix_len={},
+            transfer_queues=[SimpleNamespace(put=self.marks.append)],
+        )
+
+    def pass_marks(self) -> None:
+        while self.marks:
+            assert self.marks.popleft().room < 0
+
+    def take_metadata_buffer(self, shadow: HopRequest) -> bool:
+        if self.buffers == 0:
+            return False
+        self.buffers -= 1
+        shadow.metadata_buffer_index = 0  # type: ignore[attr-defined]
+        return True
+
+    def create_sender(self, shadow: HopRequest, heads: int) -> bool:
+        shadow.disagg_kv_sender = FakeSender()
+        shadow.sampling_params.max_new_tokens = 1  # as the host does
+        return True
+
+    def finalize_bootstrap(self, shadow: HopRequest) -> bool:
+        return True
+
+
+class HopScene:
+    """One scheduler, one turn of its loop at a time; ``overlap``: a step's result is processed in the next turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool = True, share: float = 0.5) -> None:
+        self.overlap = overlap
+        self.now_s = 0.0
+        self.running, self.last = FakeBatch(), None
+        self.results: deque[tuple[FakeBatch, None]] = deque()
+        self.waiting: list[HopRequest] = []
+        self.queue = FakeSendQueue()
+        self.answered: list[tuple[str, str]] = []
+        self.freed: list[str] = []
+        self.sent: list[tuple[str, int, list[int]]] = []
+        self.answers: dict[int, list[Any]] = {}
+        self.free_tokens, self.overdue = 10_000, set[str]()
+        self.shown: list[tuple[str, int | None, int]] = []
+        self.scheduler = SimpleNamespace(
+            output_streamer=SimpleNamespace(stream_output=self._show),
+            chunked_req=None,
+            result_queue=self.results,
+            max_total_num_tokens=100,
+            req_to_token_pool=SimpleNamespace(size=8),
+            model_config=SimpleNamespace(num_key_value_heads=1),
+            pla_stateless=SimpleNamespace(now_s=lambda: self.now_s),
+            send_kv_chunk=self._send,
+            _engine_paused=False,
+        )
+        self.quarantine = Quarantine(lambda flags: flags)
+        self.hops = Hops(
+            self.scheduler,
+            self.queue,
+            self.quarantine,
+            agree=lambda flags: flags,
+            list_waiting=lambda: self.waiting,
+            share=share,
+        )
+        self._tickets = 0
+        self._fake_host(monkeypatch)
+
+    def _fake_host(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(host, "poll_senders", lambda scheduler, senders: [sender.outcome for sender in senders])
+        patch.setattr(host, "free_metadata", self._free_metadata)
+        patch.setattr(host, "release_kv", lambda scheduler, req, keep_prefix=True: self.freed.append(req.rid))
+        patch.setattr(host, "end_aborted", lambda scheduler, req, reason: self._answer(req, reason))
+        patch.setattr(host, "end_moved", lambda scheduler, req: self._answer(req, "moved"))
+        patch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, f"{status:d}"))
+        patch.setattr(host, "finish_with_next_step", lambda req: setattr(req, "to_finish", "Aborted"))
+        patch.setattr(host, "has_run_too_long", lambda req: req.rid in self.overdue)
+        patch.setattr(
+            host, "lacks_memory", lambda scheduler, batch: batch.new_tokens_required_next_decode() > self.free_tokens
+        )
+        patch.setattr(
+            host, "send_hop_answers", lambda scheduler, ticket, answers: self.answers.update({ticket: answers})
+        )
+        patch.setattr("pla_sglang.engine.hops.pulls.tcp_address", lambda name, port: (f"tcp://{name}:{port}", False))
+        self.refused: list[tuple[str, list[bytes]]] = []
+        self.queue.kv_manager._send_multipart_locked = lambda endpoint, message, is_ipv6: self.refused.append(
+            (endpoint, message)
+        )
+
+    def _show(self, reqs: list[HopRequest], logprob: bool) -> None:
+        for req in reqs:
+            self.shown.append((req.rid, req.sampling_params.stream_interval, len(req.output_ids)))
+            req.send_token_offset = len(req.output_ids)
+
+    def _free_metadata(self, scheduler: Any, shadow: Any) -> None:
+        assert shadow.metadata_buffer_index == 0, "freed twice"
+        shadow.metadata_buffer_index = -1
+        self.queue.buffers += 1
+
+    def _answer(self, req: HopRequest, what: str) -> None:
+        assert not req.finished(), "answered twice"
+        req.finished_reason = what
+        self.answered.append((req.rid, what))
+
+    def _send(self, shadow: HopRequest, *, last_chunk: bool, end_idx: int | None) -> None:
+        assert last_chunk
+        assert end_idx is None
+        assert shadow.bootstrap_room is not None
+        self.sent.append((shadow.rid, shadow.bootstrap_room, [len(shadow.origin_input_ids), *shadow.output_ids]))
+
+    # -- turns of the loop ---------------------------------------------------------------------------------------------
+
+    def prefill(self, *reqs: HopRequest) -> None:
+        """A pass that computes the prompts of ``reqs``."""
+        self._launch(FakeBatch(*reqs, extend=True), *(len(req.origin_input_ids) for req in reqs))
+
+    def turn(self) -> None:
+        """A whole turn: commands, then a decode step of what runs."""
+        self.before()
+        self.decode()
+
+    def before(self) -> None:
+        """What comes before the host chooses a batch; then, as the host does, the prefilled join those that run."""
+        self.hops.before_batches(self.running, self.last, self.now_s)
+        self.quarantine.sweep(self.now_s)
+        if self.last is not None and self.last.forward_mode.is_extend():
+            joining = [req for req in self.last.reqs if not req.finished() and req is not self.scheduler.chunked_req]
+            self.running.reqs += joining
+            self.last = None
+        self.running.reqs += self.hops.holder.take_returning(4)
+        self.running.reqs = [req for req in self.running.reqs if not req.finished()]
+
+    def decode(self) -> None:
+        if self.running.reqs:
+            self._launch(self.running, *(1 for _ in self.running.reqs))
+        else:
+            self.process()
+            self.last = None
+
+    def _launch(self, batch: FakeBatch, *tokens: int) -> None:
+        for req, count in zip(batch.reqs, tokens, strict=True):
+            req.commit(count)
+        copied = FakeBatch(*batch.reqs)
+        if not self.overlap:
+            self.results.append((copied, None))
+            self.process()
+        else:
+            self.process()
+            self.results.append((copied, None))
+        self.last = batch
+
+    def process(self) -> None:
+        """The result of the step under way."""
+        while self.results:
+            batch, _ = self.results.popleft()
+            for req in batch.reqs:
+                if req.finished() or req is self.scheduler.chunked_req:
+                    continue
+                req.output_ids.append(FIRST_TOKEN + len(req.output_ids))
+                if req.to_finish or len(req.output_ids) >= req.sampling_params.max_new_tokens:
+                    self._answer(req, req.to_finish or "length")
+                    self.freed.append(req.rid)
+
+    # -- commands ------------------------------------------------------------------------------------------------------
+
+    def order(self, *commands: Command) -> int:
+        """Send a message; its ticket."""
+        self._tickets += 1
+        self.hops.runner.take_message(SimpleNamespace(ticket=self._tickets, commands=commands))
+        return self._tickets
+
+    def hold(self, req: HopRequest, room: int = 7, for_s: float = 10.0) -> Any:
+        """Hold a running request; the answer."""
+        ticket = self.order(Command("hold", room, req.rid, for_s))
+        for _ in range(3):
+            if ticket not in self.answers:
+                self.turn()
+        [answer] = self.answers[ticket]
+        return answer
+
+    def command(self, do: str, room: int = 7) -> Any:
+        """Another command; the answer."""
+        ticket = self.order(Command(do, room))
+        self.before()
+        [answer] = self.answers[ticket]
+        return answer
+
+    def start(self, rid: str = "r", **fields: Any) -> HopRequest:
+        """A request that has run for some steps."""
+        req = HopRequest(rid, **fields)
+        self.prefill(req)
+        self.turn()
+        self.turn()
+        return req
+
+    def ask(self, room: int = 7) -> Any:
+        """An instance says where the KV of a room goes; its sender."""
+        sender = self.hops.holder.holds[room].shadow.disagg_kv_sender
+        sender.outcome = Outcome.ASKED
+        self.before()
+        return sender
+
+    def assert_at_rest(self) -> None:
+        assert not self.hops.holder.holds
+        assert self.queue.buffers == 4
+        assert len(self.quarantine) == 0

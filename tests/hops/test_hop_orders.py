@@ -1,0 +1,86 @@
+"""Commands as they are typed, states and their moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pla_sglang.engine.hops.orders import Command, Job, parse_commands
+from pla_sglang.engine.hops.states import HOLD_MOVES, Hold, HoldState
+from pla_sglang.errors import ConfigError, IllegalMoveError
+
+
+def test_all_commands() -> None:
+    body = {
+        "commands": [
+            {"do": "hold", "rid": "R", "room": 77, "for_s": 3},
+            {"do": "hold", "rid": "R", "room": 78},
+            {"do": "resume", "room": 77},
+            {"do": "commit", "room": 77},
+            {"do": "drop", "room": 0},
+        ]
+    }
+    assert parse_commands(body) == (
+        Command("hold", 77, "R", 3.0),
+        Command("hold", 78, "R", 10.0),
+        Command("resume", 77),
+        Command("commit", 77),
+        Command("drop", 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (None, 'expected {"commands"'),
+        ([], 'expected {"commands"'),
+        ({"commands": {}}, 'expected {"commands"'),
+        ({"commands": [], "more": 1}, 'expected {"commands"'),
+        ({"commands": []}, "0 commands; allowed: 1 to 1000"),
+        ({"commands": [{"do": "drop", "room": 1}] * 1001}, "1001 commands"),
+        ({"commands": [7]}, r"commands\[0\]: do None"),
+        ({"commands": [{"do": "park", "room": 1}]}, "do 'park' is not valid; allowed: hold, resume, commit, drop"),
+        ({"commands": [{"do": "drop"}]}, "drop has the members do, room"),
+        ({"commands": [{"do": "drop", "room": 1, "rid": "x"}]}, "drop has the members do, room"),
+        ({"commands": [{"do": "drop", "room": -1}]}, r"commands\[0\].room -1 is not valid"),
+        ({"commands": [{"do": "hold", "room": 1}]}, r"commands\[0\].rid None"),
+        ({"commands": [{"do": "hold", "room": 1, "rid": ""}]}, r"commands\[0\].rid ''"),
+        (
+            {"commands": [{"do": "hold", "room": 1, "rid": "x", "for_s": 0}]},
+            "for_s 0 is not valid; allowed: 0.1 to 300",
+        ),
+    ],
+)
+def test_what_is_refused(body: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_commands(body)
+
+
+def test_a_job_answers_in_order() -> None:
+    job = Job(1, (Command("drop", 1), Command("resume", 2)))
+    assert job.next_command == Command("drop", 1)
+    job.answer({"status": "dropped"})
+    assert job.next_command == Command("resume", 2)
+    job.answer({"status": "resumed"})
+    assert job.next_command is None
+
+
+@pytest.mark.parametrize("source", HoldState)
+@pytest.mark.parametrize("target", HoldState)
+def test_every_move(source: HoldState, target: HoldState) -> None:
+    hold = Hold(None, 7, 1.0, state=source)
+    if target in HOLD_MOVES[source]:
+        hold.move(target)
+        assert hold.state is target
+    else:
+        with pytest.raises(IllegalMoveError, match=f"from {source.value} to {target.value}"):
+            hold.move(target)
+
+
+def test_from_everywhere_a_request_can_end() -> None:
+    """No state keeps a request for ever."""
+    ends = {HoldState.ENDED}
+    for _ in HoldState:
+        ends |= {state for state, moves in HOLD_MOVES.items() if moves & ends}
+    assert ends == set(HoldState)

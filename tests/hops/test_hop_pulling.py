@@ -1,0 +1,238 @@
+"""The KV of held requests for who asks: sent and held on, asked for again, and never freed under a reader."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hop_scene import FIRST_TOKEN, HopRequest, HopScene
+
+from pla_sglang.engine.hops.beginning import Begun, begin, came_with_its_kv
+from pla_sglang.engine.hops.orders import Command
+from pla_sglang.engine.hops.pulls import GRACE_S, PULL, OpenRooms
+from pla_sglang.engine.hops.states import HoldState
+from pla_sglang.engine.stateless.fence import NO_ROOM
+from pla_sglang.engine.stateless.host import Outcome
+from pla_sglang.engine.stateless.legs import LegKind, goes_on
+from pla_sglang.errors import RefusedRequestError
+
+REFUSED = ("tcp://10.0.0.9:40", [NO_ROOM, b"7"])
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> HopScene:
+    return HopScene(monkeypatch, overlap=False)
+
+
+@pytest.fixture
+def held(scene: HopScene) -> HopRequest:
+    req = scene.start()
+    assert scene.hold(req)["status"] == "held"
+    return req
+
+
+def state_of(scene: HopScene) -> HoldState:
+    return next(iter(scene.hops.holder.holds.values())).state
+
+
+def pull(scene: HopScene, room: int = 7) -> None:
+    assert scene.hops.on_message([PULL, str(room).encode(), b"10.0.0.9", b"40"])
+
+
+def test_what_is_sent_is_prompt_and_answer_without_its_last_token(scene: HopScene, held: HopRequest) -> None:
+    scene.ask()
+    known = len(held.output_ids)
+    assert scene.sent == [("r", 7, [10 + known - 1, FIRST_TOKEN + known - 1])]
+    assert state_of(scene) is HoldState.SENDING
+    scene.before()
+    assert len(scene.sent) == 1, "once"
+
+
+def test_the_source_holds_on_until_it_is_told(scene: HopScene, held: HopRequest) -> None:
+    """Freed when sent, nothing would be left where the target fails before it runs."""
+    sender = scene.ask()
+    sender.outcome = Outcome.DONE
+    scene.before()
+    assert (state_of(scene), scene.freed, scene.answered) == (HoldState.SENT, [], [])
+    assert scene.hops.holder.offers.sent == 1
+    assert scene.command("commit") == {"status": "committed"}
+    assert (scene.answered, scene.freed) == ([("r", "moved")], ["r"])
+    scene.assert_at_rest()
+
+
+def test_sent_and_not_told_it_goes_on_when_its_time_is_over(scene: HopScene, held: HopRequest) -> None:
+    scene.ask().outcome = Outcome.DONE
+    scene.before()
+    scene.now_s = 100.0
+    scene.before()
+    assert held in scene.running.reqs
+    scene.assert_at_rest()
+
+
+def test_a_transfer_that_fails_leaves_it_held_and_it_is_asked_for_again_in_another_room(
+    scene: HopScene, held: HopRequest
+) -> None:
+    pull(scene)
+    scene.ask().outcome = Outcome.FAILED
+    scene.before()
+    assert state_of(scene) is HoldState.HELD
+    assert scene.refused == [REFUSED], "the instance that asked need not wait"
+    scene.now_s = 3.0
+    answer = scene.hold(held, 8)
+    assert (answer["status"], list(scene.hops.holder.holds)) == ("held", [8])
+    assert scene.hops.holder.holds[8].until_s == 13.0
+    assert scene.command("resume", 7)["status"] == "unknown"
+    scene.ask(8).outcome = Outcome.DONE
+    scene.before()
+    scene.queue.pass_marks()
+    scene.before()
+    assert scene.command("commit", 8)["status"] == "committed"
+    scene.assert_at_rest()
+
+
+@pytest.mark.parametrize("do", ["commit", "drop", "abort"])
+def test_no_page_is_freed_while_a_transfer_reads_it(scene: HopScene, held: HopRequest, do: str) -> None:
+    pull(scene)
+    sender = scene.ask()
+    if do == "abort":
+        scene.hops.holder.abort(lambda rid: True)
+    else:
+        scene.command(do)
+    assert len(scene.answered) == 1, "its client is answered at once"
+    assert (sender.aborted, scene.freed, state_of(scene)) == (True, [], HoldState.FREEING)
+    assert scene.queue.buffers == 3
+    assert scene.refused == ([] if do == "commit" else [REFUSED])
+    scene.queue.pass_marks()
+    scene.before()
+    scene.before()
+    assert scene.freed == ["r"]
+    scene.assert_at_rest()
+
+
+def test_it_does_not_go_on_while_a_transfer_reads_its_pages(scene: HopScene, held: HopRequest) -> None:
+    """It could end with its next step, and its pages would be somebody else's under the transfer."""
+    scene.ask()
+    assert scene.command("resume")["status"] == "resumed"
+    assert held not in scene.running.reqs
+    scene.queue.pass_marks()
+    scene.before()
+    assert held in scene.running.reqs
+    scene.assert_at_rest()
+
+
+def test_a_pause_for_new_weights_ends_what_is_on_its_way(scene: HopScene, held: HopRequest) -> None:
+    scene.ask()
+    assert scene.hops.holder.return_all() == []
+    assert (scene.answered, scene.freed) == ([("r", "503")], [])
+    scene.queue.pass_marks()
+    scene.before()
+    scene.before()
+    assert scene.freed == ["r"]
+    scene.assert_at_rest()
+
+
+def test_a_fault_in_sending_leaves_it_held(scene: HopScene, held: HopRequest, caplog: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no link")
+
+    scene.scheduler.send_kv_chunk = fail
+    scene.ask()
+    assert state_of(scene) is HoldState.HELD
+    assert "no link" in caplog.text
+    assert scene.hops.holder.offers.failed == 1
+
+
+# -- rooms that nobody holds -------------------------------------------------------------------------------------------
+
+
+def test_a_pull_of_a_room_that_is_not_held_is_refused(scene: HopScene) -> None:
+    pull(scene)
+    scene.before()
+    assert scene.refused == [], "it may be held in a moment"
+    scene.now_s = GRACE_S
+    scene.before()
+    assert scene.refused == [REFUSED]
+    scene.now_s = 100.0
+    scene.before()
+    assert len(scene.refused) == 1
+
+
+def test_a_pull_that_comes_before_its_hold_is_served(scene: HopScene) -> None:
+    pull(scene)
+    scene.before()
+    req = scene.start()
+    scene.hold(req)
+    scene.now_s = 5.0
+    scene.before()
+    assert scene.refused == []
+    assert scene.command("resume")["status"] == "resumed"
+    assert scene.refused == [REFUSED], "now it will never be sent"
+
+
+@pytest.mark.parametrize("message", [[PULL], [PULL, b"x", b"h", b"1"], [PULL, b"1", b"h", b"port"], [PULL, b"", b""]])
+def test_malformed_pulls_are_ours_and_harm_nobody(scene: HopScene, message: list[bytes]) -> None:
+    """The host would end its thread on a message that nobody knows."""
+    assert scene.hops.on_message(message)
+    assert not scene.hops.on_message([b"None", b"1"])
+    assert not scene.hops.on_message([])
+
+
+def test_rooms_are_looked_at_without_a_lock_held_by_who_refuses() -> None:
+    told: list[int] = []
+    rooms = OpenRooms(lambda puller, room: told.append(room) or rooms.on_pull(puller, room))  # type: ignore[func-returns-value]
+    rooms.on_pull(("h", 1), 3)
+    rooms.close(3, refuse=True)
+    assert told == [3]
+
+
+# -- at the target -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_received_for_a_pull() -> None:
+    req = HopRequest("r")
+    req.vocab_size, req.grammar, req.require_reasoning = 200, None, False  # type: ignore[attr-defined]
+    req.sampling_params.custom_params = {"pla_tokens": [100, 101, 102]}
+    assert begin(req, LegKind.DECODE, None) is Begun.PULLED
+    assert list(req.output_ids) == [100, 101], "the last comes with the KV"
+    assert req.pd_rebootstrap_in_progress  # type: ignore[attr-defined]
+    assert goes_on(req)
+    req.output_ids = [100, 101, 102]
+    assert came_with_its_kv(req)
+    req.output_ids = [100, 101, 107]
+    assert not came_with_its_kv(req), "the source has gone on meanwhile"
+
+
+@pytest.mark.parametrize(
+    ("kind", "tags", "status"),
+    [
+        (LegKind.PREFILL, {"pla_tokens": [1]}, 400),
+        (LegKind.PREFILL, {"pla_hold": 1}, 400),
+        (LegKind.DECODE, {"pla_hold": 1}, 400),
+        (LegKind.DECODE, {"pla_tokens": [-1]}, 400),
+        (LegKind.DECODE, {"pla_tokens": [1] * 51}, 409),
+    ],
+)
+def test_tags_that_do_not_fit_a_leg(kind: LegKind, tags: dict[str, Any], status: int) -> None:
+    req = HopRequest("r")
+    req.vocab_size, req.grammar = 200, None  # type: ignore[attr-defined]
+    req.sampling_params.custom_params = tags
+    with pytest.raises(RefusedRequestError) as refused:
+        begin(req, kind, None)
+    assert refused.value.status == status
+
+
+def test_a_pull_that_the_host_has_found_wrong_asks_nobody() -> None:
+    req = HopRequest("r")
+    req.vocab_size, req.grammar = 200, None  # type: ignore[attr-defined]
+    req.sampling_params.custom_params = {"pla_tokens": [1]}
+    req.to_finish = SimpleNamespace(message="its grammar does not compile")
+    with pytest.raises(RefusedRequestError, match="does not compile"):
+        begin(req, LegKind.DECODE, None)
+
+
+def test_a_command_for_a_hold_that_is_read_is_answered_once(scene: HopScene, held: HopRequest) -> None:
+    scene.ask()
+    ticket = scene.order(Command("commit", 7), Command("commit", 7))
+    scene.before()
+    assert [answer["status"] for answer in scene.answers[ticket]] == ["committed", "unknown"]

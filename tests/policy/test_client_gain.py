@@ -1,0 +1,151 @@
+"""Whether the client of a request gains by its move: the formula, and what policies make of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from support.fleets import LinearSteps, decode, fleet
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.policy.baselines.migration import LoadMigration
+from pla_sglang.policy.client_gain import ClientGain, ClientGainKnobs, DecodeLoad
+from pla_sglang.policy.interface.decisions import Migrate
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView
+from pla_sglang.policy.interface.reasons import FleetReason as R
+from pla_sglang.policy.registry import Setup, build
+from pla_sglang.policy.star.horizon import HorizonKnobs
+from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
+
+KNOBS = ClientGainKnobs(factor=1.0, base_s=0.05, s_per_token=1e-5)
+GAIN = ClientGain(KNOBS, LinearSteps())
+HEAVY, LIGHT = DecodeLoad(10, 20_000), DecodeLoad(1, 1000)
+
+
+def pays(
+    tokens: list[float], remaining: list[float], interval_s: float = 0.03, target: DecodeLoad = LIGHT
+) -> list[bool]:
+    found = GAIN.pays(HEAVY, [target], np.array(tokens), np.array(remaining), interval_s=interval_s)
+    return [bool(value) for value in found[0]]
+
+
+def test_a_long_rest_pays_and_a_short_one_does_not() -> None:
+    """The source: 31 ms a step. The target with 2,000 tokens more: 13.2 ms, so each token saves 17.2 of 30 ms."""
+    own_s, there_s = 0.010 + 0.001 + 0.020, 0.010 + 2e-4 + 3e-3
+    least = (0.05 + 2000e-5) / (0.03 * (1 - there_s / own_s))
+    assert pays([2000.0, 2000.0], [least + 0.01, least - 0.01]) == [True, False]
+
+
+def test_nothing_pays_at_a_target_that_is_no_faster() -> None:
+    assert pays([2000.0], [1e6], target=DecodeLoad(10, 20_000)) == [False]
+
+
+def test_a_profile_that_is_off_by_a_factor_decides_alike() -> None:
+    class Slow(LinearSteps):
+        def decode_s(self, batch: int, context_tokens: float) -> float:
+            return 7 * super().decode_s(batch, context_tokens)
+
+    tokens, remaining = np.linspace(10, 5000, 40), np.linspace(1, 30, 40)
+    both = [
+        ClientGain(KNOBS, steps).pays(HEAVY, [LIGHT], tokens, remaining, interval_s=0.03)
+        for steps in (LinearSteps(), Slow())
+    ]
+    assert (both[0] == both[1]).all()
+    assert 0 < both[0].sum() < 40
+
+
+def test_one_request_is_the_line_between_lightest_and_heaviest() -> None:
+    """Of a linear profile the interpolation is exact: each request is judged as if it were alone."""
+    tokens, remaining = np.linspace(100, 9000, 23), np.linspace(1, 40, 23)
+    together = GAIN.pays(HEAVY, [LIGHT, HEAVY], tokens, remaining, interval_s=0.03)
+    for place in range(23):
+        alone = GAIN.pays(
+            HEAVY, [LIGHT, HEAVY], tokens[place : place + 1], remaining[place : place + 1], interval_s=0.03
+        )
+        assert (together[:, place] == alone[:, 0]).all()
+
+
+def test_values_out_of_range() -> None:
+    with pytest.raises(ConfigError, match="factor"):
+        ClientGainKnobs(factor=-1)
+
+
+# -- in policies -------------------------------------------------------------------------------------------------------
+
+
+def batch(*rows: tuple[str, int, float | None]) -> DecodeBatch:
+    return DecodeBatch.of(rows)
+
+
+def view_of(source: DecodeBatch, target: DecodeBatch, room: int = 100_000) -> FleetView:
+    made = (source, target)
+    loads = [
+        decode(
+            kv_capacity_tokens=room, running=len(one.rids), context_tokens=int(one.tokens.sum()), token_interval_s=0.03
+        )
+        for one in made
+    ]
+    return FleetView(fleet(*loads).instances, decodes=lambda instance: made[instance.index])
+
+
+def star(client: ClientGain | None) -> StarRescheduler:
+    return StarRescheduler(StarKnobs(horizon=HorizonKnobs(steps=40, points=8, half_life_steps=20.0)), client=client)
+
+
+SOURCE = batch(("a", 20_000, 30.0), ("b", 12_000, 900.0), ("c", 8000, 20.0))
+
+
+def test_star_moves_the_one_whose_client_gains() -> None:
+    view = view_of(SOURCE, batch())
+    (free,) = star(None).tick(view, 0.0)
+    (bound,) = star(ClientGain(dataclasses.replace(KNOBS, base_s=0.5), LinearSteps())).tick(view, 0.0)
+    assert isinstance(free, Migrate)
+    assert isinstance(bound, Migrate)
+    assert (free.rid, bound.rid) == ("a", "b")
+
+
+def test_star_moves_nothing_where_no_client_gains() -> None:
+    (action,) = star(ClientGain(dataclasses.replace(KNOBS, base_s=60.0), LinearSteps())).tick(
+        view_of(SOURCE, batch()), 0.0
+    )
+    assert action.reason is R.STAR_NO_CANDIDATE
+
+
+def test_a_full_cache_is_left_whether_the_client_gains_or_not() -> None:
+    """Somebody there would be retracted, and computed again."""
+    never = ClientGain(dataclasses.replace(KNOBS, base_s=60.0), LinearSteps())
+    view = view_of(SOURCE, batch(), room=41_000)
+    (action,) = star(never).tick(view, 0.0)
+    assert isinstance(action, Migrate)
+    (by_load,) = LoadMigration(client=never).tick(view, 0.0)
+    assert isinstance(by_load, Migrate)
+
+
+def test_migration_by_load_asks_for_the_clients_gain_too() -> None:
+    view = view_of(SOURCE, batch())
+    found = [
+        LoadMigration(client=client).tick(view, 0.0)[0]
+        for client in (None, ClientGain(dataclasses.replace(KNOBS, base_s=0.5), LinearSteps()))
+    ]
+    assert [action.rid for action in found if isinstance(action, Migrate)] == ["c", "b"]
+    never = ClientGain(dataclasses.replace(KNOBS, base_s=60.0), LinearSteps())
+    assert LoadMigration(client=never).tick(view, 0.0)[0].reason is R.STAR_NO_CANDIDATE
+
+
+@pytest.mark.parametrize("name", ["load-migration", "star", "star-no-prediction"])
+def test_the_setup_says_whether_it_counts(name: str) -> None:
+    setup = Setup(LinearSteps(), kv_capacity_tokens=200_000, ttft_slo_s=2.0, tpot_slo_s=0.1, instances=4)
+    (plain,) = build(name, setup).controllers
+    (bound,) = build(name, dataclasses.replace(setup, move_gain=2.0, move_pause_s=0.3, move_interval_s=0.7)).controllers
+    assert plain.client is None  # type: ignore[attr-defined]
+    assert bound.client.knobs == ClientGainKnobs(factor=2.0, base_s=0.3)  # type: ignore[attr-defined]
+    assert (plain.interval_s, bound.interval_s) == (0.5, 0.7)
+    assert build(name, setup).moves_requests()
+
+
+def test_the_combination_lists_requests_only_where_it_moves_them() -> None:
+    setup = Setup(LinearSteps(), kv_capacity_tokens=200_000, ttft_slo_s=2.0, tpot_slo_s=0.1, instances=4)
+    assert build("combined", setup).moves_requests()
+    assert not build("combined", dataclasses.replace(setup, migrates=False)).moves_requests()
+    assert not build("arrow", setup).moves_requests()

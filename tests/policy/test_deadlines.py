@@ -1,0 +1,228 @@
+"""Deadlines decide: who can still be kept goes first. FLAT model (0.1 ms a token), boundary 100, chunks of 1000."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy.test_properties import EXAMPLES, KV_TOKENS, MODEL, arrival, engine, knobs, workload
+from support.temporal_scene import NOW_S, let_deadlines_decide, policy
+from support.views import long, pass_view, short
+from support.virtual_engine import Arrival
+
+from pla_sglang.policy.interface.prefill import Action, PassView, Reason
+from pla_sglang.policy.pla.awd import AwdKnobs
+from pla_sglang.policy.pla.longs import LongKnobs, aged_at_s
+from pla_sglang.policy.pla.temporal import TemporalKnobs
+
+S, L, H = Action.SHORT, Action.LONG, Action.HOLD
+RECENT_S = NOW_S - 1.0
+AGED_S = NOW_S - 60.0
+LOST_S, KEPT_S = NOW_S + 0.001, NOW_S + 5.0  # deadlines: no prefill ends within a millisecond
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    view: PassView
+    action: Action
+    reason: Reason
+    selected: tuple[int, ...]
+    without: tuple[int, ...]  # as it is with targets that only advise
+
+
+CASES = [
+    Case(
+        "a lost long gives way to a larger one that can be kept",
+        pass_view([long(RECENT_S, 2000, deadline_s=LOST_S), long(RECENT_S, 6000, deadline_s=KEPT_S)]),
+        L,
+        Reason.LOST_LONG,
+        (1,),
+        (0,),
+    ),
+    Case(
+        "and to one without a target",
+        pass_view([long(RECENT_S, 2000, deadline_s=LOST_S), long(RECENT_S, 6000)]),
+        L,
+        Reason.LOST_LONG,
+        (1,),
+        (0,),
+    ),
+    Case(
+        "lost shorts give way to shorts",
+        pass_view([short(RECENT_S, deadline_s=LOST_S), short(RECENT_S, deadline_s=KEPT_S)]),
+        S,
+        Reason.NO_GAIN,
+        (1,),
+        (0, 1),
+    ),
+    Case(
+        "and to longs",
+        pass_view([short(RECENT_S, deadline_s=LOST_S), long(RECENT_S, deadline_s=KEPT_S)]),
+        L,
+        Reason.LOST_SHORT,
+        (1,),
+        (0,),
+    ),
+    Case(
+        "those beyond their age bound do not",
+        pass_view([short(AGED_S, deadline_s=LOST_S - 50), long(RECENT_S, deadline_s=KEPT_S)]),
+        S,
+        Reason.SLACK,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "nor those that were served tokens",
+        pass_view([short(RECENT_S, deadline_s=LOST_S, resumed=True), long(RECENT_S, deadline_s=KEPT_S)]),
+        S,
+        Reason.RESUMED,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "where all are lost, the order is as ever",
+        pass_view([long(RECENT_S, 6000, deadline_s=LOST_S), long(RECENT_S, 2000, deadline_s=LOST_S)]),
+        L,
+        Reason.NO_SHORT,
+        (1,),
+        (1,),
+    ),
+    Case(
+        "lost longs do not wait for shorts to fill a batch",
+        pass_view([long(RECENT_S, 2000, deadline_s=LOST_S)]),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "a lost chunk gives way to a larger one that one pass finishes",
+        pass_view([long(RECENT_S, 900, deadline_s=KEPT_S)], long(RECENT_S, 400, deadline_s=LOST_S)),
+        L,
+        Reason.LOST_LONG,
+        (0,),
+        (),
+    ),
+    Case(
+        "a long of 0.4 s that only the order of latest starts keeps goes before smaller ones",
+        pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.45)]),
+        L,
+        Reason.URGENT,
+        (1,),
+        (0,),
+    ),
+    Case(
+        "and before shorts",
+        pass_view([short(RECENT_S, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.405)]),
+        L,
+        Reason.URGENT,
+        (1,),
+        (0,),
+    ),
+    Case(
+        "not where a smaller one would be lost for it",
+        pass_view([long(RECENT_S, 1500, deadline_s=NOW_S + 0.5), long(RECENT_S, 4000, deadline_s=NOW_S + 0.45)]),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "nor where least work first keeps it, though as much again arrives",
+        pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 1.2)]),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "nor where KV cache is short",
+        pass_view(
+            [long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.45)],
+            kv_free=4 * 5500 - 1,
+        ),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "nor where it has the worse priority",
+        pass_view(
+            [
+                long(RECENT_S, 1500, deadline_s=KEPT_S),
+                long(RECENT_S, 4000, deadline_s=NOW_S + 0.45, priority_rank=1),
+            ]
+        ),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        (0,),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_decide(case: Case) -> None:
+    for decide, selected in ((True, case.selected), (False, case.without)):
+        decision = policy(decide=decide).decide(case.view, NOW_S)
+        assert decision.selected == tuple(case.view.waiting[index] for index in selected)
+        if decide:
+            assert (decision.action, decision.reason) == (case.action, case.reason)
+
+
+@EXAMPLES
+@given(workload, knobs)
+def test_without_targets_nothing_changes(arrivals: list[Arrival], settings: TemporalKnobs) -> None:
+    free = [dataclasses.replace(one, slo_s=None) for one in arrivals]
+    logs = []
+    for of_run in (settings, let_deadlines_decide(settings)):
+        run = engine(free, of_run, {"kv_tokens": KV_TOKENS})
+        run.run()
+        logs.append([(line.now_s, line.action, line.reason, [one.rid for one in line.ran]) for line in run.log])
+    assert logs[0] == logs[1]
+
+
+@EXAMPLES
+@given(st.lists(arrival, min_size=4, max_size=30), knobs)
+def test_with_targets_every_request_ends(arrivals: list[Arrival], settings: TemporalKnobs) -> None:
+    run = engine(arrivals, let_deadlines_decide(settings), {"kv_tokens": KV_TOKENS})
+    requests = run.run()
+    assert all(request.finished_s is not None for request in requests)
+
+
+def test_a_lost_request_ends_within_twice_its_bound_under_overload() -> None:
+    """Shorts and longs at 1.2 times what the device can do for 10 s, a quarter of them lost from the start."""
+    bound_s = 2.0
+    settings = TemporalKnobs(
+        boundary_tokens=100,
+        boundary_cap_tokens=1000,
+        awd=AwdKnobs(depth_max=64),
+        longs=LongKnobs(max_age_s=1.0, lost_age_s=bound_s, chunk_max_tokens=1000),
+    )
+    step_s = MODEL.step_s(900, 0)
+    arrivals = [
+        Arrival(index * step_s / 1.2, 900 - index % 7, slo_s=0.001 if index % 4 == 0 else 30.0) for index in range(180)
+    ]
+    run = engine(arrivals, settings, {})
+    requests = run.run()
+    span_s = arrivals[-1].at_s
+    lost = [request for request, one in zip(requests, arrivals, strict=True) if one.slo_s == 0.001]
+    waits = [request.finished_s - one.at_s for request, one in zip(requests, arrivals, strict=True)]
+    assert len(lost) == 45
+    backlog_s = 0.2 * span_s  # what overload leaves undone at the end, whatever the order
+    assert max(waits) < 2 * bound_s + backlog_s
+
+
+def test_who_has_a_target_is_aged_later_where_deadlines_decide() -> None:
+    """At 9.3 s of 10 a long of 4000 tokens is aged; with a target and a bound of 30 s it may still be passed."""
+    both = LongKnobs(max_age_s=10.0, lost_age_s=30.0, share=0.5, chunk_max_tokens=1000)
+    alone = dataclasses.replace(both, lost_age_s=None)
+    target, none = long(0.0, 4000, deadline_s=3.0), long(0.0, 4000)
+    assert aged_at_s(target, MODEL, both) == pytest.approx(aged_at_s(none, MODEL, both) + 20)
+    assert aged_at_s(target, MODEL, alone) == aged_at_s(none, MODEL, both)
+    assert both.age_bound_s(target) == 30.0
+    assert dataclasses.replace(both, lost_age_s=5.0).age_bound_s(target) == 10.0

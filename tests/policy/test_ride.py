@@ -1,0 +1,154 @@
+"""Riding decodes, rule by rule. FLAT model (10 ms floor, 0.1 ms a token), boundary at 100 tokens, chunks of 1000."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support.temporal_scene import KNOBS, NOW_S, RECENT_S, lone_short
+from support.views import FLAT, long, pass_view, short
+
+from pla_sglang.policy.interface.prefill import Action, PassView, Reason, Ride
+from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.ride import PassCost, RideModel
+from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
+
+DECODE = RideModel(base_s=0.010, request_s=0.0, read_s=0.0)
+S, L, H = Action.SHORT, Action.LONG, Action.HOLD
+
+
+def riding(view: PassView, *, slack_s: float | None = None, wait_s: float = 0.0, **fields: object) -> PassView:
+    """Ten requests run, and may join."""
+    fields = {"running": 10, "rider_tokens": 10, **fields}
+    return dataclasses.replace(view, can_ride=True, token_slack_s=slack_s, decode_wait_s=wait_s, **fields)  # type: ignore[arg-type]
+
+
+def policy(ride: RideModel = DECODE, knobs: TemporalKnobs = KNOBS) -> TemporalPolicy:
+    return TemporalPolicy(knobs, FLAT, ride)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    view: PassView
+    action: Action
+    ride: Ride | None
+    reason: Reason = Reason.NO_SHORT
+    tokens: int | None = None  # of the long's chunk
+    selected: int | None = None  # how many
+    model: RideModel = DECODE
+
+
+TWO_SHORTS = (short(RECENT_S, 90), short(RECENT_S, 90))
+URGENT = short(RECENT_S, 90, deadline_s=NOW_S + 0.015)
+
+CASES = [
+    Case("nothing runs", riding(pass_view([long(RECENT_S)]), running=0), L, None, tokens=1000),
+    Case("the host mixes nothing", pass_view([long(RECENT_S)], running=10), L, None, tokens=1000),
+    Case("without targets they join as it is", riding(pass_view([long(RECENT_S)])), L, Ride.TOGETHER, tokens=1000),
+    Case("in time as it is", riding(pass_view([long(RECENT_S)]), slack_s=0.102), L, Ride.TOGETHER, tokens=1000),
+    # (tokens + 10 riders) * 0.1 ms
+    Case(
+        "cut for the next token", riding(pass_view([long(RECENT_S)]), slack_s=0.05), L, Ride.TOKEN_DEADLINE, tokens=490
+    ),
+    Case(
+        "and for what the model errs",
+        riding(pass_view([long(RECENT_S)]), slack_s=0.05),
+        L,
+        Ride.TOKEN_DEADLINE,
+        tokens=240,
+        model=dataclasses.replace(DECODE, error=1.0),
+    ),
+    Case(
+        "a chunk under way is cut too", riding(pass_view([], long()), slack_s=0.05), L, Ride.TOKEN_DEADLINE, tokens=490
+    ),
+    Case("late, but at the crossing", riding(pass_view([long(RECENT_S)]), slack_s=0.001), L, Ride.LATE, tokens=100),
+    Case(
+        "those that sat out a pass come first",
+        riding(pass_view([long(RECENT_S)]), slack_s=0.001, wait_s=0.02),
+        H,
+        None,
+        Reason.TOKEN_DEADLINE,
+    ),
+    Case(
+        "a decode step of their own is cheaper",
+        riding(pass_view([long(RECENT_S)])),
+        L,
+        Ride.ALONE,
+        tokens=1000,
+        model=RideModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02),
+    ),
+    Case(
+        "alone, the pass leaves time for that step",
+        riding(pass_view([long(RECENT_S)]), slack_s=0.05),
+        L,
+        Ride.ALONE,
+        tokens=490,
+        model=RideModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02),
+    ),
+    Case("no KV cache for their tokens", riding(pass_view([long()], kv_free=1000), rider_tokens=10), L, Ride.NO_ROOM),
+    Case("shorts together", riding(pass_view(TWO_SHORTS)), S, Ride.TOGETHER, Reason.NO_GAIN, selected=2),
+    Case(
+        "the last short waits for the next pass",
+        riding(pass_view(TWO_SHORTS), slack_s=0.012),
+        S,
+        Ride.TOKEN_DEADLINE,
+        Reason.NO_GAIN,
+        selected=1,
+    ),
+    Case("one short goes in any case", riding(pass_view([lone_short()]), slack_s=0.001), S, Ride.LATE, Reason.NO_GAIN),
+    Case(
+        "who must start now is not left out",
+        riding(pass_view([TWO_SHORTS[0], URGENT]), slack_s=0.012, wait_s=0.001),
+        S,
+        Ride.TOGETHER,
+        Reason.SLACK,
+        selected=2,
+    ),
+    Case(
+        "who would overtake and be late gives way to the chunk",
+        riding(pass_view([long(RECENT_S, 900)], long(RECENT_S)), slack_s=0.05),
+        L,
+        Ride.TOKEN_DEADLINE,
+        tokens=490,
+        selected=0,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_rules(case: Case) -> None:
+    made = policy(case.model)
+    decision = made.decide(case.view, NOW_S)
+    assert (decision.action, decision.reason, decision.ride) == (case.action, case.reason, case.ride)
+    if case.tokens is not None:
+        assert decision.chunk_tokens == case.tokens
+    if case.selected is not None:
+        assert len(decision.selected) == case.selected
+    assert made.decide(case.view, NOW_S) == decision, "asking twice changes nothing"
+
+
+def test_companions_wait_before_a_long_is_cut() -> None:
+    made = TemporalPolicy(KNOBS, StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.05, b_s=1e-4, a_s=0.0), DECODE)
+    view = pass_view([long(RECENT_S, 200), long(RECENT_S, 200), *(long(RECENT_S, 900) for _ in range(8))])
+    whole = made.decide(riding(view), NOW_S)
+    assert (len(whole.selected), whole.ride) == (2, Ride.TOGETHER)
+    alone = made.decide(riding(view, slack_s=0.072), NOW_S)
+    assert (alone.selected, alone.ride) == ((view.waiting[0],), Ride.TOKEN_DEADLINE)
+
+
+def test_a_chunk_is_cut_on_the_hosts_grid() -> None:
+    knobs = dataclasses.replace(KNOBS, longs=dataclasses.replace(KNOBS.longs, grid_tokens=64))
+    decision = policy(knobs=knobs).decide(riding(pass_view([long(RECENT_S)]), slack_s=0.05), NOW_S)
+    assert decision.chunk_tokens == 490 // 64 * 64
+
+
+@pytest.mark.parametrize(
+    ("new", "context", "expected_s"),
+    [(1000, 0, 0.101), (1000, 10_000, 0.111), (10, 30_000, 0.040)],
+    ids=["tokens", "and context", "never below the decode step"],
+)
+def test_a_mixed_pass_costs_its_tokens_and_the_context_of_its_riders(new: int, context: int, expected_s: float) -> None:
+    model = RideModel(base_s=0.010, request_s=0.0, read_s=1e-6)
+    cost = PassCost(riding(pass_view(), context_tokens=context), FLAT, model)
+    assert cost.mixed_s(new, 0, new * new) == pytest.approx(expected_s)

@@ -1,0 +1,125 @@
+"""What /pla/explain says beside the stages: times of the day, where a target came from, a first transfer."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+from support.records import make_record
+from support.router_scene import run, scene
+
+from pla_sglang.router.control.observability.explain import FIRST_TRANSFER, ExplainStore
+from pla_sglang.router.control.targets import Target, find_tpot_target, find_ttft_target
+from pla_sglang.router.wire import messages as m
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def custom(target_ms: Any) -> dict[str, Any]:
+    return CHAT | {"custom_params": {"slo_ttft_ms": target_ms}}
+
+
+def test_times_are_those_of_the_day() -> None:
+    noon_s = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC).timestamp()
+    store = ExplainStore(wall_s=lambda: noon_s, clock=lambda: 1000.0)
+    store.add(make_record("r", 990.0, assigned_s=990.25, sent_s=990.5, first_token_s=998.0004))
+    explained = store.explain("r")
+    assert explained is not None
+    assert explained["times"] == {
+        "arrived": "2026-11-22T11:59:50.000Z",
+        "decided": "2026-11-22T11:59:50.250Z",
+        "sent": "2026-11-22T11:59:50.500Z",
+        "done": None,
+        "first": "2026-11-22T11:59:58.000Z",
+        "ended": None,
+    }
+
+
+def test_the_router_tells_the_time_of_day() -> None:
+    async def work() -> None:
+        async with scene(["null"]) as one:
+            before_s = time.time()
+            one.ask("r")
+            arrived = one.admin("GET", "/pla/explain/r")[1]["times"]["arrived"]
+            assert before_s - 0.1 <= datetime.fromisoformat(arrived).timestamp() <= time.time() + 0.1
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "policy", "target"),
+    [
+        (CHAT, {}, "cache-aware", Target(2.0, "default")),
+        (CHAT, {"ttft_slo_ms": 300.0}, "cache-aware", Target(0.3, "header")),
+        (custom(400), {}, "cache-aware", Target(0.4, "body")),
+        (custom(400), {"ttft_slo_ms": 300.0}, "cache-aware", Target(0.4, "body")),  # as at an instance
+        ({"text": "x", "sampling_params": custom(250.5)}, {}, "cache-aware", Target(0.2505, "body")),
+        (custom(-4), {}, "cache-aware", Target(2.0, "default")),  # the instance refuses it
+        (custom("soon"), {}, "cache-aware", Target(2.0, "default")),
+        (custom(True), {}, "cache-aware", Target(2.0, "default")),
+        (CHAT | {"custom_params": "slo_ttft_ms"}, {}, "cache-aware", Target(2.0, "default")),
+        (CHAT | {"user": '"slo_ttft_ms"'}, {}, "cache-aware", Target(2.0, "default")),
+    ],
+)
+def test_where_a_target_came_from(body: dict[str, Any], fields: dict[str, Any], policy: str, target: Target) -> None:
+    async def work() -> None:
+        async with scene(["null"], policy=policy, slo_ttft_s=2.0, slo_tpot_s=0.05) as one:
+            one.ask("r", body, **fields, tpot_slo_ms=70.0)
+            explained = one.admin("GET", "/pla/explain/r")[1]
+            assert (explained["slo_ttft_s"], explained["slo_tpot_s"]) == (target.slo_s, 0.07)
+            assert explained["slo_from"] == {"ttft": target.source, "tpot": "header"}
+            view = one.plane.dispatcher.explained._records["r"].view
+            assert view.ttft_slo_s == target.slo_s  # and so the policy knows it
+
+    run(work)
+
+
+def test_a_target_for_the_time_between_tokens_may_be_in_the_body_too() -> None:
+    body = b'{"text": "x", "sampling_params": {"custom_params": {"slo_tpot_ms": 40, "slo_ttft_ms": 400}}}'
+    ask = m.Ask("r", 0, m.Endpoint.GENERATE, True, 0.0, 1, input_tokens=1, body=body, tpot_slo_ms=70.0)
+    assert find_tpot_target(ask, 0.1) == Target(0.04, "body")
+    assert find_tpot_target(msgspec.structs.replace(ask, body=None), 0.1) == Target(0.07, "header")
+
+
+@pytest.mark.parametrize(
+    "body", [None, b"", b'{"slo_ttft_ms"', b'["slo_ttft_ms"]', b'{"custom_params": {"slo_ttft_ms"']
+)
+def test_a_body_that_is_none_asks_for_nothing(body: bytes | None) -> None:
+    ask = m.Ask("r", 0, m.Endpoint.CHAT, True, 0.0, 1, input_tokens=1, body=body)
+    assert find_ttft_target(ask, 1.5) == Target(1.5, "default")
+
+
+def test_no_prediction_learns_from_the_set_up_of_a_connection() -> None:
+    """Requests that are on their way while two instances connect wait for that as the first one does."""
+
+    async def work() -> None:
+        async with scene(["prefill", "decode"], policy="minimal-load") as one:
+            correction = one.plane.dispatcher.admission.correction
+            for rid in ("first", "second"):
+                assert isinstance(one.ask(rid), m.Assign)
+            for rid in ("first", "second"):
+                one.reach(rid, m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+                explained = one.admin("GET", f"/pla/explain/{rid}")[1]
+                assert explained["predicted_ttft_s"] is not None
+                assert explained["first_transfer"] == FIRST_TRANSFER
+            assert correction.count == 0
+            one.ask("third")
+            one.reach("third", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+            assert "first_transfer" not in one.admin("GET", "/pla/explain/third")[1]
+            assert correction.count == 1
+
+    run(work)
+
+
+def test_a_unified_instance_transfers_nothing() -> None:
+    async def work() -> None:
+        async with scene(["null"], policy="minimal-load") as one:
+            one.ask("r")
+            one.reach("r", m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
+            assert "first_transfer" not in one.admin("GET", "/pla/explain/r")[1]
+            assert one.plane.dispatcher.admission.correction.count == 1
+
+    run(work)

@@ -1,0 +1,304 @@
+"""Moves of running requests: commands to instances, orders to relays, ledger, loads, failures, and drains."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from support.router_scene import Scene, run, scene
+
+from pla_sglang.router.control import migration as mig
+from pla_sglang.router.wire import messages as m
+
+ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
+TWO, THREE = ["stateless"] * 2, ["stateless"] * 3
+
+
+async def start(one: Scene, rid: str = "r", *, movable: bool = True) -> int:
+    """A request that streams, in a fleet whose instances know each other; its instance."""
+    ready = len(one.instances) - 1
+    await one.until(lambda: all(list((w.peers or {}).values()).count("ready") == ready for w in one.plane.table))
+    assign = one.ask(rid)
+    assert isinstance(assign, m.Assign)
+    one.reach(rid, m.Milestone.SENT)
+    one.plane.on_message(m.Progress(rid, m.Milestone.FIRST_TOKEN, time.monotonic(), movable))
+    return assign.decode
+
+
+def move(one: Scene, target: int, rid: str = "r", reason: str = "policy") -> str | None:
+    return one.plane.migration.move_request(rid, one.plane.table.by_number[target], reason)
+
+
+async def pull_of(one: Scene, hop: int = 2) -> m.Continue:
+    """The order to the relay, once the request is held."""
+    await one.until(lambda: any(isinstance(said, m.Continue) and said.hop == hop for said in one.relay.told))
+    order = one.relay.last(m.Continue)
+    assert isinstance(order, m.Continue)
+    return order
+
+
+def join(one: Scene, hop: int = 2, rid: str = "r") -> None:
+    one.plane.on_message(m.Joined(rid, hop, time.monotonic(), 0.125))
+
+
+def lose(one: Scene, hop: int = 2, why: m.LossReason = m.LossReason.REFUSED, **fields: Any) -> None:
+    one.plane.on_message(m.Lost("r", hop, 3, why, time.monotonic(), True, **fields))
+
+
+def open_at(one: Scene) -> list[int]:
+    return [worker.load.open_requests() for worker in one.plane.table.workers]
+
+
+def done(one: Scene, worker: int) -> list[str]:
+    return [command["do"] for command in one.instances[worker].commands]
+
+
+async def at_rest(one: Scene) -> None:
+    await one.until(lambda: not one.plane.dispatcher.ledger.records)
+    one.plane.migration.sweep_moves(time.monotonic())
+    assert one.plane.migration.count_moves() == 0
+    one.assert_at_rest()
+
+
+def test_a_request_moves() -> None:
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            target = 1 - source
+            assert move(one, target) is None
+            assert move(one, target) == "it is on its way already"
+            order = await pull_of(one)
+            assert (order.target, order.how, order.reached, order.tokens) == (target, m.Continuation.PULL, 1, 3)
+            assert (order.source, order.bootstrap_host, order.bootstrap_port) == (source, "127.0.0.1", 8998)
+            [hold] = one.instances[source].commands
+            assert hold == {"do": "hold", "rid": "r", "room": order.bootstrap_room, "for_s": 10.0}
+            assert open_at(one) == [1, 1]
+            assert list(one.plane.dispatcher.ledger.rooms) == [order.bootstrap_room]
+            join(one)
+            assert open_at(one)[source] == 0
+            await one.until(lambda: done(one, source) == ["hold", "commit"])
+            await one.until(lambda: one.plane.dispatcher.ledger.audit(0.0).legs_open == 1)
+            one.ended("r", output_tokens=9)
+            await at_rest(one)
+            assert one.instances[source].aborted == one.instances[target].aborted == []
+            check_story(one, source, target)
+
+    run(work)
+
+
+def check_story(one: Scene, source: int, target: int) -> None:
+    names = {worker.number: worker.view.name for worker in one.plane.table}
+    told = one.admin("GET", "/pla/explain/r")[1]
+    hop = told["hops"][1]
+    assert (hop["how"], hop["why"], hop["tokens"], hop["kv_tokens"]) == ("pull", "policy", 3, 52)
+    assert (told["hops"][0]["decode"], hop["decode"], hop["gap_s"]) == (names[source], names[target], 0.125)
+    assert (told["decode"], told["end"]) == (names[source], "finished")
+    metrics = one.admin("GET", "/metrics")[1]
+    assert 'pla_router_moves_total{how="pull",reason="policy"} 1.0' in metrics
+
+
+def test_a_request_moves_there_and_back() -> None:
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            for hop, target in ((2, 1 - source), (3, source)):
+                assert move(one, target) is None
+                order = await pull_of(one, hop)
+                assert (order.target, order.reached) == (target, hop - 1)
+                join(one, hop)
+                assert open_at(one)[target] == 1
+            assert one.instances[1 - source].commands[0]["rid"] == "pla-2~r"
+            one.ended("r")
+            await at_rest(one)
+
+    run(work)
+
+
+@pytest.mark.parametrize("status", ["finished", "unknown", "refused", "waiting", None])
+def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None) -> None:
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            failed: list[str] = []
+            one.plane.migration.on_failed = failed.append
+            source = await start(one)
+            one.instances[source].hop_answers["hold"] = None if status is None else {"status": status}
+            assert move(one, 1 - source) is None
+            await one.until(lambda: failed == ["r"])
+            assert move(one, 1 - source) == "it rests, as its last move came to nothing"
+            assert open_at(one)[1 - source] == 0
+            if status is None:  # it may be held, for all that is known
+                await one.until(lambda: done(one, source) == ["hold", "resume"])
+            assert not any(isinstance(said, m.Continue) for said in one.relay.told)
+            assert f'pla_router_move_failures_total{{reason="{status}"}} 1.0' in one.admin("GET", "/metrics")[1]
+            one.ended("r")
+            await at_rest(one)
+            assert one.instances[1 - source].aborted == []
+
+    run(work)
+
+
+@pytest.mark.parametrize("why", [m.LossReason.REFUSED, m.LossReason.DEAD, m.LossReason.RESUMED])
+def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source is told to resume, unless it has; the next move has another room, number and id."""
+    monkeypatch.setattr(mig, "REST_S", 0.0)
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            assert move(one, 1 - source) is None
+            first = await pull_of(one)
+            lose(one, 2, why)
+            resumed = [] if why is m.LossReason.RESUMED else ["resume"]
+            await one.until(lambda: done(one, source) == ["hold", *resumed])
+            await one.until(lambda: one.instances[1 - source].aborted[:1] == ["pla-2~r"])
+            assert open_at(one)[1 - source] == 0
+            assert move(one, 1 - source) is None
+            second = await pull_of(one, 3)
+            assert (second.reached, second.hop) == (2, 3)
+            assert second.bootstrap_room != first.bootstrap_room
+            lose(one, 2, why)  # late: it changes nothing
+            join(one, 3)
+            one.ended("r")
+            await at_rest(one)
+
+    run(work)
+
+
+@pytest.mark.parametrize("phase", ["holding", "pulling"])
+@pytest.mark.parametrize("how", ["ended", "relay", "dead source", "dead target"])
+def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            assert move(one, 1 - source) is None
+            if phase == "pulling":
+                await pull_of(one)
+            if how == "ended":
+                one.ended("r", m.Outcome.CLIENT_GONE, aborted=(source,))
+                await one.until(lambda: "pla-2~r" in one.instances[1 - source].aborted)
+            elif how == "relay":
+                one.plane.detach_relay(0)
+                await one.until(lambda: "r" in one.instances[source].aborted)
+            elif how == "dead source":
+                lose(one, 1, m.LossReason.DEAD, killed=(source,))
+                order = one.relay.last(m.Continue)
+                assert (order.how, order.target) == (m.Continuation.REDO, 1 - source)
+                join(one, order.hop)
+                one.ended("r")
+            else:
+                await one.instances[1 - source].stop()
+                target = one.plane.table.by_number[1 - source]
+                await one.until(lambda: target.state.value == "dead")
+                assert not any(isinstance(said, m.Abort) for said in one.relay.told)
+                if phase == "pulling":
+                    lose(one, 2, m.LossReason.DEAD)
+                else:
+                    await pull_of(one)
+                    lose(one, 2, m.LossReason.NOT_SENT)
+                one.ended("r")
+                await one.instances[1 - source].start()
+            await at_rest(one)
+
+    run(work)
+
+
+@pytest.mark.parametrize("answer", [{"status": "unknown", "code": 410}, None])
+def test_a_commit_that_is_not_carried_out_becomes_an_abort(answer: dict[str, Any] | None) -> None:
+    """What has gone on by itself would compute for nobody."""
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            one.instances[source].hop_answers["commit"] = answer
+            move(one, 1 - source)
+            await pull_of(one)
+            join(one)
+            await one.until(lambda: one.instances[source].aborted[:1] == ["r"])
+            one.ended("r")
+            await at_rest(one)
+
+    run(work)
+
+
+def test_what_cannot_be_moved_is_refused_in_words() -> None:
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            assert move(one, 1) == "it is not open"
+            source = await start(one, movable=False)
+            assert move(one, 1 - source) == "its stream cannot go on elsewhere"
+            one.ended("r")
+            source = await start(one, "s")
+            assert move(one, source, "s") == "the target cannot take it"
+            target = one.plane.table.by_number[1 - source]
+            target.peers = {}
+            assert move(one, 1 - source, "s") == "no KV cache can go to the target"
+            one.ended("s")
+            await at_rest(one)
+            assert one.instances[source].commands == []
+
+    run(work)
+
+
+def test_an_instance_that_drains_is_emptied_by_moves() -> None:
+    """And what cannot move finishes there, as ever."""
+
+    async def work() -> None:
+        async with scene(THREE, **ON) as one:
+            for rid in ("a", "b", "c", "d"):
+                await start(one, rid)
+            where = {rid: one.plane.dispatcher.ledger.records[rid].hop.decode for rid in "abcd"}
+            source = where["a"]
+            assert source is not None
+            there = [rid for rid, worker in where.items() if worker is source]
+            one.plane.dispatcher.ledger.records[there[-1]].movable = len(there) == 1
+            leaves = there if len(there) == 1 else there[:-1]
+            assert one.admin("POST", f"/workers/{source.number}/drain")[0] == 202
+            await one.until(
+                lambda: len([said for said in one.relay.told if isinstance(said, m.Continue)]) == len(leaves)
+            )
+            orders = [said for said in one.relay.told if isinstance(said, m.Continue)]
+            assert {order.reason for order in orders} == {"drain"}
+            assert source.number not in {order.target for order in orders}
+            for rid in leaves:
+                join(one, 2, rid)
+            await one.until(lambda: one.instances[source.number].commands[-1]["do"] == "commit")
+            assert source.load.open_requests() == len(there) - len(leaves)
+            for rid in "abcd":
+                one.ended(rid)
+            await at_rest(one)
+            assert one.instances[source.number].aborted == []
+
+    run(work)
+
+
+def test_an_instance_that_is_told_to_end_is_emptied_as_well() -> None:
+    """As SGLang after SIGTERM: it goes on, and only /health says so."""
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            one.instances[source].healthy = False
+            order = await pull_of(one)
+            assert (order.reason, order.target) == ("drain", 1 - source)
+            worker = one.plane.table.by_number[source]
+            assert (worker.state.value, worker.reason.value) == ("draining", "ending")
+            join(one)
+            await one.until(lambda: done(one, source) == ["hold", "commit"])
+            one.ended("r")
+            await at_rest(one)
+
+    run(work)
+
+
+def test_without_the_flag_a_drain_moves_nothing() -> None:
+    async def work() -> None:
+        async with scene(TWO, **ON | {"migration": "off"}) as one:
+            source = await start(one)
+            assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
+            one.plane.migration.sweep_moves(time.monotonic())
+            assert one.plane.migration.count_moves() == 0
+            one.ended("r")
+            await at_rest(one)
+
+    run(work)

@@ -1,0 +1,415 @@
+"""The control plane and instances that are full: no failures, short exclusions, retries within their budget."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.router_scene import Scene, run, scene
+
+from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.interface.fleet import InstanceKind
+from pla_sglang.policy.registry import build
+from pla_sglang.policy.retry_budget import RetryBudgetKnobs
+from pla_sglang.recording.file import read
+from pla_sglang.recording.rows import Dispatched, Header
+from pla_sglang.recording.setup import setup_of
+from pla_sglang.router.control.workers.breaker import BreakerKnobs, BreakerState
+from pla_sglang.router.control.workers.discovery import Description, parse_url
+from pla_sglang.router.control.workers.exclusions import Exclusion, ExclusionKnobs, Exclusions
+from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.router.wire import messages as m
+from pla_sglang.sim.parity import Replay
+
+LONG = ExclusionKnobs(full_s=30.0)
+FULL, BREAKER, REFUSED = Exclusion
+
+
+def refuse(one: Scene, rid: str, worker: int, *, attempt: int = 2, refused_by: tuple[int, ...] = ()) -> Any:
+    """What a relay says of a request that ``worker`` has refused for load, and the answer."""
+    one.plane.on_message(m.Failure(worker, m.FailureKind.FULL, "status 503", rid))
+    return one.ask(
+        rid,
+        attempt=attempt,
+        reached=attempt - 1,
+        retry_reason=m.RetryReason.INSTANCE_FULL,
+        refused_by=(*refused_by, worker),
+    )
+
+
+def test_a_full_instance_is_well_and_the_request_goes_elsewhere() -> None:
+    async def work() -> None:
+        async with scene(["null"] * 3, exclusions=LONG) as one:
+            first = one.ask("r")
+            assert isinstance(first, m.Assign)
+            second = refuse(one, "r", first.decode)
+            assert isinstance(second, m.Assign)
+            third = refuse(one, "r", second.decode, attempt=3, refused_by=(first.decode,))
+            assert isinstance(third, m.Assign)
+            assert {first.decode, second.decode, third.decode} == {0, 1, 2}
+            one.reach("r", m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
+            one.ended("r")
+            one.assert_at_rest()
+            told = one.admin("GET", "/pla/explain/r")[1]
+            assert sorted(told["excluded"].values()) == ["refused_it", "refused_it"]
+            assert [former["why"] for former in told["former"]] == ["instance_full", "instance_full"]
+            metrics = one.admin("GET", "/metrics")[1]
+            assert 'pla_router_retries_total{reason="instance_full"} 2.0' in metrics
+            assert 'pla_router_exclusions_total{reason="refused_it"} 2.0' in metrics
+            assert f'pla_router_instance_refusals_total{{worker="{name_of(one, first.decode)}"}} 1.0' in metrics
+            assert "pla_router_instance_failures_total{" not in metrics
+
+    run(work)
+
+
+def name_of(one: Scene, number: int) -> str:
+    return one.plane.table.by_number[number].view.name
+
+
+def test_any_number_of_refusals_opens_no_breaker() -> None:
+    async def work() -> None:
+        async with scene(["null", "null"], retry_budget=RetryBudgetKnobs(share=0.0, least=0)) as one:
+            for turn in range(60):
+                assign = one.ask(f"r{turn}")
+                assert isinstance(assign, m.Assign)
+                answer = refuse(one, f"r{turn}", assign.decode)
+                assert isinstance(answer, m.Refuse)
+                one.ended(f"r{turn}", m.Outcome.INSTANCE_REFUSED)
+            assert [worker.breaker.state for worker in one.plane.table] == [BreakerState.CLOSED] * 2
+            assert [worker.state for worker in one.plane.table] == [WorkerState.READY] * 2
+            assert not any(fake.aborted for fake in one.instances)  # what was refused is nowhere
+            one.assert_at_rest()
+            metrics = one.admin("GET", "/metrics")[1]
+            assert 'pla_router_requests_total{end="instance_refused"} 60.0' in metrics
+
+    run(work)
+
+
+def test_a_full_instance_is_avoided_for_a_while_by_others() -> None:
+    async def work() -> None:
+        async with scene(["null", "null"], exclusions=LONG) as one:
+            one.ask("r")
+            refuse(one, "r", 0)
+            assert {one.ask(f"x{turn}").decode for turn in range(6)} == {1}  # type: ignore[union-attr]
+            assert one.admin("GET", "/pla/explain/x0")[1]["excluded"] == {name_of(one, 0): "full"}
+            one.plane.table.by_number[0].view.full_until_s = 0.0  # the while is over
+            assert {one.ask(f"y{turn}").decode for turn in range(6)} == {0, 1}  # type: ignore[union-attr]
+            assert not one.plane.table.restricted
+
+    run(work)
+
+
+def test_where_all_are_full_requests_go_out_all_the_same_and_are_not_tried_twice() -> None:
+    async def work() -> None:
+        async with scene(["null", "null"], exclusions=LONG) as one:
+            for number in (0, 1):
+                one.plane.on_message(m.Failure(number, m.FailureKind.FULL, "", ""))
+            assert {one.ask(f"r{turn}").decode for turn in range(4)} == {0, 1}  # type: ignore[union-attr]
+            answer = refuse(one, "r0", 0)
+            assert isinstance(answer, m.Refuse)
+            assert (answer.status, answer.code, answer.retry_after_s) == (503, "all_full", 1.0)
+
+    run(work)
+
+
+def test_a_refused_request_that_a_new_control_plane_hears_of_first_goes_elsewhere_too() -> None:
+    """It was refused, and the control plane was replaced before it had named another instance."""
+
+    async def work() -> None:
+        reason = m.RetryReason.INSTANCE_FULL
+        async with scene(["null", "null"]) as one:
+            for turn in range(4):
+                answer = one.ask(f"r{turn}", attempt=2, reached=1, retry_reason=reason, refused_by=(1,))
+                assert isinstance(answer, m.Assign)
+                assert answer.decode == 0
+                one.ended(f"r{turn}")
+            refused = one.ask("s", attempt=3, reached=2, retry_reason=reason, refused_by=(1, 0))
+            assert isinstance(refused, m.Refuse)
+            assert refused.code == "all_full"
+            one.ended("s", m.Outcome.INSTANCE_REFUSED)
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_former_failure_to_connect_is_not_reported_again_with_a_refusal() -> None:
+    """The instance has come back meanwhile: its breaker would open at once, without cause."""
+
+    async def work() -> None:
+        async with scene(["null"] * 3, exclusions=ExclusionKnobs(full_s=0.0)) as one:
+            first = one.ask("r")
+            assert isinstance(first, m.Assign)
+            reason = m.RetryReason.INSTANCE_FULL
+            excluded = ((first.decode + 1) % 3,)
+            one.ask("r", attempt=3, reached=1, retry_reason=reason, refused_by=(first.decode,), excluded=excluded)
+            assert [worker.breaker.state for worker in one.plane.table] == [BreakerState.CLOSED] * 3
+            one.ended("r")
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_retries_have_a_budget() -> None:
+    async def work() -> None:
+        budget = RetryBudgetKnobs(share=0.5, least=1)
+        async with scene(["null", "null"], exclusions=ExclusionKnobs(full_s=0.0), retry_budget=budget) as one:
+            answers = []
+            for turn in range(8):
+                assign = one.ask(f"r{turn}")
+                assert isinstance(assign, m.Assign)
+                answers.append(refuse(one, f"r{turn}", assign.decode))
+            retried = [isinstance(answer, m.Assign) for answer in answers]
+            assert retried == [True, True, False, True, False, True, False, True]  # of n requests 1 + n / 2
+            assert {answer.code for answer in answers if isinstance(answer, m.Refuse)} == {"retry_budget"}
+            metrics = one.admin("GET", "/metrics")[1]
+            assert 'pla_router_admissions_total{decision="refused",reason="retry_budget"} 3.0' in metrics
+            assert "pla_router_retry_budget_left 0.0" in metrics
+
+    run(work)
+
+
+def test_a_pair_is_left_where_one_of_it_is_full() -> None:
+    async def work() -> None:
+        async with scene(["prefill", "prefill", "decode", "decode"], exclusions=LONG, policy="minimal-load") as one:
+            first = one.ask("r")
+            assert isinstance(first, m.Assign)
+            assert first.prefill is not None
+            second = refuse(one, "r", first.prefill)
+            assert isinstance(second, m.Assign)
+            assert {first.prefill, second.prefill} == {0, 1}
+            assert second.bootstrap_room != first.bootstrap_room
+            third = refuse(one, "r", second.decode, attempt=3, refused_by=(first.prefill,))
+            assert isinstance(third, m.Assign)
+            assert (third.prefill, third.decode) == (second.prefill, 5 - second.decode)
+            one.ended("r")
+            one.assert_at_rest()
+
+    run(work)
+
+
+def test_a_retry_that_finds_nobody_keeps_nobody_waiting() -> None:
+    """It stands behind others in the queue when the instance that it could have gone to is drained."""
+
+    async def work() -> None:
+        async with scene(["null", "null"]) as one:
+            assert isinstance(one.ask("r"), m.Assign)
+            table = one.plane.table
+            for worker in table:
+                table.drain(worker, time.monotonic())
+            assert one.ask("before") is None
+            table.undrain(table.by_number[1], time.monotonic())
+            table.drain(table.by_number[1], time.monotonic())
+            assert one.ask("waits") is None
+            one.plane.on_message(m.Failure(0, m.FailureKind.FULL, "", "r"))
+            answer = refuse(one, "r", 0)
+            assert isinstance(answer, m.Refuse)
+            table.undrain(table.by_number[0], time.monotonic())
+            sent = {message.rid for message in one.relay.told if isinstance(message, m.Assign)}
+            assert {"before", "waits"} <= sent
+
+    run(work)
+
+
+# -- breakers --------------------------------------------------------------------------------------------------------
+
+
+QUICK_BREAKER = BreakerKnobs(consecutive=1, cool_down_s=0.1, cool_down_max_s=0.2)
+
+
+async def half_open(one: Scene) -> Worker:
+    """The only instance, after a loss, its cool-down and a health check."""
+    worker = one.plane.table.by_number[0]
+    one.plane.on_message(m.Failure(0, m.FailureKind.LOST, "gone", "lost"))
+    assert (worker.state, worker.breaker.state) == (WorkerState.SUSPECT, BreakerState.OPEN)
+    await one.until(worker.is_ready)
+    assert worker.breaker.state is BreakerState.HALF_OPEN
+    return worker
+
+
+@pytest.mark.parametrize("outcome", [m.Outcome.OK, m.Outcome.INSTANCE_REFUSED, m.Outcome.CLIENT_GONE])
+def test_one_request_is_on_trial_and_the_others_wait_for_its_end(outcome: m.Outcome) -> None:
+    async def work() -> None:
+        async with scene(["null"], breaker=QUICK_BREAKER) as one:
+            worker = await half_open(one)
+            assert isinstance(one.ask("trial"), m.Assign)
+            assert [one.ask(rid) for rid in ("a", "b", "c")] == [None, None, None]
+            one.ended("trial", outcome)
+            sent = [message.rid for message in one.relay.told if isinstance(message, m.Assign)]
+            if outcome is m.Outcome.OK:
+                assert sent == ["trial", "a", "b", "c"]
+                assert worker.breaker.state is BreakerState.CLOSED
+            else:  # it has said nothing about the instance's health: the next one is the trial
+                assert sent == ["trial", "a"]
+                assert (worker.breaker.state, worker.breaker.opened) == (BreakerState.HALF_OPEN, 1)
+
+    run(work)
+
+
+def test_others_need_not_wait_for_the_end_of_a_long_trial() -> None:
+    async def work() -> None:
+        async with scene(["null"], breaker=QUICK_BREAKER) as one:
+            worker = await half_open(one)
+            assert isinstance(one.ask("trial"), m.Assign)
+            assert one.ask("waits") is None
+            one.reach("trial", m.Milestone.SENT)
+            assert worker.breaker.state is BreakerState.HALF_OPEN
+            one.reach("trial", m.Milestone.FIRST_TOKEN)
+            assert worker.breaker.state is BreakerState.CLOSED
+            assert one.relay.last(m.Assign).rid == "waits"
+
+    run(work)
+
+
+def test_a_trial_that_an_instance_refuses_for_load_lets_the_next_one_through() -> None:
+    async def work() -> None:
+        async with scene(["null"], breaker=QUICK_BREAKER) as one:
+            worker = await half_open(one)
+            assert isinstance(one.ask("trial"), m.Assign)
+            assert one.ask("next") is None
+            assert isinstance(refuse(one, "trial", 0), m.Refuse)
+            assert one.relay.last(m.Assign).rid == "next"
+            assert (worker.breaker.state, worker.breaker.opened) == (BreakerState.HALF_OPEN, 1)
+
+    run(work)
+
+
+def test_a_trial_that_fails_opens_it_again() -> None:
+    async def work() -> None:
+        async with scene(["null"], breaker=QUICK_BREAKER) as one:
+            worker = await half_open(one)
+            assert isinstance(one.ask("trial"), m.Assign)
+            assert one.ask("waits") is None
+            one.plane.on_message(m.Failure(0, m.FailureKind.LOST, "gone", "trial"))
+            one.ended("trial", m.Outcome.UPSTREAM_LOST)
+            assert (worker.breaker.state, worker.breaker.opened) == (BreakerState.OPEN, 2)
+            assert one.relay.last(m.Assign).rid == "trial"
+
+    run(work)
+
+
+# -- answers of 500 --------------------------------------------------------------------------------------------------
+
+
+def status_failure(rid: str) -> m.Failure:
+    return m.Failure(0, m.FailureKind.STATUS, "status 500", rid)
+
+
+def test_a_500_asks_for_a_health_check_and_counts_nothing_itself() -> None:
+    async def work() -> None:
+        async with scene(["null"], breaker=BreakerKnobs(consecutive=1)) as one:
+            checks = 0
+            health = one.plane._client.health  # type: ignore[union-attr]
+
+            async def counted(address: Any) -> None:
+                nonlocal checks
+                checks += 1
+                await health(address)
+
+            one.plane._client.health = counted  # type: ignore[union-attr,method-assign]
+            for turn in range(50):
+                one.plane.on_message(status_failure(f"r{turn}"))
+            await one.until(lambda: checks == 2)  # at once, and once more after the interval, for those that came since
+            await one.until(lambda: not one.plane._monitor._busy)
+            assert one.plane.table.by_number[0].breaker.state is BreakerState.CLOSED
+            assert 'pla_router_instance_failures_total{kind="status"} 50.0' in one.admin("GET", "/metrics")[1]
+
+    run(work)
+
+
+def test_a_health_check_that_fails_after_a_500_counts() -> None:
+    async def work() -> None:
+        async with scene(["null"], breaker=BreakerKnobs(consecutive=1)) as one:
+            one.instances[0].healthy = False
+            one.plane.on_message(status_failure("r"))
+            worker = one.plane.table.by_number[0]
+            await one.until(lambda: worker.state is WorkerState.SUSPECT)
+            assert worker.breaker.opened == 1
+
+    run(work)
+
+
+# -- the rules alone -------------------------------------------------------------------------------------------------
+
+U, P, D = InstanceKind.UNIFIED, InstanceKind.PREFILL, InstanceKind.DECODE
+
+
+def table_of(*kinds: InstanceKind, time_scale: float = 1.0) -> WorkerTable:
+    table = WorkerTable(BreakerKnobs(), clock=DeviceClock(time_scale))
+    for index, kind in enumerate(kinds):
+        worker = table.add(parse_url(f"http://h:{index + 1}"), 0.0)
+        table.describe(worker, Description(kind, f"i{index}", f"h:{index}", 1000, 1, 1, "m", "t", "0.5.17"), 0.0)
+        table.move(worker, WorkerState.READY, WorkerReason.ANSWERS, 0.0)
+    return table
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "full", "refused_by", "expected"),
+    [
+        ("nobody", [U, U], [], (), {}),
+        ("one of two", [U, U], [0], (), {0: FULL}),
+        ("all of them", [U, U], [0, 1], (), {}),
+        ("all, and one has refused this request", [U, U], [0, 1], (0,), {0: REFUSED, 1: FULL}),
+        ("one has refused this request", [U, U], [], (1,), {1: REFUSED}),
+        ("the only prefill instance", [P, D, D], [0], (), {}),
+        ("all prefill, one decode instance", [P, P, D, D], [0, 1, 2], (), {2: FULL}),
+        ("one that is gone", [U], [], (9,), {}),
+    ],
+)
+def test_who_is_left_out(
+    name: str, kinds: list[InstanceKind], full: list[int], refused_by: tuple[int, ...], expected: dict[int, Exclusion]
+) -> None:
+    table = table_of(*kinds)
+    exclusions = Exclusions(table, ExclusionKnobs(full_s=1.0))
+    for number in full:
+        exclusions.note_full(table.by_number[number], 10.0)
+    left_out = exclusions.find(refused_by, 10.9)
+    assert {view.index: reason for view, reason in left_out.items()} == expected, name
+    if not refused_by:
+        assert not exclusions.find((), 11.0)
+        assert not table.restricted
+
+
+def test_a_full_instance_on_a_slow_device_is_avoided_for_as_long_in_device_time() -> None:
+    table = table_of(U, U, time_scale=4.0)
+    exclusions = Exclusions(table, ExclusionKnobs(full_s=1.0))
+    exclusions.note_full(table.by_number[0], 10.0)
+    assert set(exclusions.find((), 13.9).values()) == {FULL}
+    assert not exclusions.find((), 14.0)
+
+
+def test_an_open_breaker_is_left_out_whatever_else() -> None:
+    table = table_of(U)
+    worker = table.by_number[0]
+    exclusions = Exclusions(table, ExclusionKnobs())
+    worker.breaker.on_failure(0.0, refused=True)
+    table.restricted.add(worker)
+    assert exclusions.find((), 0.1) == {worker.view: BREAKER}
+    worker.breaker.tick(9.0)
+    assert exclusions.find((), 9.0) == {}
+    worker.breaker.start_trial("r")
+    assert exclusions.find((), 9.0) == {worker.view: BREAKER}
+    worker.breaker.on_success(9.1, "r")
+    assert exclusions.find((), 9.1) == {}
+    assert not table.restricted
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "minimal-load"])
+def test_a_recording_says_who_was_left_out_and_replays_alike(policy: str, tmp_path: Path) -> None:
+    record = tmp_path / "record.jsonl"
+
+    async def work() -> None:
+        async with scene(["null"] * 3, policy=policy, exclusions=LONG, record=record) as one:
+            one.ask("r")
+            refuse(one, "r", 0)
+            for turn in range(5):
+                one.ask(f"x{turn}")
+
+    run(work)
+    header, *lines = read(record)
+    assert isinstance(header, Header)
+    hidden = [line.hidden for line in lines if isinstance(line, Dispatched)]
+    assert hidden == [(), *[(0,)] * 6]
+    result = Replay(build(header.policy, setup_of(header)), lines).run()
+    assert (result.count, result.identical_share, result.differences) == (7, 1.0, [])

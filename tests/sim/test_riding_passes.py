@@ -1,0 +1,135 @@
+"""Running decodes that ride in prefill passes, in the simulator with the engine's own policy object.
+
+The step model of the policy is that of the simulated device, so its error is none and every target that passes can
+keep at all must be kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.sim import profile, simulation, trace
+
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, Ride
+from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.profiles import load_profile
+from pla_sglang.sim.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.engine_knobs import EngineKnobs
+from pla_sglang.sim.experiment import engine_policy, ride_model, step_model
+from pla_sglang.sim.simulation import RunResult, Simulation
+
+DEVICE = profile(token_s=1e-4, base_s=0.001, attention_s=1e-9, decode_base_s=0.010, decode_read_s=1e-8)
+DEVICE = dataclasses.replace(DEVICE, prefill=dataclasses.replace(DEVICE.prefill, floor_s=0.010, read_s=1e-8))
+BOUNDARY_TOKENS, CHUNK_TOKENS = 100, 1000
+# A pass of one short, or of a chunk at the crossing, with twenty riders and their context; then their next token.
+LEAST_TPOT_S = 0.025
+EXAMPLES = settings(max_examples=80, deadline=None, derandomize=True)
+
+rows = st.lists(
+    st.tuples(
+        st.floats(0, 2).map(lambda value: round(value, 4)),
+        st.one_of(st.integers(1, 99), st.integers(100, 1500), st.integers(1500, 6000)),
+        st.sampled_from((1, 2, 5, 40, 150)),
+    ),
+    min_size=2,
+    max_size=20,
+)
+targets = st.sampled_from((LEAST_TPOT_S, 0.05, 0.1, None))
+
+
+class Watched(TemporalPolicy):
+    """Keeps what was decided, and what was seen then."""
+
+    def __init__(self, log: list[tuple[PassView, PassDecision]]) -> None:
+        knobs = TemporalKnobs(
+            boundary_tokens=BOUNDARY_TOKENS, longs=LongKnobs(chunk_max_tokens=CHUNK_TOKENS, chunk_min_tokens=1)
+        )
+        super().__init__(knobs, step_model(DEVICE), ride_model(DEVICE))
+        self.log = log
+
+    def decide(self, view: PassView, now_s: float) -> PassDecision:
+        decision = super().decide(view, now_s)
+        self.log.append((dataclasses.replace(view, waiting=[]), decision))
+        return decision
+
+
+def run(
+    work: list[tuple[float, int, int]], tpot_s: float | None, *, mixed: bool = True, kv_tokens: int = 1 << 30
+) -> tuple[RunResult, list[tuple[PassView, PassDecision]]]:
+    log: list[tuple[PassView, PassDecision]] = []
+    spec = InstanceSpec(dataclasses.replace(DEVICE, kv_capacity_tokens=kv_tokens))
+    rows = trace(*sorted(work))
+    knobs = EngineKnobs(chunk_tokens=CHUNK_TOKENS, mixed=mixed)
+    config = SimConfig([spec], engine=knobs, tpot_slo_s=tpot_s)
+    policies = Policies(simulation(rows, [spec])._policies.dispatcher, lambda _profile, _knobs: Watched(log))
+    one = Simulation(rows, config, policies)
+    result = one.run()
+    one.cluster.check_integrity()
+    return result, log
+
+
+@EXAMPLES
+@given(rows, targets)
+def test_no_next_token_is_later_than_its_target(work: list[tuple[float, int, int]], tpot_s: float | None) -> None:
+    result, log = run(work, tpot_s)
+    assert result.counts["finished"] == len(work)
+    if tpot_s is None:
+        return
+    late = [value for value in result.served.tpot_s() if value > tpot_s * (1 + 1e-9)]
+    assert not late
+    assert all(decision.ride is not Ride.LATE for _, decision in log)
+
+
+@EXAMPLES
+@given(rows, targets, st.sampled_from((6200, 9000)))
+def test_long_and_short_prefills_never_share_a_pass_and_all_end(
+    work: list[tuple[float, int, int]], tpot_s: float | None, kv_tokens: int
+) -> None:
+    """Also where memory runs out and requests are retracted."""
+    result, log = run(work, tpot_s, kv_tokens=kv_tokens)
+    assert result.counts["finished"] == len(work)
+    for view, decision in log:
+        if decision.action is Action.SHORT:
+            assert decision.chunk_tokens is None
+            assert decision.park == (view.chunk is not None)
+        assert decision.ride is None or view.running > 0
+        if view.running and decision.action is not Action.HOLD:
+            assert decision.ride is not None, "every pass beside decodes says whether they join"
+
+
+@EXAMPLES
+@given(rows)
+def test_a_target_that_no_pass_can_keep_starves_no_prefill(work: list[tuple[float, int, int]]) -> None:
+    """Between two prefill passes there is at most one decode step of this rule."""
+    result, log = run(work, 0.001)
+    assert result.counts["finished"] == len(work)
+    holds = [decision.reason is Reason.TOKEN_DEADLINE for _, decision in log]
+    assert not any(first and second for first, second in itertools.pairwise(holds))
+
+
+def test_without_mixed_passes_nothing_rides() -> None:
+    work = [(0.0, 50, 100), (0.1, 3000, 5)]
+    _, log = run(work, 0.05, mixed=False)
+    assert {decision.ride for _, decision in log} == {None}
+
+
+def test_decodes_go_on_beside_a_long_and_the_long_beside_decodes() -> None:
+    """30 chunks of a tenth of a second; the running request gets a token in each, and the long is hardly later."""
+    work = [(0.0, 50, 60), (0.05, 30_000, 2)]
+    apart, _ = run(work, None, mixed=False)
+    riding, log = run(work, None)
+    rides = [decision.ride for _, decision in log if decision.ride is not None]
+    assert rides.count(Ride.TOGETHER) >= 30
+    assert riding.served.finish_s[0] < apart.served.finish_s[0] / 1.01
+    assert riding.served.first_token_s[1] == pytest.approx(apart.served.first_token_s[1], rel=0.02)
+
+
+def test_the_policy_knows_the_chunks_of_its_engine() -> None:
+    policy = engine_policy("temporal", load_profile("h100-llama3.1-8b-tp1"), EngineKnobs(chunk_tokens=2048, mixed=True))
+    assert isinstance(policy, TemporalPolicy)
+    assert policy.knobs.longs.chunk_max_tokens == 2048

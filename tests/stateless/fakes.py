@@ -1,0 +1,123 @@
+"""Stand-ins for what the two ends of a stateless instance touch of SGLang. The end-to-end test has the real thing."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+from pla_sglang.engine.stateless.host import Outcome
+
+
+class FakeSender:
+    """Of one request; ``outcome`` is what its transfer has come to."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome.OPEN
+        self.aborted = self.cleared = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def clear(self) -> None:
+        self.cleared = True
+
+    def failure_exception(self) -> None:
+        raise ConnectionError("the link is down")
+
+
+class FakeRequest:
+    def __init__(self, rid: str, tokens: int = 100, room: int = 1) -> None:
+        self.rid = rid
+        self.origin_input_ids = list(range(tokens))
+        self.output_ids: list[int] = []
+        self.bootstrap_host: str | None = None
+        self.bootstrap_port: int | None = None
+        self.bootstrap_room: int | None = room
+        self.disagg_kv_sender = FakeSender()
+        self.extend_range = SimpleNamespace(end=0)
+        self.req_pool_idx: int | None = None
+        self.to_finish: Any = None
+        self.finished_reason: Any = None
+        self.retracted_stain = self.is_retracted = False
+        self.metadata_buffer_index = -1
+        self.stream = True
+        self.sampling_params = SimpleNamespace(max_new_tokens=100, custom_params=None)
+        self.vocab_size = 1000
+        nothing = lambda: None  # noqa: E731
+        self.time_stats = SimpleNamespace(
+            set_prefill_bootstrap_queue_entry_time=nothing, set_prefill_transfer_queue_entry_time=nothing
+        )
+
+    def finished(self) -> bool:
+        return self.finished_reason is not None
+
+    def __repr__(self) -> str:
+        return self.rid
+
+
+class FakeSendQueue:
+    """``pop_bootstrapped`` hands out what ``connected`` names, as far as may start."""
+
+    may_start: Any
+
+    def __init__(self) -> None:
+        self.queue: list[FakeRequest] = []
+        self.connected: set[str] = set()
+        self.kv_manager = SimpleNamespace(
+            failure_records={},
+            exceptions={},
+            request_status={},
+            transfer_infos={},
+            req_to_decode_prefix_len={},
+            transfer_queues=[SimpleNamespace(put=self._reach)],
+        )
+        self.marks: deque[Any] = deque()
+
+    def _reach(self, mark: Any) -> None:
+        self.marks.append(mark)
+
+    def pass_marks(self) -> None:
+        """The worker comes to what was queued so far."""
+        while self.marks:
+            assert self.marks.popleft().room < 0
+
+    def add(self, req: FakeRequest, heads: int) -> None:
+        self.queue.append(req)
+
+    def pop_bootstrapped(self) -> list[FakeRequest]:
+        started = []
+        for req in list(self.queue):
+            if req.rid in self.connected and self.may_start(req):
+                self.queue.remove(req)
+                req.metadata_buffer_index = 0
+                started.append(req)
+        return started
+
+
+class FakeScheduler:
+    def __init__(self, *, overlap: bool = True) -> None:
+        self.enable_overlap = overlap
+        self.waiting_queue: list[FakeRequest] = []
+        self.chunked_req: FakeRequest | None = None
+        self._pending_chunked_abort_req: FakeRequest | None = None
+        self.model_config = SimpleNamespace(num_key_value_heads=1)
+        self.pla_stateless = SimpleNamespace(now_s=lambda: 0.0)
+        self.sent: list[tuple[str, int | None]] = []
+
+    def _abort_on_queued_limit(self, req: FakeRequest) -> bool:
+        return False
+
+    def send_kv_chunk(self, req: FakeRequest, *, last_chunk: bool, end_idx: int | None) -> None:
+        assert last_chunk == (end_idx is None)
+        self.sent.append((req.rid, end_idx))
+
+
+class FakeBatch:
+    def __init__(self, *reqs: FakeRequest) -> None:
+        self.reqs = list(reqs)
+        self.batch_is_full = True
+        self.forward_mode = SimpleNamespace(is_extend=lambda: True)
+
+    def filter_batch(self, *, keep_indices: list[int]) -> None:
+        self.reqs = [self.reqs[index] for index in keep_indices]

@@ -1,0 +1,135 @@
+"""Pages under a transfer: marks behind a worker's chunks, acknowledged aborts, time-outs, and what all ranks say."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pla_sglang.engine.stateless import fence
+from pla_sglang.engine.stateless.quarantine import TIMEOUT_S, Quarantine
+from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
+
+
+def sender(workers: int) -> SimpleNamespace:
+    queues = [queue.Queue() for _ in range(workers)]
+    return SimpleNamespace(transfer_queues=queues, request_status={}, told=[], _send_multipart_locked=None)
+
+
+@pytest.fixture(autouse=True)
+def _no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fence, "mark_failed", lambda manager, room: manager.request_status.update({room: "failed"}))
+    monkeypatch.setattr(fence, "tcp_address", lambda host, port: (f"tcp://{host}:{port}", False))
+
+
+def reach(manager: Any, worker: int) -> int:
+    """What a worker does first with the next thing in its queue."""
+    room: int = manager.transfer_queues[worker].get_nowait().room
+    return room
+
+
+def test_a_fence_is_passed_when_the_last_worker_is_there() -> None:
+    manager = sender(3)
+    placed = fence.place_fence(manager)
+    for worker in (2, 0):
+        assert manager.request_status[reach(manager, worker)] == "failed", "a worker skips rooms that have failed"
+        assert not placed.passed
+    reach(manager, 1)
+    assert placed.passed
+
+
+def test_an_abort_is_acknowledged_after_the_transfers_before_it() -> None:
+    manager = sender(2)
+    manager._send_multipart_locked = lambda endpoint, parts, is_ipv6: manager.told.append((endpoint, parts))
+    fence.acknowledge_abort(manager, [b"ABORT", b"77", b"10.0.0.2", b"5000"])
+    reach(manager, 0)
+    assert manager.told == []
+    reach(manager, 1)
+    assert manager.told == [("tcp://10.0.0.2:5000", [fence.ACKNOWLEDGED, b"77"])]
+
+
+def test_a_receiver_that_is_gone_does_not_end_the_worker() -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("nobody there")
+
+    manager = sender(1)
+    manager._send_multipart_locked = fail
+    fence.acknowledge_abort(manager, [b"ABORT", b"77", b"10.0.0.2", b"5000"])
+    assert reach(manager, 0) == fence.FENCE_ROOM
+
+
+@pytest.mark.parametrize("message", [[b"ABORT"], [b"STAGING_RSP", b"1", b"h", b"1"]])
+def test_other_messages_place_nothing(message: list[bytes]) -> None:
+    manager = sender(1)
+    fence.acknowledge_abort(manager, message)
+    assert manager.transfer_queues[0].empty()
+
+
+def test_acknowledgements_are_read_and_forgotten() -> None:
+    messages: queue.Queue[list[bytes] | None] = queue.Queue()
+    read = threading.Event()
+
+    def recv_multipart() -> list[bytes]:
+        message = messages.get()
+        if message is None:
+            read.set()
+            raise ConnectionError("closed")
+        return message
+
+    acknowledged = fence.Acknowledged(SimpleNamespace(recv_multipart=recv_multipart))
+    for message in ([fence.ACKNOWLEDGED, b"5"], [b"OTHER", b"6"], [fence.ACKNOWLEDGED, b"x"], None):
+        messages.put(message)
+    assert read.wait(10)
+    assert [acknowledged.has(room) for room in (5, 6)] == [True, False]
+    acknowledged.forget(5)
+    assert not acknowledged.has(5)
+
+
+def hold(quarantine: Quarantine, name: str, freed: list[str], *, through: list[bool]) -> None:
+    quarantine.hold(10, is_through=lambda: through[0], release=lambda: freed.append(name), now_s=0.0)
+
+
+def test_pages_are_freed_once_when_the_sender_is_through() -> None:
+    quarantine, freed, through = Quarantine(lambda flags: flags), [], [False]
+    hold(quarantine, "a", freed, through=through)
+    quarantine.sweep(1.0)
+    assert (freed, len(quarantine), quarantine.tokens) == ([], 1, 10)
+    through[0] = True
+    for _ in range(2):
+        quarantine.sweep(2.0)
+    assert (freed, len(quarantine), quarantine.timeouts) == (["a"], 0, 0)
+
+
+def test_a_sender_that_never_answers() -> None:
+    quarantine, freed = Quarantine(lambda flags: flags), []
+    hold(quarantine, "a", freed, through=[False])
+    quarantine.sweep(TIMEOUT_S - 0.1)
+    assert freed == []
+    quarantine.sweep(TIMEOUT_S)
+    assert (freed, quarantine.timeouts) == (["a"], 1)
+
+
+def test_nothing_is_freed_before_every_rank_says_so() -> None:
+    others = [True, False]
+    quarantine = Quarantine(lambda flags: [own and other for own, other in zip(flags, others, strict=True)])
+    freed: list[str] = []
+    for name in ("a", "b"):
+        hold(quarantine, name, freed, through=[True])
+    quarantine.sweep(1.0)
+    assert (freed, len(quarantine)) == (["a"], 1)
+
+
+def test_rooms_that_nobody_claims_are_forgotten_and_claimed_ones_kept() -> None:
+    tables = {name: {1: "x", 2: "y"} for name in ("transfer_infos", "request_status")}
+    manager = SimpleNamespace(**tables, req_to_decode_prefix_len={1: 0}, failure_records={})
+    rooms = UnclaimedRooms()
+    rooms.sweep(manager, {2}, 0.0)
+    rooms.sweep(manager, {2}, KEPT_S - 1)
+    assert (len(rooms), manager.transfer_infos) == (1, {1: "x", 2: "y"})
+    rooms.sweep(manager, {2}, KEPT_S)
+    assert (len(rooms), rooms.forgotten) == (0, 1)
+    assert manager.transfer_infos == manager.request_status == {2: "y"}
+    assert manager.req_to_decode_prefix_len == {}

@@ -1,0 +1,146 @@
+"""Who may be named, what a changed list drops, and bodies that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pla_sglang.engine.request_rows import RowsWanted
+from pla_sglang.engine.stateless.legs import LegKind, SendLeg, SendState
+from pla_sglang.engine.stateless.peers import (
+    Peer,
+    PeerBook,
+    PeerState,
+    Told,
+    UntoldPeerError,
+    parse_told,
+)
+from pla_sglang.errors import ConfigError, IllegalMoveError
+
+B = Peer("b", "10.0.0.2", 9001, "i1")
+C = Peer("c", "10.0.0.3", 9002, "i1")
+
+
+def book_with(*peers: Peer) -> PeerBook:
+    book = PeerBook("0.0.0.0", 9000)
+    book.tell(Told(Peer("a", "10.0.0.1", 9000), peers))
+    return book
+
+
+def test_the_address_says_what_a_request_wants() -> None:
+    book = book_with(B)
+    assert book.kind_of(None, None) is LegKind.WHOLE
+    assert book.kind_of("10.0.0.1", 9000) is LegKind.PREFILL
+    assert book.kind_of("127.0.0.1", 9000) is LegKind.PREFILL
+    assert book.kind_of("10.0.0.2", 9001) is LegKind.DECODE
+
+
+@pytest.mark.parametrize("address", [("10.0.0.2", 9000), ("10.0.0.3", 9002), ("10.0.0.2", None), ("0.0.0.0", 9000)])
+def test_any_other_address_is_refused(address: tuple[str, Any]) -> None:
+    with pytest.raises(UntoldPeerError, match="neither this instance's own"):
+        book_with(B).kind_of(*address)
+
+
+def test_before_anybody_told_only_the_own_address_is_known() -> None:
+    book = PeerBook("192.168.0.9", 9000)
+    assert book.kind_of("192.168.0.9", 9000) is LegKind.PREFILL
+    with pytest.raises(UntoldPeerError):
+        book.kind_of("10.0.0.2", 9001)
+
+
+def test_the_same_list_again_changes_nothing() -> None:
+    book = book_with(B, C)
+    book.set_state(B, PeerState.READY)
+    assert book.tell(Told(None, (C, B))) == ([], [])
+    assert book.to_dict() == {"b": "ready", "c": "warming"}
+
+
+def test_a_new_incarnation_replaces_the_old_one() -> None:
+    book = book_with(B, C)
+    book.set_state(B, PeerState.READY)
+    again = Peer("b", "10.0.0.2", 9001, "i2")
+    assert book.tell(Told(None, (again, C))) == ([B], [again])
+    assert not book.is_current(B)
+    book.set_state(B, PeerState.READY)  # a warming thread of the old one comes late
+    assert book.to_dict() == {"b": "warming", "c": "warming"}
+    book.set_state(again, PeerState.SILENT, "refused")
+    assert book.to_dict()["b"] == "failed: refused"
+
+
+def test_a_peer_that_is_not_in_the_list_any_more() -> None:
+    book = book_with(B, C)
+    assert book.tell(Told(None, (C,))) == ([B], [])
+    with pytest.raises(UntoldPeerError):
+        book.kind_of(*B.address)
+
+
+def test_an_instance_is_not_its_own_peer() -> None:
+    book = PeerBook("10.0.0.1", 9000)
+    assert book.tell(Told(None, (Peer("a", "10.0.0.1", 9000, "x"), B))) == ([], [B])
+
+
+def test_what_is_told_survives_the_way_to_the_schedulers() -> None:
+    """By the host's own encoding."""
+    from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+
+    from pla_sglang.engine.stateless.message import PlaPeers, register_message
+
+    register_message()
+    for told in (Told(Peer("a", "10.0.0.1", 9000), (B, C)), Told(None, ()), Told(None, (B,), RowsWanted(0.5, 7))):
+        assert msgpack_decode(msgpack_encode(PlaPeers(told=told))).told == told
+
+
+GOOD: dict[str, Any] = {"name": "b", "host": "h", "bootstrap_port": 9001, "incarnation": "x"}
+BAD_BODIES = [
+    ([], "expected"),
+    ({}, "expected"),
+    ({"peers": {}}, "peers"),
+    ({"peers": [], "more": 1}, "expected"),
+    ({"peers": [GOOD | {"bootstrap_port": 0}]}, "bootstrap_port"),
+    ({"peers": [GOOD | {"bootstrap_port": 70000}]}, "70000"),
+    ({"peers": [GOOD | {"bootstrap_port": True}]}, "bootstrap_port"),
+    ({"peers": [GOOD | {"host": ""}]}, "host"),
+    ({"peers": [GOOD | {"name": 3}]}, "name 3"),
+    ({"peers": [GOOD | {"port": 3}]}, "peers"),
+    ({"peers": [GOOD, GOOD]}, "two with the same name"),
+    ({"peers": [GOOD, GOOD | {"name": "c"}]}, "two with the same address"),
+    ({"self": {"name": "a"}, "peers": []}, "self"),
+    ({"peers": [], "rows": {"every_s": 0.0, "most": 5}}, "every_s"),
+    ({"peers": [], "rows": 5}, "rows"),
+]
+
+
+@pytest.mark.parametrize(("body", "named"), BAD_BODIES)
+def test_a_bad_body_is_refused(body: Any, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_told(body)
+
+
+def test_a_good_body() -> None:
+    told = parse_told({"self": {"name": "a", "host": "h", "bootstrap_port": 1}, "peers": [GOOD]})
+    assert told == Told(Peer("a", "h", 1), (Peer("b", "h", 9001, "x"),))
+    assert parse_told({"peers": [], "rows": {"every_s": 2, "most": 9}}) == Told(None, (), RowsWanted(2.0, 9))
+
+
+def test_every_move_of_a_prefill_leg_is_legal_or_refused() -> None:
+    legal = {
+        ("handshake", "queued"),
+        ("handshake", "ended"),
+        ("queued", "prefill"),
+        ("queued", "ended"),
+        ("prefill", "sending"),
+        ("prefill", "leaving"),
+        ("sending", "ended"),
+        ("sending", "leaving"),
+        ("leaving", "ended"),
+    }
+    for start in SendState:
+        for end in SendState:
+            leg = SendLeg(None, 0.0, start)
+            if (start.value, end.value) in legal:
+                leg.move(end)
+                assert leg.state is end
+            else:
+                with pytest.raises(IllegalMoveError):
+                    leg.move(end)

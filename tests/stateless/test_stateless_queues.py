@@ -1,0 +1,102 @@
+"""Budgets of the receiving queue, on SGLang's own class without its constructor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
+
+PEER = Peer("b", "10.0.0.2", 9001, "i1")
+
+
+class FakeWarmer:
+    def __init__(self) -> None:
+        self.warm_addresses: set[tuple[str, int]] = set()
+        self.asked: list[Peer] = []
+
+    def is_warm(self, host: str, port: int) -> bool:
+        return (host, port) in self.warm_addresses
+
+    def warm(self, peer: Peer) -> None:
+        self.asked.append(peer)
+
+
+def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held_tokens: int = 0) -> Any:
+    """A receiving queue whose host has ``free_tokens``, 10 reserved for each request that grows."""
+    from pla_sglang.engine.stateless.queues import ReceiveQueue
+
+    queue: Any = object.__new__(ReceiveQueue)
+    pool = SimpleNamespace(available_size=lambda: free_tokens, page_size=1)
+    queue.token_to_kv_pool_allocator = queue.token_to_kv_pool = pool
+    params = SimpleNamespace(max_new_tokens=1)
+    batch = SimpleNamespace(reqs=[SimpleNamespace(sampling_params=params, origin_input_ids=[])] * running)
+    queue.scheduler = SimpleNamespace(
+        running_batch=batch,
+        waiting_queue=[object()] * 50,
+        chunked_req=None,
+        last_batch=None,
+        enable_hisparse=False,
+        server_args=SimpleNamespace(disaggregation_decode_enable_radix_cache=False),
+    )
+    queue.num_reserved_decode_tokens, queue.retracted_queue = 10, []
+    queue.held_requests, queue.held_tokens = (lambda: held), (lambda: held_tokens)
+    queue.cap_tokens, queue.cap_requests = 400, 8
+    queue.book, queue.warmer = PeerBook("127.0.0.1", 9000), FakeWarmer()
+    queue.book.tell(Told(None, (PEER,)))
+    queue.kv_manager = SimpleNamespace(failures={})
+    queue.kv_manager.record_failure = queue.kv_manager.failures.__setitem__
+    return queue
+
+
+def test_prefills_that_wait_are_not_counted_as_growing() -> None:
+    """The host's queue would reserve for all 50 of the waiting queue."""
+    assert queue_with(running=3, held=2)._active_req_count(1) == 6
+    assert queue_with(running=3)._allocatable_token_budgets() == 1000 - 30
+
+
+def test_a_prefill_under_way_keeps_what_it_needs() -> None:
+    queue = queue_with()
+    queue.scheduler.chunked_req = SimpleNamespace(origin_input_ids=[1] * 300, extend_range=SimpleNamespace(end=100))
+    assert queue._allocatable_token_budgets() == 1000 - 200 - 1
+
+
+@pytest.mark.parametrize(
+    ("held", "held_tokens", "budget"), [(0, 0, 1000), (1, 100, 300), (1, 500, -100), (7, 390, 10), (8, 80, -1)]
+)
+def test_the_cap_binds_once_anything_is_held(held: int, held_tokens: int, budget: int) -> None:
+    """A single request may hold more than the share, or it could never be received."""
+    assert queue_with(held=held, held_tokens=held_tokens)._allocatable_token_budgets() == budget
+
+
+def entry() -> Any:
+    req = SimpleNamespace(bootstrap_host=PEER.host, bootstrap_port=PEER.bootstrap_port, bootstrap_room=5)
+    receiver = SimpleNamespace(aborts=0)
+    receiver.abort = lambda: setattr(receiver, "aborts", receiver.aborts + 1)
+    return SimpleNamespace(req=req, kv_receiver=receiver)
+
+
+def test_a_leg_waits_while_its_peer_is_warmed_and_the_network_is_never_asked() -> None:
+    queue, leg = queue_with(), entry()
+    assert queue._resolve_prefill_dp_rank(leg.req) is None
+    assert queue._ensure_prefill_info({"a": [leg]}) == ({}, [leg])
+    assert queue.warmer.asked == [PEER]
+    queue.warmer.warm_addresses.add(PEER.address)
+    assert queue._resolve_prefill_dp_rank(leg.req) == 0
+    assert queue._ensure_prefill_info({"a": [leg]}) == ({"a": [leg]}, [])
+
+
+@pytest.mark.parametrize(("state", "status"), [(PeerState.SILENT, 503), (PeerState.MISFIT, 409), (None, 409)])
+def test_a_leg_of_a_failed_or_forgotten_peer_ends(state: PeerState | None, status: int) -> None:
+    queue, leg, why = queue_with(), entry(), None
+    if state is None:
+        queue.book.tell(Told(None, ()))
+    else:
+        why = "page size 16 here, 1 there"
+        queue.book.set_state(PEER, state, why)
+    assert queue._ensure_prefill_info({"a": [leg]}) == ({}, [])
+    assert leg.kv_receiver.aborts == 1
+    assert leg.pla_status == status
+    assert (why or "not told any more") in queue.kv_manager.failures[5]

@@ -1,0 +1,322 @@
+"""The receiving end against a fake host: who holds memory, failed transfers, aborts, and faults of our own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import FakeBatch, FakeRequest
+
+from pla_sglang.engine import backlog
+from pla_sglang.engine.hooks import stateless as hooks
+from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.engine import StatelessEngine
+from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
+from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.receiving import Receiver
+
+PEER = Peer("b", "10.0.0.2", 9001, "i1")
+NO_HOPS: Any = SimpleNamespace(holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list))
+ACCEPTING = SimpleNamespace(
+    _set_or_validate_priority=lambda req: True, model_config=SimpleNamespace(think_end_ids=None)
+)
+
+
+class FakeReceiver:
+    """Of one request."""
+
+    bootstrap_addr = "10.0.0.2:9001"
+
+    def __init__(self) -> None:
+        self.aborted = self.cleared = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+    def failure_exception(self) -> None:
+        raise ConnectionError("the link is down")
+
+
+class FakeReceiveQueue:
+    def __init__(self) -> None:
+        self.queue: list[Any] = []
+        self.kv_manager = SimpleNamespace(
+            transfer_statuses={1: "x"},
+            failure_records={1: "x"},
+            addr_to_rooms_tracker={FakeReceiver.bootstrap_addr: {1}},
+        )
+
+    def add(self, req: FakeRequest) -> None:
+        self.queue.append(SimpleNamespace(req=req, kv_receiver=FakeReceiver(), metadata_buffer_index=0))
+
+    def pop_preallocated(self) -> tuple[list[Any], list[Any]]:
+        started, self.queue = self.queue, []
+        return started, []
+
+
+class FakeTransfers:
+    def __init__(self) -> None:
+        self.queue: list[Any] = []
+        self.arrived: set[str] = set()
+        self.failing: set[str] = set()
+        self.metadata_buffers = SimpleNamespace(bootstrap_room={0: 1})
+        self.freed_slots: list[int] = []
+        self.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=self.freed_slots.append)
+
+    def extend(self, entries: list[Any]) -> None:
+        self.queue += entries
+
+    def pop_transferred(self) -> list[FakeRequest]:
+        done = [entry.req for entry in self.queue if entry.req.rid in self.arrived]
+        self.queue = [entry for entry in self.queue if entry.req.rid not in self.arrived]
+        return done
+
+    def take_failed(self) -> list[Any]:
+        failed = [entry for entry in self.queue if entry.req.rid in self.failing]
+        self.queue = [entry for entry in self.queue if entry.req.rid not in self.failing]
+        return failed
+
+
+class Bench:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queue, self.transfers = FakeReceiveQueue(), FakeTransfers()
+        self.quarantine, self.acknowledged = Quarantine(lambda flags: flags), set[int]()
+        self.book = PeerBook("127.0.0.1", 9000)
+        self.book.tell(Told(None, (PEER,)))
+        self.refused = set[int]()
+        acknowledged = SimpleNamespace(
+            has=self.acknowledged.__contains__,
+            is_refused=self.refused.__contains__,
+            forget=self.acknowledged.discard,
+        )
+        self.scheduler = SimpleNamespace(max_running_requests=2)
+        self.receiver = Receiver(
+            self.scheduler,
+            self.queue,
+            self.transfers,
+            quarantine=self.quarantine,
+            book=self.book,
+            acknowledged=acknowledged,  # type: ignore[arg-type]
+        )
+        self.freed: list[str] = []
+        self.answers: list[tuple[str, str]] = []
+        monkeypatch.setattr(host, "release_kv", lambda scheduler, req, keep_prefix: self.freed.append(req.rid))
+        monkeypatch.setattr(host, "end_aborted", lambda scheduler, req, reason: self._answer(req, "aborted"))
+        monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, reason))
+
+    def _answer(self, req: FakeRequest, what: str) -> None:
+        assert not req.finished(), "answered twice"
+        req.finished_reason = what
+        self.answers.append((req.rid, what))
+
+    def add(self, rid: str) -> FakeRequest:
+        req = FakeRequest(rid)
+        req.bootstrap_host, req.bootstrap_port = PEER.address
+        req.time_stats.set_decode_prealloc_queue_entry_time = lambda: None
+        self.receiver.add(req)
+        return req
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_what_is_held_until_a_request_runs(bench: Bench) -> None:
+    for rid in ("a", "b"):
+        bench.add(rid)
+    assert (bench.receiver.count_held(), bench.receiver.count_held_tokens()) == (0, 0)
+    bench.transfers.arrived = {"a"}
+    bench.receiver.pump()
+    assert [req.rid for req in bench.receiver.ready] == ["a"]
+    assert (bench.receiver.count_held(), bench.receiver.count_held_tokens()) == (2, 200)
+
+
+def test_no_more_join_than_the_running_batch_has_places(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[str] = []
+
+    def admit(scheduler: Any, reqs: list[FakeRequest], running: FakeBatch) -> FakeBatch:
+        joined.extend(req.rid for req in reqs)
+        return running
+
+    monkeypatch.setattr("pla_sglang.engine.stateless.receiving.admit_received", admit)
+    bench.receiver.ready = [FakeRequest(rid) for rid in "abc"]
+    bench.receiver.admit(FakeBatch(FakeRequest("running")))
+    assert (joined, [req.rid for req in bench.receiver.ready]) == (["a"], ["b", "c"])
+
+
+@pytest.mark.parametrize("way", ["acknowledged", "replaced"])
+def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: Bench, way: str) -> None:
+    bench.add("a")
+    bench.transfers.failing = {"a"}
+    bench.receiver.pump()
+    [(rid, reason)] = bench.answers
+    assert (rid, "the link is down" in reason) == ("a", True)
+    bench.quarantine.sweep(0.0)
+    assert (bench.freed, bench.transfers.freed_slots) == ([], [])
+    if way == "acknowledged":
+        bench.acknowledged.add(1)
+    else:
+        bench.book.tell(Told(None, (Peer("b", "10.0.0.2", 9001, "i2"),)))
+    bench.quarantine.sweep(0.0)
+    assert (bench.freed, bench.transfers.freed_slots) == (["a"], [0])
+    manager = bench.queue.kv_manager
+    assert not manager.transfer_statuses
+    assert not manager.failure_records
+    assert manager.addr_to_rooms_tracker[FakeReceiver.bootstrap_addr] == set()
+    assert bench.transfers.metadata_buffers.bootstrap_room == {0: 0}
+    assert not bench.acknowledged
+
+
+def test_aborts_by_prefix_in_every_state(bench: Bench) -> None:
+    """Those with a connection end when all ranks have seen it; a ready one at once."""
+    waiting, moving = bench.add("r-1"), None
+    bench.receiver.pump()
+    moving = bench.transfers.queue[0]
+    bench.receiver.ready = [FakeRequest("r-2"), FakeRequest("other")]
+    bench.add("r-3")
+    assert bench.receiver.abort(lambda rid: rid.startswith("r-")) == 3
+    assert moving.kv_receiver.aborted == 1
+    assert bench.queue.queue[0].kv_receiver.aborted == 1
+    assert bench.answers == [("r-2", "aborted")]
+    assert bench.freed == ["r-2"]
+    assert [req.rid for req in bench.receiver.ready] == ["other"]
+    assert not waiting.finished()
+
+
+def test_load_reports_count_what_waits_to_decode_and_no_prefill_leg_as_decoding(bench: Bench) -> None:
+    for rid in ("a", "b"):
+        bench.add(rid)
+    bench.receiver.pump()
+    bench.add("c")
+    bench.receiver.ready = [FakeRequest("d", 50)]
+    leg, whole = FakeRequest("leg"), FakeRequest("whole")
+    setattr(leg, KIND_ATTRIBUTE, LegKind.PREFILL)
+    setattr(whole, KIND_ATTRIBUTE, LegKind.WHOLE)
+    scheduler = SimpleNamespace(
+        disagg_decode_prealloc_queue=bench.queue,
+        disagg_decode_transfer_queue=bench.transfers,
+        pla_stateless=SimpleNamespace(receiver=bench.receiver, hops=NO_HOPS),
+        running_batch=FakeBatch(whole),
+    )
+    assert backlog.count_decode_waiting(scheduler) == (4, 350)
+    assert backlog.list_decoding(scheduler, [leg]) == [whole]
+
+
+# -- the engine around both ends -------------------------------------------------------------------------------------
+
+
+class FakeEnd:
+    def __init__(self) -> None:
+        self.aborts = 0
+        self.legs: dict[int, Any] = {}
+        self.ready: list[Any] = []
+
+    def abort(self, matches: Any) -> int:
+        self.aborts += 1
+        if self.aborts > 1:
+            raise RuntimeError("broken again")
+        return 0
+
+    def fail(self, *args: Any) -> None:
+        raise RuntimeError("broken")
+
+
+def engine_of_fakes() -> StatelessEngine:
+    engine = object.__new__(StatelessEngine)
+    engine.faults = 0
+    engine.sender = engine.receiver = FakeEnd()  # type: ignore[assignment]
+    engine.hops, engine.redone = NO_HOPS, 0
+    return engine
+
+
+def test_a_fault_is_logged_and_ends_the_legs_and_never_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of_fakes()
+    engine.sender.before_pass = engine.sender.fail  # type: ignore[attr-defined,method-assign]
+    engine._attempt(lambda: engine.sender.before_pass(None, None), "leaving the last batch")
+    assert engine.faults == 1
+    assert engine.receiver.aborts == 2, "both ends, though the first abort raised"  # type: ignore[attr-defined]
+    assert "leaving the last batch" in caplog.text
+    assert "broken again" in caplog.text
+
+
+def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, forgotten, answers = engine_of_fakes(), list[str](), list[int]()
+    engine.refused = 0
+    engine._scheduler = None
+    engine.book = PeerBook("127.0.0.1", 9000)
+    engine.sender.forget = lambda req: forgotten.append(req.rid)  # type: ignore[method-assign]
+    engine.sender.add = engine.sender.fail  # type: ignore[method-assign]
+    engine._scheduler = ACCEPTING
+    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    req = FakeRequest("a")
+    req.bootstrap_host, req.bootstrap_port = "127.0.0.1", 9000
+    assert engine.takes(req)
+    assert (forgotten, answers, engine.faults) == (["a", "a"], [500], 1)
+
+
+def test_what_comes_back_to_the_queue_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retracted request, also one that came as a decode leg, is prefilled here."""
+    engine, taken = engine_of_fakes(), list[str]()
+    engine.refused = 0
+    engine.book = PeerBook("127.0.0.1", 9000)
+    engine.book.tell(Told(None, (PEER,)))
+    engine._scheduler = ACCEPTING
+    engine.receiver.add = lambda req: taken.append(req.rid)  # type: ignore[method-assign]
+    leg, whole = FakeRequest("leg"), FakeRequest("whole")
+    leg.bootstrap_host, leg.bootstrap_port = PEER.address
+    assert (engine.takes(leg), engine.takes(whole)) == (True, False)
+    assert taken == ["leg"]
+    assert engine.receives(leg)
+    assert not engine.receives(whole)
+    leg.retracted_stain = True
+    assert not engine.takes(leg)
+    assert not engine.receives(leg)
+
+
+@pytest.mark.parametrize(("address", "room", "status"), [(("10.0.0.9", 1), 1, 409), (PEER.address, None, 400)])
+def test_a_leg_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: tuple[str, int], room: int | None, status: int
+) -> None:
+    engine, answers = engine_of_fakes(), list[int]()
+    engine.refused = 0
+    engine.book = PeerBook("127.0.0.1", 9000)
+    engine.book.tell(Told(None, (PEER,)))
+    engine._scheduler = None
+    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    req = FakeRequest("a")
+    req.bootstrap_host, req.bootstrap_port, req.bootstrap_room = (*address, room)
+    assert engine.takes(req)
+    assert (answers, engine.refused) == ([status], 1)
+
+
+def test_a_pause_for_new_weights_ends_all_legs() -> None:
+    calls: list[str] = []
+    scheduler = SimpleNamespace(pla_stateless=SimpleNamespace(end_all_legs=lambda: calls.append("all")))
+    hooks.before_pause_generation(scheduler, SimpleNamespace(mode="in_place"))
+    assert calls == []
+    hooks.before_pause_generation(scheduler, SimpleNamespace(mode="retract"))
+    assert calls == ["all"]
+
+
+@pytest.mark.parametrize(("idle", "busy", "wanted"), [(True, True, False), (True, False, True), (False, False, False)])
+def test_idle_means_without_legs(idle: bool, busy: bool, wanted: bool) -> None:
+    scheduler = SimpleNamespace(pla_stateless=SimpleNamespace(busy=busy))
+    assert hooks.after_is_fully_idle(idle, scheduler) is wanted
+    assert hooks.after_is_fully_idle(idle, scheduler, True) is None, "a health check asks for passes"
+
+
+def test_growth_of_received_requests_is_kept_out_of_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of_fakes()
+    long, short = FakeRequest("a"), FakeRequest("b")
+    long.sampling_params.max_new_tokens = 100_000
+    engine.receiver.requests_with_memory = lambda: [long, short]  # type: ignore[method-assign]
+    monkeypatch.setattr(host, "longest_answer_tokens", lambda: 4096)
+    adder = SimpleNamespace(rem_total_token_offset=10.0, new_token_ratio=0.5)
+    engine.reserve_growth(adder)
+    assert adder.rem_total_token_offset == 10 + 0.5 * (4096 + 100)

@@ -1,0 +1,113 @@
+"""What a stateless instance shows of its legs: as series of its own, and in its load reports."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from pla_sglang.engine.stateless.legs import SendState
+from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.engine.stateless.series import STATES, LegSeries
+from pla_sglang.load.legs import LegLoad
+from pla_sglang.load.report import Report, decode, encode
+
+
+class KeptSeries:
+    """In place of Prometheus: the value of each series by its labels."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[tuple[str, ...], float]] = {}
+
+    def gauge(self, name: str, text: str, *labels: str) -> Any:
+        kept = self.values[name] = defaultdict(float)
+
+        def at(*values: str) -> Any:
+            assert len(values) == len(labels)
+            return SimpleNamespace(
+                set=lambda value: kept.__setitem__(values, value),
+                inc=lambda more=1: kept.__setitem__(values, kept[values] + more),
+            )
+
+        return SimpleNamespace(at=at)
+
+    total = gauge
+
+
+def counts(**changes: Any) -> dict[str, Any]:
+    """As in ``StatelessEngine.state``."""
+    usual: dict[str, Any] = {
+        "sending": {"legs": {"handshake": 2, "sending": 1}, "kv_tokens": 70, "sent": 5, "failed": 1},
+        "receiving": {
+            "legs": {"connecting": 0, "transferring": 3, "ready": 0},
+            "kv_tokens": 90,
+            "received": 4,
+            "failed": 2,
+        },
+        "quarantine": {"requests": 1, "kv_tokens": 30, "timeouts": 1},
+        "unclaimed_rooms": 6,
+        "refused": 8,
+        "faults": 1,
+    }
+    return usual | changes
+
+
+def test_series_follow_the_counts() -> None:
+    kept = KeptSeries()
+    series = LegSeries(kept)  # type: ignore[arg-type]
+    series.show(counts(), {PeerState.READY: 2, PeerState.SILENT: 1})
+    values = kept.values
+    assert values["pla_leg_reqs"]["sending", "handshake"] == 2
+    assert values["pla_leg_reqs"]["receiving", "transferring"] == 3
+    assert values["pla_leg_kv_tokens"] == {("sending",): 70, ("receiving",): 90, ("quarantine",): 30}
+    assert values["pla_leg_peers"] == {("warming",): 0, ("ready",): 2, ("silent",): 1, ("misfit",): 0}
+    assert (values["pla_quarantine_reqs"][()], values["pla_unclaimed_rooms"][()]) == (1, 6)
+    assert values["pla_legs"] == {
+        ("sending", "done"): 5,
+        ("sending", "failed"): 1,
+        ("receiving", "done"): 4,
+        ("receiving", "failed"): 2,
+    }
+    series.show(counts(sending={"legs": {}, "kv_tokens": 0, "sent": 8, "failed": 1}, faults=2), {})
+    assert {values["pla_leg_reqs"]["sending", state] for state in STATES["sending"]} == {0}, "none is left over"
+    assert (values["pla_legs"]["sending", "done"], values["pla_legs"]["sending", "failed"]) == (8, 1)
+    assert (values["pla_legs_refused"][()], values["pla_leg_faults"][()]) == (8, 2)
+    assert values["pla_quarantine_timeouts"][()] == 1
+
+
+def test_the_states_are_those_of_the_ends() -> None:
+    assert set(STATES["sending"]) == {state.value for state in SendState} - {"ended"}
+    assert set(STATES["receiving"]) == set(counts()["receiving"]["legs"])
+
+
+def test_peers_are_counted_by_state() -> None:
+    book, peers = PeerBook("0.0.0.0", 9000), [Peer(name, "10.0.0.1", 9001 + ord(name)) for name in "abc"]
+    book.tell(Told(None, tuple(peers)))
+    book.set_state(peers[0], PeerState.READY)
+    assert book.count_states() == {PeerState.READY: 1, PeerState.WARMING: 2}
+
+
+def test_a_load_report_has_the_legs() -> None:
+    legs = LegLoad.of_state(counts())
+    assert (legs.sending, legs.quarantined, legs.refused) == ({"handshake": 2, "sending": 1}, 1, 8)
+    report = Report(instance="a", sequence=1, clock_s=0.0, legs=legs)
+    assert decode(encode(report)).legs == legs
+    plain = Report(instance="a", sequence=1, clock_s=0.0)
+    assert decode(encode(plain)).legs is None
+    assert b"legs" not in encode(plain), "those of other instances are as long as before"
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({"sending": {}}, KeyError),
+        (counts(refused=-1), msgspec.ValidationError),
+        (counts(sending={"legs": 3, "kv_tokens": 1}), msgspec.ValidationError),
+    ],
+)
+def test_a_state_of_another_shape(state: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        LegLoad.of_state(state)

@@ -1,0 +1,143 @@
+"""Connecting to peers ahead, against a fake KV manager: nothing of it runs in the scheduler's thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.serving import until
+
+from pla_sglang.engine.stateless import warming
+from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.engine.stateless.warming import Warmer
+
+PEER = Peer("b", "10.0.0.2", 9001, "i1")
+ADDRESS = "10.0.0.2:9001"
+
+
+class FakeManager:
+    """``tp_size`` and ``misfit`` are what the peer answers."""
+
+    attn_tp_size = 1
+
+    def __init__(self, *, tp_size: int = 1, misfit: str | None = None) -> None:
+        self.prefill_info_table: dict[str, Any] = {}
+        self.connection_pool: dict[str, Any] = {}
+        self.addr_to_rooms_tracker: dict[str, set[int]] = defaultdict(set)
+        self.failure_records: dict[int, str] = {}
+        self.threads: set[str] = set()
+        self.failed_nodes: list[str] = []
+        self._tp_size, self._misfit = tp_size, misfit
+
+    def try_ensure_parallel_info(self, address: str) -> bool:
+        self.threads.add(threading.current_thread().name)
+        if self._misfit is not None:
+            raise RuntimeError(self._misfit)
+        info = SimpleNamespace(attn_tp_size=self._tp_size, target_cp_ranks=[0], target_tp_rank=0)
+        self.prefill_info_table[address] = info
+        return True
+
+    def _handle_node_failure(self, address: str) -> None:
+        self.failed_nodes.append(address)
+        self.prefill_info_table.pop(address, None)
+        self.connection_pool.clear()
+
+
+class FakeReceiver:
+    """Of the host: making one connects."""
+
+    def __init__(self, mgr: FakeManager, bootstrap_addr: str, bootstrap_room: int) -> None:
+        assert bootstrap_room < 0, "no request has such a room"
+        self.manager, self.address, self.room = mgr, bootstrap_addr, bootstrap_room
+        self.conclude_state: Any = None
+        mgr.addr_to_rooms_tracker[bootstrap_addr].add(bootstrap_room)
+
+    def init(self, rank: int) -> None:
+        self.manager.connection_pool[f"{self.address}_{rank}_0_0"] = ["info"]
+
+    def clear(self) -> None:
+        pass
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Whether the peer's bootstrap server answers."""
+    up = threading.Event()
+
+    def get(url: str, timeout: float) -> Any:
+        if not up.is_set():
+            raise ConnectionError("nobody listens")
+        return SimpleNamespace(raise_for_status=lambda: None)
+
+    monkeypatch.setattr("requests.get", get)
+    monkeypatch.setattr(warming, "RETRY_S", 0.01)
+    monkeypatch.setattr(warming, "LONGEST_RETRY_S", 0.01)
+    return up
+
+
+def told(manager: FakeManager) -> tuple[PeerBook, Warmer]:
+    book = PeerBook("127.0.0.1", 9000)
+    book.tell(Told(None, (PEER,)))
+    warmer = Warmer(manager, FakeReceiver, book)
+    warmer.warm(PEER)
+    return book, warmer
+
+
+def test_a_peer_is_ready_once_it_answers(answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "PATIENCE_S", 0.0)
+    manager = FakeManager()
+    book, warmer = told(manager)
+    until(lambda: book.to_dict() == {"b": "failed: nobody listens"}, what="a peer that is called failed")
+    assert not warmer.is_warm(*PEER.address)
+    answers.set()
+    until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
+    assert warmer.is_warm(*PEER.address)
+    assert manager.threads == {"pla-warm-b"}
+    assert manager.addr_to_rooms_tracker[ADDRESS] == set(), "the room of the trial is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("manager", "reason"),
+    [(FakeManager(misfit="Page size mismatch: 1 and 16"), "Page size"), (FakeManager(tp_size=2), "--tp-size 2")],
+)
+def test_a_peer_that_does_not_fit(answers: threading.Event, manager: FakeManager, reason: str) -> None:
+    answers.set()
+    book, warmer = told(manager)
+    until(lambda: reason in book.to_dict()["b"], what="a peer that does not fit")
+    state = book.state_of(*PEER.address)
+    assert state is not None
+    assert state[0] is PeerState.MISFIT
+    assert not warmer.is_warm(*PEER.address)
+
+
+def test_the_thread_ends_when_its_peer_is_told_no_more(answers: threading.Event) -> None:
+    book, warmer = told(FakeManager())
+    book.tell(Told(None, ()))
+    until(lambda: not warmer._running, what="the end of the thread")
+    answers.set()
+
+
+def test_what_was_cached_of_a_peer_goes_with_it(answers: threading.Event) -> None:
+    answers.set()
+    manager = FakeManager()
+    _, warmer = told(manager)
+    until(lambda: warmer.is_warm(*PEER.address) and not warmer._running, what="a peer that is ready")
+    warmer.drop(PEER)
+    assert manager.failed_nodes == [ADDRESS]
+    assert not warmer.is_warm(*PEER.address)
+    warmer.drop(Peer("c", "10.0.0.3", 9001, "x"))
+    assert manager.failed_nodes == [ADDRESS], "nothing was cached of that one"
+
+
+def test_a_connection_that_the_host_gave_up_is_made_again(answers: threading.Event) -> None:
+    answers.set()
+    manager = FakeManager()
+    book, warmer = told(manager)
+    until(lambda: book.to_dict() == {"b": "ready"} and not warmer._running, what="a peer that is ready")
+    manager._handle_node_failure(ADDRESS)
+    warmer.warm_again()
+    until(lambda: warmer.is_warm(*PEER.address), what="a new connection")
+    until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready again")

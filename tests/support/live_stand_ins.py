@@ -1,0 +1,164 @@
+"""Stand-ins for the engines and routers of live benches.
+
+The flags, the cluster's description, the router's command, the rows of its workers and the devices' figures are made
+by the real code; what an answer takes is decided by each test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from bench.harness import live_fleet, servers
+from bench.harness.replay import Planned, Record
+from pla_sglang import chain, launch_cluster
+from pla_sglang.cluster.instance import Instance
+from pla_sglang.cluster.ports import free_port
+from pla_sglang.cluster.spec import instances
+from pla_sglang.emulate.batch import StepShape
+from pla_sglang.emulate.device import Device
+from pla_sglang.launch_router import read_config as read_router_config
+from pla_sglang.profiles import load_profile
+from support.fake_instance import FakeInstance
+
+# Device time of the first and the last token of each request, since the start of the run.
+AnswerTimes = Callable[["LiveStandIns", Sequence[Planned]], Sequence[tuple[float, float]]]
+DEFAULT_PROFILE = "h100-llama3.1-8b-tp1"
+
+
+def make_device(time_scale: float, profile: str = DEFAULT_PROFILE) -> Device:
+    return Device(load_profile(profile), time_scale=time_scale, prefill_graph=True)
+
+
+def work_a_pass(device: Device, gap_share: float) -> None:
+    """A pass on the device, whose host was in the way for this share of the time with work."""
+    shape = StepShape(new_tokens=100, attention=10_000.0, requests=1)
+    span = device.launch(shape, device.timeline.busy_s)
+    device.log.observe(span, span.ready_s)
+    device.timeline.gap_s += device.cost_s(shape) * gap_share / (1 - gap_share)
+
+
+def after_arrival(planned: Sequence[Planned], time_scale: float, *taken_s: float) -> list[tuple[float, float]]:
+    """``AnswerTimes`` of requests that all take so long to the first and to the last token."""
+    first_s, last_s = taken_s
+    return [(request.at_s / time_scale + first_s, request.at_s / time_scale + last_s) for request in planned]
+
+
+class LiveStandIns:
+    """Put in the place of real processes by ``install``.
+
+    Attributes:
+        gap_share: of the time with work in which the hosts are in the way.
+        wrong, late_s: tokens that each answer lacks; device time by which it is later than ``answer_times`` says.
+        clusters, engines: flags, and names of the engines, of each start.
+        routed: each router, and the names and kinds of the engines behind it.
+    """
+
+    def __init__(self, answer_times: AnswerTimes, *, time_scale: float, profile: str = DEFAULT_PROFILE) -> None:
+        self.gap_share, self.wrong, self.late_s = 0.1, 0, 0.0
+        self.clusters: list[list[str]] = []
+        self.engines: list[list[str]] = []
+        self.routed: list[tuple[servers.Router, dict[str, str]]] = []
+        self._answer_times, self._time_scale, self._profile = answer_times, time_scale, profile
+        self._devices: dict[str, Device] = {}
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> LiveStandIns:
+        monkeypatch.setattr(servers, "running_cluster", self.run_cluster)
+        monkeypatch.setattr(servers, "running_router", self.run_router)
+        monkeypatch.setattr(servers, "fetch", self.fetch)
+        monkeypatch.setattr(servers, "flush_cache", lambda url: None)
+        monkeypatch.setattr(servers, "wait_until_paired", lambda url: None)
+        monkeypatch.setattr(live_fleet, "replay", self.replay)
+        return self
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of the engines behind the latest router."""
+        return list(self.routed[-1][1].values())
+
+    @contextmanager
+    def run_cluster(self, flags: Sequence[str], folder: Path, name: str) -> Iterator[dict[str, Any]]:
+        config = launch_cluster.read_config(list(flags)).config.to_cluster()
+        launch_cluster.check_members(config)
+        engines = [Instance(spec.name, spec.url, spec) for spec in instances(config, free_port)]
+        self._devices = {engine.url: make_device(self._time_scale, self._profile) for engine in engines}
+        self.clusters.append(list(flags))
+        self.engines.append([engine.name for engine in engines])
+        yield {"instances": [engine.to_dict() for engine in engines], "pid": os.getpid()}
+
+    @contextmanager
+    def run_router(self, router: servers.Router, described: Mapping[str, Any], log: Path) -> Iterator[str]:
+        command = servers.router_command(router, described, free_port())
+        if router.kind == "pla":
+            read_router_config(command[3:])
+        self.routed.append((router, {engine["name"]: engine["kind"] for engine in described["instances"]}))
+        yield described["instances"][0]["url"]
+
+    def fetch(self, url: str) -> dict[str, Any]:
+        [device] = [device for base, device in self._devices.items() if url.startswith(f"{base}/")]
+        return {"internal_states": [{"pla_emulation": device.state()}], "version": "0.5.17"}
+
+    def replay(self, url: str, planned: list[Planned], *, timeout_s: float) -> list[Record]:
+        for device in self._devices.values():
+            work_a_pass(device, self.gap_share)
+        records = []
+        for request, times in zip(planned, self._answer_times(self, planned), strict=True):
+            record = Record(request, request.at_s, prompt_ids=request.own_ids, sent_s=request.at_s, status=200)
+            first_s, last_s = (self._time_scale * (time_s + self.late_s) for time_s in times)
+            record.token_s, record.done_s = [first_s], last_s
+            tokens = chain.expected(request.own_ids, request.output_tokens + 1).tokens
+            record.output_ids = tuple(tokens[self.wrong :])
+            records.append(record)
+        return records
+
+
+class ChainInstance(FakeInstance):
+    """A stateless fake that answers as an engine with the chain model does, on a device that is idle between answers.
+
+    Attributes:
+        wrong: whether its answers have a token too few.
+    """
+
+    def __init__(self, time_scale: float) -> None:
+        super().__init__("stateless", disaggregation_bootstrap_port=free_port())
+        self.device, self.wrong = make_device(time_scale), False
+        self._known: set[tuple[int, ...]] = set()
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        info = json.loads((await super()._server_info(request)).text or "")
+        info["internal_states"][0]["pla_emulation"] = self.device.state()
+        return web.json_response(info)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if "input_ids" not in body:  # whether the router is ready
+            return web.json_response({"text": "yes"})
+        leg, prompt = self._leg_of(body), body["input_ids"]
+        cached_tokens = len(prompt) - 1 if tuple(prompt) in self._known else 0
+        self._known.add(tuple(prompt))
+        work_a_pass(self.device, 0.1)
+        self.legs.append(leg)
+        await asyncio.sleep(self.prefill_s if leg == "prefill" else 2 * self.prefill_s)
+        if leg == "prefill":
+            return web.json_response({"text": "", "meta_info": {}})
+        tokens = chain.expected(prompt, body["sampling_params"]["max_new_tokens"]).tokens
+        meta: dict[str, Any] = {"cached_tokens": cached_tokens, "finish_reason": None}
+        if not body.get("stream"):
+            return web.json_response({"output_ids": list(tokens), "meta_info": meta})
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        for place, token in enumerate(tokens[int(self.wrong) :], 1):
+            last = place == len(tokens) - int(self.wrong)
+            meta |= {"completion_tokens": len(tokens), "finish_reason": {"type": "stop"} if last else None}
+            await answer.write(b"data: %s\n\n" % json.dumps({"output_ids": [token], "meta_info": meta}).encode())
+            await asyncio.sleep(self.gap_s)
+        await answer.write(b"data: [DONE]\n\n")
+        return answer

@@ -1,0 +1,139 @@
+"""Where the host looks up each function that a seam replaces, and how it is written there."""
+
+from __future__ import annotations
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController."
+_PASS = _SCHEDULER + "_get_new_batch_prefill_raw"
+
+# seam -> where the host looks the name up at run time, and how it is written there
+LOOKED_UP = {
+    "cli.add": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.add_cli_args"),
+    "cli.parse": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.from_cli_args"),
+    "cpu.nixl_dram": ("sglang.srt.disaggregation.utils.get_kv_class", "NixlKVManager"),
+    "cpu.nixl_rest": ("sglang.srt.disaggregation.utils.get_kv_class", "NixlKVManager"),
+    "cpu.collectives": ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "GroupCoordinator"),
+    "cpu.pd_early_send": (_SCHEDULER + "run_batch", "self.maybe_send_cached_prefix_chunk"),
+    "emu.forward": (_SCHEDULER + "run_batch", "self.model_worker.forward_batch_generation"),
+    "emu.ready": (_SCHEDULER + "run_batch", "batch_result.copy_to_cpu"),
+    "emu.idle": (_SCHEDULER + "event_loop_overlap", "self.on_idle"),
+    "emu.kv_size": (
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated",
+        "decode_req.kv_receiver.send_metadata",
+    ),
+    "emu.kv_poll": ("sglang.srt.disaggregation.utils._poll_with_failure_injection", "poller.poll"),
+    "emu.kv_send_poll": ("sglang.srt.disaggregation.utils._poll_with_failure_injection", "poller.poll"),
+    "emu.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
+    "emu.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
+    "guard.tokens": (
+        "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._handle_non_streaming_request",
+        "self.tokenizer_manager.generate_request",
+    ),
+    "front.request": (
+        "sglang.srt.entrypoints.http_server.generate_request",
+        "_global_state.tokenizer_manager.generate_request",
+    ),
+    "front.serve": ("sglang.srt.entrypoints.http_server.launch_server", "_setup_and_run_http_server"),
+    "sched.init": (_SCHEDULER + "__init__", "self.init_schedule_policy"),
+    "sched.pass": (_SCHEDULER + "get_new_batch_prefill", "self._get_new_batch_prefill_raw"),
+    "sched.order": (_PASS, "self.policy.calc_priority"),
+    "sched.reserve": (_PASS, "PrefillAdder"),
+    "sched.mix": (_PASS, "adder.add_chunked_req"),
+    "sched.ride": (_PASS, "new_batch.mix_with_running"),
+    "sched.lora": (_PASS, "self._can_schedule_lora_req"),
+    "sched.enqueue": (_SCHEDULER + "handle_generate_request", "self._add_request_to_queue"),
+    "sched.dispatch": (_SCHEDULER + "__init__", "self.init_request_dispatcher"),
+    "sched.clock": (
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
+        "self._pull_raw_reqs",
+    ),
+    "sched.pd_chunk": (
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.get_next_disagg_prefill_batch_to_run",
+        "self.process_prefill_chunk",
+    ),
+    "sched.launch": (_SCHEDULER + "event_loop_overlap", "self.run_batch"),
+    "sched.result": (_SCHEDULER + "event_loop_normal", "self.process_batch_result"),
+    "sched.load": (_SCHEDULER + "process_batch_result", "self.publish_load_snapshot"),
+    "sched.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
+    "sched.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
+    "sched.control": (_SCHEDULER + "init_request_dispatcher", "self.set_internal_state"),
+    "tele.ready": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
+    "tele.received": (
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver.recv_requests",
+        "self._pull_raw_reqs",
+    ),
+    "tele.launch": (_SCHEDULER + "event_loop_overlap", "self.run_batch"),
+    "tele.launched": (_SCHEDULER + "event_loop_normal", "self.run_batch"),
+    "tele.result": (_SCHEDULER + "event_loop_normal", "self.process_batch_result"),
+    "tele.idle": (_SCHEDULER + "event_loop_normal", "self.on_idle"),
+    "tele.error": (_SCHEDULER + "abort_request", "prepare_abort"),
+    "tele.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
+    "pools.entry": (
+        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        "run_data_parallel_controller_process",
+    ),
+    "dpc.dispatch": (_CONTROLLER + "__init__", "self.init_dispatcher"),
+    "dpc.turns": (
+        "sglang.srt.managers.data_parallel_controller.run_data_parallel_controller_process",
+        "controller.event_loop",
+    ),
+    "graph.prefill": (
+        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_cuda_graphs",
+        "capture_prefill_graph",
+    ),
+    "graph.idle": (_SCHEDULER + "event_loop_overlap", "self.on_idle"),
+    "graph.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
+    "graph.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
+    "less.ends": (_SCHEDULER + "__init__", "self.init_disaggregation"),
+    "less.dispatch": (_SCHEDULER + "__init__", "self.init_request_dispatcher"),
+    "less.enqueue": (_SCHEDULER + "handle_generate_request", "self._add_request_to_queue"),
+    "less.pump": (_SCHEDULER + "event_loop_overlap", "self.get_next_batch_to_run"),
+    "less.result": (_SCHEDULER + "event_loop_normal", "self.process_batch_result"),
+    "less.idle": (_SCHEDULER + "on_idle", "self.is_fully_idle"),
+    "less.abort": (_SCHEDULER + "init_request_dispatcher", "self.abort_request"),
+    "less.pause": (_SCHEDULER + "init_request_dispatcher", "self.pause_generation"),
+    "less.reserve": (_PASS, "PrefillAdder"),
+    "less.ride": (_PASS, "new_batch.mix_with_running"),
+    "hop.penalties": (_PASS, "new_batch.prepare_for_extend"),
+    "less.penalties": (
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+        "self.cumulate_penalty_output_tokens",
+    ),
+    "less.abort_ack": (
+        "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
+        "self._handle_abort_notification",
+    ),
+    "less.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
+    "less.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
+    "less.bootstrap": (
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__",
+        "self.init_disaggregation",
+    ),
+    "less.request": (
+        "sglang.srt.entrypoints.http_server.generate_request",
+        "_global_state.tokenizer_manager.generate_request",
+    ),
+    "less.status": (
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._wait_one_response",
+        "self._handle_abort_finish_reason",
+    ),
+    "less.serve": ("sglang.srt.entrypoints.http_server.launch_server", "_setup_and_run_http_server"),
+    "hop.chat": (
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._handle_streaming_request",
+        "self._generate_chat_stream",
+    ),
+    "hop.completions": (
+        "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._handle_streaming_request",
+        "self._generate_completion_stream",
+    ),
+    "hop.chunks": (
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
+        "self.tokenizer_manager.generate_request",
+    ),
+    "hop.prompt": (
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "self._send_one_request",
+    ),
+    "hop.serve": ("sglang.srt.entrypoints.http_server.launch_server", "_setup_and_run_http_server"),
+    "launch.ready": ("sglang.launch_server.run_server", "launch_server"),
+}

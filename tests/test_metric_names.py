@@ -1,0 +1,159 @@
+"""Series have the names that the pages give them, whoever scrapes, and every query of the pages finds its series.
+
+Engines: every series of ours, made in one process and shown by SGLang's own ``/metrics``, beside SGLang's series.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+
+SCRAPE = """
+import asyncio, json, sys
+from types import SimpleNamespace
+
+accepted, old_names = json.loads(sys.argv[1]), sys.argv[2] == "old"
+
+from fastapi import FastAPI
+from httpx import ASGITransport, AsyncClient
+from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
+from sglang.srt.utils.common import add_prometheus_middleware
+
+from pla_sglang.emulate.metrics import Series as DeviceSeries
+from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.engine.graphs.metrics import GraphSeries
+from pla_sglang.engine.pools.series import Series as PoolSeries
+from pla_sglang.engine.stateless.series import LegSeries
+from pla_sglang.engine.telemetry import Telemetry
+from pla_sglang.metrics.series import LabelledSeries
+
+class Touched(LabelledSeries):
+    # each series has a sample
+    def gauge(self, name, text, *extra):
+        made = super().gauge(name, text, *extra)
+        made.at(*["any"] * len(extra)).set(1)
+        return made
+
+    def total(self, name, text, *extra):
+        made = super().total(name, text, *extra)
+        made.at(*["any"] * len(extra)).inc()
+        return made
+
+    def histogram(self, name, text, buckets, *extra):
+        made = super().histogram(name, text, buckets, *extra)
+        made.at(*["any"] * len(extra)).observe(0.1)
+        return made
+
+labels = {"model_name": "tiny"}
+series = Touched(labels, old_names=old_names)
+Telemetry(DeviceClock(1.0)).attach(series)
+GraphSeries(series)
+PoolSeries(series)
+LegSeries(series)
+DeviceSeries(series, "h200", 1.0)
+arguments = SimpleNamespace(prompt_tokens_buckets=None, generation_tokens_buckets=None)
+ttft = TokenizerMetricsCollector(arguments, labels).histogram_time_to_first_token
+ttft.labels(*["any"] * len(ttft._labelnames)).observe(0.1)
+
+app = FastAPI()
+add_prometheus_middleware(app)
+
+async def scrape():
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://engine") as client:
+        answers = {name: await client.get("/metrics", headers={"accept": text}) for name, text in accepted.items()}
+    assert all(answer.status_code == 200 for answer in answers.values())
+    return {name: answer.text for name, answer in answers.items()}
+
+print(json.dumps(asyncio.run(scrape())))
+"""
+
+
+@functools.cache
+def engine_scrapes(which: str = "new") -> dict[str, set[str]]:
+    """Names of samples by scraper. SGLang's metrics need a folder before the first import, so a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder}
+        command = [sys.executable, "-c", SCRAPE, json.dumps(ACCEPT), which]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {name: sample_names(text) for name, text in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+@pytest.mark.parametrize("scraper", ACCEPT)
+def test_every_documented_series_of_an_engine_has_its_name(scraper: str) -> None:
+    documented = documented_names(OPERATIONS, "pla_")
+    assert len(documented) > 25
+    found = engine_scrapes()[scraper]
+    assert {stored_name(name, kind) for name, kind in documented.items()} - found == set()
+
+
+@pytest.mark.parametrize("scraper", ACCEPT)
+def test_every_series_of_an_engine_is_documented(scraper: str) -> None:
+    documented = documented_names(OPERATIONS, "pla_")
+    ours = {name for name in engine_scrapes()[scraper] if name.startswith("pla") and not name.endswith("_created")}
+    unknown = {re.sub("_(bucket|count|sum)$", "", name) for name in ours} - documented.keys()
+    assert {name for name in unknown if name not in {re.sub("_total$", "", one) for one in documented}} == set()
+
+
+def test_the_old_names_are_one_flag_away() -> None:
+    found = engine_scrapes("old")["any"]
+    assert {"pla:queue_reqs", "pla:decisions_total", "pla:wait_seconds_bucket", "pla:graph_bytes"} <= found
+    assert not any(name.startswith("pla_") for name in found)
+
+
+# -- queries -----------------------------------------------------------------------------------------------------------
+
+QUERY_FUNCTIONS = {"histogram_quantile", "sum", "rate", "increase", "avg", "max", "min", "by", "without", "irate"}
+
+
+def queries() -> list[tuple[str, str]]:
+    """PromQL of the pages, and of dashboards and alert rules in examples/: where, and the expression."""
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```promql\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+            found += [(page.name, line) for line in block.splitlines() if line.strip()]
+    for path in (ROOT / "examples").rglob("*"):
+        if path.suffix in (".yaml", ".yml", ".json"):
+            pattern = r'^\s*(?:- )?"?expr"?:\s*[\'"]?(.+?)[\'"]?,?$'
+            found += [(path.name, line) for line in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)]
+    return found
+
+
+def series_of(query: str) -> list[re.Pattern[str]]:
+    """Patterns of the names that a query selects."""
+    patterns = [re.compile(text) for text in re.findall(r'__name__=~"([^"]+)"', query)]
+    bare = re.sub(r'\{[^}]*\}|"[^"]*"|\b(?:by|without) ?\([^)]*\)', " ", query)
+    names = {name for name in re.findall(r"\b[a-zA-Z_][\w:]*", bare) if "_" in name} - QUERY_FUNCTIONS
+    return patterns + [re.compile(re.escape(name)) for name in sorted(names)]
+
+
+def test_there_are_queries() -> None:
+    assert len(queries()) >= 3
+    assert all(series_of(query) for _, query in queries())
+
+
+@pytest.mark.parametrize("scraper", ["prometheus 2", "prometheus 3", "prometheus 3 legacy"])
+@pytest.mark.parametrize(("where", "query"), queries())
+def test_a_query_finds_its_series(where: str, query: str, scraper: str) -> None:
+    stored = engine_scrapes()[scraper] | router_names()
+    for pattern in series_of(query):
+        assert any(pattern.fullmatch(name) for name in stored), (where, pattern.pattern)
+
+
+def router_names() -> set[str]:
+    """As documented; tests/router holds the router to them."""
+    page = (ROOT / "docs/router.md").read_text(encoding="utf-8")
+    return {stored_name(name, kind) for name, kind in documented_names(page, "pla_router_").items()}
