@@ -1,7 +1,8 @@
 """``python -m pla_sglang.launch_cluster``: engines and a router on this machine, one command, one log, a clean stop.
 
     python -m pla_sglang.launch_cluster --prefill 1 --decode 1 --pla-emulate h100-llama3.1-8b-tp1 --pla-time-scale 4
-    python -m pla_sglang.launch_cluster --stateless 4 --router pla --policy arrow --pla-emulate h100-llama3.1-8b-tp1
+    python -m pla_sglang.launch_cluster --stateless 4 --policy arrow --pla-emulate h100-llama3.1-8b-tp1
+    python -m pla_sglang.launch_cluster --stateless 4 --policy star --migration on --pla-emulate h100-llama3.1-8b-tp1
 
 What this command does not know goes to every engine. Engines run on the CPU platform; without a model they serve the
 chain model (with --pla-emulate) or the embedded demo model.
@@ -17,9 +18,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pla_sglang import cli, terminal
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.checks import Choice, Range, check_fields, knob
 from pla_sglang.cluster.children import ClusterError
 from pla_sglang.cluster.engine_flags import check_engine_arguments
 from pla_sglang.cluster.lean import lean_environment
@@ -30,6 +32,9 @@ from pla_sglang.cluster.stateless_flags import check_stateless_arguments
 from pla_sglang.cluster.supervisor import Supervisor, send_command
 from pla_sglang.emulate.arguments import with_emulation
 from pla_sglang.errors import ConfigError, PlaError
+
+if TYPE_CHECKING:
+    from pla_sglang.router.control.knobs import ControlKnobs
 
 EXIT_FAILED = 1
 
@@ -47,8 +52,16 @@ class LaunchConfig:
     stateless: int = knob(0, "--stateless", "number of stateless instances: either phase of any request")
     stateless_args: str = knob("", "--stateless-args ARGS", "further arguments of stateless instances")
     engine_args: str = knob("", "--engine-args ARGS", "further arguments of every instance; for files")
-    router: str = knob("sglang", "--router NAME", f"what stands in front: {', '.join(ROUTERS)}", heading="router")
+    router: str | None = knob(
+        None,
+        "--router NAME",
+        f"what stands in front: {', '.join(ROUTERS)}; default: sglang, before stateless instances pla",
+        heading="router",
+    )
     policy: str = knob("round-robin", "--policy NAME", "policy of the router, with - or _")
+    migration: str | None = knob(
+        None, "--migration {off,on}", "of our router: running requests can move", allowed=Choice(("off", "on"))
+    )
     router_port: int | None = knob(None, "--router-port", "default: a free port", allowed=Range(1, 65_535))
     router_args: str = knob("", "--router-args ARGS", "further arguments of the router")
     host: str = knob("127.0.0.1", "--host HOST", "where all of them listen", heading="cluster")
@@ -63,15 +76,19 @@ class LaunchConfig:
 
     def to_cluster(self) -> ClusterConfig:
         """Raises ConfigError."""
+        router = self.router or ("pla" if self.stateless > 0 else "sglang")  # only ours tells them their peers
+        moves = () if self.migration is None else ("--migration", self.migration)
+        if moves and router != "pla":
+            raise ConfigError(f"--migration {self.migration} is not for --router {router}; allowed: --router pla")
         return ClusterConfig(
             counts={kind: getattr(self, kind) for kind in KINDS},
-            router=self.router,
+            router=router,
             policy=self.policy,
             router_port=self.router_port,
             host=self.host,
             common=tuple(with_emulation(shlex.split(self.engine_args))),
             own={kind: tuple(shlex.split(getattr(self, f"{kind}_args"))) for kind in KINDS},
-            router_extra=tuple(shlex.split(self.router_args)),
+            router_extra=(*moves, *shlex.split(self.router_args)),
             start_timeout_s=self.start_timeout_s,
         )
 
@@ -94,12 +111,39 @@ def check_members(config: ClusterConfig) -> None:
             if kind == "stateless":
                 check_stateless_arguments(arguments)
     if config.router == "pla":
-        from pla_sglang.launch_router import read_config as read_router_config
-
         try:
-            read_router_config(router_arguments(config, [], port=1, metrics_port=1))
+            read_router_knobs(config)
         except ConfigError as error:
             raise ConfigError(f"router: {error}") from None
+
+
+def read_router_knobs(config: ClusterConfig) -> ControlKnobs:
+    """Of our router, as it will read its command line. Raises ConfigError."""
+    from pla_sglang.launch_router import read_config as read_router_config
+
+    return read_router_config(router_arguments(config, [], port=1, metrics_port=1))[0].control
+
+
+def with_load_reports(config: ClusterConfig) -> ClusterConfig:
+    """Where the router's policy moves requests, the engines report to it: it knows of running ones from load reports.
+
+    What the command line says of reports, at either end, stays as it is. Raises ConfigError.
+    """
+    engines = [argument for arguments in (config.common, *config.own.values()) for argument in arguments]
+    given = any(argument.partition("=")[0] == "--pla-telemetry" for argument in engines)
+    if config.router != "pla" or not config.counts.get("stateless") or given:
+        return config
+    from pla_sglang.policy_packages import moves_requests
+
+    knobs = read_router_knobs(config)
+    if knobs.telemetry or not moves_requests(knobs.policy, migrates=knobs.migrates):
+        return config
+    address = f"tcp://127.0.0.1:{free_port()}"
+    return dataclasses.replace(
+        config,
+        common=(*config.common, "--pla-telemetry", address),
+        router_extra=(*config.router_extra, "--telemetry", address),
+    )
 
 
 async def run(config: ClusterConfig, options: LaunchConfig) -> None:
@@ -132,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.require_file_path("--state-file", options.state_file)
         config = options.to_cluster()
         check_members(config)
-        asyncio.run(run(config, options))
+        asyncio.run(run(with_load_reports(config), options))
     except PlaError as error:
         status = cli.report_error(error)
         return EXIT_FAILED if isinstance(error, ClusterError) else status

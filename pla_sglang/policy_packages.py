@@ -77,9 +77,19 @@ def find_live_policy(name: str) -> FleetPolicy:
     if not policy.live:
         raise ConfigError(f"policy {name!r} is not for the router, as it is not marked live; simulate runs it")
     if name not in registry.POLICIES:
-        profile = load_profile(TRIAL_PROFILE)
-        build(name, Setup(profile, kv_capacity_tokens=profile.kv_capacity_tokens, ttft_slo_s=1.0, tpot_slo_s=0.1))
+        build(name, _trial_setup())
     return policy
+
+
+def moves_requests(name: str, *, migrates: bool) -> bool:
+    """Whether the policy orders moves of running requests in a fleet of stateless instances; ``migrates``: the router
+    can move them. Raises ConfigError as ``build``."""
+    return build(name, _trial_setup(stateless=True, migrates=migrates, scales=False)).moves_requests()
+
+
+def _trial_setup(**fields: Any) -> Setup:
+    profile = load_profile(TRIAL_PROFILE)
+    return Setup(profile, kv_capacity_tokens=profile.kv_capacity_tokens, ttft_slo_s=1.0, tpot_slo_s=0.1, **fields)
 
 
 def build(name: str, setup: Setup) -> PolicySet:

@@ -23,7 +23,7 @@ from pla_sglang.cluster.spec import ClusterConfig, instances, router_arguments
 from pla_sglang.cluster.stateless_flags import make_parser
 from pla_sglang.cluster.supervisor import CHAIN_ANSWERS, Supervisor
 from pla_sglang.engine.stateless import checks
-from pla_sglang.launch_cluster import check_members, main, read_config
+from pla_sglang.launch_cluster import check_members, main, read_config, with_load_reports
 
 PAIR = {"prefill": 1, "decode": 1}
 STATELESS = ("--router", "pla", "--stateless", "1")
@@ -33,7 +33,7 @@ STATELESS = ("--router", "pla", "--stateless", "1")
     ("arguments", "line"),
     [
         (["--router", "pla", "--policy", "arow"], "--policy 'arow' is not known; allowed: round-robin, least-requests"),
-        (["--router", "pla", "--policy", "star"], "--policy 'star' is not known; allowed: round-robin"),
+        (["--router", "pla", "--policy", "sla-scaler"], "--policy 'sla-scaler' is not known; allowed: round-r"),
         (["--policy", "arow"], "--policy 'arow' is not known; allowed: random, round-robin, cache-aware"),
         (
             ["--polcy", "pla"],
@@ -43,7 +43,9 @@ STATELESS = ("--router", "pla", "--stateless", "1")
         (["--pla-wait-mx-ms", "5"], "did you mean '--pla-wait-max-ms'?"),
         (["--pla-wait-max-ms", "-5"], "--pla-wait-max-ms -5 is out of range; allowed: 0 to 60000 ms"),
         (["--pla-time-scale", "2"], "--pla-emulate-kv-failures need --pla-emulate PROFILE"),
-        (["--stateless", "2"], "--stateless 2 needs a router that knows them; allowed: --router pla or none"),
+        (["--migration", "on"], "--migration on is not for --router sglang; allowed: --router pla"),
+        (["--router", "pla", "--migration", "maybe"], "--migration 'maybe' is not known; allowed: off, on"),
+        (["--router", "sglang", "--stateless", "2"], "--stateless 2 needs a router that knows them; allowed: --router"),
         (["--stateless", "-1"], "--stateless -1 is out of range; allowed: 0 to 64"),
         (["--pla-stateless"], "--pla-stateless is set for each instance by the cluster"),
         (["--router", "pla", "--stateless", "1", "--stateless-args", "--dp-sise 2"], "did you mean '--dp-size'?"),
@@ -89,6 +91,41 @@ def test_mistakes_are_told_before_anything_starts(
 )
 def test_flags_of_engines_and_router_pass(arguments: list[str]) -> None:
     check_members(read_config(["--unified", "1", *arguments]).config.to_cluster())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reports"),
+    [
+        (["--stateless", "2", "--policy", "star", "--migration", "on"], True),
+        (["--stateless", "2", "--policy", "load_migration"], True),
+        (["--stateless", "2", "--policy", "combined", "--router-args", "--migration on"], True),
+        (["--stateless", "2", "--policy", "combined"], False),  # it moves requests with --migration on only
+        (["--stateless", "2", "--policy", "arrow", "--migration", "on"], False),
+        (["--stateless", "2", "--router", "none"], False),
+        (["--router", "pla", "--prefill", "1", "--decode", "1", "--policy", "star"], False),  # nothing there can move
+        (["--stateless", "2", "--policy", "star", "--pla-telemetry=tcp://127.0.0.1:7"], False),
+        (["--stateless", "2", "--policy", "star", "--router-args", "--telemetry tcp://127.0.0.1:7"], False),
+    ],
+)
+def test_engines_report_to_a_router_whose_policy_moves_requests(arguments: list[str], reports: bool) -> None:
+    config = read_config(arguments).config.to_cluster()
+    check_members(config)
+    reporting = with_load_reports(config)
+    check_members(reporting)
+    assert (reporting is not config) == reports
+    if reports:
+        address = reporting.common[-1]
+        assert reporting.common == (*config.common, "--pla-telemetry", address)
+        assert reporting.router_extra == (*config.router_extra, "--telemetry", address)
+        assert re.fullmatch(r"tcp://127\.0\.0\.1:\d+", address)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "router"),
+    [(["--unified", "1"], "sglang"), (["--unified", "1", "--stateless", "1"], "pla"), (["--router", "none"], "none")],
+)
+def test_stateless_instances_have_our_router_by_default(arguments: list[str], router: str) -> None:
+    assert read_config(["--unified", "1", *arguments]).config.to_cluster().router == router
 
 
 def test_the_flags_of_sglang_are_those_of_its_parser() -> None:
