@@ -110,7 +110,7 @@ def test_wrong_types_are_refused_by_name(arguments: list[str]) -> None:
 
 
 BAD = [
-    ("prefill_disagg", "both", "off, temporal, spatial"),
+    ("prefill_disagg", "both", "off, temporal, spatial, dopd"),
     ("long_order", "random", "least-remaining, fcfs"),
     ("mixing", None, "never, allow"),
     ("boundary_tokens", 0, "1 to"),

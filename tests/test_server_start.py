@@ -33,7 +33,7 @@ except SystemExit as end:
             ["--pla-boundary", "abc"],
             "--pla-boundary 'abc' is not a whole number; allowed: 1 to 1048576 tokens, or 'auto'",
         ),
-        (["--prefill-disagg", "both"], "--prefill-disagg 'both' is not known; allowed: off, temporal, spatial"),
+        (["--prefill-disagg", "both"], "--prefill-disagg 'both' is not known; allowed: off, temporal, spatial, dopd"),
     ],
 )
 def test_a_bad_value_is_told_before_sglang_is_imported(arguments: list[str], line: str) -> None:

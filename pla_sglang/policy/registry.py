@@ -168,6 +168,7 @@ class FleetPolicy:
         pools: prefill instances are in pools for short and for long prompts, from the start.
         fixed_split: the roles that instances have at the start are theirs for good, so their number is a choice.
         flips: it changes the roles of stateless instances.
+        migrates: what it decides beside the place of a request is that running requests move.
         scales: it adds and removes instances by limits that no fleet of a fixed size can be given.
     """
 
@@ -177,6 +178,7 @@ class FleetPolicy:
     pools: bool = False
     fixed_split: bool = False
     flips: bool = False
+    migrates: bool = False
     scales: bool = False
 
 
@@ -323,7 +325,7 @@ POLICIES: Mapping[str, FleetPolicy] = {
     ),
     "static-pd": FleetPolicy(on_static_split(_minimal_load), live=True, fixed_split=True),
     "minimal-load": FleetPolicy(on_static_split(_minimal_load), live=True, fixed_split=True),
-    "load-migration": FleetPolicy(_load_migration, live=True, fixed_split=True),
+    "load-migration": FleetPolicy(_load_migration, live=True, fixed_split=True, migrates=True),
     "threshold-scaler": FleetPolicy(_threshold, scales=True),
     "sla-scaler": FleetPolicy(_sla, scales=True),
     "pla": FleetPolicy(_pla, live=True, pools=True, fixed_split=True),
@@ -331,8 +333,10 @@ POLICIES: Mapping[str, FleetPolicy] = {
     "arrow-no-flips": FleetPolicy(
         on_static_split(lambda setup: _arrow_policy(setup, adaptive=False)), live=True, fixed_split=True
     ),
-    "star": FleetPolicy(_star, live=True, fixed_split=True),
-    "star-no-prediction": FleetPolicy(lambda setup: _star(setup, predict=False), live=True, fixed_split=True),
+    "star": FleetPolicy(_star, live=True, fixed_split=True, migrates=True),
+    "star-no-prediction": FleetPolicy(
+        lambda setup: _star(setup, predict=False), live=True, fixed_split=True, migrates=True
+    ),
     "dopd": FleetPolicy(_dopd, live=True, flips=True),
     "combined": FleetPolicy(_combined, live=True, flips=True),
     "combined-roles": FleetPolicy(lambda setup: _combined(setup, unite=False), live=True, flips=True),

@@ -44,7 +44,7 @@ CASES = {
     ),
     "wrong type": Case(STOCK, ("--pla-boundary", "many"), ("--pla-boundary", "'many'"), forked=True),
     "unknown mode": Case(
-        OURS, ("--prefill-disagg", "diagonal"), ("--prefill-disagg 'diagonal'", "off, temporal, spatial")
+        OURS, ("--prefill-disagg", "diagonal"), ("--prefill-disagg 'diagonal'", "off, temporal, spatial, dopd")
     ),
     "more short ranks than ranks": Case(
         OURS,

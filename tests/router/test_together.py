@@ -36,10 +36,12 @@ QUIET = {
     "instance_failures_total",
     "aborts_total",
     "peer_lists_total",
+    "resting_requests",
 } | {
     "worker_errors",
     "worker_peers",
     *("worker_legs", "worker_leg_kv_tokens", "worker_quarantined_requests", "worker_legs_refused", "worker_leg_faults"),
+    *("worker_request_rows", "worker_request_rows_age_seconds"),
     # the first requests of a pair are left out
     *("worker_first_tokens_total", "worker_ttft_seconds_total"),
     *("worker_predicted_ttft_seconds_total", "worker_ttft_error_seconds_total"),

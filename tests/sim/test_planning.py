@@ -177,7 +177,8 @@ def test_the_errors_are_those_that_were_published() -> None:
         ("least-tokens/mixed/temporal", "unified instances, engine temporal, mixed: not measured"),
         ("static-pd", "1+1/fcfs/static-pd-round-robin/azure_conv/0.8"),
         ("combined", "stateless instances whose roles change: not measured"),
-        ("star", "no live cluster runs this policy"),
+        ("star", "requests that move: not measured"),
+        ("combined-scaling", "no live cluster runs this policy"),
     ],
 )
 def test_the_error_of_a_regime(name: str, known: str) -> None:

@@ -49,6 +49,8 @@ def find_error(form: FleetForm) -> MeasuredError | str:
         return "no live cluster runs this policy"
     if policy.flips and experiment.stateless:
         return "stateless instances whose roles change: not measured"
+    if policy.migrates and experiment.stateless:
+        return "requests that move: not measured"
     engine = experiment.engine
     if experiment.mixed:
         engine = "mixed" if engine == STOCK_ORDER else f"{engine}, mixed"
