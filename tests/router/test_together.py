@@ -233,21 +233,21 @@ def test_streams_that_are_moved_at_random_lose_nothing() -> None:
         rng = random.Random(6)
         async with together(["stateless"] * 4, hops=True, policy="round-robin", migration="on") as here:
             for one in here.fakes:
-                one.streams_are_held, one.events, one.gap_s = True, 25, 0.01
+                one.streams_are_held, one.events, one.gap_s = True, 50, 0.01
             table, migration = here.plane.table, here.plane.migration
             while any(list((worker.peers or {}).values()).count("ready") < 3 for worker in table):
                 await asyncio.sleep(0.01)
             asked = [asyncio.create_task(here.read(f"r{number:02d}")) for number in range(40)]
             ordered = 0
-            for turn in range(60):
+            for turn in range(120):
                 await asyncio.sleep(0.005)
                 rid, target = f"r{rng.randrange(40):02d}", table.by_number[rng.randrange(4)]
                 ordered += migration.move_request(rid, target, "random") is None
-                if turn == 20:
+                if turn == 30:
                     await here.fakes[0].stop()
-                elif turn == 35:
+                elif turn == 60:
                     here.plane.table.drain(table.by_number[1], time.monotonic())
-            wanted = b"".join(b'data: {"text": "%d"}\n\n' % number for number in range(25)) + b"data: [DONE]\n\n"
+            wanted = b"".join(b'data: {"text": "%d"}\n\n' % number for number in range(50)) + b"data: [DONE]\n\n"
             answers = await asyncio.gather(*asked)
             assert [answer for answer in answers if answer != wanted] == []
             assert ordered > 10
