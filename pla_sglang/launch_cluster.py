@@ -69,6 +69,12 @@ class LaunchConfig:
     start_timeout_s: float = knob(
         300.0, "--start-timeout-s", "until everything must be ready", allowed=Range(0, unit="s", above=True)
     )
+    drain_s: float = knob(
+        60.0,
+        "--drain-s",
+        "a stateless instance that is restarted behind --migration on has to hand its requests over; 0: ends at once",
+        allowed=Range(0, unit="s"),
+    )
     quiet: bool = knob(False, "--quiet", "show the cluster's own lines only")
 
     def __post_init__(self) -> None:
@@ -155,7 +161,14 @@ async def run(config: ClusterConfig, options: LaunchConfig) -> None:
                 print(f"[{name}] {line}", flush=True)
 
     lean = lean_environment([[*config.common, *config.own.get(kind, ())] for kind in KINDS if config.counts[kind]])
-    supervisor = Supervisor(config, free_port=free_port, sink=show, environment=lean, state_file=options.state_file)
+    supervisor = Supervisor(
+        config,
+        free_port=free_port,
+        sink=show,
+        environment=lean,
+        state_file=options.state_file,
+        drain_s=options.drain_s if config.router == "pla" and read_router_knobs(config).migrates else 0.0,
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)

@@ -49,7 +49,11 @@ class Children:
 
     def kill_group(self, name: str, number: int) -> None:
         """Signal the process group of ``name``; no effect if it has ended."""
-        self._send_request({"op": "kill", "name": name, "signal": int(number)}, [])
+        self._send_request({"op": "kill", "name": name, "signal": int(number), "group": True}, [])
+
+    def kill_first(self, name: str, number: int) -> None:
+        """Signal the process that the others of ``name`` were forked from; no effect if it has ended."""
+        self._send_request({"op": "kill", "name": name, "signal": int(number), "group": False}, [])
 
     def read_event(self) -> dict[str, Any]:
         """The next event; blocks. Raises ClusterError when the zygote is gone."""

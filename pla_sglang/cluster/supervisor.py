@@ -52,7 +52,12 @@ Sink = Callable[[str, str], None]
 
 
 class Supervisor:
-    """One cluster. ``run`` is its whole life; ``stop`` ends it from a signal handler or another task."""
+    """One cluster. ``run`` is its whole life; ``stop`` ends it from a signal handler or another task.
+
+    Args:
+        drain_s: time that a stateless instance has to finish, or hand over, what it does before it is restarted; 0: as
+            any other, none.
+    """
 
     def __init__(
         self,
@@ -62,8 +67,10 @@ class Supervisor:
         sink: Sink,
         environment: dict[str, str],
         state_file: Path | None = None,
+        drain_s: float = 0.0,
     ) -> None:
         self.config = config
+        self._drain_s = drain_s
         self._free_port = free_port
         self.engines = [Instance(spec.name, spec.url, spec) for spec in instances(config, free_port)]
         self.router = self._make_router(free_port)
@@ -250,7 +257,7 @@ class Supervisor:
         """End one member and start it again on the same port; returns once it is ready.
 
         A prefill instance before decode instances gets a new bootstrap port where our router asks for it; else it stays
-        down for ``FORGOTTEN_S``. Raises ClusterError.
+        down for ``FORGOTTEN_S``. A stateless one may drain first. Raises ClusterError.
         """
         member = next((member for member in self.members if member.name == name), None)
         if member is None:
@@ -270,9 +277,11 @@ class Supervisor:
     async def _bring_down(self, member: Instance) -> None:
         assert self._children is not None
         if member.state in (State.STARTING, State.READY):
+            drains = self._drain_s > 0 and member.state is State.READY and _is_stateless(member)
             member.move_to(State.STOPPING)
-            self._children.kill_group(member.name, signal.SIGTERM)
-            end_s = time.monotonic() + STOP_GRACE_S
+            # The process that serves HTTP waits for its requests; its scheduler would end at once.
+            (self._children.kill_first if drains else self._children.kill_group)(member.name, signal.SIGTERM)
+            end_s = time.monotonic() + (self._drain_s if drains else STOP_GRACE_S)
             while member.state is State.STOPPING and time.monotonic() < end_s:
                 await asyncio.sleep(HEALTH_INTERVAL_S)
             if member.state is State.STOPPING:
@@ -353,6 +362,10 @@ class Supervisor:
 
     def _log_line(self, text: str) -> None:
         self._sink("cluster", text)
+
+
+def _is_stateless(member: Instance) -> bool:
+    return member.spec is not None and member.spec.kind == "stateless"
 
 
 def control_path(state_file: Path) -> Path:

@@ -4,7 +4,7 @@ FD is one end of a SOCK_SEQPACKET pair; a message is one JSON object. Requests::
 
     {"op": "fork", "name": N, "module": null, "argv": [...]}   an engine; one descriptor attached: where output goes
     {"op": "fork", "name": N, "module": M, "argv": [...]}      likewise: ``python -m M argv``
-    {"op": "kill", "name": N, "signal": S}                     to the whole process group of N
+    {"op": "kill", "name": N, "signal": S, "group": true}      to the whole process group of N; else to N alone
 
 Answers: ``{"event": "ready"}`` once, ``{"event": "started", "name": N, "pid": P}``, ``{"event": "exited", "name": N,
 "pid": P, "status": S}``. When the other end is closed, for any reason, all children are killed and the process ends:
@@ -105,7 +105,7 @@ class Zygote:
         if request["op"] == "kill":
             for pid, name in self._children.items():
                 if name == request["name"]:
-                    _kill_group(pid, request["signal"])
+                    (_kill_group if request["group"] else _kill_process)(pid, request["signal"])
             return True
         pid = os.fork()
         if pid == 0:
@@ -187,6 +187,11 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _kill_process(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _kill_group(pid: int, number: int) -> None:

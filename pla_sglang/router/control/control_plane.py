@@ -19,6 +19,7 @@ from pla_sglang.policy.device_clock import DeviceClock
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.router.control.admin import AdminRoutes
+from pla_sglang.router.control.drains import Drains
 from pla_sglang.router.control.failure_intake import FailureIntake
 from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.ledger import AbortOrder
@@ -108,6 +109,7 @@ class ControlPlane:
             self.dispatcher, send_message=self._relays.send_message, order_abort=self._monitor.abort
         )
         self.migration = self._make_migration()
+        self._drains = Drains(self.dispatcher, self.migration, clock=clock)
         self._routes = AdminRoutes(self, clock)
         self._handlers = self._message_handlers()
 
@@ -171,6 +173,7 @@ class ControlPlane:
             self._monitor.start(client, knobs.telemetry)
             self._peering.start(client)
             self.migration.start(client)
+            self._drains.start(client)
             self._batching.start(client)
         except ConfigError:
             await client.close()
@@ -185,6 +188,7 @@ class ControlPlane:
         await self._tasks.close()
         await self._monitor.stop()
         await self._peering.stop()
+        await self._drains.stop()
         await self.migration.stop()
         await self._batching.stop()
         if self._client is not None:
@@ -333,7 +337,7 @@ class ControlPlane:
         self._batching.tell_workers()
         if worker.state is WorkerState.DEAD:
             self.dispatcher.on_worker_dead(worker, now_s)
-        self.migration.empty_drained(now_s)
+        self._drains.empty_drained()
         self.dispatcher.dispatch_pending(now_s)
 
     def _on_report(self, report: NewReport) -> None:
@@ -359,6 +363,8 @@ class ControlPlane:
     def _sweep(self) -> None:
         now_s = self._clock()
         self.migration.sweep_moves(now_s)
+        self._drains.empty_drained()
+        self._survival.retry_waiting(now_s)
         self.table.remove_drained(now_s)
         self._journal.note_waits(self.table)
         for worker in self.table:

@@ -10,7 +10,6 @@ itself, whoever has died. So nothing here has to happen for a request to live. O
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -24,9 +23,9 @@ from pla_sglang.router.control.hop_ledger import HopLedger
 from pla_sglang.router.control.ledger import AbortOrder
 from pla_sglang.router.control.load_booking import book_pending, close_pending
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.router.control.request_record import OPEN, STREAMING, Hop, MoveReason, RequestRecord
+from pla_sglang.router.control.request_record import OPEN, STREAMING, Hop, RequestRecord
 from pla_sglang.router.control.workers.instance_client import InstanceClient
-from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.router.control.workers.table import Worker, WorkerState
 from pla_sglang.router.control.workers.tasks import Tasks
 from pla_sglang.router.wire import messages as m
 from pla_sglang.router.wire.rids import rid_at_instance
@@ -34,6 +33,7 @@ from pla_sglang.router.wire.rids import rid_at_instance
 logger = logging.getLogger(__name__)
 HOLD_S = 10.0  # at most; then a held request goes on by itself
 REST_S = 10.0  # of device time, after a move that came to nothing
+DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty
 _PULL = m.Continuation.PULL
 _RESUMED = m.LossReason.RESUMED
 
@@ -41,6 +41,9 @@ _RESUMED = m.LossReason.RESUMED
 class MoveState(FastEnum):
     HOLDING = "holding"  # its instance was told to hold it
     PULLING = "pulling"  # its relay was told where it goes on
+
+
+HOLDING, PULLING = MoveState  # named once: see ``fast_enum``
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -53,7 +56,7 @@ class Move:
     rid: str
     room: int
     hop: Hop
-    state: MoveState = MoveState.HOLDING
+    state: MoveState = HOLDING
 
 
 class Migration:
@@ -66,6 +69,7 @@ class Migration:
 
     Attributes:
         on_failed: called with the request's id when a move that was under way has come to nothing.
+        on_over: called when one is over, whatever has come of it.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Migration:
         clock: Callable[[], float],
     ) -> None:
         self.on_failed: Callable[[str], None] = lambda rid: None
+        self.on_over: Callable[[], None] = lambda: None
         self._dispatcher = dispatcher
         self._legs = HopLedger(dispatcher.ledger)
         self._send_message, self._order_abort = send_message, order_abort
@@ -85,12 +90,10 @@ class Migration:
         self._client: InstanceClient | None = None
         self._tasks = Tasks()
         self._moves: dict[str, Move] = {}
-        self._rests_until_s: dict[str, float] = {}  # by request, after moves that came to nothing
+        self._failed_s: dict[str, float] = {}  # by request, when its last move came to nothing
 
     def start(self, client: InstanceClient) -> None:
         self._client = client
-        if self._dispatcher.knobs.migrates:
-            self._tasks.spawn(self._watch_endings())
 
     async def stop(self) -> None:
         await self._tasks.close()
@@ -98,7 +101,7 @@ class Migration:
     def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
         """Moves the request that the router knows as ``rid``. None: it is under way; otherwise why it cannot be."""
         record = self._dispatcher.ledger.records.get(rid)
-        why_not = "it is not open" if record is None else self._find_obstacle(record, target)
+        why_not = "it is not open" if record is None else self.find_obstacle(record, target)
         if record is None or why_not is not None:
             return why_not
         source = record.hop.decode
@@ -115,39 +118,31 @@ class Migration:
         """Those under way."""
         return len(self._moves)
 
+    def count_leaving(self, source: Worker) -> int:
+        """Those under way that leave ``source``."""
+        return sum(move.source is source for move in self._moves.values())
+
+    def count_unbooked(self, target: Worker) -> int:
+        """Those that are to come to ``target``, and that its load does not show yet."""
+        return sum(move.target is target and move.state is HOLDING for move in self._moves.values())
+
     def sweep_moves(self, now_s: float) -> None:
-        """Called a few times a second: forgets moves of requests that have ended, and tries again to empty instances
-        that drain."""
+        """Called a few times a second: forgets moves of requests that have ended, and rests that are over."""
         for move in list(self._moves.values()):
-            self._is_current(move)
-        self.empty_drained(now_s)
+            if self._is_current(move) and move.state is PULLING and move.target.state is WorkerState.DEAD:
+                # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
+                self._tasks.spawn(self._resume(move))
+        rest_s = self._dispatcher.policy.clock.wall_s(REST_S)
+        self._failed_s = {rid: at_s for rid, at_s in self._failed_s.items() if now_s - at_s < rest_s}
 
-    def empty_drained(self, now_s: float) -> None:
-        """Moves what can be moved away from instances that drain, but for what rests."""
-        if not self._dispatcher.knobs.migrates or self._client is None:
-            return
-        table = self._dispatcher.table
-        draining = {worker.number for worker in table if worker.state is WorkerState.DRAINING}
-        if not draining:
-            return
-        self._rests_until_s = {rid: until_s for rid, until_s in self._rests_until_s.items() if until_s > now_s}
-        for record in list(self._dispatcher.ledger.records.values()):
-            source = record.hop.decode
-            if source is None or source.number not in draining or not record.movable:
-                continue
-            targets = [worker for worker in table if self._find_obstacle(record, worker) is None]
-            if targets:
-                target = min(targets, key=lambda worker: worker.view.requests() + worker.load.open_requests())
-                self.move_request(record.rid, target, MoveReason.DRAIN.value)
-
-    def _find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
+    def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
         """Why the request cannot move there now."""
         source = record.hop.decode
         if record.stage is not STREAMING or source is None or not record.movable:
             return "its stream cannot go on elsewhere"
         if record.pending is not None:
             return "it is on its way already"
-        if self._rests_until_s.get(record.rid, 0.0) > self._clock():
+        if self._is_resting(record, source):
             return "it rests, as its last move came to nothing"
         if self._client is None or source.state is WorkerState.DEAD:
             return "its instance cannot be asked"
@@ -155,28 +150,12 @@ class Migration:
             return "the target cannot take it"
         return None if self._is_connected(source.view, target.view) else "no KV cache can go to the target"
 
-    # -- instances that end ------------------------------------------------------------------------------------------
-
-    async def _watch_endings(self) -> None:
-        """An instance that was told to end (SIGTERM) finishes what it has, and says so by 503 on /health alone. Asked
-        are those with requests that can be moved: a busy instance answers without computing anything."""
-        while True:
-            await asyncio.sleep(self._dispatcher.health.knobs.interval_s)
-            records = self._dispatcher.ledger.records.values()
-            busy = {record.hop.decode for record in records if record.movable and record.stage is STREAMING}
-            for worker in busy:
-                if worker is not None and worker.is_ready():
-                    await self._check_ending(worker)
-
-    async def _check_ending(self, worker: Worker) -> None:
-        assert self._client is not None
-        try:
-            await self._client.health(worker.address)
-        except NobodyListensError:
-            return  # health checks judge
-        except NoAnswerError as error:
-            if error.status == 503 and worker.is_ready():
-                self._dispatcher.table.move(worker, WorkerState.DRAINING, WorkerReason.ENDING, self._clock())
+    def _is_resting(self, record: RequestRecord, source: Worker) -> bool:
+        failed_s = self._failed_s.get(record.rid)
+        if failed_s is None:
+            return False
+        rest_s = DRAIN_REST_S if source.state is WorkerState.DRAINING else REST_S
+        return self._clock() - failed_s < self._dispatcher.policy.clock.wall_s(rest_s)
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
@@ -189,9 +168,12 @@ class Migration:
         if answer.get("status") != "held":
             self._fail(move, str(answer.get("status")), resume=answer.get("status") is None)
             return
+        if move.target.state is WorkerState.DEAD:
+            self._fail(move, "dead", resume=True)
+            return
         description, now_s = move.source.description, self._clock()
         assert description is not None
-        move.state = MoveState.PULLING
+        move.state = PULLING
         hop = move.hop
         hop.tokens, hop.kv_tokens, hop.assigned_s = int(answer["tokens"]), int(answer["kv_tokens"]), now_s
         book_pending(record, move.target, hop.kv_tokens + 1, now_s)
@@ -229,6 +211,7 @@ class Migration:
         dispatcher.series.hop_gap_s.observe(joined.gap_s)
         self._tasks.spawn(self._commit(move, left))
         dispatcher.dispatch_pending(now_s)
+        self.on_over()
         return True
 
     def on_lost(self, lost: m.Lost, now_s: float) -> bool:
@@ -256,14 +239,15 @@ class Migration:
         del self._moves[move.record.rid]
         record, dispatcher, now_s = move.record, self._dispatcher, self._clock()
         close_pending(record, now_s)
-        executed = move.state is MoveState.PULLING
+        executed = move.state is PULLING
         for order in self._legs.drop_pending(record, now_s, executed=executed):
             self._order_abort(order)
-        self._rests_until_s[record.rid] = now_s + dispatcher.policy.clock.wall_s(REST_S)
+        self._failed_s[record.rid] = now_s
         dispatcher.series.hop_failures.inc(why)
         if resume:
             self._tasks.spawn(self._resume(move))
         self.on_failed(record.rid)
+        self.on_over()
 
     async def _resume(self, move: Move) -> None:
         await self._order(move.source, {"do": "resume", "room": move.room})

@@ -3,12 +3,18 @@
 To the policy the next hop is a request of its own, whose prompt is the old one and the answer so far, under the id
 that its instance knows. Instances that were lost with the request, or have refused it, are left out; so are those that
 cannot take it up where the client has seen a part of the answer.
+
+Where nobody is left but an instance that was full, or one that is about to be ready, the request waits for it, as long
+as one that has just come would (``--pending-timeout-ms``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
+
+import msgspec
 
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 from pla_sglang.policy.pairs import SERVES_WHOLE, Choice
@@ -18,8 +24,8 @@ from pla_sglang.router.control.ledger import AbortOrder
 from pla_sglang.router.control.load_booking import book_request, close_bookings
 from pla_sglang.router.control.observability.explain import note_choice
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.router.control.request_record import MoveReason, RequestRecord
-from pla_sglang.router.control.workers.table import Worker
+from pla_sglang.router.control.request_record import ENDED, MoveReason, RequestRecord
+from pla_sglang.router.control.workers.table import Worker, WorkerState
 from pla_sglang.router.wire import messages as m
 from pla_sglang.router.wire.rids import rid_at_instance
 
@@ -32,6 +38,18 @@ _REASONS = {
     m.LossReason.FULL: MoveReason.FULL,
 }
 NO_INSTANCE = "no_instance"
+PAUSE_S = 0.5  # before a request that waits is tried again
+_COMING = frozenset({WorkerState.STARTING, WorkerState.SUSPECT})  # may be ready soon
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that nobody can go on with now. ``hop``: the one that is to follow, by its number."""
+
+    record: RequestRecord
+    lost: m.Lost
+    hop: int
+    since_s: float
 
 
 class Survival:
@@ -52,6 +70,7 @@ class Survival:
         self._dispatcher = dispatcher
         self._legs = HopLedger(dispatcher.ledger)
         self._send_message, self._order_abort = send_message, order_abort
+        self._waiting: dict[str, Waiting] = {}
 
     def on_lost(self, lost: m.Lost, now_s: float) -> None:
         dispatcher = self._dispatcher
@@ -62,12 +81,46 @@ class Survival:
         self._leave_hop(record, lost, now_s)
         self._start_hop(record, lost)
         worker = self._choose(record, lost, now_s)
-        if worker is None:
-            dispatcher.series.hop_failures.inc(NO_INSTANCE)
-            self._send_message(record.relay, m.End(record.rid, lost.hop, "no other instance can go on with it"))
-        else:
+        if worker is not None:
             self._assign(record, worker, now_s)
+        elif self._may_wait(lost):
+            self._waiting[record.rid] = Waiting(record, lost, record.hop.number, now_s)
+        else:
+            self._end(record, lost)
         dispatcher.dispatch_pending(now_s)
+
+    def retry_waiting(self, now_s: float) -> None:
+        """Called a few times a second."""
+        for rid, waiting in list(self._waiting.items()):
+            record, lost = waiting.record, waiting.lost
+            if record.stage is ENDED or record.hop.number != waiting.hop:
+                del self._waiting[rid]
+                continue
+            if now_s - waiting.since_s < PAUSE_S:
+                continue
+            worker = self._choose(record, msgspec.structs.replace(lost, avoided=()), now_s)
+            if worker is not None:
+                del self._waiting[rid]
+                self._assign(record, worker, now_s)
+            elif not self._may_wait(lost) or now_s - waiting.since_s > self._dispatcher.knobs.pending_s:
+                del self._waiting[rid]
+                self._end(record, lost)
+
+    def _may_wait(self, lost: m.Lost) -> bool:
+        """Whether an instance that is full, or that starts or recovers, might take it."""
+        for worker in self._dispatcher.table:
+            if worker.number in lost.killed:
+                continue
+            coming = worker.state in _COMING
+            if coming and worker.description is None:
+                return True
+            if (coming or worker.is_ready()) and _can_go_on(worker, set(), shown=lost.shown):
+                return True
+        return False
+
+    def _end(self, record: RequestRecord, lost: m.Lost) -> None:
+        self._dispatcher.series.hop_failures.inc(NO_INSTANCE)
+        self._send_message(record.relay, m.End(record.rid, lost.hop, "no other instance can go on with it"))
 
     def on_joined(self, joined: m.Joined, now_s: float) -> None:
         dispatcher = self._dispatcher
@@ -121,9 +174,10 @@ class Survival:
         runner.hidden = hidden | excluded.keys()
         if not any(view not in runner.hidden for view in dispatcher.table.fleet.ready):
             runner.hidden = hidden  # those that have just been full are better than none
-        record.arrived_at_policy = True
         try:
-            runner.arrive(record.view, now_s)
+            if not record.arrived_at_policy:
+                record.arrived_at_policy = True
+                runner.arrive(record.view, now_s)
             choice = runner.choose(record.view, now_s)
         except (
             Exception

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from typing import Any
@@ -11,6 +12,7 @@ from support.router_scene import Scene, run, scene
 
 from pla_sglang.errors import IllegalMoveError
 from pla_sglang.policy.interface.fleet import RequestView
+from pla_sglang.router.control import survival
 from pla_sglang.router.control.hop_changes import start_hop
 from pla_sglang.router.control.hop_ledger import HopLedger
 from pla_sglang.router.control.ledger import Ledger
@@ -97,7 +99,7 @@ def test_who_was_lost_with_it_is_not_chosen_again_and_nobody_is_left_at_last() -
             second = lose(one, 1, killed=(first,)).target
             third = lose(one, 2, 5, NOT_SENT, killed=(first,), avoided=(second,)).target
             assert {first, second, third} == {0, 1, 2}
-            end = lose(one, 3, 5, FULL, killed=(first,), avoided=(second, third))
+            end = lose(one, 3, 5, killed=(first, second, third))
             assert isinstance(end, m.End)
             assert end.hop == 3
             metrics = one.admin("GET", "/metrics")[1]
@@ -106,6 +108,60 @@ def test_who_was_lost_with_it_is_not_chosen_again_and_nobody_is_left_at_last() -
             one.ended("r", m.Outcome.UPSTREAM_LOST)
             await one.until(lambda: not one.plane.dispatcher.ledger.records)
             assert one.instances[second].aborted == []  # it never had it
+            one.assert_at_rest()
+
+    run(work)
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("ended", [False, True])
+def test_it_waits_for_an_instance_that_was_full(tokens: int, ended: bool) -> None:
+    """Rather than lose what there is of the answer. Its client may give up meanwhile."""
+
+    async def work() -> None:
+        async with scene(["stateless", "stateless"], **ON) as one:
+            first = start(one)
+            second = lose(one, 1, tokens, killed=(first,)).target
+            assert lose(one, 2, tokens, FULL, killed=(first,), avoided=(second,)) is None
+            if ended:
+                one.ended("r", m.Outcome.CLIENT_GONE)
+                await asyncio.sleep(1.5 * survival.PAUSE_S)
+                assert one.relay.last(m.Continue).hop == 2
+            else:
+                await one.until(lambda: one.relay.last(m.Continue).hop == 3)
+                assert one.relay.last(m.Continue).target == second
+                join(one, 3)
+                one.ended("r")
+            await one.until(lambda: not one.plane.dispatcher.ledger.records)
+            one.assert_at_rest()
+
+    run(work)
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_it_waits_for_an_instance_that_starts(comes: bool) -> None:
+    """No longer than a new request would."""
+
+    async def work() -> None:
+        pending_s = 20.0 if comes else 1.0
+        async with scene(["stateless", "stateless"], **ON | {"pending_s": pending_s}) as one:
+            first = start(one)
+            other = one.plane.table.by_number[1 - first]
+            await one.instances[1 - first].stop()
+            await one.until(lambda: other.state.value == "dead")
+            assert lose(one, 1, killed=(first,)) is None
+            if comes:
+                await one.instances[1 - first].start()
+                await one.until(lambda: any(isinstance(said, m.Continue) for said in one.relay.told))
+                assert one.relay.last(m.Continue).target not in (first, other.number)
+                join(one, 2)
+                one.ended("r")
+            else:
+                await one.until(lambda: any(isinstance(said, m.End) for said in one.relay.told))
+                assert one.relay.last(m.End).hop == 1
+                one.ended("r", m.Outcome.UPSTREAM_LOST)
+                await one.instances[1 - first].start()
+            await one.until(lambda: not one.plane.dispatcher.ledger.records)
             one.assert_at_rest()
 
     run(work)

@@ -110,7 +110,9 @@ class Health:
         worker.breaker.on_success(now_s, rid)
 
     def replace_worker(self, worker: Worker, reason: WorkerReason, now_s: float, detail: str = "") -> Worker | None:
-        """The process is gone. A new worker waits at its address, unless this one was being drained or removed."""
-        leaves = worker.leaves or worker.state is WorkerState.DRAINING
+        """The process is gone. A new worker waits at its address, unless this one was being removed, or drained by an
+        operator: one that was told to end may be started again."""
+        drained = worker.state is WorkerState.DRAINING and worker.reason is not WorkerReason.ENDING
+        leaves = worker.leaves or drained
         self.table.move(worker, WorkerState.DEAD, reason, now_s, detail)
         return None if leaves else self.table.add(worker.address, now_s)

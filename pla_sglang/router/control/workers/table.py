@@ -320,11 +320,16 @@ class WorkerTable:
         worker.leaves = worker.leaves or then_remove
         if worker.state is not WorkerState.DRAINING:
             self.move(worker, WorkerState.DRAINING, WorkerReason.OPERATOR, now_s)
+        elif worker.reason is not WorkerReason.OPERATOR:  # it ends, and now it is not to come back either
+            worker.reason = WorkerReason.OPERATOR
+            self._on_change(worker)
 
     def undrain(self, worker: Worker, now_s: float) -> None:
-        """Raises WorkerError, status 409, unless it drains and is healthy."""
+        """Raises WorkerError, status 409, unless it drains, is healthy and was not told to end."""
         if worker.state is not WorkerState.DRAINING:
             raise WorkerError(f"worker {worker.number} is {worker.state.value}, not draining", status=409)
+        if worker.reason is WorkerReason.ENDING:
+            raise WorkerError(f"worker {worker.number} was told to end (SIGTERM)", status=409)
         worker.leaves = False
         self.move(worker, WorkerState.READY, WorkerReason.OPERATOR, now_s)
 

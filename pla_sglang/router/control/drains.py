@@ -1,0 +1,85 @@
+"""Empties instances that are to end: what they run and can move goes to the other instances.
+
+An instance drains because an operator says so, or because it was told to end (SIGTERM), which it says itself. Its
+requests are spread: each goes to the instance that has least, counting those that are on their way there. At most
+``MOVES_AT_ONCE`` of an instance are under way, as it can hold only so many; the next follows when one is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError
+from pla_sglang.router.control.migration import Migration
+from pla_sglang.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.router.control.request_record import STREAMING, MoveReason, RequestRecord
+from pla_sglang.router.control.workers.instance_client import InstanceClient
+from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.router.control.workers.tasks import Tasks
+
+MOVES_AT_ONCE = 16  # out of one instance
+
+
+class Drains:
+    """See the module. It does nothing before ``start``."""
+
+    def __init__(self, dispatcher: RequestDispatcher, migration: Migration, *, clock: Callable[[], float]) -> None:
+        self._dispatcher, self._migration, self._clock = dispatcher, migration, clock
+        self._client: InstanceClient | None = None
+        self._tasks = Tasks()
+        migration.on_over = self.empty_drained
+
+    def start(self, client: InstanceClient) -> None:
+        self._client = client
+        if self._dispatcher.knobs.migrates:
+            self._tasks.spawn(self._watch_endings())
+
+    async def stop(self) -> None:
+        await self._tasks.close()
+
+    def empty_drained(self) -> None:
+        """Moves what can be moved away from instances that drain, but for what rests."""
+        if not self._dispatcher.knobs.migrates or self._client is None:
+            return
+        draining = {worker for worker in self._dispatcher.table if worker.state is WorkerState.DRAINING}
+        if not draining:
+            return
+        places = {worker.number: MOVES_AT_ONCE - self._migration.count_leaving(worker) for worker in draining}
+        for record in list(self._dispatcher.ledger.records.values()):
+            source = record.hop.decode
+            if source not in draining or not record.movable or places[source.number] <= 0:
+                continue
+            target = self._choose_target(record)
+            if target is not None and self._migration.move_request(record.rid, target, MoveReason.DRAIN.value) is None:
+                places[source.number] -= 1
+
+    def _choose_target(self, record: RequestRecord) -> Worker | None:
+        """The one with the fewest requests of those that can take it. One that is held is not booked there yet."""
+        migration = self._migration
+        targets = [worker for worker in self._dispatcher.table if migration.find_obstacle(record, worker) is None]
+        if not targets:
+            return None
+        return min(targets, key=lambda worker: worker.view.requests() + migration.count_unbooked(worker))
+
+    # -- instances that end ------------------------------------------------------------------------------------------
+
+    async def _watch_endings(self) -> None:
+        """An instance that was told to end (SIGTERM) finishes what it has, and says so by 503 on /health alone. Asked
+        are those with requests that can be moved: a busy instance answers without computing anything."""
+        while True:
+            await asyncio.sleep(self._dispatcher.health.knobs.interval_s)
+            records = self._dispatcher.ledger.records.values()
+            busy = {record.hop.decode for record in records if record.movable and record.stage is STREAMING}
+            ready = [worker for worker in busy if worker is not None and worker.is_ready()]
+            await asyncio.gather(*(self._check_ending(worker) for worker in ready))
+
+    async def _check_ending(self, worker: Worker) -> None:
+        assert self._client is not None
+        try:
+            await self._client.health(worker.address)
+        except NobodyListensError:
+            return  # health checks judge
+        except NoAnswerError as error:
+            if error.status == 503 and worker.is_ready():
+                self._dispatcher.table.move(worker, WorkerState.DRAINING, WorkerReason.ENDING, self._clock())

@@ -1,0 +1,166 @@
+"""Streams of two real stateless instances behind our router with ``--migration on``: drain, SIGTERM, SIGKILL.
+
+Each answer is compared with the oracle token by token: one that went on elsewhere must be the one that never moved. The
+tests wait for what happens, not for times; each leaves both instances ready for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from subprocess import TimeoutExpired
+from typing import Any
+
+import pytest
+from e2e.test_emulation import launch, wait_ready
+from e2e.test_router_control import call
+
+from pla_sglang import chain
+from pla_sglang.cluster.supervisor import send_command
+from pla_sglang.testing.load_client import Answer, StreamClient
+
+pytestmark = pytest.mark.e2e
+
+ENGINE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--pla-time-scale", "2", "--chunked-prefill-size", "256")
+ROUTER = "--migration on --health-interval-ms 200"
+STREAMS, TOKENS, BEGUN = 6, 400, 8
+LIMIT_S = 120.0  # of a step of a test, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    pytest.importorskip("nixl", reason="stateless instances need NIXL")
+    folder = tmp_path_factory.mktemp("survive")
+    state, log = folder / "state.json", folder / "log"
+    process = launch(
+        *(state, log, "--stateless", "2", "--router", "pla", "--policy", "least-tokens", *ENGINE),
+        *("--json-model-override-args", '{"chain_check_prefixes": true}', "--router-args", ROUTER),
+    )
+    try:
+        yield wait_ready(process, state, log) | {"process": process, "log": log, "state": state}
+    finally:
+        for number in (signal.SIGINT, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+            with suppress(TimeoutExpired):
+                process.wait(40)
+
+
+async def until(done: Callable[[], bool], what: str) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not await asyncio.to_thread(done):
+        assert time.monotonic() < end_s, what
+        await asyncio.sleep(0.05)
+
+
+class Scene:
+    """Streams under way through the router of the cluster."""
+
+    def __init__(self, cluster: dict[str, Any], seed: int) -> None:
+        self.url, self.state = cluster["router"]["url"], cluster["state"]
+        rng = random.Random(seed)
+        self.prompts = {f"s{seed}-{number}": chain.prompt_of(60, TOKENS - 1, rng) for number in range(STREAMS)}
+        self.answers = {rid: Answer() for rid in self.prompts}
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The last one of each address, in the order of the addresses."""
+        rows = {row["url"]: row for row in call(f"{self.url}/workers")[1]["workers"] if row["state"] != "dead"}
+        return [rows[url] for url in sorted(rows)]
+
+    def is_paired(self) -> bool:
+        rows = self.workers()
+        ready = [row["state"] == "ready" and list((row["peers"] or {}).values()) == ["ready"] for row in rows]
+        return ready == [True, True]
+
+    def stories(self) -> list[dict[str, Any]]:
+        return [call(f"{self.url}/pla/explain/{rid}")[1] for rid in self.prompts]
+
+    def number_at(self, row: dict[str, Any]) -> int:
+        """Open streams at an instance."""
+        name = row["url"].removeprefix("http://")
+        return sum((story["hops"][-1] if story.get("hops") else story)["decode"] == name for story in self.stories())
+
+    async def run(self, act: Callable[[], Any]) -> Any:
+        """``act`` in a thread once all streams have begun; returns its result once all have ended."""
+        await until(self.is_paired, "both instances ready and paired")
+        async with StreamClient(self.url, timeout_s=2 * LIMIT_S) as client, asyncio.TaskGroup() as group:
+            for rid, prompt in self.prompts.items():
+                sampling = {"temperature": 0, "max_new_tokens": TOKENS + 1}
+                body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling, "stream": True}
+                group.create_task(client.stream(self.answers[rid], json.dumps(body).encode(), time.perf_counter()))
+            await until(lambda: all(len(answer.token_s) >= BEGUN for answer in self.answers.values()), "first tokens")
+            return await asyncio.to_thread(act)
+
+    def check(self) -> list[dict[str, Any]]:
+        """Every token is right, nothing was aborted, nothing is left. Returns the hops beyond the first."""
+        for rid, answer in self.answers.items():
+            answer.settle()
+            assert answer.error is None, (rid, answer.error)
+            assert list(answer.output_ids) == list(chain.expected(self.prompts[rid], TOKENS + 1).tokens), rid
+        status, ledger = call(f"{self.url}/pla/ledger")
+        assert (status, ledger["balanced"]) == (200, True)
+        return [hop for story in self.stories() for hop in story.get("hops", [])[1:]]
+
+
+def aborts(url: str) -> int:
+    lines = call(f"{url}/metrics")[1].splitlines()
+    return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("pla_router_aborts_total{")))
+
+
+def test_a_drain_moves_all_streams_at_once(cluster: dict[str, Any]) -> None:
+    scene = Scene(cluster, 1)
+
+    def drain() -> tuple[int, int]:
+        [row, _] = scene.workers()
+        before = scene.number_at(row)
+        assert call(f"{scene.url}/workers/{row['number']}/drain", {})[0] == 202
+        end_s = time.monotonic() + LIMIT_S
+        while not (now := scene.workers()[0])["drained"]:
+            assert time.monotonic() < end_s, now
+            time.sleep(0.05)
+        left = sum(answer.done_s is None for answer in scene.answers.values())
+        assert call(f"{scene.url}/workers/{row['number']}/undrain", {})[0] == 202
+        return before, left
+
+    before, left = asyncio.run(scene.run(drain))
+    assert before > 0
+    assert left > 0, "it was empty before the streams had ended"
+    assert {(hop["how"], hop["why"]) for hop in scene.check()} == {("pull", "drain")}
+    assert aborts(scene.url) == 0
+
+
+def test_an_instance_that_is_restarted_hands_its_streams_over(cluster: dict[str, Any]) -> None:
+    """SIGTERM, behind a router that moves requests."""
+    scene = Scene(cluster, 2)
+    [former, _] = scene.workers()
+    name = next(row["name"] for row in cluster["instances"] if row["url"] == former["url"])
+    assert asyncio.run(scene.run(lambda: send_command(scene.state, f"restart {name}"))) == "ok"
+    hops = scene.check()
+    assert {(hop["how"], hop["why"]) for hop in hops} == {("pull", "drain")}
+    assert aborts(scene.url) == 0
+    asyncio.run(until(scene.is_paired, "the restarted one is back"))
+    assert scene.workers()[0]["number"] != former["number"]
+    [instance] = [row for row in json.loads(scene.state.read_text())["instances"] if row["name"] == name]
+    assert instance["restarts"] == 1
+    log = Path(cluster["log"]).read_text(encoding="utf-8", errors="replace")
+    assert "Gracefully exiting" in log
+    assert "draining" in log
+
+
+def test_streams_survive_the_death_of_their_instance(cluster: dict[str, Any]) -> None:
+    scene = Scene(cluster, 3)
+
+    def kill() -> None:
+        [row, _] = scene.workers()
+        instances = json.loads(scene.state.read_text())["instances"]
+        os.killpg(next(one["pid"] for one in instances if one["url"] == row["url"]), signal.SIGKILL)
+
+    asyncio.run(scene.run(kill))
+    assert {(hop["how"], hop["why"]) for hop in scene.check()} == {("redo", "survive")}

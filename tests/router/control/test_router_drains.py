@@ -1,0 +1,193 @@
+"""Instances that are emptied by moves: where the requests go, how many at once, and what comes after a SIGTERM."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from router.control.test_router_migration import ON, THREE, TWO, at_rest, done, join, lose, move, pull_of, start
+from support.router_scene import Scene, run, scene
+
+from pla_sglang.router.control import drains
+from pla_sglang.router.control import migration as mig
+from pla_sglang.router.wire import messages as m
+
+
+def pulls(one: Scene) -> list[m.Continue]:
+    return [said for said in one.relay.told if isinstance(said, m.Continue)]
+
+
+async def start_many(one: Scene, count: int) -> list[str]:
+    """Requests by id, as evenly as the policy spreads them."""
+    rids = [f"r{number}" for number in range(count)]
+    for rid in rids:
+        await start(one, rid)
+    return rids
+
+
+def test_moves_of_a_drain_are_spread() -> None:
+    """Before any of them is held, and so counted at its target."""
+
+    async def work() -> None:
+        async with scene(THREE, **ON) as one:
+            rids = await start_many(one, 12)
+            records = one.plane.dispatcher.ledger.records
+            there = [rid for rid in rids if records[rid].hop.decode is one.plane.table.by_number[0]]
+            assert len(there) == 4
+            assert one.admin("POST", "/workers/0/drain")[0] == 202
+            await one.until(lambda: len(pulls(one)) == 4)
+            assert Counter(order.target for order in pulls(one)) == {1: 2, 2: 2}
+            for rid in there:
+                join(one, 2, rid)
+            await one.until(lambda: done(one, 0).count("commit") == 4)
+            for rid in rids:
+                one.ended(rid)
+            await at_rest(one)
+
+    run(work)
+
+
+def test_only_so_many_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drains, "MOVES_AT_ONCE", 1)
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            rids = await start_many(one, 6)
+            assert one.admin("POST", "/workers/0/drain")[0] == 202
+            moved: list[str] = []
+            for turn in range(1, 4):
+                await one.until(lambda turn=turn: len(pulls(one)) == turn)  # type: ignore[misc]
+                assert one.plane.migration.count_moves() == 1
+                moved.append(pulls(one)[-1].rid)
+                join(one, 2, moved[-1])
+            assert len(set(moved)) == 3
+            for rid in rids:
+                one.ended(rid)
+            await at_rest(one)
+
+    run(work)
+
+
+@pytest.mark.parametrize("drain_rest_s", [0.0, 100.0])
+def test_what_could_not_leave_a_drain_tries_again_soon(drain_rest_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held request keeps memory of its instance, so some may be refused while others are on their way."""
+    monkeypatch.setattr(mig, "DRAIN_REST_S", drain_rest_s)
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            failed: list[str] = []
+            one.plane.migration.on_failed = failed.append
+            one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
+            assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
+            await one.until(lambda: failed)
+            del one.instances[source].hop_answers["hold"]
+            if drain_rest_s:
+                assert move(one, 1 - source) == "it rests, as its last move came to nothing"
+            else:
+                order = await pull_of(one, one.plane.dispatcher.ledger.records["r"].last_number + 1)
+                join(one, order.hop)
+            one.ended("r")
+            await at_rest(one)
+
+    run(work)
+
+
+@pytest.mark.parametrize("undrained", [False, True])
+def test_an_undrain_keeps_what_has_not_left(undrained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves that are open go on; no other follows."""
+    monkeypatch.setattr(drains, "MOVES_AT_ONCE", 1)
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            rids = await start_many(one, 4)
+            assert one.admin("POST", "/workers/0/drain")[0] == 202
+            await one.until(lambda: pulls(one))
+            if undrained:
+                assert one.admin("POST", "/workers/0/undrain")[0] == 202
+            join(one, 2, pulls(one)[0].rid)
+            await one.until(lambda: "commit" in done(one, 0))
+            assert one.plane.migration.count_moves() == (0 if undrained else 1)
+            for rid in rids:
+                one.ended(rid)
+            await at_rest(one)
+
+    run(work)
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_an_instance_that_was_told_to_end_may_come_back(drained: bool) -> None:
+    """Unless an operator has drained it: that one is to stay away, as ever."""
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            one.instances[source].healthy = False
+            order = await pull_of(one)
+            join(one, order.hop)
+            one.ended("r")
+            await at_rest(one)
+            status, said = one.admin("POST", f"/workers/{source}/undrain")
+            assert (status, "was told to end" in said["error"]["message"]) == (409, True)
+            if drained:
+                assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
+            worker = one.plane.table.by_number[source]
+            await one.instances[source].stop()
+            await one.until(lambda: worker.state.value == "dead")
+            one.instances[source].healthy = True
+            await one.instances[source].start()
+            if drained:
+                assert [row["state"] for row in one.admin("GET", "/workers")[1]["workers"]].count("starting") == 0
+            else:
+                await one.ready(2)
+
+    run(work)
+
+
+def test_a_target_that_vanishes_silently_gives_the_request_back() -> None:
+    """Its relay has noticed nothing: the source is told to go on, and what it streams wins."""
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            assert move(one, 1 - source) is None
+            await pull_of(one)
+            await one.instances[1 - source].stop()
+            await one.until(lambda: "resume" in done(one, source))
+            assert one.plane.migration.count_moves() == 1
+            lose(one, 2, m.LossReason.RESUMED)
+            assert one.plane.migration.count_moves() == 0
+            one.ended("r")
+            await one.instances[1 - source].start()
+            await at_rest(one)
+
+    run(work)
+
+
+def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            target = one.plane.table.by_number[1 - source]
+            failed: list[str] = []
+            one.plane.migration.on_failed = failed.append
+            order_hops = one.plane._client.order_hops  # type: ignore[union-attr]
+
+            async def slowly(worker: Any, commands: Any) -> Any:
+                if commands[0]["do"] == "hold":
+                    await one.instances[1 - source].stop()
+                    await one.until(lambda: target.state.value == "dead")
+                return await order_hops(worker, commands)
+
+            monkeypatch.setattr(one.plane._client, "order_hops", slowly)
+            assert move(one, target.number) is None
+            await one.until(lambda: failed == ["r"])
+            await one.until(lambda: done(one, source) == ["hold", "resume"])
+            assert pulls(one) == []
+            assert 'pla_router_move_failures_total{reason="dead"} 1.0' in one.admin("GET", "/metrics")[1]
+            one.ended("r")
+            await one.instances[1 - source].start()
+            await at_rest(one)
+
+    run(work)
