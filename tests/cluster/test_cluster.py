@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from pla_sglang.chain import model_path
 from pla_sglang.cli import EXIT_BAD_ARGUMENTS
-from pla_sglang.cluster.children import ClusterError
+from pla_sglang.cluster.children import Children, ClusterError
 from pla_sglang.cluster.instance import Instance, State
 from pla_sglang.cluster.lean import DISABLED_ENV, lean_environment
 from pla_sglang.cluster.logs import LONGEST_LINE, LineReader
@@ -236,3 +237,66 @@ def test_memory_of_this_process_and_of_none() -> None:
     assert pss_bytes(os.getpid()) > 10 << 20
     assert tree_pss_bytes(os.getpid()) >= pss_bytes(os.getpid()) * 0.9
     assert pss_bytes(2**22 + 1) == tree_pss_bytes(2**22 + 1) == 0
+
+
+class Signals:
+    """In place of the processes of a cluster: what they are sent. They end by the first signal that is not ignored."""
+
+    def __init__(self, made: Supervisor, ignored: set[tuple[str, int]]) -> None:
+        self.sent: list[tuple[str, int]] = []
+        self._made, self._ignored = made, ignored
+
+    def kill_first(self, name: str, number: int) -> None:
+        self._send("first", name, number)
+
+    def kill_group(self, name: str, number: int) -> None:
+        self._send("group", name, number)
+
+    def _send(self, to: str, name: str, number: int) -> None:
+        self.sent.append((to, number))
+        if (to, number) not in self._ignored:
+            next(one for one in self._made.members if one.name == name).move_to(State.DEAD)
+
+
+FIRST, GROUP, KILL = ("first", signal.SIGTERM), ("group", signal.SIGTERM), ("group", signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "drain_s", "ignored", "sent"),
+    [
+        ("stateless", 60.0, set(), [FIRST]),
+        ("stateless", 0.3, {FIRST}, [FIRST, KILL]),
+        ("stateless", 0.0, set(), [GROUP]),
+        ("unified", 60.0, set(), [GROUP]),
+    ],
+)
+def test_a_stateless_instance_may_hand_over_before_it_is_restarted(
+    kind: str, drain_s: float, ignored: set[tuple[str, int]], sent: list[tuple[str, int]]
+) -> None:
+    """Its HTTP process alone is told: its scheduler would end at once."""
+    config = ClusterConfig({kind: 1}, router="none")
+    made = Supervisor(config, free_port=ports(), sink=lambda *_: None, environment={}, drain_s=drain_s)
+    children = Signals(made, ignored)
+    made._children = children  # type: ignore[assignment]
+    [member] = made.engines
+    member.move_to(State.READY)
+    asyncio.run(made._bring_down(member))
+    assert children.sent == sent
+    assert member.state is State.DEAD
+
+
+def test_a_signal_to_the_first_process_or_to_all() -> None:
+    sent: list[tuple[str, int, int]] = []
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "kill", lambda pid, number: sent.append(("first", pid, number)))
+        patch.setattr(os, "killpg", lambda pid, number: sent.append(("group", pid, number)))
+        zygote = Zygote(theirs)
+        zygote._children = {11: "a", 12: "b"}
+        children = Children.__new__(Children)
+        children._channel = ours
+        children.kill_first("a", signal.SIGTERM)
+        children.kill_group("b", signal.SIGKILL)
+        assert zygote._handle_request()
+        assert zygote._handle_request()
+    assert sent == [("first", 11, signal.SIGTERM), ("group", 12, signal.SIGKILL)]
