@@ -1,4 +1,5 @@
-"""Two stateless instances behind our router with the policy arrow: pairs in both directions, flips under load.
+"""Two stateless instances behind our router with the policy arrow: pairs in both directions, flips under load. Two
+others behind star, which moves running requests.
 
 The chain model repeats texts out of the KV cache and checks positions and the lengths of prefixes, so that an answer
 shows that what was handed over is right, whichever way it went.
@@ -6,6 +7,8 @@ shows that what was handed over is right, whichever way it went.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import random
@@ -23,7 +26,8 @@ import pytest
 from e2e.test_emulation import launch, wait_ready
 from e2e.test_router_control import call
 
-from pla_sglang.chain import ask_ids, expected
+from bench.harness.replay import Planned, Record, Replay, count_wrong
+from pla_sglang.chain import ask_ids, expected, prompt_of
 from pla_sglang.chain.vocab import BYTE_BASE
 from pla_sglang.parity import replay_file
 
@@ -33,14 +37,13 @@ MODEL = {"chain_answers": "text", "chain_check_prefixes": True}
 ENGINE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--enable-mixed-chunk", "--chunked-prefill-size", "256")
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+@contextlib.contextmanager
+def running_cluster(folder: Path, *arguments: str, router_args: str = "") -> Iterator[dict[str, Any]]:
     pytest.importorskip("nixl", reason="stateless instances need NIXL")
-    folder = tmp_path_factory.mktemp("stateless")
     state, log, record = folder / "state.json", folder / "log", folder / "run.jsonl.gz"
     process = launch(
-        *(state, log, "--stateless", "2", "--router", "pla", "--policy", "arrow", *ENGINE),
-        *("--json-model-override-args", json.dumps(MODEL), "--router-args", f"--record {record}"),
+        *(state, log, "--stateless", "2", *ENGINE, *arguments),
+        *("--router-args", f"--record {record} {router_args}"),
     )
     try:
         yield wait_ready(process, state, log) | {"process": process, "log": log, "record": record}
@@ -50,6 +53,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
                 os.kill(process.pid, number)
             with suppress(TimeoutExpired):
                 process.wait(40)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    model = ("--json-model-override-args", json.dumps(MODEL))
+    with running_cluster(tmp_path_factory.mktemp("stateless"), "--policy", "arrow", *model) as running:
+        yield running
 
 
 def until(done: Callable[[], bool], what: str) -> None:
@@ -122,3 +132,41 @@ def test_its_recording_replays(cluster: dict[str, Any]) -> None:
     assert result.decisions["dispatched"] == 60
     assert result.identical_share >= 0.99, result.differences
     assert "Traceback" not in Path(cluster["log"]).read_text(encoding="utf-8", errors="replace")
+
+
+def send_at_once(url: str, requests: int, answer_tokens: int) -> list[Record]:
+    rng = random.Random(11)
+    prompts = [prompt_of(rng.randrange(100, 400), answer_tokens, rng) for _ in range(requests)]
+    planned = [Planned(index, 0.0, prompt, answer_tokens) for index, prompt in enumerate(prompts)]
+    return asyncio.run(Replay(url, timeout_s=200.0).run(planned))
+
+
+def test_star_moves_running_requests(tmp_path: Path) -> None:
+    """All decode on one instance until the other one may too. 300 tokens take 8 s; the policy looks every 0.2 s."""
+    flags = ("--policy", "star", "--migration", "on", "--pla-time-scale", "4")
+    with running_cluster(tmp_path, *flags, router_args="--move-interval-ms 50") as running:
+        url = running["router"]["url"]
+
+        def read_state() -> dict[str, Any]:
+            state: dict[str, Any] = call(f"{url}/pla/state")[1]
+            return state
+
+        rows = call(f"{url}/workers")[1]["workers"]
+        until(lambda: "ready" in (call(f"{url}/workers")[1]["workers"][0]["peers"] or {}).values(), "peers ready")
+        [prefill] = [row["number"] for row in rows if row["role"] == "prefill"]
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(send_at_once, url, 8, 300)
+            until(lambda: sum(of["rows"] for of in read_state()["moves"]["rows"].values()) == 8, "all run")
+            assert read_state()["moves"]["ordered"] == 0
+            assert call(f"{url}/workers/{prefill}/role", {"role": "mixed"})[0] == 200
+            records = answers.result()
+        assert [record.error for record in records if record.error] == []
+        assert sum(map(count_wrong, records)) == 0
+        shown = call(f"{url}/metrics")[1]
+        moved = re.findall(r'pla_router_moves_total{how="pull",reason="star.migrate"} (.*)', shown)
+        assert sum(map(float, moved)) >= 1, read_state()["moves"]
+        status, ledger = call(f"{url}/pla/ledger")
+        assert (status, ledger["balanced"]) == (200, True)
+    assert "Traceback" not in Path(running["log"]).read_text(encoding="utf-8", errors="replace")
+    _, result = replay_file(Path(running["record"]))
+    assert result.identical_share >= 0.99, result.differences
