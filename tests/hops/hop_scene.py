@@ -289,6 +289,10 @@ class HopScene:
         return sender
 
     def assert_at_rest(self) -> None:
+        totals = self.hops.holder.totals
+        ended = sum(totals[way] for way in ("committed", "dropped", "aborted", "timed_out", "ended_by_pause"))
+        resumed = sum(count for way, count in totals.items() if way.startswith("resumed_by_"))
+        assert totals["held"] == ended + resumed, "each hold that was made ends once"
         assert not self.hops.holder.holds
         assert self.queue.buffers == 4
         assert len(self.quarantine) == 0

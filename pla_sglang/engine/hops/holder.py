@@ -35,6 +35,8 @@ class Holder:
         self._agree = agree
         self._used: dict[int, None] = {}  # rooms of holds that are over, the latest last
         self.holds: dict[int, Hold] = {}  # by room
+        # Each hold that was made ("held") ends once: committed, dropped, aborted, timed_out, ended_by_pause or
+        # resumed_by_*. "finished", "refused", "kept_back": orders that made none.
         self.totals: Counter[str] = Counter()
 
     def knows_room(self, room: int) -> bool:
@@ -80,15 +82,17 @@ class Holder:
         """
         returned = []
         for hold in [hold for hold in self.holds.values() if hold.state is not HoldState.FREEING]:
+            was_held = hold.state in AT_REST
             self.offers.close(hold)
             if hold.readers:
+                self.totals["ended_by_pause"] += was_held
                 self.let_go(hold, functools.partial(self._answer_unavailable, hold.req, PAUSED))
                 continue
-            if hold.state is not HoldState.RETURNING and hold.state is not HoldState.LEAVING:
+            if was_held:
                 hold.move(HoldState.RETURNING)
+            self.totals["resumed_by_pause"] += was_held
             self.end(hold)
             returned.append(hold.req)
-        self.totals["resumed_by_pause"] += len(returned)
         return returned
 
     def _answer_unavailable(self, req: Any, reason: str) -> None:
@@ -115,8 +119,8 @@ class Holder:
             if hold.state is HoldState.LEAVING:
                 host.finish_with_next_step(hold.req)
             elif hold.state is not HoldState.FREEING:
+                self.totals["aborted"] += hold.state in AT_REST  # else it has been resumed, or was not held at all
                 self.let_go(hold, functools.partial(host.end_aborted, self._scheduler, hold.req, "Aborted"))
-                self.totals["aborted"] += 1
         return len(met)
 
     # -- each pass -----------------------------------------------------------------------------------------------------
@@ -138,6 +142,7 @@ class Holder:
         )
         for hold, timed_out, ran_too_long in zip(resting, over, over[len(resting) :], strict=False):
             if ran_too_long:
+                self.totals["timed_out"] += 1
                 self.let_go(hold, functools.partial(self._answer_unavailable, hold.req, LATE))
             elif timed_out:
                 self.resume(hold, "time")

@@ -91,7 +91,7 @@ class Leaving:
             holder.end(hold)
         elif req.to_finish is not None:
             holder.let_go(hold, functools.partial(host.end_aborted, self._scheduler, req, "Aborted"))
-            holder.totals["aborted"] += 1
+            holder.totals["finished"] += 1
         elif req.kv_committed_len != hold.kv_tokens or req.kv.kv_allocated_len != hold.kv_tokens:
             logger.error("pla_sglang: %s is not at a step boundary and goes on", req.rid)
             self._turn_back(hold, "it is not at a step boundary")
