@@ -1,0 +1,1 @@
+"""The property bench of requests that move: ``python -m bench hops``."""

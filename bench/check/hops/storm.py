@@ -1,0 +1,213 @@
+"""One part of a setting: answers of requests that are left alone, then the same ones with all that befalls them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from bench.check.hops.instances import Instances
+from bench.check.hops.judge import Reference, Row, judge_body, judge_rides, make_references
+from bench.check.hops.plans import ENDS, Event, Life, plan_lives
+from bench.check.hops.rider import STEP_LIMIT_S, Ride, Rider
+from bench.check.hops.settings import ENGINES, Setting
+from bench.check.leftovers import abort_request, read_series, wait_until_at_rest
+from bench.harness import servers
+from pla_sglang.testing.server import fetch
+
+AT_ONCE = 24  # requests that run at a time
+DRAINED_S, APART_S = 0.6, 0.3
+ROUTER = servers.Router("pla", "round-robin", ("--migration", "on"))
+PREFIX = "hops"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """So many requests of one model under a setting; ``number``: which of its parts."""
+
+    setting: Setting
+    model: str
+    number: int
+    requests: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.setting.name}-{self.model}-{self.number}-{self.seed}"
+
+    def plan(self) -> list[Life]:
+        return plan_lives(self.requests, self.model, instances=ENGINES, seed=self.name)
+
+
+@contextlib.contextmanager
+def environment(pairs: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Of processes that are started within."""
+    before = {name: os.environ.get(name) for name, _ in pairs}
+    os.environ.update(pairs)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+async def run_part(part: Part, described: Mapping[str, Any], on_done: Callable[[], None]) -> Row:
+    """Counts and what is left behind. Raises ServerError."""
+    async with open_session() as http:
+        instances = Instances(http, described, part.name)
+        await instances.tell_peers()
+        lives = part.plan()
+        references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{part.name}")
+        before = await instances.wait_until_at_rest()  # which empties the caches
+        rides = await ride_all(instances, lives, f"{PREFIX}-{part.name}", on_done)
+        left = await instances.wait_until_at_rest()
+    row = judge_rides(rides, references)
+    return row | {"reference_errors": errors[:5], "references_wrong": len(errors), "leftovers": before + left}
+
+
+def open_session() -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, trust_env=False)
+
+
+async def ask_references(
+    instances: Instances, lives: Sequence[Life], prefix: str, *, marked: bool = True
+) -> tuple[dict[str, Reference], list[str]]:
+    """Each body once, at the first instance, where nothing befalls it; ``marked``: as a stream that says its tokens."""
+    alone = {life.body.key: Life(index, life.body, (), 0, marked=marked) for index, life in enumerate(lives)}
+    return make_references(await ride_all(instances, list(alone.values()), prefix, lambda: None))
+
+
+async def ride_all(instances: Instances, lives: Sequence[Life], prefix: str, on_done: Callable[[], None]) -> list[Ride]:
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def ride(life: Life) -> Ride:
+        async with places:
+            done = await Rider(instances, life, prefix).run()
+        on_done()
+        return done
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ride(life)) for life in lives]
+    return [task.result() for task in tasks]
+
+
+# -- through a router that drains instance after instance --------------------------------------------------------------
+
+
+async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_done: Callable[[], None]) -> Row:
+    """As ``run_part``; it is the router at ``url`` that moves what runs at an instance which drains."""
+    lives = part.plan()
+    before = fetch(f"{url}/metrics")
+    async with open_session() as http:
+        instances = Instances(http, described, part.name)
+        references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{part.name}", marked=False)
+        await instances.wait_until_at_rest()
+        counts, wrong = await _storm_router(http, url, lives, references, on_done)
+        rest = await wait_until_at_rest({"url": url, **described})
+        left = [*rest.details, *await instances.wait_until_at_rest()]
+    after = fetch(f"{url}/metrics")
+    moved, failures = (
+        sum_series(after, name) - sum_series(before, name)
+        for name in ("pla_router_moves_total", "pla_router_move_failures_total")
+    )
+    names = ("whole", "aborted", "left", "failed", "tokens", "redos", "tokens_wrong", "bytes_wrong")
+    return {
+        "requests": len(lives),
+        **{name: counts.pop(name, 0) for name in names},
+        "hops": int(moved),
+        "resumes": 0,
+        "events": {**counts, "move_failures": int(failures)},
+        "pauses_s": [],
+        "ledger_balanced": rest.ledger_balanced and rest.gauges_zero,
+        "wrong_by_kind": {},
+        "errors": wrong[:5],
+        "reference_errors": errors[:5],
+        "references_wrong": len(errors),
+        "leftovers": left,
+    }
+
+
+async def _storm_router(
+    http: aiohttp.ClientSession,
+    url: str,
+    lives: Sequence[Life],
+    references: Mapping[str, Reference],
+    on_done: Callable[[], None],
+) -> tuple[Counter[str], list[str]]:
+    places, counts, wrong = asyncio.Semaphore(AT_ONCE), Counter[str](), list[str]()
+
+    async def send(life: Life) -> None:
+        async with places:
+            ended, events = await send_life(http, url, life)
+        on_done()
+        counts[ended.partition(":")[0]] += 1
+        if ended != "whole":
+            wrong.extend([f"life {life.index}: {ended}"] if ended.startswith("failed") else [])
+            return
+        tokens, text = judge_body(life.body, events, references[life.body.key])
+        counts["tokens_wrong"] += tokens
+        counts["bytes_wrong"] += text
+        counts["tokens"] += len(references[life.body.key].ids)
+        if tokens or text:
+            wrong.append(f"life {life.index} ({life.body.kind}): {tokens} tokens and {text} bytes wrong")
+
+    drains = asyncio.create_task(drain_in_turns(http, url))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for life in lives:
+                group.create_task(send(life))
+    finally:
+        drains.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await drains
+    return counts, wrong
+
+
+async def send_life(http: aiohttp.ClientSession, url: str, life: Life) -> tuple[str, list[bytes]]:
+    """How it ended, and the events of its answer. Of what befalls it, only its end is the client's to decide."""
+    rid, data = f"{PREFIX}-{life.index:06d}", b""
+    end = life.events[-1] if life.ends_early else None
+    try:
+        async with asyncio.timeout(STEP_LIMIT_S * 2):
+            async with http.post(url + life.body.path, json=life.body.encode(rid, None)) as response:
+                async for chunk in response.content.iter_any():
+                    data += chunk
+                    if end is not None and data.count(b"\n\n") >= end[0]:
+                        if end[1] in (Event.LEAVE, Event.LEAVE_HELD):
+                            return "left", []
+                        await abort_request(http, url, rid)
+                        end = None
+                if response.status != 200:
+                    return f"failed: status {response.status}: {data[:200]!r}", []
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        return f"failed: {error!r}", []
+    if life.ends_early and life.events[-1][1] in ENDS and end is None:
+        return "aborted", []
+    return "whole", [event for event in data.split(b"\n\n") if event]
+
+
+async def drain_in_turns(http: aiohttp.ClientSession, url: str) -> None:
+    """Until cancelled; at the end every instance serves again."""
+    for number in itertools.cycle(range(ENGINES)):
+        try:
+            async with http.post(f"{url}/workers/{number}/drain", json={}):
+                await asyncio.sleep(DRAINED_S)
+        finally:
+            async with http.post(f"{url}/workers/{number}/undrain", json={}):
+                pass
+        await asyncio.sleep(APART_S)
+
+
+def sum_series(metrics: str, name: str) -> float:
+    return sum(value for series, value in read_series(metrics).items() if series.partition("{")[0] == name)
