@@ -22,7 +22,7 @@ class FakeSender:
     aborted = cleared = False
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted, self.outcome = True, Outcome.FAILED
 
     def clear(self) -> None:
         self.cleared = True
@@ -215,7 +215,7 @@ class HopScene:
             joining = [req for req in self.last.reqs if not req.finished() and req is not self.scheduler.chunked_req]
             self.running.reqs += joining
             self.last = None
-        self.running.reqs += self.hops.holder.take_returning(4)
+        self.running.reqs += self.hops.holder.take_returning(4, lambda req: True)
         self.running.reqs = [req for req in self.running.reqs if not req.finished()]
 
     def decode(self) -> None:

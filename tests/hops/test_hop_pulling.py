@@ -138,6 +138,8 @@ def test_a_fault_in_sending_leaves_it_held(scene: HopScene, held: HopRequest, ca
 
     scene.scheduler.send_kv_chunk = fail
     scene.ask()
+    assert state_of(scene) is HoldState.SENDING, "other ranks have sent it: it has failed when all know"
+    scene.before()
     assert state_of(scene) is HoldState.HELD
     assert "no link" in caplog.text
     assert scene.hops.holder.offers.failed == 1

@@ -17,7 +17,7 @@ class FakeSender:
         self.aborted = self.cleared = False
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted, self.outcome = True, Outcome.FAILED
 
     def clear(self) -> None:
         self.cleared = True

@@ -100,3 +100,39 @@ def test_a_leg_of_a_failed_or_forgotten_peer_ends(state: PeerState | None, statu
     assert leg.kv_receiver.aborts == 1
     assert leg.pla_status == status
     assert (why or "not told any more") in queue.kv_manager.failures[5]
+
+
+class OtherRank:
+    """What another rank says of each leg: it is the one that has lost ``lost``."""
+
+    def __init__(self, lost: int | None) -> None:
+        self.lost = lost
+        self.votes = 0
+
+    def agree(self, flags: Any) -> list[bool]:
+        self.votes += 1
+        return [flag and place != self.lost for place, flag in enumerate(flags)]
+
+
+@pytest.mark.parametrize(("own", "other", "asked"), [(None, None, []), (0, None, [0]), (None, 1, [1]), (0, 1, [0, 1])])
+def test_all_ranks_ask_again_for_what_one_has_lost(own: int | None, other: int | None, asked: list[int]) -> None:
+    from sglang.srt.disaggregation.base import KVPoll
+
+    queue, rank = queue_with(), OtherRank(other)
+    queue.agree, queue.queue = rank.agree, [entry(), entry()]
+    for place, leg in enumerate(queue.queue):
+        leg.waiting_for_input = True
+        leg.kv_receiver.conclude_state = KVPoll.Failed if place == own else None
+    queue._doubt_failed()
+    assert [place for place, leg in enumerate(queue.queue) if not leg.waiting_for_input] == asked
+
+
+def test_ranks_do_not_vote_where_all_will_ask() -> None:
+    queue, rank = queue_with(), OtherRank(None)
+    queue.agree, queue.queue = rank.agree, []
+    queue._doubt_failed()
+    queue.queue = [entry(), entry()]
+    for leg, waits in zip(queue.queue, (True, False), strict=True):
+        leg.waiting_for_input, leg.kv_receiver.conclude_state = waits, None
+    queue._doubt_failed()
+    assert rank.votes == 0

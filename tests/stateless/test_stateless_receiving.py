@@ -102,6 +102,7 @@ class Bench:
             quarantine=self.quarantine,
             book=self.book,
             acknowledged=acknowledged,  # type: ignore[arg-type]
+            agree=lambda flags: flags,
         )
         self.freed: list[str] = []
         self.answers: list[tuple[str, str]] = []
@@ -146,7 +147,7 @@ def test_no_more_join_than_the_running_batch_has_places(bench: Bench, monkeypatc
 
     monkeypatch.setattr("pla_sglang.engine.stateless.receiving.admit_received", admit)
     bench.receiver.ready = [FakeRequest(rid) for rid in "abc"]
-    bench.receiver.admit(FakeBatch(FakeRequest("running")))
+    bench.receiver.admit(FakeBatch(FakeRequest("running")), lambda req: True)
     assert (joined, [req.rid for req in bench.receiver.ready]) == (["a"], ["b", "c"])
 
 
@@ -230,6 +231,7 @@ class FakeEnd:
 def engine_of_fakes() -> StatelessEngine:
     engine = object.__new__(StatelessEngine)
     engine.faults = 0
+    engine._agree = lambda flags: flags
     engine.sender = engine.receiver = FakeEnd()  # type: ignore[assignment]
     engine.hops, engine.redone = NO_HOPS, 0
     return engine
@@ -258,6 +260,30 @@ def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.Mon
     req.bootstrap_host, req.bootstrap_port = "127.0.0.1", 9000
     assert engine.takes(req)
     assert (forgotten, answers, engine.faults) == (["a", "a"], [500], 1)
+
+
+@pytest.mark.parametrize(
+    ("others", "status", "faults"), [((False, True), 500, 1), ((True, False), 410, 0), ((False, False), 500, 1)]
+)
+def test_what_befell_another_rank_befalls_all(
+    monkeypatch: pytest.MonkeyPatch, others: tuple[bool, bool], status: int, faults: int
+) -> None:
+    """Another rank could not take a leg over, or has heard that it was given up. Whole requests need no such vote."""
+    engine, answers, added = engine_of_fakes(), list[int](), list[str]()
+    engine.refused = 0
+    engine._scheduler, engine.book = ACCEPTING, PeerBook("127.0.0.1", 9000)
+    engine._agree = lambda flags: [own and other for own, other in zip(flags, others, strict=True)]
+    forgotten: list[str] = []
+    engine.sender.add = lambda req, now_s: added.append(req.rid)  # type: ignore[method-assign]
+    engine.sender.forget = lambda req: forgotten.append(req.rid)  # type: ignore[method-assign]
+    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    leg = FakeRequest("leg")
+    leg.bootstrap_host, leg.bootstrap_port = "127.0.0.1", 9000
+    assert engine.takes(leg)
+    assert (added, answers, engine.faults) == (["leg"], [status], faults)
+    assert forgotten == ["leg", "leg"], "by both ends"
+    assert not engine.takes(FakeRequest("whole"))
+    assert len(answers) == 1
 
 
 def test_what_comes_back_to_the_queue_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

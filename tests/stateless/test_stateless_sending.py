@@ -11,7 +11,7 @@ from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.legs import SendState
 from pla_sglang.engine.stateless.quarantine import Quarantine
-from pla_sglang.engine.stateless.sending import Sender
+from pla_sglang.engine.stateless.sending import GivenUpError, Sender
 
 
 class Bench:
@@ -263,7 +263,10 @@ def test_an_exception_while_sending_ends_that_leg_alone(bench: Bench, monkeypatc
     batch = FakeBatch(req)
     bench.turn(batch, None)
     bench.result(FakeBatch(req))
-    assert bench.answers == [("a", "its KV could not be sent")]
+    assert bench.answers == [], "other ranks have sent it: it ends when all know"
+    assert bench.queue.kv_manager.failure_records == {1: "its KV could not be sent"}
+    bench.turn(None, batch)
+    assert [rid for rid, _ in bench.answers] == ["a"]
     assert bench.state(other) is SendState.QUEUED
 
 
@@ -271,11 +274,21 @@ def test_a_leg_that_comes_after_its_decode_leg_gave_up(bench: Bench) -> None:
     """An abort may overtake the request. Its room is answered once and then forgotten."""
     manager = bench.queue.kv_manager
     manager.request_status[1], manager.transfer_infos[1] = "failed", {}
-    req = bench.add("a")
-    [(_, reason)] = bench.answers
-    assert "its decode leg has given up" in reason
-    assert (bench.sender.legs, manager.request_status, manager.transfer_infos) == ({}, {}, {})
+    req = FakeRequest("a")
+    with pytest.raises(GivenUpError):
+        bench.sender.add(req, 0.0)
     assert req.stream, "untouched"
+    bench.sender.forget(req)
+    assert (bench.sender.legs, manager.request_status, manager.transfer_infos) == ({}, {}, {})
+
+
+def test_a_leg_that_another_rank_has_heard_to_be_given_up(bench: Bench) -> None:
+    """This rank has made a sender for it already, which must not wait for ever."""
+    req, manager = bench.add("a"), bench.queue.kv_manager
+    manager.request_status[1] = "waits"
+    bench.sender.forget(req)
+    assert (req.disagg_kv_sender.aborted, req.disagg_kv_sender.cleared) == (True, True)
+    assert (bench.sender.legs, bench.queue.queue, manager.request_status) == ({}, [], {})
 
 
 def test_a_handshake_that_takes_too_long(bench: Bench) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from pla_sglang.cluster.forking import fork_workers
 from pla_sglang.cluster.zygote import run_engine, run_module
@@ -19,15 +21,25 @@ OURS = "pla_sglang.launch_server"
 
 def main(arguments: Sequence[str]) -> int:
     environment, module, *rest = arguments
-    for name, value in json.loads(environment).items():
+    changes = json.loads(environment)
+    for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    _customize_site(changes)
     if module == OURS:
         return run_engine(rest)
     fork_workers()
     return run_module(module, rest)
+
+
+def _customize_site(changes: Mapping[str, str | None]) -> None:
+    """What a fresh interpreter runs of its PYTHONPATH; the processes forked from here share it."""
+    for folder in (changes.get("PYTHONPATH") or "").split(os.pathsep):
+        site = Path(folder) / "sitecustomize.py"
+        if folder and site.is_file():
+            runpy.run_path(str(site))
 
 
 if __name__ == "__main__":

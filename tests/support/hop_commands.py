@@ -58,10 +58,18 @@ def hops(instance: Instance) -> dict[str, Any]:
     return state
 
 
-def start(instance: Instance, prompt: Prompt, *, new_tokens: int = LONG_ANSWER, **sampling: Any) -> Held:
-    """A request that runs: some of its tokens are there."""
+def start(
+    instance: Instance,
+    prompt: Prompt,
+    *,
+    new_tokens: int = LONG_ANSWER,
+    body: dict[str, Any] | None = None,
+    **sampling: Any,
+) -> Held:
+    """A request that runs: some of its tokens are there. ``body``: further fields of it."""
     rid = f"hop-{next_room()}x"
-    seen, body = Event(), {"input_ids": prompt, "rid": rid, "sampling_params": redo([], new_tokens, **sampling)}
+    seen = Event()
+    body = {"input_ids": prompt, "rid": rid, "sampling_params": redo([], new_tokens, **sampling)} | (body or {})
 
     def read() -> dict[str, Any]:
         events = []

@@ -93,6 +93,8 @@ LOOKED_UP = {
     "less.abort": (_SCHEDULER + "init_request_dispatcher", "self.abort_request"),
     "less.pause": (_SCHEDULER + "init_request_dispatcher", "self.pause_generation"),
     "less.reserve": (_PASS, "PrefillAdder"),
+    "less.lora": (_PASS, "self._can_schedule_lora_req"),
+    "less.lora_turn": (_PASS, "self._can_schedule_lora_req"),
     "less.ride": (_PASS, "new_batch.mix_with_running"),
     "hop.penalties": (_PASS, "new_batch.prepare_for_extend"),
     "less.penalties": (

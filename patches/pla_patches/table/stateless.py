@@ -94,6 +94,23 @@ STATELESS = (
         next_host="Same name; check the parameters.",
     ),
     _subscribe(
+        id="less.lora",
+        target=_SCHEDULER + "_can_schedule_lora_req",
+        hook=Hook.BEFORE,
+        handler="before_can_schedule_lora",
+        why="A request that was received or held waits for a place for its adapter; prefills leave it one.",
+        verify="tests/stateless/test_stateless_adapters.py; tests/e2e/test_stateless_ranks.py",
+        next_host=_SAME,
+    ),
+    _subscribe(
+        id="less.lora_turn",
+        target=_SCHEDULER + "_can_schedule_lora_req",
+        handler="after_can_schedule_lora",
+        why="Such a request is not kept out for ever by prefills of the adapters that are in use.",
+        verify="tests/stateless/test_stateless_adapters.py",
+        next_host=_SAME,
+    ),
+    _subscribe(
         id="less.ride",
         target=_BATCH + "mix_with_running",
         why="As sched.ride, for a request that was admitted with its KV; setting the prefixes twice changes nothing.",

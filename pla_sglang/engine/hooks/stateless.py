@@ -89,6 +89,15 @@ def after_adder_init(result: Any, adder: Any, *args: Any, **kwargs: Any) -> None
         _engine.reserve_growth(adder)
 
 
+def before_can_schedule_lora(scheduler: Any, req: Any, running_loras: set[str | None]) -> Any:
+    """Prefills leave a place for the adapter of a request whose KV is here, and that waits for one."""
+    return (scheduler, req, scheduler.pla_stateless.adapters.reserve(req, running_loras)), {}
+
+
+def after_can_schedule_lora(fits: bool, scheduler: Any, req: Any, running_loras: set[str | None]) -> bool:
+    return fits and scheduler.pla_stateless.adapters.may_prefill(req)
+
+
 def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
     riders.set_rider_prefixes(batch, running_batch)
 

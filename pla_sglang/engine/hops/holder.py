@@ -16,6 +16,7 @@ from typing import Any
 from pla_sglang.engine.hops.offers import Offers
 from pla_sglang.engine.hops.states import AT_REST, Hold, HoldState
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.adapters import split_joining
 
 LATE = "Request running timeout reached."
 PAUSED = "The engine was paused for new weights while the KV of this request was on its way."
@@ -68,9 +69,10 @@ class Holder:
         hold.move(HoldState.RETURNING)
         self.totals[f"resumed_by_{why}"] += 1
 
-    def take_returning(self, places: int) -> list[Any]:
-        """At most ``places`` requests that join the running batch now: the host's from here on."""
-        joining = [hold for hold in self._in(HoldState.RETURNING) if hold.readers == 0][: max(0, places)]
+    def take_returning(self, places: int, may_join: Callable[[Any], bool]) -> list[Any]:
+        """At most ``places`` requests that ``may_join`` the running batch now: the host's from here on."""
+        unread = [hold for hold in self._in(HoldState.RETURNING) if hold.readers == 0]
+        joining, _ = split_joining(unread, places, lambda hold: may_join(hold.req))
         for hold in joining:
             self.end(hold)
         return [hold.req for hold in joining]

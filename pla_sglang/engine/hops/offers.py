@@ -86,7 +86,7 @@ class Offers:
             self._scheduler.send_kv_chunk(hold.shadow, last_chunk=True, end_idx=None)
         except Exception:
             logger.exception("pla_sglang: sending the KV of held request %s", hold.req.rid)
-            self._fail(hold)
+            hold.shadow.disagg_kv_sender.abort()  # it has failed when all ranks have seen that
 
     def _fail(self, hold: Hold) -> None:
         """The request stays held. It can be asked for again under another room, which only a hold command gives it."""

@@ -15,6 +15,7 @@ from pla_sglang.config import PlaConfig
 from pla_sglang.engine.hops.beginning import Begun, begin
 from pla_sglang.engine.hops.parts import Hops
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.adapters import AdapterPlaces
 from pla_sglang.engine.stateless.admission import admit_received
 from pla_sglang.engine.stateless.build import build_ends
 from pla_sglang.engine.stateless.fence import Acknowledged
@@ -24,7 +25,7 @@ from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError
 from pla_sglang.engine.stateless.quarantine import Quarantine
 from pla_sglang.engine.stateless.receiving import Receiver
 from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
-from pla_sglang.engine.stateless.sending import Sender
+from pla_sglang.engine.stateless.sending import GivenUpError, Sender
 from pla_sglang.engine.stateless.series import LegSeries
 from pla_sglang.engine.stateless.warming import Warmer
 from pla_sglang.errors import RefusedRequestError
@@ -55,6 +56,8 @@ class StatelessEngine:
         ends.receiving.cap_tokens = int(config.receive_share * scheduler.max_total_num_tokens)
         ends.receiving.cap_requests = max(1, int(config.receive_share * scheduler.req_to_token_pool.size))
         agree = functools.partial(host.all_ranks_agree, scheduler)
+        self._agree = ends.receiving.agree = agree
+        self.adapters = AdapterPlaces(scheduler)
         self.quarantine = Quarantine(agree)
         self.sender = Sender(
             scheduler,
@@ -70,6 +73,7 @@ class StatelessEngine:
             quarantine=self.quarantine,
             book=self.book,
             acknowledged=Acknowledged(manager.server_socket),
+            agree=agree,
         )
         self.hops = Hops(
             scheduler,
@@ -106,20 +110,36 @@ class StatelessEngine:
 
     def takes(self, req: Any) -> bool:
         """Whether ``req`` was taken over as a leg (or refused); else the host queues it."""
-        try:
-            return self._route(req)
-        except Exception:
-            self.faults += 1
-            logger.exception("pla_sglang: taking over request %s", req.rid)
-            for end in (self.sender, self.receiver):
-                end.forget(req)
-            if not req.finished():
-                self._refuse(req, "the leg could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
-            return True
-
-    def _route(self, req: Any) -> bool:
         if kind_of(req) is not None:
             return False  # it comes back: retracted, or from a grammar's queue. A decode leg has become a whole request
+        taken, sound, wanted = True, True, True
+        try:
+            taken = self._route(req)
+        except GivenUpError:
+            wanted = False
+        except Exception:
+            logger.exception("pla_sglang: taking over request %s", req.rid)
+            sound = False
+        if req.bootstrap_host is not None:
+            # What befell one rank, all do: a leg that some have and others not would hold them up in every later pass.
+            sound, wanted = self._agree([sound, wanted])
+        if not sound:
+            self.faults += 1
+            self._let_go(req, "the leg could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
+        elif not wanted:
+            reason = f"room {req.bootstrap_room} is not known any more: its decode leg has given up"
+            self._let_go(req, reason, HTTPStatus.GONE)
+        return taken
+
+    def _let_go(self, req: Any, reason: str, status: HTTPStatus) -> None:
+        """Of a request that some rank could not take over."""
+        for end in (self.sender, self.receiver):
+            end.forget(req)
+        if not req.finished():
+            self._refuse(req, reason, status)
+
+    def _route(self, req: Any) -> bool:
+        """Raises GivenUpError."""
         try:
             kind = self.book.kind_of(req.bootstrap_host, req.bootstrap_port)
         except UntoldPeerError as error:
@@ -205,10 +225,12 @@ class StatelessEngine:
             self._attempt(lambda: self._forget_rooms(now_s), "forgetting rooms")
             self._attempt(self._show_series, "showing series")
         try:
-            returning = self.hops.holder.take_returning(self._scheduler.max_running_requests - len(running_batch.reqs))
+            self.adapters.count_used(running_batch, last_batch)
+            places = self._scheduler.max_running_requests - len(running_batch.reqs)
+            returning = self.hops.holder.take_returning(places, self.adapters.take)
             if returning:
                 running_batch = admit_received(self._scheduler, returning, running_batch)
-            return self.receiver.admit(running_batch)
+            return self.receiver.admit(running_batch, self.adapters.take)
         except Exception:
             self._on_fault("admitting received requests")
             return running_batch

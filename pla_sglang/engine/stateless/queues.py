@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransfer
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 
 from pla_sglang.engine.stateless.peers import FAILED, PeerBook, PeerState
+from pla_sglang.engine.stateless.quarantine import Agree
 from pla_sglang.engine.stateless.warming import Warmer
 
 
@@ -42,6 +43,7 @@ class ReceiveQueue(DecodePreallocQueue):
         held_tokens, held_requests: what transfers and ready requests hold, those of the present call excluded.
         count_set_aside: requests that are held here and may go on.
         cap_tokens, cap_requests: what the receiving end may hold; one request alone may exceed the first.
+        agree: what all ranks say together about each flag.
     """
 
     book: PeerBook
@@ -51,6 +53,7 @@ class ReceiveQueue(DecodePreallocQueue):
     count_set_aside: Callable[[], int] = staticmethod(lambda: 0)
     cap_tokens: int
     cap_requests: int
+    agree: Agree = staticmethod(lambda flags: flags)
     queue: list[Any]
     _fresh_tokens = 0
     _fresh_requests = 0
@@ -63,11 +66,24 @@ class ReceiveQueue(DecodePreallocQueue):
 
     def _update_handshake_waiters(self, *args: Any, **kwargs: Any) -> None:
         """As the host's, which answers every failure with 500."""
+        self._doubt_failed()
         super()._update_handshake_waiters(*args, **kwargs)
         for entry in self.queue:
             status = getattr(entry, "pla_status", None)
             if status is not None and entry.req.finished():
                 entry.req.finished_reason.status_code = status
+
+    def _doubt_failed(self) -> None:
+        """Legs that have failed on any rank are asked again, on all of them.
+
+        The host asks once more only where it knows of a failure, and then with all ranks. A connection that is lost, or
+        a time-out, is known to one rank first: the others would not come to that poll, and nobody would go on.
+        """
+        if not self.queue or not all(entry.waiting_for_input for entry in self.queue):
+            return  # the host asks: all ranks know as much
+        fine = self.agree([entry.kv_receiver.conclude_state != KVPoll.Failed for entry in self.queue])
+        for entry, sound in zip(self.queue, fine, strict=True):
+            entry.waiting_for_input = sound
 
     def _pre_alloc(self, req: Any, *args: Any, **kwargs: Any) -> Any:
         indices = super()._pre_alloc(req, *args, **kwargs)

@@ -12,11 +12,12 @@ from typing import Any
 from pla_sglang.engine.hops.beginning import came_with_its_kv
 from pla_sglang.engine.hops.pulls import announce_pull
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.adapters import split_joining
 from pla_sglang.engine.stateless.admission import admit_received
 from pla_sglang.engine.stateless.fence import Acknowledged
 from pla_sglang.engine.stateless.legs import goes_on
 from pla_sglang.engine.stateless.peers import Peer, PeerBook
-from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.quarantine import Agree, Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Receiver:
     Args:
         queue: legs without memory yet (queues.ReceiveQueue).
         transfers: legs whose KV is on its way (queues.TransferQueue).
+        agree: what all ranks say together about each flag.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Receiver:
         quarantine: Quarantine,
         book: PeerBook,
         acknowledged: Acknowledged,
+        agree: Agree,
     ) -> None:
         self._scheduler = scheduler
         self._queue = queue
@@ -45,6 +48,7 @@ class Receiver:
         self._quarantine = quarantine
         self._book = book
         self._acknowledged = acknowledged
+        self._agree = agree
         self.ready: list[Any] = []  # KV is here; owned by this list until they are admitted
         self.received = self.failed = self.pulled = 0
         queue.held_tokens = self.count_held_tokens
@@ -57,7 +61,11 @@ class Receiver:
             req.time_stats.set_decode_prealloc_queue_entry_time()
 
     def forget(self, req: Any) -> None:
-        """A request that could not be taken over: it holds nothing."""
+        """A request that could not be taken over, on this rank or another: it holds nothing."""
+        for entry in (entry for entry in self._queue.queue if entry.req is req):
+            entry.kv_receiver.abort()
+            entry.kv_receiver.clear()
+            self._queue.kv_manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(req.bootstrap_room)
         self._queue.queue = [entry for entry in self._queue.queue if entry.req is not req]
         self._queue.pending_reqs = [entry for entry in self._queue.pending_reqs if entry.req is not req]
 
@@ -95,12 +103,13 @@ class Receiver:
             for entry in self._transfers.take_failed():
                 self._fail(entry)
 
-    def admit(self, running_batch: Any) -> Any:
-        """The running batch with as many of the ready requests as it has places for."""
+    def admit(self, running_batch: Any, may_join: Callable[[Any], bool]) -> Any:
+        """The running batch with as many of the ready requests as it has places for, of those that ``may_join``."""
         places = self._scheduler.max_running_requests - len(running_batch.reqs)
-        if not self.ready or places <= 0:
+        joining, waiting = split_joining(self.ready, places, may_join)
+        if not joining:
             return running_batch
-        joining, self.ready = self.ready[:places], self.ready[places:]
+        self.ready = waiting
         return admit_received(self._scheduler, joining, running_batch)
 
     # -- giving up ---------------------------------------------------------------------------------------------------
@@ -146,7 +155,8 @@ class Receiver:
         logger.warning("pla_sglang: %s", reason)
         receiver.abort()  # tells the sender, unless that was done
         status = HTTPStatus.INTERNAL_SERVER_ERROR
-        if self._acknowledged.is_refused(req.bootstrap_room):
+        [served] = self._agree([not self._acknowledged.is_refused(req.bootstrap_room)])
+        if not served:  # on some rank
             status, reason = HTTPStatus.GONE, f"room {req.bootstrap_room} is not held at {receiver.bootstrap_addr}"
         if not req.finished():
             host.end_with_error(self._scheduler, req, reason, status)

@@ -19,10 +19,15 @@ from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.legs import SendLeg, SendState
 from pla_sglang.engine.stateless.quarantine import Quarantine
 from pla_sglang.engine.stateless.rooms import forget_room
+from pla_sglang.errors import PlaError
 
 logger = logging.getLogger(__name__)
 
 ABORTED = "Aborted"
+
+
+class GivenUpError(PlaError):
+    """The decode leg of a prefill leg that comes now has given up already."""
 
 
 def _ends_with_its_transfer(new_accepted_len: int = 1) -> None:
@@ -53,16 +58,16 @@ class Sender:
     # -- a leg comes -----------------------------------------------------------------------------------------------
 
     def add(self, req: Any, now_s: float) -> None:
-        """Take over a request whose KV is wanted elsewhere."""
+        """Take over a request whose KV is wanted elsewhere.
+
+        Raises:
+            GivenUpError: on this rank, and then it is to be refused on all.
+        """
         scheduler = self._scheduler
         if scheduler._abort_on_queued_limit(req):
             return
         if host.has_failed(self._queue.kv_manager, req.bootstrap_room):
-            self.failed += 1
-            self._forget_room(req.bootstrap_room)
-            reason = f"room {req.bootstrap_room} is not known any more: its decode leg has given up"
-            host.end_with_error(scheduler, req, reason, HTTPStatus.GONE)
-            return
+            raise GivenUpError
         req.update_finish_state = _ends_with_its_transfer
         req.stream = False  # one answer, when the KV is gone
         self._queue.add(req, scheduler.model_config.num_key_value_heads)
@@ -71,9 +76,12 @@ class Sender:
             self.legs[id(req)] = SendLeg(req, now_s)
 
     def forget(self, req: Any) -> None:
-        """A request that could not be taken over: it holds nothing."""
+        """A request that could not be taken over, on this rank or another: it holds nothing."""
         self._queue.queue = [other for other in self._queue.queue if other is not req]
-        self.legs.pop(id(req), None)
+        if self.legs.pop(id(req), None) is not None:
+            req.disagg_kv_sender.abort()
+            req.disagg_kv_sender.clear()
+        self._forget_room(req.bootstrap_room)
 
     def is_leg(self, req: Any) -> bool:
         return id(req) in self.legs
@@ -179,9 +187,7 @@ class Sender:
             self._scheduler.send_kv_chunk(leg.req, last_chunk=end is None, end_idx=end)
         except Exception:
             logger.exception("pla_sglang: sending the KV of %s", leg.req.rid)
-            leg.given_up = leg.given_up or "its KV could not be sent"
-            if leg.state is SendState.SENDING:
-                self._leave(leg, leg.given_up)
+            self._fail_transfer(leg, "its KV could not be sent")  # it ends when all ranks have seen that
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 

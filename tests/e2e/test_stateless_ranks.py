@@ -1,0 +1,110 @@
+"""Two stateless instances of two ranks each, with LoRA adapters and pages of 16 tokens.
+
+Ranks that did not agree on a leg, a budget or a hold would hang in the collectives of a pass, or free what the other
+keeps. Three adapters and none share two places of a batch, so legs and held requests also wait for adapters. The
+second batches by length and does not overlap, the first does both otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hop_commands import Instance, hold, hops, pull, redo
+from support.lora import TARGETS, make_adapter
+from support.serving import Client, Prompt, outputs, until
+from support.stateless_pair import Pair
+
+from pla_sglang.testing.server import Server
+
+pytestmark = pytest.mark.e2e
+
+UNPINNED = Path(__file__).parent.parent / "support" / "unpinned"
+ADAPTERS = ("red", "blue", "green")
+BODIES: tuple[dict[str, Any], ...] = ({}, *({"lora_path": name} for name in ADAPTERS))
+NEW_TOKENS = 8
+MOVED_TOKENS = 40
+CROWD_TOKENS = 70
+POOL_TOKENS = 1280
+COMMON = (
+    *("--device", "cpu", "--tp-size", "2", "--page-size", "16", "--pla-stateless", "--enable-metrics"),
+    *("--disaggregation-transfer-backend", "nixl", "--chunked-prefill-size", "64"),
+    *("--max-total-tokens", str(POOL_TOKENS), "--num-reserved-decode-tokens", "16"),
+    *("--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", "4", "--max-loras-per-batch", "2"),
+    *("--lora-target-modules", *TARGETS),
+)
+FIRST = ("--prefill-disagg", "temporal", "--pla-boundary", "32", "--enable-mixed-chunk")
+SECOND = ("--prefill-disagg", "dopd", "--disable-overlap-schedule")
+# SGLang's guess of how long outputs get; far too low, so that the pool runs out while decoding.
+ENV = {"SGLANG_INIT_NEW_TOKEN_RATIO": "0.05", "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0.1", "PYTHONPATH": str(UNPINNED)}
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model: Callable[[str], Path],
+    forked: Callable[..., Server],
+    serving: Callable[..., Any],
+) -> Iterator[Pair]:
+    pytest.importorskip("nixl", reason="KV transfer needs NIXL")
+    model, folder = tiny_model("float32"), tmp_path_factory.mktemp("adapters")
+    paths = [f"{name}={make_adapter(folder / name, model, seed=seed)}" for seed, name in enumerate(ADAPTERS)]
+    flags = (*COMMON, "--lora-paths", *paths)
+    first, second = (forked(model, (*flags, *own), env=ENV, stop_timeout_s=0.5) for own in (FIRST, SECOND))
+    with serving(first, second):
+        made = Pair(Instance("first", Client(first)), Instance("second", Client(second)))
+        made.tell()
+        yield made
+
+
+def test_legs_both_ways_and_whole_requests_of_every_adapter(pair: Pair, prompts: list[Prompt]) -> None:
+    """More adapters are asked for than a batch has places: legs whose KV is here wait for one."""
+    questions = [(prompt, body) for body in BODIES for prompt in prompts[2:6]]
+    alone = [
+        answer
+        for body in BODIES
+        for answer in outputs(pair.first.client.submit(prompt, NEW_TOKENS, **body) for prompt in prompts[2:6])
+    ]
+    assert len({tuple(map(tuple, alone[start : start + 4])) for start in range(0, 16, 4)}) == 4, "adapters do nothing"
+    there = [pair.submit(pair.first, pair.second, prompt, NEW_TOKENS, **body) for prompt, body in questions]
+    back = [pair.submit(pair.second, pair.first, prompt, NEW_TOKENS, **body) for prompt, body in questions]
+    whole = [
+        instance.client.submit(prompt, NEW_TOKENS, **body)
+        for instance in (pair.first, pair.second)
+        for prompt, body in questions
+    ]
+    for answers in ([decode for _, decode in there], [decode for _, decode in back], whole[:16], whole[16:]):
+        assert outputs(answers) == alone
+    pair.assert_at_rest()
+
+
+def test_a_request_with_an_adapter_is_held_pulled_and_computed_again(pair: Pair, prompts: list[Prompt]) -> None:
+    for source, target in ((pair.first, pair.second), (pair.second, pair.first)):
+        whole = source.client.ask(prompts[4], MOVED_TOKENS, lora_path="blue")["output_ids"]
+        held, room, answer = hold(source, prompts[4], new_tokens=MOVED_TOKENS, body={"lora_path": "blue"})
+        so_far = whole[: answer["tokens"]]
+        body = pull(source, room, so_far, MOVED_TOKENS)
+        again = target.client.submit(
+            prompts[4], MOVED_TOKENS, lora_path="blue", sampling_params=redo(so_far, MOVED_TOKENS)
+        )
+        pulled = target.client.submit(prompts[4], MOVED_TOKENS, lora_path="blue", **body)
+        assert outputs([pulled, again]) == [whole, whole]
+        until(lambda source=source: hops(source)["by_state"] == {"sent": 1}, what="a request that was sent and is held")
+        assert held.tell("resume", room) == {"status": "resumed"}
+        assert held.ended.result()["output_ids"] == whole
+    pair.assert_at_rest()
+
+
+def test_requests_that_are_retracted_come_back(pair: Pair, prompts: list[Prompt]) -> None:
+    """Whole requests and decode legs fill the pool of the instance that they decode at, which takes some out again."""
+    bodies = BODIES[:2]
+    for source, target in ((pair.first, pair.second), (pair.second, pair.first)):
+        alone = [target.client.ask(prompts[3], CROWD_TOKENS, **body)["output_ids"] for body in bodies]
+        whole = [target.client.submit(prompts[3], CROWD_TOKENS, **body) for body in bodies * 5]
+        legs = [pair.submit(source, target, prompts[3], CROWD_TOKENS, **body)[1] for body in bodies * 4]
+        assert (outputs(whole), outputs(legs)) == (alone * 5, alone * 4)
+        retracted = sum(request.result()["meta_info"]["num_retractions"] for request in (*whole, *legs))
+        assert retracted > 0, "the pool was never full"
+    pair.assert_at_rest()
