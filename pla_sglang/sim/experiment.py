@@ -112,6 +112,8 @@ class Experiment:
         None, "--forecaster NAME", f"of the load: {', '.join(FORECASTERS)}; default: {DEFAULT_FORECASTER}"
     )
     stateless: bool = True  # ``Setup.stateless``
+    migrates: bool = True  # ``Setup.migrates``
+    conservativeness: float = knob(1.0, allowed=Range(0))  # share of SGLang's reserve for answers that grow
     report_interval_s: float = 0.25
     host: HostKnobs = NO_HOST  # what real hosts add; ``python -m bench fidelity`` measures it
 
@@ -209,6 +211,8 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
             slots=experiment.slots,
             mixed=experiment.mixed,
             answers=experiment.answers,
+            growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
+            growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),
         ),
         network=NetworkKnobs(experiment.bandwidth_bytes_per_s),
         flip=experiment.flip,
@@ -248,6 +252,7 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         mean_context_tokens=context,
         riding_tokens=riding_tokens(experiment.engine, experiment.chunk_tokens) if experiment.mixed else None,
         stateless=experiment.stateless,
+        migrates=experiment.migrates,
         instances_min=experiment.instances_min,
         instances_max=experiment.instances_max or max(64, 2 * experiment.instances),
         plan_interval_s=experiment.plan_interval_s,

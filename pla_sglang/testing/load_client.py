@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -110,12 +110,14 @@ class StreamClient:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.session.close()
 
-    async def stream(self, answer: Answer, body: bytes, start_s: float) -> None:
+    async def stream(
+        self, answer: Answer, body: bytes, start_s: float, *, headers: Mapping[str, str] = _HEADERS
+    ) -> None:
         """Send one request now and time its stream. Never raises for what the network or the server does."""
         clock, raw, times = time.perf_counter, answer.raw, answer.token_s
         answer.sent_s = clock() - start_s
         try:
-            async with self.session.post(f"{self.base_url}/generate", data=body, headers=_HEADERS) as response:
+            async with self.session.post(f"{self.base_url}/generate", data=body, headers=headers) as response:
                 answer.status = response.status
                 async for chunk in response.content.iter_any():
                     times.extend([clock() - start_s] * chunk.count(EVENT))
