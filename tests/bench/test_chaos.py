@@ -76,7 +76,7 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = judging.judge(records, faults, described)
     assert (verdict.completed, verdict.disconnected, verdict.aborted, verdict.failed) == (2, 1, 1, 3)
     assert (verdict.failed_in_flight_at_kill, verdict.failed_by_transfer) == (1, 1)
-    assert (verdict.failed_unexplained, verdict.wrongly_failed) == (1, 2)
+    assert (verdict.failed_unexplained, verdict.unexplained, verdict.wrongly_failed(moves=False)) == (1, 2, 2)
     assert verdict.tokens_wrong == 1
     assert len(verdict.errors) == 2
     retries = {"dispatches": 100.0, "retried_after_transfer": 4.0, "retried_unsent": 1.0}
@@ -85,6 +85,34 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["failed_not_in_flight_at_kill"] == 2
     assert result["transfer_failure_share"] == 0.05
     assert (result["decode_free_after_abort_p99_s"], result["decode_free_after_order_p99_s"]) == (0.25, 0.5)
+
+
+def test_where_requests_move_a_kill_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_kill = HOSTS | {"decided_s": 9.0, "ended_s": 10.1}
+    alone = at_kill | {"detail": "the instance is lost: closed; no other instance can go on with it"}
+    monkeypatch.setattr(judging, "explain_request", lambda url, rid: alone if rid == "chaos-000002" else at_kill)
+    described = {"url": "", "instances": [{"name": "prefill-0", "url": "http://a:1"}]}
+    faults = Faults(described, Path("unused"), aborts={}, kills={})
+    faults.kills.append(KILL)
+    records = [record(index, error) for index, error in enumerate([None, "status 502", "the stream broke"])]
+    verdict = judging.judge(records, faults, described, moves=True)
+    assert (verdict.failed, verdict.failed_in_flight_at_kill, verdict.failed_no_instance) == (2, 1, 1)
+    assert verdict.wrongly_failed(moves=True) == 1
+    assert len(verdict.errors) == 1
+
+
+def test_moves_need_stateless_instances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BENCHES["chaos"].main(["--moves", "--out", str(tmp_path)]) == 2
+    assert "--moves --stateless 0" in capsys.readouterr().err
+    options = BENCHES["chaos"].parse("--moves", "--stateless", "3", "--requests", "10")
+    arguments = storm.cluster_arguments(options)
+    config = launch_cluster.read_config(arguments).config.to_cluster()
+    assert launch_cluster.read_router_knobs(config).migrates
+    assert storm.name_of(options) == "chaos_moves"
+    counts = dict.fromkeys((*storm.CHAOS_ROWS, *storm.MOVE_ROWS), 3) | dict.fromkeys(storm.CHAOS_CHECKS, True)
+    about = {"killed": ["stateless-0"], "transfer_failure_share": 0.05, "abort_probes": 0}
+    result = vars(options) | counts | about | {"environment": {"hardware": "a cpu", "plugin_commit": "c"}}
+    assert "hops to another instance | 3" in storm.page(result)
 
 
 class Mortal(ChainInstance):

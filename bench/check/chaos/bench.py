@@ -4,7 +4,8 @@ A cluster on an emulated device behind our router gets Poisson arrivals. Some cl
 requests are aborted at their prefill instance, KV transfers fail at random, and one prefill and one decode instance are
 killed by SIGKILL and started again. Afterwards every token of what completed is checked, and nothing may be left:
 ledger, gauges, KV. With ``--stateless N`` all instances serve either phase: aborts go to all of them, the first two
-are killed, and it is measured how soon one that comes back is paired with the others.
+are killed, and it is measured how soon one that comes back is paired with the others. With ``--moves`` the router has
+``--migration on``: then a kill is no reason to fail either, but only that no instance is left.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from bench.harness.figures import panels
 from bench.harness.replay import Planned, Record, Replay, encode_planned, print_figures
 from bench.harness.report import device_conditions, emit, environment, markdown, progress_bar, say, yes_no
 from bench.harness.servers import running_cluster
+from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import percentile
 from pla_sglang.testing.server import fetch
 
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stateless", type=int, default=0, help="instances of either phase; 0: prefill and decode ones"
     )
+    parser.add_argument("--moves", action="store_true", help="stateless instances, whose requests go on elsewhere")
     parser.add_argument("--policy", default="minimal-load")
     parser.add_argument("--kills", type=int, default=2, choices=range(3), help="instances that are killed")
     add_emulated_device(parser, time_scale=4.0)
@@ -59,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def cluster_arguments(options: argparse.Namespace) -> list[str]:
     # The judge asks about each request that fails.
-    router_flags = f"--explain-requests {2 * options.requests} {options.router_args}"
+    moves = "--migration on " if options.moves else ""
+    router_flags = f"--explain-requests {2 * options.requests} {moves}{options.router_args}"
     pairs = ("--prefill", str(options.prefill), "--decode", str(options.decode))
     return [
         *(("--stateless", str(options.stateless)) if options.stateless else pairs),
@@ -120,7 +124,7 @@ def result_of(
     return {
         "requests": requests,
         **dataclasses.asdict(verdict),
-        "failed_not_in_flight_at_kill": verdict.wrongly_failed,
+        "failed_not_in_flight_at_kill": verdict.unexplained,
         **retries,
         "transfer_failure_share": failed_transfers / max(1.0, retries["dispatches"]),
         **{name: getattr(rest, name) for name in CHAOS_CHECKS},
@@ -142,10 +146,19 @@ def read_retry_counts(url: str) -> dict[str, float]:
         "dispatches": sum(value for name, value in series.items() if name.startswith("pla_router_dispatches_total")),
         "retried_after_transfer": series.get('pla_router_retries_total{reason="transfer_failed"}', 0.0),
         "retried_unsent": series.get('pla_router_retries_total{reason="not_sent"}', 0.0),
+        "hops": sum(value for name, value in series.items() if name.startswith("pla_router_moves_total{")),
     }
 
 
+def name_of(options: argparse.Namespace) -> str:
+    """Of the result."""
+    return "chaos_moves" if options.moves else "chaos_stateless" if options.stateless else "chaos"
+
+
 def run(options: argparse.Namespace) -> int:
+    """Raises ConfigError, ServerError. Exit status 1: a request had no right to fail, or something is left."""
+    if options.moves and options.stateless < 2:
+        raise ConfigError(f"--moves --stateless {options.stateless}: allowed are 2 stateless instances and more")
     if options.quick:
         options.requests, options.abort_probes = 120, 3
     os.environ[TRANSFER_SWITCH] = str(options.poll_failures)
@@ -154,19 +167,20 @@ def run(options: argparse.Namespace) -> int:
         records, faults = asyncio.run(storm(described, state, options))
         say("waiting until nothing is left")
         rest = asyncio.run(wait_until_at_rest(described))
-        verdict = judge(records, faults, described)
+        verdict = judge(records, faults, described, moves=options.moves)
         retries = read_retry_counts(described["url"])
         # A probe has to hold up one prefill instance, which no role of a stateless one forbids to decode.
         probes = options.abort_probes if is_complete() and not options.stateless else 0
         freed = asyncio.run(measure_decode_free(described, probes, options.seed))
     result = result_of(verdict, rest, retries, freed, len(records))
     print_figures(result, f"chaos, {len(records)} requests, policy {options.policy}")
-    name = "chaos_stateless" if options.stateless else "chaos"
+    name = name_of(options)
     plot(records, faults.kills, options.out / f"{name}.png")
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     about = {"bench": "chaos", **settings, "killed": [kill.name for kill in faults.kills], "paired_s": faults.paired_s}
     emit({**about, **result, "environment": environment()}, name, options.out)
-    return 0 if not (verdict.wrongly_failed or verdict.tokens_wrong or rest.details) else 1
+    wrongly_failed = verdict.wrongly_failed(moves=options.moves)
+    return 0 if not (wrongly_failed or verdict.tokens_wrong or rest.details) else 1
 
 
 def plot(records: Sequence[Record], kills: Sequence[Kill], path: Path) -> None:
@@ -196,6 +210,10 @@ CHAOS_ROWS = {
     "retried_after_transfer": "attempts whose KV transfer failed, and that were followed by another",
     "retried_unsent": "dispatches again because an instance could not be reached",
 }
+MOVE_ROWS = {
+    "failed_no_instance": "failed, as no instance was left",
+    "hops": "hops to another instance",
+}
 CHAOS_CHECKS = {
     "ledger_balanced": "ledger balances",
     "gauges_zero": "gauges at 0",
@@ -205,6 +223,8 @@ CHAOS_CHECKS = {
 
 def page(result: Result) -> str:
     rows = [[text, f"{result[name]:,.0f}"] for name, text in CHAOS_ROWS.items()]
+    if result.get("moves"):
+        rows += [[text, f"{result[name]:,.0f}"] for name, text in MOVE_ROWS.items()]
     rows.append(["share of dispatches whose KV transfer failed", f"{result['transfer_failure_share']:.1%}"])
     rows += [[text, yes_no(result[name])] for name, text in CHAOS_CHECKS.items()]
     for name, paired_s in result.get("paired_s", {}).items():
@@ -220,4 +240,4 @@ def page(result: Result) -> str:
     return f"{markdown(['what', 'count'], rows)}\n\n{work} · {device_conditions(result)}"
 
 
-PAGES = {"chaos": page, "chaos_stateless": page}
+PAGES = {"chaos": page, "chaos_stateless": page, "chaos_moves": page}

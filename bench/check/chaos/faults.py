@@ -1,7 +1,8 @@
 """Faults at planned times, aborts at prefill instances and kills of instances, and what became of requests by them.
 
-The verdict: a request may fail that was at an instance when that was killed, or that was aborted. Where a request was
-is asked of the router (/pla/explain), not guessed. One whose KV transfers were made to fail had no right to: the router
+The verdict: a request may fail that was at an instance when that was killed, or that was aborted; where requests move,
+only one that was aborted, or for which the router had no instance left. Where a request was is asked of the router
+(/pla/explain), not guessed. One whose KV transfers were made to fail had no right to: the router
 has to make another attempt. The probes: how soon decode is free of a request whose prefill was aborted.
 """
 
@@ -33,6 +34,7 @@ DOWN_S = 3.0  # from a kill to the order to start again
 DEAD_POLL_S = 0.005
 GONE = "gone"  # the error of a request whose client went away on purpose
 TRANSFER = ("KVTransferError", "KV transfer", "Prefill transfer failed", "Decode transfer failed", "bootstrap failed")
+NOBODY = ("no other instance can go on with it", "no instance")  # of the router, where none is left
 CLOCK_S = 0.02  # between the end of an instance and the moment at which that was noticed here
 SHOWN = 5
 
@@ -151,19 +153,25 @@ class Verdict:
     completed: int = 0
     disconnected: int = 0
     aborted: int = 0
-    failed: int = 0  # neither of the last two; one of the next three
+    failed: int = 0  # neither of the last two; one of the next four
     failed_in_flight_at_kill: int = 0
+    failed_no_instance: int = 0  # only where requests move
     failed_by_transfer: int = 0
     failed_unexplained: int = 0
     tokens_wrong: int = 0
     errors: list[str] = dataclasses.field(default_factory=list)  # of the first few that had no right to fail
 
     @property
-    def wrongly_failed(self) -> int:
-        return self.failed - self.failed_in_flight_at_kill
+    def unexplained(self) -> int:
+        """Failed, and neither at an instance that was killed nor without one."""
+        return self.failed - self.failed_in_flight_at_kill - self.failed_no_instance
+
+    def wrongly_failed(self, *, moves: bool) -> int:
+        """What had no right to fail. ``moves``: requests go on elsewhere, so a kill is no reason."""
+        return self.failed - self.failed_no_instance if moves else self.unexplained
 
 
-def judge(records: Sequence[Record], faults: Faults, described: dict[str, Any]) -> Verdict:
+def judge(records: Sequence[Record], faults: Faults, described: dict[str, Any], *, moves: bool = False) -> Verdict:
     """While the router is still there to be asked."""
     verdict = Verdict()
     hosts = {instance["name"]: instance["url"].removeprefix("http://") for instance in described["instances"]}
@@ -179,8 +187,12 @@ def judge(records: Sequence[Record], faults: Faults, described: dict[str, Any]) 
         else:
             verdict.failed += 1
             story = explain_request(described["url"], rid)
-            if any(was_there(story, kill, hosts[kill.name]) for kill in faults.kills):
+            if moves and any(mark in f"{record.error} {story.get('detail', '')}" for mark in NOBODY):
+                verdict.failed_no_instance += 1
+            elif any(was_there(story, kill, hosts[kill.name]) for kill in faults.kills):
                 verdict.failed_in_flight_at_kill += 1
+                if moves:
+                    _note_error(verdict, record.error, story)
             else:
                 _judge_failure(verdict, record.error, story)
     return verdict
@@ -198,9 +210,14 @@ def _judge_failure(verdict: Verdict, error: str, story: dict[str, Any]) -> None:
     by_transfer = any(mark in text for mark in TRANSFER)
     verdict.failed_by_transfer += by_transfer
     verdict.failed_unexplained += not by_transfer
+    _note_error(verdict, error, story)
+
+
+def _note_error(verdict: Verdict, error: str, story: dict[str, Any]) -> None:
     if len(verdict.errors) < SHOWN:
         times = {name: story.get(name) for name in ("arrived_s", "decided_s", "sent_s", "done_s", "ended_s")}
         where = f"{story.get('prefill')} {story.get('decode')} attempt {story.get('attempts')}"
+        text = f"{error} {story.get('detail', '')}"
         verdict.errors.append(f"{where} {story.get('end')} {times}: {text[:300]}")
 
 
