@@ -1,0 +1,1 @@
+"""Streams of stateless instances that die, drain or are told to end."""

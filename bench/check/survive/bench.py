@@ -1,0 +1,193 @@
+"""Streams of stateless engines that are killed, drained or told to end: does any client notice?
+
+    python -m bench survive
+
+Emulated stateless engines behind our router with ``--migration on``. ``--streams`` streams in waves of ``--wave``: half
+of them sampled at temperature 1, half chats with a grammar or a tool (``streams.py`` says how each token is checked).
+In each wave one instance gets SIGKILL when a stream that is drawn at random has reached a token that is drawn at
+random. Then ``--drain-streams`` streams run at one instance, which is drained, and as many at one which gets SIGTERM. A
+wave, the drain and the signal are steps; finished ones are kept in ``--out``.
+
+``completed``: streams with their whole answer; ``tokens_wrong``: tokens or letters that are not those of one unmoved
+answer. ``gap_p50_s``, ``gap_p99_s``: from the last event of the instance that was killed to the first one of the next,
+in seconds of this machine, which tells of its processes as much as of the devices. ``drain_s``, ``sigterm_s``: device
+time from the order until the router has nothing at the instance; ``ended_s``: until its process has ended, in seconds
+of this machine (SGLang looks every 5 s whether it may). ``drain_aborted``: streams without their whole answer, and
+orders to abort. The exit status is 1 where a stream failed, a token was wrong, or anything was aborted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.check.survive.acts import Cluster, empty_one, kill_at_random
+from bench.check.survive.streams import CHAT, SAMPLED, TOOL_PARSER, make_stream
+from bench.harness import cli, report, servers
+from bench.harness.bench import Result, measuring
+from bench.harness.figures import COLOURS, panels
+from bench.harness.live_fleet import SLOTS
+from bench.harness.steps import Row, Steps
+from pla_sglang.errors import ConfigError
+from pla_sglang.metrics.latency import percentile
+
+SETTINGS = ("instances", "wave", "drain_streams", "policy", "profile", "time_scale", "seed")
+DRAIN, SIGTERM = "drain", "sigterm"
+MODEL = {
+    SAMPLED: {"chain_answers": "spread", "chain_check_prefixes": True},
+    CHAT: {"chain_answers": "text", "chain_check_prefixes": True},
+}
+START_S, STEP_S = 90.0, 60.0  # of real time
+Options = argparse.Namespace
+
+
+def keys_of(options: Options) -> list[Row]:
+    """Steps by the model that serves them: its waves, and what empties an instance."""
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    waves = options.streams // options.wave
+    keys = [settings | {"model": SAMPLED, "act": "kill", "at": at} for at in range(waves - waves // 2)]
+    keys += [settings | {"model": SAMPLED, "act": act, "at": 0} for act in (DRAIN, SIGTERM)]
+    return keys + [settings | {"model": CHAT, "act": "kill", "at": at} for at in range(waves // 2)]
+
+
+def cluster_flags(model: str, options: Options) -> list[str]:
+    router_flags = f"--migration on --explain-requests {2 * (options.streams + options.drain_streams)}"
+    return [
+        *("--stateless", str(options.instances), "--router", "pla", "--policy", options.policy),
+        f"--router-args={router_flags}",
+        *cli.emulation_flags(options.profile, options.time_scale),
+        *("--incremental-streaming-output", "--max-running-requests", str(SLOTS)),
+        *("--tool-call-parser", TOOL_PARSER, "--json-model-override-args", json.dumps(MODEL[model])),
+    ]
+
+
+def run_step(cluster: Cluster, key: Mapping[str, Any], options: Options) -> Row:
+    """Raises PlaError, TimeoutError."""
+    name = f"{key['act']}-{key['model']}-{key['at']}"
+    rng = random.Random(f"{options.seed}/{name}")
+    count = options.wave if key["act"] == "kill" else options.drain_streams
+    streams = [make_stream(key["model"], f"{name}-{number:04d}", number, rng) for number in range(count)]
+    if key["act"] == "kill":
+        row = asyncio.run(kill_at_random(cluster, streams, rng))
+    else:
+        row = asyncio.run(empty_one(cluster, streams, by_signal=key["act"] == SIGTERM))
+    counts = {name: value for name, value in row.items() if name != "hops"}
+    report.say(f"{name}: {counts}, {len(row['hops'])} hops")
+    return row | {"plugin_commit": report.environment()["plugin_commit"]}
+
+
+def run_open(keys: list[Row], steps: Steps, options: Options) -> None:
+    """What is open, as far as the time goes. Raises ServerError, PlaError."""
+    for model in (SAMPLED, CHAT):
+        missing = [key for key in steps.open(keys) if key["model"] == model]
+        if not missing or not steps.has_time(START_S + STEP_S):
+            continue
+        name = f"survive-{model}"
+        with servers.running_cluster(cluster_flags(model, options), options.out, name) as described:
+            servers.wait_until_paired(described["url"])
+            cluster = Cluster(described, options.out / f"{name}.state.json")
+            for key in missing:
+                if steps.has_time(STEP_S):
+                    steps.add(key, run_step(cluster, key, options))
+
+
+# -- result ------------------------------------------------------------------------------------------------------------
+
+
+def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
+    """The figures of the finished steps; None where there is nothing to take one of."""
+    rows = [row for _, row in pairs]
+    kills = [row for key, row in pairs if key["act"] == "kill"]
+    gaps_s = [hop["gap_s"] for row in kills for hop in row["hops"] if hop["gap_s"] is not None]
+    result: Row = {name: sum(row[name] for row in kills) for name in ("streams", "killed", "completed", "tokens")}
+    result["streams_hit"] = sum(len(row["hops"]) for row in kills)
+    result["tokens_wrong"] = sum(row["tokens_wrong"] for row in rows)
+    result |= {f"gap_p{q}_s": percentile(gaps_s, q) if gaps_s else None for q in (50, 99)}
+    aborted = 0
+    for act in (DRAIN, SIGTERM):
+        row = next((row for key, row in pairs if key["act"] == act), None)
+        result[f"{act}_s"] = None if row is None else row["empty_s"] / time_scale
+        result[f"{act}_streams_here"] = None if row is None else row["streams_here"]
+        result[f"{act}_streams_left"] = None if row is None else row["streams_left"]
+        aborted += 0 if row is None else round(row["aborted"]) + row["streams"] - row["completed"]
+        result |= {"ended_s": row["ended_s"]} if row is not None and act == SIGTERM else {}
+    return result | {
+        "drain_aborted": aborted,
+        "errors": [error for row in rows for error in row["errors"]][:10],
+        "commits": sorted({row["plugin_commit"] for row in rows}),
+        "gaps_s": sorted(gaps_s),
+    }
+
+
+def is_right(result: Result) -> bool:
+    return result["completed"] == result["streams"] and not result["tokens_wrong"] and not result["drain_aborted"]
+
+
+ROWS = (
+    *("streams", "killed", "streams_hit", "completed", "tokens", "tokens_wrong", "gap_p50_s", "gap_p99_s"),
+    *("drain_s", "drain_streams_here", "drain_streams_left"),
+    *("sigterm_s", "sigterm_streams_here", "sigterm_streams_left", "ended_s", "drain_aborted"),
+)
+
+
+def table(result: Result) -> report.Cells:
+    return ["figure", "value"], [[f"`{name}`", report.number(result.get(name))] for name in ROWS]
+
+
+def page(result: Result) -> str:
+    where = f"{result['instances']} stateless engines, policy `{result['policy']}`, waves of {result['wave']} streams"
+    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+
+
+PAGES = {"survive": page}
+
+
+def plot(result: Result, path: Any) -> None:
+    gaps_s = result["gaps_s"]
+    with panels(path, size=(7, 3.5)) as (panel,):
+        shares = [100.0 * (place + 1) / len(gaps_s) for place in range(len(gaps_s))]
+        panel.step(gaps_s, shares, where="post", color=COLOURS[0])
+        panel.set(xlabel="gap of a stream whose instance was killed, s of this machine", ylabel="% of streams", ylim=0)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--streams", type=int, default=300, help="that run while instances are killed")
+    parser.add_argument("--wave", type=int, default=25, help="streams of a step, with one SIGKILL")
+    parser.add_argument("--drain-streams", type=int, default=50, help="at the instance that is emptied")
+    parser.add_argument("--instances", type=int, default=3, help="engines, at least 2")
+    parser.add_argument("--policy", default="least-tokens")
+    cli.add_emulated_device(parser, time_scale=4.0)
+    cli.add_output(parser)
+    cli.add_quick(parser)
+    cli.add_budget(parser)
+    parser.set_defaults(budget_s=2000.0)
+
+
+def run(options: Options) -> int:
+    """Raises ConfigError, ServerError, PlaError, NoStepError, TimeoutError."""
+    if options.quick:
+        options.streams, options.wave, options.drain_streams = 16, 8, 8
+    given = f"--instances {options.instances} --streams {options.streams} --wave {options.wave}"
+    given += f" --drain-streams {options.drain_streams}"
+    if options.instances < 2 or options.wave < 1 or options.drain_streams < 1:
+        raise ConfigError(f"{given}: allowed are 2 instances and more, and 1 stream and more")
+    if options.streams < 2 * options.wave or options.streams % options.wave:
+        raise ConfigError(f"{given}: allowed are streams in whole waves, 2 and more")
+    steps = Steps(options.out / "survive.steps.jsonl", options.budget_s)
+    keys = keys_of(options)
+    with measuring():
+        run_open(keys, steps, options)
+    pairs = steps.finished(keys)
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    figures = sum_up(pairs, options.time_scale)
+    result: Row = {"bench": "survive", **settings, **figures, "steps": len(pairs), "steps_open": len(keys) - len(pairs)}
+    result |= {"environment": report.environment()}
+    report.show("Streams that survive", *table(result))
+    if result["gaps_s"]:
+        plot(result, options.out / "survive.png")
+    report.emit(result, "survive", options.out)
+    return 0 if is_right(result) and not result["steps_open"] else 1
