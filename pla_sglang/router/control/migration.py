@@ -33,7 +33,7 @@ from pla_sglang.router.wire.rids import rid_at_instance
 logger = logging.getLogger(__name__)
 HOLD_S = 10.0  # at most; then a held request goes on by itself
 REST_S = 10.0  # of device time, after a move that came to nothing
-DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty
+DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
 _PULL = m.Continuation.PULL
 _RESUMED = m.LossReason.RESUMED
 
@@ -57,6 +57,14 @@ class Move:
     room: int
     hop: Hop
     state: MoveState = HOLDING
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """A request's last move came to nothing; ``times``: so have as many in a row, each shortly after the other."""
+
+    at_s: float
+    times: int
 
 
 class Migration:
@@ -90,7 +98,7 @@ class Migration:
         self._client: InstanceClient | None = None
         self._tasks = Tasks()
         self._moves: dict[str, Move] = {}
-        self._failed_s: dict[str, float] = {}  # by request, when its last move came to nothing
+        self._failed: dict[str, Failed] = {}  # by request
 
     def start(self, client: InstanceClient) -> None:
         self._client = client
@@ -133,7 +141,7 @@ class Migration:
                 # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
                 self._tasks.spawn(self._resume(move))
         rest_s = self._dispatcher.policy.clock.wall_s(REST_S)
-        self._failed_s = {rid: at_s for rid, at_s in self._failed_s.items() if now_s - at_s < rest_s}
+        self._failed = {rid: failed for rid, failed in self._failed.items() if now_s - failed.at_s < 2 * rest_s}
 
     def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
         """Why the request cannot move there now."""
@@ -151,11 +159,12 @@ class Migration:
         return None if self._is_connected(source.view, target.view) else "no KV cache can go to the target"
 
     def _is_resting(self, record: RequestRecord, source: Worker) -> bool:
-        failed_s = self._failed_s.get(record.rid)
-        if failed_s is None:
+        failed = self._failed.get(record.rid)
+        if failed is None:
             return False
-        rest_s = DRAIN_REST_S if source.state is WorkerState.DRAINING else REST_S
-        return self._clock() - failed_s < self._dispatcher.policy.clock.wall_s(rest_s)
+        drains = source.state is WorkerState.DRAINING
+        rest_s = min(REST_S, DRAIN_REST_S * 2 ** (failed.times - 1)) if drains else REST_S
+        return self._clock() - failed.at_s < self._dispatcher.policy.clock.wall_s(rest_s)
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
@@ -242,7 +251,8 @@ class Migration:
         executed = move.state is PULLING
         for order in self._legs.drop_pending(record, now_s, executed=executed):
             self._order_abort(order)
-        self._failed_s[record.rid] = now_s
+        former = self._failed.get(record.rid)
+        self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)
         dispatcher.series.hop_failures.inc(why)
         if resume:
             self._tasks.spawn(self._resume(move))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -88,6 +89,26 @@ def test_what_could_not_leave_a_drain_tries_again_soon(drain_rest_s: float, monk
             else:
                 order = await pull_of(one, one.plane.dispatcher.ledger.records["r"].last_number + 1)
                 join(one, order.hop)
+            one.ended("r")
+            await at_rest(one)
+
+    run(work)
+
+
+def test_what_never_can_leave_is_held_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hold keeps its client waiting."""
+    monkeypatch.setattr(mig, "DRAIN_REST_S", 0.3)
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            failed_s: list[float] = []
+            one.plane.migration.on_failed = lambda rid: failed_s.append(time.monotonic())
+            one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
+            assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
+            await one.until(lambda: len(failed_s) == 3)
+            assert failed_s[1] - failed_s[0] >= 0.3
+            assert failed_s[2] - failed_s[1] >= 0.6
             one.ended("r")
             await at_rest(one)
 
