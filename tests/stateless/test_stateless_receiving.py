@@ -45,6 +45,7 @@ class FakeReceiver:
 class FakeReceiveQueue:
     def __init__(self) -> None:
         self.queue: list[Any] = []
+        self.pending_reqs: list[Any] = []
         self.kv_manager = SimpleNamespace(
             transfer_statuses={1: "x"},
             failure_records={1: "x"},
@@ -149,6 +150,26 @@ def test_no_more_join_than_the_running_batch_has_places(bench: Bench, monkeypatc
     bench.receiver.ready = [FakeRequest(rid) for rid in "abc"]
     bench.receiver.admit(FakeBatch(FakeRequest("running")), lambda req: True)
     assert (joined, [req.rid for req in bench.receiver.ready]) == (["a"], ["b", "c"])
+
+
+def test_a_leg_that_is_let_go_leaves_nothing_and_its_source_hears_of_it(bench: Bench) -> None:
+    """Another rank could not take it over."""
+    other, req = bench.add("other"), bench.add("a")
+    other.bootstrap_room, receiver = 2, bench.queue.queue[1].kv_receiver
+    bench.receiver.forget(req)
+    assert [entry.req.rid for entry in bench.queue.queue] == ["other"]
+    assert (receiver.aborted, receiver.cleared) == (1, 1)
+    manager = bench.queue.kv_manager
+    assert (manager.failure_records, manager.addr_to_rooms_tracker) == ({}, {FakeReceiver.bootstrap_addr: set()})
+
+
+def test_a_pull_that_is_refused_to_another_rank_says_so(bench: Bench) -> None:
+    """Each rank hears of it by a connection of its own, and the answer is that of the first rank."""
+    bench.receiver._agree = lambda flags: [False] * len(flags)
+    bench.add("a")
+    bench.transfers.failing = {"a"}
+    bench.receiver.pump()
+    assert bench.answers == [("a", f"room 1 is not held at {FakeReceiver.bootstrap_addr}")]
 
 
 @pytest.mark.parametrize("way", ["acknowledged", "replaced"])

@@ -65,7 +65,9 @@ class Receiver:
         for entry in (entry for entry in self._queue.queue if entry.req is req):
             entry.kv_receiver.abort()
             entry.kv_receiver.clear()
-            self._queue.kv_manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(req.bootstrap_room)
+            manager = self._queue.kv_manager
+            manager.failure_records.pop(req.bootstrap_room, None)
+            manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(req.bootstrap_room)
         self._queue.queue = [entry for entry in self._queue.queue if entry.req is not req]
         self._queue.pending_reqs = [entry for entry in self._queue.pending_reqs if entry.req is not req]
 
