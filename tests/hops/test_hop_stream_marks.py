@@ -116,6 +116,28 @@ def test_a_stream_whose_request_has_moved_ends_without_a_word(kind: str) -> None
     assert instance.manager.closed == ["r"]
 
 
+@pytest.mark.parametrize("ends", ["moved", "left"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_breaks_off_leaves_no_generator_that_cannot_be_closed(kind: str, ends: str) -> None:
+    """One that is still running when it is collected is an error in the log, with a task for each."""
+    instance, said = instance_of(moved_after=5 if ends == "moved" else None), list[str]()
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(str(context)))
+        events = await instance.open_stream(kind, body_of(kind, "r", MOVABLE))
+        if ends == "left":
+            await anext(events)
+            await events.aclose()
+        else:
+            assert [event async for event in events]
+        del events
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert said == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("continued", [False, True])
 def test_a_client_that_leaves_leaves_nothing_behind(kind: str, *, continued: bool) -> None:

@@ -109,8 +109,10 @@ class Endpoint:
         waiting, self._waiting = self._waiting, None
         self.ended = True
         if waiting is not None:
-            with contextlib.suppress(GeneratorExit, StopIteration, StopAsyncIteration):
-                waiting.throw(GeneratorExit())
+            # Not GeneratorExit: of that Python before 3.13 makes a call of the innermost awaitable's ``close``, and the
+            # generator below it counts as running for ever, with an error in the log when it is collected.
+            with contextlib.suppress(asyncio.CancelledError, StopIteration, StopAsyncIteration):
+                waiting.throw(asyncio.CancelledError())
         await self._events.aclose()
 
     async def _run(self, value: Any, error: Exception | None) -> AsyncIterator[Any]:
