@@ -4,11 +4,10 @@
     python -m bench hops --settings small,page16 --requests 200
 
 Two stateless engines, whose requests are held, resumed, pulled, computed again, aborted and left by their clients at
-random, 0 to 4 times each, over /generate, completions and chats, with stop strings, penalties, grammars, reasoning and
-tool calls. Half of the requests go to the chain model on an emulated device, whose tokens an oracle knows, half to the
-demo model. What a client was shown is compared, field by field, with the answer that the same body gets where nothing
-befalls it. Then legs, holds, pages, gauges and totals of the engines have to be back at zero, and their leak checks
-silent.
+random, 0 to 4 times each, over /generate, completions and chats, with stop strings, penalties and grammars. Half of the
+requests go to the chain model on an emulated device, whose tokens an oracle knows, half to the demo model. What a
+client was shown is compared, field by field, with the answer that the same body gets where nothing befalls it. Then
+legs, holds, pages, gauges and totals of the engines have to be back at zero, and their leak checks silent.
 
 Settings (``--settings``; 3,000 requests for the first, 500 for each other): small KV pools with forced retraction,
 mixed passes under the temporal schedule, no overlap schedule, pages of 16, two tensor ranks, and a router that drains

@@ -23,8 +23,9 @@ STRICT = {
     "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}},
     "required": ["n", "ok"],
 }
-TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
-CALL = '<tool_call>\n{"name": "find", "arguments": {"where": "%s", "n": 3}}\n</tool_call>'
+# In the order of the chain model's ids: those that a ByteLevel tokenizer writes as they are, then the others.
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = bytes([*_PLAIN, *(byte for byte in range(256) if byte not in _PLAIN)])
 
 
 class Event(enum.Enum):
@@ -99,10 +100,11 @@ def plan_lives(count: int, model: str, *, instances: int, seed: str) -> list[Lif
     rng = random.Random(seed)
     make = make_chain_body if model == CHAIN else make_demo_body
     bodies = [make(rng) for _ in range(max(8, count // LIVES_OF_A_BODY))]
-    return [_plan_life(index, rng, bodies, instances) for index in range(count)]
+    return [plan_life(index, rng, bodies, instances=instances) for index in range(count)]
 
 
-def _plan_life(index: int, rng: random.Random, bodies: list[Body], instances: int) -> Life:
+def plan_life(index: int, rng: random.Random, bodies: list[Body], *, instances: int) -> Life:
+    """Of the body with this index, or of any where there are fewer."""
     body = bodies[index] if index < len(bodies) else rng.choice(bodies)
     count = rng.choices(range(len(HOPS_WEIGHTS)), HOPS_WEIGHTS)[0]
     cuts = sorted(rng.sample(range(1, max(2, body.tokens)), min(count, max(1, body.tokens - 1))))
@@ -116,7 +118,11 @@ def _plan_life(index: int, rng: random.Random, bodies: list[Body], instances: in
 
 
 def make_chain_body(rng: random.Random) -> Body:
-    """Half by token ids, whose answer an oracle knows; half as text, with reasoning and tool calls in chats."""
+    """Most by token ids, whose answer an oracle knows; others as text.
+
+    None that a reasoning or tool parser reads: SGLang's give another answer where two tokens come in one event, as they
+    do under load. Those are cut at every place in tests/hops.
+    """
     kind = rng.choice(("ids", "ids", "ids", "words", "completion", "chat"))
     asked = rng.randint(*ANSWER_TOKENS)
     room = rng.randint(*PROMPT_TOKENS)
@@ -124,14 +130,11 @@ def make_chain_body(rng: random.Random) -> Body:
         text = _letters(rng, asked) if kind == "ids" else b""
         filler = [WORD_BASE + rng.randrange(1000) for _ in range(room)]
         asked = len(text) + 1 if text else asked
-        prompt = filler + [BYTE_BASE + byte for byte in text] + chain.ask_ids(asked)
+        prompt = filler + [BYTE_BASE + BYTES.index(byte) for byte in text] + chain.ask_ids(asked)
         sampling = {"temperature": 0, "max_new_tokens": asked + 4}
         oracle = chain.expected(prompt, asked + 4, repeats=True).tokens
         return Body(kind, GENERATE, {"input_ids": prompt, "sampling_params": sampling}, asked, oracle)
     said = _letters(rng, asked).decode()
-    if kind == "chat":
-        thought = "<think>" + said[: len(said) // 3] + "</think>" if rng.random() < 0.6 else ""
-        said = thought + said + (CALL % said[:6].encode().hex() if rng.random() < 0.5 else "")
     asked = len(said.encode()) + 1
     wish = "x" * room + said + chain.ask_text(asked)
     fields: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": asked + 4}
@@ -139,8 +142,7 @@ def make_chain_body(rng: random.Random) -> Body:
         fields["stream_options"] = {"include_usage": True}
     if kind == "completion":
         return Body(kind, COMPLETIONS, fields | {"prompt": wish}, asked)
-    tools = {"tools": [TOOL]} if "<tool_call>" in said else {}
-    return Body(kind, CHAT, fields | tools | {"messages": [{"role": "user", "content": wish}]}, asked)
+    return Body(kind, CHAT, fields | {"messages": [{"role": "user", "content": wish}]}, asked)
 
 
 def _letters(rng: random.Random, least_bytes: int) -> bytes:

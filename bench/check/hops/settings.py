@@ -14,7 +14,6 @@ PROFILE, KV_GBPS = "h100-llama3.1-8b-tp1", 100.0
 CHAIN_FLAGS = (
     *("--pla-emulate", PROFILE, "--pla-emulate-kv-gbps", f"{KV_GBPS:g}"),
     *("--json-model-override-args", json.dumps({"chain_answers": "text", "chain_check_prefixes": True})),
-    *("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25"),
 )
 DEMO_FLAGS = ("--device", "cpu", "--dtype", "float32")
 COMMON_FLAGS = ("--enable-metrics", "--log-level", "warning", "--router", "none")

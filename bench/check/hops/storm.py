@@ -63,13 +63,19 @@ def environment(pairs: Sequence[tuple[str, str]]) -> Iterator[None]:
 
 async def run_part(part: Part, described: Mapping[str, Any], on_done: Callable[[], None]) -> Row:
     """Counts and what is left behind. Raises ServerError."""
+    return await judge_lives(part.plan(), described, part.name, on_done)
+
+
+async def judge_lives(
+    lives: Sequence[Life], described: Mapping[str, Any], name: str, on_done: Callable[[], None]
+) -> Row:
+    """As ``run_part``; ``name``: what decides rooms, and stands in the ids of requests."""
     async with open_session() as http:
-        instances = Instances(http, described, part.name)
+        instances = Instances(http, described, name)
         await instances.tell_peers()
-        lives = part.plan()
-        references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{part.name}")
+        references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{name}")
         before = await instances.wait_until_at_rest()  # which empties the caches
-        rides = await ride_all(instances, lives, f"{PREFIX}-{part.name}", on_done)
+        rides = await ride_all(instances, lives, f"{PREFIX}-{name}", on_done)
         left = await instances.wait_until_at_rest()
     row = judge_rides(rides, references)
     return row | {"reference_errors": errors[:5], "references_wrong": len(errors), "leftovers": before + left}
@@ -114,7 +120,7 @@ async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_do
         references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{part.name}", marked=False)
         await instances.wait_until_at_rest()
         counts, wrong = await _storm_router(http, url, lives, references, on_done)
-        rest = await wait_until_at_rest({"url": url, **described})
+        rest = await wait_until_at_rest({**described, "url": url})
         left = [*rest.details, *await instances.wait_until_at_rest()]
     after = fetch(f"{url}/metrics")
     moved, failures = (

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+TEXTS = ("text", "reasoning")  # fields of ``Shown`` that are compared byte by byte
 _END, _DATA, _DONE = b"\n\n", b"data: ", b"data: [DONE]"
 _TOKENS, _PROMPT = b": pla ", b": pla-prompt "
 
@@ -106,10 +107,10 @@ def _read_generate(said: Sequence[dict[str, Any]]) -> Shown:
         return Shown()
     meta = said[-1]["meta_info"]
     last, finish = said[-1], meta["finish_reason"] or {}
-    ids, text = last["output_ids"], last["text"]
+    ids, text = last["output_ids"], last["text"] or ""
     if len(ids) < meta.get("completion_tokens", 0):  # events hold what is new only
         ids = [token for one in said for token in one["output_ids"]]
-        text = "".join(one["text"] for one in said)
+        text = "".join(one["text"] or "" for one in said)
     return Shown(
         text=text,
         finish=finish.get("type"),
@@ -155,7 +156,7 @@ def count_wrong_bytes(wanted: Shown, got: Shown) -> int:
     wrong = 0
     for field in dataclasses.fields(Shown):
         ours, theirs = getattr(wanted, field.name), getattr(got, field.name)
-        if isinstance(ours, str):
+        if field.name in TEXTS:
             a, b = ours.encode(errors="surrogatepass"), theirs.encode(errors="surrogatepass")
             wrong += sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
         else:
@@ -169,7 +170,7 @@ def describe_difference(wanted: Shown, got: Shown) -> str:
         ours, theirs = getattr(wanted, field.name), getattr(got, field.name)
         if ours == theirs:
             continue
-        if isinstance(ours, str):
+        if field.name in TEXTS:
             same = next(
                 (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
             )
