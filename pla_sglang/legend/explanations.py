@@ -116,6 +116,12 @@ WORKER: Mapping[str, str] = {
     "no_answer": "Nobody has listened at its address for a while.",
     "removed": "An operator has removed it, and it has finished.",
 }
+MOVE: Mapping[str, str] = {  # of requests; policies have reasons of their own
+    "survive": "The instance where it ran was lost.",
+    "not_sent": "It could not be sent to its instance.",
+    "full": "Its instance had no room.",
+    "drain": "The instance where it ran is to be empty.",
+}
 UNKNOWN = "A reason of a policy of another package; see its documentation."
 
 

@@ -23,7 +23,7 @@ from pla_sglang.policy.interface.decisions import (
     SetRole,
 )
 
-VERSION = 3  # 1: without the epochs of roles; 2: without running requests
+VERSION = 4  # 1: without the epochs of roles; 2: without running requests; 3: without moves
 
 
 class RecordError(PlaError, ValueError):
@@ -127,6 +127,26 @@ class Ticked(Row):
     answer: Answer
 
 
+class Moved(Row):
+    """A request goes on at another instance: what came of an order, or of a loss. No policy is told of it as such.
+
+    Attributes:
+        source, target: indices of instances.
+        how: pull or redo.
+        kv_bytes: that went from one to the other, by the profile.
+        pause_s: of its client.
+    """
+
+    now_s: float
+    rid: str
+    source: int
+    target: int
+    how: str
+    reason: str
+    kv_bytes: int
+    pause_s: float
+
+
 class Prefilled(Row):
     """``on_prefill``."""
 
@@ -166,7 +186,18 @@ class Finish(Row):
 
 
 Line = (
-    Header | Views | Arrival | Dispatched | Placed | Running | Ticked | Prefilled | FirstToken | Interval | Finish
+    Header
+    | Views
+    | Arrival
+    | Dispatched
+    | Placed
+    | Running
+    | Ticked
+    | Moved
+    | Prefilled
+    | FirstToken
+    | Interval
+    | Finish
 )  # what a file may hold
 
 

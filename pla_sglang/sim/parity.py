@@ -111,6 +111,8 @@ class Replay:
                 restore(self._fleet, line.changed)
             case rows.Running():
                 self._batches |= {index: restore_batch(batch) for index, batch in line.batches.items()}
+            case rows.Moved():
+                pass  # what came of an order: the views show it
             case rows.Arrival():
                 request = self._requests[line.rid] = RequestView(**_reported(line))
                 runner.arrive(request, line.now_s)

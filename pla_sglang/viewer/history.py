@@ -19,6 +19,7 @@ WINDOW_S = 600.0
 INTERVAL_S = 2.0  # of samples
 MOST_INSTANCES = 128  # that have samples of their own: the first ones of a fleet that is larger
 MOST_CHANGES = 4096
+MOST_MOVES = 1024  # of requests, of which the page lists the last ones
 BOTH_CLASSES = "both"  # what orders and moves call a length class that is none
 GONE = "dead"  # the state of an instance that does not come back
 
@@ -45,6 +46,26 @@ class Change(NamedTuple):
     membership: Membership
     reason: str
     epoch: int | None
+
+
+class RequestMove(NamedTuple):
+    """A request has gone on at another instance.
+
+    Attributes:
+        source, target: names of instances, which may be forgotten before it.
+        how, reason: pull or redo, and why.
+        kv_bytes: that went from one to the other, by the profile.
+        pause_s: of its client.
+    """
+
+    at_s: float
+    rid: str
+    source: str
+    target: str
+    how: str
+    reason: str
+    kv_bytes: int
+    pause_s: float
 
 
 class Load(NamedTuple):
@@ -138,6 +159,8 @@ class FleetHistory:
         self._instances: dict[int, _Instance] = {}
         self._samples: deque[_Sample] = deque()
         self._changes: deque[Change] = deque()
+        self._moves: deque[RequestMove] = deque(maxlen=MOST_MOVES)
+        self._moved = 0
         self._left_out = 0
 
     # -- what happens ------------------------------------------------------------------------------------------------
@@ -165,6 +188,11 @@ class FleetHistory:
             self._whole_from_s = self._changes[0].at_s
             self._forget_change()
 
+    def note_move(self, move: RequestMove) -> None:
+        """A request goes on elsewhere since ``at_s``. Moves come in order of time."""
+        self._moved += 1
+        self._moves.append(move)
+
     def is_due(self, now_s: float) -> bool:
         """Whether it is time for the next sample."""
         return not self._samples or now_s - self._samples[-1].at_s >= self.interval_s
@@ -184,6 +212,8 @@ class FleetHistory:
             self._samples.popleft()
         while self._changes and self._changes[0].at_s < limit_s:
             self._forget_change()
+        while self._moves and self._moves[0].at_s < limit_s:
+            self._moves.popleft()
         for index, instance in list(self._instances.items()):
             if instance.last is not None and instance.last.state == GONE and instance.last_s < limit_s:
                 del self._instances[index]
@@ -220,6 +250,8 @@ class FleetHistory:
                 [round(change.at_s, 3), change.instance, *change.membership, change.reason, change.epoch]
                 for change in kept
             ],
+            "moved": self._moved,
+            "moves": [[round(move.at_s, 3), *move[1:]] for move in self._moves],
             "samples": [
                 [sample.at_s, sample.open_requests, sample.waiting, _split_rows(sample.values)]
                 for sample in self._samples

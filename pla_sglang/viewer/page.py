@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Any
 
 from pla_sglang.legend.colours import CLASS_COLOURS, ROLE_COLOURS, STATE_COLOURS
-from pla_sglang.legend.explanations import FLEET, UNKNOWN, WORKER, WORKER_PREFIX
+from pla_sglang.legend.explanations import FLEET, MOVE, UNKNOWN, WORKER, WORKER_PREFIX
 from pla_sglang.legend.style import read_base_style
 
 CONTENT_TYPE = "text/html; charset=utf-8"
@@ -86,7 +86,7 @@ def _fill_template(texts: Mapping[str, str], policy: str) -> str:
 
 
 def _describe_legend() -> dict[str, Any]:
-    reasons = {**FLEET, **{f"{WORKER_PREFIX}{name}": text for name, text in WORKER.items()}}
+    reasons = {**FLEET, **MOVE, **{f"{WORKER_PREFIX}{name}": text for name, text in WORKER.items()}}
     return {
         "roles": {role.value: colour for role, colour in ROLE_COLOURS.items()},
         "states": dict(STATE_COLOURS),

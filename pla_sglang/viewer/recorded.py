@@ -18,6 +18,7 @@ from pla_sglang.viewer.history import (
     NO_REQUESTS,
     FleetHistory,
     Membership,
+    RequestMove,
     TtftSums,
     measure_load,
     membership_of,
@@ -76,6 +77,18 @@ class _Reader:
                 self._note_orders(line.answer)
             case rows.Placed() | rows.Ticked():
                 self._note_orders(line.answer)
+            case rows.Moved():
+                move = RequestMove(
+                    line.now_s,
+                    line.rid,
+                    self._fleet.instances[line.source].name,
+                    self._fleet.instances[line.target].name,
+                    line.how,
+                    line.reason,
+                    line.kv_bytes,
+                    line.pause_s,
+                )
+                self.history.note_move(move)
             case rows.FirstToken():
                 self._note_first_token(line)
             case rows.Finish():

@@ -19,7 +19,7 @@ from pla_sglang.policy.registry import Setup, build
 from pla_sglang.policy.runner import Refusal
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.recording.file import RecordWriter, read
-from pla_sglang.recording.rows import VERSION, RecordError, Running, Ticked
+from pla_sglang.recording.rows import VERSION, Moved, RecordError, Running, Ticked
 from pla_sglang.recording.setup import header_of
 from pla_sglang.recording.views import plain_batch, restore_batch
 from pla_sglang.router.control.observability.recorder import Recorder
@@ -145,6 +145,29 @@ def test_what_has_not_changed_is_not_written_again(tmp_path: Path) -> None:
         life.runner.tick(0, 0.5 * step)
     life.recorder.close_recorder()
     assert sum(isinstance(line, Running) for line in read(path)) == 1
+
+
+def test_moves_that_came_of_it_change_no_replay(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "star")
+    lines = path.read_text().splitlines()
+    half = len(lines) // 2
+    now_s = next(float(msgspec.json.decode(line)["now_s"]) for line in lines[half:])
+    moved = Moved(now_s, "r1", 1, 2, "pull", "star.migrate", 4096, 0.03)
+    lines.insert(half, msgspec.json.encode(moved).decode())
+    path.write_text("\n".join(lines) + "\n")
+    assert [line for line in read(path) if isinstance(line, Moved)] == [moved]
+    assert replay_file(path)[1].identical_share == 1.0
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_recordings_of_earlier_versions_replay(version: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "arrow")
+    text = path.read_text()
+    assert f'"version":{VERSION}' in text
+    path.write_text(text.replace(f'"version":{VERSION}', f'"version":{version}'))
+    assert replay_file(path)[1].identical_share == 1.0
 
 
 def test_policies_that_move_nothing_read_no_running_requests(tmp_path: Path) -> None:

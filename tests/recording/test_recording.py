@@ -175,7 +175,7 @@ def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("old", "new", "message"),
     [
         ('"type":"header"', '"type":"views"', "line 1"),
-        ('"version":3', '"version":9', "version 9"),
+        ('"version":4', '"version":9', "version 9"),
         ('"type":"dispatched"', '"type":"nothing"', "line"),
         ('"rid":"r3"', '"rid":"r9999"', "does not fit"),
         ('"queued_tokens"', '"queued_tonkes"', "does not fit"),

@@ -6,6 +6,7 @@ from pla_sglang.legend.explanations import (
     ENGINE,
     ENGINE_PREFIX,
     FLEET,
+    MOVE,
     UNKNOWN,
     WORKER,
     WORKER_PREFIX,
@@ -13,6 +14,7 @@ from pla_sglang.legend.explanations import (
 )
 from pla_sglang.policy.interface import prefill
 from pla_sglang.policy.interface.reasons import FleetReason
+from pla_sglang.router.control.request_record import MoveReason
 from pla_sglang.router.control.workers.table import WorkerReason
 
 
@@ -20,7 +22,8 @@ def test_every_reason_has_its_sentence() -> None:
     assert set(FLEET) == {reason.value for reason in FleetReason}
     assert set(ENGINE) == {reason.value for reason in prefill.Reason}
     assert set(WORKER) == {reason.value for reason in WorkerReason}
-    texts = [*FLEET.values(), *ENGINE.values(), *WORKER.values()]
+    assert set(MOVE) == {reason.value for reason in MoveReason}
+    texts = [*FLEET.values(), *ENGINE.values(), *WORKER.values(), *MOVE.values()]
     for text in texts:
         assert text[0].isupper()
         assert text.endswith(".")

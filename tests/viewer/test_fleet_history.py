@@ -9,9 +9,11 @@ import pytest
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.viewer.history import (
     MOST_INSTANCES,
+    MOST_MOVES,
     FleetHistory,
     Load,
     Membership,
+    RequestMove,
     TtftSums,
     measure_load,
 )
@@ -53,6 +55,29 @@ def test_what_is_older_than_the_window_becomes_the_base() -> None:
     assert [one["base"] for one in document["instances"]] == [DECODE, READY]
     assert [sample[0] for sample in document["samples"]] == [10.0, 12.0, 14.0, 16.0, 18.0, 20.0]
     assert document["start_s"] == 10.0
+
+
+def moved(at_s: float, source: str, target: str) -> RequestMove:
+    return RequestMove(at_s, f"r{at_s:g}", source, target, "pull", "star.migrate", 4096, 0.0625)
+
+
+def test_moves_leave_with_the_window_and_stay_few() -> None:
+    history = history_of("a", "b", window_s=10.0, interval_s=1.0)
+    for at_s in (1.0, 8.0, 12.0):
+        history.note_move(moved(at_s, "a", "b"))
+    history.note_move(moved(13.0, "b", "gone"))
+    history.add_sample(15.0, {0: IDLE, 1: IDLE}, open_requests=0, waiting=0)
+    document = history.to_document(15.0)
+    assert document["moved"] == 4
+    assert document["moves"] == [
+        [8.0, "r8", "a", "b", "pull", "star.migrate", 4096, 0.0625],
+        [12.0, "r12", "a", "b", "pull", "star.migrate", 4096, 0.0625],
+        [13.0, "r13", "b", "gone", "pull", "star.migrate", 4096, 0.0625],
+    ]
+    for number in range(2 * MOST_MOVES):
+        history.note_move(moved(16.0 + number / 1000, "a", "b"))
+    document = history.to_document(20.0)
+    assert (len(document["moves"]), document["moved"]) == (MOST_MOVES, 4 + 2 * MOST_MOVES)
 
 
 def test_a_dead_instance_leaves_after_the_window() -> None:

@@ -20,6 +20,7 @@ from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.registry import Setup
 from pla_sglang.profiles.load import load_profile
+from pla_sglang.recording import rows
 from pla_sglang.recording.file import RecordWriter
 from pla_sglang.recording.setup import header_of
 from pla_sglang.router.control.observability.recorder import Recorder
@@ -115,6 +116,8 @@ def record_run(path: Path) -> None:
         if number == 20:
             recorder.write_tick(0, [SetLengthClass(views[0], PrefillClass.SHORT, FleetReason.OTHER_PAIR)], now_s)
             views[0].length_class = PrefillClass.SHORT
+        if number == 25:
+            recorder.write_move(rows.Moved(now_s, request.rid, 1, 0, "pull", "star.migrate", 1 << 20, 0.05))
         if number == 30:
             fleet.set_state(views[1], InstanceState.DRAINING)
         recorder.write_views(now_s)
@@ -139,6 +142,10 @@ def test_a_recording_becomes_a_history(recording: Path) -> None:
         (10.0, 0, "ready", "prefill", "short", FleetReason.OTHER_PAIR.value, None),
         (15.0, 1, "draining", "prefill", "", "", None),
     ]
+    assert (document["moved"], document["moves"]) == (
+        1,
+        [[112.5, "r25", f"h1{EVIL}", f"h0{EVIL}", "pull", "star.migrate", 1 << 20, 0.05]],
+    )
     assert document["now_s"] - document["start_s"] == pytest.approx(19.4, abs=0.6)
     assert len(document["samples"]) == pytest.approx((document["now_s"] - 100.0) / document["interval_s"], abs=2)
     last = document["samples"][-1]

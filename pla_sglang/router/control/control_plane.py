@@ -27,7 +27,7 @@ from pla_sglang.router.control.migration import Migration
 from pla_sglang.router.control.moves import MoveOrders
 from pla_sglang.router.control.observability.gauges import gauges, state_of
 from pla_sglang.router.control.observability.series import Series
-from pla_sglang.router.control.observability.watch import FleetWatch, describe_fleet
+from pla_sglang.router.control.observability.watch import FleetWatch, describe_fleet, note_move
 from pla_sglang.router.control.policy_setup import LivePolicy
 from pla_sglang.router.control.prompts import load_tokenizer
 from pla_sglang.router.control.relay_ports import RelayPorts
@@ -243,6 +243,9 @@ class ControlPlane:
     def _on_joined(self, joined: m.Joined, now_s: float) -> None:
         if not self.migration.on_joined(joined, now_s):
             self._survival.on_joined(joined, now_s)
+        record = self.dispatcher.ledger.find_open(joined.rid)
+        if record is not None and record.hop.number == joined.hop:
+            note_move(record, now_s, history=self._watch.history, policy=self.policy)
 
     def _on_ask(self, ask: m.Ask, now_s: float) -> None:
         self.dispatcher.on_ask(ask, now_s)

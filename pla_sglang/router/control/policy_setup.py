@@ -102,6 +102,7 @@ class LivePolicy:
         self.predictor: TtftPredictor | None = None
         self.recorder: Recorder | None = None
         self.profile = ""
+        self.kv_bytes_per_token = 0  # by the profile
         self.roles: tuple[Role, ...] = ()  # at the start, as the policy wants them
         self.clock = clock
         self.running, self.orders = running, running.orders
@@ -146,6 +147,7 @@ class LivePolicy:
             move_gain=knobs.moves.gain,
         )
         self.profile = f"{profile} x {time_scale:g}"
+        self.kv_bytes_per_token = steps.kv_bytes_per_token
         if self._record_file is not None:
             header = header_of(knobs.policy, profile, time_scale, setup)
             self.recorder = Recorder(self._record_file, header, self._fleet)

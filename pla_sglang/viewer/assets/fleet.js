@@ -5,7 +5,7 @@ const fleet = (() => {
   const legend = readPart("legend-data");
   const recorded = readPart("data");
   const state = {
-    life: null, now: 0, start: 0, head: {}, instances: [], samples: [], changes: [], leftOut: 0,
+    life: null, now: 0, start: 0, head: {}, instances: [], samples: [], changes: [], moves: [], moved: 0, leftOut: 0,
   };
   const places = {}; // name of a figure of load -> its place in a row
   let spans = new Map(); // index of instance -> where it belonged when
@@ -21,6 +21,10 @@ const fleet = (() => {
     state.changes = doc.changes.map(([at, index, phase, role, cls, reason, epoch]) => (
       { at, index, state: phase, role, cls, reason, epoch }
     ));
+    state.moves = doc.moves.map(([at, rid, source, target, how, reason, bytes, pause]) => (
+      { at, rid, source, target, how, reason, bytes, pause }
+    ));
+    state.moved = doc.moved;
     Object.assign(state, { now: doc.now_s, start: doc.start_s, head: doc.head });
     Object.assign(state, { instances: doc.instances, leftOut: doc.left_out });
     spans = new Map(state.instances.map((one) => [one.index, listSpans(one)]));
@@ -90,6 +94,8 @@ const fleet = (() => {
   ), null);
   const changesOf = (shown) => state.changes.filter((one) => one.at >= shown.from && one.at <= shown.to);
 
+  const movesOf = (shown) => state.moves.filter((one) => one.at >= shown.from && one.at <= shown.to);
+
   // -- words --------------------------------------------------------------------------------------------------------
 
   const words = (text) => text.replaceAll("_", " ");
@@ -131,7 +137,7 @@ const fleet = (() => {
 
   return {
     legend, recorded, state, takeDocument, lastSampleTime, spansOf, spanAt, poolOf, classOf, hasClasses, figure,
-    listPresent, countPools, meanByPool, samplesOf, findNearest, changesOf, words, explain, colourOf, duration, number,
+    listPresent, countPools, meanByPool, samplesOf, findNearest, changesOf, movesOf, words, explain, colourOf, duration, number,
     timeText, describeInstance,
   };
 })();

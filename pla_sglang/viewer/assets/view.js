@@ -238,11 +238,20 @@
     ]);
     const header = ["when", "instance", "became", "prompts", "epoch", "reason", "what it means"];
     fillTable(byId("changes"), header, changes);
+    const moves = fleet.movesOf(shown).slice(-SHOWN_CHANGES).reverse().map((one) => [
+      timeText(one.at), one.source, one.target, one.how, `${(one.bytes / 1e6).toFixed(1)} MB`, pauseText(one.pause),
+      one.reason, fleet.explain(one.reason), one.rid,
+    ]);
+    const titles = ["when", "from", "to", "how", "KV cache", "pause", "reason", "what it means", "request"];
+    fillTable(byId("moves"), titles, moves);
   }
+
+  const pauseText = (s) => `${(1000 * s).toFixed(0)} ms`;
 
   function fillFacts() {
     const present = fleet.listPresent({ from: state.now - 1e-3, to: state.now + 1 });
     const facts = { ...state.head, instances: `${present.length}` };
+    if (state.moved) facts["requests that moved"] = `${state.moved}`;
     if (state.leftOut) facts["not sampled"] = `${state.leftOut} further instances`;
     byId("facts").replaceChildren(...Object.entries(facts).map(([name, text]) => {
       const item = document.createElement("div"), term = document.createElement("dt");

@@ -83,8 +83,21 @@ def test_a_request_moves() -> None:
             await at_rest(one)
             assert one.instances[source].aborted == one.instances[target].aborted == []
             check_story(one, source, target)
+            check_view(one, source, target)
 
     run(work)
+
+
+def check_view(one: Scene, source: int, target: int) -> None:
+    """On the page: from where to where, why, how much, and the pause of its client."""
+    document = one.plane.view_document(0.0)
+    [[at_s, rid, *told]] = document["moves"]
+    names = {worker.number: worker.view.name for worker in one.plane.table}
+    kv_bytes = 52 * one.plane.policy.kv_bytes_per_token
+    assert kv_bytes > 0
+    assert (rid, told) == ("r", [names[source], names[target], "pull", "policy", kv_bytes, 0.125])
+    assert at_s <= document["now_s"]
+    assert document["moved"] == 1
 
 
 def check_story(one: Scene, source: int, target: int) -> None:

@@ -120,6 +120,9 @@ class Recorder:
         self.decisions += bool(answer)  # otherwise the controller has only looked
         self._write_row(rows.Ticked(now_s=now_s, controller=controller, answer=rows.answer_of(answer)))
 
+    def write_move(self, move: rows.Moved) -> None:
+        self._write_row(move)
+
     def write_prefill(self, sample: PrefillSample, now_s: float) -> None:
         self.write_views(now_s)
         self._write_row(

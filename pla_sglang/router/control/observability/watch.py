@@ -7,9 +7,20 @@ from collections.abc import Mapping
 from pla_sglang.legend.explanations import WORKER_PREFIX
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.runner import FleetRunner, PoolMove
+from pla_sglang.recording import rows
+from pla_sglang.router.control.policy_setup import LivePolicy
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.router.control.request_record import RequestRecord
 from pla_sglang.router.control.workers.table import Worker, WorkerState, WorkerTable
-from pla_sglang.viewer.history import BOTH_CLASSES, NO_REQUESTS, FleetHistory, TtftSums, measure_load, membership_of
+from pla_sglang.viewer.history import (
+    BOTH_CLASSES,
+    NO_REQUESTS,
+    FleetHistory,
+    RequestMove,
+    TtftSums,
+    measure_load,
+    membership_of,
+)
 
 _ROLES = frozenset(role.value for role in Role)
 
@@ -71,6 +82,20 @@ class FleetWatch:
             self.history.note_membership(view.index, now, now_s)
         if state is WorkerState.DEAD:
             self._gone.add(view.index)
+
+
+def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, policy: LivePolicy) -> None:
+    """The request goes on at another instance since ``now_s`` (wall time): for the page and for the recording."""
+    hop, left = record.hop, record.hops[-2] if len(record.hops) > 1 else None
+    if left is None or left.decode is None or hop.decode is None or hop.how is None:
+        return
+    source, target, pause_s = left.decode.view, hop.decode.view, hop.gap_s or 0.0
+    what = (hop.how.label, hop.why, hop.kv_tokens * policy.kv_bytes_per_token)
+    history.note_move(RequestMove(now_s, record.rid, source.name, target.name, *what, pause_s))
+    if policy.recorder is not None:
+        device_s = policy.clock.device_s
+        moved = rows.Moved(device_s(now_s), record.rid, source.index, target.index, *what, device_s(pause_s))
+        policy.recorder.write_move(moved)
 
 
 def describe_fleet(dispatcher: RequestDispatcher) -> dict[str, str]:
