@@ -120,8 +120,8 @@ class PlaConfig:
     lost_max_age_ms: float = knob(
         30_000.0,
         "--pla-lost-max-age-ms",
-        "With --pla-deadlines decide: the bound, in place of --pla-long-max-age-ms where that is less, of requests "
-        "with a TTFT target. So long at most one that is lost gives way.",
+        "With --pla-deadlines decide: so long one that is lost gives way, before it has a share of 5 %. Also the "
+        "bound, in place of --pla-long-max-age-ms where that is less, of requests whose TTFT target is later.",
         allowed=MILLISECONDS,
     )
     decode_gap_ms: float = knob(

@@ -92,6 +92,7 @@ ENGINE: Mapping[str, str] = {
     "age": "A long prompt runs: it is near its age bound.",
     "lost_short": "A long prompt runs: the short ones that wait cannot be in time any more, it can.",
     "lost_long": "A long prompt runs before the one whose turn it was, which cannot be in time any more.",
+    "overdue": "Prompts that cannot be in time any more have given way for long enough; a share of time is theirs.",
     "urgent": "A long prompt runs: by latest starts it is its turn, and only that order keeps all targets.",
     "priority": "A long prompt runs: its priority is above that of every short one.",
     "decode_turn": "No prefill: running requests have waited long enough for their next token.",

@@ -15,6 +15,7 @@ from support.virtual_engine import Arrival
 from pla_sglang.policy.interface.prefill import Action, PassView, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.longs import LongKnobs, aged_at_s
+from pla_sglang.policy.pla.overdue import SHARE
 from pla_sglang.policy.pla.temporal import TemporalKnobs
 
 S, L, H = Action.SHORT, Action.LONG, Action.HOLD
@@ -67,8 +68,74 @@ CASES = [
         (0,),
     ),
     Case(
-        "those beyond their age bound do not",
+        "those beyond their age bound have a share",
         pass_view([short(AGED_S, deadline_s=LOST_S - 50), long(RECENT_S, deadline_s=KEPT_S)]),
+        S,
+        Reason.OVERDUE,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "the earliest first, whatever its length",
+        pass_view(
+            [
+                short(RECENT_S - 20, deadline_s=LOST_S - 20),
+                short(RECENT_S, deadline_s=KEPT_S),
+                long(AGED_S, 900, deadline_s=LOST_S - 50),
+            ]
+        ),
+        L,
+        Reason.OVERDUE,
+        (2,),
+        (0, 1),
+    ),
+    Case(
+        "and overdue shorts together",
+        pass_view(
+            [
+                short(RECENT_S - 20, deadline_s=LOST_S - 20),
+                short(RECENT_S, deadline_s=KEPT_S),
+                short(AGED_S, deadline_s=LOST_S - 50),
+            ]
+        ),
+        S,
+        Reason.OVERDUE,
+        (0, 2),
+        (0, 1, 2),
+    ),
+    Case(
+        "an overdue chunk goes on",
+        pass_view([short(RECENT_S, deadline_s=KEPT_S)], long(AGED_S, 3000, deadline_s=LOST_S - 50)),
+        L,
+        Reason.OVERDUE,
+        (),
+        (0,),
+    ),
+    Case(
+        "an overdue long that would be a second chunk waits for the one under way",
+        pass_view(
+            [short(RECENT_S, deadline_s=KEPT_S), long(AGED_S, 3000, deadline_s=LOST_S - 50)],
+            long(RECENT_S, 3000, deadline_s=KEPT_S),
+        ),
+        S,
+        Reason.NO_GAIN,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "overdue ones without room stop nobody",
+        pass_view(
+            [short(AGED_S, output_tokens=5000, deadline_s=LOST_S - 50), short(RECENT_S, deadline_s=KEPT_S)],
+            kv_free=4000,
+        ),
+        S,
+        Reason.NO_GAIN,
+        (1,),
+        (0, 1),
+    ),
+    Case(
+        "twenty times their bound after their arrival they do not give way",
+        pass_view([short(NOW_S - 200.0, deadline_s=LOST_S - 190), long(RECENT_S, deadline_s=KEPT_S)]),
         S,
         Reason.SLACK,
         (0,),
@@ -150,6 +217,20 @@ CASES = [
         (0,),
     ),
     Case(
+        "nor while a smaller one is lost",
+        pass_view(
+            [
+                long(RECENT_S, 1500, deadline_s=KEPT_S),
+                long(RECENT_S, 4000, deadline_s=NOW_S + 0.45),
+                short(RECENT_S, deadline_s=LOST_S),
+            ]
+        ),
+        L,
+        Reason.LOST_SHORT,
+        (0,),
+        (2,),
+    ),
+    Case(
         "nor where it has the worse priority",
         pass_view(
             [
@@ -194,8 +275,11 @@ def test_with_targets_every_request_ends(arrivals: list[Arrival], settings: Temp
     assert all(request.finished_s is not None for request in requests)
 
 
-def test_a_lost_request_ends_within_twice_its_bound_under_overload() -> None:
-    """Shorts and longs at 1.2 times what the device can do for 10 s, a quarter of them lost from the start."""
+@pytest.mark.parametrize(
+    ("requests", "lost_every"), [(180, 4), (180, 20), (360, 20)], ids=["a quarter", "a twentieth", "and twice as long"]
+)
+def test_a_lost_request_ends_within_twice_its_bound_under_overload(requests: int, lost_every: int) -> None:
+    """Longs at 1.2 times what the device can do for 7 and 14 s, some of them lost from the start."""
     bound_s = 2.0
     settings = TemporalKnobs(
         boundary_tokens=100,
@@ -205,24 +289,44 @@ def test_a_lost_request_ends_within_twice_its_bound_under_overload() -> None:
     )
     step_s = MODEL.step_s(900, 0)
     arrivals = [
-        Arrival(index * step_s / 1.2, 900 - index % 7, slo_s=0.001 if index % 4 == 0 else 30.0) for index in range(180)
+        Arrival(index * step_s / 1.2, 900 - index % 7, slo_s=0.001 if index % lost_every == 0 else 30.0)
+        for index in range(requests)
     ]
-    run = engine(arrivals, settings, {})
-    requests = run.run()
-    span_s = arrivals[-1].at_s
-    lost = [request for request, one in zip(requests, arrivals, strict=True) if one.slo_s == 0.001]
-    waits = [request.finished_s - one.at_s for request, one in zip(requests, arrivals, strict=True)]
-    assert len(lost) == 45
-    backlog_s = 0.2 * span_s  # what overload leaves undone at the end, whatever the order
-    assert max(waits) < 2 * bound_s + backlog_s
+    ended = engine(arrivals, settings, {}).run()
+    backlog_s = 0.2 * arrivals[-1].at_s  # what overload leaves undone at the end, whatever the order
+    assert max(request.finished_s - one.at_s for request, one in zip(ended, arrivals, strict=True)) < (
+        2 * bound_s + backlog_s
+    )
+
+
+def test_overdue_requests_have_their_share_of_time_and_no_more() -> None:
+    """Shorts that can be kept take all of the device; five lost longs get 5 % of it from their bound on, as stated."""
+    bound_s, span_s = 1.0, 30.0
+    settings = let_deadlines_decide(TemporalKnobs(boundary_tokens=100, longs=LongKnobs(max_age_s=bound_s)))
+    each_s, long_s = MODEL.step_s(90, 0), MODEL.step_s(3000, 0)
+    lost = [Arrival(0.01 * index, 3000, slo_s=0.001) for index in range(5)]
+    kept = [Arrival(index * each_s, 90, slo_s=60.0) for index in range(int(span_s / each_s))]
+    ran = engine([*lost, *kept], settings, {"budget_tokens": 90})
+    requests = ran.run()
+    first_s, *_, last_s = (request.first_token_s or 0.0 for request in requests[:5])
+    assert {line.reason for line in ran.log if line.ran and line.ran[0].new_tokens > 90} <= {
+        Reason.OVERDUE,
+        Reason.NO_SHORT,  # before the first short came
+    }
+    assert 0.9 < 4 * long_s / SHARE / (last_s - first_s) < 1.1
+    assert [request.rid for request in sorted(requests[:5], key=lambda one: one.first_token_s or 0.0)] == [
+        request.rid for request in requests[:5]
+    ]
 
 
 def test_who_has_a_target_is_aged_later_where_deadlines_decide() -> None:
-    """At 9.3 s of 10 a long of 4000 tokens is aged; with a target and a bound of 30 s it may still be passed."""
+    """At 9.3 s of 10 a long of 4000 tokens is aged; with a target it may be passed until that is lost, and until 20
+    times its bound of 30 s; with a target that is later than its bound until that is over."""
     both = LongKnobs(max_age_s=10.0, lost_age_s=30.0, share=0.5, chunk_max_tokens=1000)
     alone = dataclasses.replace(both, lost_age_s=None)
     target, none = long(0.0, 4000, deadline_s=3.0), long(0.0, 4000)
-    assert aged_at_s(target, MODEL, both) == pytest.approx(aged_at_s(none, MODEL, both) + 20)
+    assert aged_at_s(target, MODEL, both) == pytest.approx(aged_at_s(none, MODEL, both) + 590)
     assert aged_at_s(target, MODEL, alone) == aged_at_s(none, MODEL, both)
-    assert both.age_bound_s(target) == 30.0
-    assert dataclasses.replace(both, lost_age_s=5.0).age_bound_s(target) == 10.0
+    assert both.age_bound_s(target) == 600.0
+    assert both.age_bound_s(long(0.0, 4000, deadline_s=31.0)) == 30.0
+    assert dataclasses.replace(both, lost_age_s=5.0).age_bound_s(target) == 200.0

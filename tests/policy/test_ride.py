@@ -137,6 +137,17 @@ def test_companions_wait_before_a_long_is_cut() -> None:
     assert (alone.selected, alone.ride) == ((view.waiting[0],), Ride.TOKEN_DEADLINE)
 
 
+def test_a_cut_pass_keeps_as_many_companions_as_are_in_time() -> None:
+    """Each of 0.01 s beside a launch of 0.05 s; behind a chunk under way, too."""
+    made = TemporalPolicy(KNOBS, StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.05, b_s=1e-4, a_s=0.0), DECODE)
+    queue = [*(long(RECENT_S, 100) for _ in range(4)), *(long(RECENT_S, 900) for _ in range(20))]
+    for chunk in (None, long(RECENT_S, 3000)):
+        whole = made.decide(riding(pass_view(queue, chunk)), NOW_S)
+        assert (whole.selected[:4], whole.ride) == (tuple(queue[:4]), Ride.TOGETHER)
+        cut = made.decide(riding(pass_view(queue, chunk), slack_s=0.082), NOW_S)
+        assert (cut.selected, cut.ride) == (tuple(queue[:3]), Ride.TOKEN_DEADLINE)
+
+
 def test_a_chunk_is_cut_on_the_hosts_grid() -> None:
     knobs = dataclasses.replace(KNOBS, longs=dataclasses.replace(KNOBS.longs, grid_tokens=64))
     decision = policy(knobs=knobs).decide(riding(pass_view([long(RECENT_S)]), slack_s=0.05), NOW_S)

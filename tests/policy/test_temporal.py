@@ -87,6 +87,14 @@ CASES = [
         (1,),
         make=lambda: policy(decide=True),
     ),
+    Case(
+        "a lost short that has given way for its bound, where targets decide",
+        pass_view([short(AGED_S, deadline_s=AGED_S), lone_short()]),
+        S,
+        Reason.OVERDUE,
+        (0,),
+        make=lambda: policy(decide=True),
+    ),
     # both classes
     Case("due shorts before a long", pass_view([long(RECENT_S), lone_short()]), S, Reason.NO_GAIN, (1,)),
     Case("due shorts park the chunk", pass_view([lone_short()], long(RECENT_S)), S, Reason.NO_GAIN, (0,), park=True),

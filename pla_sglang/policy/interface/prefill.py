@@ -61,6 +61,7 @@ class Reason(enum.Enum):
     AGE = "age"  # a long is near its age bound and is owed device time
     LOST_SHORT = "lost_short"  # only shorts are waiting that cannot be kept; this long can
     LOST_LONG = "lost_long"  # the long that was next cannot be kept, this one can
+    OVERDUE = "overdue"  # a lost request has given way for its bound; SHORT passes too
     URGENT = "urgent"  # by latest starts it is this long's turn, and only that order keeps all targets
     PRIORITY = "priority"  # the long has a better priority than every short
     # HOLD

@@ -1,14 +1,15 @@
 """Who can still be kept: TTFT targets in the order of prefills (our rule; PLA-Serve uses slack for its windows only).
 
 A request is *lost* when its own prefill, begun now, would end after its deadline. It then gives way to every request
-that can still be kept: to keep one that is lost costs the same device time and brings nothing. It does so until its
-age bound (``LongKnobs.lost_age_s``) at most, from when on it counts as if it were not lost; a long has besides the time
-that is set aside for aged longs. Without targets nothing is lost, and every answer is as without this rule.
+that can still be kept: to keep one that is lost costs the same device time and brings nothing. Once it has done so for
+its bound (``LongKnobs.give_way_s``) it is *overdue* and has a share (``overdue.py``); ``LongKnobs.lost_end_s`` after
+its arrival it counts as if it were not lost. Without targets nothing is lost, and all answers are as without this rule.
 
 Among those that can be kept, least remaining work goes first, as ever: where work piles up, that keeps the most. Where
 it would lose somebody while the order of latest starts loses nobody, that order is taken: its first long is *urgent*.
 Both orders are judged over all that wait, by the step model. Where KV cache is short the smallest still go first: what
-an order of device time promises, memory would not keep (measured on azure_conv, which memory bounds).
+an order of device time promises, memory would not keep (measured on azure_conv, which memory bounds). Nor is anybody
+urgent beside a smaller request that is lost: work piles up, and to bring a larger one forward loses more of them.
 """
 
 from __future__ import annotations
@@ -56,9 +57,18 @@ class Deadlines:
         return not self.keep((view,), now_s)
 
     def find_urgent(
-        self, longs: Sequence[WaitingView], shorts: Sequence[WaitingView], now_s: float, *, kv_free_tokens: int
+        self,
+        longs: Sequence[WaitingView],
+        shorts: Sequence[WaitingView],
+        now_s: float,
+        *,
+        kv_free_tokens: int,
+        waiting: Sequence[WaitingView],
     ) -> WaitingView | None:
-        """The long that the order of latest starts begins with, where that order is to be taken; else None."""
+        """The long that the order of latest starts begins with, where that order is to be taken; else None.
+
+        ``waiting``: these, and those that give way to them.
+        """
         if not longs or len(longs) + len(shorts) > MOST_COMPARED:
             return None
         if ROOM * sum(view.footprint_tokens for view in (*longs, *shorts)) > kv_free_tokens:
@@ -72,7 +82,16 @@ class Deadlines:
         first = turns[0][0]
         if self._loses_any(turns, now_s, 1.0) or any(view.priority_rank < first.priority_rank for view, _ in turns):
             return None
-        return first if any(first is long for long in longs) else None
+        if not any(first is long for long in longs) or self._any_smaller_lost(first, waiting, now_s):
+            return None
+        return first
+
+    def _any_smaller_lost(self, long: WaitingView, waiting: Sequence[WaitingView], now_s: float) -> bool:
+        """Work has piled up: one that costs less than ``long`` was lost already."""
+        return any(
+            view.new_tokens < long.new_tokens and not view.resumed and self.latest_start_s(view) < now_s
+            for view in waiting
+        )
 
     def _turn_s(self, view: WaitingView, now_s: float) -> float:
         """Latest start; who cannot be kept comes last."""
@@ -89,9 +108,16 @@ class Deadlines:
                 return True
         return False
 
+    def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
+        """Those that are lost and have given way for their bound, in their order."""
+        latest_start_s, arrived_s = self.latest_start_s, now_s - self._knobs.give_way_s
+        return [
+            view for view in views if view.arrival_s <= arrived_s and not view.resumed and latest_start_s(view) < now_s
+        ]
+
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that do not give way, in their order. On the hot path."""
-        stamp, arrived_s = self._stamp, now_s - max(self._knobs.max_age_s, self._knobs.lost_age_s or 0.0)
+        stamp, arrived_s = self._stamp, now_s - self._knobs.lost_end_s
         latest_start_s = self.latest_start_s
         return [
             view

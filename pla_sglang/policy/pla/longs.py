@@ -40,6 +40,7 @@ from pla_sglang.policy.pla.awd import batch_step_s
 from pla_sglang.policy.pla.boundary import StepModel
 
 MOST_COMPANIONS = 16
+LOST_TIMES = 20.0  # a lost request counts as if it were not, after so many times the time that it gives way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +76,21 @@ class LongKnobs:
         """How long after its arrival ``view`` may be passed.
 
         Where deadlines decide, a target protects its request until it is lost; what then made it early would be device
-        time taken from those that can still be kept.
+        time taken from those that can still be kept. From when on it is overdue it has a share of its own.
         """
         if self.lost_age_s is None or view.deadline_s is None:
             return self.max_age_s
-        return max(self.max_age_s, self.lost_age_s)
+        return self.give_way_s if view.deadline_s - view.arrival_s > self.give_way_s else self.lost_end_s
+
+    @property
+    def give_way_s(self) -> float:
+        """How long after its arrival a lost request gives way; from then on it is overdue."""
+        return max(self.max_age_s, self.lost_age_s or 0.0)
+
+    @property
+    def lost_end_s(self) -> float:
+        """How long after its arrival a request counts as if it were not lost."""
+        return LOST_TIMES * self.give_way_s
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -134,6 +134,15 @@ def _cut_shorts(
     batch = decision.selected
     if cost.least_s(*_sums(batch)) <= allowed_s:
         return decision, True
+    count = count_in_time(batch, cost, allowed_s)
+    urgent = max((place + 1 for place, view in enumerate(batch) if _must_start(view, step, now_s)), default=0)
+    taken = max(1, count, urgent)
+    fits = count > 0 or urgent > 0
+    return (decision if taken == len(batch) else dataclasses.replace(decision, selected=batch[:taken])), fits
+
+
+def count_in_time(batch: Sequence[WaitingView], cost: PassCost, allowed_s: float) -> int:
+    """How many of ``batch``, from its first, a pass may hold to end within ``allowed_s``; 0: not even the first."""
     count = new = history = attention = 0
     for view in batch:
         new += view.new_tokens
@@ -142,10 +151,7 @@ def _cut_shorts(
         if cost.least_s(new, history, attention) > allowed_s:
             break
         count += 1
-    urgent = max((place + 1 for place, view in enumerate(batch) if _must_start(view, step, now_s)), default=0)
-    taken = max(1, count, urgent)
-    fits = count > 0 or urgent > 0
-    return (decision if taken == len(batch) else dataclasses.replace(decision, selected=batch[:taken])), fits
+    return count
 
 
 def _must_start(view: WaitingView, step: StepModel, now_s: float) -> bool:
@@ -159,13 +165,14 @@ def _must_start(view: WaitingView, step: StepModel, now_s: float) -> bool:
 def _cut_long(
     decision: PassDecision, view: PassView, cost: PassCost, step: StepModel, allowed_s: float, grid_tokens: int
 ) -> tuple[PassDecision, bool]:
-    """The pass without companions, or with a smaller chunk, and whether its end is in time."""
+    """The pass with as many companions as are in time, or with a smaller chunk, and whether its end is in time."""
     amounts = _amounts(decision, view)
     if cost.least_s(*amounts) <= allowed_s:
         return decision, True
-    if len(decision.selected) > 1 and not decision.park:
-        decision = dataclasses.replace(decision, selected=decision.selected[:1])
-        if cost.least_s(*_amounts(decision, view)) <= allowed_s:
+    if len(decision.selected) > 1:
+        fitting = count_in_time(decision.selected, cost, allowed_s)
+        decision = dataclasses.replace(decision, selected=decision.selected[: max(1, fitting)])
+        if fitting:
             return decision, True
     room_tokens = view.pass_budget_tokens
     if decision.park:

@@ -8,7 +8,8 @@ Order of the rules in ``decide``, first match wins:
 1. a long with a better priority than every waiting short advances (PRIORITY);
 2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, the others stop taking memory
    until it fits (KV_DRAIN);
-3. where deadlines decide, a long that must go before shorts and smaller longs, and takes nobody's target (URGENT);
+3. where deadlines decide, a request that is lost and has given way for long enough, in its small share of time
+   (OVERDUE); then a long that must go before shorts and smaller longs, and takes nobody's target (URGENT);
    then shorts that are due run (AWD's reason);
 4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected shorts no memory
    (KV_HEADROOM);
@@ -29,9 +30,11 @@ from collections.abc import Sequence
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
 from pla_sglang.policy.pla.arrival_rate import ArrivalRate
 from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
+from pla_sglang.policy.pla.blocked import BlockedClasses
 from pla_sglang.policy.pla.boundary import Boundary, StepModel
 from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, companions, resume
+from pla_sglang.policy.pla.overdue import OverdueShare, take_overdue
 from pla_sglang.policy.pla.ride import START, RideModel, model_beside, plan_ride
 
 
@@ -62,19 +65,6 @@ class TemporalKnobs:
     batch_timeout_s: float = 0.1
 
 
-@dataclasses.dataclass(slots=True)
-class _Blocked:
-    """A class whose last pass admitted nothing, and the state in which that happened."""
-
-    kv_free_tokens: int
-    slots: int
-    running: int
-
-    def still(self, view: PassView) -> bool:
-        """Nothing has been freed since, so trying again would fail again."""
-        return view.kv_free_tokens <= self.kv_free_tokens and view.slots <= self.slots and view.running >= self.running
-
-
 class TemporalPolicy:
     """Decides each prefill pass of one engine. Pure: same calls, same answers, on every rank."""
 
@@ -87,9 +77,10 @@ class TemporalPolicy:
         self.awd = Awd(knobs.awd)
         self.longs = LongQueue(knobs.longs, model)
         self.deadlines = Deadlines(knobs.longs, model)
+        self.overdue = OverdueShare()
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
-        self._blocked: dict[PrefillClass, _Blocked] = {}
+        self._blocked = BlockedClasses()
         # Predicted device seconds of aged longs and of all others since some long became aged; None while none is.
         self._aged_use_s: tuple[float, float] | None = None
         self._aged: WaitingView | None = None  # the aged long of the last decision
@@ -128,15 +119,15 @@ class TemporalPolicy:
         if decision.action is Action.HOLD:
             return
         cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
+        self._blocked.on_pass(cls, view, admitted=bool(admitted))
         if not admitted:
-            self._blocked[cls] = _Blocked(view.kv_free_tokens, view.slots, view.running)
             return
-        self._blocked.pop(cls, None)
-        if cls is PrefillClass.SHORT:
+        if cls is PrefillClass.SHORT and decision.reason is not Reason.OVERDUE:
             self.awd.on_dispatch(len(admitted), now_s - min(short.arrival_s for short in admitted))
+        step_s = self._pass_s(decision, admitted)
+        self.overdue.note(step_s, overdue=decision.reason is Reason.OVERDUE)
         if self._aged_use_s is not None:
             aged_s, others_s = self._aged_use_s
-            step_s = self._pass_s(decision, admitted)
             mine = admitted[0] is self._aged
             self._aged_use_s = (aged_s + step_s, others_s) if mine else (aged_s, others_s + step_s)
 
@@ -198,14 +189,14 @@ class TemporalPolicy:
         by_order, aged = self.longs.pick(
             longs, view.chunk, now_s, shorts=bool(shorts), budget_tokens=view.pass_budget_tokens
         )
-        why: Reason | None = None
+        why, some_give_way = None, False
         if self.knobs.longs.lost_age_s is not None:
-            by_order, shorts, longs, why = self._keep_first(view, by_order, shorts, longs, now_s)
+            by_order, shorts, longs, why, some_give_way = self._keep_first(view, by_order, shorts, longs, now_s)
         self._track_ageing(aged)
         owed = aged is not None and self._aged_are_owed()
         pick = aged if owed else by_order
-        if view.running == 0 and view.chunk is None and len(self._blocked) == len(PrefillClass):
-            self._blocked.clear()  # each class has let the other try; begin again
+        if view.running == 0 and view.chunk is None:
+            self._blocked.clear_if_all()
         other = bool(shorts) or view.chunk is not None
         stuck = None if pick is None else self._stuck(pick, view, now_s, owed=owed, other=other)
         if stuck is not None and view.chunk is not None:
@@ -218,9 +209,13 @@ class TemporalPolicy:
                 return self._long(pick, view, longs, now_s, Reason.PRIORITY)
         if pick is not None and owed:
             if stuck is None and (shorts or pick is not by_order):
-                return self._aged_pass(pick, view, longs, now_s)
+                return self._alone(pick, view, longs, now_s, Reason.AGE)
             if stuck is not None and view.running > 0:
                 return PassDecision(Action.HOLD, Reason.KV_DRAIN)
+        if some_give_way and self.overdue.is_owed:
+            overdue = self._overdue_pass(view, longs, now_s)
+            if overdue is not None:
+                return overdue
         if pick is not None and self.knobs.longs.lost_age_s is not None:
             urgent = self._find_urgent(view, pick, shorts, longs, now_s)
             if urgent is not None and self._stuck(urgent, view, now_s, owed=False, other=other) is None:
@@ -237,14 +232,18 @@ class TemporalPolicy:
         shorts: list[WaitingView],
         longs: list[WaitingView],
         now_s: float,
-    ) -> tuple[LongPick | None, list[WaitingView], list[WaitingView], Reason | None]:
-        """The next long, shorts and longs without those that give way, and what that changes for a long; see
-        ``deadlines.py``. Shorts that are lost give way to longs too, longs only among themselves: shorts go first.
+    ) -> tuple[LongPick | None, list[WaitingView], list[WaitingView], Reason | None, bool]:
+        """The next long, shorts and longs without those that give way, what that changes for a long, and whether some
+        give way; see ``deadlines.py``. Shorts that are lost give way to longs too, longs only among themselves: shorts
+        go first.
         """
         deadlines = self.deadlines
         kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
         why: Reason | None = None
         lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
+        can_keep = len(kept_shorts) + len(kept)
+        some_give_way = lost_chunk or can_keep < len(view.waiting)
+        some_give_way &= can_keep > 0 or (view.chunk is not None and not lost_chunk)
         if kept and (lost_chunk or len(kept) < len(longs)):
             before, longs = by_order, kept
             budget_tokens = view.pass_budget_tokens
@@ -256,7 +255,7 @@ class TemporalPolicy:
         if len(kept_shorts) < len(shorts) and (kept_shorts or kept):
             why = why if kept_shorts or why else Reason.LOST_SHORT
             shorts = kept_shorts
-        return by_order, shorts, longs, why
+        return by_order, shorts, longs, why, some_give_way
 
     def _find_urgent(
         self, view: PassView, pick: LongPick, shorts: list[WaitingView], longs: list[WaitingView], now_s: float
@@ -266,10 +265,33 @@ class TemporalPolicy:
         if chunk is not None:
             limit = min(self.knobs.longs.chunk_max_tokens or 0, view.pass_budget_tokens)
             candidates = [chunk, *(long for long in longs if long.new_tokens <= limit)]
-        urgent = self.deadlines.find_urgent(candidates, shorts, now_s, kv_free_tokens=view.kv_free_tokens)
+        urgent = self.deadlines.find_urgent(
+            candidates, shorts, now_s, kv_free_tokens=view.kv_free_tokens, waiting=view.waiting
+        )
         if urgent is None or (urgent is pick.view and not shorts):
             return None
         return LongPick(urgent, running=urgent is chunk, overtakes=chunk is not None and urgent is not chunk)
+
+    def _overdue_pass(self, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision | None:
+        """The pass of the earliest that are overdue; None where there are none, or they cannot run."""
+        chunk = view.chunk
+        waiting = view.waiting if chunk is None else [*view.waiting, chunk]
+        overdue = self.deadlines.list_overdue(waiting, now_s)
+        if not overdue:
+            return None
+        most_tokens = self.knobs.longs.chunk_max_tokens or 0
+        batch = take_overdue(overdue, view, self.boundary, most_tokens=most_tokens)
+        if not batch:
+            return None
+        first = batch[0]
+        if first is not chunk and self.boundary.is_short(first.new_tokens, first.history_tokens):
+            if view.slots <= 0 or self._blocked.is_blocked(PrefillClass.SHORT, view, other=True):
+                return None
+            return PassDecision(Action.SHORT, Reason.OVERDUE, batch, park=chunk is not None)
+        pick = LongPick(first, running=first is chunk, overtakes=chunk is not None and first is not chunk)
+        if self._stuck(pick, view, now_s, owed=False, other=True) is not None:
+            return None
+        return self._alone(pick, view, longs, now_s, Reason.OVERDUE)
 
     def _by_shorts(
         self,
@@ -282,7 +304,7 @@ class TemporalPolicy:
     ) -> PassDecision:
         choice = self._choose_shorts(view, shorts, pick, longs, now_s) if shorts else None
         short_stuck = choice is not None and (
-            view.slots <= 0 or self._is_blocked(PrefillClass.SHORT, view, other=pick is not None)
+            view.slots <= 0 or self._blocked.is_blocked(PrefillClass.SHORT, view, other=pick is not None)
         )
         if choice is not None and choice.due and not short_stuck:
             # A chunk that is stuck cannot share the pass either: the host would allocate its piece without asking.
@@ -340,12 +362,14 @@ class TemporalPolicy:
             return PassDecision(Action.LONG, reason, selected, chunk_tokens=None, park=view.chunk is not None)
         return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=self._chunk(pick, longs, now_s))
 
-    def _aged_pass(self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision:
+    def _alone(
+        self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float, reason: Reason
+    ) -> PassDecision:
         """Alone, so that all of its time is its own. Cut as ever: those that pass it wait for each of its chunks."""
         if pick.running:
-            return PassDecision(Action.LONG, Reason.AGE, chunk_tokens=self._piece(pick, view, longs, now_s))
+            return PassDecision(Action.LONG, reason, chunk_tokens=self._piece(pick, view, longs, now_s))
         chunk = None if pick.overtakes else self._chunk(pick, longs, now_s)
-        return PassDecision(Action.LONG, Reason.AGE, (pick.view,), chunk_tokens=chunk, park=pick.overtakes)
+        return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=chunk, park=pick.overtakes)
 
     def _short(
         self,
@@ -394,7 +418,7 @@ class TemporalPolicy:
         """
         if pick.running:
             return None if self._has_room_for_piece(pick.view, view) else Reason.KV_DRAIN
-        if self._is_blocked(PrefillClass.LONG, view, other=other):
+        if self._blocked.is_blocked(PrefillClass.LONG, view, other=other):
             return Reason.BLOCKED
         return Reason.KV_HEADROOM if not owed and self._must_leave_headroom(pick, view, now_s) else None
 
@@ -402,18 +426,6 @@ class TemporalPolicy:
         longs = self.knobs.longs
         piece = chunk.new_tokens if longs.chunk_max_tokens is None else min(longs.grid_tokens, chunk.new_tokens)
         return view.kv_room_tokens >= piece
-
-    def _is_blocked(self, cls: PrefillClass, view: PassView, *, other: bool) -> bool:
-        """Whether trying ``cls`` again is pointless. ``other``: something else waits that could run instead."""
-        blocked = self._blocked.get(cls)
-        if blocked is None:
-            return False
-        # With nothing running nothing will be freed. If nothing else can run either, refusing would be a deadlock; if
-        # something can, insisting would be one.
-        if blocked.still(view) and (view.running > 0 or other):
-            return True
-        del self._blocked[cls]
-        return False
 
     def _track_ageing(self, aged: LongPick | None) -> None:
         self._aged = None if aged is None else aged.view

@@ -1,0 +1,67 @@
+"""Lost requests that have given way for their bound: a small share of prefill time is theirs (our rule, not a paper's).
+
+If they went before everything from then on, a load that is too large would be served late as a whole: device time that
+goes to requests that nobody can keep any more is missing for those that can be kept, which are then lost in their turn.
+So the overdue ones get ``SHARE`` of the predicted prefill time, the earliest first, and all that is left while nobody
+can be kept. With W seconds of prefills overdue before it, a request ends about W / ``SHARE`` after its bound at the
+latest, so within twice its bound while W is no more than ``SHARE`` of that bound. ``LOST_TIMES`` the bound after its
+arrival it counts as if it were not lost (``longs.py``): what has no room in the KV cache gets it then, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pla_sglang.policy.interface.prefill import PassView, WaitingView
+from pla_sglang.policy.pla.awd import take_batch
+from pla_sglang.policy.pla.boundary import Boundary
+
+SHARE = 0.05
+
+
+class OverdueShare:
+    """Whether it is the turn of an overdue request.
+
+    Attributes:
+        pause_s: predicted prefill time that the others get before it is.
+    """
+
+    def __init__(self) -> None:
+        self.pause_s = 0.0
+
+    @property
+    def is_owed(self) -> bool:
+        return self.pause_s <= 0.0
+
+    def note(self, pass_s: float, *, overdue: bool) -> None:
+        """A pass took ``pass_s`` by the step model. Time without overdue requests ends a pause, but is not saved up."""
+        if overdue:
+            self.pause_s += pass_s * (1 / SHARE - 1)
+        else:
+            self.pause_s = max(0.0, self.pause_s - pass_s)
+
+
+def take_overdue(
+    overdue: Sequence[WaitingView], view: PassView, boundary: Boundary, *, most_tokens: int
+) -> tuple[WaitingView, ...]:
+    """Whose turn it is: of those that can run now, who arrived first; with a short, the next ones. In host order.
+
+    ``most_tokens``: what a pass may hold of one that overtakes the chunk under way. One that has no room in the KV
+    cache is left out: it must not stop its whole class.
+    """
+    limit = view.kv_free_tokens if view.chunk is None else min(most_tokens, view.pass_budget_tokens)
+    fitting = [
+        one
+        for one in overdue
+        if one is view.chunk or (one.footprint_tokens <= view.kv_free_tokens and one.new_tokens <= limit)
+    ]
+    fitting.sort(key=lambda one: one.arrival_s)
+    if not fitting or not _is_short(fitting[0], view, boundary):
+        return tuple(fitting[:1])
+    shorts = [one for one in fitting if _is_short(one, view, boundary)]
+    taken = {id(one) for one in take_batch(shorts, view.pass_budget_tokens, view.slots)[0]}
+    return tuple(one for one in overdue if id(one) in taken)
+
+
+def _is_short(one: WaitingView, view: PassView, boundary: Boundary) -> bool:
+    return one is not view.chunk and boundary.is_short(one.new_tokens, one.history_tokens)
