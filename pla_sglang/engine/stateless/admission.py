@@ -20,6 +20,9 @@ def admit_received(scheduler: Any, reqs: Sequence[Any], running_batch: Any) -> A
         req._refresh_fill_ids()
         # Without the last token: its KV is computed by the first decode step.
         req.set_extend_range(len(req.prefix_indices), req.kv_committed_len)
+        if req.grammar is not None and goes_on(req):
+            # The host's word for "its grammar has this token"; of its backends only xgrammar says it by itself.
+            req.grammar.current_token = req.output_ids[-1]
     batch = build_received_batch(scheduler, reqs)
     count_again(batch, steps_under_way=0)
     for req in reqs:
