@@ -94,4 +94,4 @@ def test_help_shows_our_flags(fork_parent: ForkParent, tmp_path: Path) -> None:
     done = fork_parent.run_program(STOCK, ["--help"], tmp_path)
     assert done.returncode == 0
     assert "Prefill-length-aware scheduling (pla_sglang):" in done.stdout
-    assert "--prefill-disagg {off,temporal,spatial}" in done.stdout
+    assert "--prefill-disagg {off,temporal,spatial,dopd}" in done.stdout
