@@ -52,14 +52,9 @@ class Cluster:
     def order(self, number: int, what: str) -> None:
         fetch(f"{self.url}/workers/{number}/{what}", {})
 
-    def count_aborts(self) -> tuple[float, float]:
-        """Orders to abort at an instance, and moves that failed: each of these may order one at its target."""
+    def count_aborts(self) -> float:
         series = read_series(fetch(f"{self.url}/metrics"))
-        aborts, failures = (
-            sum(value for name, value in series.items() if name.startswith(f"{counter}{{"))
-            for counter in ("pla_router_aborts_total", "pla_router_move_failures_total")
-        )
-        return aborts, failures
+        return sum(value for name, value in series.items() if name.startswith("pla_router_aborts_total{"))
 
     async def start_again(self, name: str) -> None:
         """Raises PlaError where it cannot be started."""
@@ -140,7 +135,7 @@ async def empty_one(cluster: Cluster, streams: list[Stream], *, by_signal: bool)
     first, *others = cluster.workers()
     for row in others:
         cluster.order(row["number"], "drain")
-    aborts, failures = await asyncio.to_thread(cluster.count_aborts)
+    aborts = await asyncio.to_thread(cluster.count_aborts)
     async with make_session() as http, asyncio.TaskGroup() as group:
         await open_streams(group, http, cluster.url, streams)
         begun = "first tokens of all streams"
@@ -157,14 +152,13 @@ async def empty_one(cluster: Cluster, streams: list[Stream], *, by_signal: bool)
         left = sum(not stream.is_over for stream in streams)
         ended_s = await wait_until_ended(cluster, first["url"], start_s) if by_signal else None
     stories = await asyncio.to_thread(read_stories, cluster.url, streams)
-    aborts_after, failures_after = await asyncio.to_thread(cluster.count_aborts)
+    aborted = await asyncio.to_thread(cluster.count_aborts) - aborts
     if by_signal:
         await cluster.start_again(cluster.instance_at(first["url"])["name"])
     else:
         cluster.order(first["number"], "undrain")
-    what = {"streams_here": here, "streams_left": left, "empty_s": empty_s, "ended_s": ended_s}
-    counts = {"aborted": aborts_after - aborts, "moves_failed": failures_after - failures}
-    return describe_streams(streams, stories) | what | counts
+    what = {"streams_here": here, "streams_left": left, "empty_s": empty_s, "ended_s": ended_s, "aborted": aborted}
+    return describe_streams(streams, stories) | what
 
 
 async def wait_until_empty(cluster: Cluster, number: int, start_s: float) -> float:

@@ -12,9 +12,8 @@ wave, the drain and the signal are steps; finished ones are kept in ``--out``.
 answer. ``gap_p50_s``, ``gap_p99_s``: from the last event of the instance that was killed to the first one of the next,
 in seconds of this machine, which tells of its processes as much as of the devices. ``drain_s``, ``sigterm_s``: device
 time from the order until the router has nothing at the instance; ``ended_s``: until its process has ended, in seconds
-of this machine (SGLang looks every 5 s whether it may). ``drain_aborted``: their streams without a whole answer, and
-orders to abort, but for those at targets of moves that failed (``drain_moves_failed``), whose streams go on where they
-are. The exit status is 1 where a stream failed, a token was wrong, or anything was aborted.
+of this machine (SGLang looks every 5 s whether it may). ``drain_aborted``: streams without their whole answer, and
+orders to abort. The exit status is 1 where a stream failed, a token was wrong, or anything was aborted.
 """
 
 from __future__ import annotations
@@ -108,19 +107,16 @@ def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
     result["streams_hit"] = sum(len(row["hops"]) for row in kills)
     result["tokens_wrong"] = sum(row["tokens_wrong"] for row in rows)
     result |= {f"gap_p{q}_s": percentile(gaps_s, q) if gaps_s else None for q in (50, 99)}
-    aborted = failed = 0
+    aborted = 0
     for act in (DRAIN, SIGTERM):
         row = next((row for key, row in pairs if key["act"] == act), None)
         result[f"{act}_s"] = None if row is None else row["empty_s"] / time_scale
         result[f"{act}_streams_here"] = None if row is None else row["streams_here"]
         result[f"{act}_streams_left"] = None if row is None else row["streams_left"]
-        aborted += 0 if row is None else row["streams"] - row["completed"]
-        aborted += 0 if row is None else max(0, round(row["aborted"] - row["moves_failed"]))
-        failed += 0 if row is None else round(row["moves_failed"])
+        aborted += 0 if row is None else round(row["aborted"]) + row["streams"] - row["completed"]
         result |= {"ended_s": row["ended_s"]} if row is not None and act == SIGTERM else {}
     return result | {
         "drain_aborted": aborted,
-        "drain_moves_failed": failed,
         "errors": [error for row in rows for error in row["errors"]][:10],
         "commits": sorted({row["plugin_commit"] for row in rows}),
         "gaps_s": sorted(gaps_s),
@@ -134,8 +130,7 @@ def is_right(result: Result) -> bool:
 ROWS = (
     *("streams", "killed", "streams_hit", "completed", "tokens", "tokens_wrong", "gap_p50_s", "gap_p99_s"),
     *("drain_s", "drain_streams_here", "drain_streams_left"),
-    *("sigterm_s", "sigterm_streams_here", "sigterm_streams_left", "ended_s"),
-    *("drain_aborted", "drain_moves_failed"),
+    *("sigterm_s", "sigterm_streams_here", "sigterm_streams_left", "ended_s", "drain_aborted"),
 )
 
 
