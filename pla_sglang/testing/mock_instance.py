@@ -4,7 +4,8 @@
 about, and /generate: *prefill*, *decode* and *unified* send ``max_new_tokens`` events, ``temperature`` seconds apart,
 each with the time at which it was sent (CLOCK_MONOTONIC nanoseconds, which all processes of a machine share); *oracle*
 sends the tokens that the oracle expects, one an event, as an engine with incremental streaming would; *crowded* has
-little room. Events of all streams with one distance tick together, as those of an engine's batch do.
+little room; *stateless* says token ids in the streams that a router marks. Events of all streams with one distance
+tick together, as those of an engine's batch do.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ FULL = b"The request queue is full."
 FULL_REASON = b'{"type":"abort","status_code":503,"message":"%s"}' % FULL
 MALFORMED = b'"temperature": "x"'
 SENT_NS = re.compile(rb'"t":(\d+)')  # in an event of a mock
+MARK = b'"pla_movable":1'  # in the body of a stream that is to say its token ids
+_BOOTSTRAP_PORT = re.compile(rb'"bootstrap_port":(\d+)')
+FIRST_ID = 10_000  # of the tokens that a stateless instance says
 
 
-def request_body(*, events: int, stream: bool, gap_s: float = 0.0, tokens: int = 0) -> bytes:
-    """A /generate body for so many events. ``tokens``: of the prompt; 0: a short text."""
+def request_body(*, events: int, stream: bool, gap_s: float = 0.0, tokens: int = 0, marked: bool = False) -> bytes:
+    """A /generate body for so many events. ``tokens``: of the prompt; 0: a short text; ``marked``: as by a router."""
     rng = random.Random(1)
     prompt = {"input_ids": [rng.randrange(1000, 32_000) for _ in range(tokens)]} if tokens else {"text": "hello there"}
     params = {"max_new_tokens": events, "temperature": gap_s}
-    return json.dumps({**prompt, "sampling_params": params, "stream": stream}).encode()
+    body = json.dumps({**prompt, "sampling_params": params, "stream": stream}).encode()
+    return b'{"custom_params":{%s},%s' % (MARK, body[1:]) if marked else body
 
 
 def read_wishes(body: bytes) -> tuple[int, float, bool]:
@@ -148,7 +153,7 @@ class Mock(asyncio.Protocol):
             self._write_whole(b'{"text":"hello","meta_info":%s}' % about)
             return
         self._transport.write(STREAM_HEAD)  # as uvicorn does: the head first, on its own
-        events = 1 if self._kind == "prefill" else events
+        events = 1 if self._is_prefill() else events
         if gap_s == 0 or events == 1:
             for index in range(events):
                 self.write_event(last=index == events - 1)
@@ -160,9 +165,16 @@ class Mock(asyncio.Protocol):
         self._ticker = self._tickers.setdefault(gap_s, Ticker(gap_s))
         self._ticker.add(self, events)
 
+    def _is_prefill(self) -> bool:
+        """Whether the request is a prefill leg."""
+        return self._kind == "prefill"
+
     def write_event(self, *, last: bool) -> None:
+        self._write_chunk(self._make_event(), last=last)
+
+    def _make_event(self) -> bytes:
         about = b'"meta_info":{"id":"x","finish_reason":null}'
-        self._write_chunk(b'data: {"text":"%s","t":%d,%s}\n\n' % (PADDING, time.monotonic_ns(), about), last=last)
+        return b'data: {"text":"%s","t":%d,%s}\n\n' % (PADDING, time.monotonic_ns(), about)
 
     def _write_chunk(self, data: bytes, *, last: bool) -> None:
         self._transport.write(b"%x\r\n%s\r\n" % (len(data), data) + (LAST if last else b""))
@@ -190,6 +202,39 @@ class Mock(asyncio.Protocol):
             "random_seed": self._port,
             "internal_states": [{}],
         }
+
+
+class StatelessMock(Mock):
+    """Takes prefill legs, decode legs and whole requests. Each event of a stream that the router has marked has a token
+    id in a comment line in front of it, in the same write (docs/hops.md). It can reach whatever peer it is told."""
+
+    _tokens: int | None = None  # said of the present stream so far; None: it is not marked
+
+    def _generate(self) -> None:
+        self._tokens = 0 if MARK in self._body else None
+        super()._generate()
+
+    def _is_prefill(self) -> bool:
+        port = _BOOTSTRAP_PORT.search(self._body)
+        return port is not None and int(port[1]) == self._port
+
+    def _make_event(self) -> bytes:
+        event = super()._make_event()
+        if self._tokens is None:
+            return event
+        prompt = b"" if self._tokens else b": pla-prompt 3:9f3ab2c41d0e55aa\n"
+        self._tokens += 1
+        return b"%s: pla %d c%d.k0\n%s" % (prompt, FIRST_ID + self._tokens, 4 * self._tokens, event)
+
+    def _describe(self) -> dict[str, object]:
+        if self._path == b"/pla/peers":
+            return {"peers": {peer["name"]: "ready" for peer in msgspec.json.decode(self._body)["peers"]}}
+        described = super()._describe()
+        if "internal_states" in described:
+            # A port of bootstrap servers is only a number here: its own tells legs apart.
+            stateless = {"incarnation": str(self._port), "bootstrap_port": self._port, "hops": True}
+            described["internal_states"] = [{"pla": {"stateless": stateless}}]
+        return described
 
 
 class OracleMock(Mock):
@@ -286,8 +331,8 @@ async def serve(kinds: list[str], ports: list[int], gap_s: float) -> None:
     tickers: dict[float, Ticker] = {}
     for kind, port in zip(kinds, ports, strict=True):
         oracle = functools.partial(OracleMock, gap_s)
-        made: Callable[..., Mock] = oracle if kind == "oracle" else CrowdedMock if kind == "crowded" else Mock
-        factory = functools.partial(made, kind, port, tickers)
+        others: dict[str, Callable[..., Mock]] = {"oracle": oracle, "crowded": CrowdedMock, "stateless": StatelessMock}
+        factory = functools.partial(others.get(kind, Mock), kind, port, tickers)
         await asyncio.get_running_loop().create_server(factory, "127.0.0.1", port, backlog=4096)
     print("ready", flush=True)
     await asyncio.Event().wait()

@@ -1,6 +1,8 @@
 """What a router costs: added TTFT, CPU time a request, a stream and an event, throughput, memory.
 
 Ours and SGLang's two routers stand in front of the same mock prefill and decode instance, one at a time, in one run.
+``ours_movable`` is ours with ``--migration on``, in front of two stateless ones: all streams say their token ids, which
+it takes out and keeps. That it does is checked in every round.
 Mock and client are cheap: the arm ``direct`` shows how cheap. They share the machine with the router, so a throughput
 is a lower bound, and CPU time is the steadier figure. Other work on the machine is measured; calm samples count.
 """
@@ -21,17 +23,19 @@ import psutil
 
 from bench.cost.router_cost.client import Client, Plan, make_probes, running_client
 from bench.cost.router_cost.figures import figures, missed, page, split_ms, table
+from bench.cost.router_cost.movable import check_movable
 from bench.harness.arms import Arm
 from bench.harness.bench import BenchError, measuring
 from bench.harness.cli import add_output, add_quick
 from bench.harness.figures import draw_bars, panels
 from bench.harness.report import emit, environment, say, show
-from bench.harness.servers import is_healthy, running_child, wait_until_ready
+from bench.harness.servers import is_healthy, running_child, wait_until_paired, wait_until_ready
 from pla_sglang.cluster.ports import free_port
 from pla_sglang.errors import ConfigError
 from pla_sglang.testing.mock_instance import Mocks, running_mocks
 
 START_S, STOP_S = 40.0, 5.0  # of a router
+MOCKS = ("prefill", "decode", "stateless", "stateless")
 BOOTSTRAP_PORT = 8998
 SGLANG_ROUTER = "sglang_router.launch_router"
 # Title, and the figures with their labels.
@@ -58,18 +62,20 @@ class RouterArm(Arm):
 
     port: int = 0  # where the client sends its requests
     quickack: bool = False  # whether the client asks for immediate ACKs
+    movable: bool = False  # whether every stream is to be one that could go on elsewhere
     shares: str | None = None  # the arm whose process this one uses
 
 
 def make_arms(mocks: Mocks) -> list[RouterArm]:
     """Every arm, in the order of the table. Ports are new: a router that has just ended may leave connections."""
-    prefill, decode = mocks.urls
+    prefill, decode, *stateless = mocks.urls
 
-    def ours(name: str, relays: int) -> RouterArm:
+    def ours(name: str, relays: int, *, movable: bool = False) -> RouterArm:
         port = free_port()
-        flags = ("--port", str(port), "--relay-workers", str(relays), "--policy", "static-pd-round-robin")
-        workers = ("--worker", prefill, "--worker", decode)
-        return RouterArm(name, (*flags, *workers), module="pla_sglang.launch_router", port=port)
+        flags = ["--port", str(port), "--relay-workers", str(relays), "--policy", "static-pd-round-robin"]
+        flags += ["--migration", "on"] if movable else []
+        workers = [part for url in (stateless if movable else (prefill, decode)) for part in ("--worker", url)]
+        return RouterArm(name, (*flags, *workers), module="pla_sglang.launch_router", port=port, movable=movable)
 
     def sglang(name: str, *further: str) -> RouterArm:
         port = free_port()
@@ -88,6 +94,7 @@ def make_arms(mocks: Mocks) -> list[RouterArm]:
         two_processes,
         with_quickack(two_processes),
         ours("ours_one_process", 0),
+        ours("ours_movable", 1, movable=True),
         sglang("mini_lb", "--mini-lb"),
         rust,
         with_quickack(rust),
@@ -133,6 +140,8 @@ def running_router_arm(arm: RouterArm, folder: Path) -> Iterator[Router]:
     log, url = folder / f"{arm.name}.log", f"http://127.0.0.1:{arm.port}"
     with running_child([arm.python, "-m", arm.module, *arm.flags], log, stop_s=STOP_S) as process:
         wait_until_ready(process, lambda: is_healthy(url), log, name=arm.name, limit_s=START_S)
+        if arm.movable:  # before, requests go to one instance alone
+            wait_until_paired(url)
         yield psutil.Process(process.pid)
 
 
@@ -140,7 +149,7 @@ def measure(options: argparse.Namespace) -> Samples:
     """Mocks and client stay, each router lives for its turn in a round. A turn that was interrupted does not count."""
     samples: Samples = {}
     with (
-        running_mocks("prefill", "decode") as mocks,
+        running_mocks(*MOCKS) as mocks,
         running_client() as client,
         tempfile.TemporaryDirectory(prefix="router_cost.") as folder,
         measuring(),
@@ -167,6 +176,8 @@ def measure_arm(
     for name, plan in plans.items():
         taken = samples[name] = take_sample(plan, client, router, bench)
         say(f"{arm.name} {name}: {taken['completed']} done, {taken['errors']} errors, others {taken['other_cores']}")
+    if arm.movable:
+        check_movable(arm.port, client)
     return samples
 
 

@@ -27,6 +27,7 @@ _END = b"0\r\n\r\n"
 GIVE_UP_S = 20.0
 POLL_S = 0.02
 TAIL_BYTES = 64
+COMMENT = b": pla"  # begins the lines of a stream that say its token ids
 RATES_PER_S = (200, 400)
 HELD_STREAMS = 500
 FOREVER = 1_000_000
@@ -87,6 +88,9 @@ class Connection(asyncio.Protocol):
                 self._end("" if self._head.startswith(b"HTTP/1.1 200") else self._head[:40].decode("latin-1"))
             return
         if data:
+            if COMMENT in data:  # token ids are for the router alone
+                self._end("a comment of the instance's")
+                return
             if self.first_ns is None and b"data:" in data:
                 self.first_ns = now_ns
             if self._delays_ns is not None:
