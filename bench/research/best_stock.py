@@ -4,9 +4,9 @@ In the simulator, 8 instances: the highest rate at which 90 % and 99 % of the re
 engines with every size of chunks, mixed or not, and every static split, each with every order and router
 (``sim/fleet_arms.py``). Ours: ``combined`` before temporal engines whose decodes ride and whose deadlines decide.
 ``--sweep`` finds the best arms by successive halving (``sim/stock_search.py``), with a coarse answer for every workload
-after its first round. Without it the three arms that ``--frontier`` names for each workload and ours are measured
-again. Every run is kept in ``--out``: a run of the same code resumes. No ratio is stated for less than 300 s of
-arrivals.
+after its first round; with ``--go-on`` it begins where the sweep that ``--frontier`` holds was stopped. Without it the
+three arms that ``--frontier`` names for each workload and ours are measured again. Every run is kept in ``--out``: a
+run of the same code resumes. No ratio is stated for less than 300 s of arrivals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,7 @@ from pla_sglang.sim.upper_bound import upper_bound_per_s
 
 FRONTIER = ROOT / "bench" / "results" / "simulated" / "best_stock.json"
 ROUNDS = (Round(15.0, 1.25, 4), Round(30.0, 1.1, 3), Round(LEAST_SPAN_S, 1.04, 3))
+FAMILIES, COARSE, MEMBERS, LAST = STAGES = ("families", "coarse limits", "members", "limits")  # as ``rounds`` has them
 BOUND, BEST, COMBINED = "upper bound", "best stock", OURS.name
 
 
@@ -76,7 +79,11 @@ def measure_cell(cell: Cell) -> Row:
 
 @dataclasses.dataclass
 class Search:
-    """The rounds of all workloads; ``limits`` and ``rounds`` are what is known so far."""
+    """The rounds of all workloads; ``limits`` and ``rounds`` are what is known so far.
+
+    Attributes:
+        rounds: by workload, a row for each of ``STAGES`` that has ended. A race that has its row is not run again.
+    """
 
     runner: CellRunner
     folder: Path | None
@@ -104,18 +111,18 @@ class Search:
         families: dict[str, RoundResult] = {}
         for name in names:
             course = self.course(name, rounds[0])
-            families[name] = race_families(course, arms)
-            self._note(name, families[name])
-            self.search(name, course, dict.fromkeys(TARGETS, families[name].best[min(TARGETS)][:1]))
+            families[name] = self._race(name, FAMILIES, functools.partial(race_families, course, arms))
+            if self._row(name, COARSE) is None:
+                self.search(name, course, dict.fromkeys(TARGETS, families[name].best[min(TARGETS)][:1]), COARSE)
         for name in names:
-            members = race_members(self.course(name, rounds[1]), arms, families[name])
-            self._note(name, members)
+            course, before = self.course(name, rounds[1]), families[name]
+            members = self._race(name, MEMBERS, functools.partial(race_members, course, arms, before))
             self.search(name, self.course(name, rounds[2]), members.best)
 
-    def search(self, name: str, course: Course, arms: Mapping[float, Sequence[HeldRate]]) -> None:
+    def search(self, name: str, course: Course, arms: Mapping[float, Sequence[HeldRate]], stage: str = LAST) -> None:
         """The limits of these arms by target, and of ours."""
         result, ours = search_limits(course, arms)
-        self._note(name, result)
+        self._note(name, stage, result)
         for target, best in result.best.items():
             span_s, step, bound = course.round.span_s, course.round.step, course.bounds_per_s[target]
             limit = Limit(name, target, span_s, step, best, ours[target], bound, course.high_per_s)
@@ -123,10 +130,35 @@ class Search:
             rates = f"{best[0].arm.name} {number(best[0].rate_per_s)}/s, {COMBINED} {number(ours[target])}/s"
             say(f"{name} at {target:.0%}: {rates}")
 
-    def _note(self, name: str, result: RoundResult) -> None:
+    def _race(self, name: str, stage: str, run: Callable[[], RoundResult]) -> RoundResult:
+        """From its row, where it has one: with the rate of the best arm known, for searches to begin at."""
+        row = self._row(name, stage)
+        if row is None:
+            result = run()
+            self._note(name, stage, result)
+            return result
+        arms = {arm.name: arm for arm in stock_arms(ROUTERS)}
+        best = {
+            float(target): [HeldRate(arms[left], self.limits[name, float(target)].best.rate_per_s) for left in names]
+            for target, names in row["left"].items()
+        }
+        return RoundResult(Round(row["span_s"], row["step"], max(map(len, best.values()))), row["ran"], best)
+
+    def _row(self, name: str, stage: str) -> Row | None:
+        return next((row for row in self.rounds.get(name, []) if row["stage"] == stage), None)
+
+    def _note(self, name: str, stage: str, result: RoundResult) -> None:
+        """The row of this stage, in place of an earlier one."""
         left = {f"{target:g}": [held.arm.name for held in best] for target, best in result.best.items()}
-        row = {"span_s": result.round.span_s, "step": result.round.step, "ran": result.ran, "left": left}
-        self.rounds.setdefault(name, []).append(row)
+        row = {
+            "stage": stage,
+            "span_s": result.round.span_s,
+            "step": result.round.step,
+            "ran": result.ran,
+            "left": left,
+        }
+        others = [known for known in self.rounds.get(name, []) if known["stage"] != stage]
+        self.rounds[name] = sorted([*others, row], key=lambda known: STAGES.index(known["stage"]))
 
     def _bound(self, name: str, target: float, span_s: float) -> float:
         """On ``span_s`` of arrivals and more: as many requests as come in it at the bound on those of the trace."""
@@ -206,9 +238,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cells.add_arguments(parser)
     parser.add_argument("--workloads", help="names with commas between; default: all that can be had")
     parser.add_argument("--sweep", action="store_true", help="find the best stock arms; hours")
+    parser.add_argument(
+        "--go-on", action="store_true", help="of the sweep: take its races from --frontier where it has them"
+    )
     parser.add_argument("--routers", default=",".join(ROUTERS), help="of the sweep, with commas between")
     parser.add_argument(
-        "--frontier", type=Path, default=FRONTIER, help="with the best stock arms, for the default form"
+        "--frontier", type=Path, default=FRONTIER, help="with the best stock arms, to measure again or to go on from"
     )
     parser.add_argument("--spans-s", default=",".join(f"{each.span_s:g}" for each in ROUNDS), help="of the rounds")
     parser.add_argument("--steps", default=",".join(f"{each.step:g}" for each in ROUNDS), help="of rates, by round")
@@ -226,17 +261,25 @@ def rounds_of(options: argparse.Namespace) -> list[Round]:
         raise ConfigError(f"--spans-s, --steps or --keep is not valid: {error}") from None
 
 
+def read_rounds(path: Path) -> dict[str, list[Row]]:
+    """By workload, of a file that ``read_limits`` takes."""
+    rounds: dict[str, list[Row]] = json.loads(path.read_text(encoding="utf-8"))["rounds"]
+    return rounds
+
+
 def run(options: argparse.Namespace) -> int:
     """Raises ConfigError, NoStepError."""
     about, folder, rounds = environment(), data_folder(options.data), rounds_of(options)
     arms = stock_arms(options.routers.split(","))
     names = options.workloads.split(",") if options.workloads else available(folder)
     search = Search(cells.make_runner(options, "best_stock"), folder)
+    if options.go_on or not options.sweep:
+        known, search.rounds = read_limits(options.frontier), read_rounds(options.frontier)
     with measuring():
         if options.sweep:
+            search.limits.update(known if options.go_on else {})
             search.sweep(names, arms, rounds)
         else:
-            known = read_limits(options.frontier)
             for name in names:
                 if (name, max(TARGETS)) not in known:
                     raise ConfigError(f"{options.frontier} has no {name}; run --sweep --workloads {name} first")

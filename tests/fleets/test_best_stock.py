@@ -34,8 +34,12 @@ def run_bench(out: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dic
     return result
 
 
+def run_no_race(*args: Any) -> Any:
+    raise AssertionError("a race that the kept file has is not run again")
+
+
 def test_a_sweep_ends_with_the_best_stock_arm_and_the_default_form_measures_it_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept = run_bench(tmp_path, capsys, "--sweep")
     limits = read_limits(tmp_path / "best_stock.json")
@@ -47,11 +51,23 @@ def test_a_sweep_ends_with_the_best_stock_arm_and_the_default_form_measures_it_a
         assert max(limit.best.rate_per_s, limit.ours_per_s or 0.0) <= 1.3 * limit.upper_bound_per_s
     assert swept["best_stock_arm"]["hol"] == best_stock_arm(tmp_path / "best_stock.json", "hol").name
     assert swept["combined_vs_best_stock"] == {"hol": None}  # 8 s are a burst
-    assert [each["span_s"] for each in swept["rounds"]["hol"]] == [4.0, 4.0, 4.0, 8.0]
+    rows = swept["rounds"]["hol"]
+    assert [(row["stage"], row["span_s"]) for row in rows] == [
+        *zip(best_stock.STAGES, (4.0, 4.0, 4.0, 8.0), strict=True)
+    ]
     assert (tmp_path / "best_stock.png").read_bytes().startswith(b"\x89PNG")
     again = run_bench(tmp_path, capsys, "--frontier", str(tmp_path / "best_stock.json"), "--fresh")
     assert again["best_stock_rps"] == swept["best_stock_rps"]
     assert again["combined_rps"] == swept["combined_rps"]
+    assert again["rounds"] == swept["rounds"]  # what chose the arms is kept
+
+    stopped = tmp_path / "stopped.json"
+    stopped.write_text(json.dumps({**swept, "rounds": {"hol": rows[:3]}}), encoding="utf-8")
+    monkeypatch.setattr(best_stock, "race_families", run_no_race)
+    monkeypatch.setattr(best_stock, "race_members", run_no_race)
+    went_on = run_bench(tmp_path, capsys, "--sweep", "--go-on", "--frontier", str(stopped))
+    for key in ("best_stock_rps", "best_stock_arm", "combined_rps", "rounds"):
+        assert went_on[key] == swept[key]
 
 
 def test_an_interrupted_sweep_keeps_its_runs(
