@@ -77,6 +77,7 @@ class FakeInstance:
         self.streams: list[HeldStream] = []
         # By what is to be done; others are carried out as they should be, and None is a failure without words.
         self.hop_answers: dict[str, dict[str, Any] | None] = {}
+        self.hop_gates: dict[str, asyncio.Event] = {}  # likewise; what has one is answered once it is set
         self.die_after: int | None = None  # events of a stream on /generate, with its connection
         self.tags: list[dict[str, Any]] = []  # of requests on /generate, in order
         self.told: list[dict[str, Any]] = []  # bodies of /pla/peers, in order
@@ -177,6 +178,8 @@ class FakeInstance:
         does = {"hold": "held", "resume": "resumed", "commit": "committed", "drop": "dropped"}
         held = {"tokens": 3, "kv_tokens": 52} if command["do"] == "hold" else {}
         answer = self.hop_answers.get(command["do"], {"status": does[command["do"]]} | held)
+        if command["do"] in self.hop_gates:
+            await self.hop_gates[command["do"]].wait()
         stream = self._find_stream(command)
         if stream is not None:
             answer = stream.obey(command)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pla_sglang.router.control.hop_changes import drop_pending, join_pending
 from pla_sglang.router.control.ledger import AbortOrder, Ledger, draw_room, free_rooms, order_aborts
-from pla_sglang.router.control.request_record import CLOSED, ENDED, PREFILL, STREAMING, LegEntry, RequestRecord
+from pla_sglang.router.control.request_record import (
+    CLOSED,
+    ENDED,
+    LEAVING,
+    OPEN,
+    PREFILL,
+    STREAMING,
+    LegEntry,
+    RequestRecord,
+)
 from pla_sglang.router.wire.messages import Leg
 
 _WHOLE = Leg.WHOLE
@@ -30,24 +39,30 @@ class HopLedger:
         return []
 
     def open_pending(self, record: RequestRecord, worker: int, now_s: float) -> int:
-        """An instance is to take the request over; from now on it may be executing there. Returns the KV room."""
+        """An instance is to take the request over; it has not been sent it yet. Returns the KV room."""
         hop = record.pending
         assert hop is not None
         hop.move(PREFILL)
         hop.attempts += 1
         hop.room = draw_room(self._ledger.rooms, self._ledger.rng, record.rid)
-        hop.legs = [LegEntry(_WHOLE, worker, now_s, hop.attempts, hop.room, reached=hop.reached)]
+        hop.legs = [LegEntry(_WHOLE, worker, now_s, hop.attempts, hop.room, reached=hop.reached, executed=False)]
         return hop.room
 
-    def drop_pending(self, record: RequestRecord, now_s: float, *, executed: bool) -> list[AbortOrder]:
-        """Nothing comes of it. Returns what must be aborted; nothing where it was not ``executed``."""
-        hop, orders = record.pending, list[AbortOrder]()
+    def send_pending(self, record: RequestRecord) -> None:
+        """From now on it may be executing there."""
+        assert record.pending is not None
+        for leg in record.pending.legs:
+            leg.executed = True
+
+    def drop_pending(self, record: RequestRecord, now_s: float, *, over: bool) -> list[AbortOrder]:
+        """Nothing comes of it. Returns what must be aborted; nothing where it was not sent, or is ``over`` there."""
+        hop = record.pending
         assert hop is not None
-        if executed:
-            orders = order_aborts(record, hop.open_legs(), now_s)
-        else:
-            for leg in hop.open_legs():
+        left = hop.open_legs()
+        for leg in left:
+            if over or not leg.executed:
                 leg.move(CLOSED, now_s)
+        orders = order_aborts(record, left, now_s)
         room, hop.room = hop.room, None
         drop_pending(record)
         if room is not None and not any(leg.room == room for leg in record.open_legs()):
@@ -55,13 +70,16 @@ class HopLedger:
         return orders
 
     def leave_legs(self, record: RequestRecord, legs: list[LegEntry], now_s: float) -> list[AbortOrder]:
-        """The request has left them for another instance. Returns what must be aborted."""
+        """Their instance has not said that it has let go of the request. Returns what must be aborted."""
         return order_aborts(record, legs, now_s)
 
-    def join_pending(self, record: RequestRecord) -> None:
-        """It is what the client sees. The legs of the hop before stay open until their instance says that they are
-        over."""
+    def join_pending(self, record: RequestRecord, now_s: float) -> None:
+        """It is what the client sees. The legs of the hop before stay until their instance says that they are over, or
+        that it does not know: also where the request ends meanwhile."""
         assert record.pending is not None
         record.hop.move(ENDED)
+        for leg in record.hop.legs:
+            if leg.state is OPEN:
+                leg.move(LEAVING, now_s)
         record.pending.move(STREAMING)
         join_pending(record)

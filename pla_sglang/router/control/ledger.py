@@ -4,7 +4,8 @@ A request has one *end*, which is what its client saw, and at each attempt one o
 hold for it: the prefill and the decode side of a hand-off, or the only side of a unified request. Events come from
 several processes and in any order. The first end counts; later ones change nothing. A leg that is still open when its
 request ends is ordered to abort, and stays in the ledger until it is known to be closed, and so does the KV room of the
-pair: only then may its number be given again.
+pair: only then may its number be given again. No order is due where the instance was not sent anything, or was told to
+commit: what it answers to that decides.
 
 Two rules keep work from being done twice or for nobody:
 
@@ -25,6 +26,7 @@ from pla_sglang.router.control.request_record import (
     ABORTING,
     CLOSED,
     ENDED,
+    LEAVING,
     OPEN,
     PREFILL,
     STREAMING,
@@ -36,7 +38,7 @@ from pla_sglang.router.wire.messages import Leg, Outcome
 from pla_sglang.router.wire.rids import rids_at_instances
 
 _WHOLE, _, _DECODE = Leg  # named once, as in ``request_record``
-ORPHAN_S = 5.0  # an abort that is not confirmed after this long is shown as an orphan
+ORPHAN_S = 5.0  # an abort or a commit that is not confirmed after this long is shown as an orphan
 # SGLang keeps rooms in signed 64-bit integers, gives each prompt of a batch the next one, and takes a room modulo the
 # data-parallel size as the rank: rooms of two requests lie further apart than any batch, at places that spread.
 ROOM_BITS = 63
@@ -186,7 +188,9 @@ class Ledger:
         self.ended[outcome] += 1
         left = []
         for leg in record.open_legs():
-            if leg.worker in free:
+            if leg.state is LEAVING:  # ``free`` is about the present hop, and the instance may be that one, too
+                continue
+            if leg.worker in free or (leg.state is OPEN and not leg.executed):
                 leg.move(CLOSED, now_s)
             else:
                 left.append(leg)
@@ -248,13 +252,13 @@ class Ledger:
         orphans = [
             f"{record.rid} {leg.leg.name.lower()} at {leg.worker} for {now_s - leg.since_s:.1f} s"
             for record, leg in legs
-            if leg.state is ABORTING and now_s - leg.since_s > ORPHAN_S
+            if leg.state in (LEAVING, ABORTING) and now_s - leg.since_s > ORPHAN_S
         ]
         return Audit(
             opened=self.opened,
             live={stage.value: count for stage, count in live.items()},
             ended=dict(ended),
-            legs_open=sum(leg.state is OPEN for _, leg in legs),
+            legs_open=sum(leg.state in (OPEN, LEAVING) for _, leg in legs),
             legs_aborting=sum(leg.state is ABORTING for _, leg in legs),
             rooms=len(self.rooms),
             orphans=orphans,
@@ -303,8 +307,8 @@ class Ledger:
 
 
 def order_aborts(record: RequestRecord, legs: list[LegEntry], now_s: float) -> list[AbortOrder]:
-    """Orders for those of ``legs`` that are open; they are aborting from here on."""
-    left = [leg for leg in legs if leg.state is OPEN]
+    """Orders for those of ``legs`` that are not closed; they are aborting from here on."""
+    left = [leg for leg in legs if leg.state in (OPEN, LEAVING)]
     for leg in left:
         leg.move(ABORTING, now_s)
     ask, rid = record.ask, record.rid

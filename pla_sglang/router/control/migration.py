@@ -23,7 +23,7 @@ from pla_sglang.router.control.hop_ledger import HopLedger
 from pla_sglang.router.control.ledger import AbortOrder
 from pla_sglang.router.control.load_booking import book_pending, close_pending
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.router.control.request_record import OPEN, STREAMING, Hop, RequestRecord
+from pla_sglang.router.control.request_record import LEAVING, STREAMING, Hop, RequestRecord
 from pla_sglang.router.control.workers.instance_client import InstanceClient
 from pla_sglang.router.control.workers.table import Worker, WorkerState
 from pla_sglang.router.control.workers.tasks import Tasks
@@ -36,6 +36,8 @@ REST_S = 10.0  # of device time, after a move that came to nothing
 DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
 _PULL = m.Continuation.PULL
 _RESUMED = m.LossReason.RESUMED
+# Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
+_OVER = frozenset({m.LossReason.NOT_SENT, m.LossReason.FULL, m.LossReason.REFUSED})
 
 
 class MoveState(FastEnum):
@@ -186,6 +188,7 @@ class Migration:
         hop = move.hop
         hop.tokens, hop.kv_tokens, hop.assigned_s = int(answer["tokens"]), int(answer["kv_tokens"]), now_s
         book_pending(record, move.target, hop.kv_tokens + 1, now_s)
+        self._legs.send_pending(record)
         order = m.Continue(
             record.rid,
             hop.number,
@@ -212,7 +215,7 @@ class Migration:
             worker.load.end_request(record.key, now_s)
             worker.breaker.end_trial(record.rid)
         left.ended_s = now_s
-        self._legs.join_pending(record)
+        self._legs.join_pending(record, now_s)
         move.hop.gap_s = joined.gap_s
         move.target.load.start_request(record.key, now_s)
         dispatcher.index.insert_prompt(move.target.view.index, record.prompt.keys)
@@ -232,7 +235,7 @@ class Migration:
             if lost.hop == move.record.hop.number:
                 self._fail(move, "source_lost", resume=False)
             return False
-        self._fail(move, lost.why.name.lower(), resume=lost.why is not _RESUMED)
+        self._fail(move, lost.why.name.lower(), resume=lost.why is not _RESUMED, over=lost.why in _OVER)
         return True
 
     def _is_current(self, move: Move) -> bool:
@@ -243,13 +246,12 @@ class Migration:
             del self._moves[move.record.rid]
         return False
 
-    def _fail(self, move: Move, why: str, *, resume: bool) -> None:
-        """The request goes on where it is, and rests."""
+    def _fail(self, move: Move, why: str, *, resume: bool, over: bool = False) -> None:
+        """The request goes on where it is, and rests. ``over``: the target holds nothing of it."""
         del self._moves[move.record.rid]
         record, dispatcher, now_s = move.record, self._dispatcher, self._clock()
         close_pending(record, now_s)
-        executed = move.state is PULLING
-        for order in self._legs.drop_pending(record, now_s, executed=executed):
+        for order in self._legs.drop_pending(record, now_s, over=over):
             self._order_abort(order)
         former = self._failed.get(record.rid)
         self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)
@@ -264,10 +266,10 @@ class Migration:
 
     async def _commit(self, move: Move, left: Hop) -> None:
         """The instance that was left ends its stream and frees the KV cache. Where it does not say so, it is told to
-        abort, until it confirms or is dead."""
+        abort, until it confirms or is dead. The request may have ended meanwhile."""
         answer = await self._order(move.source, {"do": "commit", "room": move.room})
         ledger, record = self._dispatcher.ledger, move.record
-        open_legs = [leg for leg in left.legs if leg.state is OPEN]
+        open_legs = [leg for leg in left.legs if leg.state is LEAVING]
         if answer.get("status") == "committed":
             for leg in open_legs:
                 ledger.finish_leg(record, leg.leg, self._clock(), attempt=leg.attempt)

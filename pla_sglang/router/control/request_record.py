@@ -35,6 +35,7 @@ class Stage(FastEnum):
 
 class LegState(FastEnum):
     OPEN = "open"  # may have been sent, may be executing
+    LEAVING = "leaving"  # the request goes on elsewhere; the instance was told to commit and has not answered
     ABORTING = "aborting"  # ordered to abort
     CLOSED = "closed"  # the instance holds nothing for it
 
@@ -46,13 +47,14 @@ _LEGAL_STAGES: dict[Stage, frozenset[Stage]] = {
     Stage.ENDED: frozenset(),
 }
 _LEGAL_LEGS: dict[LegState, frozenset[LegState]] = {
-    LegState.OPEN: frozenset({LegState.ABORTING, LegState.CLOSED}),
+    LegState.OPEN: frozenset({LegState.LEAVING, LegState.ABORTING, LegState.CLOSED}),
+    LegState.LEAVING: frozenset({LegState.ABORTING, LegState.CLOSED}),
     LegState.ABORTING: frozenset({LegState.CLOSED}),
     LegState.CLOSED: frozenset(),
 }
 
 # Named once: see ``fast_enum``.
-OPEN, ABORTING, CLOSED = LegState
+OPEN, LEAVING, ABORTING, CLOSED = LegState
 WAITING, PREFILL, STREAMING, ENDED = Stage
 _WHOLE, _PREFILL_LEG, _DECODE_LEG = Leg
 _REFUSED = Outcome.REFUSED

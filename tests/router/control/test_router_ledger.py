@@ -25,8 +25,11 @@ LEGAL_STAGES = {
     (Stage.STREAMING, Stage.ENDED),
 }
 LEGAL_LEGS = {
+    (LegState.OPEN, LegState.LEAVING),
     (LegState.OPEN, LegState.ABORTING),
     (LegState.OPEN, LegState.CLOSED),
+    (LegState.LEAVING, LegState.ABORTING),
+    (LegState.LEAVING, LegState.CLOSED),
     (LegState.ABORTING, LegState.CLOSED),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -151,7 +152,7 @@ def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None) -> No
     run(work)
 
 
-@pytest.mark.parametrize("why", [m.LossReason.REFUSED, m.LossReason.DEAD, m.LossReason.RESUMED])
+@pytest.mark.parametrize("why", m.LossReason)
 def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is told to resume, unless it has; the next move has another room, number and id."""
     monkeypatch.setattr(mig, "REST_S", 0.0)
@@ -164,7 +165,8 @@ def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.Monke
             lose(one, 2, why)
             resumed = [] if why is m.LossReason.RESUMED else ["resume"]
             await one.until(lambda: done(one, source) == ["hold", *resumed])
-            await one.until(lambda: one.instances[1 - source].aborted[:1] == ["pla-2~r"])
+            aborting = why in (m.LossReason.DEAD, m.LossReason.RESUMED)  # otherwise it has said that nothing is there
+            assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == aborting
             assert open_at(one)[1 - source] == 0
             assert move(one, 1 - source) is None
             second = await pull_of(one, 3)
@@ -174,6 +176,7 @@ def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.Monke
             join(one, 3)
             one.ended("r")
             await at_rest(one)
+            assert set(one.instances[1 - source].aborted) == ({"pla-2~r"} if aborting else set())
 
     run(work)
 
@@ -189,7 +192,8 @@ def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
                 await pull_of(one)
             if how == "ended":
                 one.ended("r", m.Outcome.CLIENT_GONE, aborted=(source,))
-                await one.until(lambda: "pla-2~r" in one.instances[1 - source].aborted)
+                was_sent = phase == "pulling"
+                assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == was_sent
             elif how == "relay":
                 one.plane.detach_relay(0)
                 await one.until(lambda: "r" in one.instances[source].aborted)
@@ -212,6 +216,74 @@ def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
                 one.ended("r")
                 await one.instances[1 - source].start()
             await at_rest(one)
+
+    run(work)
+
+
+def test_a_stream_that_ends_before_its_instance_has_answered_the_hold() -> None:
+    """The target was not sent anything, so nobody is told to abort."""
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            gate = one.instances[source].hop_gates["hold"] = asyncio.Event()
+            one.instances[source].hop_answers["hold"] = {"status": "finished"}
+            move(one, 1 - source)
+            await one.until(lambda: done(one, source) == ["hold"])
+            one.ended("r")
+            assert one.plane.dispatcher.ledger.audit(0.0).balanced
+            gate.set()
+            await at_rest(one)
+            assert [instance.aborted for instance in one.instances] == [[], []]
+            assert "pla_router_aborts_total{" not in one.admin("GET", "/metrics")[1]
+
+    run(work)
+
+
+@pytest.mark.parametrize("outcome", [m.Outcome.OK, m.Outcome.CLIENT_GONE])
+@pytest.mark.parametrize("answer", [{"status": "committed"}, None])
+def test_a_stream_that_ends_before_the_commit_is_answered(answer: dict[str, Any] | None, outcome: m.Outcome) -> None:
+    """What the instance that was left answers decides whether it is told to abort."""
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            gate = one.instances[source].hop_gates["commit"] = asyncio.Event()
+            one.instances[source].hop_answers["commit"] = answer
+            move(one, 1 - source)
+            await pull_of(one)
+            join(one)
+            await one.until(lambda: done(one, source) == ["hold", "commit"])
+            one.ended("r", outcome)
+            gone = outcome is m.Outcome.CLIENT_GONE
+            audit = one.plane.dispatcher.ledger.audit(0.0)
+            assert (audit.legs_open, audit.legs_aborting, audit.problems) == (1, gone, [])
+            gate.set()
+            await at_rest(one)
+            assert one.instances[source].aborted == ([] if answer else ["r"] * 2)
+            assert one.instances[1 - source].aborted == ["pla-2~r"] * 2 * gone
+
+    run(work)
+
+
+def test_a_stream_that_has_come_back_ends_before_the_commit_is_answered() -> None:
+    """Its instance holds nothing of the present hop; what it has of the first one, its answer will say."""
+
+    async def work() -> None:
+        async with scene(TWO, **ON) as one:
+            source = await start(one)
+            gate = one.instances[source].hop_gates["commit"] = asyncio.Event()
+            one.instances[source].hop_answers["commit"] = {"status": "unknown", "code": 410}
+            for hop, target in ((2, 1 - source), (3, source)):
+                move(one, target)
+                await pull_of(one, hop)
+                join(one, hop)
+            await one.until(lambda: done(one, source) == ["hold", "commit"])
+            one.ended("r")
+            assert one.plane.dispatcher.ledger.audit(0.0).legs_open
+            gate.set()
+            await at_rest(one)
+            assert one.instances[source].aborted == ["r"] * 2
 
     run(work)
 
