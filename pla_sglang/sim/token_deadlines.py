@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Container
 
 from pla_sglang.sim.request import SimRequest
@@ -25,9 +26,9 @@ class TokenDeadlines:
         self._sequence = 0
 
     def add(self, request: SimRequest) -> None:
-        """``request`` has joined; its ``join_step`` says when."""
+        """``request`` has joined; its ``join_step`` says when. An infinite target is none."""
         target_s, first_s = request.slo_s[1], request.first_token_s
-        if target_s is None or first_s is None or request.join_step is None:
+        if target_s is None or math.isinf(target_s) or first_s is None or request.join_step is None:
             return
         self._sequence += 1
         key_s = first_s + (request.done_tokens - request.join_step) * target_s

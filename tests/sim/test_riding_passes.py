@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -127,6 +128,21 @@ def test_decodes_go_on_beside_a_long_and_the_long_beside_decodes() -> None:
     assert rides.count(Ride.TOGETHER) >= 30
     assert riding.served.finish_s[0] < apart.served.finish_s[0] / 1.01
     assert riding.served.first_token_s[1] == pytest.approx(apart.served.first_token_s[1], rel=0.02)
+
+
+def told(entry: tuple[PassView, PassDecision]) -> tuple[object, ...]:
+    decision = entry[1]
+    return decision.action, [view.rid for view in decision.selected], decision.chunk_tokens, decision.ride
+
+
+def test_an_infinite_target_is_none() -> None:
+    """No steps times infinity is no number: with such a slack, chunks of longs were cut as for a target."""
+    work = [(0.0, 50, 60), (0.05, 3000, 40), *((0.06, 80, 20) for _ in range(12))]
+    without, log = run(work, None)
+    infinite, seen = run(work, math.inf)
+    assert {view.token_slack_s for view, _ in seen} == {None}
+    assert list(map(told, seen)) == list(map(told, log))
+    assert infinite.served.finish_s.tolist() == without.served.finish_s.tolist()
 
 
 def test_the_policy_knows_the_chunks_of_its_engine() -> None:
