@@ -8,9 +8,11 @@ prefills and three decode, by STAR's policies; ``united``, all do both, by ``com
 ``current``, moves by the load of now; ``oracle``, moves by lengths that the requests state (``--arms``). All arms of a
 layout get the same requests, in turns; every token is checked.
 
-The rate of a layout is the lowest at which the simulated arm ``none`` throws ``--target-oom`` requests out of full
-caches, or else the one at which it throws most; ``--rate`` sets it. Engines keep ``--reserve`` of SGLang's room for
-answers that grow: STAR's paper ran vLLM, which keeps none.
+``split`` runs at 2.5 requests/s for 4 engines and ``--divide 8``, at which caches run full and moves still help;
+``--rate`` sets another one. The rate of ``united``, and of ``split`` with ``--target-oom``, is searched: the lowest at
+which the simulated arm ``none`` throws as many requests out of full caches, or else the one at which it throws most, at
+most ``--max-rate``: beyond it all caches are full at a time, and no move can help. Engines keep ``--reserve`` of
+SGLang's room for answers that grow: STAR's paper ran vLLM, which keeps none.
 
 By layout and arm, device time: ``p99_tpot_ms``, ``requests``, ``oom`` (requests thrown out of a full cache, as the
 engines count them), ``moves`` (carried out, as the router counts them), and with ``sim_`` in front what the simulator
@@ -51,6 +53,7 @@ SETTINGS = (
     "requests",
     "rate",
     "target_oom",
+    "max_rate",
     "divide",
     "reserve",
     "instances",
@@ -66,7 +69,10 @@ SPLIT, UNITED = "split", "united"
 NONE, CURRENT, ORACLE = "none", "current", "oracle"
 ARMS = (NONE, CURRENT, ORACLE)
 POLICIES = {SPLIT: {NONE: "star-no-prediction", CURRENT: "star-no-prediction", ORACLE: "star"}}
-RATE_STEP, RATES = 1.07, 40  # a ladder from 1 request/s on, times the engines over 4
+RATE_STEP = 1.07  # of a ladder from 1 request/s on, times ``scale_of``
+# Of 4 engines with lengths and caches divided by 8. Simulated, seed 0: at 2.5/s the split throws 22 of 500 requests out
+# without moves and 15 with them, at 3/s 28 and 29; united 16 and 17 at 3/s.
+SPLIT_RPS, MOST_RPS, TARGET_OOM = 2.5, 3.0, 20
 START_S, DRAIN_S = 60.0, 60.0  # of real time
 Options = argparse.Namespace
 
@@ -137,17 +143,26 @@ def simulate(arm: Arm, trace: Trace, options: Options) -> Row:
     return {"p99_tpot_ms": 1e3 * quantile(result.served.tpot_s(), 99), **counts}
 
 
+def scale_of(options: Options) -> float:
+    """How much more than 4 engines with lengths divided by 8 a fleet bears: a request's work goes with its lengths."""
+    return float(options.instances / 4 * options.divide / 8)
+
+
 def choose_rate(layout: str, options: Options) -> float:
     """Requests/s; see the module."""
     if options.rate is not None:
         return float(options.rate)
+    if layout == SPLIT and options.target_oom is None:
+        return SPLIT_RPS * scale_of(options)
+    target, most_rps = options.target_oom or TARGET_OOM, options.max_rate * scale_of(options)
     tried: dict[float, int] = {}
-    for rung in range(RATES):
-        rate = RATE_STEP**rung * options.instances / 4
+    rate = min(scale_of(options), most_rps)
+    while rate <= most_rps:
         tried[rate] = simulate(Arm(layout, NONE), make_trace(options, rate, options.seed), options)["oom"]
-        if tried[rate] >= options.target_oom:
+        if tried[rate] >= target:
             break
-    best = max(tried, key=lambda rate: (min(tried[rate], options.target_oom), -rate))
+        rate *= RATE_STEP
+    best = max(tried, key=lambda rate: (min(tried[rate], target), -rate))
     report.say(f"{layout}: {best:.2f} requests/s, at which the simulated {NONE} throws {tried[best]} out")
     return best
 
@@ -348,9 +363,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of all arms, each with a seed of its own")
     parser.add_argument("--layouts", default=f"{SPLIT},{UNITED}", help="names with commas between")
     parser.add_argument("--arms", default=f"{NONE},{CURRENT}", help=f"of {', '.join(ARMS)}")
-    parser.add_argument("--rate", type=float, help="requests/s, device time; default: as the simulator says")
     parser.add_argument(
-        "--target-oom", type=int, default=40, help="requests that the simulated arm none is to throw out"
+        "--rate",
+        type=float,
+        help=f"requests/s, device time; default: {SPLIT} {SPLIT_RPS:g}, {UNITED} as the simulator says",
+    )
+    parser.add_argument(
+        "--target-oom",
+        type=int,
+        help=f"requests that the simulated arm none is to throw out; default: {TARGET_OOM}, of {UNITED} alone",
+    )
+    parser.add_argument(
+        "--max-rate",
+        type=float,
+        default=MOST_RPS,
+        help="requests/s up to which is searched, for 4 engines and --divide 8",
     )
     parser.add_argument("--divide", type=int, default=8, help="lengths and KV cache by this")
     parser.add_argument("--reserve", type=float, default=0.02, help="share of SGLang's room for answers that grow")
@@ -373,6 +400,8 @@ def check_options(options: Options) -> None:
     require("--divide", options.divide, 1, 1024)
     require("--reserve", options.reserve, 0, 1)
     require("--rate", options.rate, 0, above=True)
+    require("--target-oom", options.target_oom, 1)
+    require("--max-rate", options.max_rate, 0, above=True)
 
 
 def run(options: Options) -> int:

@@ -131,7 +131,10 @@ def test_a_time_that_is_too_short(live: StarStandIns, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize(
     "flags",
-    [["--instances", "2"], ["--rate", "0"], ["--reserve", "2"], ["--requests", "1"], ["--divide", "0"]],
+    [
+        *(["--instances", "2"], ["--rate", "0"], ["--reserve", "2"], ["--requests", "1"], ["--divide", "0"]),
+        *(["--target-oom", "0"], ["--max-rate", "0"]),
+    ],
 )
 def test_bad_numbers(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert BENCHES["star"].main([*flags, "--out", str(tmp_path)]) == 2
@@ -158,6 +161,30 @@ def test_the_rate_is_the_lowest_that_throws_enough_out(monkeypatch: pytest.Monke
     assert {name for name, _ in asked} == {"split/none"}
     monkeypatch.setattr(bench, "simulate", lambda arm, trace, options: {"oom": 3 if trace.rate_per_s < 2 else 1})
     assert bench.choose_rate("split", options) == 1.0, "where none throws as many out"
+
+
+def test_the_search_ends_before_all_caches_are_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet that never throws enough out is not driven into saturation."""
+    asked = []
+
+    def simulate(arm: Arm, trace: Any, options: Any) -> dict[str, Any]:
+        asked.append(trace.rate_per_s)
+        return {"oom": round(trace.rate_per_s)}
+
+    monkeypatch.setattr(bench, "simulate", simulate)
+    for flags, most_rps in (((), 3.0), (("--instances", "8", "--divide", "16"), 12.0), (("--max-rate", "0.5"), 0.5)):
+        asked.clear()
+        rate = bench.choose_rate("united", BENCHES["star"].parse("--requests", "40", *flags))
+        assert max(asked) <= most_rps * (1 + 1e-9)
+        assert most_rps / bench.RATE_STEP < max(asked) * (1 + 1e-9)
+        assert round(rate) == round(max(asked)), "where none throws most"
+
+
+def test_the_split_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "simulate", lambda arm, trace, options: pytest.fail("it is known"))
+    assert bench.choose_rate("split", BENCHES["star"].parse()) == 2.5
+    assert bench.choose_rate("split", BENCHES["star"].parse("--instances", "8", "--divide", "16")) == 10.0
+    assert bench.choose_rate("united", BENCHES["star"].parse("--rate", "7")) == 7.0
 
 
 def test_the_simulated_fleet_runs_full_without_moves_only() -> None:
