@@ -9,6 +9,8 @@ ENGINE_PREFIX = "pass."  # of reasons that engines give for their passes
 FLEET: Mapping[str, str] = {
     "any.no_instance": "No instance is ready for this phase; the request waits.",
     "any.not_connected": "No KV cache could go between the two instances: one does both phases.",
+    "any.when_prefilled": "Its decode is placed when its prefill is done; until then one instance serves it whole.",
+    "any.not_movable": "It could not go where its decode was to be: it stays at the instance of its prefill.",
     "any.rolled_back": "A change of roles was taken back, as the request that it was made for could not be placed.",
     "any.operator": "An operator has ordered it.",
     "any.keep_local": "One instance does both phases of the request.",

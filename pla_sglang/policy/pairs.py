@@ -3,6 +3,8 @@
 What that protocol forbids is clamped here, so that policies need not know of it: ``place_decode`` is asked at once, a
 prefill instance cannot decode, a unified one takes no hand-off, and one whose instances are not connected (yet) stays
 whole on the stateless one of them.
+
+Where running requests can move, ``place_decode`` may be asked when the prefill is done instead (``places_late``).
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ SERVES_WHOLE = frozenset({InstanceKind.UNIFIED, InstanceKind.STATELESS})
 TAKES_HANDOFFS = frozenset({InstanceKind.DECODE, InstanceKind.STATELESS})
 # Named once: see ``fast_enum``.
 _UNIFIED = InstanceKind.UNIFIED
+_STATELESS = InstanceKind.STATELESS
 _NO_INSTANCE, _KEEP_LOCAL, _NOT_CONNECTED = (
     FleetReason.NO_INSTANCE,
     FleetReason.KEEP_LOCAL,
     FleetReason.NOT_CONNECTED,
 )
+_WHEN_PREFILLED, _NOT_MOVABLE = FleetReason.WHEN_PREFILLED, FleetReason.NOT_MOVABLE
 _FOR_PREFILL = frozenset({Role.PREFILL, Role.DECODE_TO_PREFILL})
 _FOR_DECODE = frozenset({Role.DECODE, Role.PREFILL_TO_DECODE})
 
@@ -59,20 +63,26 @@ class PairRunner(FleetRunner):
 
     Attributes:
         is_connected: whether KV cache can go from the first instance to the second now; set by drivers.
+        places_late: requests that can move are sent whole to the instance of their prefill, and their decode is placed
+            when that is done (``place_prefilled``), unless the policy has named it before; set by drivers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_connected: Callable[[InstanceView, InstanceView], bool] = lambda prefill, decode: True
+        self.places_late = False
         self._changed: list[tuple[InstanceView, Role]] = []  # since the last dispatch began, with their former roles
 
-    def choose(self, request: RequestView, now_s: float) -> Choice | FleetReason:
-        """Both instances of a request, or the reason why nobody can take it now: then ask again later."""
+    def choose(self, request: RequestView, now_s: float, *, can_move: bool = False) -> Choice | FleetReason:
+        """Both instances of a request, or the reason why nobody can take it now: then ask again later.
+
+        ``can_move``: as far as is known, it can go on elsewhere once it runs.
+        """
         now_s = self._device_s(now_s)
         self._changed.clear()
         try:
             answer = self._ask_dispatch(request, now_s)
-            choice = self._complete(request, answer, now_s)
+            choice = self._complete(request, answer, now_s, late=self.places_late and can_move)
         except Exception:
             self._roll_back(now_s)
             raise
@@ -84,9 +94,9 @@ class PairRunner(FleetRunner):
         request.predicted_ttft_s, request.prefilled_on = answer.predicted_ttft_s, choice.prefill
         return choice
 
-    def _complete(self, request: RequestView, answer: Dispatch, now_s: float) -> Choice | None:
-        """With the decode instance, as the policy says now; None: one of the two cannot take its part, and none can
-        serve the request whole."""
+    def _complete(self, request: RequestView, answer: Dispatch, now_s: float, *, late: bool) -> Choice | None:
+        """With the decode instance, as the policy says now, or is to say when the prefill is done if that may be
+        ``late``; None: one of the two cannot take its part, and none can serve the request whole."""
         prefill = answer.prefill
         if prefill is None or prefill.kind not in PREFILLS or not self._can_take(prefill):
             return None
@@ -94,6 +104,8 @@ class PairRunner(FleetRunner):
             return Choice(prefill, prefill, answer.reason, _KEEP_LOCAL, answer.predicted_ttft_s)
         placement: Reason = _KEEP_LOCAL
         decode, actions = answer.decode, answer.actions
+        if decode is None and late and prefill.kind is _STATELESS:
+            return Choice(prefill, prefill, answer.reason, _WHEN_PREFILLED, answer.predicted_ttft_s, actions)
         if decode is None:
             request.prefilled_on = prefill
             placed = self._ask_placement(request, now_s)
@@ -106,6 +118,41 @@ class PairRunner(FleetRunner):
             return None
         predicted_s = answer.predicted_ttft_s if both is prefill else None
         return Choice(both, both, answer.reason, _NOT_CONNECTED, predicted_s, actions)
+
+    def place_prefilled(
+        self, request: RequestView, now_s: float, *, move: Callable[[InstanceView, Reason], bool]
+    ) -> Reason:
+        """Asks where a request is to decode whose prefill is done, and has it moved there. Why it goes there, or stays
+        at ``request.prefilled_on``, which serves it whole.
+
+        ``move``: whether it is on its way to this instance now; where it is not, what roles were changed for it are
+        taken back.
+        """
+        source, now_s = request.prefilled_on, self._device_s(now_s)
+        self._changed.clear()
+        try:
+            placed = self._ask_placement(request, now_s)
+            target = placed.decode
+            if target is source and source is not None:
+                return placed.reason
+            stays = self._why_not(source, target)
+            if target is not None and stays is None:
+                stays = None if move(target, placed.reason) else _NOT_MOVABLE
+        except Exception:
+            self._roll_back(now_s)
+            raise
+        if stays is None:
+            return placed.reason
+        self._roll_back(now_s)
+        return stays
+
+    def _why_not(self, source: InstanceView | None, target: InstanceView | None) -> FleetReason | None:
+        """Why a running request cannot go from the one to the other, as far as is known here."""
+        if target is None or not self._can_take(target):
+            return _NO_INSTANCE
+        if source is None or target.kind is not _STATELESS:
+            return _NOT_MOVABLE
+        return None if self.is_connected(source, target) else _NOT_CONNECTED
 
     def _carry_out(self, action: FleetAction, now_s: float) -> Refusal | None:
         former = action.instance.role if isinstance(action, SetRole) else None

@@ -20,6 +20,8 @@ class FleetReason(Reason):
     NO_INSTANCE = "any.no_instance"  # nobody is ready for this phase
     KEEP_LOCAL = "any.keep_local"  # one instance does both phases of this request
     NOT_CONNECTED = "any.not_connected"  # no KV cache can go between its two instances (yet): one does both phases
+    WHEN_PREFILLED = "any.when_prefilled"  # its decode is placed when its prefill is done; before, it is served whole
+    NOT_MOVABLE = "any.not_movable"  # it, or the instance that its decode was to go to, cannot: it stays where it is
     OTHER_PAIR = "any.other_pair"  # the former pair's KV transfer has failed
     ROLLED_BACK = "any.rolled_back"  # a role change was made for a request that could not be placed then
     OPERATOR = "any.operator"  # an operator has ordered it

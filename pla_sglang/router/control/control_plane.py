@@ -22,6 +22,7 @@ from pla_sglang.router.control.admin import AdminRoutes
 from pla_sglang.router.control.drains import Drains
 from pla_sglang.router.control.failure_intake import FailureIntake
 from pla_sglang.router.control.knobs import ControlKnobs
+from pla_sglang.router.control.late_placement import LatePlacement
 from pla_sglang.router.control.ledger import AbortOrder
 from pla_sglang.router.control.migration import Migration
 from pla_sglang.router.control.moves import MoveOrders
@@ -109,6 +110,7 @@ class ControlPlane:
             self.dispatcher, send_message=self._relays.send_message, order_abort=self._monitor.abort
         )
         self.migration = self._make_migration()
+        self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, clock=clock)
         self._routes = AdminRoutes(self, clock)
         self._handlers = self._message_handlers()
@@ -219,7 +221,7 @@ class ControlPlane:
         )
         return {
             m.Ask: self._on_ask,
-            m.Progress: self.dispatcher.on_progress,
+            m.Progress: self._late.on_progress,
             m.Lost: self._on_lost,
             m.Joined: self._on_joined,
             m.Ended: self.dispatcher.on_ended,
@@ -265,6 +267,7 @@ class ControlPlane:
                 "reports_lost": sum(worker.load.lost_reports for worker in self.table.workers),
             },
             "batching": self._batching.to_dict(),
+            "place_decode": self._late.to_dict(),
             "profile": self.policy.profile,
             "epoch": self.epoch,
             "recorded_decisions": None if recorder is None else recorder.decisions,
@@ -338,6 +341,7 @@ class ControlPlane:
         self._relays.publish_table()
         self._peering.update_peers()
         self._batching.tell_workers()
+        self._late.on_fleet_change()
         if worker.state is WorkerState.DEAD:
             self.dispatcher.on_worker_dead(worker, now_s)
         self._drains.empty_drained()

@@ -11,7 +11,7 @@ from pla_sglang.policy.admission import AdmissionKnobs
 from pla_sglang.policy.registry import live_policy_names
 from pla_sglang.policy.retry_budget import RetryBudgetKnobs
 from pla_sglang.policy_packages import PolicyName, find_live_policy
-from pla_sglang.router.control.moves import MoveKnobs
+from pla_sglang.router.control.moves import DISPATCH, PREFILLED, MoveKnobs
 from pla_sglang.router.control.prompts import PromptKnobs
 from pla_sglang.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.router.control.workers.discovery import parse_url
@@ -86,6 +86,12 @@ class ControlKnobs:
         "on: a request whose instance is lost goes on at another one; a stream only between stateless instances",
         allowed=Choice(("off", "on")),
     )
+    place_decode: str = knob(
+        DISPATCH,
+        "--place-decode",
+        "when the policy is asked where a request decodes; prefilled: once its prefill is done, then it is moved there",
+        allowed=Choice((DISPATCH, PREFILLED)),
+    )
     stories: int = knob(10_000, "--explain-requests", "remembered for /pla/explain", allowed=Range(1))
     pending_s: float = knob(
         30.0,
@@ -131,4 +137,7 @@ class ControlKnobs:
         check_fields(self)
         if len({parse_url(url) for url in self.workers}) < len(self.workers):
             raise ConfigError("--worker names an address twice")
+        if self.place_decode == PREFILLED and not self.migrates:
+            text = f"--place-decode {PREFILLED} needs --migration on, before stateless instances"
+            raise ConfigError(f"{text}; allowed without it: {DISPATCH}")
         find_live_policy(self.policy)

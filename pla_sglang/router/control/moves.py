@@ -21,6 +21,7 @@ from pla_sglang.router.control.workers.table import Worker
 from pla_sglang.router.wire.rids import find_rid
 
 STATED = "stated"
+DISPATCH, PREFILLED = "dispatch", "prefilled"
 NO_MOVER, NOT_THERE = "nothing here can move requests", "it does not run at the source"
 MOST_RESTS = 1024  # beyond so many, those that are over are looked for
 

@@ -216,7 +216,8 @@ class RequestDispatcher:
             runner.arrive(view, now_s)
         elif record.prompt.keys:
             view.cached = self.prompts.find_cached(record.prompt)
-        choice = _choose_without_policy(record, runner) or runner.choose(view, now_s)
+        can_move = record.ask.stream and record.is_single()
+        choice = _choose_without_policy(record, runner) or runner.choose(view, now_s, can_move=can_move)
         if not isinstance(choice, Choice):
             return False
         if choice.prefill is not choice.decode and (refusal := judge_pair(record.ask, self.table)) is not None:

@@ -116,6 +116,8 @@ class Hop(msgspec.Struct, gc=False, eq=False):
         token_interval_s: of the decode instance when it was chosen.
         candidates: name, queued tokens and cached tokens of instances that were ready.
         excluded: names of ready instances that were left out, each with the reason.
+        placed_s: when its decode was placed, where that was not at its dispatch.
+        placed_on: name of the instance that it was to decode at then, and was about to move to; None: here.
         first_transfer: until it was sent, no KV had gone from this prefill to this decode instance: what lies between
             the end of its prefill and its first token has the set-up of their connection in it.
     """
@@ -147,6 +149,8 @@ class Hop(msgspec.Struct, gc=False, eq=False):
     prefill_done_s: float | None = None
     first_token_s: float | None = None
     ended_s: float | None = None
+    placed_s: float | None = None
+    placed_on: str | None = None
     first_transfer: bool = False
 
     def note_first_token(self, prefill: Worker, decode: Worker, at_s: float) -> None:

@@ -165,6 +165,8 @@ def explain(record: RequestRecord, *, offset_s: float) -> dict[str, Any]:
         "placement": "" if choice is None else choice.placement.value,
         "prefill": None if choice is None else choice.prefill.name,
         "decode": None if choice is None else choice.decode.name,
+        "placed_s": hop.placed_s,
+        "placed_on": hop.placed_on,
         "room": hop.room,
         "predicted_ttft_s": hop.predicted_ttft_s,
         "own_prefill_s": hop.own_prefill_s,
