@@ -21,6 +21,8 @@ class Grammar:
 
 
 def request(grammar: Grammar | None, *, goes_on: bool) -> Any:
+    from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+
     req = SimpleNamespace(
         output_ids=[5, 6],
         prefix_indices=[],
@@ -29,6 +31,7 @@ def request(grammar: Grammar | None, *, goes_on: bool) -> Any:
         _refresh_fill_ids=lambda: None,
         set_extend_range=lambda start, end: None,
         update_finish_state=lambda: None,
+        time_stats=SchedulerReqTimeStats(),
         finished=lambda: False,
     )
     setattr(req, GOES_ON_ATTRIBUTE, goes_on)

@@ -103,6 +103,7 @@ def test_an_answer_that_was_complete_ends_at_once(bench: Bench, answer: list[int
     assert bench.streamed == [req]
     assert req.finished_reason.to_json()["type"] == reason
     assert list(req.output_ids_through_stop) == answer
+    assert req.time_stats.convert_to_output_meta_info()["queue_time"] == 0
 
 
 @pytest.mark.parametrize(

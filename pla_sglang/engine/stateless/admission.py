@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pla_sglang.engine.stateless.host import build_received_batch, release_kv
+from pla_sglang.engine.stateless.host import build_received_batch, note_joining, release_kv
 from pla_sglang.engine.stateless.legs import goes_on
 from pla_sglang.engine.stateless.penalties import count_again
 
@@ -16,6 +16,7 @@ def admit_received(scheduler: Any, reqs: Sequence[Any], running_batch: Any) -> A
     What SGLang's decode loop does in ``get_new_prebuilt_batch`` and ``process_batch_result_prebuilt``, which take the
     whole waiting queue and assert a decode instance.
     """
+    note_joining(reqs)
     for req in reqs:
         req._refresh_fill_ids()
         # Without the last token: its KV is computed by the first decode step.

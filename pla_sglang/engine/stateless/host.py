@@ -79,9 +79,27 @@ def end_sent(scheduler: Any, req: Any) -> None:
 
 
 def end_finished(scheduler: Any, req: Any) -> None:
-    """Answer a request that holds nothing and has ended."""
-    req.time_stats.set_quick_finish_time()
+    """Answer a request that holds nothing and has ended; it was in no queue."""
+    now_s = time.perf_counter()
+    req.time_stats.set_wait_queue_entry_time(now_s)  # the host takes the time in a queue from the one to the other
+    req.time_stats.set_quick_finish_time(now_s)
     scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def note_receiving(req: Any) -> None:
+    """Its KV is to come from another instance. The host tells by the mode of a request which times count for it."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    req.time_stats.disagg_mode = DisaggregationMode.DECODE
+    req.time_stats.set_decode_prealloc_queue_entry_time()
+
+
+def note_joining(reqs: Sequence[Any]) -> None:
+    """Their KV is here, and they run from now on: their time in queues is over, their running time begins."""
+    now_s = time.perf_counter()
+    for req in reqs:
+        req.time_stats.set_forward_entry_time(now_s)
+        req.time_stats.set_decode_prebuilt_finish_time(now_s)
 
 
 class Moved:

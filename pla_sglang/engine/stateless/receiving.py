@@ -58,7 +58,7 @@ class Receiver:
         """A request whose KV another instance computes."""
         self._queue.add(req)
         if not req.finished():  # too long for the pool: answered
-            req.time_stats.set_decode_prealloc_queue_entry_time()
+            host.note_receiving(req)
 
     def forget(self, req: Any) -> None:
         """A request that could not be taken over, on this rank or another: it holds nothing."""
