@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from bisect import bisect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pla_sglang.chain import model_path
+from pla_sglang.chain.vocab import BYTE_BASE
 from pla_sglang.demo import demo_model_path
 
 CHAIN, DEMO = model_path(), demo_model_path()  # one token a byte; words, and bytes where there is none
@@ -48,10 +50,11 @@ TOOLS = [
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One answer and how it is asked for."""
+    """One answer and how it is asked for. ``ids``: its tokens, where no text has them."""
 
     kind: str
-    text: str
+    text: str = ""
+    ids: Sequence[int] = ()
     model: Path = CHAIN
     incremental: bool = False
     interval: int = 1
@@ -62,7 +65,8 @@ class Case:
 
     def script(self, **changes: Any) -> Script:
         tokenizer = load_tokenizer(self.model)
-        ids = tokenizer.encode(self.text, add_special_tokens=False) + [tokenizer.eos_token_id] * self.ends
+        ids = [*(self.ids or tokenizer.encode(self.text, add_special_tokens=False))]
+        ids += [tokenizer.eos_token_id] * self.ends
         return Script(**{"answer": ids, "interval": self.interval, "chunks_at_once": self.chunks_at_once, **changes})
 
     def instance(self, **changes: Any) -> Instance:
@@ -70,6 +74,12 @@ class Case:
 
     def read(self, received: Received) -> Answer:
         return read_answer(self.kind, received.events, incremental=self.incremental)
+
+
+def token_of(byte: int) -> int:
+    """Of the chain model: bytes that print come first, as in other vocabularies of bytes."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return BYTE_BASE + (printed.index(byte) if byte in printed else len(printed) + byte - bisect(printed, byte))
 
 
 async def whole_answer(case: Case) -> Answer:
@@ -127,6 +137,20 @@ ENDPOINTS = [
 @pytest.mark.parametrize("model", [CHAIN, DEMO], ids=["chain", "demo"])
 def test_letters_cut_at_any_byte(kind: str, model: Path, *, incremental: bool) -> None:
     asyncio.run(check_every_cut(Case(kind=kind, text=UNICODE, model=model, incremental=incremental)))
+
+
+@pytest.mark.parametrize(("interval", "chunks_at_once"), [(1, 4), (3, 2)])
+@pytest.mark.parametrize(("kind", "incremental"), ENDPOINTS)
+def test_bytes_that_are_no_letters(kind: str, interval: int, chunks_at_once: int, *, incremental: bool) -> None:
+    """What the host shows of them depends on where its pieces end, also where it hands several on at once."""
+    letter = "京".encode()
+    data = b"\xff a" + letter[:2] + letter + b"\xc0\xaf\n\xf0\x9f\xff "
+    data += b"".join(b"a" * place + letter + b"\xe6" + b"\xff" * 7 + b"b" for place in range(4)) + letter + b"\xe4"
+    ids = [token_of(byte) for byte in data]
+    case = Case(kind=kind, ids=ids, incremental=incremental, interval=interval, chunks_at_once=chunks_at_once)
+    assert [token_of(byte) for byte in UNICODE.encode()] == load_tokenizer(CHAIN).encode(UNICODE)
+    assert asyncio.run(whole_answer(case)).text.startswith("\ufffd a\ufffd京\ufffd\ufffd\n")
+    asyncio.run(check_every_cut(case))
 
 
 @pytest.mark.parametrize(("kind", "incremental"), ENDPOINTS)
@@ -240,6 +264,31 @@ def test_an_answer_of_which_nothing_was_seen_begins_anew() -> None:
         else:
             got.usages[0]["prompt_tokens_details"] = wanted.usages[0]["prompt_tokens_details"]
         assert got == wanted
+
+
+PIECES = ("é".encode(), "京".encode(), "🚲".encode(), b" ", b"a", b"\n", b"\xe4\xba", b"\xff")
+BYTES = [[token_of(byte) for byte in piece] for piece in PIECES]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.sampled_from(BYTES), st.sampled_from((1, 1, 2, 6))), min_size=1, max_size=16),
+    cuts=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    endpoint=st.sampled_from(ENDPOINTS),
+    interval=st.integers(1, 4),
+    chunks_at_once=st.integers(1, 4),
+)
+def test_any_bytes_over_any_hops(
+    runs: list[tuple[list[int], int]],
+    cuts: list[int],
+    endpoint: tuple[str, bool],
+    interval: int,
+    chunks_at_once: int,
+) -> None:
+    kind, incremental = endpoint
+    ids = [token for piece, times in runs for token in piece * times]
+    case = Case(kind=kind, ids=ids, incremental=incremental, interval=interval, chunks_at_once=chunks_at_once)
+    assert asyncio.run(spliced_answer(case, cuts)) == asyncio.run(whole_answer(case))
 
 
 TEXTS = st.text(st.sampled_from("aé京🚲 \u0301\n<>/S TO"), min_size=1, max_size=14)

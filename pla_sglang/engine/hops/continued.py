@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from http import HTTPStatus
 from typing import Any
 
-from pla_sglang.engine.hops.detokenize import Detokenizer, StopPrefixes
+from pla_sglang.engine.hops.detokenize import Detokenizer, PieceEnds
 from pla_sglang.engine.hops.feed import Feed, RefusedAnswerError
 from pla_sglang.engine.hops.front_tags import FrontTags
 from pla_sglang.engine.hops.steps import Step, is_abort
@@ -21,17 +21,15 @@ class _Answer:
     """What the endpoint was given of the answer so far.
 
     ``text`` is all of it, ``told_chars`` how much of the text the endpoint has had. ``held_ids`` are tokens at its end
-    that wait: until as many are there as the host streams at once (``is_due``), for the next one where their text may
-    be a stop string's beginning (``is_stop``), and always the last old one, as the engine may say that the answer ends
-    with it.
+    that wait until the host would stream them (``is_piece``: it would now); always the last old one, as the engine may
+    say that the answer ends with it.
     """
 
     ids: list[int] = dataclasses.field(default_factory=list)
     text: str = ""
     told_chars: int = 0
     held_ids: list[int] = dataclasses.field(default_factory=list)
-    is_due: bool = False
-    is_stop: bool = False
+    is_piece: bool = False
 
 
 class Continuation:
@@ -62,10 +60,12 @@ class Continuation:
             await asyncio.wait((first, dispatched), return_when=asyncio.FIRST_COMPLETED)
             if not dispatched.done():
                 await first  # raises: what is not dispatched has no chunk
-            detokenizer = Detokenizer(self._manager, self._feed.request.input_ids, self._feed.request.sampling_params)
-            async for step in self._replay(detokenizer):
+            params = self._feed.request.sampling_params
+            detokenizer = Detokenizer(self._manager, self._feed.request.input_ids, params)
+            ends = PieceEnds(self._manager, params)
+            async for step in self._replay(detokenizer, ends):
                 yield step
-            async for step in self._go_on(await first, detokenizer):
+            async for step in self._go_on(await first, detokenizer, ends):
                 yield step
         finally:
             dispatched.cancel()
@@ -80,20 +80,17 @@ class Continuation:
         chunk = await self._feed.source.__anext__()
         return {**chunk, "output_ids": list(chunk["output_ids"])}
 
-    async def _replay(self, detokenizer: Detokenizer) -> AsyncGenerator[Step, None]:
+    async def _replay(self, detokenizer: Detokenizer, ends: PieceEnds) -> AsyncGenerator[Step, None]:
         """In the pieces in which the host streams: what its detokenizer shows depends on them."""
-        answer, params = self._answer, self._feed.request.sampling_params
-        stops = StopPrefixes(self._manager, params)
-        interval = params.stream_interval or self._manager.server_args.stream_interval
+        answer = self._answer
         for place, token in enumerate(self._old_ids):
-            if answer.is_due and not answer.is_stop:
+            if answer.is_piece:
                 if self._replays:
                     yield self._step_of_held(detokenizer)
                 else:
                     self._add_held(detokenizer)
             answer.held_ids.append(token)
-            answer.is_due = interval <= 1 or (place + 1) % interval == 1
-            answer.is_stop = stops.add_token(token)
+            answer.is_piece = ends.add_token(token)
             if place % SLICE_TOKENS == SLICE_TOKENS - 1:
                 await asyncio.sleep(0)
 
@@ -119,7 +116,9 @@ class Continuation:
             chunk["prompt_token_ids"] = list(self._feed.request.input_ids)
         return self._make_step(chunk, new_ids, live=False)
 
-    async def _go_on(self, chunk: dict[str, Any], detokenizer: Detokenizer) -> AsyncGenerator[Step, None]:
+    async def _go_on(
+        self, chunk: dict[str, Any], detokenizer: Detokenizer, ends: PieceEnds
+    ) -> AsyncGenerator[Step, None]:
         """New tokens; ``chunk`` is the first of the engine, with all ids from the beginning of the answer."""
         source, answer, old_ids = self._feed.source, self._answer, list(self._old_ids)
         assert source is not None
@@ -132,16 +131,14 @@ class Continuation:
             raise RefusedAnswerError(HTTPStatus.INTERNAL_SERVER_ERROR, reason)
         known_tokens = len(old_ids)
         new_ids = ids[known_tokens:]
-        if answer.held_ids and not answer.is_stop and (new_ids or chunk["meta_info"]["finish_reason"] is None):
+        if answer.held_ids and answer.is_piece and (new_ids or chunk["meta_info"]["finish_reason"] is None):
             if self._replays:
                 yield self._step_of_held(detokenizer)
             else:
                 self._add_held(detokenizer)
         while True:
             known_tokens += len(new_ids)
-            answer.text += detokenizer.add_tokens([*answer.held_ids, *new_ids], chunk["meta_info"]["finish_reason"])
-            answer.ids += [*answer.held_ids, *new_ids]
-            answer.held_ids = []
+            self._add_new(new_ids, chunk["meta_info"]["finish_reason"], detokenizer, ends)
             yield self._make_step(chunk, new_ids, live=True)
             try:
                 chunk = await source.__anext__()
@@ -149,6 +146,19 @@ class Continuation:
                 return
             ids = [] if is_abort(chunk) else list(chunk["output_ids"])
             new_ids = ids if self._incremental else ids[known_tokens:]
+
+    def _add_new(
+        self, new_ids: list[int], finish_reason: dict[str, Any] | None, detokenizer: Detokenizer, ends: PieceEnds
+    ) -> None:
+        """Of one chunk, and what has waited. A chunk holds several pieces where the host was slow to hand them on."""
+        answer = self._answer
+        for place, token in enumerate(new_ids, start=1):
+            answer.held_ids.append(token)
+            if ends.add_token(token) and place < len(new_ids):
+                self._add_held(detokenizer)
+        answer.text += detokenizer.add_tokens(answer.held_ids, finish_reason)
+        answer.ids += answer.held_ids
+        answer.held_ids = []
 
     def _make_step(self, chunk: dict[str, Any], new_ids: list[int], *, live: bool) -> Step:
         """``chunk`` with the answer's text and ids, and with what the first instance has said of it."""

@@ -54,18 +54,22 @@ class Detokenizer:
         return str(text)
 
 
-class StopPrefixes:
-    """Whether the host would hold an answer back, as it ends in what may become a stop string. Arguments as above."""
+class PieceEnds:
+    """After which tokens the host streams what it has of an answer. Arguments as above."""
 
     def __init__(self, manager: Any, params: Any) -> None:
         from sglang.srt.managers.schedule_batch import Req
 
+        self._interval = params.stream_interval or manager.server_args.stream_interval
         self._req = Req.__new__(Req)  # what its check reads, and nothing else
         self._req.sampling_params, self._req.tokenizer = params, manager.tokenizer
         self._req.output_ids = array("q")
-        self._is_needed = bool(params.stop_strs)
+        self._has_stops = bool(params.stop_strs)
 
     def add_token(self, token: int) -> bool:
-        """Whether the answer is held back once it has ``token``, too."""
-        self._req.output_ids.append(token)
-        return self._is_needed and bool(self._req.check_match_stop_str_prefix())
+        """Whether a piece ends with ``token``: as many are there as are streamed at once, and the end of the answer
+        cannot become a stop string."""
+        ids = self._req.output_ids
+        ids.append(token)
+        is_due = self._interval <= 1 or len(ids) % self._interval == 1
+        return is_due and not (self._has_stops and self._req.check_match_stop_str_prefix())
