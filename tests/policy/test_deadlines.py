@@ -14,8 +14,9 @@ from support.virtual_engine import Arrival
 
 from pla_sglang.policy.interface.prefill import Action, PassView, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
+from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.longs import LongKnobs, aged_at_s
-from pla_sglang.policy.pla.overdue import SHARE
+from pla_sglang.policy.pla.overdue import SHARE, take_overdue
 from pla_sglang.policy.pla.temporal import TemporalKnobs
 
 S, L, H = Action.SHORT, Action.LONG, Action.HOLD
@@ -317,6 +318,25 @@ def test_overdue_requests_have_their_share_of_time_and_no_more() -> None:
     assert [request.rid for request in sorted(requests[:5], key=lambda one: one.first_token_s or 0.0)] == [
         request.rid for request in requests[:5]
     ]
+
+
+def test_of_many_overdue_shorts_the_earliest_that_fit_run_and_few_are_looked_at() -> None:
+    """In host order; one long between them is no companion, and one without room stops nobody."""
+
+    class Counting(Boundary):
+        asked = 0
+
+        def is_short(self, new_tokens: int, history_tokens: int) -> bool:
+            self.asked += 1
+            return super().is_short(new_tokens, history_tokens)
+
+    boundary = Counting(fixed_tokens=100)
+    overdue = [short(AGED_S - index, 30) for index in range(1000)]  # the last in host order came first
+    overdue[-1].output_tokens = 10**6
+    overdue[-3] = long(AGED_S - 997, 400)
+    batch = take_overdue(overdue, pass_view(overdue, budget=100), boundary, most_tokens=0)
+    assert [overdue.index(one) for one in batch] == [995, 996, 998]
+    assert boundary.asked < 10
 
 
 def test_who_has_a_target_is_aged_later_where_deadlines_decide() -> None:

@@ -109,10 +109,15 @@ class Deadlines:
         return False
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
-        """Those that are lost and have given way for their bound, in their order."""
-        latest_start_s, arrived_s = self.latest_start_s, now_s - self._knobs.give_way_s
+        """Those that are lost and have given way for their bound, in their order. On the hot path."""
+        stamp, arrived_s = self._stamp, now_s - self._knobs.give_way_s
+        latest_start_s = self.latest_start_s
         return [
-            view for view in views if view.arrival_s <= arrived_s and not view.resumed and latest_start_s(view) < now_s
+            view
+            for view in views
+            if view.arrival_s <= arrived_s
+            and not view.resumed
+            and (view.latest_s if view.latest_stamp == stamp else latest_start_s(view)) < now_s
         ]
 
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
