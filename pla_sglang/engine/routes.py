@@ -1,4 +1,5 @@
-"""Our routes ``/pla/state``, ``/pla/config`` and ``/pla/role``, protected as SGLang's own control endpoints are."""
+"""Our routes ``/pla/state``, ``/pla/config`` and ``/pla/role``, protected as SGLang's own control endpoints are, and
+``/pla/ending``, which needs no more than a request does."""
 
 from __future__ import annotations
 
@@ -35,16 +36,32 @@ def add_routes() -> None:
     for path, method, route in routes:
         route.__annotations__.pop("return", None)
         http_server.app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(route), methods=[method])
+    _add_ending_route()
 
 
 def add_state_route() -> None:
-    """``/pla/state`` alone, where our scheduling is off and other parts of ours have something to say."""
+    """``/pla/state`` and ``/pla/ending``, where our scheduling is off and other parts of ours have something to say."""
     from sglang.srt.entrypoints import http_server
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     state_route.__annotations__.pop("return", None)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(state_route)
     http_server.app.add_api_route("/pla/state", guarded, methods=["GET"])
+    _add_ending_route()
+
+
+def _add_ending_route() -> None:
+    from sglang.srt.entrypoints import http_server
+
+    ending_route.__annotations__.pop("return", None)
+    http_server.app.add_api_route("/pla/ending", ending_route, methods=["GET"])
+
+
+async def ending_route() -> Any:
+    """Whether SGLang was told to end (SIGTERM). It serves what it has and what still comes, until nothing is left.
+
+    ``/health`` answers 503 then; before, unlike this, it lets an idle scheduler compute a token."""
+    return json_answer({"ending": bool(_manager().gracefully_exit)})
 
 
 def _manager() -> Any:

@@ -85,6 +85,8 @@ class FakeInstance:
         self.peers_status = 200
         self.load = dict(LOAD)
         self.healthy = True
+        self.ending = False  # it was told to end, and finishes what it has; not a stock one, it says so
+        self.asked_ending = 0
         self.has_role = has_role
         self.batches = batches  # by DOPD's Algorithm 1
         self.configs: list[dict[str, float]] = []  # bodies of /pla/config, in order
@@ -115,6 +117,8 @@ class FakeInstance:
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/loads", self._loads)
+        if self.stateless:
+            app.router.add_get("/pla/ending", self._is_ending)
         app.router.add_post("/abort_request", self._abort)
         for path in PATHS:
             app.router.add_post(path, self._generate)
@@ -202,7 +206,11 @@ class FakeInstance:
         return "strange" if asked not in named else "prefill" if asked == named[0] else "decode"
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
+        return web.Response(status=200 if self.healthy and not self.ending else 503)
+
+    async def _is_ending(self, _: web.Request) -> web.Response:
+        self.asked_ending += 1
+        return web.json_response({"ending": self.ending})
 
     async def _loads(self, _: web.Request) -> web.Response:
         return web.json_response({"loads": [self.load]})

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError
+from pla_sglang.router.control.errors import NoAnswerError, WorkerError
 from pla_sglang.router.control.migration import Migration
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.router.control.request_record import STREAMING, MoveReason, RequestRecord
+from pla_sglang.router.control.request_record import MoveReason, RequestRecord
 from pla_sglang.router.control.workers.instance_client import InstanceClient
 from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.router.control.workers.tasks import Tasks
@@ -32,8 +32,7 @@ class Drains:
 
     def start(self, client: InstanceClient) -> None:
         self._client = client
-        if self._dispatcher.knobs.migrates:
-            self._tasks.spawn(self._watch_endings())
+        self._tasks.spawn(self._watch_endings())
 
     async def stop(self) -> None:
         await self._tasks.close()
@@ -65,21 +64,20 @@ class Drains:
     # -- instances that end ------------------------------------------------------------------------------------------
 
     async def _watch_endings(self) -> None:
-        """An instance that was told to end (SIGTERM) finishes what it has, and says so by 503 on /health alone. Asked
-        are those with requests that can be moved: a busy instance answers without computing anything."""
+        """An instance that was told to end (SIGTERM) finishes what it has, and takes what still comes. Those of ours
+        say so when they are asked, be they busy or idle; of stock ones nobody knows: their /health says 503, and is not
+        asked, as an idle one computes a token for it."""
         while True:
             await asyncio.sleep(self._dispatcher.health.knobs.interval_s)
-            records = self._dispatcher.ledger.records.values()
-            busy = {record.hop.decode for record in records if record.movable and record.stage is STREAMING}
-            ready = [worker for worker in busy if worker is not None and worker.is_ready()]
-            await asyncio.gather(*(self._check_ending(worker) for worker in ready))
+            ready = [worker for worker in self._dispatcher.table if worker.is_ready()]
+            says = [worker for worker in ready if worker.description is not None and worker.description.says_ending]
+            await asyncio.gather(*(self._check_ending(worker) for worker in says))
 
     async def _check_ending(self, worker: Worker) -> None:
         assert self._client is not None
         try:
-            await self._client.health(worker.address)
-        except NobodyListensError:
+            ending = await self._client.is_ending(worker)
+        except (NoAnswerError, WorkerError):
             return  # health checks judge
-        except NoAnswerError as error:
-            if error.status == 503 and worker.is_ready():
-                self._dispatcher.table.move(worker, WorkerState.DRAINING, WorkerReason.ENDING, self._clock())
+        if ending and worker.is_ready():
+            self._dispatcher.table.move(worker, WorkerState.DRAINING, WorkerReason.ENDING, self._clock())

@@ -144,7 +144,7 @@ def test_an_instance_that_was_told_to_end_may_come_back(drained: bool) -> None:
     async def work() -> None:
         async with scene(TWO, **ON) as one:
             source = await start(one)
-            one.instances[source].healthy = False
+            one.instances[source].ending = True
             order = await pull_of(one)
             join(one, order.hop)
             one.ended("r")
@@ -156,12 +156,51 @@ def test_an_instance_that_was_told_to_end_may_come_back(drained: bool) -> None:
             worker = one.plane.table.by_number[source]
             await one.instances[source].stop()
             await one.until(lambda: worker.state.value == "dead")
-            one.instances[source].healthy = True
+            one.instances[source].ending = False
             await one.instances[source].start()
             if drained:
                 assert [row["state"] for row in one.admin("GET", "/workers")[1]["workers"]].count("starting") == 0
             else:
                 await one.ready(2)
+
+    run(work)
+
+
+@pytest.mark.parametrize("migration", ["on", "off"])
+@pytest.mark.parametrize("busy", [True, False])
+def test_who_is_to_end_gets_nothing_new(migration: str, busy: bool) -> None:
+    """Nor while it streams nothing that could move: what it still got would only keep it from its end."""
+
+    async def work() -> None:
+        async with scene(TWO, **ON | {"migration": migration}) as one:
+            first = one.ask("whole") if busy else None
+            assert first is None or isinstance(first, m.Assign)
+            ends = 0 if first is None else first.decode
+            one.instances[ends].ending = True
+            worker = one.plane.table.by_number[ends]
+            await one.until(lambda: worker.state.value == "draining")
+            assert worker.reason.value == "ending"
+            assigned = [one.ask(f"r{number}") for number in range(4)]
+            assert {assign.decode for assign in assigned if isinstance(assign, m.Assign)} == {1 - ends}
+            assert one.plane.migration.count_moves() == 0, "nothing of it can move"
+            for rid in ("whole", "r0", "r1", "r2", "r3")[0 if busy else 1 :]:
+                one.ended(rid)
+            await at_rest(one)
+
+    run(work)
+
+
+def test_an_instance_that_does_not_answer_whether_it_ends_goes_on() -> None:
+    """Health checks judge it. A stock one is not asked at all."""
+
+    async def work() -> None:
+        async with scene(["stateless", "null"], hops=True, policy="round-robin") as one:
+            await one.until(lambda: one.instances[0].asked_ending > 1)
+            one.instances[1].ending = True  # which it says by /health alone
+            asked = one.instances[0].asked_ending
+            await one.until(lambda: one.instances[0].asked_ending > asked + 1)
+            assert [worker.state.value for worker in one.plane.table] == ["ready", "ready"]
+            assert one.instances[1].asked_ending == 0
 
     run(work)
 

@@ -358,12 +358,12 @@ def test_an_instance_that_drains_is_emptied_by_moves() -> None:
 
 
 def test_an_instance_that_is_told_to_end_is_emptied_as_well() -> None:
-    """As SGLang after SIGTERM: it goes on, and only /health says so."""
+    """As SGLang after SIGTERM: it goes on, and says so when it is asked."""
 
     async def work() -> None:
         async with scene(TWO, **ON) as one:
             source = await start(one)
-            one.instances[source].healthy = False
+            one.instances[source].ending = True
             order = await pull_of(one)
             assert (order.reason, order.target) == ("drain", 1 - source)
             worker = one.plane.table.by_number[source]

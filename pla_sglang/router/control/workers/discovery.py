@@ -95,6 +95,7 @@ class Description:
         tokenizer: path or name.
         riding_tokens: as in ``Setup``.
         hops: a stateless instance whose streams can carry their token ids, and that goes on with those of others.
+        says_ending: it has ``/pla/ending``.
         batches: whether it gathers prompts by DOPD's Algorithm 1, whose knobs can be told.
         legs: of a stateless instance, at the time of the answer.
     """
@@ -116,6 +117,7 @@ class Description:
     time_scale: float = 1.0
     riding_tokens: int | None = None
     hops: bool = False
+    says_ending: bool = False
     batches: bool = False
     legs: LegLoad | None = None
 
@@ -148,6 +150,7 @@ def describe(info: Mapping[str, Any]) -> Description:
             time_scale=float(emulation.get("time_scale") or 1.0),
             hops=bool(stateless.get("hops")),
             riding_tokens=_riding_tokens(info, temporal=config.get("prefill_disagg") in ("temporal", DOPD)),
+            says_ending=bool(stateless) or bool(config),
             batches=config.get("prefill_disagg") == DOPD,
             legs=LegLoad.of_state(stateless) if "faults" in stateless else None,
         )

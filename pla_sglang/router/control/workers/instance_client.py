@@ -1,4 +1,5 @@
-"""Calls to instances over HTTP: what are you, are you well, how loaded, your class, your peers, drop a request.
+"""Calls to instances over HTTP: what are you, are you well, about to end, how loaded, your class, your peers, drop a
+request.
 
 The only file of the control plane that talks to instances. Every call has a time limit, and every failure is one of
 two kinds: nobody listens, or no proper answer.
@@ -47,6 +48,12 @@ class InstanceClient:
     async def health(self, address: Address) -> None:
         """Returns if it is well. Raises NobodyListensError, NoAnswerError."""
         await self._call("GET", f"{address.url}/health")
+
+    async def is_ending(self, worker: Worker) -> bool:
+        """Whether it was told to end (SIGTERM); of those that say so. Raises NoAnswerError, WorkerError."""
+        target = "/pla/ending"
+        answer = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
+        return answer.get("ending") is True
 
     async def loads(self, worker: Worker) -> InstanceLoad:
         """Raises NoAnswerError, WorkerError."""
