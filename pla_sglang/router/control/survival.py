@@ -164,7 +164,8 @@ class Survival:
         start_hop(record, view, how=m.Continuation.REDO, why=_REASONS[lost.why].value, tokens=lost.tokens)
 
     def _choose(self, record: RequestRecord, lost: m.Lost, now_s: float) -> Worker | None:
-        """The one that would prefill it, as it does the rest, too."""
+        """The one that would prefill it, as it does the rest, too: no leg of a pair can prefill an answer that has
+        begun and hand it over (docs/hops.md, "Moves in the router")."""
         dispatcher, runner = self._dispatcher, self._dispatcher.policy.runner
         if runner is None:
             return None

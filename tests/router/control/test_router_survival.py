@@ -202,8 +202,10 @@ def test_a_pair_that_is_lost_goes_on_at_one_instance() -> None:
             assert assign.prefill is not None
             one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
             order = lose(one, 1, killed=(assign.decode,))
-            assert order.target != assign.decode
-            assert one.plane.dispatcher.ledger.records["r"].hop.prefill is not None
+            hop = one.plane.dispatcher.ledger.records["r"].hop
+            assert order.target == assign.prefill, "the policy names a pair again, and its first does all"
+            assert hop.prefill is hop.decode is one.plane.table.by_number[assign.prefill]
+            assert [leg.leg for leg in hop.legs] == [m.Leg.WHOLE]
             join(one, 2)
             one.ended("r")
             await one.until(lambda: not one.plane.dispatcher.ledger.records)
