@@ -110,7 +110,8 @@ async def spliced_answer(case: Case, cuts: Sequence[int]) -> Answer:
 
 
 async def check_every_cut(case: Case, step: int = 1) -> None:
-    wanted = await whole_answer(case)
+    """Where a parser reads it, an answer is as if each of its tokens had come alone."""
+    wanted = await whole_answer(dataclasses.replace(case, chunks_at_once=1) if case.args else case)
     assert wanted.done == len(wanted.finishes) == len(wanted.ids) == 1
     first = await writes_of(case, None, "hop-1")
     for cut in range(1, len(first), step):
@@ -216,6 +217,25 @@ def test_a_chat_with_tools(*, incremental: bool, reasons: bool) -> None:
     asyncio.run(check_every_cut(case, step=2 if reasons else 1))
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("chunks_at_once", [2, 3, 7])
+def test_marks_that_begin_behind_a_letter_of_one_chunk(*, incremental: bool, chunks_at_once: int) -> None:
+    """SGLang's parsers take them for text there, and would not when the answer goes through them again elsewhere."""
+    texts = ["<think>" + "n" * letters + "</think> é " + CALL.format("at", '{"x": "京"}') for letters in range(3)]
+    for text in texts:
+        case = Case(
+            kind=CHAT,
+            text=text,
+            incremental=incremental,
+            chunks_at_once=chunks_at_once,
+            fields={"tools": TOOLS},
+            args={"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"},
+        )
+        asyncio.run(check_every_cut(case, step=3))
+    stock = [asyncio.run(whole_answer(dataclasses.replace(case, text=text))).reasoning for text in texts]
+    assert any("</think>" in reasoning for reasoning in stock), "the test needs no mend"
+
+
 def test_what_completions_add_is_said_once() -> None:
     """The prompt before the text, its token ids, and those of the answer."""
     case = Case(kind=COMPLETIONS, text=UNICODE, fields={"echo": True, "return_token_ids": True})
@@ -301,9 +321,10 @@ TEXTS = st.text(st.sampled_from("aé京🚲 \u0301\n<>/S TO"), min_size=1, max_s
     endpoint=st.sampled_from(ENDPOINTS),
     model=st.sampled_from([CHAIN, DEMO]),
     stops=st.booleans(),
+    chunks_at_once=st.sampled_from([1, 1, 2, 3, 5]),
 )
 def test_any_text_over_any_hops(
-    pieces: list[str], cuts: list[int], endpoint: tuple[str, bool], model: Path, *, stops: bool
+    pieces: list[str], cuts: list[int], endpoint: tuple[str, bool], model: Path, *, stops: bool, chunks_at_once: int
 ) -> None:
     kind, incremental = endpoint
     fields: dict[str, Any] = {"stop": ["STOP"]} if stops else {}
@@ -312,4 +333,5 @@ def test_any_text_over_any_hops(
         fields |= {"tools": TOOLS}
         args = {"reasoning_parser": "qwen3", "tool_call_parser": "qwen25"}
     case = Case(kind=kind, text="".join(pieces) or "a", model=model, incremental=incremental, fields=fields, args=args)
-    assert asyncio.run(spliced_answer(case, cuts)) == asyncio.run(whole_answer(case))
+    several = dataclasses.replace(case, chunks_at_once=chunks_at_once if kind == CHAT else 1)
+    assert asyncio.run(spliced_answer(several, cuts)) == asyncio.run(whole_answer(case))

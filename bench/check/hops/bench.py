@@ -23,19 +23,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.check.hops import pauses, storm
 from bench.check.hops.judge import Row
-from bench.check.hops.settings import CHAIN, KV_GBPS, MODELS, PROFILE, Setting, choose_settings
+from bench.check.hops.settings import CHAIN, MODELS, PROFILE, Setting, choose_settings
 from bench.check.leftovers import errors_in
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
 from bench.harness.steps import Steps
 from pla_sglang.errors import ConfigError
-from pla_sglang.profiles import load_profile
 
 START_S, PER_REQUEST_S = 60.0, 0.5  # of real time, for the budget
 COUNTS = ("requests", "whole", "aborted", "left", "failed", "tokens", "hops", "redos", "resumes")
@@ -78,10 +79,12 @@ def run_setting(setting: Setting, model: str, keys: Sequence[Key], steps: Steps,
                 return
             part = storm.Part(setting, model, key["number"], key["requests"], key["seed"])
             report.say(f"{part.name}: {part.requests} requests")
+            start_s = time.monotonic()
+            logged = len(find_errors(log))
             with report.progress_bar(part.name, part.requests) as advance:
                 row = run_part(part, described, options, advance)
-            logged = errors_in(log.read_text(encoding="utf-8", errors="replace"))
-            row |= {"errors_logged": logged[:5], "plugin_commit": report.environment()["plugin_commit"]}
+            row |= {"errors_logged": find_errors(log)[logged:][:5], "took_s": round(time.monotonic() - start_s, 1)}
+            row |= {"plugin_commit": report.environment()["plugin_commit"]}
             steps.add(key, row)
             report.say(f"{part.name}: {describe_row(row)}")
 
@@ -89,9 +92,16 @@ def run_setting(setting: Setting, model: str, keys: Sequence[Key], steps: Steps,
 def run_part(part: storm.Part, described: dict[str, Any], options: Options, advance: Any) -> Row:
     if not part.setting.router:
         return asyncio.run(storm.run_part(part, described, advance))
-    with servers.running_router(storm.ROUTER, described, options.out / "hops-router.log") as url:
+    log = options.out / f"hops-router-{part.name}.log"
+    with servers.running_router(storm.ROUTER, described, log) as url:
         servers.wait_until_paired(url)
-        return asyncio.run(storm.run_routed_part(part, described, url, advance))
+        row = asyncio.run(storm.run_routed_part(part, described, url, advance))
+    row["leftovers"] += [f"router: {line}" for line in find_errors(log)[:5]]
+    return row
+
+
+def find_errors(log: Path) -> list[str]:
+    return errors_in(log.read_text(encoding="utf-8", errors="replace"))
 
 
 def run_pauses(keys: Sequence[Key], steps: Steps, options: Options) -> None:
@@ -99,15 +109,13 @@ def run_pauses(keys: Sequence[Key], steps: Steps, options: Options) -> None:
     missing = steps.open(list(keys))
     if not missing or not steps.has_time(2 * START_S):
         return
-    kv_bytes = load_profile(PROFILE).kv_bytes_per_token
-    flags = Setting(PAUSES, 0, ("--chunked-prefill-size", "4096", "--max-total-tokens", "65536")).engine_flags(CHAIN)
+    flags = Setting(PAUSES, 0, (*pauses.FLAGS, "--pla-time-scale", f"{pauses.TIME_SCALE:g}")).engine_flags(CHAIN)
     with servers.running_cluster(flags, options.out, "hops-pauses") as described:
         for key in missing:
             if not steps.has_time(START_S):
                 return
             context = key["context_tokens"]
-            link_s = context * kv_bytes * 8 / (KV_GBPS * 1e9)
-            row = asyncio.run(pauses.measure_context(described, context, key["seed"], link_s=link_s))
+            row = asyncio.run(pauses.measure_context(described, context, key["seed"]))
             steps.add(key, row | {"plugin_commit": report.environment()["plugin_commit"]})
             report.say(f"pauses at {context} tokens: {row}")
 

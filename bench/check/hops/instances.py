@@ -17,6 +17,8 @@ POLL_S = 0.1
 PAIRED_S, REST_S = 60.0, 45.0
 # Gauges that must be zero when nothing runs.
 GAUGES = ("pla_leg_reqs", "pla_leg_kv_tokens", "pla_quarantine_reqs", "pla_held", "pla_queue_reqs")
+# How a held request goes on without being told to.
+BY_ITSELF = ("resumed_by_time", "resumed_by_pressure", "resumed_by_pause")
 # How a held request can go on or end; what was held is the sum of these when nothing is held any more.
 WAYS_OUT = ("committed", "dropped", "aborted", "timed_out", "ended_by_pause")
 
@@ -26,6 +28,7 @@ class Instances:
 
     def __init__(self, http: aiohttp.ClientSession, described: Mapping[str, Any], seed: str) -> None:
         self.http = http
+        self.names: list[str] = [one["name"] for one in described["instances"]]
         self.urls: list[str] = [one["url"] for one in described["instances"]]
         self.ports: list[int] = [one["bootstrap_port"] for one in described["instances"]]
         self._rng = random.Random(f"rooms-{seed}")
@@ -47,14 +50,13 @@ class Instances:
         """Raises ServerError where they are not all connected to each other in time."""
         states = [await self.read_state(number) for number in range(len(self))]
         peers = [
-            {"name": str(n), "host": "127.0.0.1", "bootstrap_port": port, "incarnation": state["incarnation"]}
-            for n, (port, state) in enumerate(zip(self.ports, states, strict=True))
+            {"name": name, "host": "127.0.0.1", "bootstrap_port": port, "incarnation": state["incarnation"]}
+            for name, port, state in zip(self.names, self.ports, states, strict=True)
         ]
         for number in range(len(self)):
             own = {name: peers[number][name] for name in ("name", "host", "bootstrap_port")}
-            await self._post(
-                number, "/pla/peers", {"self": own, "peers": [p for p in peers if p["name"] != str(number)]}
-            )
+            others = [peer for peer in peers if peer is not peers[number]]
+            await self._post(number, "/pla/peers", {"self": own, "peers": others})
         end_s = time.monotonic() + PAIRED_S
         while not all([await self._is_paired(number) for number in range(len(self))]):
             if time.monotonic() > end_s:
@@ -75,12 +77,17 @@ class Instances:
             told = await answer.json()
         return dict(told["schedulers"][0]["stateless"] if "schedulers" in told else told["stateless"])
 
+    async def count_gone_on(self) -> int:
+        """Held requests that went on by themselves, since the start of the instances."""
+        states = [await self.read_state(number) for number in range(len(self))]
+        return sum(state["held"]["totals"].get(name, 0) for state in states for name in BY_ITSELF)
+
     async def wait_until_at_rest(self) -> list[str]:
         """What is left at last, in words: nothing, if all is well. Their caches are empty then."""
         left = await self._wait_until_none(self._list_held)
         for number in range(len(self)):  # something to count, so that gauges are counted anew
             await self._post(
-                number, "/generate", {"input_ids": [800, 801, 802], "sampling_params": {"max_new_tokens": 1}}
+                number, "/generate", {"input_ids": [100, 101, 102], "sampling_params": {"max_new_tokens": 1}}
             )
         return left + await self._wait_until_none(self._list_gauges)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +12,18 @@ from bench.check.hops.instances import Instances
 from bench.check.hops.judge import Row
 from bench.check.hops.plans import Body, Event, Life
 from bench.check.hops.rider import Ride, Rider
-from bench.check.hops.settings import ENGINES
+from bench.check.hops.settings import ENGINES, KV_GBPS, PROFILE
 from bench.check.hops.storm import open_session
 from bench.check.hops.streams import GENERATE, count_wrong_tokens
 from pla_sglang import chain
 from pla_sglang.metrics.latency import percentile
+from pla_sglang.profiles import load_profile
 
 CONTEXTS_TOKENS = (512, 2048, 8192, 16384)
-MOVES = 8  # there and back, of each context
+TIME_SCALE = 4.0  # so that hosts keep up with seven streams
+# A move carries all KV: what the target has of the prompt in its cache would not travel.
+FLAGS = ("--chunked-prefill-size", "4096", "--max-total-tokens", "65536", "--disable-radix-cache")
+MOVES = 12  # there and back, of each context
 BETWEEN_TOKENS = 40  # from one move to the next
 BYSTANDERS, BYSTANDER_TOKENS = 6, 128  # of a prompt
 SLACK_S = 0.15  # what this machine may add to a move
@@ -42,8 +45,13 @@ def make_body(kind: str, prompt_tokens: int, answer_tokens: int, rng: random.Ran
     return Body(kind, GENERATE, {"input_ids": prompt, "sampling_params": sampling}, answer_tokens, oracle)
 
 
-async def measure_context(described: Mapping[str, Any], context_tokens: int, seed: int, *, link_s: float) -> Row:
-    """One request of this context that moves there and back among others that stay. ``link_s``: for its prompt."""
+def link_seconds(context_tokens: int) -> float:
+    """Real time in which the emulated link carries the KV of so many tokens."""
+    return context_tokens * load_profile(PROFILE).kv_bytes_per_token * 8 / (KV_GBPS * 1e9) * TIME_SCALE
+
+
+async def measure_context(described: Mapping[str, Any], context_tokens: int, seed: int) -> Row:
+    """One request of this context that moves there and back among others that stay. Seconds are real ones."""
     rng = random.Random(f"pause-{seed}-{context_tokens}")
     name = f"pause-{seed}-{context_tokens}"
     async with open_session() as http:
@@ -56,14 +64,15 @@ async def measure_context(described: Mapping[str, Any], context_tokens: int, see
         rides = await asyncio.gather(*(Rider(instances, life, name).run() for life in lives))
         left = await instances.wait_until_at_rest()
     wrong = [count_wrong_tokens(ride.life.body.oracle or (), ride.answer.ids) for ride in rides]
-    during, apart = split_gaps(rides[0], rides[1:])
-    step_s = statistics.median(apart) if apart else 0.0
+    during_s, apart_s = measure_tpot(rides[0], rides[1:])
+    link_s = link_seconds(context_tokens)
     return {
         "context_tokens": context_tokens,
         "pauses_s": [round(pause, 4) for pause in rides[0].pauses_s],
-        "bound_s": link_s + DECODE_STEPS * step_s + SLACK_S,
-        "step_s": step_s,
-        "bystander_tpot_ratio": statistics.mean(during) / statistics.mean(apart) if during and apart else None,
+        "bound_s": link_s + DECODE_STEPS * (apart_s or 0.0) + SLACK_S,
+        "link_s": link_s,
+        "step_s": apart_s,
+        "bystander_tpot_ratio": during_s / apart_s if during_s and apart_s else None,
         "tokens_wrong": sum(wrong),
         "failed": sum(ride.ended != "whole" for ride in rides),
         "errors": [ride.error for ride in rides if ride.error][:5],
@@ -71,20 +80,27 @@ async def measure_context(described: Mapping[str, Any], context_tokens: int, see
     }
 
 
-def split_gaps(mover: Ride, others: Sequence[Ride]) -> tuple[list[float], list[float]]:
-    """Seconds from token to token of the others: while the mover's answer paused for a move, and while it ran."""
+def measure_tpot(mover: Ride, others: Sequence[Ride]) -> tuple[float | None, float | None]:
+    """Seconds a token of the others, during the mover's moves and between them, while its answer lasts.
+
+    A gap between two tokens counts on both sides by its parts: a move meets long gaps more often than short ones.
+    """
     came_s = mover.answer.came_s
-    cuts = sorted(itertools.pairwise(came_s), key=lambda pair: pair[0] - pair[1])[: len(mover.pauses_s)]
-    windows = [(start - AROUND_S, end + AROUND_S) for start, end in cuts]
-    during: list[float] = []
-    apart: list[float] = []
+    windows = [(start_s - AROUND_S, end_s + AROUND_S) for start_s, end_s in mover.moves_s]
+    spans = {True: 0.0, False: 0.0}  # seconds during moves, and between them
+    tokens = {True: 0.0, False: 0.0}
     for other in others:
-        for start, end in itertools.pairwise(other.answer.came_s):
-            if start < came_s[0] or end > came_s[-1]:
+        for start_s, end_s in itertools.pairwise(other.answer.came_s):
+            if start_s < came_s[0] or end_s > came_s[-1]:
                 continue
-            touched = any(start < until and end > since for since, until in windows)
-            (during if touched else apart).append(end - start)
-    return during, apart
+            inside_s = sum(max(0.0, min(end_s, until_s) - max(start_s, since_s)) for since_s, until_s in windows)
+            is_inside = any(since_s <= start_s <= until_s for since_s, until_s in windows)
+            share = min(1.0, inside_s / (end_s - start_s)) if end_s > start_s else float(is_inside)
+            for during, part in ((True, share), (False, 1 - share)):
+                spans[during] += part * (end_s - start_s)
+                tokens[during] += part
+    during_s, apart_s = (spans[during] / tokens[during] if tokens[during] else None for during in (True, False))
+    return during_s, apart_s
 
 
 def sum_pauses(rows: Sequence[Row]) -> Row:

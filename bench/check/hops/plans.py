@@ -23,6 +23,11 @@ STRICT = {
     "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}},
     "required": ["n", "ok"],
 }
+CALL = '<tool_call>\n{"name": "find", "arguments": %s}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {"type": "string"}}}},
+}
 # In the order of the chain model's ids: those that a ByteLevel tokenizer writes as they are, then the others.
 _PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = bytes([*_PLAIN, *(byte for byte in range(256) if byte not in _PLAIN)])
@@ -118,12 +123,8 @@ def plan_life(index: int, rng: random.Random, bodies: list[Body], *, instances: 
 
 
 def make_chain_body(rng: random.Random) -> Body:
-    """Most by token ids, whose answer an oracle knows; others as text.
-
-    None that a reasoning or tool parser reads: SGLang's give another answer where two tokens come in one event, as they
-    do under load. Those are cut at every place in tests/hops.
-    """
-    kind = rng.choice(("ids", "ids", "ids", "words", "completion", "chat"))
+    """Most by token ids, whose answer an oracle knows; others as text, some for parsers of reasoning and tools."""
+    kind = rng.choice(("ids", "ids", "ids", "words", "completion", "chat", "parsed"))
     asked = rng.randint(*ANSWER_TOKENS)
     room = rng.randint(*PROMPT_TOKENS)
     if kind in ("ids", "words"):
@@ -135,6 +136,12 @@ def make_chain_body(rng: random.Random) -> Body:
         oracle = chain.expected(prompt, asked + 4, repeats=True).tokens
         return Body(kind, GENERATE, {"input_ids": prompt, "sampling_params": sampling}, asked, oracle)
     said = _letters(rng, asked).decode()
+    tools: dict[str, Any] = {}
+    if kind == "parsed":
+        thought = f"<think>{said[: len(said) // 3]}</think>" if rng.random() < 0.7 else ""
+        if not thought or rng.random() < 0.5:
+            said, tools = said + CALL % json.dumps({"q": said[:8]}, ensure_ascii=False), {"tools": [TOOL]}
+        said = thought + said
     asked = len(said.encode()) + 1
     wish = "x" * room + said + chain.ask_text(asked)
     fields: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": asked + 4}
@@ -142,7 +149,7 @@ def make_chain_body(rng: random.Random) -> Body:
         fields["stream_options"] = {"include_usage": True}
     if kind == "completion":
         return Body(kind, COMPLETIONS, fields | {"prompt": wish}, asked)
-    return Body(kind, CHAT, fields | {"messages": [{"role": "user", "content": wish}]}, asked)
+    return Body(kind, CHAT, fields | tools | {"messages": [{"role": "user", "content": wish}]}, asked)
 
 
 def _letters(rng: random.Random, least_bytes: int) -> bytes:

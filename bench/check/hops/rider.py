@@ -1,7 +1,8 @@
 """One request through its life: its stream is read as a router reads it, and it is taken from instance to instance.
 
 The instance that holds a request owns it until commit. So the held stream is read on beside the pull: tokens that come
-on it after the hold win, and the other instance is told to abort.
+on it after the hold win, and the other instance is told to abort. A hold may be over before it is told anything, as the
+oldest goes on where memory is short; these are counted, as the instances must have counted as many.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ STEP_LIMIT_S = 60.0  # for whatever is waited for
 HOLD_S, FORGOTTEN_S = 30.0, 0.2
 RETRY_S, MOST_TRIES = 0.05, 100
 FULL = (429, 503)  # a small pool may refuse
-# Why a request that could be held is not held now.
-HELD_LATER = ("share of memory", "stop string", "metadata buffer", "on its way")
+GONE = 410  # the room is not held
+# Why a request that could be held is not held now. A room was used before where a hold at the end of the prefill is
+# over already.
+HELD_LATER = ("share of memory", "stop string", "metadata buffer", "on its way", "it went on before", "was used here")
+HOLD_OVER = "hold_over"  # a count of ``Ride``
 
 
 class RiderError(Exception):
@@ -37,7 +41,7 @@ class Ride:
 
     Attributes:
         ended: "whole", "aborted" or "left"; "failed" with ``error``.
-        pauses_s: of each move: from the last token before it to the first behind it.
+        moves_s: when the last token before each move came, and the first behind it.
         counts: of events that happened, by name.
     """
 
@@ -45,8 +49,12 @@ class Ride:
     answer: MarkedAnswer = dataclasses.field(default_factory=MarkedAnswer)
     ended: str = "failed"
     error: str = ""
-    pauses_s: list[float] = dataclasses.field(default_factory=list)
+    moves_s: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @property
+    def pauses_s(self) -> list[float]:
+        return [end_s - start_s for start_s, end_s in self.moves_s]
 
 
 class Leg:
@@ -209,7 +217,8 @@ class Rider:
             return await self._pull(leg, room, held)
         if event is Event.DROP:
             leg.left = True  # its stream ends as that of an abort
-            await self._expect(leg, "drop", room, "dropped")
+            if not await self._tell(leg, "drop", room, "dropped"):
+                await self.instances.abort(leg.number, leg.rid)
             await leg.leave(close=False)
             return await self._redo(leg)
         if event is Event.CUT_PULL:
@@ -218,9 +227,9 @@ class Rider:
             )
             await asyncio.sleep(0.002 * (room % 8))
             await target.leave(close=True)
-            await self._expect(leg, "resume", room, "resumed")
+            await self._tell(leg, "resume", room, "resumed")
         elif event is Event.RESUME:
-            await self._expect(leg, "resume", room, "resumed")
+            await self._tell(leg, "resume", room, "resumed")
         elif event is not Event.FORGET:
             return await self._end(leg, event)
         return leg
@@ -249,13 +258,20 @@ class Rider:
         tokens, ids = int(said["tokens"]), self.ride.answer.ids
         await self._wait(lambda: leg.done or len(ids) >= tokens, f"{tokens} tokens before the hold")
         if len(ids) != tokens and for_s == HOLD_S:
-            raise RiderError(f"held with {tokens} tokens, {len(ids)} have come")
+            if len(ids) < tokens or await self._tell(leg, "resume", room, "resumed"):
+                raise RiderError(f"held with {tokens} tokens, {len(ids)} have come")
+            return 0
         return tokens
 
-    async def _expect(self, leg: Leg, do: str, room: int, status: str) -> None:
+    async def _tell(self, leg: Leg, do: str, room: int, status: str) -> bool:
+        """Whether it was still held. Raises RiderError for any other answer than ``status``."""
         said = await self.instances.order(leg.number, do, room)
+        if said["status"] == "unknown":
+            self.ride.counts[HOLD_OVER] += 1
+            return False
         if said["status"] != status:
             raise RiderError(f"{do} of a held request: {said}")
+        return True
 
     async def _pull(self, leg: Leg, room: int, held: int) -> Leg:
         answer = self.ride.answer
@@ -268,20 +284,28 @@ class Rider:
             "the first event behind a move",
         )
         if not target.has_begun or len(answer.ids) > held:
-            if target.done:
-                self._require_full(target)
-            self.ride.counts["pull_refused" if target.done else "pull_overtaken"] += 1
-            await target.leave(close=True)
-            await self.instances.order(leg.number, "resume", room)
+            await self._go_back(leg, target, room)
             return leg
         leg.left = True
         answer.begin_hop()
         target.join()
-        await self._expect(leg, "commit", room, "committed")
+        if not await self._tell(leg, "commit", room, "committed"):
+            await self.instances.abort(leg.number, leg.rid)
         await leg.leave(close=False)  # its instance ends it
-        self.ride.pauses_s.append(next((at_s for at_s in answer.came_s[held:]), time.monotonic()) - last_s)
+        self.ride.moves_s.append((last_s, next((at_s for at_s in answer.came_s[held:]), time.monotonic())))
         self.ride.counts["hops"] += 1
         return target
+
+    async def _go_back(self, leg: Leg, target: Leg, room: int) -> None:
+        """The held stream stays the answer: the target refused, or tokens came after the hold."""
+        is_gone = target.done and target.status == GONE
+        is_overtaken = is_gone or not target.done
+        if not is_overtaken:
+            self._require_full(target)
+        self.ride.counts["pull_overtaken" if is_overtaken else "pull_refused"] += 1
+        await target.leave(close=True)
+        if await self._tell(leg, "resume", room, "resumed") and is_overtaken and not leg.done:
+            raise RiderError(f"still held, but {target.failure or 'tokens came after the hold'}")
 
     async def _redo(self, leg: Leg) -> Leg:
         answer, number = self.ride.answer, self._other(leg)

@@ -16,7 +16,7 @@ import aiohttp
 from bench.check.hops.instances import Instances
 from bench.check.hops.judge import Reference, Row, judge_body, judge_rides, make_references
 from bench.check.hops.plans import ENDS, Event, Life, plan_lives
-from bench.check.hops.rider import STEP_LIMIT_S, Ride, Rider
+from bench.check.hops.rider import HOLD_OVER, STEP_LIMIT_S, Ride, Rider
 from bench.check.hops.settings import ENGINES, Setting
 from bench.check.leftovers import abort_request, read_series, wait_until_at_rest
 from bench.harness import servers
@@ -75,10 +75,19 @@ async def judge_lives(
         await instances.tell_peers()
         references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{name}")
         before = await instances.wait_until_at_rest()  # which empties the caches
+        gone_on = -await instances.count_gone_on()
         rides = await ride_all(instances, lives, f"{PREFIX}-{name}", on_done)
         left = await instances.wait_until_at_rest()
+        gone_on += await instances.count_gone_on()
     row = judge_rides(rides, references)
+    left += describe_lost_holds(row["events"], gone_on)
     return row | {"reference_errors": errors[:5], "references_wrong": len(errors), "leftovers": before + left}
+
+
+def describe_lost_holds(events: Mapping[str, int], gone_on: int) -> list[str]:
+    """``gone_on``: held requests that went on by themselves, as the instances say. Any other hold ends by an order."""
+    over = events.get(HOLD_OVER, 0)
+    return [f"{over} holds were over, {gone_on} went on by themselves"] if over > gone_on else []
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -119,7 +128,7 @@ async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_do
         instances = Instances(http, described, part.name)
         references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{part.name}", marked=False)
         await instances.wait_until_at_rest()
-        counts, wrong = await _storm_router(http, url, lives, references, on_done)
+        counts, wrong = await _storm_router(http, url, part.name, lives, references, on_done)
         rest = await wait_until_at_rest({**described, "url": url})
         left = [*rest.details, *await instances.wait_until_at_rest()]
     after = fetch(f"{url}/metrics")
@@ -147,6 +156,7 @@ async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_do
 async def _storm_router(
     http: aiohttp.ClientSession,
     url: str,
+    name: str,
     lives: Sequence[Life],
     references: Mapping[str, Reference],
     on_done: Callable[[], None],
@@ -155,7 +165,7 @@ async def _storm_router(
 
     async def send(life: Life) -> None:
         async with places:
-            ended, events = await send_life(http, url, life)
+            ended, events = await send_life(http, url, life, f"{PREFIX}-{name}-{life.index:06d}")
         on_done()
         counts[ended.partition(":")[0]] += 1
         if ended != "whole":
@@ -168,7 +178,7 @@ async def _storm_router(
         if tokens or text:
             wrong.append(f"life {life.index} ({life.body.kind}): {tokens} tokens and {text} bytes wrong")
 
-    drains = asyncio.create_task(drain_in_turns(http, url))
+    drains = asyncio.create_task(drain_in_turns(http, url, counts))
     try:
         async with asyncio.TaskGroup() as group:
             for life in lives:
@@ -180,9 +190,9 @@ async def _storm_router(
     return counts, wrong
 
 
-async def send_life(http: aiohttp.ClientSession, url: str, life: Life) -> tuple[str, list[bytes]]:
+async def send_life(http: aiohttp.ClientSession, url: str, life: Life, rid: str) -> tuple[str, list[bytes]]:
     """How it ended, and the events of its answer. Of what befalls it, only its end is the client's to decide."""
-    rid, data = f"{PREFIX}-{life.index:06d}", b""
+    data = b""
     end = life.events[-1] if life.ends_early else None
     try:
         async with asyncio.timeout(STEP_LIMIT_S * 2):
@@ -203,11 +213,12 @@ async def send_life(http: aiohttp.ClientSession, url: str, life: Life) -> tuple[
     return "whole", [event for event in data.split(b"\n\n") if event]
 
 
-async def drain_in_turns(http: aiohttp.ClientSession, url: str) -> None:
+async def drain_in_turns(http: aiohttp.ClientSession, url: str, counts: Counter[str]) -> None:
     """Until cancelled; at the end every instance serves again."""
     for number in itertools.cycle(range(ENGINES)):
         try:
-            async with http.post(f"{url}/workers/{number}/drain", json={}):
+            async with http.post(f"{url}/workers/{number}/drain", json={}) as answer:
+                counts[f"drain_{answer.status}"] += 1
                 await asyncio.sleep(DRAINED_S)
         finally:
             async with http.post(f"{url}/workers/{number}/undrain", json={}):

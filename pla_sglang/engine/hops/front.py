@@ -12,6 +12,7 @@ from fastapi import HTTPException
 from pla_sglang.engine.hops.continued import Continuation
 from pla_sglang.engine.hops.feed import Endpoint, Feed, RefusedAnswerError
 from pla_sglang.engine.hops.front_tags import TOKENS, FrontTags, find_custom_params, read_front_tags
+from pla_sglang.engine.hops.pieces import has_parser, split_steps
 from pla_sglang.engine.hops.steps import read_steps
 from pla_sglang.engine.hops.stream_marks import (
     Account,
@@ -72,6 +73,8 @@ class OpenedStream:
             steps = Continuation(self._manager, self.feed, self._tags, replays=replays).read_steps()
         else:
             steps = read_steps(self.feed, incremental=incremental)
+        if self._kind is Kind.CHAT and has_parser(self._manager.server_args):
+            steps = split_steps(steps, self._manager, self.feed, incremental=incremental)
         return MarkedStream(Endpoint(events), self.feed, steps, account)
 
 
