@@ -239,7 +239,9 @@ def test_a_request_that_moves_in_the_middle_of_its_answer(pair: Pair, prompts: l
         whole = source.client.ask(prompt, LONG_ANSWER)["output_ids"]
         held, room, answer = hold(source, prompt)
         body = pull(source, room, whole[: answer["tokens"]])
-        assert outputs([target.client.submit(prompt, LONG_ANSWER, **body)]) == [whole]
+        moved = target.client.submit(prompt, LONG_ANSWER, **body)
+        assert outputs([moved]) == [whole]
+        assert 0 <= moved.result()["meta_info"]["queue_time"] < moved.result()["meta_info"]["e2e_latency"]
         until(lambda: hops(source)["by_state"] == {"sent": 1}, what="a request that was sent and is held")
         assert held.tell("commit", room) == {"status": "committed"}
         end = held.ended.result()
