@@ -14,6 +14,7 @@ from pla_sglang.engine.stateless.peers import (
     PeerState,
     Told,
     UntoldPeerError,
+    agree_on_states,
     parse_told,
 )
 from pla_sglang.errors import ConfigError, IllegalMoveError
@@ -144,3 +145,26 @@ def test_every_move_of_a_prefill_leg_is_legal_or_refused() -> None:
             else:
                 with pytest.raises(IllegalMoveError):
                     leg.move(end)
+
+
+@pytest.mark.parametrize(
+    ("own", "is_ready", "is_sound", "shown"),
+    [
+        (PeerState.READY, True, True, "ready"),
+        (PeerState.READY, False, True, "warming"),
+        (PeerState.READY, False, False, "failed: another rank has no connection to it"),
+        (PeerState.WARMING, True, True, "warming"),
+        (PeerState.WARMING, False, False, "failed: another rank has no connection to it"),
+        (PeerState.SILENT, True, True, "failed: nobody there"),
+    ],
+)
+def test_a_peer_is_ready_once_every_rank_is_connected(
+    own: PeerState, shown: str, *, is_ready: bool, is_sound: bool
+) -> None:
+    """``is_ready``, ``is_sound``: what another rank says of the first of two peers."""
+    agree = lambda flags: [a and b for a, b in zip(flags, (is_ready, True, is_sound, True), strict=True)]  # noqa: E731
+    assert agree_on_states({}, agree) == {}
+    book = book_with(B, C)
+    book.set_state(B, own, "nobody there" if own is PeerState.SILENT else "")
+    book.set_state(C, PeerState.READY)
+    assert agree_on_states(book.to_dict(), agree) == {"b": shown, "c": "ready"}

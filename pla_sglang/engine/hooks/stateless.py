@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from http import HTTPStatus
 from typing import Any
 
@@ -10,7 +11,8 @@ from pla_sglang.engine import riders
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.fence import acknowledge_abort
-from pla_sglang.engine.stateless.host import start_bootstrap_server
+from pla_sglang.engine.stateless.host import all_ranks_agree, start_bootstrap_server
+from pla_sglang.engine.stateless.peers import agree_on_states
 from pla_sglang.engine.stateless.penalties import count_again, count_due_tokens
 from pla_sglang.errors import HostMismatchError
 from pla_sglang.metrics.series import LabelledSeries
@@ -126,7 +128,10 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
 
 def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     block = output.internal_state.setdefault("pla", {})
-    block["stateless"] = scheduler.pla_stateless.state()
+    stateless = scheduler.pla_stateless
+    # All ranks get this request, in one order with the lists of peers.
+    peers = agree_on_states(stateless.book.to_dict(), functools.partial(all_ranks_agree, scheduler))
+    block["stateless"] = {**stateless.state(), "peers": peers}
     block.setdefault("config", pla_config.current().to_dict())
     return output
 

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pla_sglang.engine.request_rows import RowsWanted, parse_rows
@@ -49,6 +49,7 @@ class PeerState(enum.Enum):
     MISFIT = "misfit"  # answers and cannot be paired with; not asked again
 
 
+FAILED_TEXT = "failed: "  # before the reason
 FAILED = frozenset({PeerState.SILENT, PeerState.MISFIT})
 
 
@@ -167,8 +168,26 @@ class PeerBook:
         """Name of each peer and "warming", "ready" or "failed: REASON"."""
         with self._lock:
             return {
-                peer.name: f"failed: {self._states[address][1]}"
+                peer.name: f"{FAILED_TEXT}{self._states[address][1]}"
                 if self._states[address][0] in FAILED
                 else self._states[address][0].value
                 for address, peer in self._peers.items()
             }
+
+
+def agree_on_states(own: Mapping[str, str], agree: Callable[[Sequence[bool]], Sequence[bool]]) -> dict[str, str]:
+    """States by name (``PeerBook.to_dict``) as all ranks see them: "ready" where every rank is.
+
+    ``agree``: what all ranks say together about each flag. All of them must ask at once, with the same names.
+    """
+    if not own:
+        return {}
+    is_ready = [state == PeerState.READY.value for state in own.values()]
+    is_sound = [not state.startswith(FAILED_TEXT) for state in own.values()]
+    votes, count, shown = agree([*is_ready, *is_sound]), len(own), dict[str, str]()
+    for (name, state), ready, sound in zip(own.items(), votes[:count], votes[count:], strict=True):
+        if not sound and not state.startswith(FAILED_TEXT):
+            shown[name] = f"{FAILED_TEXT}another rank has no connection to it"
+        else:
+            shown[name] = PeerState.WARMING.value if sound and not ready else state
+    return shown
