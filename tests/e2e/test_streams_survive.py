@@ -1,4 +1,5 @@
-"""Streams of two real stateless instances behind our router with ``--migration on``: drain, SIGTERM, SIGKILL.
+"""Streams of two real stateless instances behind our router with ``--migration on``: late placement, drain, SIGTERM,
+SIGKILL.
 
 Each answer is compared with the oracle token by token: one that went on elsewhere must be the one that never moved. The
 tests wait for what happens, not for times; each leaves both instances ready for the next.
@@ -29,7 +30,7 @@ from pla_sglang.testing.load_client import Answer, StreamClient
 pytestmark = pytest.mark.e2e
 
 ENGINE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--pla-time-scale", "2", "--chunked-prefill-size", "256")
-ROUTER = "--migration on --health-interval-ms 200"
+ROUTER = "--migration on --place-decode prefilled --health-interval-ms 200"
 STREAMS, TOKENS, BEGUN = 6, 400, 8
 LIMIT_S = 120.0  # of a step of a test, on a busy machine
 
@@ -112,6 +113,27 @@ class Scene:
 def aborts(url: str) -> int:
     lines = call(f"{url}/metrics")[1].splitlines()
     return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("pla_router_aborts_total{")))
+
+
+def test_decodes_are_placed_when_the_prefill_is_done(cluster: dict[str, Any]) -> None:
+    """Each stream begins at the instance that prefills, and goes on at the one that decodes."""
+    scene = Scene(cluster, 0)
+    asyncio.run(until(scene.is_paired, "both instances ready and paired"))
+    numbers = [row["number"] for row in scene.workers()]
+    try:
+        for number, role in zip(numbers, ("prefill", "decode"), strict=True):
+            assert call(f"{scene.url}/workers/{number}/role", {"role": role})[0] == 200
+        names = [row["url"].removeprefix("http://") for row in scene.workers()]
+        asyncio.run(scene.run(lambda: None))
+    finally:
+        for number in numbers:
+            call(f"{scene.url}/workers/{number}/role", {"role": "mixed"})
+    assert [(hop["how"], hop["why"]) for hop in scene.check()] == [("pull", "baseline.least_tokens")] * STREAMS
+    for story in scene.stories():
+        assert (story["placement"], story["placed_on"]) == ("baseline.least_tokens", names[1])
+        assert [hop["decode"] for hop in story["hops"]] == names
+    assert call(f"{scene.url}/pla/state")[1]["place_decode"]["placed"] == {"baseline.least_tokens": STREAMS}
+    assert aborts(scene.url) == 0
 
 
 def test_a_drain_moves_all_streams_at_once(cluster: dict[str, Any]) -> None:
