@@ -6,6 +6,8 @@ in both loops. The one that comes back has no scheduling of ours.
 
 from __future__ import annotations
 
+import asyncio
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,9 @@ from support.hop_commands import LONG_ANSWER, Instance, hold, hops, next_room, o
 from support.serving import Client, Prompt, aborted, outputs, until
 from support.stateless_pair import Pair
 
+from bench.check.hops import storm
+from bench.check.hops.plans import ANSWER_TOKENS, Body, plan_life
+from bench.check.hops.streams import GENERATE
 from pla_sglang.testing.server import Server, greedy_body
 
 pytestmark = pytest.mark.e2e
@@ -302,6 +307,33 @@ def test_an_abort_while_held_leaves_nothing(pair: Pair, prompts: list[Prompt]) -
         assert held.ended.result()["meta_info"]["finish_reason"]["type"] == "abort"
         until(lambda instance=instance: hops(instance)["held"] == 0, what="nothing held")
         assert hops(instance)["kv_tokens"] == 0
+    pair.assert_at_rest()
+
+
+def test_lives_at_random_are_exact_and_leave_nothing(
+    pair: Pair, tiny_model: Callable[[str], Path], prompts: list[Prompt]
+) -> None:
+    """Moves, redos, holds, aborts and clients that leave, up to four a request, against answers that nobody disturbs.
+
+    Half of the answers have a grammar, half a bias: all are letters, as the text of bytes that are no letters depends
+    on how they fall into events. No penalties: the two instances count them a step apart.
+    """
+    from transformers import AutoTokenizer
+
+    rng = random.Random(15)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("float32"))
+    letters = tokenizer.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
+    shapes = ({"regex": "[a-z ,.]{200}"}, {"logit_bias": {str(letter): 60.0 for letter in letters}})
+    bodies = []
+    for place, prompt in enumerate([*prompts, *prompts]):
+        tokens = rng.randint(*ANSWER_TOKENS)
+        sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens, **shapes[place % 2]}
+        bodies.append(Body("ids", GENERATE, {"input_ids": prompt, "sampling_params": sampling}, tokens))
+    lives = [plan_life(index, rng, bodies, instances=2) for index in range(40)]
+    row = asyncio.run(storm.judge_lives(lives, pair.described, "random", lambda: None))
+    assert (row["errors"], row["reference_errors"], row["leftovers"]) == ([], [], [])
+    assert (row["tokens_wrong"], row["bytes_wrong"], row["failed"], row["requests"]) == (0, 0, 0, 40)
+    assert min(row["hops"], row["redos"], row["resumes"], row["aborted"] + row["left"]) >= 1, row
     pair.assert_at_rest()
 
 

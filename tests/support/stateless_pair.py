@@ -27,6 +27,12 @@ class Pair:
                 what=f"the peers of {instance.name} ready",
             )
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """As the state file of a cluster says it."""
+        instances = (self.first, self.second)
+        return {"instances": [one.address | {"url": one.client.server.url} for one in instances]}
+
     def submit(
         self, source: Instance, target: Instance, prompt: Prompt, new_tokens: int = ANSWER_TOKENS, **body: Any
     ) -> tuple[Future[dict[str, Any]], Future[dict[str, Any]]]:
