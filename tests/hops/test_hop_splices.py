@@ -333,5 +333,5 @@ def test_any_text_over_any_hops(
         fields |= {"tools": TOOLS}
         args = {"reasoning_parser": "qwen3", "tool_call_parser": "qwen25"}
     case = Case(kind=kind, text="".join(pieces) or "a", model=model, incremental=incremental, fields=fields, args=args)
-    several = dataclasses.replace(case, chunks_at_once=chunks_at_once if kind == CHAT else 1)
+    several = dataclasses.replace(case, chunks_at_once=chunks_at_once)
     assert asyncio.run(spliced_answer(several, cuts)) == asyncio.run(whole_answer(case))

@@ -149,11 +149,18 @@ def end_with_error(scheduler: Any, req: Any, reason: str, status: HTTPStatus) ->
 
 
 def end_aborted(scheduler: Any, req: Any, reason: str) -> None:
-    """Answer a request that its client has aborted, as the host does for one in its queue."""
+    """Answer a request that its client has aborted, as the host does for one in its queue.
+
+    One of which something was streamed is answered through the detokenizer, as one that runs: by the id it would keep
+    what it knows of the text, and put the end of the prompt before the text of the next request with that id.
+    """
     from sglang.srt.disaggregation.utils import prepare_abort
     from sglang.srt.managers.io_struct import AbortReq
 
     prepare_abort(req, reason)
+    if req.send_token_offset:
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+        return
     scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
 
 
