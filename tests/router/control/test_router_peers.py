@@ -214,7 +214,10 @@ def test_who_cannot_be_told_is_told_again_and_dispatch_never_waits(caplog: pytes
 
 def test_a_stateless_instance_gets_kv_from_stock_prefill_instances_that_it_was_told() -> None:
     async def work() -> None:
-        async with scene(["prefill", "stateless"], policy="static-pd") as one:
+        async with scene(["prefill"], policy="static-pd") as one:
+            one.instances.append(await FakeInstance("stateless").start())
+            one.admin("POST", "/workers", {"url": one.instances[1].url})  # after the other: roles go by who is there
+            await one.ready(2)
             stock, ours = one.plane.table.workers
             assert ours.view.role is Role.DECODE, "the phase that is lacking"
             await one.until(lambda: one.plane._peering.is_connected(stock.view, ours.view))
