@@ -307,6 +307,8 @@ def test_an_abort_while_held_leaves_nothing(pair: Pair, prompts: list[Prompt]) -
         assert held.ended.result()["meta_info"]["finish_reason"]["type"] == "abort"
         until(lambda instance=instance: hops(instance)["held"] == 0, what="nothing held")
         assert hops(instance)["kv_tokens"] == 0
+        again, whole = (instance.client.ask(prompts[3], 8, rid=rid)["text"] for rid in (held.rid, f"{held.rid}-new"))
+        assert again == whole, "the text of an id that comes again"
     pair.assert_at_rest()
 
 

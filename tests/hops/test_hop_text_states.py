@@ -99,5 +99,7 @@ def test_the_text_of_an_id_that_comes_again(monkeypatch: pytest.MonkeyPatch, how
         assert instance.texts["r"] == ANSWER[:streamed]
         instance.end(how, req)
         assert instance.texts["r"] == ANSWER[:streamed], again
+        if streamed and how != "late":
+            assert req.time_stats.completion_time > 0
     assert [rid for rid, _ in instance.ends] == ["r", "r"], "each is answered once"
     assert instance.detokenizer.decode_status == {}

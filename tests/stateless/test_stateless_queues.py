@@ -136,3 +136,74 @@ def test_ranks_do_not_vote_where_all_will_ask() -> None:
         leg.waiting_for_input, leg.kv_receiver.conclude_state = waits, None
     queue._doubt_failed()
     assert rank.votes == 0
+
+
+class RankReceiver:
+    """Of one rank: it is connected once it was given the sender's rank, and waits for its input then."""
+
+    def __init__(self) -> None:
+        from sglang.srt.disaggregation.base import KVPoll
+
+        self.conclude_state: Any = None
+        self.state: Any = KVPoll.Bootstrapping
+
+    def init(self, prefill_dp_rank: int) -> None:
+        from sglang.srt.disaggregation.base import KVPoll
+
+        self.state = KVPoll.WaitingForInput
+
+    def abort(self) -> None:
+        from sglang.srt.disaggregation.base import KVPoll
+
+        self.state = self.conclude_state = KVPoll.Failed
+
+    def failure_exception(self) -> None:
+        raise RuntimeError("no connection")
+
+
+def ranks_with_a_leg(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The queues of two ranks with one leg whose peer neither is connected to. A poll is the least of both ranks."""
+    from sglang.srt.disaggregation import decode
+
+    ranks = [queue_with(), queue_with()]
+    for queue in ranks:
+        leg = entry()
+        leg.kv_receiver, leg.waiting_for_input = RankReceiver(), False
+        leg.req.finished_reason, leg.req.return_logprob, leg.req.rid = None, False, "r"
+        leg.req.finished = lambda req=leg.req: req.finished_reason is not None
+        leg.req.time_stats = SimpleNamespace(set_bootstrap_done_time=lambda: None)
+        queue.queue, queue.pending_reqs, queue.pp_size, queue.tp_rank, queue.gloo_group = [leg], [leg], 1, 0, None
+        queue.scheduler.metrics_reporter = SimpleNamespace(enable_metrics=False)
+
+    def poll(receivers: Any, group: Any) -> list[int]:
+        return [min(int(queue.queue[place].kv_receiver.state) for queue in ranks) for place in range(len(receivers))]
+
+    monkeypatch.setattr(decode, "poll_and_all_reduce", poll)
+    return ranks
+
+
+def pass_once(ranks: list[Any]) -> list[tuple[bool, bool]]:
+    """On each rank: whether the leg may have memory, and whether it has ended."""
+    for queue in ranks:
+        queue._resolve_pending_reqs()
+    for queue in ranks:
+        queue._update_handshake_waiters()
+    return [(queue.queue[0].waiting_for_input, queue.queue[0].req.finished()) for queue in ranks]
+
+
+def test_a_peer_to_which_one_rank_alone_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank looks at its own connections; what follows from that is the host's vote, so all go on at once."""
+    ranks = ranks_with_a_leg(monkeypatch)
+    assert pass_once(ranks) == [(False, False)] * 2
+    ranks[0].warmer.warm_addresses.add(PEER.address)
+    assert pass_once(ranks) == [(False, False)] * 2
+    assert [len(queue.pending_reqs) for queue in ranks] == [0, 1]
+    ranks[1].warmer.warm_addresses.add(PEER.address)
+    assert pass_once(ranks) == [(True, False)] * 2
+
+
+def test_a_peer_that_does_not_answer_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ranks_with_a_leg(monkeypatch)
+    ranks[0].warmer.warm_addresses.add(PEER.address)
+    ranks[1].book.set_state(PEER, PeerState.SILENT, "no answer")
+    assert pass_once(ranks) == [(False, True)] * 2

@@ -159,6 +159,7 @@ def end_aborted(scheduler: Any, req: Any, reason: str) -> None:
 
     prepare_abort(req, reason)
     if req.send_token_offset:
+        req.time_stats.set_completion_time()
         scheduler.output_streamer.stream_output([req], req.return_logprob)
         return
     scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)

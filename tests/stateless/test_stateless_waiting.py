@@ -1,0 +1,56 @@
+"""A hold finds a request wherever it waits, on SGLang's own way into its queue; else it would be called unknown."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hops.hop_scene import HopRequest, HopScene
+
+from pla_sglang.engine.hooks import stateless as hooks
+from pla_sglang.engine.stateless.engine import StatelessEngine
+
+
+def engine_of(scheduler: Any) -> Any:
+    engine: Any = object.__new__(StatelessEngine)
+    queues = (SimpleNamespace(queue=[]), SimpleNamespace(queue=[]))
+    engine._scheduler, engine._ends = scheduler, SimpleNamespace(receiving=queues[0], transfers=queues[1])
+    engine.sender, engine.receiver = SimpleNamespace(legs={}), SimpleNamespace(ready=[])
+    return engine
+
+
+def put(engine: Any, place: str, req: HopRequest) -> None:
+    entry = SimpleNamespace(req=req)
+    if place == "retracted":
+        from sglang.srt.managers.scheduler import Scheduler
+
+        req.time_stats = SimpleNamespace(set_wait_queue_entry_time=lambda: None)
+        hooks.around_add_request_to_queue(Scheduler._add_request_to_queue, engine._scheduler, req, is_retracted=True)
+    elif place == "grammar":
+        engine._scheduler.grammar_manager.grammar_queue.append(req)
+    elif place == "sending":
+        engine.sender.legs[req.rid] = entry
+    elif place == "ready":
+        engine.receiver.ready.append(req)
+    else:
+        getattr(engine._ends, place).queue.append(entry)
+
+
+@pytest.mark.parametrize("place", ["retracted", "grammar", "sending", "ready", "receiving", "transfers"])
+def test_a_hold_of_a_request_that_waits(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    scheduler = SimpleNamespace(
+        waiting_queue=[],
+        grammar_manager=SimpleNamespace(grammar_queue=[]),
+        disaggregation_mode=DisaggregationMode.NULL,
+        _set_or_validate_priority=lambda req: True,
+        _abort_on_queued_limit=lambda req: False,
+        _prefetch_kvcache=lambda req: None,
+    )
+    engine, scene, req = engine_of(scheduler), HopScene(monkeypatch), HopRequest("r")
+    scene.hops.runner._list_waiting = engine._list_waiting
+    assert scene.hold(req, room=1) == {"status": "unknown"}
+    put(engine, place, req)
+    assert scene.hold(req, room=2) == {"status": "waiting"}
