@@ -332,7 +332,8 @@ def test_lives_at_random_are_exact_and_leave_nothing(
         sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens, **shapes[place % 2]}
         bodies.append(Body("ids", GENERATE, {"input_ids": prompt, "sampling_params": sampling}, tokens))
     lives = [plan_life(index, rng, bodies, instances=2) for index in range(40)]
-    row = asyncio.run(storm.judge_lives(lives, pair.described, "random", lambda: None))
+    name = f"random-{next_room()}"  # it decides rooms, which are new where the test runs again on these instances
+    row = asyncio.run(storm.judge_lives(lives, pair.described, name, lambda: None))
     assert (row["errors"], row["reference_errors"], row["leftovers"]) == ([], [], [])
     assert (row["tokens_wrong"], row["bytes_wrong"], row["failed"], row["requests"]) == (0, 0, 0, 40)
     assert min(row["hops"], row["redos"], row["resumes"], row["aborted"] + row["left"]) >= 1, row
