@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pla_sglang.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.interface.prefill import Reason, WaitingView
@@ -205,16 +205,19 @@ class Awd:
             self.depth = max(1, depth)
 
 
-def take_batch(shorts: Sequence[WaitingView], budget_tokens: int, slots: int) -> tuple[tuple[WaitingView, ...], bool]:
-    """The longest prefix of ``shorts`` within budget and slots (at least one), and whether it left any behind."""
-    taken = 0
+def take_batch(shorts: Iterable[WaitingView], budget_tokens: int, slots: int) -> tuple[tuple[WaitingView, ...], bool]:
+    """The longest prefix of ``shorts`` within budget and slots (at least one), and whether it left any behind.
+
+    No more of ``shorts`` is looked at than the first one that is left.
+    """
+    taken: list[WaitingView] = []
     tokens = 0
     for view in shorts:
-        if taken and (taken >= slots or tokens + view.new_tokens > budget_tokens):
-            break
-        taken += 1
+        if taken and (len(taken) >= slots or tokens + view.new_tokens > budget_tokens):
+            return tuple(taken), True
+        taken.append(view)
         tokens += view.new_tokens
-    return tuple(shorts[:taken]), taken < len(shorts)
+    return tuple(taken), False
 
 
 def _lengths(batch: Sequence[WaitingView]) -> list[int]:

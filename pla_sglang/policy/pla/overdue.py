@@ -10,10 +10,12 @@ arrival it counts as if it were not lost (``longs.py``): what has no room in the
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 
 from pla_sglang.policy.interface.prefill import PassView, WaitingView
+from pla_sglang.policy.pla.awd import take_batch
 from pla_sglang.policy.pla.boundary import Boundary
 
 SHARE = 0.05
@@ -51,29 +53,22 @@ def take_overdue(
     cache is left out: it must not stop its whole class.
     """
     limit = view.kv_free_tokens if view.chunk is None else min(most_tokens, view.pass_budget_tokens)
-    taken: list[WaitingView] = []
-    tokens = 0
     # Few of them make a pass, so no more is asked of the others than when they arrived.
-    for one in sorted(overdue, key=_ARRIVAL_S):
-        if one is not view.chunk and (one.footprint_tokens > view.kv_free_tokens or one.new_tokens > limit):
-            continue
-        is_short = one is not view.chunk and boundary.is_short(one.new_tokens, one.history_tokens)
-        if not taken and not is_short:
-            return (one,)
-        if is_short:
-            if taken and (len(taken) >= view.slots or tokens + one.new_tokens > view.pass_budget_tokens):
-                break
-            taken.append(one)
-            tokens += one.new_tokens
-    return _in_host_order(taken, overdue)
+    fitting = (
+        one
+        for one in sorted(overdue, key=_ARRIVAL_S)
+        if one is view.chunk or (one.footprint_tokens <= view.kv_free_tokens and one.new_tokens <= limit)
+    )
+    first = next(fitting, None)
+    if first is None:
+        return ()
+    if not _is_short(first, view, boundary):
+        return (first,)
+    shorts = itertools.chain((first,), (one for one in fitting if _is_short(one, view, boundary)))
+    taken = {id(one) for one in take_batch(shorts, view.pass_budget_tokens, view.slots)[0]}
+    in_host_order = (one for one in overdue if id(one) in taken)
+    return tuple(itertools.islice(in_host_order, len(taken)))
 
 
-def _in_host_order(taken: Sequence[WaitingView], overdue: Sequence[WaitingView]) -> tuple[WaitingView, ...]:
-    missing = {id(one) for one in taken}
-    ordered: list[WaitingView] = []
-    for one in overdue:
-        if len(ordered) == len(missing):
-            break
-        if id(one) in missing:
-            ordered.append(one)
-    return tuple(ordered)
+def _is_short(one: WaitingView, view: PassView, boundary: Boundary) -> bool:
+    return one is not view.chunk and boundary.is_short(one.new_tokens, one.history_tokens)
