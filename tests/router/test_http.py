@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import h11
 import pytest
 from hypothesis import given
@@ -189,6 +191,49 @@ def h11_content(body: bytes) -> tuple[bytes, bool]:
             content += bytes(event.data)
         elif isinstance(event, h11.EndOfMessage):
             return content, True
+
+
+@given(chunked(), st.lists(st.integers(0, 400), max_size=4), st.booleans(), st.binary(max_size=3), st.integers(0, 300))
+def test_a_piece_that_is_one_chunk_reads_as_any_other(
+    made: tuple[bytes, bytes], cuts: list[int], broken: bool, noise: bytes, place: int
+) -> None:
+    """The short way for whole chunks leaves the same behind as the long one, also amid what is not whole or broken."""
+    body = made[0]
+    place %= len(body)
+    ends = [match.end() for match in re.finditer(rb"\r\n", body)]
+    pieces = pieces_of(body[:place] + noise + body[place + len(noise) :] if broken else body, [*cuts, *ends[1::2]])
+    short, long = Chunked(), Chunked()
+    for piece in pieces:
+        expected, found = list[bytes](), list[bytes]()
+        try:
+            ended = long.feed_data(piece, 0, expected)
+        except BadMessage:
+            assert not short.take_whole(piece)
+            return
+        if content := short.take_whole(piece):
+            found.append(content)
+            assert ended < 0
+        else:
+            assert short.feed_data(piece, 0, found) == ended
+        assert (b"".join(found), short.size, short.at_boundary()) == (
+            b"".join(expected),
+            long.size,
+            long.at_boundary(),
+        )
+        if ended >= 0:
+            return
+
+
+def test_a_whole_chunk_of_a_known_size_is_taken_in_one_step() -> None:
+    framing = Chunked()
+    assert framing.feed_data(b"3\r\nabc\r\n", 0) == -1
+    assert framing.take_whole(b"3\r\ndef\r\n") == b"def"
+    assert framing.size == 6
+    for other in (b"3\r\nab", b"3\r\nabcde\r\n", b"3\r\nabcd\n", b"3\r\nabc\r\n3\r\nabc\r\n", b"0\r\n\r\n", b"\r\n"):
+        assert not framing.take_whole(other)
+    assert framing.size == 6
+    assert not Sized(10).take_whole(b"3\r\nabc\r\n")
+    assert not UntilClose().take_whole(b"3\r\nabc\r\n")
 
 
 def test_nothing_is_put_into_the_middle_of_a_chunk() -> None:

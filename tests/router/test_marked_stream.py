@@ -49,6 +49,21 @@ def test_the_client_gets_what_an_unmarked_stream_has(name: str, interval: int) -
 
 
 @pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("interval", [1, 3])
+def test_it_arrives_event_by_event(name: str, interval: int) -> None:
+    """As an instance writes it, and so as nearly every event comes."""
+    fields = REQUESTS[name]
+    stream, passed = stream_of(fields), b""
+    data, ends = content(marked(fields), interval=interval), b""
+    for event in data.split(b"\n\n")[:-1]:
+        ends += event + b"\n\n"
+        passed += stream.take_events(event + b"\n\n")
+        assert (passed, stream.ids.tolist()) == strip_comments(ends)
+    assert ends == data
+    assert stream.is_done
+
+
+@pytest.mark.parametrize("name", REQUESTS)
 @given(cuts=st.lists(st.integers(0, 4000), max_size=30), interval=st.integers(1, 4))
 def test_it_arrives_in_any_pieces(name: str, cuts: list[int], interval: int) -> None:
     """And after each piece, tokens known are those of the events passed on."""

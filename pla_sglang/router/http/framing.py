@@ -30,6 +30,10 @@ class Framing(Protocol):
             BadMessage: the framing is broken.
         """
 
+    def take_whole(self, data: bytes) -> bytes:
+        """The content of ``data`` where that is one chunk and nothing else, as nearly always in a stream; it counts as
+        read. b"" where it is not, and nothing was read."""
+
     def at_boundary(self) -> bool:
         """Whether something of ours may be put in behind what was read so far."""
 
@@ -55,6 +59,9 @@ class Sized:
         self.left = 0
         return end
 
+    def take_whole(self, data: bytes) -> bytes:
+        return b""
+
     def at_boundary(self) -> bool:
         return False
 
@@ -68,6 +75,9 @@ class UntilClose:
         if payload is not None:
             payload.append(data[start:])
         return -1
+
+    def take_whole(self, data: bytes) -> bytes:
+        return b""
 
     def at_boundary(self) -> bool:
         return False
@@ -117,6 +127,16 @@ class Chunked:
             else:
                 self._left = size + 2
         return -1
+
+    def take_whole(self, data: bytes) -> bytes:
+        if self._left or self._line or self._trailers >= 0:
+            return b""
+        start = data.find(b"\n") + 1
+        size = _SEEN.get(data[:start])
+        if not size or start + size + 2 != len(data) or not data.endswith(b"\r\n"):
+            return b""
+        self.size += size
+        return data[start:-2]
 
     def _skip_data(self, data: bytes, position: int, payload: list[bytes] | None) -> int:
         """Past the chunk's data, as far as it is here; checks the CRLF that closes it."""

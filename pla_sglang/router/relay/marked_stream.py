@@ -51,6 +51,7 @@ class MarkedStream:
         "_counted",
         "_recent",
         "_rest",
+        "_seen",
         "_skip",
         "_unmarked",
         "_wants_usage",
@@ -58,19 +59,23 @@ class MarkedStream:
         "is_done",
         "is_good",
         "prompt",
-        "seen",
     )
 
     def __init__(self, account: ByteAccount, *, wants_usage: bool = False) -> None:
         self._account, self._wants_usage = account, wants_usage
         self.ids = array("I")
-        self.seen = self.prompt = ""
+        self._seen = b""
+        self.prompt = ""
         self.is_done, self.is_good = False, True
         self._counted = 0  # ids whose memory is counted
         self._rest = b""  # of an event that is not complete
         self._recent: list[bytes] = []  # events since the last that brought tokens, with it
         self._unmarked = 0  # of them, those behind the last comment
         self._skip = 0  # events without comments of this hop that the client has from the one before
+
+    @property
+    def seen(self) -> str:
+        return self._seen.decode("latin-1")
 
     @property
     def can_go_on(self) -> bool:
@@ -81,6 +86,14 @@ class MarkedStream:
         """The events that ``data`` completes, as the client gets them."""
         if self._rest:
             data = self._rest + data
+        elif data.startswith(_TOKENS) and not self._skip and data.endswith(_END):
+            start = data.find(b"\n") + 1
+            if data.startswith(b"data", start) and data.find(_END, start) + 2 == len(data):  # one, as nearly always
+                self._note_tokens(data[len(_TOKENS) : start - 1])
+                data = data[start:]
+                self._recent.append(data)
+                self._unmarked = 0
+                return data
         end = data.rfind(_END) + 2
         if end == 1:
             self._rest = data
@@ -88,14 +101,6 @@ class MarkedStream:
         self._rest = data[end:]
         if self._rest:
             data = data[:end]
-        if data.startswith(_TOKENS) and data.find(_END) + 2 == end and not self._skip:  # one event, as nearly always
-            stop = data.find(b"\n") + 1
-            if data.startswith(b"data", stop):
-                self._note_tokens(data[len(_TOKENS) : stop - 1])
-                data = data[stop:]
-                self._recent.append(data)
-                self._unmarked = 0
-                return data
         return self._take_each(data)
 
     def take_rest(self) -> bytes:
@@ -164,14 +169,16 @@ class MarkedStream:
         return False
 
     def _note_tokens(self, words: bytes) -> None:
-        ids, _, seen = words.partition(b" ")
+        ids, _, self._seen = words.partition(b" ")
         if ids != _NO_IDS:
             self._recent = []
             try:
-                self.ids.extend(map(int, ids.split(b",")))
+                if b"," in ids:
+                    self.ids.extend(map(int, ids.split(b",")))
+                else:
+                    self.ids.append(int(ids))
             except (ValueError, OverflowError):
                 self.is_good = False
-        self.seen = seen.decode("latin-1")
         if len(self.ids) > self._counted and self.is_good:
             self.is_good = self._account.try_hold(_IDS_STEP * _ID_BYTES)
             self._counted += _IDS_STEP * self.is_good

@@ -102,7 +102,10 @@ class UpstreamConnection(asyncio.Protocol):
             if self._framing is None:
                 self._read_head(data)
             elif sink.plain:
-                self._read_body(data, 0)
+                if content := self._framing.take_whole(data):
+                    sink.on_body(content)
+                else:
+                    self._read_body(data, 0)
             elif (end := self._framing.feed_data(data, 0)) < 0:  # amid an answer, as most pieces of a stream
                 sink.on_body(data)
             else:
