@@ -14,11 +14,11 @@ things are changed for a pass and restored at its end, whatever happens in it:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from pla_sglang.engine.snapshot import chunk_remaining_tokens, output_tokens
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView
+from pla_sglang.policy.pla.class_queues import find_places
 
 
 @dataclasses.dataclass(slots=True)
@@ -55,19 +55,6 @@ class PassContext:
     mixed_chunk_tokens: int | None = None
 
 
-def _find_places(waiting: Sequence[WaitingView], wanted: Sequence[WaitingView]) -> list[int]:
-    """Indices of the ``wanted`` in ``waiting``. They mostly stand near the head, so the search ends early."""
-    missing = set(map(id, wanted))
-    places: list[int] = []
-    for index, view in enumerate(waiting):
-        if not missing:
-            break
-        if id(view) in missing:
-            places.append(index)
-            missing.remove(id(view))
-    return places
-
-
 def chunk_grid_tokens(scheduler: Any) -> int:
     """The host cuts a prompt at multiples of this: whole pages, and under deterministic inference its tiles.
 
@@ -92,7 +79,7 @@ def enter_pass(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
     context.order = queue
     scheduler.waiting_queue = [view.handle for view in decision.selected]
     context.shown = set(map(id, scheduler.waiting_queue))
-    context.places = _find_places(view.waiting, decision.selected)
+    context.places = find_places(view.waiting, decision.selected)
     if decision.park:
         _park_chunk(context, scheduler)
     rides = decision.ride is not None and decision.ride.joins

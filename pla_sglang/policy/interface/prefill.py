@@ -75,9 +75,9 @@ class Reason(enum.Enum):
     EMPTY = "empty"  # nothing waits
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class WaitingView:
-    """One request waiting for its prefill. Times are on the clock that all ranks share.
+    """One request waiting for its prefill; compares by identity. Times are on the clock that all ranks share.
 
     Attributes:
         rid: request id.

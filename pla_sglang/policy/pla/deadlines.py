@@ -27,16 +27,20 @@ MOST_COMPARED = 64  # waiting requests; with more of them work has piled up
 
 
 class Deadlines:
-    """Splits what waits by whether it can be kept. Remembers the latest start of each request in its view."""
+    """Splits what waits by whether it can be kept. Remembers the latest start of each request in its view.
+
+    Attributes:
+        stamp: changes with knobs and model; views that bear it know their latest start.
+    """
 
     def __init__(self, knobs: LongKnobs, model: StepModel) -> None:
-        self._stamp = 0
+        self.stamp = 0
         self.set(knobs, model)
 
     def set(self, knobs: LongKnobs, model: StepModel) -> None:
         self._knobs = knobs
         self._model = model
-        self._stamp += 1
+        self.stamp += 1
 
     def service_s(self, view: WaitingView) -> float:
         """Device time of its prefill, alone."""
@@ -47,8 +51,8 @@ class Deadlines:
 
     def latest_start_s(self, view: WaitingView) -> float:
         """When its prefill has to begin at the latest; infinite without a target."""
-        if view.latest_stamp != self._stamp:
-            view.latest_stamp = self._stamp
+        if view.latest_stamp != self.stamp:
+            view.latest_stamp = self.stamp
             view.latest_s = float("inf") if view.deadline_s is None else view.deadline_s - self.service_s(view)
         return view.latest_s
 
@@ -110,7 +114,7 @@ class Deadlines:
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that are lost and have given way for their bound, in their order. On the hot path."""
-        stamp, arrived_s = self._stamp, now_s - self._knobs.give_way_s
+        stamp, arrived_s = self.stamp, now_s - self._knobs.give_way_s
         latest_start_s = self.latest_start_s
         return [
             view
@@ -122,7 +126,7 @@ class Deadlines:
 
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that do not give way, in their order. On the hot path."""
-        stamp, arrived_s = self._stamp, now_s - self._knobs.lost_end_s
+        stamp, arrived_s = self.stamp, now_s - self._knobs.lost_end_s
         latest_start_s = self.latest_start_s
         return [
             view

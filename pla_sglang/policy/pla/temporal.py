@@ -32,6 +32,7 @@ from pla_sglang.policy.pla.arrival_rate import ArrivalRate
 from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
 from pla_sglang.policy.pla.blocked import BlockedClasses
 from pla_sglang.policy.pla.boundary import Boundary, StepModel
+from pla_sglang.policy.pla.class_queues import ClassQueues, classify
 from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, companions, resume
 from pla_sglang.policy.pla.overdue import OverdueShare, take_overdue
@@ -77,6 +78,7 @@ class TemporalPolicy:
         self.awd = Awd(knobs.awd)
         self.longs = LongQueue(knobs.longs, model)
         self.deadlines = Deadlines(knobs.longs, model)
+        self._queues = ClassQueues(self.boundary, self.deadlines)
         self.overdue = OverdueShare()
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
@@ -122,6 +124,8 @@ class TemporalPolicy:
         self._blocked.on_pass(cls, view, admitted=bool(admitted))
         if not admitted:
             return
+        if decision.selected:
+            self._queues.remove(cls, admitted)
         if cls is PrefillClass.SHORT and decision.reason is not Reason.OVERDUE:
             self.awd.on_dispatch(len(admitted), now_s - min(short.arrival_s for short in admitted))
         step_s = self._pass_s(decision, admitted)
@@ -149,21 +153,8 @@ class TemporalPolicy:
     # -- the decision ------------------------------------------------------------------------------------------------
 
     def classify(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
-        """Short and long views of the queue, host order kept. One pass over the queue; on the hot path."""
-        table, step, last = self.boundary.table, Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1
-        shorts: list[WaitingView] = []
-        longs: list[WaitingView] = []
-        add_short, add_long, bound_without_history = shorts.append, longs.append, table[0]
-        for view in waiting:
-            bound = bound_without_history
-            if view.history_tokens:
-                index = view.history_tokens // step
-                bound = table[index if index < last else last]
-            if view.new_tokens < bound:
-                add_short(view)
-            else:
-                add_long(view)
-        return shorts, longs
+        """Short and long views of any queue, its order kept."""
+        return classify(waiting, self.boundary)
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         """The next pass, by the rules above.
@@ -185,7 +176,7 @@ class TemporalPolicy:
         """The next pass as if nothing rode in it."""
         if self._decode_is_due(view):
             return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
-        shorts, longs = self.classify(view.waiting)
+        shorts, longs = self._queues.follow(view.waiting)
         by_order, aged = self.longs.pick(
             longs, view.chunk, now_s, shorts=bool(shorts), budget_tokens=view.pass_budget_tokens
         )
@@ -238,7 +229,9 @@ class TemporalPolicy:
         go first.
         """
         deadlines = self.deadlines
-        kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
+        kept_shorts, kept = shorts, longs
+        if self._queues.any_is_late(now_s):
+            kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
         why: Reason | None = None
         lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
         can_keep = len(kept_shorts) + len(kept)

@@ -1,0 +1,140 @@
+"""The two classes of a queue, followed from pass to pass.
+
+Most of a long queue is as it was in the pass before: the same views in the same order, less those that a pass has
+admitted, with arrivals at the end. One comparison of pointers tells, and then only those few are looked at. All else
+(another order, a new boundary or step model, many new prefix matches) has the whole queue divided again.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+from pla_sglang.policy.interface.prefill import PrefillClass, WaitingView
+from pla_sglang.policy.pla.boundary import Boundary
+from pla_sglang.policy.pla.deadlines import Deadlines
+
+MOST_CHANGED = 16  # with more new matches at once it costs less to divide the queue again
+
+_LATEST_S = operator.attrgetter("latest_s")
+
+
+def classify(waiting: Sequence[WaitingView], boundary: Boundary) -> tuple[list[WaitingView], list[WaitingView]]:
+    """Short and long views of the queue, host order kept. One pass over the queue; on the hot path."""
+    table, step, last = boundary.table, Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1
+    shorts: list[WaitingView] = []
+    longs: list[WaitingView] = []
+    add_short, add_long, bound_without_history = shorts.append, longs.append, table[0]
+    for view in waiting:
+        bound = bound_without_history
+        if view.history_tokens:
+            index = view.history_tokens // step
+            bound = table[index if index < last else last]
+        if view.new_tokens < bound:
+            add_short(view)
+        else:
+            add_long(view)
+    return shorts, longs
+
+
+class ClassQueues:
+    """Remembers what ``classify`` says of the queue, and that the latest start of each request is known.
+
+    Invariants, once ``follow(waiting)`` has returned: ``classify(waiting, boundary)`` would give what it returned; the
+    latest start in each view is that of now; none is before ``_first_latest_s``. A view whose class or latest start
+    may have changed is told by its stamp, which ``set_history`` takes from it.
+    """
+
+    def __init__(self, boundary: Boundary, deadlines: Deadlines) -> None:
+        self._boundary = boundary
+        self._deadlines = deadlines
+        self._table = boundary.table  # under which the classes hold
+        self._order: list[WaitingView] = []
+        self._shorts: list[WaitingView] = []
+        self._longs: list[WaitingView] = []
+        self._first_latest_s = math.inf
+
+    def follow(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
+        """``classify`` of ``waiting``. What it returns belongs to this object, and is valid until its next call."""
+        known = len(self._order)
+        if self._is_same(waiting[:known]) and self._bring_up_to_date():
+            for view in waiting[known:]:
+                self._add(view)
+        else:
+            self._divide(waiting)
+        return self._shorts, self._longs
+
+    def remove(self, cls: PrefillClass, admitted: Sequence[WaitingView]) -> None:
+        """These of one class have probably left the queue. If not, the next call of ``follow`` finds another order."""
+        mine = self._shorts if cls is PrefillClass.SHORT else self._longs
+        if not (_drop(self._order, admitted) and _drop(mine, admitted)):
+            self._order, self._shorts, self._longs = [], [], []
+
+    def any_is_late(self, now_s: float) -> bool:
+        """Whether the latest start of anybody has passed."""
+        if self._first_latest_s >= now_s:
+            return False
+        if any(view.latest_s < now_s for view in self._order):
+            return True
+        self._first_latest_s = min(map(_LATEST_S, self._order), default=math.inf)
+        return False
+
+    def _is_same(self, head: Sequence[WaitingView]) -> bool:
+        """Whether the queue begins as it was known, under the same boundary. Views compare by identity."""
+        return self._table is self._boundary.table and head == self._order
+
+    def _bring_up_to_date(self) -> bool:
+        """Views with new matches, or all with a new step model; False where a class has changed, or it is too much."""
+        stamp = self._deadlines.stamp
+        changed = [view for view in self._order if view.latest_stamp != stamp]
+        if len(changed) > MOST_CHANGED:
+            return False
+        for view in changed:
+            was_short = not any(view is long for long in self._longs)
+            if was_short is not self._boundary.is_short(view.new_tokens, view.history_tokens):
+                return False
+            self._note_start(view)
+        return True
+
+    def _add(self, view: WaitingView) -> None:
+        self._order.append(view)
+        short = self._boundary.is_short(view.new_tokens, view.history_tokens)
+        (self._shorts if short else self._longs).append(view)
+        self._note_start(view)
+
+    def _note_start(self, view: WaitingView) -> None:
+        self._first_latest_s = min(self._first_latest_s, self._deadlines.latest_start_s(view))
+
+    def _divide(self, waiting: Sequence[WaitingView]) -> None:
+        self._table, self._order = self._boundary.table, list(waiting)
+        self._shorts, self._longs = classify(waiting, self._boundary)
+        self._first_latest_s = min(map(self._deadlines.latest_start_s, waiting), default=math.inf)
+
+
+def find_places(views: list[WaitingView], wanted: Sequence[WaitingView]) -> list[int]:
+    """Indices of those of the ``wanted`` that are in ``views``, ascending.
+
+    They mostly stand near the head and in their order, so each is looked for behind the one before it first.
+    """
+    places: list[int] = []
+    behind = 0
+    for view in wanted:
+        try:
+            place = views.index(view, behind)
+        except ValueError:
+            if view not in views[:behind]:
+                continue
+            place = views.index(view)
+        places.append(place)
+        behind = place + 1
+    places.sort()
+    return places
+
+
+def _drop(views: list[WaitingView], gone: Sequence[WaitingView]) -> bool:
+    """Take ``gone`` out of ``views``; whether all of them stood there."""
+    places = find_places(views, gone)
+    for place in reversed(places):
+        del views[place]
+    return len(places) == len(gone)
