@@ -214,23 +214,27 @@ class _Best:
         self._aged: dict[int, tuple[float, WaitingView]] = {}  # who aged first in each size class, and when
 
     def scan(self, longs: Sequence[WaitingView], queue: LongQueue, now_s: float, worst_rank: int | None = None) -> None:
-        """On the hot path."""
+        """On the hot path, so size classes (those of ``by_order``) are told by the bounds of the first one's."""
         rank, stamp, least, aged = worst_rank, queue.stamp, self._least, self._aged
         first: WaitingView | None = None
-        first_size = 0
+        low = high = 0  # the size class of ``first``: from low to high, high excluded
         for view in longs:
-            if rank is not None and view.priority_rank > rank:
-                continue
-            size = view.new_tokens.bit_length()  # its size class, as in by_order
-            if first is None or view.priority_rank < first.priority_rank:
-                first, first_size, rank = view, size, view.priority_rank
+            if first is None or view.priority_rank != rank:
+                if rank is not None and view.priority_rank > rank:
+                    continue
+                first, rank = view, view.priority_rank
+                low, high = _class_bounds(view)
                 aged.clear()
-            elif least and (size < first_size or (size == first_size and view.arrival_s < first.arrival_s)):
-                first, first_size = view, size
+            elif least and (tokens := view.new_tokens) < high and (tokens < low or view.arrival_s < first.arrival_s):
+                first = view
+                low, high = _class_bounds(view)
             at_s = view.aged_at_s if view.aged_stamp == stamp else queue.when_aged_s(view)
-            if at_s <= now_s and (size not in aged or at_s < aged[size][0]):
-                aged[size] = (at_s, view)
-        self.next, self._class = first, first_size
+            if at_s <= now_s:
+                size = view.new_tokens.bit_length()
+                if size not in aged or at_s < aged[size][0]:
+                    aged[size] = (at_s, view)
+        self.next = first
+        self._class = 0 if first is None else first.new_tokens.bit_length()
 
     def passed(self, shorts: bool) -> WaitingView | None:
         """Who aged first of those that others pass. ``shorts``: some wait, which pass all of them."""
@@ -238,6 +242,12 @@ class _Best:
         aged = [one for size, one in self._aged.items() if every or size > self._class]
         first = min(aged, key=lambda one: one[0])[1] if aged else None
         return None if first is self.next and not shorts else first
+
+
+def _class_bounds(view: WaitingView) -> tuple[int, int]:
+    """New tokens of its size class: from the first to the second, which is excluded."""
+    above = 1 << view.new_tokens.bit_length()
+    return above >> 1, above
 
 
 def companions(

@@ -22,12 +22,15 @@ The rule, for a pass that was chosen without regard to decodes:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
 
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, Ride, WaitingView
 from pla_sglang.policy.pla.boundary import StepModel
+
+Amounts = tuple[int, int, int]  # new tokens, history tokens and attention of a pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,10 +63,15 @@ def model_beside(step: StepModel, ride: RideModel, riders: int, context_tokens: 
     """``step`` for passes that all of these join: each pass pays for them, so one more pass costs more than without."""
     added_s = ride.added_s(riders, context_tokens)
     memory_s = step.g0_s + step.gw_s * riders + added_s
-    return dataclasses.replace(
-        step,
+    return StepModel(  # in full: ``replace`` would take three times as long, in every pass
         g0_s=max(memory_s, ride.decode_s(riders, context_tokens)),
+        gw_s=step.gw_s,
+        gr_s=step.gr_s,
         k0_s=step.k0_s + step.b_s * riders + added_s,
+        b_s=step.b_s,
+        a_s=step.a_s,
+        kr_s=step.kr_s,
+        ridge=step.ridge,
     )
 
 
@@ -132,26 +140,37 @@ def _cut_shorts(
 ) -> tuple[PassDecision, bool]:
     """The first shorts of the batch that are done in time, and whether they are: one goes in any case."""
     batch = decision.selected
-    if cost.least_s(*_sums(batch)) <= allowed_s:
+    sums = _running_sums(batch)
+    if cost.least_s(*sums[-1]) <= allowed_s:
         return decision, True
-    count = count_in_time(batch, cost, allowed_s)
-    urgent = max((place + 1 for place, view in enumerate(batch) if _must_start(view, step, now_s)), default=0)
+    count = _count_in_time(sums, cost, allowed_s)
+    urgent = _count_urgent(batch, step.step_s(*sums[-1]), step, now_s)
     taken = max(1, count, urgent)
     fits = count > 0 or urgent > 0
     return (decision if taken == len(batch) else dataclasses.replace(decision, selected=batch[:taken])), fits
 
 
-def count_in_time(batch: Sequence[WaitingView], cost: PassCost, allowed_s: float) -> int:
-    """How many of ``batch``, from its first, a pass may hold to end within ``allowed_s``; 0: not even the first."""
-    count = new = history = attention = 0
-    for view in batch:
-        new += view.new_tokens
-        history += view.history_tokens
-        attention += view.new_tokens * (view.new_tokens + 2 * view.history_tokens)
-        if cost.least_s(new, history, attention) > allowed_s:
-            break
-        count += 1
-    return count
+def _count_in_time(sums: Sequence[Amounts], cost: PassCost, allowed_s: float) -> int:
+    """How many of a batch, from its first, a pass may hold to end within ``allowed_s``; 0: not even the first.
+
+    By bisection, as one more never makes a pass shorter.
+    """
+    return bisect.bisect_right(sums, allowed_s, key=lambda amounts: cost.least_s(*amounts))
+
+
+def _count_urgent(batch: Sequence[WaitingView], whole_s: float, step: StepModel, now_s: float) -> int:
+    """How many of ``batch`` a pass holds that ends with the last of them that must start; 0: none must.
+
+    ``whole_s``: a pass over all of them, which no pass over one exceeds: most are seen by it to have time.
+    """
+    urgent = 0
+    for count, view in enumerate(batch, 1):
+        if view.deadline_s is None:
+            continue
+        left_s = view.deadline_s - now_s
+        if left_s >= 0 and left_s - whole_s <= whole_s and _must_start(view, step, now_s):
+            urgent = count
+    return urgent
 
 
 def _must_start(view: WaitingView, step: StepModel, now_s: float) -> bool:
@@ -170,7 +189,7 @@ def _cut_long(
     if cost.least_s(*amounts) <= allowed_s:
         return decision, True
     if len(decision.selected) > 1:
-        fitting = count_in_time(decision.selected, cost, allowed_s)
+        fitting = _count_in_time(_running_sums(decision.selected), cost, allowed_s)
         decision = dataclasses.replace(decision, selected=decision.selected[: max(1, fitting)])
         if fitting:
             return decision, True
@@ -218,20 +237,24 @@ def _cut_chunk(
     return dataclasses.replace(decision, chunk_tokens=low * grid_tokens), True
 
 
-def _amounts(decision: PassDecision, view: PassView) -> tuple[float, float, float]:
+def _amounts(decision: PassDecision, view: PassView) -> Amounts:
     """New tokens, history and attention of the pass that ``decision`` asks for."""
     if len(decision.selected) > 1 or (decision.action is Action.SHORT and decision.chunk_tokens is None):
-        return _sums(decision.selected)
+        return _running_sums(decision.selected)[-1]
     long = decision.selected[0] if decision.selected else view.chunk
     assert long is not None, "a long pass has a long"
     new = min(long.new_tokens, decision.chunk_tokens or long.new_tokens)
     return new, long.history_tokens, new * (new + 2 * long.history_tokens)
 
 
-def _sums(batch: Sequence[WaitingView]) -> tuple[float, float, float]:
+def _running_sums(batch: Sequence[WaitingView]) -> list[Amounts]:
+    """New tokens, history and attention of each pass that holds the first of ``batch``, by how many they are."""
+    sums: list[Amounts] = []
     new = history = attention = 0
     for view in batch:
-        new += view.new_tokens
-        history += view.history_tokens
-        attention += view.new_tokens * (view.new_tokens + 2 * view.history_tokens)
-    return new, history, attention
+        tokens, past = view.new_tokens, view.history_tokens
+        new += tokens
+        history += past
+        attention += tokens * (tokens + 2 * past)
+        sums.append((new, history, attention))
+    return sums
