@@ -25,6 +25,7 @@ from bench.harness.replay import Planned, Record
 from pla_sglang import chain, launch_cluster
 
 KILL = Kill("prefill-0", at_s=10.0, since_start_s=1.0, over_s=10.3)
+KILLED = ["stateless-0", "stateless-1", "stateless-2", "stateless-0"]
 HOSTS = {"prefill": "a:1", "decode": "b:2"}
 
 
@@ -68,7 +69,7 @@ def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     stories = {"chaos-000004": at_kill, "chaos-000005": elsewhere, "chaos-000006": {}}
     monkeypatch.setattr(judging, "explain_request", lambda url, rid: stories[rid])
     described = {"url": "", "instances": [{"name": "prefill-0", "url": "http://a:1"}]}
-    faults = Faults(described, Path("unused"), aborts={}, kills={})
+    faults = Faults(described, Path("unused"), aborts={}, kills=())
     faults.kills.append(KILL)
     faults.aborted.add("chaos-000003")
     errors = [None, None, GONE, "status 502", "status 502", "status 502", "reset"]
@@ -92,7 +93,7 @@ def test_where_requests_move_a_kill_is_no_reason_to_fail(monkeypatch: pytest.Mon
     alone = at_kill | {"detail": "the instance is lost: closed; no other instance can go on with it"}
     monkeypatch.setattr(judging, "explain_request", lambda url, rid: alone if rid == "chaos-000002" else at_kill)
     described = {"url": "", "instances": [{"name": "prefill-0", "url": "http://a:1"}]}
-    faults = Faults(described, Path("unused"), aborts={}, kills={})
+    faults = Faults(described, Path("unused"), aborts={}, kills=())
     faults.kills.append(KILL)
     records = [record(index, error) for index, error in enumerate([None, "status 502", "the stream broke"])]
     verdict = judging.judge(records, faults, described, moves=True)
@@ -151,6 +152,7 @@ class StandIns:
         ]
         router = servers.Router("pla", config.policy, config.router_extra)
         folder.mkdir(exist_ok=True)
+        (folder / f"{name}.state.json").write_text(json.dumps({"instances": instances}))
         with servers.running_router(router, {"instances": instances}, folder / "router.log") as url:
             servers.wait_until_paired(url)
             yield {"url": url, "instances": instances}
@@ -169,13 +171,13 @@ def test_a_storm_on_stateless_instances(
     fakes = [Mortal(time_scale=1.0) for _ in range(3)]
     with fake_instances(fakes):
         made = StandIns(fakes, monkeypatch)
-        flags = ["--stateless", "3", "--kills", "1", "--requests", "60", "--rate", "25", "--time-scale", "1"]
+        flags = ["--stateless", "3", "--kills", "4", "--requests", "60", "--rate", "25", "--time-scale", "1"]
         status = BENCHES["chaos"].main([*flags, "--json", "--out", str(tmp_path)])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert status == 0, result
-    assert (result["failed_not_in_flight_at_kill"], result["tokens_wrong"], result["killed"]) == (0, 0, ["stateless-0"])
+    assert (result["failed_not_in_flight_at_kill"], result["tokens_wrong"], result["killed"]) == (0, 0, KILLED)
     assert result["requests"] == 60
-    assert result["completed"] >= 40
+    assert result["completed"] >= 20
     assert 0 < result["paired_s"]["stateless-0"] < 15
     assert any(fake.aborted for fake in fakes)
     assert {"prefill", "decode"} <= {leg for fake in fakes for leg in fake.legs}
@@ -184,7 +186,17 @@ def test_a_storm_on_stateless_instances(
     assert "`stateless-0` paired with all others" in page
     assert "decode free" not in page, "there were no probes"
     assert "3 stateless instances, 25 requests/s" in page
+    assert "SIGKILL of `stateless-0` (2 times) and `stateless-1` and `stateless-2`" in page
     assert (tmp_path / "chaos_stateless.json").is_file()
+
+
+def test_kills_go_round() -> None:
+    parse = BENCHES["chaos"].parse
+    assert storm.plan_kills(parse("--kills", "2"), 100.0) == [("prefill-0", 30.0), ("decode-0", 60.0)]
+    named = [name for name, _ in storm.plan_kills(parse("--kills", "5", "--stateless", "2"), 100.0)]
+    assert named == ["stateless-0", "stateless-1"] * 2 + ["stateless-0"]
+    assert storm.plan_kills(parse("--kills", "0"), 100.0) == []
+    assert BENCHES["chaos"].main(["--kills", "-1"]) == 2
 
 
 def test_paired_is_who_is_ready_and_knows_all_others() -> None:

@@ -1,11 +1,11 @@
 """Clients that go away, aborts, failed KV transfers, and instances that are killed.
 
 A cluster on an emulated device behind our router gets Poisson arrivals. Some clients disconnect at a random time, some
-requests are aborted at their prefill instance, KV transfers fail at random, and one prefill and one decode instance are
-killed by SIGKILL and started again. Afterwards every token of what completed is checked, and nothing may be left:
-ledger, gauges, KV. With ``--stateless N`` all instances serve either phase: aborts go to all of them, the first two
-are killed, and it is measured how soon one that comes back is paired with the others. With ``--moves`` the router has
-``--migration on``: then a kill is no reason to fail either, but only that no instance is left.
+requests are aborted at their prefill instance, KV transfers fail at random, and instances are killed by SIGKILL and
+started again, in turns prefill and decode ones. Afterwards every token of what completed is checked, and nothing may be
+left: ledger, gauges, KV. With ``--stateless N`` all instances serve either phase: aborts go to all of them, they are
+killed in turns, and it is measured how soon one that comes back is paired with the others. With ``--moves`` the router
+has ``--migration on``: then a kill is no reason to fail either, but only that no instance is left.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import os
 import random
 import time
@@ -34,7 +35,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import percentile
 from pla_sglang.testing.server import fetch
 
-KILL_SHARES = (0.3, 0.6)  # of the run, at which the first and the second instance is killed
+KILL_SPAN = 0.9  # of the run: the last one that is killed is back before the run ends
 TRANSFER_SWITCH = "SGLANG_TEST_DISAGG_FAILURE_PROB"  # of SGLang: each poll of a transfer fails so often
 
 
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--moves", action="store_true", help="stateless instances, whose requests go on elsewhere")
     parser.add_argument("--policy", default="minimal-load")
-    parser.add_argument("--kills", type=int, default=2, choices=range(3), help="instances that are killed")
+    parser.add_argument("--kills", type=int, default=2, help="of instances, evenly over the run")
     add_emulated_device(parser, time_scale=4.0)
     parser.add_argument("--disconnect-share", type=float, default=0.1)
     parser.add_argument("--abort-share", type=float, default=0.03)
@@ -73,10 +74,15 @@ def cluster_arguments(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def plan_kills(options: argparse.Namespace, end_s: float) -> dict[str, float]:
-    """When each instance is killed, by name."""
-    victims = ("stateless-0", "stateless-1") if options.stateless else ("prefill-0", "decode-0")
-    return {name: end_s * share for name, share in zip(victims[: options.kills], KILL_SHARES, strict=False)}
+def plan_kills(options: argparse.Namespace, end_s: float) -> list[tuple[str, float]]:
+    """Who is killed, and when: all instances in turns, prefill and decode ones one after the other."""
+    if options.stateless:
+        names = [f"stateless-{place}" for place in range(options.stateless)]
+    else:
+        places = range(min(options.prefill, options.decode))
+        names = [f"{kind}-{place}" for place in places for kind in ("prefill", "decode")]
+    step_s = KILL_SPAN * end_s / (options.kills + 1)
+    return [(name, step_s * number) for number, name in zip(range(1, options.kills + 1), itertools.cycle(names))]
 
 
 def encode_named(request: Planned, prompt_ids: list[int]) -> bytes:
@@ -159,6 +165,8 @@ def run(options: argparse.Namespace) -> int:
     """Raises ConfigError, ServerError. Exit status 1: a request had no right to fail, or something is left."""
     if options.moves and options.stateless < 2:
         raise ConfigError(f"--moves --stateless {options.stateless}: allowed are 2 stateless instances and more")
+    if options.kills < 0:
+        raise ConfigError(f"--kills {options.kills}: allowed are 0 and more")
     if options.quick:
         options.requests, options.abort_probes = 120, 3
     os.environ[TRANSFER_SWITCH] = str(options.poll_failures)
@@ -235,7 +243,8 @@ def page(result: Result) -> str:
         p50, p99 = (result[f"decode_free_after_{name}_{share}_s"] for share in ("p50", "p99"))
         rows.append([f"decode free after {text}, p50 / p99 of {result['abort_probes']}", f"{p50:.2f} / {p99:.2f} s"])
     fleet = f"{result['stateless']} stateless instances, " if result.get("stateless") else ""
-    killed = " and ".join(f"`{name}`" for name in result["killed"])
+    often: Counter[str] = Counter(result["killed"])
+    killed = " and ".join(f"`{name}`" + (f" ({times} times)" if times > 1 else "") for name, times in often.items())
     work = f"{fleet}{result['rate']:g} requests/s, policy `{result['policy']}`, SIGKILL of {killed}"
     return f"{markdown(['what', 'count'], rows)}\n\n{work} · {device_conditions(result)}"
 

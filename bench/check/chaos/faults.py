@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -65,16 +66,28 @@ def rid_of(request: Planned) -> str:
 
 
 class Faults:
-    """All faults of one run: ``aborts`` and ``kills`` are in seconds since the start, by request and by instance."""
+    """All faults of one run.
+
+    Args:
+        state: the cluster's file, which knows the process that an instance is now.
+        aborts: in seconds since the start, by request.
+        kills: instance, and seconds since the start; one that is down at its time is killed when it is back.
+    """
 
     def __init__(
-        self, described: dict[str, Any], state: Path, *, aborts: Mapping[str, float], kills: Mapping[str, float]
+        self,
+        described: dict[str, Any],
+        state: Path,
+        *,
+        aborts: Mapping[str, float],
+        kills: Sequence[tuple[str, float]],
     ) -> None:
         self.aborted: set[str] = set()  # requests for which an abort was sent
         self.kills: list[Kill] = []
-        self.paired_s: dict[str, float] = {}  # from the order to start a stateless instance again, by name
+        self.paired_s: dict[str, float] = {}  # from the order to start a stateless instance again, by name; the worst
         self._described, self._state = described, state
         self._aborts, self._kills = aborts, kills
+        self._down = {name: asyncio.Lock() for name, _ in kills}  # from a kill until it is back
 
     async def run(self) -> None:
         """Beside the clients. Ends when the last killed instance is back."""
@@ -82,8 +95,8 @@ class Faults:
         async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as group:
             for rid, at_s in self._aborts.items():
                 group.create_task(self._abort(http, rid, start_s + at_s))
-            for name, at_s in self._kills.items():
-                group.create_task(self._kill(name, at_s, start_s))
+            for name, at_s in self._kills:
+                group.create_task(self._kill(name, start_s + at_s, start_s))
 
     async def _abort(self, http: aiohttp.ClientSession, rid: str, at_s: float) -> None:
         """At every instance that prefills: an operator does not know which one has it."""
@@ -93,21 +106,29 @@ class Faults:
             with contextlib.suppress(aiohttp.ClientError, OSError):  # it has been killed
                 await abort_request(http, url, rid)
 
-    async def _kill(self, name: str, since_start_s: float, start_s: float) -> None:
-        await asyncio.sleep(start_s + since_start_s - time.monotonic())
+    async def _kill(self, name: str, due_s: float, start_s: float) -> None:
+        await asyncio.sleep(due_s - time.monotonic())
         [instance] = [instance for instance in self._described["instances"] if instance["name"] == name]
-        at_s = time.monotonic()
-        os.killpg(instance["pid"], signal.SIGKILL)
-        over_s = await wait_until_closed(instance["url"])
-        self.kills.append(Kill(name, at_s, since_start_s, over_s))
-        say(f"killed {name}; its sockets were closed after {over_s - at_s:.2f} s")
-        await asyncio.sleep(DOWN_S)
-        ordered_s = time.monotonic()
-        status = await restart_instance(name, self._state)
-        say(f"{name} is back" if status == 0 else f"{name} was not started again: status {status}")
-        if status == 0 and instance["kind"] == "stateless":
-            self.paired_s[name] = await wait_until_paired(self._described) - ordered_s
-            say(f"{name} is paired with all others after {self.paired_s[name]:.1f} s")
+        async with self._down[name]:
+            at_s = time.monotonic()
+            os.killpg(read_pid(self._state, name), signal.SIGKILL)
+            over_s = await wait_until_closed(instance["url"])
+            self.kills.append(Kill(name, at_s, at_s - start_s, over_s))
+            say(f"killed {name}; its sockets were closed after {over_s - at_s:.2f} s")
+            await asyncio.sleep(DOWN_S)
+            ordered_s = time.monotonic()
+            status = await restart_instance(name, self._state)
+            say(f"{name} is back" if status == 0 else f"{name} was not started again: status {status}")
+            if status == 0 and instance["kind"] == "stateless":
+                paired_s = await wait_until_paired(self._described) - ordered_s
+                self.paired_s[name] = max(self.paired_s.get(name, 0.0), paired_s)
+                say(f"{name} is paired with all others after {paired_s:.1f} s")
+
+
+def read_pid(state: Path, name: str) -> int:
+    """Of the process group that an instance is now."""
+    instances = json.loads(state.read_text(encoding="utf-8"))["instances"]
+    return next(int(instance["pid"]) for instance in instances if instance["name"] == name)
 
 
 async def restart_instance(name: str, state: Path) -> int:
