@@ -120,7 +120,9 @@ class Chunked:
                 self._trailers = 0
                 continue
             self.size += size
-            if payload is None and position + size + 2 <= end:  # all of it is here, which is the usual case
+            if position + size + 2 <= end:  # all of it is here, which is the usual case
+                if payload is not None:
+                    payload.append(data[position : position + size])
                 position += size + 2
                 if data[position - 2 : position] != b"\r\n":
                     raise BadMessage("chunk", "a chunk is longer than its size says")

@@ -85,22 +85,13 @@ class MarkedStream:
     def take_events(self, data: bytes) -> bytes:
         """The events that ``data`` completes, as the client gets them."""
         if self._rest:
-            data = self._rest + data
-        elif data.startswith(_TOKENS) and not self._skip and data.endswith(_END):
-            start = data.find(b"\n") + 1
-            if data.startswith(b"data", start) and data.find(_END, start) + 2 == len(data):  # one, as nearly always
-                self._note_tokens(data[len(_TOKENS) : start - 1])
-                data = data[start:]
-                self._recent.append(data)
-                self._unmarked = 0
-                return data
-        end = data.rfind(_END) + 2
-        if end == 1:
-            self._rest = data
-            return b""
-        self._rest = data[end:]
-        if self._rest:
-            data = data[:end]
+            data, self._rest = self._rest + data, b""
+        if not data.endswith(_END):
+            end = data.rfind(_END) + 2
+            if end == 1:
+                self._rest = data
+                return b""
+            data, self._rest = data[:end], data[end:]
         return self._take_each(data)
 
     def take_rest(self) -> bytes:
@@ -130,17 +121,31 @@ class MarkedStream:
         self._counted = 0
 
     def _take_each(self, data: bytes) -> bytes:
-        events, start = [], 0
-        while start < len(data):
+        """``data``: complete events."""
+        events, start, length = [], 0, len(data)
+        while start < length:
             end = data.index(_END, start) + 2
-            event = data[start:end]
-            start, marked = end, False
-            while event.startswith(_COMMENT):
-                line, _, event = event.partition(b"\n")
-                marked = self._note_comment(line) or marked
-            if self._passes(event, marked=marked):
+            behind = data.find(b"\n", start) + 1  # the first line
+            if data.startswith(_TOKENS, start) and data.startswith(b"data", behind) and not self._skip:  # as nearly all
+                self._note_tokens(data[start + len(_TOKENS) : behind - 1])
+                self._unmarked = 0
+                event = data[behind:end]
+                self._recent.append(event)
                 events.append(event)
-        return b"".join(events)
+            else:
+                event = self._take_other(data[start:end])
+                if event:
+                    events.append(event)
+            start = end
+        return events[0] if len(events) == 1 else b"".join(events)
+
+    def _take_other(self, event: bytes) -> bytes:
+        """What the client gets of it; b"": nothing."""
+        marked = False
+        while event.startswith(_COMMENT):
+            line, _, event = event.partition(b"\n")
+            marked = self._note_comment(line) or marked
+        return event if self._passes(event, marked=marked) else b""
 
     def _passes(self, event: bytes, *, marked: bool) -> bool:
         """Notes a complete event. Whether the client gets it."""
