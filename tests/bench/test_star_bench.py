@@ -183,7 +183,7 @@ def test_the_search_ends_before_all_caches_are_full(monkeypatch: pytest.MonkeyPa
 def test_the_split_needs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "simulate", lambda arm, trace, options: pytest.fail("it is known"))
     assert bench.choose_rate("split", BENCHES["star"].parse()) == 2.0
-    assert bench.choose_rate("split", BENCHES["star"].parse("--instances", "8", "--divide", "16")) == 10.0
+    assert bench.choose_rate("split", BENCHES["star"].parse("--instances", "8", "--divide", "16")) == 8.0
     assert bench.choose_rate("united", BENCHES["star"].parse("--rate", "7")) == 7.0
 
 
