@@ -68,7 +68,9 @@ class RiderClock:
             if tokens.target_s is None:
                 continue
             steps = given - tokens.seen_tokens + 1
-            due_s = max(tokens.seen_s + steps * tokens.target_s, times.last_token_s + tokens.target_s)
+            due_s, next_s = tokens.seen_s + steps * tokens.target_s, times.last_token_s + tokens.target_s
+            if due_s < next_s:
+                due_s = next_s
             if first_due_s is None or due_s < first_due_s:
                 first_due_s = due_s
         slack_s = None if first_due_s is None else first_due_s - times.begin_s

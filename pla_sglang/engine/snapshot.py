@@ -119,7 +119,12 @@ def kv_room_tokens(scheduler: Any) -> int:
 def expected_growth_tokens(scheduler: Any, running_batch: Any) -> int:
     """KV tokens that the running requests will still take, by the host's own estimate."""
     ratio = scheduler.new_token_ratio_tracker.current
-    return math.ceil(sum(output_tokens(req) for req in running_batch.reqs) * ratio)
+    tokens = 0
+    for req in running_batch.reqs:  # the sum of their ``output_tokens``, without its calls: this runs in every pass
+        left = req.sampling_params.max_new_tokens - len(req.output_ids)
+        if left > 0:
+            tokens += left if left < CLIP_MAX_NEW_TOKENS else CLIP_MAX_NEW_TOKENS
+    return math.ceil(tokens * ratio)
 
 
 def device_idle(scheduler: Any, running_batch: Any) -> bool:

@@ -26,24 +26,27 @@ class ArrivalRate:
 
     def observe(self, now_s: float, tokens: int) -> None:
         """One arrival with this many new tokens."""
-        self._arrivals.append((now_s, tokens))
+        arrivals = self._arrivals
+        arrivals.append((now_s, tokens))
         self._tokens += tokens
-        if len(self._arrivals) > self._window:
+        if len(arrivals) > self._window:
             self._drop_oldest()
         if rate := self.per_second(now_s):
-            self._usual, self._usual_tokens = (rate, now_s), self.mean_tokens(0.0)
+            self._usual, self._usual_tokens = (rate, now_s), self._tokens / len(arrivals)
 
     def _drop_oldest(self) -> None:
         self._tokens -= self._arrivals.popleft()[1]
 
     def per_second(self, now_s: float) -> float:
-        while self._arrivals and now_s - self._arrivals[0][0] > self._horizon_s:
+        arrivals = self._arrivals
+        while arrivals and now_s - arrivals[0][0] > self._horizon_s:
             self._drop_oldest()
-        if len(self._arrivals) < self.MIN_ARRIVALS:
+        count = len(arrivals)
+        if count < self.MIN_ARRIVALS:
             return 0.0
-        span_s = now_s - self._arrivals[0][0]
+        span_s = now_s - arrivals[0][0]
         # The oldest arrival opens the interval, so it is not counted in it.
-        return (len(self._arrivals) - 1) / span_s if span_s > 0 else 0.0
+        return (count - 1) / span_s if span_s > 0 else 0.0
 
     def usual_per_second(self, now_s: float) -> float:
         """The current rate or, without enough arrivals, the last known one, halved every ``HALF_LIFE_S``."""

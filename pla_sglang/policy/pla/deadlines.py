@@ -58,6 +58,7 @@ class Deadlines:
 
     def is_lost(self, view: WaitingView, now_s: float) -> bool:
         """Whether it cannot be kept and still gives way."""
+        self.latest_start_s(view)
         return not self.keep((view,), now_s)
 
     def find_urgent(
@@ -125,13 +126,6 @@ class Deadlines:
         ]
 
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
-        """Those that do not give way, in their order. On the hot path."""
-        stamp, arrived_s = self.stamp, now_s - self._knobs.lost_end_s
-        latest_start_s = self.latest_start_s
-        return [
-            view
-            for view in views
-            if (view.latest_s if view.latest_stamp == stamp else latest_start_s(view)) >= now_s
-            or view.arrival_s <= arrived_s
-            or view.resumed
-        ]
+        """Those that do not give way, in their order. Their latest starts are known (``class_queues.py``)."""
+        arrived_s = now_s - self._knobs.lost_end_s
+        return [view for view in views if view.latest_s >= now_s or view.arrival_s <= arrived_s or view.resumed]

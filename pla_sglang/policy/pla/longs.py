@@ -32,6 +32,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+import operator
 from collections.abc import Sequence
 
 from pla_sglang.checks import Range, check_fields, knob
@@ -41,6 +42,10 @@ from pla_sglang.policy.pla.boundary import StepModel
 
 MOST_COMPANIONS = 16
 LOST_TIMES = 20.0  # a lost request counts as if it were not, after so many times the time that it gives way
+
+_PRIORITY_RANK = operator.attrgetter("priority_rank")
+_NEW_TOKENS = operator.attrgetter("new_tokens")
+_ARRIVAL_S = operator.attrgetter("arrival_s")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,27 +219,25 @@ class _Best:
         self._aged: dict[int, tuple[float, WaitingView]] = {}  # who aged first in each size class, and when
 
     def scan(self, longs: Sequence[WaitingView], queue: LongQueue, now_s: float, worst_rank: int | None = None) -> None:
-        """On the hot path, so size classes (those of ``by_order``) are told by the bounds of the first one's."""
-        rank, stamp, least, aged = worst_rank, queue.stamp, self._least, self._aged
-        first: WaitingView | None = None
-        low = high = 0  # the size class of ``first``: from low to high, high excluded
-        for view in longs:
-            if first is None or view.priority_rank != rank:
-                if rank is not None and view.priority_rank > rank:
-                    continue
-                first, rank = view, view.priority_rank
-                low, high = _class_bounds(view)
-                aged.clear()
-            elif least and (tokens := view.new_tokens) < high and (tokens < low or view.arrival_s < first.arrival_s):
-                first = view
-                low, high = _class_bounds(view)
-            at_s = view.aged_at_s if view.aged_stamp == stamp else queue.when_aged_s(view)
-            if at_s <= now_s:
-                size = view.new_tokens.bit_length()
-                if size not in aged or at_s < aged[size][0]:
-                    aged[size] = (at_s, view)
-        self.next = first
-        self._class = 0 if first is None else first.new_tokens.bit_length()
+        """On the hot path, so in few looks at all of them instead of a long one at each."""
+        rank = min(map(_PRIORITY_RANK, longs), default=None)
+        if rank is None or (worst_rank is not None and rank > worst_rank):
+            return
+        best = [view for view in longs if view.priority_rank == rank]
+        self.next = self._first(best)
+        self._class = self.next.new_tokens.bit_length()
+        stamp, aged = queue.stamp, self._aged
+        for view in [view for view in best if view.aged_at_s <= now_s or view.aged_stamp != stamp]:
+            at_s, size = queue.when_aged_s(view), view.new_tokens.bit_length()
+            if at_s <= now_s and (size not in aged or at_s < aged[size][0]):
+                aged[size] = (at_s, view)
+
+    def _first(self, best: Sequence[WaitingView]) -> WaitingView:
+        """The least of them by ``by_order``; the first in host order where that does not count."""
+        if not self._least:
+            return best[0]
+        above = 1 << min(map(_NEW_TOKENS, best)).bit_length()  # the smallest size class ends before it
+        return min([view for view in best if view.new_tokens < above], key=_ARRIVAL_S)
 
     def passed(self, shorts: bool) -> WaitingView | None:
         """Who aged first of those that others pass. ``shorts``: some wait, which pass all of them."""
@@ -242,12 +245,6 @@ class _Best:
         aged = [one for size, one in self._aged.items() if every or size > self._class]
         first = min(aged, key=lambda one: one[0])[1] if aged else None
         return None if first is self.next and not shorts else first
-
-
-def _class_bounds(view: WaitingView) -> tuple[int, int]:
-    """New tokens of its size class: from the first to the second, which is excluded."""
-    above = 1 << view.new_tokens.bit_length()
-    return above >> 1, above
 
 
 def companions(

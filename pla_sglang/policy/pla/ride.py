@@ -96,6 +96,10 @@ class PassCost:
         """Until the running requests have their next token, in the cheaper way."""
         return min(self.mixed_s(new, history, attention), self.apart_s(new, history, attention))
 
+    def is_in_time(self, amounts: Amounts, allowed_s: float) -> bool:
+        """Whether ``least_s`` is within ``allowed_s``."""
+        return self.mixed_s(*amounts) <= allowed_s or self.apart_s(*amounts) <= allowed_s
+
     def joins(self, new: float, history: float, attention: float) -> bool:
         return self.mixed_s(new, history, attention) <= self.apart_s(new, history, attention)
 
@@ -141,7 +145,7 @@ def _cut_shorts(
     """The first shorts of the batch that are done in time, and whether they are: one goes in any case."""
     batch = decision.selected
     sums = _running_sums(batch)
-    if cost.least_s(*sums[-1]) <= allowed_s:
+    if cost.is_in_time(sums[-1], allowed_s):
         return decision, True
     count = _count_in_time(sums, cost, allowed_s)
     urgent = _count_urgent(batch, step.step_s(*sums[-1]), step, now_s)
@@ -155,7 +159,7 @@ def _count_in_time(sums: Sequence[Amounts], cost: PassCost, allowed_s: float) ->
 
     By bisection, as one more never makes a pass shorter.
     """
-    return bisect.bisect_right(sums, allowed_s, key=lambda amounts: cost.least_s(*amounts))
+    return bisect.bisect_left(sums, True, key=lambda amounts: not cost.is_in_time(amounts, allowed_s))
 
 
 def _count_urgent(batch: Sequence[WaitingView], whole_s: float, step: StepModel, now_s: float) -> int:
@@ -186,7 +190,7 @@ def _cut_long(
 ) -> tuple[PassDecision, bool]:
     """The pass with as many companions as are in time, or with a smaller chunk, and whether its end is in time."""
     amounts = _amounts(decision, view)
-    if cost.least_s(*amounts) <= allowed_s:
+    if cost.is_in_time(amounts, allowed_s):
         return decision, True
     if len(decision.selected) > 1:
         fitting = _count_in_time(_running_sums(decision.selected), cost, allowed_s)
