@@ -16,6 +16,7 @@ from pla_sglang.router.http.json_body import Body, cut_ids
 from pla_sglang.router.wire.messages import Ask, Endpoint
 
 _EMPTY = msgspec.Raw(b"")
+_BLANKS = b" \t\r\n"
 _GENERATE = Endpoint.GENERATE
 _ENDPOINTS = frozenset({Endpoint.GENERATE, Endpoint.COMPLETIONS, Endpoint.CHAT})
 _OFF = (b"", b"null", b"false", b"0", b"[]", b"{}")
@@ -169,8 +170,12 @@ def _holds_lists(raw: bytes) -> bool:
 
 
 def _extend_object(value: bytes, members: bytes) -> bytes:
-    """The JSON object ``value`` with ``members`` behind its own; of null, or nothing, one with these alone."""
-    begun = value.strip(b" \t\r\n")[:-1].rstrip(b" \t\r\n")
-    if not value or value.lstrip(b" \t\r\n")[:1] != b"{" or begun == b"{":
+    """The JSON object ``value`` with ``members`` behind its own; of null, or nothing, one with these alone. A long body is
+    copied once."""
+    value = value.strip(_BLANKS)
+    end = len(value) - 1
+    while end > 0 and value[end - 1] in _BLANKS:
+        end -= 1
+    if value[:1] != b"{" or end == 1:
         return b"{" + members + b"}"
-    return begun + b"," + members + b"}"
+    return b"".join((memoryview(value)[:end], b",", members, b"}"))
