@@ -170,8 +170,8 @@ def _holds_lists(raw: bytes) -> bool:
 
 
 def _extend_object(value: bytes, members: bytes) -> bytes:
-    """The JSON object ``value`` with ``members`` behind its own; of null, or nothing, one with these alone. A long body is
-    copied once."""
+    """The JSON object ``value`` with ``members`` behind its own; of null, or nothing, one with these alone. One copy: a
+    body may be long."""
     value = value.strip(_BLANKS)
     end = len(value) - 1
     while end > 0 and value[end - 1] in _BLANKS:
