@@ -186,7 +186,7 @@ def test_a_storm_on_stateless_instances(
     assert "`stateless-0` paired with all others" in page
     assert "decode free" not in page, "there were no probes"
     assert "3 stateless instances, 25 requests/s" in page
-    assert "SIGKILL of `stateless-0` (2 times) and `stateless-1` and `stateless-2`" in page
+    assert "SIGKILL of `stateless-0` (2 times), `stateless-1` and `stateless-2`" in page
     assert (tmp_path / "chaos_stateless.json").is_file()
 
 

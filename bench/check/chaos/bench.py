@@ -244,8 +244,9 @@ def page(result: Result) -> str:
         rows.append([f"decode free after {text}, p50 / p99 of {result['abort_probes']}", f"{p50:.2f} / {p99:.2f} s"])
     fleet = f"{result['stateless']} stateless instances, " if result.get("stateless") else ""
     often: Counter[str] = Counter(result["killed"])
-    killed = " and ".join(f"`{name}`" + (f" ({times} times)" if times > 1 else "") for name, times in often.items())
-    work = f"{fleet}{result['rate']:g} requests/s, policy `{result['policy']}`, SIGKILL of {killed}"
+    killed = [f"`{name}`" + (f" ({times} times)" if times > 1 else "") for name, times in often.items()]
+    named = " and ".join(filter(None, (", ".join(killed[:-1]), *killed[-1:])))
+    work = f"{fleet}{result['rate']:g} requests/s, policy `{result['policy']}`, SIGKILL of {named}"
     return f"{markdown(['what', 'count'], rows)}\n\n{work} · {device_conditions(result)}"
 
 
