@@ -43,7 +43,7 @@ from pla_sglang.sim.stock_search import (
     race_members,
     search_limits,
 )
-from pla_sglang.sim.upper_bound import upper_bound_per_s
+from pla_sglang.sim.upper_bound import upper_bound_over_span
 
 FRONTIER = ROOT / "bench" / "results" / "simulated" / "best_stock.json"
 ROUNDS = (Round(15.0, 1.25, 4), Round(30.0, 1.1, 3), Round(LEAST_SPAN_S, 1.04, 3))
@@ -161,11 +161,16 @@ class Search:
         self.rounds[name] = sorted([*others, row], key=lambda known: STAGES.index(known["stage"]))
 
     def _bound(self, name: str, target: float, span_s: float) -> float:
-        """On ``span_s`` of arrivals and more: as many requests as come in it at the bound on those of the trace."""
+        """On what arrives in ``span_s`` at each rate, as the arms are measured."""
         load, profile = workload(name, self.folder), load_profile(OURS.experiment(WORKLOADS[name].slo).profile)
-        limits: dict[str, Any] = {"instances": INSTANCES, "target": target}
-        rate_per_s = min(load.high_per_s, upper_bound_per_s(load.trace, load.slo, profile, **limits))
-        return upper_bound_per_s(load.trace_at(rate_per_s, span_s), load.slo, profile, **limits)
+        return upper_bound_over_span(
+            lambda rate_per_s: load.trace_at(rate_per_s, span_s),
+            load.slo,
+            profile,
+            instances=INSTANCES,
+            target=target,
+            most_per_s=load.high_per_s,
+        )
 
 
 def figures_at(limits: Mapping[tuple[str, float], Limit], target: float) -> Row:

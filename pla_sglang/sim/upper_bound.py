@@ -39,6 +39,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +159,27 @@ def upper_bound_per_s(trace: Trace, slo: Slo, profile: StepProfile, *, instances
         target=target,
         tolerance=BOUND_TOLERANCE,
     )
+    return bound.failed_per_s or math.inf
+
+
+def upper_bound_over_span(
+    trace_at: Callable[[float], Trace],
+    slo: Slo,
+    profile: StepProfile,
+    *,
+    instances: int,
+    target: float,
+    most_per_s: float,
+) -> float:
+    """As ``upper_bound_per_s``, where more requests come at a higher rate: those of ``trace_at(rate)``, up to the rate
+    ``most_per_s``, and above it those of that rate."""
+
+    def attainment_at(rate_per_s: float) -> float:
+        trace = trace_at(min(rate_per_s, most_per_s))
+        work = least_work(trace, slo, profile)
+        return attainment_bound(trace.at_rate(rate_per_s).arrival_s, work, instances)
+
+    bound = find_capacity(attainment_at, low_per_s=1e-3, high_per_s=1e6, target=target, tolerance=BOUND_TOLERANCE)
     return bound.failed_per_s or math.inf
 
 

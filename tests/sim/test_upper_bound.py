@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import numpy as np
@@ -17,6 +18,7 @@ from pla_sglang.sim.upper_bound import (
     attainment_bound,
     least_work,
     longest_known_prefix_tokens,
+    upper_bound_over_span,
     upper_bound_per_s,
 )
 from pla_sglang.workload import Arrivals, LengthModel, Trace, generated_trace, hol_trace
@@ -105,6 +107,26 @@ def test_over_a_long_time_all_work_must_be_done() -> None:
     bound = upper_bound_per_s(trace, slo, PROFILE, instances=4, target=1.0)
     assert bound <= 1.1 * saturation
     assert upper_bound_per_s(trace, slo, PROFILE, instances=4, target=0.9) > 1.05 * bound
+
+
+def test_over_a_span_the_requests_are_those_that_come_in_it() -> None:
+    """The first requests are small and all others large: what comes in a short span at a low rate is little work."""
+    count, slo = 4000, Slo(2.0, 0.05)
+    tokens = np.full(count, 8192)
+    tokens[:20] = 16
+    trace = Trace("late work", np.arange(count) / 10.0, tokens, np.full(count, 2))
+    share = {"instances": 1, "target": 0.95}
+
+    def trace_at(rate_per_s: float) -> Trace:
+        return trace.head(max(2, round(10.0 * rate_per_s))).at_rate(rate_per_s)
+
+    bound = upper_bound_over_span(trace_at, slo, PROFILE, most_per_s=400.0, **share)
+    assert bound > 1.2 * upper_bound_per_s(trace, slo, PROFILE, **share), "whose requests are nearly all large"
+    for rate_per_s, kept in ((0.97 * bound, True), (1.03 * bound, False)):
+        came = trace_at(rate_per_s)
+        assert (attainment_bound(came.arrival_s, least_work(came, slo, PROFILE), 1) >= 0.95) is kept
+    few = upper_bound_over_span(trace_at, slo, PROFILE, most_per_s=1.0, **share)
+    assert math.isinf(few), "up to that rate only small ones come"
 
 
 @pytest.mark.parametrize("policy", ["least-tokens", "combined"])
