@@ -320,6 +320,21 @@ def test_overdue_requests_have_their_share_of_time_and_no_more() -> None:
     ]
 
 
+def test_the_share_pays_for_every_chunk_of_an_overdue_long() -> None:
+    """The host holds one chunk, so longs that can be kept wait until the lost one has ended: all of it is its share."""
+    bound_s, span_s, chunk = 1.0, 60.0, 1000
+    longs = LongKnobs(max_age_s=bound_s, chunk_max_tokens=chunk)
+    settings = let_deadlines_decide(TemporalKnobs(boundary_tokens=100, longs=longs))
+    long_s = MODEL.chunked_s(3000, 0, chunk)
+    lost = [Arrival(0.01 * index, 3000, slo_s=0.001) for index in range(4)]
+    kept = [Arrival(index * long_s, 3000, slo_s=600.0) for index in range(int(span_s / long_s))]
+    ran = engine([*lost, *kept], settings, {"budget_tokens": chunk})
+    requests = ran.run()
+    ends = sorted(request.first_token_s or 0.0 for request in requests[:4])
+    assert 0.9 < 3 * long_s / SHARE / (ends[-1] - ends[0]) < 1.1
+    assert sum(line.reason is Reason.OVERDUE for line in ran.log) == 4 * 3, "chunks"
+
+
 def test_of_many_overdue_shorts_the_earliest_that_fit_run_and_few_are_looked_at() -> None:
     """In host order; one long between them is no companion, and one without room stops nobody."""
 

@@ -212,9 +212,11 @@ class TemporalPolicy:
             if urgent is not None and self._stuck(urgent, view, now_s, owed=False, other=other) is None:
                 return self._long(urgent, view, longs, now_s, Reason.URGENT)
         decision = self._by_shorts(view, shorts, longs, pick, now_s, stuck)
-        if why is not None and decision.reason is Reason.NO_SHORT:
-            return dataclasses.replace(decision, reason=why)
-        return decision
+        if decision.reason is not Reason.NO_SHORT:
+            return decision
+        if some_give_way and pick is not None and pick.running and self.deadlines.list_overdue([pick.view], now_s):
+            why = Reason.OVERDUE  # it holds up who cannot overtake it, so its share pays for all of it
+        return decision if why is None else dataclasses.replace(decision, reason=why)
 
     def _keep_first(
         self,
