@@ -24,6 +24,8 @@ _END = b"\n\n"
 _COMMENT = b": pla"
 _TOKENS, _PROMPT = b": pla ", b": pla-prompt "
 _NO_IDS = b"-"
+# What nearly every piece of a stream is: one token and its event. Up to nine digits: it fits into an id.
+_ONE_TOKEN = re.compile(rb": pla ([0-9]{1,9}) ([^\n]*)\n(data[^\n]*\n\n)")
 _ID_BYTES = 4
 _IDS_STEP = 1024  # ids whose memory is counted at a time
 # In JSON, quotes inside strings are escaped, so a model's words cannot look like these.
@@ -84,6 +86,14 @@ class MarkedStream:
 
     def take_events(self, data: bytes) -> bytes:
         """The events that ``data`` completes, as the client gets them."""
+        if not (self._rest or self._skip) and (one := _ONE_TOKEN.fullmatch(data)) is not None:
+            token, self._seen, event = one.groups()
+            self.ids.append(int(token))
+            self._recent = [event]
+            self._unmarked = 0
+            if len(self.ids) > self._counted:
+                self._count_ids()
+            return event
         if self._rest:
             data, self._rest = self._rest + data, b""
         if not data.endswith(_END):
@@ -184,6 +194,11 @@ class MarkedStream:
                     self.ids.append(int(ids))
             except (ValueError, OverflowError):
                 self.is_good = False
-        if len(self.ids) > self._counted and self.is_good:
+        if len(self.ids) > self._counted:
+            self._count_ids()
+
+    def _count_ids(self) -> None:
+        """The memory of further ids; without it the stream can no more go on."""
+        if self.is_good:
             self.is_good = self._account.try_hold(_IDS_STEP * _ID_BYTES)
             self._counted += _IDS_STEP * self.is_good
