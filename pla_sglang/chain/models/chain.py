@@ -18,6 +18,8 @@ from pla_sglang.chain.vocab import VOCAB_SIZE
 
 ANSWERS = ("words", "text", "spread")
 AUDIT_TOKENS = 16_384  # cached slots checked in one pass, over all requests
+# A decode step is one of many over the same slots, and checks a part: else audits take as long as all else.
+DECODE_SHARE = 4
 
 
 class PlaChainForCausalLM(nn.Module):
@@ -55,10 +57,11 @@ class PlaChainForCausalLM(nn.Module):
         logits = torch.zeros(requests, VOCAB_SIZE)
         if requests:
             batch = self._batch(input_ids, positions, forward_batch)
+            share = DECODE_SHARE if forward_batch.forward_mode.is_decode() else 1
             pool = get_attn_backend().token_to_kv_pool  # of the torch_native backend
             for layer in range(self.layers):
                 keys, values = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
-                audit_tokens = self.audit_tokens // self.layers
+                audit_tokens = self.audit_tokens // (self.layers * share)
                 if self.spreads:
                     logits = spread_logits(*fold_batch(self.tables, _rows(keys), _rows(values), batch, audit_tokens))
                     continue
