@@ -8,6 +8,7 @@ from typing import Any
 # Communicators of GroupCoordinator that need CUDA. Without them it uses its gloo group.
 GPU_COMMUNICATORS = ("use_pynccl", "use_pymscclpp", "use_custom_allreduce", "use_torch_symm_mem_all_reduce")
 REST_US = 10_000  # of NIXL's progress thread: events end the wait; this is only how often it looks without one
+ONE_WORKER = '{"num_threads": "0"}'  # of NIXL's UCX backend: none beside the one that its progress thread serves
 
 
 def without_gpu_communicators(coordinator: Any, *args: Any, **keywords: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -50,13 +51,23 @@ def announce_kv_as_dram(manager: Any, args: Any, *rest: Any, **keywords: Any) ->
 
 
 def let_nixl_rest(manager: Any, *args: Any, **keywords: Any) -> None:
-    """Before ``NixlKVManager.__init__``: NIXL agents of this process pause between two polls.
+    """Before ``NixlKVManager.__init__``: NIXL agents of this process pause between two polls, and can.
 
     NIXL's Python API fixes ``pthrDelay`` at 0. Its progress thread then polls without a pause, in every prefill and
     decode engine: three quarters of a core each, measured with nothing to transfer. With a pause it waits on UCX's
     event descriptors, so the start of a transfer ends the pause.
+
+    A sender's agent gets eight more UCX workers from SGLang, for several network cards. UCX connects each of them to
+    the agent's first one, and nobody serves a worker that has nothing to send: what comes for it stays in its socket.
+    UCX then waits for room to write on these connections, which is always there, and the progress thread spins: most of
+    a core, for a minute and more at a time. So there is one worker, unless the operator's environment says otherwise.
     """
     from nixl import _api
+    from sglang.srt.environ import envs
+
+    params = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS
+    if not params.is_set():
+        params.set(ONE_WORKER)
 
     binding = _api.nixlBind
     if not getattr(binding.nixlAgentConfig, "pla_rests", False):

@@ -22,7 +22,7 @@ PLATFORM = (
         target=_NIXL + "NixlKVManager.__init__",
         hook=Hook.BEFORE,
         handler="pla_sglang.platform.host_fixes:let_nixl_rest",
-        why="NIXL's progress thread polls without a pause: three quarters of a core in every idle engine of a pair.",
+        why="NIXL's progress thread polls without a pause, or spins for workers that nobody serves: most of a core.",
         verify="tests/e2e/test_cpu_pd.py: an idle pair uses a fraction of a core; KV still moves, both orders",
         exit="When SGLang or NIXL's Python API has a setting for pthrDelay.",
     ),
