@@ -314,6 +314,8 @@ def table(result: Result) -> report.Cells:
         "simulated",
         "out of a full cache",
         "simulated",
+        "moves",
+        "simulated",
     ]
     cells = [
         [
