@@ -95,7 +95,7 @@ ENGINE: Mapping[str, str] = {
     "lost_short": "A long prompt runs: the short ones that wait cannot be in time any more, it can.",
     "lost_long": "A long prompt runs before the one whose turn it was, which cannot be in time any more.",
     "overdue": "Prompts that cannot be in time any more have given way for long enough; a share of time is theirs.",
-    "urgent": "A long prompt runs: by latest starts it is its turn, and only that order keeps all targets.",
+    "urgent": "A long prompt runs: it has the earliest deadline of those to be kept, and one would be late else.",
     "priority": "A long prompt runs: its priority is above that of every short one.",
     "decode_turn": "No prefill: running requests have waited long enough for their next token.",
     "token_deadline": "No prefill: running requests decode now, or their next token would be late.",

@@ -68,6 +68,7 @@ class Setup:
         riding_tokens: new tokens of the smallest pass to which engines cut a prefill beside riding decodes: the chunk
             of stock engines with mixed chunks; 1 for engines that cut passes for the next token, as a pass below the
             crossing takes as long as one of one token. None: prefills and decodes take turns.
+        small_first: engines run small prefills before larger ones; False: in the order in which they come.
         stateless: instances take either phase of any request. False: as stock engines, they keep their kind and their
             requests.
         migrates: running requests can be moved; False: a policy that does more than that leaves such moves out.
@@ -94,6 +95,7 @@ class Setup:
     mean_context_tokens: float = knob(1024.0, allowed=Range(0, above=True))
     boundary_tokens: int | None = None
     riding_tokens: int | None = knob(None, allowed=Range(1))
+    small_first: bool = False
     stateless: bool = True
     migrates: bool = True
     scales: bool = True
@@ -282,11 +284,15 @@ def _sla(setup: Setup) -> Built:
     return _minimal_load(setup), (SlaScaler(knobs, *_tables(setup), setup.make_forecaster()),), setup.split()
 
 
+def _colocation(setup: Setup, arrow: ArrowPolicy) -> ColocationMode:
+    return ColocationMode(ColocationKnobs(), arrow, setup.steps, setup.riding_tokens, small_first=setup.small_first)
+
+
 def _united_for_good(setup: Setup) -> Built:
     """The combination where no role can change and no request can move: least cost of both phases over the instances
     that do both, Arrow's request scheduling over others."""
     arrow = _arrow_policy(setup, adaptive=False)
-    parts = Parts(arrow, unite=ColocationMode(ColocationKnobs(), arrow, setup.steps, setup.riding_tokens))
+    parts = Parts(arrow, unite=_colocation(setup, arrow))
     policy = CombinedPolicy(CombinedKnobs(), parts)
     return policy, (policy,), plain.split_roles(setup.instances, setup.prefills or 0)
 
@@ -304,7 +310,7 @@ def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Bui
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
         star=_star_controller(setup) if setup.migrates else None,
         planner=_dopd_controller(setup) if scaling else None,
-        unite=ColocationMode(ColocationKnobs(), arrow, setup.steps, setup.riding_tokens) if unite else None,
+        unite=_colocation(setup, arrow) if unite else None,
     )
     policy = CombinedPolicy(CombinedKnobs(), parts)
     return policy, (policy,), [Role.MIXED] * setup.instances if unite else setup.split()

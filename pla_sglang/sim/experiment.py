@@ -32,6 +32,7 @@ from pla_sglang.workload.trace import Trace
 
 TEMPORAL = "temporal"
 ENGINES = (*ENGINE_ORDERS, TEMPORAL)
+SMALL_FIRST = ("shortest-prefill-first", "pass-srpt", TEMPORAL)  # of them
 LENGTHS = ("oracle", "none", "binned", "noisy:TOKENS")
 COUNT = Range(1)
 STOCK_KINDS = {
@@ -251,6 +252,7 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         predictor=length_predictor(experiment.lengths, experiment.seed),
         mean_context_tokens=context,
         riding_tokens=riding_tokens(experiment.engine, experiment.chunk_tokens) if experiment.mixed else None,
+        small_first=experiment.engine in SMALL_FIRST,
         stateless=experiment.stateless,
         migrates=experiment.migrates,
         instances_min=experiment.instances_min,

@@ -24,11 +24,11 @@ from pla_sglang.policy.interface.reasons import FleetReason as R
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 
-def unite(*, riding_tokens: int | None = None, **knobs: Any) -> ColocationMode:
+def unite(*, riding_tokens: int | None = None, small_first: bool = False, **knobs: Any) -> ColocationMode:
     """Bears all that answers bear, remembers one arrival, judges after one answer."""
     given = {"bears_share": 1.0, "memory": 1, "judge_after": 1, "refresh": 1, "answers": 5, "calm_s": 10.0, **knobs}
     arrow = ArrowPolicy(ArrowKnobs(1.0, 0.05, {"": 1000}), predictor())
-    return ColocationMode(ColocationKnobs(**given), arrow, LinearSteps(), riding_tokens)
+    return ColocationMode(ColocationKnobs(**given), arrow, LinearSteps(), riding_tokens, small_first=small_first)
 
 
 def burst(policy: ColocationMode, view: FleetView, tokens: list[int], now_s: float) -> None:

@@ -16,6 +16,7 @@ from pla_sglang.policy.interface.prefill import Action, PassView, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.longs import LongKnobs, aged_at_s
+from pla_sglang.policy.pla.most_kept import MOST_PLANNED
 from pla_sglang.policy.pla.overdue import SHARE, take_overdue
 from pla_sglang.policy.pla.temporal import TemporalKnobs
 
@@ -175,8 +176,8 @@ CASES = [
         (),
     ),
     Case(
-        "a long of 0.4 s that only the order of latest starts keeps goes before smaller ones",
-        pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.45)]),
+        "a long of 0.4 s that only the order of deadlines keeps goes before smaller ones",
+        pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
         L,
         Reason.URGENT,
         (1,),
@@ -184,22 +185,14 @@ CASES = [
     ),
     Case(
         "and before shorts",
-        pass_view([short(RECENT_S, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.405)]),
+        pass_view([short(RECENT_S, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.5)]),
         L,
         Reason.URGENT,
         (1,),
         (0,),
     ),
     Case(
-        "not where a smaller one would be lost for it",
-        pass_view([long(RECENT_S, 1500, deadline_s=NOW_S + 0.5), long(RECENT_S, 4000, deadline_s=NOW_S + 0.45)]),
-        L,
-        Reason.NO_SHORT,
-        (0,),
-        (0,),
-    ),
-    Case(
-        "nor where least work first keeps it, though as much again arrives",
+        "not where least work first keeps it, though others arrive",
         pass_view([long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 1.2)]),
         L,
         Reason.NO_SHORT,
@@ -207,10 +200,50 @@ CASES = [
         (0,),
     ),
     Case(
-        "nor where KV cache is short",
+        "where not both can be kept, the larger one is given up",
+        pass_view([long(RECENT_S, 1500, deadline_s=NOW_S + 0.56), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "in one class of size too, though it came first",
+        pass_view([long(RECENT_S - 1, 4000, deadline_s=NOW_S + 0.55), long(RECENT_S, 3000, deadline_s=NOW_S + 0.6)]),
+        L,
+        Reason.LOST_LONG,
+        (1,),
+        (0,),
+    ),
+    Case(
+        "and so that two smaller ones are kept",
         pass_view(
-            [long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.45)],
-            kv_free=4 * 5500 - 1,
+            [
+                long(RECENT_S, 4000, deadline_s=NOW_S + 0.55),
+                long(RECENT_S, 2500, deadline_s=NOW_S + 0.6),
+                long(RECENT_S, 1500, deadline_s=NOW_S + 0.62),
+            ]
+        ),
+        L,
+        Reason.URGENT,
+        (1,),
+        (2,),
+    ),
+    Case(
+        "a chunk that is given up is overtaken by what one pass finishes",
+        pass_view([long(RECENT_S, 900, deadline_s=NOW_S + 0.2)], long(RECENT_S, 800, deadline_s=NOW_S + 0.12)),
+        L,
+        Reason.NO_SHORT,
+        (),
+        (),
+    ),
+    Case(
+        "with the worse priority nobody is urgent, and nobody given up",
+        pass_view(
+            [
+                long(RECENT_S, 1500, deadline_s=KEPT_S),
+                long(RECENT_S, 4000, deadline_s=NOW_S + 0.55, priority_rank=1),
+            ]
         ),
         L,
         Reason.NO_SHORT,
@@ -218,25 +251,11 @@ CASES = [
         (0,),
     ),
     Case(
-        "nor while a smaller one is lost",
+        "nor where more wait than are planned",
         pass_view(
             [
-                long(RECENT_S, 1500, deadline_s=KEPT_S),
-                long(RECENT_S, 4000, deadline_s=NOW_S + 0.45),
-                short(RECENT_S, deadline_s=LOST_S),
-            ]
-        ),
-        L,
-        Reason.LOST_SHORT,
-        (0,),
-        (2,),
-    ),
-    Case(
-        "nor where it has the worse priority",
-        pass_view(
-            [
-                long(RECENT_S, 1500, deadline_s=KEPT_S),
-                long(RECENT_S, 4000, deadline_s=NOW_S + 0.45, priority_rank=1),
+                *(long(RECENT_S, 1500, deadline_s=KEPT_S) for _ in range(MOST_PLANNED)),
+                long(RECENT_S, 4000, deadline_s=NOW_S + 0.55),
             ]
         ),
         L,

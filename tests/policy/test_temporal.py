@@ -81,7 +81,7 @@ CASES = [
     ),
     Case(
         "a long that would be lost behind a smaller one, where targets decide",
-        pass_view([long(RECENT_S, 2000, deadline_s=NOW_S + 9.0), long(RECENT_S, 8000, deadline_s=NOW_S + 0.9)]),
+        pass_view([long(RECENT_S, 2000, deadline_s=NOW_S + 9.0), long(RECENT_S, 8000, deadline_s=NOW_S + 1.1)]),
         L,
         Reason.URGENT,
         (1,),

@@ -100,11 +100,21 @@ class TtftPredictor:
 
     def delay_s(self, instance: InstanceView) -> float:
         """Prefill queueing delay of ``instance``: the time of its unfinished backlog."""
-        backlog_s = self.curve(instance).batch_s(
-            instance.queued_prefills, instance.queued_tokens, instance.queued_attention, instance.queued_history_tokens
+        return self.backlog_s(
+            instance,
+            instance.queued_prefills,
+            instance.queued_tokens,
+            instance.queued_attention,
+            instance.queued_history_tokens,
         )
+
+    def backlog_s(
+        self, instance: InstanceView, prefills: int, tokens: int, attention: int, history_tokens: int
+    ) -> float:
+        """Time of some prefills there, from their sums."""
+        fitted_s = self.curve(instance).batch_s(prefills, tokens, attention, history_tokens)
         entry = self._factors.get(instance.index)
-        return backlog_s if entry is None else backlog_s * entry.value
+        return fitted_s if entry is None else fitted_s * entry.value
 
     def own_s(self, request: RequestView, instance: InstanceView) -> float:
         """Prefill time of ``request`` itself there, on its uncached tokens."""

@@ -9,7 +9,8 @@ transfer, and prefixes on instances that cannot use them. If stalls make no requ
          + decode_weight * decode step once it runs there / TPOT target
          + stall_weight * its prefill time there * decodes of an average instance / time budget of a median answer
 
-The last term favours a cached prefix; without a cached prefix it is the same for all instances.
+Where engines run small prefills first, its TTFT waits only for those ahead of it (``sized_backlog.py``). The last term
+favours a cached prefix; without a cached prefix it is the same for all instances.
 
 *Would stalls make answers late?* Each prefill is assigned to a virtual lane (one per instance), the one that is free
 first, whether the fleet is united or not. An answer of n tokens tolerates n * (target - step) seconds of stalls, and
@@ -40,6 +41,7 @@ from pla_sglang.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.arrow.flips import flip
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.arrow.pools import PoolEvent
+from pla_sglang.policy.combined.sized_backlog import SizedBacklog
 from pla_sglang.policy.combined.stalls import Stalls
 from pla_sglang.policy.interface.decisions import FleetAction
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
@@ -107,15 +109,25 @@ class ColocationMode:
     Args:
         arrow: its targets, predictor and Max Running Tokens are used.
         steps: step times of an instance.
-        riding_tokens: as in ``Setup``.
+        riding_tokens, small_first: as in ``Setup``.
+
+    Attributes:
+        backlog: what was sent to united instances; None where they run prefills in the order in which they come.
     """
 
     def __init__(
-        self, knobs: ColocationKnobs, arrow: ArrowPolicy, steps: StepTimes, riding_tokens: int | None = None
+        self,
+        knobs: ColocationKnobs,
+        arrow: ArrowPolicy,
+        steps: StepTimes,
+        riding_tokens: int | None = None,
+        *,
+        small_first: bool = False,
     ) -> None:
         self.knobs = knobs
         self.mode = FleetMode.UNITED
         self.late_share = 0.0
+        self.backlog = SizedBacklog() if small_first else None
         self._arrow = arrow
         self._steps = steps
         self._stalls = Stalls(steps, riding_tokens)
@@ -142,10 +154,20 @@ class ColocationMode:
                 best, best_cost = instance, cost
         return best
 
+    def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
+        """From now until the first token."""
+        return self._delay_s(request, instance) + self._arrow.predictor.own_s(request, instance)
+
+    def _delay_s(self, request: RequestView, instance: InstanceView) -> float:
+        predictor = self._arrow.predictor
+        if self.backlog is None:
+            return predictor.delay_s(instance)
+        return predictor.backlog_s(instance, *self.backlog.ahead_of(request, instance))
+
     def _cost(self, request: RequestView, instance: InstanceView) -> float:
-        knobs, predictor, targets = self.knobs, self._arrow.predictor, self._arrow.knobs
-        own_s = predictor.own_s(request, instance)
-        cost = (predictor.delay_s(instance) + own_s) / targets.ttft_slo_s
+        knobs, targets = self.knobs, self._arrow.knobs
+        own_s = self._arrow.predictor.own_s(request, instance)
+        cost = (self._delay_s(request, instance) + own_s) / targets.ttft_slo_s
         cost += knobs.decode_weight * self._step_with_s(request, instance) / targets.tpot_slo_s
         if self._tokens:
             stall_s = own_s * self._stalls.share(targets.tpot_slo_s - self._step_s)

@@ -179,9 +179,12 @@ class CombinedPolicy(Observer):
         chosen = unite.choose(request, fleet)
         if chosen is None:
             return None
+        ttft_s = unite.predict_ttft_s(request, chosen)
+        if unite.backlog is not None:
+            unite.backlog.add(request, chosen)
         if self.parts.in_place is not None:
             self.parts.in_place.note(chosen)
-        return Dispatch(chosen, None, FleetReason.UNITED, self.parts.arrow.predictor.ttft_s(request, chosen))
+        return Dispatch(chosen, None, FleetReason.UNITED, ttft_s)
 
     def _ultra_short(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
         """DOPD's answer if it is in place. DOPD considers each prompt alone; the stall budget adds them up."""
@@ -365,6 +368,7 @@ class CombinedPolicy(Observer):
 
     def on_first_token(self, request: RequestView, instance: InstanceView, now_s: float) -> None:
         self.parts.arrow.on_first_token(request, instance, now_s)
+        self._forget_prefill(request)
 
     def on_token_interval(self, instance: InstanceView, interval_s: float, now_s: float) -> None:
         if self.parts.in_place is not None:
@@ -375,8 +379,13 @@ class CombinedPolicy(Observer):
             self.parts.in_place.on_answer(output_tokens)
         if self.parts.unite is not None:
             self.parts.unite.on_answer(output_tokens)
+        self._forget_prefill(request)
         for part in self.parts.observers():
             part.on_finish(request, output_tokens, now_s)
+
+    def _forget_prefill(self, request: RequestView) -> None:
+        if self.parts.unite is not None and self.parts.unite.backlog is not None:
+            self.parts.unite.backlog.remove(request)
 
 
 def _decodes(fleet: FleetView) -> list[InstanceView]:

@@ -60,9 +60,9 @@ class Reason(enum.Enum):
     SHORT_BLOCKED = "short_blocked"  # the short class could not run (KV cache, slots)
     AGE = "age"  # a long is near its age bound and is owed device time
     LOST_SHORT = "lost_short"  # only shorts are waiting that cannot be kept; this long can
-    LOST_LONG = "lost_long"  # the long that was next cannot be kept, this one can
+    LOST_LONG = "lost_long"  # the long that was next cannot be kept, or only at the cost of more others; this one can
     OVERDUE = "overdue"  # a lost request has given way for its bound; SHORT passes too
-    URGENT = "urgent"  # by latest starts it is this long's turn, and only that order keeps all targets
+    URGENT = "urgent"  # first by deadlines of those that are to be kept; in the usual order one of them would be late
     PRIORITY = "priority"  # the long has a better priority than every short
     # HOLD
     DECODE_TURN = "decode_turn"  # running requests have waited long enough for their next token

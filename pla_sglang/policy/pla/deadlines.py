@@ -5,11 +5,8 @@ that can still be kept: to keep one that is lost costs the same device time and 
 its bound (``LongKnobs.give_way_s``) it is *overdue* and has a share (``overdue.py``); ``LongKnobs.lost_end_s`` after
 its arrival it counts as if it were not lost. Without targets nothing is lost, and all answers are as without this rule.
 
-Among those that can be kept, least remaining work goes first, as ever: where work piles up, that keeps the most. Where
-it would lose somebody while the order of latest starts loses nobody, that order is taken: its first long is *urgent*.
-Both orders are judged over all that wait, by the step model. Where KV cache is short the smallest still go first: what
-an order of device time promises, memory would not keep (measured on azure_conv, which memory bounds). Nor is anybody
-urgent beside a smaller request that is lost: work piles up, and to bring a larger one forward loses more of them.
+Each of those that can be kept could be kept alone. Where not all of them can be, ``most_kept.py`` plans whom to give up
+for the sake of the others, and gives the order that keeps them.
 """
 
 from __future__ import annotations
@@ -19,11 +16,8 @@ from collections.abc import Sequence
 from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.policy.pla.awd import batch_step_s
 from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.longs import LongKnobs, by_order
-
-ARRIVING = 2.0  # least work first is judged as if as much work again arrived meanwhile
-ROOM = 4  # least work first where KV cache is short: free it must be so many times of what all that wait need
-MOST_COMPARED = 64  # waiting requests; with more of them work has piled up
+from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.most_kept import MOST_PLANNED, SLOWER, Plan, Turn, due_of, plan_most_kept
 
 
 class Deadlines:
@@ -44,10 +38,13 @@ class Deadlines:
 
     def service_s(self, view: WaitingView) -> float:
         """Device time of its prefill, alone."""
+        return self._alone_s(view, self._model)
+
+    def _alone_s(self, view: WaitingView, model: StepModel) -> float:
         chunk = self._knobs.chunk_max_tokens or view.new_tokens
         if view.new_tokens <= chunk:
-            return self._model.step_s(view.new_tokens, view.history_tokens)
-        return self._model.chunked_s(view.new_tokens, view.history_tokens, chunk)
+            return model.step_s(view.new_tokens, view.history_tokens)
+        return model.chunked_s(view.new_tokens, view.history_tokens, chunk)
 
     def latest_start_s(self, view: WaitingView) -> float:
         """When its prefill has to begin at the latest; infinite without a target."""
@@ -61,57 +58,24 @@ class Deadlines:
         self.latest_start_s(view)
         return not self.keep((view,), now_s)
 
-    def find_urgent(
-        self,
-        longs: Sequence[WaitingView],
-        shorts: Sequence[WaitingView],
-        now_s: float,
-        *,
-        kv_free_tokens: int,
-        waiting: Sequence[WaitingView],
-    ) -> WaitingView | None:
-        """The long that the order of latest starts begins with, where that order is to be taken; else None.
+    def plan(
+        self, longs: Sequence[WaitingView], shorts: Sequence[WaitingView], now_s: float, model: StepModel
+    ) -> Plan | None:
+        """Which of those that do not give way are kept (``most_kept.py``); None where the usual order counts.
 
-        ``waiting``: these, and those that give way to them.
+        That is so where too many wait for a plan, where none of them has a target, or where one has a better priority.
+        ``model``: step times, with what riders add to a pass.
         """
-        if not longs or len(longs) + len(shorts) > MOST_COMPARED:
+        if not longs or len(longs) + len(shorts) > MOST_PLANNED:
             return None
-        if ROOM * sum(view.footprint_tokens for view in (*longs, *shorts)) > kv_free_tokens:
+        views = (*longs, *shorts)
+        rank = views[0].priority_rank
+        if any(view.priority_rank != rank for view in views) or all(view.deadline_s is None for view in views):
             return None
-        each_s = batch_step_s(shorts, self._model) / len(shorts) if shorts else 0.0
-        turns = [(view, each_s) for view in shorts]
-        turns += [(view, self.service_s(view)) for view in sorted(longs, key=by_order)]
-        if not self._loses_any(turns, now_s, ARRIVING):
-            return None
-        turns.sort(key=lambda turn: self._turn_s(turn[0], now_s))
-        first = turns[0][0]
-        if self._loses_any(turns, now_s, 1.0) or any(view.priority_rank < first.priority_rank for view, _ in turns):
-            return None
-        if not any(first is long for long in longs) or self._any_smaller_lost(first, waiting, now_s):
-            return None
-        return first
-
-    def _any_smaller_lost(self, long: WaitingView, waiting: Sequence[WaitingView], now_s: float) -> bool:
-        """Work has piled up: one that costs less than ``long`` was lost already."""
-        return any(
-            view.new_tokens < long.new_tokens and not view.resumed and self.latest_start_s(view) < now_s
-            for view in waiting
-        )
-
-    def _turn_s(self, view: WaitingView, now_s: float) -> float:
-        """Latest start; who cannot be kept comes last."""
-        latest_s = self.latest_start_s(view)
-        return latest_s if latest_s >= now_s else float("inf")
-
-    def _loses_any(self, turns: Sequence[tuple[WaitingView, float]], now_s: float, slower: float) -> bool:
-        """Whether somebody that can be kept now is late where all are served in this order, each ``slower`` times as
-        slowly as the model says."""
-        at_s = now_s
-        for view, service_s in turns:
-            at_s += slower * service_s
-            if view.deadline_s is not None and at_s > view.deadline_s and self.latest_start_s(view) >= now_s:
-                return True
-        return False
+        each_s = SLOWER * batch_step_s(shorts, model) / len(shorts) if shorts else 0.0
+        turns = [Turn(view, due_of(view, now_s), each_s) for view in shorts]
+        turns += [Turn(view, due_of(view, now_s), SLOWER * self._alone_s(view, model)) for view in longs]
+        return plan_most_kept(turns, now_s)
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that are lost and have given way for their bound, in their order. On the hot path."""

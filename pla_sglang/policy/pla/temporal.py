@@ -9,7 +9,7 @@ Order of the rules in ``decide``, first match wins:
 2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, the others stop taking memory
    until it fits (KV_DRAIN);
 3. where deadlines decide, a request that is lost and has given way for long enough, in its small share of time
-   (OVERDUE); then a long that must go before shorts and smaller longs, and takes nobody's target (URGENT);
+   (OVERDUE); then a long that would be late behind shorts and smaller longs, and is to be kept (URGENT);
    then shorts that are due run (AWD's reason);
 4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected shorts no memory
    (KV_HEADROOM);
@@ -33,6 +33,7 @@ from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
 from pla_sglang.policy.pla.blocked import BlockedClasses
 from pla_sglang.policy.pla.boundary import Boundary, StepModel
 from pla_sglang.policy.pla.class_queues import ClassQueues, classify
+from pla_sglang.policy.pla.contenders import Contenders, Contest
 from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, companions, resume
 from pla_sglang.policy.pla.overdue import OverdueShare, take_overdue
@@ -79,6 +80,7 @@ class TemporalPolicy:
         self.longs = LongQueue(knobs.longs, model)
         self.deadlines = Deadlines(knobs.longs, model)
         self._queues = ClassQueues(self.boundary, self.deadlines)
+        self._contest = Contest(self.deadlines, self.longs, self._queues)
         self.overdue = OverdueShare()
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
@@ -180,92 +182,43 @@ class TemporalPolicy:
         by_order, aged = self.longs.pick(
             longs, view.chunk, now_s, shorts=bool(shorts), budget_tokens=view.pass_budget_tokens
         )
-        why, some_give_way = None, False
+        field = Contenders(by_order, shorts, longs)
         if self.knobs.longs.lost_age_s is not None:
-            by_order, shorts, longs, why, some_give_way = self._keep_first(view, by_order, shorts, longs, now_s)
+            self._contest.choose(field, view, now_s, self._pass_model)
         self._track_ageing(aged)
         owed = aged is not None and self._aged_are_owed()
-        pick = aged if owed else by_order
+        pick = aged if owed else field.pick
         if view.running == 0 and view.chunk is None:
             self._blocked.clear_if_all()
-        other = bool(shorts) or view.chunk is not None
+        other = bool(field.shorts) or view.chunk is not None
         stuck = None if pick is None else self._stuck(pick, view, now_s, owed=owed, other=other)
         if stuck is not None and view.chunk is not None:
             # What would overtake cannot run; the chunk under way goes on, if there is room for a piece of it.
             pick = resume(view.chunk)
             stuck = self._stuck(pick, view, now_s, owed=owed, other=other)
-        if pick is not None and stuck is None and shorts:
+        if pick is not None and stuck is None and field.shorts:
             rank = pick.view.priority_rank
-            if all(short.priority_rank > rank for short in shorts):
-                return self._long(pick, view, longs, now_s, Reason.PRIORITY)
+            if all(short.priority_rank > rank for short in field.shorts):
+                return self._long(pick, view, field.longs, now_s, Reason.PRIORITY)
         if pick is not None and owed:
-            if stuck is None and (shorts or pick is not by_order):
-                return self._alone(pick, view, longs, now_s, Reason.AGE)
+            if stuck is None and (field.shorts or pick is not field.pick):
+                return self._alone(pick, view, field.longs, now_s, Reason.AGE)
             if stuck is not None and view.running > 0:
                 return PassDecision(Action.HOLD, Reason.KV_DRAIN)
-        if some_give_way and self.overdue.is_owed:
-            overdue = self._overdue_pass(view, longs, now_s)
+        if field.some_give_way and self.overdue.is_owed:
+            overdue = self._overdue_pass(view, field.longs, now_s)
             if overdue is not None:
                 return overdue
-        if pick is not None and self.knobs.longs.lost_age_s is not None:
-            urgent = self._find_urgent(view, pick, shorts, longs, now_s)
-            if urgent is not None and self._stuck(urgent, view, now_s, owed=False, other=other) is None:
-                return self._long(urgent, view, longs, now_s, Reason.URGENT)
-        decision = self._by_shorts(view, shorts, longs, pick, now_s, stuck)
+        if field.urgent is not None and self._stuck(field.urgent, view, now_s, owed=False, other=other) is None:
+            return self._long(field.urgent, view, field.longs, now_s, Reason.URGENT)
+        decision = self._by_shorts(view, field.shorts, field.longs, pick, now_s, stuck)
         if decision.reason is not Reason.NO_SHORT:
             return decision
-        if some_give_way and pick is not None and pick.running and self.deadlines.list_overdue([pick.view], now_s):
-            why = Reason.OVERDUE  # it holds up who cannot overtake it, so its share pays for all of it
+        why = field.why
+        holds_up = field.some_give_way and pick is not None and pick.running
+        if holds_up and pick is not None and self.deadlines.list_overdue([pick.view], now_s):
+            why = Reason.OVERDUE  # others cannot overtake it, so its share pays for all of it
         return decision if why is None else dataclasses.replace(decision, reason=why)
-
-    def _keep_first(
-        self,
-        view: PassView,
-        by_order: LongPick | None,
-        shorts: list[WaitingView],
-        longs: list[WaitingView],
-        now_s: float,
-    ) -> tuple[LongPick | None, list[WaitingView], list[WaitingView], Reason | None, bool]:
-        """The next long, shorts and longs without those that give way, what that changes for a long, and whether some
-        give way; see ``deadlines.py``. Shorts that are lost give way to longs too, longs only among themselves: shorts
-        go first.
-        """
-        deadlines = self.deadlines
-        kept_shorts, kept = shorts, longs
-        if self._queues.any_is_late(now_s):
-            kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
-        why: Reason | None = None
-        lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
-        can_keep = len(kept_shorts) + len(kept)
-        some_give_way = lost_chunk or can_keep < len(view.waiting)
-        some_give_way &= can_keep > 0 or (view.chunk is not None and not lost_chunk)
-        if kept and (lost_chunk or len(kept) < len(longs)):
-            before, longs = by_order, kept
-            budget_tokens = view.pass_budget_tokens
-            by_order = self.longs.pick(
-                kept, view.chunk, now_s, shorts=False, budget_tokens=budget_tokens, chunk_lost=lost_chunk
-            )[0]
-            if before is None or by_order is None or before.view is not by_order.view:
-                why = Reason.LOST_LONG
-        if len(kept_shorts) < len(shorts) and (kept_shorts or kept):
-            why = why if kept_shorts or why else Reason.LOST_SHORT
-            shorts = kept_shorts
-        return by_order, shorts, longs, why, some_give_way
-
-    def _find_urgent(
-        self, view: PassView, pick: LongPick, shorts: list[WaitingView], longs: list[WaitingView], now_s: float
-    ) -> LongPick | None:
-        """The long that is urgent (``deadlines.py``); None where it is next anyway."""
-        chunk, candidates = view.chunk, longs
-        if chunk is not None:
-            limit = min(self.knobs.longs.chunk_max_tokens or 0, view.pass_budget_tokens)
-            candidates = [chunk, *(long for long in longs if long.new_tokens <= limit)]
-        urgent = self.deadlines.find_urgent(
-            candidates, shorts, now_s, kv_free_tokens=view.kv_free_tokens, waiting=view.waiting
-        )
-        if urgent is None or (urgent is pick.view and not shorts):
-            return None
-        return LongPick(urgent, running=urgent is chunk, overtakes=chunk is not None and urgent is not chunk)
 
     def _overdue_pass(self, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision | None:
         """The pass of the earliest that are overdue; None where there are none, or they cannot run."""

@@ -135,6 +135,7 @@ class LivePolicy:
             seed=knobs.seed,
             boundary_tokens=knobs.boundary_tokens,
             riding_tokens=description.riding_tokens,
+            small_first=description.small_first,
             stateless=description.kind is InstanceKind.STATELESS,
             migrates=self.orders.mover is not None,
             scales=False,

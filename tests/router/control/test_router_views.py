@@ -90,6 +90,15 @@ def test_an_instance_says_whether_its_decodes_ride(
     assert said.riding_tokens == riding_tokens
 
 
+@pytest.mark.parametrize(
+    ("mode", "small_first"), [("off", False), ("temporal", True), ("spatial", True), ("dopd", False)]
+)
+def test_an_instance_says_whether_it_runs_small_prefills_first(mode: str, small_first: bool) -> None:
+    said = describe({**INFO, "internal_states": [{"pla": {"config": {"prefill_disagg": mode}}}]})
+    assert said.small_first is small_first
+    assert not describe(INFO).small_first
+
+
 def test_another_process_has_another_identity() -> None:
     other = describe({**INFO, "startup_time": {"total": 1.6}})
     assert other.identity != describe(INFO).identity

@@ -24,6 +24,7 @@ from pla_sglang.router.control.errors import WorkerError
 
 KINDS = {"null": InstanceKind.UNIFIED, "prefill": InstanceKind.PREFILL, "decode": InstanceKind.DECODE}
 HANDS_OVER = frozenset({InstanceKind.PREFILL, InstanceKind.STATELESS})
+SMALL_FIRST = frozenset({"temporal", "spatial"})  # of ``--prefill-disagg``
 CLASSES = {"short": PrefillClass.SHORT, "long": PrefillClass.LONG, "mixed": None}
 SCHEMES = ("http",)
 # RFC 1123, and the underscore of container names; a full stop at the end is allowed.
@@ -93,7 +94,7 @@ class Description:
         has_role: whether it knows ``/pla/role``.
         profile, time_scale: of an emulated device; empty and 1 on real ones.
         tokenizer: path or name.
-        riding_tokens: as in ``Setup``.
+        riding_tokens, small_first: as in ``Setup``.
         hops: a stateless instance whose streams can carry their token ids, and that goes on with those of others.
         says_ending: it has ``/pla/ending``.
         batches: whether it gathers prompts by DOPD's Algorithm 1, whose knobs can be told.
@@ -116,6 +117,7 @@ class Description:
     profile: str = ""
     time_scale: float = 1.0
     riding_tokens: int | None = None
+    small_first: bool = False
     hops: bool = False
     says_ending: bool = False
     batches: bool = False
@@ -150,6 +152,7 @@ def describe(info: Mapping[str, Any]) -> Description:
             time_scale=float(emulation.get("time_scale") or 1.0),
             hops=bool(stateless.get("hops")),
             riding_tokens=_riding_tokens(info, temporal=config.get("prefill_disagg") in ("temporal", DOPD)),
+            small_first=config.get("prefill_disagg") in SMALL_FIRST,
             says_ending=bool(stateless) or bool(config),
             batches=config.get("prefill_disagg") == DOPD,
             legs=LegLoad.of_state(stateless) if "faults" in stateless else None,

@@ -1,0 +1,132 @@
+"""What a request waits for where small prefills go first. Prefill takes 10 ms + 1 ms a token."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy.test_colocation import unite
+from policy.test_properties import EXAMPLES
+from support.fleets import fleet, mixed, request
+
+from pla_sglang.policy.combined.colocation import ColocationMode
+from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
+from pla_sglang.policy.combined.sized_backlog import SizedBacklog
+from pla_sglang.policy.interface.fleet import InstanceView, RequestView
+
+
+def queue(instance: InstanceView, one: RequestView, sign: int = 1) -> None:
+    """What a driver does with the sums of the view."""
+    new, history = one.new_tokens(instance), one.history_tokens(instance)
+    instance.queued_prefills += sign
+    instance.queued_tokens += sign * new
+    instance.queued_attention += sign * new * (new + 2 * history)
+    instance.queued_history_tokens += sign * history
+
+
+@pytest.mark.parametrize(
+    ("sent", "waits_for"),
+    [
+        ([4000], (0, 0)),
+        ([600], (1, 600)),
+        ([1000, 2000, 500], (2, 1500)),
+        ([100, 3], (2, 103)),
+        ([], (0, 0)),
+    ],
+    ids=["a larger one", "a smaller one", "one of its own size class", "shorts", "nothing"],
+)
+def test_a_request_waits_for_those_that_are_no_larger(sent: list[int], waits_for: tuple[int, int]) -> None:
+    backlog, view = SizedBacklog(), fleet(mixed())
+    [instance] = view.instances
+    for number, tokens in enumerate(sent):
+        one = request(tokens, rid=number)
+        queue(instance, one)
+        backlog.add(one, instance)
+    assert backlog.ahead_of(request(900, rid="new"), instance)[:2] == waits_for
+
+
+def test_shorts_are_one_size() -> None:
+    backlog, view = SizedBacklog(), fleet(mixed())
+    [instance] = view.instances
+    other = request(250, rid="other")
+    queue(instance, other)
+    backlog.add(other, instance)
+    assert backlog.ahead_of(request(3), instance)[0] == 1
+
+
+def test_what_a_prefix_cache_has_makes_a_request_small() -> None:
+    backlog, view = SizedBacklog(), fleet(mixed())
+    [instance] = view.instances
+    large = request(4000, rid="large")
+    queue(instance, large)
+    backlog.add(large, instance)
+    assert backlog.ahead_of(request(4100, cached={0: 4000}), instance) == (0, 0, 0, 0)
+    assert backlog.ahead_of(request(4100), instance)[0] == 1
+
+
+def test_prefills_of_others_count_as_if_they_went_first() -> None:
+    [instance] = fleet(mixed(queued_prefills=1, queued_tokens=9000)).instances
+    assert SizedBacklog().ahead_of(request(10), instance)[:2] == (1, 9000)
+
+
+def test_a_view_that_knows_of_an_end_before_its_event_is_no_negative_queue() -> None:
+    backlog, view = SizedBacklog(), fleet(mixed())
+    [instance] = view.instances
+    backlog.add(request(4000, rid="large"), instance)
+    assert backlog.ahead_of(request(10), instance) == (0, 0, 0, 0)
+
+
+@EXAMPLES
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["add", "remove"]), st.integers(1, 9000)), max_size=30))
+def test_nothing_is_left_when_all_have_ended(events: list[tuple[int, str, int]]) -> None:
+    """Also of those that were sent again elsewhere, or have ended twice."""
+    backlog, view = SizedBacklog(), fleet(mixed(), mixed())
+    for rid, event, tokens in events:
+        one = request(tokens, rid=rid)
+        if event == "add":
+            backlog.add(one, view.instances[tokens % 2])
+        else:
+            backlog.remove(one)
+    for rid in range(6):
+        backlog.remove(request(rid=rid))
+    assert len(backlog) == 0
+    for instance in view.instances:
+        instance.queued_prefills, instance.queued_tokens = 1, 77
+        assert backlog.ahead_of(request(1), instance)[:2] == (1, 77)
+
+
+def combined(mode: ColocationMode) -> CombinedPolicy:
+    return CombinedPolicy(CombinedKnobs(), Parts(mode._arrow, unite=mode))
+
+
+def test_a_short_goes_to_the_instance_whose_larger_ones_it_passes() -> None:
+    """i0 has a prompt of 400 tokens, i1 one of 300; a request of 20 with a prefix at i0 passes it there."""
+    for small_first, chosen in ((True, "i0"), (False, "i1")):
+        policy = combined(unite(small_first=small_first, stall_weight=0.0, decode_weight=0.0))
+        view = fleet(mixed(), mixed())
+        for tokens, instance in zip((400, 300), view.instances, strict=True):
+            other = request(tokens, rid=tokens)
+            view_of_one = fleet(mixed(), mixed())
+            view_of_one.instances[1 - instance.index].queued_tokens = 10_000
+            view_of_one.instances[1 - instance.index].queued_prefills = 1
+            assert policy.dispatch(other, view_of_one, 0.0).prefill is view_of_one.instances[instance.index]
+            queue(instance, other)
+        short = request(60, rid="short", cached={0: 40})
+        answer = policy.dispatch(short, view, 0.0)
+        assert answer.prefill is not None
+        assert answer.prefill.name == chosen
+        if small_first:
+            assert answer.predicted_ttft_s == pytest.approx(0.01 + 0.02)
+
+
+def test_first_tokens_and_ends_are_taken_off() -> None:
+    mode = unite(small_first=True)
+    policy, view = combined(mode), fleet(mixed())
+    backlog = mode.backlog
+    assert backlog is not None
+    for rid in ("first token", "aborted"):
+        policy.dispatch(request(400, rid=rid), view, 0.0)
+    assert len(backlog) == 2
+    policy.on_first_token(request(400, rid="first token"), view.instances[0], 1.0)
+    policy.on_finish(request(400, rid="aborted"), 0, 1.0)
+    assert len(backlog) == 0
