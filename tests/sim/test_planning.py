@@ -172,7 +172,7 @@ def test_the_errors_are_those_that_were_published() -> None:
     ("name", "known"),
     [
         ("least-tokens", "unified-2/fcfs/cache-aware/mooncake/0.5"),
-        ("two-choices/temporal", "unified instances, engine temporal: the one measurement is not valid"),
+        ("two-choices/temporal", "unified-2/temporal/least-tokens/azure_conv/0.95"),
         ("least-tokens/mixed", "unified-2/mixed/cache-aware/mooncake/0.8"),
         ("least-tokens/mixed/temporal", "unified instances, engine temporal, mixed: not measured"),
         ("static-pd", "1+1/fcfs/static-pd-round-robin/azure_conv/0.8"),

@@ -32,12 +32,12 @@ class MeasuredError:
 
 
 MEASURED = (
-    MeasuredError("unified-2/fcfs/round-robin/azure_conv/0.8", 0.0, 0.0032, -0.0003),
-    MeasuredError("unified-2/fcfs/cache-aware/mooncake/0.5", -0.006, -0.1385, 0.1043),
-    MeasuredError("1+1/fcfs/static-pd-round-robin/azure_conv/0.8", 0.0041, -0.0773, -0.0804),
-    MeasuredError("2+2/fcfs/minimal-load/azure_conv/0.5", 0.0, -0.1964, 0.0186),
-    MeasuredError("unified-2/temporal/least-tokens/azure_conv/0.95", 0.0054, -0.1178, -0.1627, valid=False),
-    MeasuredError("unified-2/mixed/cache-aware/mooncake/0.8", -0.0073, -0.0924, -0.1012),
+    MeasuredError("unified-2/fcfs/round-robin/azure_conv/0.8", 0.0, 0.0027, -0.0001),
+    MeasuredError("unified-2/fcfs/cache-aware/mooncake/0.5", -0.0033, -0.0676, 0.3447),
+    MeasuredError("1+1/fcfs/static-pd-round-robin/azure_conv/0.8", 0.0062, -0.0501, 0.0143),
+    MeasuredError("2+2/fcfs/minimal-load/azure_conv/0.5", 0.0, -0.0283, 0.0091),
+    MeasuredError("unified-2/temporal/least-tokens/azure_conv/0.95", -0.0054, 0.036, -0.0202),
+    MeasuredError("unified-2/mixed/cache-aware/mooncake/0.8", -0.0067, -0.0565, -0.1343),
 )
 
 
