@@ -3,13 +3,13 @@
     python -m bench arrow --data FOLDER
     python -m bench arrow --turning
 
-Arms: ``minimal-load`` (a static split), ``arrow`` and ``combined`` on stateless engines; ``stock``, the best arm of
-``best_stock``'s frontier that this SGLang can be started as; ``pairs``, stock prefill and decode engines half and half
-behind our router with minimal load; ``pairs-sglang``, the same behind SGLang's own. The simulator names the rate to
-begin with; a second one is above it where the first is held, below it where it is missed. A ratio is stated where a
-rate above that of the arm below the line was measured and missed. ``--turning``: requests with long prompts, then with
-long answers, then both, against every fixed configuration. Finished runs are kept in ``--out``; ``--budget-s`` ends a
-run in time, and the next one goes on.
+Arms: ``minimal-load`` (a static split), ``arrow`` and ``combined`` on stateless engines; ``stock``, the best arm that
+this SGLang can be started as, by the simulator on the same requests (``startable.py``); ``pairs``, stock prefill and
+decode engines half and half behind our router with minimal load; ``pairs-sglang``, the same behind SGLang's own. The
+simulator names the rate to begin with; a second one is above it where the first is held, below it where it is missed. A
+ratio is stated where a rate above that of the arm below the line was measured and missed. ``--turning``: requests with
+long prompts, then with long answers, then both, against every fixed configuration. Finished runs are kept in ``--out``;
+``--budget-s`` ends a run in time, and the next one goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bench.harness.bench import Result, measuring
 from bench.harness.cli import DEFAULT_PROFILE
 from bench.harness.steps import Row, Steps
 from bench.research import highest_rate
-from bench.research.best_stock_live import best_startable, load_workload
+from bench.research.best_stock_live import load_workload
 from bench.research.highest_rate import (
     PAIRS,
     SETTINGS,
@@ -39,12 +39,12 @@ from bench.research.highest_rate import (
     ratio_of,
     table,
 )
+from bench.research.startable import choose_startable
 from pla_sglang.cluster.spec import ROUTER_MODULES
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Slo
 from pla_sglang.sim.fleet_arms import OURS, FleetArm
 from pla_sglang.sim.named_workloads import Workload
-from pla_sglang.sim.stock_frontier import read_limits
 from pla_sglang.workload import Trace
 
 PROFILES = {"azure_conv": "h100-llama70b-fp8-dopd"}  # all others: the default one
@@ -101,12 +101,12 @@ def contests_of(options: Options) -> list[Contest]:
         of_turning = with_profile(options, TURNING)
         arms = [*fixed_arms(options.instances), OUR_ARMS[1]]
         return [Contest("arrow", arm, load, of_turning) for arm in arms]
-    limits, contests = read_limits(options.frontier), []
+    contests = []
     for name in options.workloads.split(","):
-        load = load_workload(name, options)
-        stock = LiveArm(STOCK, best_startable(limits, name))
+        load, of_load = load_workload(name, options), with_profile(options, name)
+        stock = LiveArm(STOCK, choose_startable(load, of_load))
         arms = [MINLOAD_ARM, *OUR_ARMS, stock, *(arm for arm in PAIR_ARMS if has_router(arm))]
-        contests += [Contest("arrow", arm, load, with_profile(options, name)) for arm in arms]
+        contests += [Contest("arrow", arm, load, of_load) for arm in arms]
     return contests
 
 
@@ -173,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     highest_rate.add_arguments(parser, requests=1000, turns=2)
     parser.add_argument("--workloads", default="azure_code,azure_conv", help="names with commas between")
     parser.add_argument("--turning", action="store_true", help="the workload whose mix turns, instead of these")
-    parser.set_defaults(profile=None)
+    parser.set_defaults(profile=None, time_scale=2.0)
 
 
 def run(options: Options) -> int:

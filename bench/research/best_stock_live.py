@@ -2,18 +2,18 @@
 
     python -m bench best_stock_live --data FOLDER
 
-Stock: the best arm of ``best_stock``'s frontier that this SGLang can be started as: unified, first come first served
-(0.5.17 has no other order of prefills). Ours: policy ``combined`` before temporal engines whose decodes ride and whose
-deadlines decide. The simulator names a rung of a ladder of rates for each arm; the arms take turns, up to ``--turns``
-rungs each: up from one that is held, down from one that is missed. Every token is checked. Finished runs are kept in
-``--out``.
+Stock: the best arm that this SGLang can be started as, by the simulator on the same requests (``startable.py``):
+unified, first come first served (0.5.17 has no other order of prefills). Ours: policy ``combined`` before temporal
+engines whose decodes ride and whose deadlines decide. The simulator names a rung of a ladder of rates for each arm; the
+arms take turns, up to ``--turns`` rungs each: up from one that is held, down from one that is missed. Every token is
+checked. Finished runs are kept in ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from bench.harness import report
 from bench.harness.bench import Result, measuring
@@ -21,25 +21,12 @@ from bench.harness.steps import Row, Steps
 from bench.research import highest_rate
 from bench.research.cells import data_folder
 from bench.research.highest_rate import SETTINGS, TARGET, Contest, Course, LiveArm, Options, ratio_of, table
-from pla_sglang.errors import ConfigError
-from pla_sglang.sim.fleet_arms import INSTANCES, OURS, STOCK_ORDER, FleetArm, read_arm
+from bench.research.startable import choose_startable
+from pla_sglang.sim.fleet_arms import INSTANCES, OURS, read_arm
 from pla_sglang.sim.named_workloads import Workload, workload
-from pla_sglang.sim.stock_frontier import Limit, read_limits
 
 ANSWER_TOKENS = {"hol": 100}  # of workloads whose own answers are too short to have decodes beside prefills
 STOCK, OUR = "stock", "ours"
-
-
-def best_startable(limits: Mapping[tuple[str, float], Limit], name: str) -> FleetArm:
-    """The best arm of the frontier, over its targets from the lowest on, that SGLang 0.5.17 can be started as.
-
-    Raises ConfigError where the frontier has none for this workload.
-    """
-    known = [limit for (load, _), limit in sorted(limits.items()) if load == name]
-    for held in (held for limit in known for held in limit.stock):
-        if held.arm.order == STOCK_ORDER and not held.arm.prefills:
-            return held.arm
-    raise ConfigError(f"the frontier has no unified {STOCK_ORDER} arm of {name}; run best_stock --sweep for it first")
 
 
 def load_workload(name: str, options: Options) -> Workload:
@@ -54,11 +41,10 @@ def load_workload(name: str, options: Options) -> Workload:
 
 def contests_of(options: Options) -> list[Contest]:
     """Both arms of each workload. Raises ConfigError."""
-    limits = read_limits(options.frontier)
     contests = []
     for name in options.workloads.split(","):
         load = load_workload(name, options)
-        for side, arm in ((STOCK, best_startable(limits, name)), (OUR, OURS)):
+        for side, arm in ((STOCK, choose_startable(load, options)), (OUR, OURS)):
             contests.append(Contest("best_stock_live", LiveArm(side, arm), load, options))
     return contests
 

@@ -18,7 +18,6 @@ from bench.harness.bench import Result
 from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, running_fleet
 from bench.harness.steps import NoStepError, Row, Steps
-from bench.research.best_stock import FRONTIER
 from pla_sglang.metrics.goodput import goodput
 from pla_sglang.sim import fidelity
 from pla_sglang.sim.experiment import TEMPORAL, Experiment, run_experiment
@@ -288,7 +287,6 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser, *, requests: int | None, turns: int) -> None:
     """``requests``: of each run; None: as many as come in ``--span-s``."""
     parser.add_argument("--data", type=Path, help="folder with recorded traces (docs/fleets.md)")
-    parser.add_argument("--frontier", type=Path, default=FRONTIER, help="with the best stock arms")
     parser.add_argument("--instances", type=int, default=4, help="engines")
     parser.add_argument("--requests", type=int, default=requests, help="of a run, instead of --span-s")
     parser.add_argument("--span-s", type=float, default=40.0, help="of arrivals, device time")

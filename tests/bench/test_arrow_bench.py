@@ -15,12 +15,24 @@ from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned
 from bench.research import arrow as bench
 from pla_sglang.sim.fleet_arms import FleetArm
-from pla_sglang.sim.stock_frontier import Limit
-from pla_sglang.sim.stock_search import HeldRate
 
 SCALE, STEP = 4.0, 1.5
 STOCK = FleetArm("least-tokens", mixed=True, chunk_tokens=1024)
-SMALL = ["--instances", "2", "--requests", "12", "--step", f"{STEP}", "--turns", "12", "--budget-s", "99999", "--json"]
+SMALL = [
+    "--instances",
+    "2",
+    "--requests",
+    "12",
+    "--step",
+    f"{STEP}",
+    "--turns",
+    "12",
+    "--budget-s",
+    "99999",
+    "--json",
+    "--time-scale",
+    f"{SCALE}",
+]
 # requests/s that arms bear, by kind and policy
 BEARS = {("stateless", "combined"): 8.0, ("stateless", "arrow"): 5.5, ("stateless", "minimal-load"): 3.4}
 STOCK_BEARS = {"unified": 4.0, "decode": 2.3}
@@ -36,8 +48,7 @@ def take(stand_ins: LiveStandIns, planned: Sequence[Planned]) -> Sequence[tuple[
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> LiveStandIns:
-    limit = Limit("hol", 0.9, 300.0, 1.05, [HeldRate(STOCK, 5.0)], 6.0, 20.0, 100.0)
-    monkeypatch.setattr(bench, "read_limits", lambda path: {("hol", 0.9): limit})
+    monkeypatch.setattr(bench, "choose_startable", lambda load, options: STOCK)
     return LiveStandIns(take, time_scale=SCALE).install(monkeypatch)
 
 
@@ -112,7 +123,7 @@ def test_traces_have_the_profiles_of_the_comparison() -> None:
     options = BENCHES["arrow"].parse()
     named = {name: bench.with_profile(options, name).profile for name in ("azure_code", "azure_conv")}
     assert named == {"azure_code": "h100-llama3.1-8b-tp1", "azure_conv": "h100-llama70b-fp8-dopd"}
-    assert (options.requests, options.turns, options.instances) == (1000, 2, 4)
+    assert (options.requests, options.turns, options.instances, options.time_scale) == (1000, 2, 4, 2.0)
 
 
 def test_bad_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

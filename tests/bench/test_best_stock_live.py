@@ -18,21 +18,14 @@ from bench.harness.bench import ROOT
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
 from bench.research import best_stock_live as bench
+from bench.research import startable
+from bench.research.highest_rate import Contest, LiveArm
 from pla_sglang import chain
-from pla_sglang.errors import ConfigError
 from pla_sglang.sim.fleet_arms import FleetArm
-from pla_sglang.sim.stock_frontier import Limit
-from pla_sglang.sim.stock_search import HeldRate
 
 STOCK = FleetArm("least-tokens", mixed=True, chunk_tokens=1024)
-FASTER = FleetArm("cache-aware", mixed=True, chunk_tokens=4096, order="hrrn")  # no order of SGLang 0.5.17
 SCALE, SPAN_S, STEP = 4.0, 4.0, 1.5
 SMALL = ["--workloads", "hol", "--instances", "2", "--span-s", f"{SPAN_S}", "--step", f"{STEP}", "--budget-s", "9000"]
-
-
-def limits(*arms: FleetArm) -> dict[tuple[str, float], Limit]:
-    held = [HeldRate(arm, 5.0) for arm in arms]
-    return {("hol", target): Limit("hol", target, 300.0, 1.05, held, 6.0, 20.0, 100.0) for target in (0.9, 0.99)}
 
 
 class Servers:
@@ -82,7 +75,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
     for name in ("running_cluster", "running_router", "read_devices"):
         monkeypatch.setattr(live_fleet.servers, name, getattr(made, name))
     monkeypatch.setattr(live_fleet.servers, "flush_cache", lambda url: None)
-    monkeypatch.setattr(bench, "read_limits", lambda path: limits(FASTER, STOCK))
+    monkeypatch.setattr(bench, "choose_startable", lambda load, options: STOCK)
     return made
 
 
@@ -153,10 +146,16 @@ def test_runs_that_cannot_be_trusted(servers: Servers, tmp_path: Path, capsys: A
     assert (result["tokens_wrong"] > 0) == (fault == "wrong")
 
 
-def test_stock_is_what_this_sglang_can_be_started_as() -> None:
-    split = FleetArm("least-tokens", prefills=3)
-    assert bench.best_startable(limits(FASTER, split, STOCK), "hol") == STOCK
-    with pytest.raises(ConfigError, match="no unified fcfs arm of hol"):
-        bench.best_startable(limits(FASTER, split), "hol")
-    with pytest.raises(ConfigError, match="no unified fcfs arm of chat"):
-        bench.best_startable(limits(STOCK), "chat")
+def test_stock_is_the_arm_that_bears_most_of_those_that_can_be_started(capsys: pytest.CaptureFixture[str]) -> None:
+    options = BENCHES["best_stock_live"].parse("--span-s", "60", "--step", "1.2")
+    load = bench.load_workload("hol", options)
+    arms = (FleetArm("least-tokens", chunk_tokens=512), FleetArm("round-robin", chunk_tokens=8192), STOCK)
+    chosen = startable.choose_startable(load, options, arms)
+    bears = {arm: Contest("x", LiveArm(arm.name, arm), load, options).search_simulated() or -99 for arm in arms}
+    assert bears[chosen] == max(bears.values()) > min(bears.values())
+    assert f"of 3 stock arms that can be started the best one simulated is {chosen.name}" in capsys.readouterr().err
+
+
+def test_all_arms_that_can_be_started_race() -> None:
+    assert len(startable.STARTABLE) == len(set(startable.STARTABLE)) == 20
+    assert {(arm.order, arm.prefills) for arm in startable.STARTABLE} == {("fcfs", 0)}
