@@ -56,8 +56,12 @@ class Workload:
         return dataclasses.replace(self, trace=trace if requests is None else trace.take(slice(0, requests)))
 
     def trace_at(self, rate_per_s: float, span_s: float) -> Trace:
-        """As many of its requests as arrive in ``span_s`` at this mean rate; repeated where it has fewer."""
-        count = max(2, round(rate_per_s * span_s))
+        """As many of its requests as arrive in ``span_s`` at this mean rate; repeated where it has fewer.
+
+        At least up to the first that arrives later than the first one: requests at one time have no rate.
+        """
+        first_later = int(np.argmax(self.trace.arrival_s > self.trace.arrival_s[0]))
+        count = max(1 + first_later, round(rate_per_s * span_s))
         times = math.ceil(count / len(self.trace))
         return (self.trace.repeat(times) if times > 1 else self.trace).head(count).at_rate(rate_per_s)
 

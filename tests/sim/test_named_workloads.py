@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from pla_sglang.sim.named_workloads import WORKLOADS, workload
@@ -15,6 +18,13 @@ def test_a_trace_is_cut_or_repeated_to_its_span(rate_per_s: float, count: int) -
     assert trace.rate_per_s == pytest.approx(rate_per_s)
     assert trace.span_s == pytest.approx(20.0, rel=0.05)
     assert trace.input_tokens[:40].tolist() == load.trace.input_tokens[:40].tolist()
+
+
+def test_requests_that_come_at_once_are_followed_by_one_that_comes_later() -> None:
+    """Three at 0 s, as a recorded trace may begin: two of them would have no rate."""
+    trace = dataclasses.replace(workload("star", None, requests=5).trace, arrival_s=np.array([0.0, 0.0, 0.0, 1.0, 2.0]))
+    few = dataclasses.replace(WORKLOADS["star"], trace=trace).trace_at(0.01, 20.0)
+    assert (len(few), few.rate_per_s) == (4, pytest.approx(0.01))
 
 
 def test_every_generated_workload_is_drawn_from_its_seed() -> None:
