@@ -251,6 +251,43 @@ CASES = [
         (0,),
     ),
     Case(
+        "nor while a short without a target waits, which would come last",
+        pass_view([short(RECENT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.5)]),
+        S,
+        Reason.NO_GAIN,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "nor while one waits that was retracted",
+        pass_view(
+            [
+                long(RECENT_S, 1500, deadline_s=LOST_S, resumed=True),
+                long(RECENT_S, 4000, deadline_s=NOW_S + 0.55),
+            ]
+        ),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "a long without a target comes last",
+        pass_view([long(RECENT_S, 1500), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)]),
+        L,
+        Reason.URGENT,
+        (1,),
+        (0,),
+    ),
+    Case(
+        "and without any target the order is as ever",
+        pass_view([long(RECENT_S, 4000), long(RECENT_S, 1500)]),
+        L,
+        Reason.NO_SHORT,
+        (1,),
+        (1,),
+    ),
+    Case(
         "nor where more wait than are planned",
         pass_view(
             [

@@ -11,6 +11,7 @@ for the sake of the others, and gives the order that keeps them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from pla_sglang.policy.interface.prefill import WaitingView
@@ -63,18 +64,25 @@ class Deadlines:
     ) -> Plan | None:
         """Which of those that do not give way are kept (``most_kept.py``); None where the usual order counts.
 
-        That is so where too many wait for a plan, where none of them has a target, or where one has a better priority.
-        ``model``: step times, with what riders add to a pass.
+        That is so where too many wait for a plan, where priorities differ, and where somebody would come last in it who
+        must not wait for all others: a short without a target that can be kept, or a long that was retracted, whose
+        user already sees a stream. (Other longs without one have their share once they are aged.)
+
+        Args:
+            model: step times, with what riders add to a pass.
         """
         if not longs or len(longs) + len(shorts) > MOST_PLANNED:
             return None
-        views = (*longs, *shorts)
-        rank = views[0].priority_rank
-        if any(view.priority_rank != rank for view in views) or all(view.deadline_s is None for view in views):
+        rank = longs[0].priority_rank
+        if any(view.priority_rank != rank for view in longs) or any(view.priority_rank != rank for view in shorts):
             return None
         each_s = SLOWER * batch_step_s(shorts, model) / len(shorts) if shorts else 0.0
         turns = [Turn(view, due_of(view, now_s), each_s) for view in shorts]
+        if any(turn.due_s == math.inf for turn in turns):
+            return None
         turns += [Turn(view, due_of(view, now_s), SLOWER * self._alone_s(view, model)) for view in longs]
+        if any(turn.due_s == math.inf and turn.view.resumed for turn in turns):
+            return None
         return plan_most_kept(turns, now_s)
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
