@@ -73,7 +73,7 @@ class FleetArm:
         return {"name": self.name, **dataclasses.asdict(self)}
 
 
-OURS = FleetArm("combined", mixed=True, order=TEMPORAL, deadlines="decide")
+OURS = FleetArm("combined", mixed=True, chunk_tokens=4096, order=TEMPORAL, deadlines="decide")
 
 
 def read_arm(fields: dict[str, Any]) -> FleetArm:

@@ -238,6 +238,28 @@ CASES = [
         (),
     ),
     Case(
+        "where those that are kept do not fit the KV cache together nobody is urgent",
+        pass_view(
+            [long(RECENT_S, 1500, deadline_s=KEPT_S), long(RECENT_S, 4000, deadline_s=NOW_S + 0.55)],
+            kv_free=5499,
+        ),
+        L,
+        Reason.NO_SHORT,
+        (0,),
+        (0,),
+    ),
+    Case(
+        "but the larger one is given up all the same",
+        pass_view(
+            [long(RECENT_S - 1, 4000, deadline_s=NOW_S + 0.55), long(RECENT_S, 3000, deadline_s=NOW_S + 0.6)],
+            kv_free=5499,
+        ),
+        L,
+        Reason.LOST_LONG,
+        (1,),
+        (0,),
+    ),
+    Case(
         "with the worse priority nobody is urgent, and nobody given up",
         pass_view(
             [

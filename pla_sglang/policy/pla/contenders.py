@@ -2,7 +2,9 @@
 
 First those that cannot be kept even alone are left out (``deadlines.py``). Of the others a plan keeps as many as
 possible (``most_kept.py``): who is given up for their sake is left out too, in this pass; the next one plans again.
-Where the usual order would make one late that is kept, the first long of the plan is *urgent*.
+Where the usual order would make one late that is kept, the first long of the plan is *urgent*. Not where those that are
+kept do not fit the KV cache together: then memory decides, and larger requests first would keep fewer (measured on
+mooncake and azure_conv, docs/policies/temporal.md).
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Contest:
             kept = [long for long in field.longs if plan.keeps(long)]
             self._pick_among(field, kept, view, now_s, chunk_lost=chunk_gives_way)
         first = field.shorts or (() if field.pick is None else (field.pick.view,))
-        if not plan.bears(first, now_s):
+        fits = sum(turn.view.footprint_tokens for turn in plan.turns) <= view.kv_free_tokens
+        if fits and not plan.bears(first, now_s):
             field.urgent = self._find_first_long(plan, field.shorts, view)
 
     def _pick_among(
