@@ -49,14 +49,19 @@ def contests_of(options: Options) -> list[Contest]:
     return contests
 
 
-def sum_up(courses: Sequence[Course]) -> Row:
-    """By workload and arm. A ratio is stated where a rate above stock's was measured and missed; ours may bear more."""
-    result = highest_rate.sum_up(courses)
+def ratios_of(result: Result) -> Row:
+    """From the rates. A ratio is stated where a rate above stock's was measured and missed; ours may bear more."""
     held, simulated, closed = (result[key] for key in ("rate_at_90", "sim_rate_at_90", "bracketed"))
-    return result | {
+    return {
         "vs_best_stock": {n: ratio_of(of[OUR], of[STOCK]) if closed[n][STOCK] else None for n, of in held.items()},
         "sim_vs_best_stock": {name: ratio_of(of[OUR], of[STOCK]) for name, of in simulated.items()},
     }
+
+
+def sum_up(courses: Sequence[Course]) -> Row:
+    """By workload and arm."""
+    result = highest_rate.sum_up(courses)
+    return result | ratios_of(result)
 
 
 def page(result: Result) -> str:
