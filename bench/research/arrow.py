@@ -173,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     highest_rate.add_arguments(parser, requests=1000, turns=2)
     parser.add_argument("--workloads", default="azure_code,azure_conv", help="names with commas between")
     parser.add_argument("--turning", action="store_true", help="the workload whose mix turns, instead of these")
-    parser.set_defaults(profile=None, time_scale=2.0)
+    parser.set_defaults(profile=None)
 
 
 def run(options: Options) -> int:
