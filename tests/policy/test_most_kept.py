@@ -8,10 +8,14 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy.test_properties import EXAMPLES
+from policy.test_properties import EXAMPLES, MODEL
 from support.views import long
 
+from pla_sglang.policy.pla.awd import batch_step_s
+from pla_sglang.policy.pla.deadlines import Deadlines
+from pla_sglang.policy.pla.longs import LongKnobs
 from pla_sglang.policy.pla.most_kept import ARRIVING, SLOWER, Plan, Turn, due_of, plan_most_kept
+from pla_sglang.policy.pla.ride import START, model_beside
 
 NOW_S = 100.0
 JOBS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7)
@@ -79,3 +83,41 @@ def test_who_is_lost_is_due_at_no_time() -> None:
     assert due_of(view, NOW_S) == NOW_S + 1.0
     assert due_of(view, NOW_S + 0.6) == math.inf
     assert due_of(long(), NOW_S) == math.inf
+
+
+WAITING = st.lists(
+    st.tuples(st.integers(100, 5000), st.integers(0, 4000), st.floats(0.01, 40.0)), min_size=1, max_size=9
+)
+
+
+@EXAMPLES
+@given(WAITING, WAITING, st.integers(0, 300), st.integers(0, 300_000))
+def test_where_all_have_time_a_plan_would_change_nothing(
+    longs: list[tuple[int, int, float]], shorts: list[tuple[int, int, float]], riders: int, context_tokens: int
+) -> None:
+    """Nobody is given up, and anybody may go first; with and without riders, and with several chunks."""
+    deadlines = Deadlines(LongKnobs(lost_age_s=30.0, chunk_max_tokens=1000), MODEL)
+    queues = [[long(NOW_S, new, deadline_s=NOW_S + due_s) for new, _, due_s in of] for of in (longs, shorts)]
+    for view, (_, history, _) in zip([*queues[0], *queues[1]], [*longs, *shorts], strict=True):
+        view.history_tokens = history
+        deadlines.latest_start_s(view)
+    model = model_beside(MODEL, START, riders, context_tokens)
+    if not deadlines.have_time(*queues, NOW_S, model):
+        return
+    each_s = SLOWER * batch_step_s(queues[1], model) / len(queues[1])
+    turns = [Turn(view, due_of(view, NOW_S), each_s) for view in queues[1]]
+    turns += [Turn(view, due_of(view, NOW_S), SLOWER * deadlines._alone_s(view, model)) for view in queues[0]]
+    plan = plan_most_kept(turns, NOW_S)
+    assert not plan.given_up
+    assert all(plan.bears([turn.view], NOW_S) for turn in turns)
+    assert plan.bears(queues[1], NOW_S)
+
+
+def test_time_is_had_where_targets_are_far_and_never_without_one() -> None:
+    deadlines = Deadlines(LongKnobs(lost_age_s=30.0, chunk_max_tokens=1000), MODEL)
+    far, near = long(NOW_S, 4000, deadline_s=NOW_S + 60.0), long(NOW_S, 4000, deadline_s=NOW_S + 0.5)
+    for view in (far, near):
+        deadlines.latest_start_s(view)
+    assert deadlines.have_time([far], [], NOW_S, MODEL)
+    assert not deadlines.have_time([far, near], [], NOW_S, MODEL)
+    assert not deadlines.have_time([far, long(NOW_S, 4000)], [], NOW_S, MODEL)

@@ -18,7 +18,7 @@ from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.policy.pla.awd import batch_step_s
 from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.longs import LongKnobs
-from pla_sglang.policy.pla.most_kept import MOST_PLANNED, SLOWER, Plan, Turn, due_of, plan_most_kept
+from pla_sglang.policy.pla.most_kept import ARRIVING, MOST_PLANNED, SLOWER, Plan, Turn, due_of, plan_most_kept
 
 
 class Deadlines:
@@ -64,14 +64,15 @@ class Deadlines:
     ) -> Plan | None:
         """Which of those that do not give way are kept (``most_kept.py``); None where the usual order counts.
 
-        That is so where too many wait for a plan, where priorities differ, and where somebody would come last in it who
-        must not wait for all others: a short without a target that can be kept, or a long that was retracted, whose
-        user already sees a stream. (Other longs without one have their share once they are aged.)
+        That is so where all have time, where too many wait for a plan, where priorities differ, and where somebody
+        would come last in it who must not wait for all others: a short without a target that can be kept, or a long
+        that was retracted, whose user already sees a stream. (Other longs without one have their share once they are
+        aged.)
 
         Args:
             model: step times, with what riders add to a pass.
         """
-        if not longs or len(longs) + len(shorts) > MOST_PLANNED:
+        if not longs or len(longs) + len(shorts) > MOST_PLANNED or self.have_time(longs, shorts, now_s, model):
             return None
         rank = longs[0].priority_rank
         if any(view.priority_rank != rank for view in longs) or any(view.priority_rank != rank for view in shorts):
@@ -84,6 +85,31 @@ class Deadlines:
         if any(turn.due_s == math.inf and turn.view.resumed for turn in turns):
             return None
         return plan_most_kept(turns, now_s)
+
+    def have_time(
+        self, longs: Sequence[WaitingView], shorts: Sequence[WaitingView], now_s: float, model: StepModel
+    ) -> bool:
+        """Whether all are in time in any order, so that a plan changes nothing; False where somebody has no target.
+
+        On the hot path: by the times alone, which are known, and by what ``model`` adds to a pass at most.
+        """
+        chunk = self._knobs.chunk_max_tokens
+        alone_s, passes, first_due_s = 0.0, len(longs) + len(shorts), math.inf
+        for view in longs:
+            due_s = view.deadline_s
+            if due_s is None:
+                return False
+            alone_s += due_s - view.latest_s
+            passes += 0 if chunk is None else view.new_tokens // chunk
+            first_due_s = min(first_due_s, due_s)
+        for view in shorts:
+            due_s = view.deadline_s
+            if due_s is None:
+                return False
+            alone_s += due_s - view.latest_s
+            first_due_s = min(first_due_s, due_s)
+        added_s = model.g0_s - self._model.g0_s + model.k0_s - self._model.k0_s
+        return now_s + ARRIVING * (alone_s + added_s * passes) <= first_due_s
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that are lost and have given way for their bound, in their order. On the hot path."""
