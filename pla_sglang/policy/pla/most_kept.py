@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pla_sglang.policy.interface.prefill import WaitingView
 
 SLOWER, ARRIVING = 1.2, 1.7
-MOST_PLANNED = 256  # requests; a plan over more would take longer than a pass may wait for it
+MOST_PLANNED = 128  # requests; a plan over more would take longer than a pass may wait for it
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
