@@ -94,19 +94,13 @@ class Deadlines:
         On the hot path: by the times alone, which are known, and by what ``model`` adds to a pass at most.
         """
         chunk = self._knobs.chunk_max_tokens
-        alone_s, passes, first_due_s = 0.0, len(longs) + len(shorts), math.inf
-        for view in longs:
+        alone_s, passes, first_due_s = 0.0, 0, math.inf
+        for view in (*longs, *shorts):
             due_s = view.deadline_s
             if due_s is None:
                 return False
             alone_s += due_s - view.latest_s
-            passes += 0 if chunk is None else view.new_tokens // chunk
-            first_due_s = min(first_due_s, due_s)
-        for view in shorts:
-            due_s = view.deadline_s
-            if due_s is None:
-                return False
-            alone_s += due_s - view.latest_s
+            passes += 1 if chunk is None else 1 + view.new_tokens // chunk
             first_due_s = min(first_due_s, due_s)
         added_s = model.g0_s - self._model.g0_s + model.k0_s - self._model.k0_s
         return now_s + ARRIVING * (alone_s + added_s * passes) <= first_due_s
