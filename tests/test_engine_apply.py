@@ -18,7 +18,7 @@ from pla_sglang.policy.device_clock import DeviceClock
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
 from pla_sglang.policy.pla.boundary import GPU_START
 
-EMPTY_VIEW = PassView([], None, CHUNK_TOKENS, 1, 1000, 1000, 0)
+EMPTY_VIEW = PassView([], None, CHUNK_TOKENS, 1, 1000, 1000, 1000, 0)
 
 
 # -- the queue ---------------------------------------------------------------------------------------------------------

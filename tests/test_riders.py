@@ -44,9 +44,11 @@ def test_targets_count_from_where_a_request_was_first_seen() -> None:
 def test_the_first_deadline_counts_and_a_request_may_have_its_own_target() -> None:
     clock = RiderClock(DeviceClock(1.0))
     reqs = [running(10, 1), running(20, 1, slo_tpot_ms=20.0), running(30, 1, slo_tpot_ms=400.0)]
-    assert clock.read(reqs, TIMES, 50.0, 1).token_slack_s == pytest.approx(0.02)
+    riders = clock.read(reqs, TIMES, 50.0, 1)
+    assert (riders.token_slack_s, riders.tpot_target_s) == (pytest.approx(0.02), pytest.approx(0.02))
     assert clock.read(reqs[:1], TIMES, None, 1).token_slack_s == pytest.approx(0.05), "stamped once"
-    assert clock.read([running(10, 1)], TIMES, None, 1).token_slack_s is None
+    without = clock.read([running(10, 1)], TIMES, None, 1)
+    assert (without.token_slack_s, without.tpot_target_s) == (None, None)
 
 
 @pytest.mark.parametrize(("committed", "tokens"), [(15, 0), (16, 16), (17, 0)])

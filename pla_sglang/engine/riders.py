@@ -37,11 +37,13 @@ class _Tokens:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Riders:
-    """Sums over the running requests, and the time from the start of the pass to the first next-token deadline."""
+    """Sums over the running requests, the time from the start of the pass to the first next-token deadline, and the
+    least TPOT target."""
 
     context_tokens: int
     new_kv_tokens: int
     token_slack_s: float | None
+    tpot_target_s: float | None
 
 
 class RiderClock:
@@ -57,6 +59,7 @@ class RiderClock:
         """One look at each running request; what is first seen is stamped."""
         context = new_pages = 0
         first_due_s: float | None = None
+        least_target_s: float | None = None
         for req in reqs:
             committed = req.kv_committed_len
             context += committed
@@ -67,6 +70,8 @@ class RiderClock:
                 tokens = self._stamp(req, given, times, default_ms)
             if tokens.target_s is None:
                 continue
+            if least_target_s is None or tokens.target_s < least_target_s:
+                least_target_s = tokens.target_s
             steps = given - tokens.seen_tokens + 1
             due_s, next_s = tokens.seen_s + steps * tokens.target_s, times.last_token_s + tokens.target_s
             if due_s < next_s:
@@ -74,7 +79,7 @@ class RiderClock:
             if first_due_s is None or due_s < first_due_s:
                 first_due_s = due_s
         slack_s = None if first_due_s is None else first_due_s - times.begin_s
-        return Riders(context, new_pages * page_tokens, slack_s)
+        return Riders(context, new_pages * page_tokens, slack_s, least_target_s)
 
     def _stamp(self, req: Any, given: int, times: PassTimes, default_ms: float | None) -> _Tokens:
         target_s = tpot_target_s(req, default_ms)

@@ -195,6 +195,7 @@ class PrefillAdapter:
         view.context_tokens = riders.context_tokens
         view.rider_tokens = riders.new_kv_tokens
         view.token_slack_s = riders.token_slack_s
+        view.tpot_target_s = riders.tpot_target_s
 
     def _riders_stay_out(self, view: PassView, decision: PassDecision) -> bool:
         """Whether the host would take no riders into the pass that was decided. Then ``view`` says so from now on."""

@@ -170,6 +170,7 @@ def pass_view(
         slots=free_slots(scheduler, running_batch, chunk),
         kv_free_tokens=room_tokens - expected_growth_tokens(scheduler, running_batch),
         kv_room_tokens=room_tokens,
+        kv_capacity_tokens=scheduler.max_total_num_tokens,
         running=len(running_batch.reqs),
         decode_wait_s=decode_wait_s,
     )

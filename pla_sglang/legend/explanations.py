@@ -102,6 +102,7 @@ ENGINE: Mapping[str, str] = {
     "wait_for_depth": "No prefill yet: waiting for a fuller batch pays.",
     "wait_for_slot": "No prefill yet: one more request would fill the slots of a captured graph.",
     "kv_drain": "No prefill: a long prompt needs KV memory that running requests will free.",
+    "reserve": "No prefill: only requests wait that miss their target; memory and decode time are kept for others.",
     "kv_headroom": "No prefill: starting the long prompt would leave no KV memory for expected short ones.",
     "blocked": "No prefill: nothing that waits can run before memory or slots are freed.",
     "empty": "Nothing waits for its prefill.",

@@ -295,6 +295,7 @@ class Instance:
             slots=self._knobs.slots - running - (queue.chunk is not None) - self.incoming.on_the_way,
             kv_free_tokens=self.pool.available_tokens - expected,
             kv_room_tokens=self.pool.available_tokens,
+            kv_capacity_tokens=self.pool.capacity_tokens,
             running=running,
             decode_wait_s=self.decoding.meter.waited_s(now_s) if running else 0.0,
             decode_step_s=self.costs.decode_s(running, self.decoding.running.context_tokens) if running else 0.0,
@@ -302,6 +303,7 @@ class Instance:
             context_tokens=self.decoding.running.context_tokens if rides else 0,
             rider_tokens=running if rides else 0,
             token_slack_s=self.decoding.token_slack_s(now_s) if rides else None,
+            tpot_target_s=self.decoding.running.deadlines.least_target_s() if rides else None,
         )
 
     def _pass_s(self, under_way: PrefillPass) -> float:

@@ -39,9 +39,18 @@ class TokenDeadlines:
         """The first deadline after ``step`` steps, whose last ended at ``last_token_s``; None without targets."""
         first_s: float | None = None
         for target_s, entries in self._by_target.items():
-            while entries and not (entries[0][3] in self._members and entries[0][3].join_step == entries[0][2]):
-                heapq.heappop(entries)
+            self._drop_gone(entries)
             if entries:
                 due_s = max(entries[0][0] + step * target_s, last_token_s + target_s)
                 first_s = due_s if first_s is None else min(first_s, due_s)
         return first_s
+
+    def least_target_s(self) -> float | None:
+        """Of the members; None without targets."""
+        for entries in self._by_target.values():
+            self._drop_gone(entries)
+        return min((target_s for target_s, entries in self._by_target.items() if entries), default=None)
+
+    def _drop_gone(self, entries: list[tuple[float, int, int, SimRequest]]) -> None:
+        while entries and not (entries[0][3] in self._members and entries[0][3].join_step == entries[0][2]):
+            heapq.heappop(entries)

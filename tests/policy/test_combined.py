@@ -169,6 +169,15 @@ def test_star_does_not_level_above_max_running_tokens() -> None:
     assert R.VETO in [action.reason for action in actions]
 
 
+def test_a_move_leaves_kv_cache_for_new_requests_on_its_target() -> None:
+    """The request that would move holds 400 tokens; 80 % of 10,000 may be used."""
+    for used_tokens, moved in ((7_600, True), (7_601, False)):
+        target = decode(kv_used_tokens=used_tokens, kv_capacity_tokens=10_000)
+        actions = combined().tick(listed(fleet(prefill(), decode(), target), "i1"), 0.0)
+        assert any(isinstance(action, Migrate) for action in actions) is moved
+        assert (R.VETO in [action.reason for action in actions]) is not moved
+
+
 def urgent(policy: CombinedPolicy, view: FleetView) -> None:
     """A flip for a predicted TTFT, at 0 s."""
     answer = policy.dispatch(request(100), view, 0.0)

@@ -95,6 +95,13 @@ CASES = [
         (0,),
         make=lambda: policy(decide=True),
     ),
+    Case(
+        "a lost long would take the KV cache of those to come, where targets decide",
+        pass_view([long(RECENT_S, 4000, deadline_s=NOW_S)], running=4, kv_free=20_000, kv_capacity=100_000),
+        H,
+        Reason.RESERVE,
+        make=lambda: policy(decide=True),
+    ),
     # both classes
     Case("due shorts before a long", pass_view([long(RECENT_S), lone_short()]), S, Reason.NO_GAIN, (1,)),
     Case("due shorts park the chunk", pass_view([lone_short()], long(RECENT_S)), S, Reason.NO_GAIN, (0,), park=True),

@@ -64,6 +64,7 @@ class FakeScheduler:
         self.chunked_prefill_size: int | None = CHUNK_TOKENS
         self.max_prefill_tokens = 16_384
         self.max_running_requests = 64
+        self.max_total_num_tokens = 100_000
         self.page_size = 1
         self.truncation_align_size: int | None = None
         self.device = "cpu"

@@ -37,6 +37,7 @@ def pass_view(
     slots: int = 100,
     kv_free: int = 100_000,
     kv_room: int | None = None,
+    kv_capacity: int | None = None,
     running: int = 0,
     **decodes: float,
 ) -> PassView:
@@ -47,6 +48,7 @@ def pass_view(
         slots=slots,
         kv_free_tokens=kv_free,
         kv_room_tokens=kv_free if kv_room is None else kv_room,
+        kv_capacity_tokens=kv_free if kv_capacity is None else kv_capacity,
         running=running,
         **decodes,  # type: ignore[arg-type]
     )

@@ -180,6 +180,7 @@ class VirtualEngine:
             slots=self.slots - len(self.running) - (self.chunk is not None),
             kv_free_tokens=self._kv_free(),
             kv_room_tokens=self.kv_tokens - self._held(),
+            kv_capacity_tokens=self.kv_tokens,
             running=len(self.running),
             decode_wait_s=self.now_s - self._decoded_s if self.running else 0.0,
         )

@@ -14,7 +14,8 @@ Precedence in case of conflict:
    not drain instances and the pressure controller does not move any: both would work with counts about to change;
 3. plan: DOPD's scaling and, on a fleet of fixed size, nothing else of it: Arrow's triggers decide the ratio there;
 4. optimisation: PLA's length classes, then STAR's moves. STAR never moves a request to an instance that Arrow empties
-   (D->P), nor to one that would then hold more than Max Running Tokens, and it stops while decode is being flipped.
+   (D->P), nor to one that would then hold more than Max Running Tokens or have too little KV cache left, and it stops
+   while decode is being flipped.
 
 While decodes tolerate the prefills on their instances, the fleet drops roles (``colocation.py``): a request goes to
 the instance with the least cost of both phases, and STAR is the only active part. The rest is for a fleet with roles.
@@ -90,6 +91,7 @@ class CombinedKnobs:
         keep to are not sized.
     ease_share: share of the TTFT target above which relief in place is used.
     flip_share: share of the TTFT target above which Arrow's TTFT flip is made; 1: when the target is missed.
+    reserve_share: of the KV cache, that a move leaves free on its target: what engines keep for new requests.
     interval_s: of the common tick; each part has its own interval in addition.
     """
 
@@ -99,6 +101,7 @@ class CombinedKnobs:
     class_memory: int = knob(200, allowed=Range(1))
     ease_share: float = knob(0.25, allowed=Range(0, 1))
     flip_share: float = knob(0.5, allowed=Range(0, 1))
+    reserve_share: float = knob(0.2, allowed=Range(0, 1))
     interval_s: float = knob(0.25, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:
@@ -333,12 +336,16 @@ class CombinedPolicy(Observer):
         return [self._unless_full(action) for action in star.tick(fleet, now_s)]
 
     def _unless_full(self, action: FleetAction) -> FleetAction:
-        """STAR's move is allowed if Arrow could place that decode on the target: if all instances are above Max
-        Running Tokens, balancing makes all tokens late instead of some."""
+        """STAR's move is allowed if Arrow could place that decode on the target, and if it leaves ``reserve_share`` of
+        the KV cache there: if all instances are above Max Running Tokens, or full, balancing makes all requests late
+        instead of some."""
         if not isinstance(action, Migrate):
             return action
-        fits = action.target.decode_tokens() + action.tokens <= self.parts.arrow.limit_tokens(action.target)
-        return action if fits else Hold(FleetReason.VETO)
+        target = action.target
+        most_used = (1 - self.knobs.reserve_share) * target.kv_capacity_tokens
+        fits = target.decode_tokens() + action.tokens <= self.parts.arrow.limit_tokens(target)
+        leaves_reserve = target.kv_used_tokens + action.tokens <= most_used
+        return action if fits and leaves_reserve else Hold(FleetReason.VETO)
 
     # -- small questions -----------------------------------------------------------------------------------------------
 

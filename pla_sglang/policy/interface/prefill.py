@@ -32,6 +32,7 @@ class Ride(enum.Enum):
 
     TOGETHER = "together"  # they join: less device time than a decode step of their own
     TOKEN_DEADLINE = "token_deadline"  # they join, and the pass was cut so that their next tokens are in time
+    KV_SHORT = "kv_short"  # they join, and the pass was cut because KV cache is short and only they free any
     LATE = "late"  # they join although their next token is late: no smaller pass would be in time
     ALONE = "alone"  # they step alone after the pass: that is cheaper
     NO_ROOM = "no_room"  # they step alone after the pass: there is no KV cache for their tokens beside it
@@ -71,6 +72,7 @@ class Reason(enum.Enum):
     WAIT_FOR_SLOT = "wait_for_slot"  # as above, for the one request that fills a captured graph's slots
     KV_DRAIN = "kv_drain"  # an aged long, or the chunk under way, needs KV cache that running requests will free
     KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected shorts
+    RESERVE = "reserve"  # only lost requests wait, and would take KV cache or decode time of those to come
     BLOCKED = "blocked"  # nothing that waits can run before memory or slots are freed
     EMPTY = "empty"  # nothing waits
 
@@ -134,13 +136,15 @@ class PassView:
         slots: requests that may still be added to the running batch.
         kv_free_tokens: KV tokens free or evictable, less what running requests are expected to add.
         kv_room_tokens: KV tokens free or evictable now: what this pass can allocate at most.
+        kv_capacity_tokens: of the whole KV cache.
         running: requests that are decoding.
         decode_wait_s: time since their last decode step; 0 without any.
         decode_step_s: recent decode step time; 0: unknown.
         can_ride: the host can let them join this pass.
-        context_tokens: KV tokens that they hold. With ``can_ride`` only, as the next two.
+        context_tokens: KV tokens that they hold. With ``can_ride`` only, as the next three.
         rider_tokens: KV tokens that their next tokens take.
         token_slack_s: time until the first of them is due its next token, by its TPOT target; None: none has one.
+        tpot_target_s: the least TPOT target of them; None: none has one.
     """
 
     waiting: list[WaitingView]
@@ -149,6 +153,7 @@ class PassView:
     slots: int
     kv_free_tokens: int
     kv_room_tokens: int
+    kv_capacity_tokens: int
     running: int
     decode_wait_s: float = 0.0
     decode_step_s: float = 0.0
@@ -156,6 +161,7 @@ class PassView:
     context_tokens: int = 0
     rider_tokens: int = 0
     token_slack_s: float | None = None
+    tpot_target_s: float | None = None
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

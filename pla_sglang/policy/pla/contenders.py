@@ -2,6 +2,7 @@
 
 First those that cannot be kept even alone are left out (``deadlines.py``). Of the others a plan keeps as many as
 possible (``most_kept.py``): who is given up for their sake is left out too, in this pass; the next one plans again.
+Where nobody can be kept the lost ones run, as far as that leaves room for those to come (``reserve.py``).
 Where the usual order would make one late that is kept, the first long of the plan is *urgent*. Not where those that are
 kept do not fit the KV cache together: then memory decides, and larger requests first would keep fewer (measured on
 mooncake and azure_conv, docs/policies/temporal.md).
@@ -18,6 +19,7 @@ from pla_sglang.policy.pla.class_queues import ClassQueues
 from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongPick, LongQueue
 from pla_sglang.policy.pla.most_kept import Plan
+from pla_sglang.policy.pla.reserve import leave_reserve
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,7 +29,8 @@ class Contenders:
     shorts, longs: without those that give way.
     why: the reason of a long that is next only because others give way.
     lost_chunk: the chunk under way is lost.
-    some_give_way: to others that are kept.
+    some_give_way: to others that are kept, or that may still come.
+    reserved: all that wait are lost, and nobody starts for the sake of those to come.
     urgent: the long that has to go before shorts and smaller longs.
     """
 
@@ -37,6 +40,7 @@ class Contenders:
     why: Reason | None = None
     lost_chunk: bool = False
     some_give_way: bool = False
+    reserved: bool = False
     urgent: LongPick | None = None
 
 
@@ -62,12 +66,23 @@ class Contest:
         field.lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
         can_keep = len(kept_shorts) + len(kept)
         field.some_give_way = field.lost_chunk or can_keep < len(view.waiting)
-        field.some_give_way &= can_keep > 0 or (view.chunk is not None and not field.lost_chunk)
         if kept and (field.lost_chunk or len(kept) < len(longs)):
             self._pick_among(field, kept, view, now_s, chunk_lost=field.lost_chunk)
         if len(kept_shorts) < len(shorts) and (kept_shorts or kept):
             field.why = field.why if kept_shorts or field.why else Reason.LOST_SHORT
             field.shorts = kept_shorts
+        if not kept and can_keep < len(view.waiting):
+            self._leave_reserve(field, view, now_s, shorts_lost=not kept_shorts)
+
+    def _leave_reserve(self, field: Contenders, view: PassView, now_s: float, *, shorts_lost: bool) -> None:
+        """All longs are lost, and the shorts that are left too, or none of them."""
+        if shorts_lost:
+            field.shorts = leave_reserve(field.shorts, view)
+        longs = leave_reserve(field.longs, view)
+        if len(longs) < len(field.longs):
+            self._pick_among(field, longs, view, now_s, chunk_lost=False)
+            field.why = None
+        field.reserved = not field.shorts and not longs
 
     def _keep_most(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
         chunk = view.chunk

@@ -16,7 +16,10 @@ The rule, for a pass that was chosen without regard to decodes:
 2. The pass is cut until it ends, by the model and its error, before the first next-token deadline of those that run
    (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last shorts of a batch wait. A chunk is not cut
    below the crossing of the roofline, where it would be no faster, and shorts that must start now are kept.
-3. Where even that is too late (LATE), running requests that have sat out a pass decode first, alone (HOLD). After a
+3. Where KV cache is short, a long is cut to the time of ``SHORT_STEPS`` decode steps (KV_SHORT): what starts next waits
+   for memory, not for this prefill, and only those that run free any. With large chunks they step seldom, then often
+   without a prefill to share the step with; and more prompts are in the cache at once, and are thrown out again.
+4. Where even rule 2 is too late (LATE), running requests that have sat out a pass decode first, alone (HOLD). After a
    decode step it is the prefill's turn whatever it costs: targets that no pass can keep must not starve prefills.
 """
 
@@ -29,6 +32,9 @@ from collections.abc import Sequence
 
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, Ride, WaitingView
 from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.reserve import is_kv_short
+
+SHORT_STEPS = 2  # with 3 as many again were thrown out on mooncake (docs/policies/temporal.md)
 
 Amounts = tuple[int, int, int]  # new tokens, history tokens and attention of a pass
 
@@ -113,7 +119,7 @@ def plan_ride(
     now_s: float,
     grid_tokens: int,
 ) -> PassDecision:
-    """``decision``, SHORT or LONG, with the decodes that run joined or not, and cut for their next tokens.
+    """``decision``, SHORT or LONG, with the decodes that run joined or not, and cut for their next tokens or memory.
 
     A long that was to overtake the chunk under way gives way to it if whole it would be too late: it cannot be cut.
     """
@@ -127,6 +133,11 @@ def plan_ride(
         planned, fits = _cut_long(decision, view, cost, step, allowed_s, grid_tokens)
     if not fits and view.decode_wait_s > 0:
         return PassDecision(Action.HOLD, Reason.TOKEN_DEADLINE, release_s=now_s)
+    how = Ride.TOGETHER if planned is decision else Ride.TOKEN_DEADLINE
+    if fits and planned.action is Action.LONG and not planned.park and is_kv_short(view):
+        in_steps, _ = _cut_long(planned, view, cost, step, SHORT_STEPS * cost.decode_s, grid_tokens)
+        if in_steps is not planned:
+            planned, how = in_steps, Ride.KV_SHORT
     amounts = _amounts(planned, view)
     pages = grid_tokens * max(1, len(planned.selected))  # the host allocates whole ones
     if amounts[0] + view.rider_tokens + pages > view.kv_room_tokens:
@@ -135,8 +146,7 @@ def plan_ride(
         return dataclasses.replace(planned, ride=Ride.ALONE)
     if not fits:
         return dataclasses.replace(planned, ride=Ride.LATE)
-    cut = planned is not decision
-    return dataclasses.replace(planned, ride=Ride.TOKEN_DEADLINE if cut else Ride.TOGETHER)
+    return dataclasses.replace(planned, ride=how)
 
 
 def _cut_shorts(

@@ -13,10 +13,10 @@ Order of the rules in ``decide``, first match wins:
    then shorts that are due run (AWD's reason);
 4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected shorts no memory
    (KV_HEADROOM);
-5. shorts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED) or waits (EMPTY).
+5. shorts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED), or may (RESERVE), or waits (EMPTY).
 
 Where the host can let running decodes join a pass, ``ride.py`` then says whether they do, and cuts the pass for the
-sake of their next tokens (TOKEN_DEADLINE).
+sake of their next tokens (TOKEN_DEADLINE) or of the memory that they will free (KV_SHORT).
 
 A class whose pass came back empty is *blocked* until memory or slots are freed, and the other class goes on. The one
 exception is KV_DRAIN: without it a stream of shorts would take every freed token and the aged long never fit.
@@ -212,6 +212,8 @@ class TemporalPolicy:
         if field.urgent is not None and self._stuck(field.urgent, view, now_s, owed=False, other=other) is None:
             return self._long(field.urgent, view, field.longs, now_s, Reason.URGENT)
         decision = self._by_shorts(view, field.shorts, field.longs, pick, now_s, stuck)
+        if decision.reason is Reason.EMPTY and field.reserved:
+            return PassDecision(Action.HOLD, Reason.RESERVE)
         if decision.reason is not Reason.NO_SHORT:
             return decision
         why = field.why

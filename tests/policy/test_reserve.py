@@ -1,0 +1,66 @@
+"""What lost requests leave to those to come. FLAT model (0.1 ms a token), boundary 100."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from support.temporal_scene import AGED_S, NOW_S, policy
+from support.views import long, pass_view, short
+
+from pla_sglang.policy.interface.prefill import Action, Reason, WaitingView
+
+RECENT_S = NOW_S - 1.0
+LOST_S, KEPT_S = NOW_S + 0.001, NOW_S + 5.0  # deadlines: no prefill ends within a millisecond
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A lost request of 500 + 4,000 tokens of KV cache, 24,000 of 100,000 free, and what differs from that."""
+
+    name: str
+    reason: Reason
+    lost: WaitingView = dataclasses.field(default_factory=lambda: lost_long())
+    others: tuple[WaitingView, ...] = ()
+    kv_free: int = 24_000
+    running: int = 8
+    decode_step_s: float = 0.02
+    tpot_target_s: float | None = 0.03
+
+
+def lost_long(arrival_s: float = RECENT_S) -> WaitingView:
+    return long(arrival_s, 500, output_tokens=4000, deadline_s=arrival_s + 0.001)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Kept("it would take from the reserve", Reason.RESERVE),
+        Kept("a short would, too", Reason.RESERVE, short(RECENT_S, 90, output_tokens=4000, deadline_s=LOST_S)),
+        Kept("it leaves the reserve", Reason.NO_SHORT, kv_free=24_500),
+        Kept("or decode steps are too long", Reason.RESERVE, kv_free=24_500, decode_step_s=0.025),
+        Kept("but not without a target", Reason.NO_SHORT, kv_free=24_500, decode_step_s=0.025, tpot_target_s=None),
+        Kept("nothing runs that would free any", Reason.NO_SHORT, running=0),
+        Kept("its share of time is not bound by it", Reason.OVERDUE, lost_long(AGED_S)),
+        Kept("without a target it is not lost", Reason.NO_SHORT, long(RECENT_S, 500, output_tokens=4000)),
+        Kept("nor once it was retracted", Reason.NO_SHORT, dataclasses.replace(lost_long(), resumed=True)),
+        Kept("a long that can be kept runs", Reason.LOST_LONG, others=(long(RECENT_S, 400, deadline_s=KEPT_S),)),
+        Kept("and a short", Reason.NO_GAIN, others=(short(RECENT_S, output_tokens=4000, deadline_s=KEPT_S),)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_room_is_reserved_for_those_that_can_be_kept(case: Kept) -> None:
+    view = pass_view(
+        [case.lost, *case.others],
+        kv_free=case.kv_free,
+        kv_capacity=100_000,
+        running=case.running,
+        decode_step_s=case.decode_step_s,
+        tpot_target_s=case.tpot_target_s,
+    )
+    decision = policy(decide=True).decide(view, NOW_S)
+    assert decision.reason is case.reason
+    if case.others:
+        assert decision.selected == case.others
+    usual = policy().decide(view, NOW_S)
+    assert usual.action is not Action.HOLD, "without deadlines that decide there is no reserve"
