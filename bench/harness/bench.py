@@ -84,17 +84,24 @@ def measuring() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends a bench as Ctrl-C does, with its own exit status."""
+    """SIGTERM ends a bench as Ctrl-C does, with its own exit status.
+
+    A shell script starts its background jobs with SIGINT ignored. Then neither would end the bench, nor would the
+    servers end that it starts: they inherit that, and are asked to end by SIGINT.
+    """
 
     def on_sigterm(number: int, frame: FrameType | None) -> None:
         interruption.status = 128 + number
         signal.raise_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGTERM, on_sigterm)
+    before, interrupt = signal.signal(signal.SIGTERM, on_sigterm), signal.getsignal(signal.SIGINT)
+    if interrupt is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)
 
 
 # -- running one -------------------------------------------------------------------------------------------------------

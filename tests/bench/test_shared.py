@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -61,6 +62,33 @@ def test_a_signal_ends_the_measuring_and_what_there_is_is_shown(
 
     assert bench_that(run).main([]) == status
     assert json.loads(capsys.readouterr().out) == {"rows": [1], "complete": False}
+
+
+def test_sigterm_ends_a_bench_that_a_script_runs_in_the_background(capsys: pytest.CaptureFixture[str]) -> None:
+    """With SIGINT ignored, as the shell leaves it. What the bench starts has to end by SIGINT, too."""
+    child = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"]
+    ignored = []
+
+    async def measure() -> None:
+        ignored.append(subprocess.check_output(child, text=True).strip())
+        with measuring():
+            signal.raise_signal(signal.SIGTERM)
+            await asyncio.sleep(5)
+            ignored.append("still running")
+
+    def run() -> int:
+        asyncio.run(measure())
+        emit({}, "test")
+        return 0
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert bench_that(run).main([]) == 143
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "as it was"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert json.loads(capsys.readouterr().out) == {"complete": False}
+    assert ignored == ["False"]
 
 
 @pytest.mark.parametrize("show", [lambda rows: rows[0], lambda rows: (_ for _ in ()).throw(BenchError("none"))])
