@@ -20,6 +20,7 @@ ROUTER_MODULES = {
 POLICIES = ("random", "round-robin", "cache-aware", "power-of-two", "bucket", "manual")  # of SGLang's router
 MAX_INSTANCES = 64
 WHOLE = frozenset({"unified", "stateless"})  # kinds that can serve a request alone
+RENDEZVOUS_FLAGS = ("--nccl-port", "--dist-init-addr", "--dp-size", "--data-parallel-size")
 TRANSFER_FLAG, TRANSFER_BACKEND = "--disaggregation-transfer-backend", "nixl"
 
 
@@ -113,6 +114,19 @@ def instances(config: ClusterConfig, free_port: Callable[[], int]) -> list[Insta
 def at_new_bootstrap_port(spec: InstanceSpec, config: ClusterConfig, port: int) -> InstanceSpec:
     """A prefill instance for its next start: decode instances know nothing of its bootstrap server yet."""
     return _instance(config, spec.name, spec.kind, spec.port, port)
+
+
+def with_own_rendezvous(argv: Sequence[str], free_port: Callable[[], int]) -> tuple[str, ...]:
+    """The arguments for one start, with a port for the rendezvous of torch (``--nccl-port``).
+
+    SGLang would take one from the range of outgoing connections before it listens there, and one of those gets in
+    between now and then. Each start has a port of its own, as the one before may still be held. The ranks of
+    ``--dp-size`` would share the flag and cannot share the port, so they are left alone; so is who has said where.
+    """
+    names = [part.partition("=")[0] for part in argv if part.startswith("--")]
+    if any(flag.startswith(name) for name in names for flag in RENDEZVOUS_FLAGS):  # SGLang takes beginnings, too
+        return tuple(argv)
+    return (*argv, "--nccl-port", str(free_port()))
 
 
 def _instance(config: ClusterConfig, name: str, kind: str, port: int, bootstrap: int | None) -> InstanceSpec:

@@ -27,6 +27,7 @@ from pla_sglang.cluster.spec import (
     at_new_bootstrap_port,
     instances,
     router_arguments,
+    with_own_rendezvous,
 )
 from pla_sglang.launch_server import request_line
 
@@ -193,7 +194,8 @@ class Supervisor:
         reading, writing = os.pipe()
         try:
             if member.spec is not None:
-                self._children.fork_process(member.name, member.spec.argv, writing)
+                argv = with_own_rendezvous(member.spec.argv, self._free_port)
+                self._children.fork_process(member.name, argv, writing)
             else:
                 self._children.fork_process(
                     member.name, member.command, writing, module=ROUTER_MODULES[self.config.router]

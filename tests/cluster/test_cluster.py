@@ -19,7 +19,13 @@ from pla_sglang.cluster.instance import Instance, State
 from pla_sglang.cluster.lean import DISABLED_ENV, lean_environment
 from pla_sglang.cluster.logs import LONGEST_LINE, LineReader
 from pla_sglang.cluster.memory import pss_bytes, tree_pss_bytes
-from pla_sglang.cluster.spec import ClusterConfig, at_new_bootstrap_port, instances, router_arguments
+from pla_sglang.cluster.spec import (
+    ClusterConfig,
+    at_new_bootstrap_port,
+    instances,
+    router_arguments,
+    with_own_rendezvous,
+)
 from pla_sglang.cluster.supervisor import FORGOTTEN_S, Supervisor, send_command
 from pla_sglang.cluster.zygote import Zygote
 from pla_sglang.errors import ConfigError
@@ -155,6 +161,19 @@ def test_a_new_bootstrap_port_is_all_that_changes() -> None:
     assert (again.name, again.url, again.kind, again.bootstrap_port) == (prefill.name, prefill.url, "prefill", 1234)
     assert again.argv == tuple("1234" if part == str(prefill.bootstrap_port) else part for part in prefill.argv)
     assert again.argv != prefill.argv
+
+
+def test_each_start_has_a_rendezvous_of_its_own() -> None:
+    free_port = ports()
+    starts = [with_own_rendezvous(("--port", "1"), free_port) for _ in range(2)]
+    assert starts == [("--port", "1", "--nccl-port", str(port)) for port in (20_000, 20_001)]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--dp-size=2", "--dp", "--data-parallel-size", "--nccl-port", "--nccl-port=9", "--dist-init-addr"]
+)
+def test_ranks_cannot_share_a_rendezvous_and_an_operator_may_name_one(flag: str) -> None:
+    assert with_own_rendezvous((flag, "2"), ports()) == (flag, "2")
 
 
 LEGAL = {
