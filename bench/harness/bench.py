@@ -94,14 +94,16 @@ def sigterm_interrupts() -> Iterator[None]:
         interruption.status = 128 + number
         signal.raise_signal(signal.SIGINT)
 
-    before, interrupt = signal.signal(signal.SIGTERM, on_sigterm), signal.getsignal(signal.SIGINT)
-    if interrupt is signal.SIG_IGN:
+    before = signal.signal(signal.SIGTERM, on_sigterm)
+    ignores_interrupt = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignores_interrupt:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, interrupt)
+        if ignores_interrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # -- running one -------------------------------------------------------------------------------------------------------

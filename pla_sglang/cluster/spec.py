@@ -20,7 +20,8 @@ ROUTER_MODULES = {
 POLICIES = ("random", "round-robin", "cache-aware", "power-of-two", "bucket", "manual")  # of SGLang's router
 MAX_INSTANCES = 64
 WHOLE = frozenset({"unified", "stateless"})  # kinds that can serve a request alone
-RENDEZVOUS_FLAGS = ("--nccl-port", "--dist-init-addr", "--dp-size", "--data-parallel-size")
+# A file of flags may say any of the others.
+RENDEZVOUS_FLAGS = ("--nccl-port", "--dist-init-addr", "--dp-size", "--data-parallel-size", "--config")
 TRANSFER_FLAG, TRANSFER_BACKEND = "--disaggregation-transfer-backend", "nixl"
 
 

@@ -123,7 +123,7 @@ def test_traces_have_the_profiles_of_the_comparison() -> None:
     options = BENCHES["arrow"].parse()
     named = {name: bench.with_profile(options, name).profile for name in ("azure_code", "azure_conv")}
     assert named == {"azure_code": "h100-llama3.1-8b-tp1", "azure_conv": "h100-llama70b-fp8-dopd"}
-    assert (options.requests, options.turns, options.instances) == (1000, 2, 4)
+    assert (options.requests, options.turns, options.instances, options.time_scale) == (1000, 2, 4, 4.0)
 
 
 def test_bad_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,7 +170,8 @@ def test_each_start_has_a_rendezvous_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--dp-size=2", "--dp", "--data-parallel-size", "--nccl-port", "--nccl-port=9", "--dist-init-addr"]
+    "flag",
+    ["--dp-size=2", "--dp", "--data-parallel-size", "--nccl-port", "--nccl-port=9", "--dist-init-addr", "--config"],
 )
 def test_ranks_cannot_share_a_rendezvous_and_an_operator_may_name_one(flag: str) -> None:
     assert with_own_rendezvous((flag, "2"), ports()) == (flag, "2")

@@ -286,6 +286,18 @@ def test_an_answer_of_which_nothing_was_seen_begins_anew() -> None:
         assert got == wanted
 
 
+@pytest.mark.parametrize("cuts", [[1, 1], [1, 1, 1], [2, 1, 1], [1, 2, 1]])
+@pytest.mark.parametrize("text", ["a", "ab"])
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_second_hop_before_old_tokens_are_shown(
+    text: str, cuts: list[int], *, incremental: bool
+) -> None:
+    """The last token gives no event, so what old tokens show is written behind it: until then it is not shown."""
+    args = {"reasoning_parser": "qwen3", "tool_call_parser": "qwen25"}
+    case = Case(kind=CHAT, text=text, incremental=incremental, fields={"tools": TOOLS}, args=args)
+    assert asyncio.run(spliced_answer(case, cuts)) == asyncio.run(whole_answer(case))
+
+
 PIECES = ("é".encode(), "京".encode(), "🚲".encode(), b" ", b"a", b"\n", b"\xe4\xba", b"\xff")
 BYTES = [[token_of(byte) for byte in piece] for piece in PIECES]
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from policy.test_deadlines import KEPT_S, LOST_S, RECENT_S
 from support.temporal_scene import AGED_S, NOW_S, policy
 from support.views import long, pass_view, short
 
 from pla_sglang.policy.interface.prefill import Action, Reason, WaitingView
-
-RECENT_S = NOW_S - 1.0
-LOST_S, KEPT_S = NOW_S + 0.001, NOW_S + 5.0  # deadlines: no prefill ends within a millisecond
 
 
 @dataclasses.dataclass(frozen=True)

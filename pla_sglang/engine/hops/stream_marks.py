@@ -77,17 +77,18 @@ class ContinuedAccount:
     """The same for an answer that began elsewhere: old tokens run through the endpoint, too.
 
     What they show that was not shown waits for the first new token, as nothing may be written before the engine has
-    said that it goes on.
+    said that it goes on. A token that gives no event leaves it waiting; until it is given out it counts as not shown.
     """
 
     def __init__(self, shown: Shown, *, keeps_created: bool) -> None:
         self._screen = Screen(shown)
         self._keeps_created = keeps_created
         self._late: list[tuple[str, str]] = []
+        self._seen = write_seen(shown)
 
     @property
     def seen(self) -> str:
-        return write_seen(self._screen.shown)
+        return self._seen
 
     def show_event(self, event: str, step: Step | None) -> Iterator[tuple[str, str]]:
         live = step is None or step.live
@@ -100,9 +101,11 @@ class ContinuedAccount:
         if live and step is not None:
             _keep_cached_tokens(self._screen.shown, step)
         if kept is not None:
-            self._late.append((kept, self.seen))
+            self._late.append((kept, write_seen(self._screen.shown)))
         if live:
-            yield from self._late
+            for late, seen in self._late:
+                self._seen = seen
+                yield late, seen
             self._late.clear()
 
     def _keep_created(self, event: str, data: dict[str, Any]) -> str:

@@ -68,6 +68,7 @@ from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.pla.length_classes import join_pools
 from pla_sglang.policy.pla.pressure import PressureController
+from pla_sglang.policy.pla.reserve import SHARE
 from pla_sglang.policy.pla.spatial import SpatialDispatcher
 from pla_sglang.policy.star.policy import StarRescheduler
 
@@ -101,7 +102,7 @@ class CombinedKnobs:
     class_memory: int = knob(200, allowed=Range(1))
     ease_share: float = knob(0.25, allowed=Range(0, 1))
     flip_share: float = knob(0.5, allowed=Range(0, 1))
-    reserve_share: float = knob(0.2, allowed=Range(0, 1))
+    reserve_share: float = knob(SHARE, allowed=Range(0, 1))
     interval_s: float = knob(0.25, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:

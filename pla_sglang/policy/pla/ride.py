@@ -34,7 +34,7 @@ from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, 
 from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.reserve import is_kv_short
 
-SHORT_STEPS = 2  # with 3 as many again were thrown out on mooncake (docs/policies/temporal.md)
+SHORT_STEPS = 2  # with 3, half as many again were thrown out on mooncake (docs/policies/temporal.md)
 
 Amounts = tuple[int, int, int]  # new tokens, history tokens and attention of a pass
 
