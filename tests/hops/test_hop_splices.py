@@ -289,9 +289,7 @@ def test_an_answer_of_which_nothing_was_seen_begins_anew() -> None:
 @pytest.mark.parametrize("cuts", [[1, 1], [1, 1, 1], [2, 1, 1], [1, 2, 1]])
 @pytest.mark.parametrize("text", ["a", "ab"])
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_second_hop_before_old_tokens_are_shown(
-    text: str, cuts: list[int], *, incremental: bool
-) -> None:
+def test_a_second_hop_before_old_tokens_are_shown(text: str, cuts: list[int], *, incremental: bool) -> None:
     """The last token gives no event, so what old tokens show is written behind it: until then it is not shown."""
     args = {"reasoning_parser": "qwen3", "tool_call_parser": "qwen25"}
     case = Case(kind=CHAT, text=text, incremental=incremental, fields={"tools": TOOLS}, args=args)
