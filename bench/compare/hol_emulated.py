@@ -29,6 +29,7 @@ from pla_sglang.metrics.latency import percentile, spread
 from pla_sglang.profiles import load_profile
 
 SPF = ("--schedule-policy", "shortest-prefill-first")
+HRRN = ("--schedule-policy", "hrrn")  # highest response ratio next
 PROFILE = "h200-qwen2.5-14b-tp1"
 ARMS = {
     arm.name: arm
@@ -38,6 +39,8 @@ ARMS = {
         Arm("ride", ("--prefill-disagg", "temporal", "--enable-mixed-chunk")),
         Arm("spf", SPF, peer=True),
         Arm("spf2560", (*SPF, "--chunked-prefill-size", "2560"), peer=True),
+        Arm("hrrn", HRRN, peer=True),
+        Arm("hrrn2560", (*HRRN, "--chunked-prefill-size", "2560"), peer=True),
     )
 }
 FIGURES = (
@@ -128,12 +131,13 @@ def arms_table(result: Result) -> report.Cells:
     rows = []
     for arm, own in result["arms"].items():
         to_stock = result["ratios"].get(arm, {})
-        cells = [spread_text(own[name], " s") for name in ("short_ttft_p50_s", "short_ttft_p99_s", "long_ttft_p90_s")]
+        figures = ("short_ttft_p50_s", "short_ttft_p99_s", "short_last_token_p50_s", "long_ttft_p90_s")
+        cells = [spread_text(own.get(name), " s") for name in figures]
         keys = ("short_ttft_p99_gain", "long_ttft_p90_ratio", "throughput_ratio")
         cells += [spread_text(to_stock.get(key), "x") for key in keys]
         rows.append([f"`{arm}`", own["sglang"], *cells, f"{own['host_overhead_share']:.1%}", yes_no(own["valid"])])
-    header = ["arm", "SGLang", "short TTFT p50", "short TTFT p99", "long TTFT p90", "short p99 gain"]
-    return [*header, "long p90 ratio", "throughput", "host in the way", "valid"], rows
+    header = ["arm", "SGLang", "short TTFT p50", "short TTFT p99", "short last token p50", "long TTFT p90"]
+    return [*header, "short p99 gain", "long p90 ratio", "throughput", "host in the way", "valid"], rows
 
 
 def plot(rows: Mapping[str, Sequence[Row]], shape: HolShape, path: Path, title: str) -> None:

@@ -5,8 +5,8 @@ profile ``linear`` (20 ms a pass and 1 ms a new token), prompts of 2,400 and 200
 Poisson arrivals for a minute at 90 % load, a quarter of the work short; arrivals are redrawn until the load is within
 3 %. Figures are pooled over the seeds. Arms: ``stock``; ``chunk820``, ours with whole chunks; ``adaptive``, ours by
 default; ``fcfs820``, as ``chunk820`` with the longs in order of arrival; with ``--peer-python`` of an SGLang 0.5.23 its
-own shortest-prefill-first with chunks of 820 (``spf820``) and of 256 tokens (``spf256``), the same emulated device
-below. ``bounds`` is what the best order without a host reaches on the same arrivals: shortest remaining prefill first.
+own shortest-prefill-first with chunks of 820 (``spf820``) and of 256 tokens (``spf256``) and its hrrn likewise, the
+same emulated device below. ``bounds`` is what the best order without a host reaches on the same arrivals: shortest remaining prefill first.
 The last line of stdout is one JSON object.
 """
 
@@ -52,6 +52,8 @@ WHOLE_CHUNKS = (*OURS, "--pla-long-chunk-min-tokens", str(CHUNK_TOKENS))
 # Longs in order of arrival cannot starve each other, so the age bound need not watch them this closely.
 FCFS_LONGS = ("--pla-long-order", "fcfs", "--pla-long-max-age-ms", "30000")
 SPF = ("--schedule-policy", "shortest-prefill-first")
+HRRN = ("--schedule-policy", "hrrn")  # highest response ratio next
+CHUNK_256 = ("--chunked-prefill-size", "256")
 ARMS = {
     arm.name: arm
     for arm in (
@@ -60,7 +62,9 @@ ARMS = {
         Arm("adaptive", OURS),
         Arm("fcfs820", (*WHOLE_CHUNKS, *FCFS_LONGS)),
         Arm("spf820", SPF, peer=True),
-        Arm("spf256", (*SPF, "--chunked-prefill-size", "256"), peer=True),
+        Arm("spf256", (*SPF, *CHUNK_256), peer=True),
+        Arm("hrrn820", HRRN, peer=True),
+        Arm("hrrn256", (*HRRN, *CHUNK_256), peer=True),
     )
 }
 KEYS = ("short_mean_s", "short_p99_s", "long_mean_s", "long_max_vs_fcfs")
