@@ -231,7 +231,7 @@ def _mean_rate(rates: Sequence[float]) -> tuple[float, ...]:
 
 
 # Asks for the long pool, then for the short one, then for the long one.
-SHIFTING_WORK = Work(18.0, (40.0, 180.0, 40.0), (28.0, 4.0, 28.0))
+SHIFTING_WORK = Work(36.0, (40.0, 360.0, 40.0), (30.0, 1.0, 30.0))
 
 
 def warm_up(seed: int) -> list[Planned]:

@@ -305,7 +305,7 @@ class Cluster:
             self.handoffs.call_off(request)
             if request.stage is Stage.HANDOFF:
                 self._place(request)
-            elif request.home is not None:
+            elif request.stage is Stage.PREFILL and request.home is not None:
                 self.fleet.overlapped(request.home).admit(request, self._kernel.now_s)
         for request in here:
             self._lost(request)

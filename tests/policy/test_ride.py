@@ -205,3 +205,25 @@ def test_a_mixed_pass_costs_its_tokens_and_the_context_of_its_riders(new: int, c
     model = RideModel(base_s=0.010, request_s=0.0, read_s=1e-6)
     cost = PassCost(riding(pass_view(), context_tokens=context), FLAT, model)
     assert cost.mixed_s(new, 0, new * new) == pytest.approx(expected_s)
+
+
+ALONE = RideModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "wait_s", "action"),
+    [
+        ("they stayed out and have not stepped since", ALONE, 0.1, H),
+        ("they stayed out and have stepped", ALONE, 0.0, L),
+        ("they rode", DECODE, 0.1, L),
+    ],
+)
+def test_a_step_of_their_own_comes_after_the_pass(name: str, model: RideModel, wait_s: float, action: Action) -> None:
+    """Without a decode gap; what riding would cost was weighed against one step after each pass."""
+    made, longs = policy(model), [long(RECENT_S), long(RECENT_S)]
+    view = riding(pass_view(longs))
+    first = made.decide(view, NOW_S)
+    made.on_pass(first, view, first.selected, NOW_S)
+    second = made.decide(riding(pass_view(longs[1:]), wait_s=wait_s), NOW_S + 0.1)
+    assert second.action is action, name
+    assert second.reason is (Reason.DECODE_TURN if action is H else Reason.NO_SHORT)

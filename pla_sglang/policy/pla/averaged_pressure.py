@@ -1,10 +1,11 @@
 """The pressure controller on signals that are averaged over a few control periods.
 
-Reported values change with every pass: a pool with one prefill at the tick has many times
-the pressure of one without, and at a constant load instances would move back and forth. The paper's
-controller measures over its period. Here the load of each instance is an exponential average with a time constant of
-``PERIODS`` periods, kept in views of their own that only the controller sees. Drivers tick ``LOOKS`` times a period or
-more often: each tick samples the signals, and one in a period decides.
+Reported values change with every pass: a pool with one prefill at the tick has many times the pressure of one without,
+and at a constant load instances would move back and forth. The paper's controller measures over its period. Here the
+backlog of each instance is an exponential average with a time constant of ``PERIODS`` periods, kept in views of their
+own that only the controller sees. Utilisation comes as a mean over a window; averaged twice it held back a move for
+seconds after the load had gone. Drivers tick ``LOOKS`` times a period or more often: each tick samples the signals, and
+one in a period decides.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ SUMS = ("queued_prefills", "queued_tokens", "queued_attention", "queued_history_
 
 @dataclasses.dataclass(slots=True)
 class _Followed:
-    """``mean`` follows what a view shows; ``sums`` and ``utilisation`` are what it showed at the last look."""
+    """``mean`` follows what a view shows; ``sums`` are what it showed at the last look."""
 
     mean: InstanceView
     sums: list[float]
-    utilisation: float
 
 
 class Averages:
@@ -51,10 +51,9 @@ class Averages:
             for name, value in zip(SUMS, entry.sums, strict=True):
                 old = getattr(mean, name)
                 setattr(mean, name, old + weight * (value - old))
-            mean.utilisation += weight * (entry.utilisation - mean.utilisation)
-            mean.ttft_ratio = view.ttft_ratio  # a mean over a window already
+            mean.utilisation, mean.ttft_ratio = view.utilisation, view.ttft_ratio  # means over a window already
             mean.length_class = view.length_class
-            entry.sums, entry.utilisation = [getattr(view, name) for name in SUMS], view.utilisation
+            entry.sums = [getattr(view, name) for name in SUMS]
 
     def of(self, view: InstanceView) -> InstanceView:
         """The averaged view of ``view``; zeros before the first look."""
@@ -71,7 +70,7 @@ class Averages:
                 length_class=view.length_class,
                 profile=view.profile,
             )
-            entry = self._followed[view.index] = _Followed(mean, [0.0] * len(SUMS), 0.0)
+            entry = self._followed[view.index] = _Followed(mean, [0.0] * len(SUMS))
         return entry
 
 

@@ -4,7 +4,8 @@ Order of the rules in ``decide``, first match wins:
 
 0. running requests that have not stepped for ``decode_gap_s`` decode once (DECODE_TURN): SGLang prefers prefill to
    decode, so without this rule a short's second token would wait for the longs that its first token has passed. Where
-   steps are so long that this would take more than ``decode_share`` of the device, the gap is longer;
+   steps are so long that this would take more than ``decode_share`` of the device, the gap is longer. Where decodes may
+   ride and did not ride in the last pass, as a step of their own is cheaper, they have that step now;
 1. a long with a better priority than every waiting short advances (PRIORITY);
 2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, the others stop taking memory
    until it fits (KV_DRAIN);
@@ -89,6 +90,7 @@ class TemporalPolicy:
         self._aged_use_s: tuple[float, float] | None = None
         self._aged: WaitingView | None = None  # the aged long of the last decision
         self._footprint_tokens = 0.0
+        self._decodes_stayed_out = False  # of the last pass, which they might have joined
 
     # -- what the engine reports -----------------------------------------------------------------------------------
 
@@ -122,6 +124,7 @@ class TemporalPolicy:
         """The pass that ``decision`` asked for admitted these requests; a continued chunk is one of them."""
         if decision.action is Action.HOLD:
             return
+        self._decodes_stayed_out = decision.ride is not None and not decision.ride.joins
         cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
         self._blocked.on_pass(cls, view, admitted=bool(admitted))
         if not admitted:
@@ -356,7 +359,11 @@ class TemporalPolicy:
     # -- small questions ---------------------------------------------------------------------------------------------
 
     def _decode_is_due(self, view: PassView) -> bool:
-        if view.running == 0 or self.knobs.decode_gap_s <= 0 or not (view.waiting or view.chunk):
+        if view.running == 0 or not (view.waiting or view.chunk):
+            return False
+        if self._decodes_stayed_out and view.can_ride and view.decode_wait_s > 0:
+            return True
+        if self.knobs.decode_gap_s <= 0:
             return False
         return view.decode_wait_s >= max(self.knobs.decode_gap_s, view.decode_step_s / self.knobs.decode_share)
 
