@@ -9,8 +9,8 @@
 "short" in every figure means the issue's 2K prompts, "long" its 24K prompts, whatever class a boundary gives them.
 
 ``--device emulated``: profile h200-qwen2.5-14b-tp1, all arms at once; with ``--peer-python`` of an SGLang 0.5.23 also
-its shortest-prefill-first with default chunks (``spf``) and with chunks just above the shorts (``spf2560``), and its hrrn
-likewise (``hrrn``, ``hrrn2560``).
+its shortest-prefill-first with default chunks (``spf``) and with chunks just above the shorts (``spf2560``), and its
+hrrn likewise (``hrrn``, ``hrrn2560``).
 """
 
 from __future__ import annotations

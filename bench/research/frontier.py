@@ -5,8 +5,9 @@ profile ``linear`` (20 ms a pass and 1 ms a new token), prompts of 2,400 and 200
 Poisson arrivals for a minute at 90 % load, a quarter of the work short; arrivals are redrawn until the load is within
 3 %. Figures are pooled over the seeds. Arms: ``stock``; ``chunk820``, ours with whole chunks; ``adaptive``, ours by
 default; ``fcfs820``, as ``chunk820`` with the longs in order of arrival; with ``--peer-python`` of an SGLang 0.5.23 its
-own shortest-prefill-first with chunks of 820 (``spf820``) and of 256 tokens (``spf256``) and its hrrn likewise, the
-same emulated device below. ``bounds`` is what the best order without a host reaches on the same arrivals: shortest remaining prefill first.
+own shortest-prefill-first with chunks of 820 (``spf820``) and of 256 tokens (``spf256``), its hrrn likewise, the same
+emulated device below. ``bounds`` is what the best order without a host reaches on the same arrivals: shortest remaining
+prefill first.
 The last line of stdout is one JSON object.
 """
 
