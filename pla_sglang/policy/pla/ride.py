@@ -12,7 +12,7 @@ what it loses: a captured graph, for example.
 The rule, for a pass that was chosen without regard to decodes:
 
 1. The decodes join if that takes less device time than the pass and a decode step of their own (TOGETHER), else they
-   step alone after it (ALONE).
+   step alone after it (ALONE), by rule 0 of ``temporal.py``.
 2. The pass is cut until it ends, by the model and its error, before the first next-token deadline of those that run
    (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last shorts of a batch wait. A chunk is not cut
    below the crossing of the roofline, where it would be no faster, and shorts that must start now are kept.
