@@ -184,24 +184,40 @@ def run(args: argparse.Namespace) -> int:
 
 
 def headline_page(result: Result) -> str:
-    stock, ours, ratio = result["figures"]["stock"], result["figures"]["ours"], result["ratios"]["ours"]
-    work = result["workload"]
+    """Stock and ours; where ``ride`` ran, ours with riding decodes beside them, as figures without a ratio."""
+    arms = [STOCK, OURS, *([RIDE] if RIDE in result["figures"] else [])]
+    of_arms = [result["figures"][arm] for arm in arms]
+    ratio, work = result["ratios"][OURS], result["workload"]
+    last = result.get("short_last_token_p50_ratio")
     rows = [
-        [what, *(spread_text(of_arm[key][quantile], " s") for of_arm in (stock, ours)), spread_text(gain, "x")]
+        [what, *(spread_text(of_arm[key][quantile], " s") for of_arm in of_arms), gain]
         for what, key, quantile, gain in (
-            ("short prompts, TTFT p99", "short_ttft_s", "p99", ratio["short_ttft_p99_gain"]),
-            ("short prompts, TTFT p50", "short_ttft_s", "p50", inverse(ratio["short_ttft_p50_ratio"])),
-            ("short prompts, last token p50", "short_e2e_s", "p50", None),
-            ("long prompts, TTFT p90", "long_ttft_s", "p90", inverse(ratio["long_ttft_p90_ratio"])),
+            ("short prompts, TTFT p99", "short_ttft_s", "p99", spread_text(ratio["short_ttft_p99_gain"], "x")),
+            (
+                "short prompts, TTFT p50",
+                "short_ttft_s",
+                "p50",
+                spread_text(inverse(ratio["short_ttft_p50_ratio"]), "x"),
+            ),
+            ("short prompts, last token p50", "short_e2e_s", "p50", f"{1 / last:.3g}x" if last else "-"),
+            ("long prompts, TTFT p90", "long_ttft_s", "p90", spread_text(inverse(ratio["long_ttft_p90_ratio"]), "x")),
         )
     ]
-    speeds = [spread_text(of_arm["tokens_per_s"], digits=4) for of_arm in (stock, ours)]
+    speeds = [spread_text(of_arm["tokens_per_s"], digits=4) for of_arm in of_arms]
     rows.append(["tokens/s", *speeds, spread_text(ratio["throughput_ratio"], "x")])
     what = f"longs {work['longs']}, shorts {work['shorts']}, chunk {work['chunk_tokens']}"
-    shown = markdown([what, "stock SGLang", "pla_sglang", GAIN], rows)
-    starts = work.get("starts", 1)
-    command = f"make demo ARGS='--starts {starts} --rounds {result['rounds'] // starts}'" if starts > 1 else "make demo"
-    return f"{shown}\n\n{conditions(result)} · command: `{command}`"
+    heads = ["stock SGLang", "pla_sglang", "and `--enable-mixed-chunk`"][: len(arms)]
+    shown = markdown([what, *heads, f"pla_sglang, {GAIN}" if RIDE in arms else GAIN], rows)
+    return f"{shown}\n\n{conditions(result)} · command: `{command_of(result)}`"
+
+
+def command_of(result: Result) -> str:
+    """What measured it, with the flags that are not defaults."""
+    starts = result["workload"].get("starts", 1)
+    flags = [f"--starts {starts} --rounds {result['rounds'] // starts}"] if starts > 1 else []
+    if RIDE in result["figures"]:
+        flags.append(f"--arms {STOCK},{OURS},{RIDE}")
+    return f"make demo ARGS='{' '.join(flags)}'" if flags else "make demo"
 
 
 def page(result: Result) -> str:

@@ -10,7 +10,7 @@ from support.views import FLAT, long, pass_view, short
 
 from pla_sglang.policy.interface.prefill import Action, PassView, Reason, Ride
 from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.ride import PassCost, RideModel
+from pla_sglang.policy.pla.ride import PROBE_PASSES, PassCost, RideModel
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 
 DECODE = RideModel(base_s=0.010, request_s=0.0, read_s=0.0)
@@ -227,3 +227,17 @@ def test_a_step_of_their_own_comes_after_the_pass(name: str, model: RideModel, w
     second = made.decide(riding(pass_view(longs[1:]), wait_s=wait_s), NOW_S + 0.1)
     assert second.action is action, name
     assert second.reason is (Reason.DECODE_TURN if action is H else Reason.NO_SHORT)
+
+
+@pytest.mark.parametrize(("slack_s", "ride"), [(None, Ride.PROBE), (0.2, Ride.PROBE), (0.115, Ride.ALONE)])
+def test_riding_is_tried_again_after_many_passes_if_no_token_is_late(slack_s: float | None, ride: Ride) -> None:
+    """A mixed pass takes 121 ms by the model, the pass and a step 101 ms."""
+    made, view = policy(ALONE), riding(pass_view([long(RECENT_S)]), slack_s=slack_s)
+    for _ in range(PROBE_PASSES):
+        decision = made.decide(view, NOW_S)
+        assert decision.ride is Ride.ALONE
+        made.on_pass(decision, view, decision.selected, NOW_S)
+    probe = made.decide(view, NOW_S)
+    assert probe.ride is ride
+    made.on_pass(probe, view, probe.selected, NOW_S)
+    assert made.decide(view, NOW_S).ride is Ride.ALONE

@@ -51,7 +51,7 @@ def test_the_error_is_what_one_pass_in_a_hundred_exceeds() -> None:
 def test_few_or_odd_samples_leave_a_careful_model() -> None:
     fit = RideFit(START)
     assert fit.model == START
-    for _ in range(RideFit.MIN_SAMPLES - 1):
+    for _ in range(RideFit.MIN_MIXED - 1):
         assert not fit.observe_mixed(RideSample(500, 0, 250_000.0, 4, 4000, 0.06), FLAT)
     assert fit.observe_mixed(RideSample(500, 0, 250_000.0, 4, 4000, 30.0), FLAT), "one was compiled"
     assert fit.model.error == ERROR_MAX

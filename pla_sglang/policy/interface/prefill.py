@@ -34,6 +34,7 @@ class Ride(enum.Enum):
     TOKEN_DEADLINE = "token_deadline"  # they join, and the pass was cut so that their next tokens are in time
     KV_SHORT = "kv_short"  # they join, and the pass was cut because KV cache is short and only they free any
     LATE = "late"  # they join although their next token is late: no smaller pass would be in time
+    PROBE = "probe"  # they join although a step of their own looks cheaper: what that rests on was measured long ago
     ALONE = "alone"  # they step alone after the pass: that is cheaper
     NO_ROOM = "no_room"  # they step alone after the pass: there is no KV cache for their tokens beside it
 

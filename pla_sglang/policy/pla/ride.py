@@ -12,7 +12,9 @@ what it loses: a captured graph, for example.
 The rule, for a pass that was chosen without regard to decodes:
 
 1. The decodes join if that takes less device time than the pass and a decode step of their own (TOGETHER), else they
-   step alone after it (ALONE), by rule 0 of ``temporal.py``.
+   step alone after it (ALONE), by rule 0 of ``temporal.py``. Once in ``PROBE_PASSES`` of these they join all the same
+   (PROBE), if that makes no token late: only passes with riders show what riders cost, and the first ones may have
+   been slow because something was compiled.
 2. The pass is cut until it ends, by the model and its error, before the first next-token deadline of those that run
    (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last shorts of a batch wait. A chunk is not cut
    below the crossing of the roofline, where it would be no faster, and shorts that must start now are kept.
@@ -35,6 +37,8 @@ from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.reserve import is_kv_short
 
 SHORT_STEPS = 2  # with 3, half as many again were thrown out on mooncake (docs/policies/temporal.md)
+
+PROBE_PASSES = 256  # where riding takes twice as long as not, the probes take 0.4 % of the device
 
 Amounts = tuple[int, int, int]  # new tokens, history tokens and attention of a pass
 
@@ -118,8 +122,11 @@ def plan_ride(
     *,
     now_s: float,
     grid_tokens: int,
+    probe: bool = False,
 ) -> PassDecision:
     """``decision``, SHORT or LONG, with the decodes that run joined or not, and cut for their next tokens or memory.
+
+    ``probe``: they join even where a step of their own is cheaper.
 
     A long that was to overtake the chunk under way gives way to it if whole it would be too late: it cannot be cut.
     """
@@ -143,7 +150,8 @@ def plan_ride(
     if amounts[0] + view.rider_tokens + pages > view.kv_room_tokens:
         return dataclasses.replace(planned, ride=Ride.NO_ROOM)
     if not cost.joins(*amounts):
-        return dataclasses.replace(planned, ride=Ride.ALONE)
+        joins = probe and cost.mixed_s(*amounts) <= allowed_s
+        return dataclasses.replace(planned, ride=Ride.PROBE if joins else Ride.ALONE)
     if not fits:
         return dataclasses.replace(planned, ride=Ride.LATE)
     return dataclasses.replace(planned, ride=how)

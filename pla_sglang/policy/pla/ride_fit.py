@@ -44,6 +44,7 @@ class RideFit:
     WINDOW = 256
     DECODE_WINDOW = 64
     MIN_SAMPLES = 8  # for a first fit, and new ones for the next
+    MIN_MIXED = 3  # for a first fit of passes with riders: where these are dear, each costs as much as two without
 
     def __init__(self, start: RideModel, *, solve: Solve | None = None) -> None:
         self._solve = scipy_solver() if solve is None else solve
@@ -52,6 +53,7 @@ class RideFit:
         self._decodes: deque[tuple[int, int, float]] = deque(maxlen=self.DECODE_WINDOW)
         self._mixed: deque[RideSample] = deque(maxlen=self.WINDOW)
         self._fresh_decodes = self._fresh_mixed = 0
+        self._enough_mixed = self.MIN_MIXED
 
     def __len__(self) -> int:
         return len(self._mixed)
@@ -73,9 +75,9 @@ class RideFit:
             return False
         self._mixed.append(sample)
         self._fresh_mixed += 1
-        if self._fresh_mixed < self.MIN_SAMPLES:
+        if self._fresh_mixed < self._enough_mixed:
             return False
-        self._fresh_mixed = 0
+        self._fresh_mixed, self._enough_mixed = 0, min(self.MIN_SAMPLES, 2 * self._enough_mixed)
         return self._replace(**self._fit_mixed(step))
 
     def on_step_model(self, step: StepModel) -> bool:
@@ -84,7 +86,7 @@ class RideFit:
         What riders add is measured against that model. While it is rough, riding may look dear; then nobody rides, no
         new sample comes, and only judging the kept ones again can show that it is cheap.
         """
-        return len(self._mixed) >= self.MIN_SAMPLES and self._replace(**self._fit_mixed(step))
+        return len(self._mixed) >= self.MIN_MIXED and self._replace(**self._fit_mixed(step))
 
     def _replace(self, **terms: float) -> bool:
         before, self.model = self.model, dataclasses.replace(self.model, **terms)

@@ -38,7 +38,7 @@ from pla_sglang.policy.pla.contenders import Contenders, Contest
 from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, companions, resume
 from pla_sglang.policy.pla.overdue import OverdueShare, take_overdue
-from pla_sglang.policy.pla.ride import START, RideModel, model_beside, plan_ride
+from pla_sglang.policy.pla.ride import PROBE_PASSES, START, RideModel, model_beside, plan_ride
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +91,7 @@ class TemporalPolicy:
         self._aged: WaitingView | None = None  # the aged long of the last decision
         self._footprint_tokens = 0.0
         self._decodes_stayed_out = False  # of the last pass, which they might have joined
+        self._passes_alone = 0  # since decodes rode last
 
     # -- what the engine reports -----------------------------------------------------------------------------------
 
@@ -124,6 +125,8 @@ class TemporalPolicy:
         """The pass that ``decision`` asked for admitted these requests; a continued chunk is one of them."""
         if decision.action is Action.HOLD:
             return
+        if decision.ride is not None:
+            self._passes_alone = 0 if decision.ride.joins else self._passes_alone + 1
         self._decodes_stayed_out = decision.ride is not None and not decision.ride.joins
         cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
         self._blocked.on_pass(cls, view, admitted=bool(admitted))
@@ -175,7 +178,8 @@ class TemporalPolicy:
         if not rides or decision.action is Action.HOLD:
             return decision
         grid = self.knobs.longs.grid_tokens
-        return plan_ride(decision, view, self.model, self.ride, now_s=now_s, grid_tokens=grid)
+        probe = self._passes_alone >= PROBE_PASSES
+        return plan_ride(decision, view, self.model, self.ride, now_s=now_s, grid_tokens=grid, probe=probe)
 
     def _choose(self, view: PassView, now_s: float) -> PassDecision:
         """The next pass as if nothing rode in it."""
