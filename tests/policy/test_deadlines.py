@@ -17,7 +17,7 @@ from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.longs import LongKnobs, aged_at_s
 from pla_sglang.policy.pla.most_kept import MOST_PLANNED
-from pla_sglang.policy.pla.overdue import SHARE, take_overdue
+from pla_sglang.policy.pla.overdue import LASTING_SHARE, SHARE, take_overdue
 from pla_sglang.policy.pla.temporal import TemporalKnobs
 
 S, L, H = Action.SHORT, Action.LONG, Action.HOLD
@@ -378,23 +378,28 @@ def test_a_lost_request_ends_within_twice_its_bound_under_overload(requests: int
     )
 
 
-def test_overdue_requests_have_their_share_of_time_and_no_more() -> None:
-    """Shorts that can be kept take all of the device; five lost longs get 5 % of it from their bound on, as stated."""
-    bound_s, span_s = 1.0, 30.0
+@pytest.mark.parametrize(
+    ("bound_s", "count", "share"),
+    [(20.0, 5, SHARE), (1.0, 2, LASTING_SHARE)],
+    ids=["which ends them within twice their bound", "and less where it would not"],
+)
+def test_overdue_requests_have_their_share_of_time_and_no_more(bound_s: float, count: int, share: float) -> None:
+    """Shorts that can be kept take all of the device; lost longs of 0.16 s get a share of it from their bound on."""
+    span_s = bound_s + 20.0
     settings = let_deadlines_decide(TemporalKnobs(boundary_tokens=100, longs=LongKnobs(max_age_s=bound_s)))
     each_s, long_s = MODEL.step_s(90, 0), MODEL.step_s(3000, 0)
-    lost = [Arrival(0.01 * index, 3000, slo_s=0.001) for index in range(5)]
+    lost = [Arrival(0.01 * index, 3000, slo_s=0.001) for index in range(count)]
     kept = [Arrival(index * each_s, 90, slo_s=60.0) for index in range(int(span_s / each_s))]
     ran = engine([*lost, *kept], settings, {"budget_tokens": 90})
     requests = ran.run()
-    first_s, *_, last_s = (request.first_token_s or 0.0 for request in requests[:5])
+    first_s, *_, last_s = (request.first_token_s or 0.0 for request in requests[:count])
     assert {line.reason for line in ran.log if line.ran and line.ran[0].new_tokens > 90} <= {
         Reason.OVERDUE,
         Reason.NO_SHORT,  # before the first short came
     }
-    assert 0.9 < 4 * long_s / SHARE / (last_s - first_s) < 1.1
-    assert [request.rid for request in sorted(requests[:5], key=lambda one: one.first_token_s or 0.0)] == [
-        request.rid for request in requests[:5]
+    assert 0.9 < (count - 1) * long_s / share / (last_s - first_s) < 1.1
+    assert [request.rid for request in sorted(requests[:count], key=lambda one: one.first_token_s or 0.0)] == [
+        request.rid for request in requests[:count]
     ]
 
 
@@ -404,13 +409,13 @@ def test_the_share_pays_for_every_chunk_of_an_overdue_long() -> None:
     longs = LongKnobs(max_age_s=bound_s, chunk_max_tokens=chunk)
     settings = let_deadlines_decide(TemporalKnobs(boundary_tokens=100, longs=longs))
     long_s = MODEL.chunked_s(3000, 0, chunk)
-    lost = [Arrival(0.01 * index, 3000, slo_s=0.001) for index in range(4)]
+    lost = [Arrival(0.01 * index, 3000, slo_s=0.001) for index in range(2)]
     kept = [Arrival(index * long_s, 3000, slo_s=600.0) for index in range(int(span_s / long_s))]
     ran = engine([*lost, *kept], settings, {"budget_tokens": chunk})
     requests = ran.run()
-    ends = sorted(request.first_token_s or 0.0 for request in requests[:4])
-    assert 0.9 < 3 * long_s / SHARE / (ends[-1] - ends[0]) < 1.1
-    assert sum(line.reason is Reason.OVERDUE for line in ran.log) == 4 * 3, "chunks"
+    ends = sorted(request.first_token_s or 0.0 for request in requests[:2])
+    assert 0.9 < long_s / LASTING_SHARE / (ends[1] - ends[0]) < 1.1
+    assert sum(line.reason is Reason.OVERDUE for line in ran.log) == 2 * 3, "chunks"
 
 
 def test_of_many_overdue_shorts_the_earliest_that_fit_run_and_few_are_looked_at() -> None:

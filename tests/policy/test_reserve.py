@@ -22,7 +22,7 @@ class Kept:
     others: tuple[WaitingView, ...] = ()
     kv_free: int = 24_000
     running: int = 8
-    decode_step_s: float = 0.02
+    decode_step_s: float = 0.017
     tpot_target_s: float | None = 0.03
 
 
@@ -36,8 +36,8 @@ def lost_long(arrival_s: float = RECENT_S) -> WaitingView:
         Kept("it would take from the reserve", Reason.RESERVE),
         Kept("a short would, too", Reason.RESERVE, short(RECENT_S, 90, output_tokens=4000, deadline_s=LOST_S)),
         Kept("it leaves the reserve", Reason.NO_SHORT, kv_free=24_500),
-        Kept("or decode steps are too long", Reason.RESERVE, kv_free=24_500, decode_step_s=0.025),
-        Kept("but not without a target", Reason.NO_SHORT, kv_free=24_500, decode_step_s=0.025, tpot_target_s=None),
+        Kept("or decode steps are too long", Reason.RESERVE, kv_free=24_500, decode_step_s=0.019),
+        Kept("but not without a target", Reason.NO_SHORT, kv_free=24_500, decode_step_s=0.019, tpot_target_s=None),
         Kept("nothing runs that would free any", Reason.NO_SHORT, running=0),
         Kept("its share of time is not bound by it", Reason.OVERDUE, lost_long(AGED_S)),
         Kept("without a target it is not lost", Reason.NO_SHORT, long(RECENT_S, 500, output_tokens=4000)),

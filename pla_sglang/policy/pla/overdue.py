@@ -4,21 +4,24 @@ If they went before everything from then on, a load that is too large would be s
 goes to requests that nobody can keep any more is missing for those that can be kept, which are then lost in their turn.
 So the overdue ones get ``SHARE`` of the predicted prefill time, the earliest first, and all that is left while nobody
 can be kept. With W seconds of prefills overdue before it, a request ends about W / ``SHARE`` after its bound at the
-latest, so within twice its bound while W is no more than ``SHARE`` of that bound. ``LOST_TIMES`` the bound after its
-arrival it counts as if it were not lost (``longs.py``): what has no room in the KV cache gets it then, too.
+latest, so within twice its bound while W is no more than ``SHARE`` of that bound. Where W is more, as under overload
+that lasts, that promise cannot be kept whatever the share is, and they get ``LASTING_SHARE``. ``LOST_TIMES`` the bound
+after its arrival a request counts as if it were not lost (``longs.py``): what has no room in the KV cache gets it then,
+too.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pla_sglang.policy.interface.prefill import PassView, WaitingView
 from pla_sglang.policy.pla.awd import take_batch
-from pla_sglang.policy.pla.boundary import Boundary
+from pla_sglang.policy.pla.boundary import Boundary, StepModel
 
 SHARE = 0.05
+LASTING_SHARE = 0.02  # with 0.05 half a point less is kept, and P99 TTFT is no better (docs/fleets.md)
 _ARRIVAL_S = operator.attrgetter("arrival_s")
 
 
@@ -36,12 +39,25 @@ class OverdueShare:
     def is_owed(self) -> bool:
         return self.pause_s <= 0.0
 
-    def note(self, pass_s: float, *, overdue: bool) -> None:
-        """A pass took ``pass_s`` by the step model. Time without overdue requests ends a pause, but is not saved up."""
-        if overdue:
-            self.pause_s += pass_s * (1 / SHARE - 1)
+    def note(self, pass_s: float, *, share: float | None) -> None:
+        """A pass took ``pass_s`` by the step model; ``share``: what overdue requests get, where it was theirs.
+
+        Time without overdue requests ends a pause, but is not saved up.
+        """
+        if share is not None:
+            self.pause_s += pass_s * (1 / share - 1)
         else:
             self.pause_s = max(0.0, self.pause_s - pass_s)
+
+
+def share_of(overdue: Iterable[WaitingView], model: StepModel, bound_s: float) -> float:
+    """What the overdue requests get: ``SHARE`` while that serves all of them within their bound."""
+    work_s = 0.0
+    for one in overdue:
+        work_s += model.step_s(one.new_tokens, one.history_tokens)
+        if work_s > SHARE * bound_s:
+            return LASTING_SHARE
+    return SHARE
 
 
 def take_overdue(

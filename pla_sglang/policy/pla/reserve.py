@@ -3,7 +3,7 @@
 What has started holds its KV cache and takes part in every decode step until its answer ends, seconds or minutes, and
 cannot be made to wait again without computing it anew. So a lost request that starts because nobody else waits at this
 moment takes the place of those that come next, and they are lost in their turn. It starts only where it leaves
-``SHARE`` of the cache free while decode steps leave as much of the TPOT target; or in the time that is its own
+``SHARE`` of the cache free while decode steps leave ``DECODE_SHARE`` of the TPOT target; or in the time that is its own
 (``overdue.py``); or while nothing runs.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pla_sglang.policy.interface.prefill import PassView, WaitingView
 
 SHARE = 0.2
+DECODE_SHARE = 0.4  # steps get longer by those that start, and by the prefills that they share passes with
 
 
 def is_kv_short(view: PassView) -> bool:
@@ -23,7 +24,7 @@ def is_kv_short(view: PassView) -> bool:
 
 def is_decode_slow(view: PassView) -> bool:
     """Whether decode steps take more of the least TPOT target than the reserve allows; never without a target."""
-    return view.tpot_target_s is not None and view.decode_step_s > (1 - SHARE) * view.tpot_target_s
+    return view.tpot_target_s is not None and view.decode_step_s > (1 - DECODE_SHARE) * view.tpot_target_s
 
 
 def leave_reserve(lost: Sequence[WaitingView], view: PassView) -> list[WaitingView]:

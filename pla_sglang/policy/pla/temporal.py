@@ -37,7 +37,7 @@ from pla_sglang.policy.pla.class_queues import ClassQueues, classify
 from pla_sglang.policy.pla.contenders import Contenders, Contest
 from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, companions, resume
-from pla_sglang.policy.pla.overdue import OverdueShare, take_overdue
+from pla_sglang.policy.pla.overdue import OverdueShare, share_of, take_overdue
 from pla_sglang.policy.pla.ride import PROBE_PASSES, START, RideModel, model_beside, plan_ride
 
 
@@ -137,7 +137,9 @@ class TemporalPolicy:
         if cls is PrefillClass.SHORT and decision.reason is not Reason.OVERDUE:
             self.awd.on_dispatch(len(admitted), now_s - min(short.arrival_s for short in admitted))
         step_s = self._pass_s(decision, admitted)
-        self.overdue.note(step_s, overdue=decision.reason is Reason.OVERDUE)
+        self.overdue.note(
+            step_s, share=self._share_of_overdue(view, now_s) if decision.reason is Reason.OVERDUE else None
+        )
         if self._aged_use_s is not None:
             aged_s, others_s = self._aged_use_s
             mine = admitted[0] is self._aged
@@ -228,6 +230,10 @@ class TemporalPolicy:
         if holds_up and pick is not None and self.deadlines.list_overdue([pick.view], now_s):
             why = Reason.OVERDUE  # others cannot overtake it, so its share pays for all of it
         return decision if why is None else dataclasses.replace(decision, reason=why)
+
+    def _share_of_overdue(self, view: PassView, now_s: float) -> float:
+        waiting = view.waiting if view.chunk is None else [*view.waiting, view.chunk]
+        return share_of(self.deadlines.list_overdue(waiting, now_s), self.model, self.knobs.longs.give_way_s)
 
     def _overdue_pass(self, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision | None:
         """The pass of the earliest that are overdue; None where there are none, or they cannot run."""
