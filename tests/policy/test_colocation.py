@@ -210,13 +210,26 @@ def test_choice(case: tuple[str, FleetView, Any, str]) -> None:
 def test_a_prefix_weighs_the_more_the_more_decodes_a_prefill_would_stop() -> None:
     """0.4 s of prefill saved, 0.5 s of queue: not worth it, unless it stops 20 decodes that may take 1 s in all."""
     for running, chosen in ((0, "i0"), (20, "i1")):
-        policy = unite(decode_weight=0.0)
+        policy = unite(decode_weight=0.0, work_weight=0.0)
         view = fleet(mixed(running=running), mixed(running=running, queued_tokens=490))
         policy.on_answer(20)
         policy.tick(view, 0.0)
         found = policy.choose(request(500, cached={1: 400}), view)
         assert found is not None
         assert found.name == chosen
+
+
+@pytest.mark.parametrize(
+    ("work_weight", "queued_tokens", "chosen"), [(0.0, 490, "i0"), (4.0, 490, "i1"), (4.0, 2100, "i0")]
+)
+def test_a_prefix_outweighs_a_queue_as_computing_it_again_delays_others(
+    work_weight: float, queued_tokens: int, chosen: str
+) -> None:
+    """0.4 s of prefill saved count five times: more than 0.5 s of queue, less than 2.1 s."""
+    policy = unite(decode_weight=0.0, work_weight=work_weight)
+    found = policy.choose(request(500, cached={1: 400}), fleet(mixed(), mixed(queued_tokens=queued_tokens)))
+    assert found is not None
+    assert found.name == chosen
 
 
 def test_the_combination_dispatches_by_cost_while_united_and_by_roles_otherwise() -> None:

@@ -6,11 +6,13 @@ transfer, and prefixes on instances that cannot use them. If stalls make no requ
 *United*, all instances are MIXED, and a request goes to the instance with the least
 
     cost = TTFT there / TTFT target
+         + work_weight * its prefill time there / TTFT target
          + decode_weight * decode step once it runs there / TPOT target
          + stall_weight * its prefill time there * decodes of an average instance / time budget of a median answer
 
-Where engines run small prefills first, its TTFT waits only for those ahead of it (``sized_backlog.py``). The last term
-favours a cached prefix; without a cached prefix it is the same for all instances.
+Where engines run small prefills first, its TTFT waits only for those ahead of it (``sized_backlog.py``). The terms with
+its prefill time favour a cached prefix; without one they are the same for all instances. One is for the decodes beside
+it, the other for those that come later: what is computed again delays them, not this request.
 
 *Would stalls make answers late?* Each prefill is assigned to a virtual lane (one per instance), the one that is free
 first, whether the fleet is united or not. An answer of n tokens tolerates n * (target - step) seconds of stalls, and
@@ -58,7 +60,7 @@ class ColocationKnobs:
     judge_after: answers that must have ended before the first decision.
     calm_s, calm_max_s, regret_s: how long the share must have been low; doubled after a reversal, up to the maximum.
     queue_share: share of the TTFT target in which prefill instances must be able to finish the waiting prefills.
-    decode_weight, stall_weight: in the choice of an instance; the TTFT has 1.
+    work_weight, decode_weight, stall_weight: in the choice of an instance; the TTFT has 1.
     memory_share: of the KV cache that prompts may fill; fuller instances come last.
     answers, refresh: recent answers for the quantiles, and number of answers between two updates.
     """
@@ -72,6 +74,7 @@ class ColocationKnobs:
     calm_max_s: float = 3600.0
     regret_s: float = knob(600.0, allowed=Range(0))
     queue_share: float = knob(0.5, allowed=Range(0))
+    work_weight: float = knob(4.0, allowed=Range(0))
     decode_weight: float = knob(1.0, allowed=Range(0))
     stall_weight: float = knob(0.5, allowed=Range(0))
     memory_share: float = knob(0.9, allowed=Range(0, 1))
@@ -167,7 +170,7 @@ class ColocationMode:
     def _cost(self, request: RequestView, instance: InstanceView) -> float:
         knobs, targets = self.knobs, self._arrow.knobs
         own_s = self._arrow.predictor.own_s(request, instance)
-        cost = (self._delay_s(request, instance) + own_s) / targets.ttft_slo_s
+        cost = (self._delay_s(request, instance) + (1 + knobs.work_weight) * own_s) / targets.ttft_slo_s
         cost += knobs.decode_weight * self._step_with_s(request, instance) / targets.tpot_slo_s
         if self._tokens:
             stall_s = own_s * self._stalls.share(targets.tpot_slo_s - self._step_s)
