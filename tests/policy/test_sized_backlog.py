@@ -102,7 +102,7 @@ def combined(mode: ColocationMode) -> CombinedPolicy:
 def test_a_short_goes_to_the_instance_whose_larger_ones_it_passes() -> None:
     """i0 has a prompt of 400 tokens, i1 one of 300; a request of 20 with a prefix at i0 passes it there."""
     for small_first, chosen in ((True, "i0"), (False, "i1")):
-        policy = combined(unite(small_first=small_first, stall_weight=0.0, decode_weight=0.0))
+        policy = combined(unite(small_first=small_first, stall_weight=0.0, decode_weight=0.0, work_weight=0.0))
         view = fleet(mixed(), mixed())
         for tokens, instance in zip((400, 300), view.instances, strict=True):
             other = request(tokens, rid=tokens)
