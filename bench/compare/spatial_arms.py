@@ -149,7 +149,8 @@ class Work:
 
     Rates are of conversations; a run has as many equal parts as a rate has values. ``turns``: mean number of prompts of
     a conversation, geometric; each is due ``think_s`` on average after the one before, and not before its answer. None
-    is due after the end. ``dataset``: recorded conversations, whose turns and prompts count instead of drawn ones.
+    is due after the end. ``short_tokens``: of short prompts, drawn evenly, in place of chat-like lengths. ``dataset``:
+    recorded conversations, whose turns and prompts count instead of drawn ones.
 
     Raises ConfigError: a value out of range, or nothing that arrives.
     """
@@ -159,6 +160,7 @@ class Work:
     long_rps: tuple[float, ...]
     turns: float = 1.0
     think_s: float = 1.0
+    short_tokens: tuple[int, int] | None = None
     dataset: Dataset | None = None
 
     def __post_init__(self) -> None:
@@ -176,7 +178,13 @@ class Work:
 
     def describe(self) -> dict[str, Any]:
         of_rates = {name: getattr(self, name) for name in ("duration_s", "short_rps", "long_rps", "turns", "think_s")}
-        return of_rates | {"lengths": self.dataset.label if self.dataset else "drawn from a model of lengths"}
+        if self.dataset is not None:
+            lengths = self.dataset.label
+        elif self.short_tokens is not None:
+            lengths = f"shorts of {self.short_tokens[0]} to {self.short_tokens[1]} tokens"
+        else:
+            lengths = "drawn from a model of lengths"
+        return of_rates | {"lengths": lengths}
 
     def recorded_trace(self, dataset: Dataset, rng: random.Random) -> Trace:
         """As ``trace``. A conversation ends where its prompt would be longer than the longest of a drawn one."""
@@ -201,7 +209,7 @@ class Work:
         rng = random.Random(seed)
         if self.dataset is not None:
             return self.recorded_trace(self.dataset, rng)
-        first = [(at_s, _draw_short(rng)) for at_s in self._begin(rng, self.short_rps)]
+        first = [(at_s, self._draw_short(rng)) for at_s in self._begin(rng, self.short_rps)]
         first += [(at_s, rng.randint(*LONG_TOKENS)) for at_s in self._begin(rng, self.long_rps)]
         rows = []
         for session, (at_s, tokens) in enumerate(first):
@@ -209,13 +217,16 @@ class Work:
             while (
                 rng.random() >= 1 / self.turns and (at_s := at_s + rng.expovariate(1 / self.think_s)) < self.duration_s
             ):
-                tokens += OUTPUT_TOKENS + _draw_short(rng)
+                tokens += OUTPUT_TOKENS + self._draw_short(rng)
                 rows.append((at_s, session, tokens))
         arrivals_s, sessions, lengths = zip(*sorted(rows), strict=True)
         return _make_trace("chat and longs", arrivals_s, lengths, sessions)
 
     def planned(self, seed: int, time_scale: float) -> list[Planned]:
         return plan(self.trace(seed).require_requests(), seed=seed, time_scale=time_scale, sessions=True)
+
+    def _draw_short(self, rng: random.Random) -> int:
+        return _draw_short(rng) if self.short_tokens is None else rng.randint(*self.short_tokens)
 
     def _begin(self, rng: random.Random, rates: Sequence[float]) -> list[float]:
         part_s = self.duration_s / len(rates)
@@ -230,8 +241,9 @@ def _mean_rate(rates: Sequence[float]) -> tuple[float, ...]:
     return (sum(rates) / len(rates),)
 
 
-# Asks for the long pool, then for the short one, then for the long one.
-SHIFTING_WORK = Work(36.0, (40.0, 360.0, 40.0), (30.0, 1.0, 30.0))
+# Asks for the long pool, then for the short one, then for the long one. Large shorts: a pool of one instance is to be
+# too small for them at a rate that the hosts of a small machine can bear.
+SHIFTING_WORK = Work(36.0, (10.0, 120.0, 10.0), (30.0, 1.0, 30.0), short_tokens=(400, SHORT_MAX_TOKENS))
 
 
 def warm_up(seed: int) -> list[Planned]:
