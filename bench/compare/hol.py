@@ -188,19 +188,18 @@ def headline_page(result: Result) -> str:
     arms = [STOCK, OURS, *([RIDE] if RIDE in result["figures"] else [])]
     of_arms = [result["figures"][arm] for arm in arms]
     ratio, work = result["ratios"][OURS], result["workload"]
-    last = result.get("short_last_token_p50_ratio")
+    last = result["short_last_token_p50_ratio"]
+
+    def times(name: str) -> str:
+        return spread_text(inverse(ratio[name]), "x")
+
     rows = [
         [what, *(spread_text(of_arm[key][quantile], " s") for of_arm in of_arms), gain]
         for what, key, quantile, gain in (
             ("short prompts, TTFT p99", "short_ttft_s", "p99", spread_text(ratio["short_ttft_p99_gain"], "x")),
-            (
-                "short prompts, TTFT p50",
-                "short_ttft_s",
-                "p50",
-                spread_text(inverse(ratio["short_ttft_p50_ratio"]), "x"),
-            ),
+            ("short prompts, TTFT p50", "short_ttft_s", "p50", times("short_ttft_p50_ratio")),
             ("short prompts, last token p50", "short_e2e_s", "p50", f"{1 / last:.3g}x" if last else "-"),
-            ("long prompts, TTFT p90", "long_ttft_s", "p90", spread_text(inverse(ratio["long_ttft_p90_ratio"]), "x")),
+            ("long prompts, TTFT p90", "long_ttft_s", "p90", times("long_ttft_p90_ratio")),
         )
     ]
     speeds = [spread_text(of_arm["tokens_per_s"], digits=4) for of_arm in of_arms]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import engines, report
-from bench.harness.arms import Arm
+from bench.harness.arms import HRRN, SPF, Arm
 from bench.harness.bench import Result
 from bench.harness.cli import add_budget
 from bench.harness.engines import Setup
@@ -28,8 +28,6 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import percentile, spread
 from pla_sglang.profiles import load_profile
 
-SPF = ("--schedule-policy", "shortest-prefill-first")
-HRRN = ("--schedule-policy", "hrrn")  # highest response ratio next
 PROFILE = "h200-qwen2.5-14b-tp1"
 ARMS = {
     arm.name: arm
@@ -132,7 +130,7 @@ def arms_table(result: Result) -> report.Cells:
     for arm, own in result["arms"].items():
         to_stock = result["ratios"].get(arm, {})
         figures = ("short_ttft_p50_s", "short_ttft_p99_s", "short_last_token_p50_s", "long_ttft_p90_s")
-        cells = [spread_text(own.get(name), " s") for name in figures]
+        cells = [spread_text(own[name], " s") for name in figures]
         keys = ("short_ttft_p99_gain", "long_ttft_p90_ratio", "throughput_ratio")
         cells += [spread_text(to_stock.get(key), "x") for key in keys]
         rows.append([f"`{arm}`", own["sglang"], *cells, f"{own['host_overhead_share']:.1%}", yes_no(own["valid"])])

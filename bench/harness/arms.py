@@ -26,6 +26,10 @@ RIDE = "ride"
 # The platform knows nothing of our scheduler. An empty value means "all", so a GPU host names one that is not there.
 STOCK_ENV = {"cpu": {"SGLANG_PLUGINS": "pla_cpu"}, "cuda": {"SGLANG_PLUGINS": "none"}}
 
+# Flags of SGLang 0.5.23's own length-aware orders, for peers.
+SPF = ("--schedule-policy", "shortest-prefill-first")
+HRRN = ("--schedule-policy", "hrrn")  # highest response ratio next
+
 STOCK_MODULE = "sglang.launch_server"
 OUR_MODULE = "pla_sglang.launch_server"
 _TEMPORAL = ("--prefill-disagg", "temporal")

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness import engines, report
-from bench.harness.arms import Arm
+from bench.harness.arms import HRRN, SPF, Arm
 from bench.harness.bench import Result
 from bench.harness.engines import Setup
 from bench.harness.figures import arm_colours, panels
@@ -52,8 +52,6 @@ OURS = ("--prefill-disagg", "temporal", "--pla-boundary", "256")
 WHOLE_CHUNKS = (*OURS, "--pla-long-chunk-min-tokens", str(CHUNK_TOKENS))
 # Longs in order of arrival cannot starve each other, so the age bound need not watch them this closely.
 FCFS_LONGS = ("--pla-long-order", "fcfs", "--pla-long-max-age-ms", "30000")
-SPF = ("--schedule-policy", "shortest-prefill-first")
-HRRN = ("--schedule-policy", "hrrn")  # highest response ratio next
 CHUNK_256 = ("--chunked-prefill-size", "256")
 ARMS = {
     arm.name: arm

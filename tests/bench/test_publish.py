@@ -46,7 +46,7 @@ def test_above_1_is_better_in_every_row_of_the_headline(figure: str, ratio: dict
     result = json.loads((RESULTS / "hol.json").read_text(encoding="utf-8"))
     result["ratios"]["ours"][figure] = ratio
     header, _, *rows = PAGES["headline"][1](result).splitlines()
-    assert header.endswith("times better than stock |")
+    assert header.endswith("| pla_sglang, times better than stock |")
     assert sum(row.endswith(f"| {shown} |") for row in rows) == 1
 
 

@@ -44,7 +44,9 @@ class RideFit:
     WINDOW = 256
     DECODE_WINDOW = 64
     MIN_SAMPLES = 8  # for a first fit, and new ones for the next
-    MIN_MIXED = 3  # for a first fit of passes with riders: where these are dear, each costs as much as two without
+    # For a first fit of passes with riders: where these are dear, each costs as much as two without. The next fits wait
+    # for twice as many each, up to MIN_SAMPLES.
+    MIN_MIXED = 3
 
     def __init__(self, start: RideModel, *, solve: Solve | None = None) -> None:
         self._solve = scipy_solver() if solve is None else solve

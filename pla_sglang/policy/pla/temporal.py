@@ -137,9 +137,10 @@ class TemporalPolicy:
         if cls is PrefillClass.SHORT and decision.reason is not Reason.OVERDUE:
             self.awd.on_dispatch(len(admitted), now_s - min(short.arrival_s for short in admitted))
         step_s = self._pass_s(decision, admitted)
-        self.overdue.note(
-            step_s, share=self._share_of_overdue(view, now_s) if decision.reason is Reason.OVERDUE else None
-        )
+        share = None
+        if decision.reason is Reason.OVERDUE:
+            share = share_of(self._list_overdue(view, now_s), self.model, self.knobs.longs.give_way_s)
+        self.overdue.note(step_s, share=share)
         if self._aged_use_s is not None:
             aged_s, others_s = self._aged_use_s
             mine = admitted[0] is self._aged
@@ -231,15 +232,14 @@ class TemporalPolicy:
             why = Reason.OVERDUE  # others cannot overtake it, so its share pays for all of it
         return decision if why is None else dataclasses.replace(decision, reason=why)
 
-    def _share_of_overdue(self, view: PassView, now_s: float) -> float:
+    def _list_overdue(self, view: PassView, now_s: float) -> list[WaitingView]:
+        """With the chunk under way, which is no longer in the queue."""
         waiting = view.waiting if view.chunk is None else [*view.waiting, view.chunk]
-        return share_of(self.deadlines.list_overdue(waiting, now_s), self.model, self.knobs.longs.give_way_s)
+        return self.deadlines.list_overdue(waiting, now_s)
 
     def _overdue_pass(self, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision | None:
         """The pass of the earliest that are overdue; None where there are none, or they cannot run."""
-        chunk = view.chunk
-        waiting = view.waiting if chunk is None else [*view.waiting, chunk]
-        overdue = self.deadlines.list_overdue(waiting, now_s)
+        chunk, overdue = view.chunk, self._list_overdue(view, now_s)
         if not overdue:
             return None
         most_tokens = self.knobs.longs.chunk_max_tokens or 0
