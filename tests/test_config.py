@@ -193,6 +193,7 @@ def test_travels_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(config.CONFIG_ENV, "")  # so that monkeypatch removes what publish writes
     config.publish(mine)
     assert config.current() == mine
+    assert config.current() is config.current()  # hooks ask some times a request in each pass
 
 
 @pytest.mark.parametrize(
