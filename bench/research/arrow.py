@@ -1,20 +1,23 @@
 """Live: the highest rate at which four stateless engines keep their targets with arrow and combined, against stock.
 
     python -m bench arrow --data FOLDER
+    python -m bench arrow --data FOLDER --late
     python -m bench arrow --turning
 
 Arms: ``minimal-load`` (a static split), ``arrow`` and ``combined`` on stateless engines; ``stock``, the best arm that
 this SGLang can be started as, by the simulator on the same requests (``startable.py``); ``pairs``, stock prefill and
-decode engines half and half behind our router with minimal load; ``pairs-sglang``, the same behind SGLang's own. The
-simulator names the rate to begin with; a second one is above it where the first is held, below it where it is missed. A
-ratio is stated where a rate above that of the arm below the line was measured and missed. ``--turning``: requests with
-long prompts, then with long answers, then both, against every fixed configuration. Finished runs are kept in ``--out``;
-``--budget-s`` ends a run in time, and the next one goes on.
+decode engines half and half behind our router with minimal load; ``pairs-sglang``, the same behind SGLang's own.
+``--late``: also the first two with decodes placed when their prefill is done. The simulator names the rate to begin
+with; a second one is above it where the first is held, below it where it is missed. A ratio is stated where a rate
+above that of the arm below the line was measured and missed. ``--turning``: requests with long prompts, then with long
+answers, then both, against every fixed configuration. Finished runs are kept in ``--out``; ``--budget-s`` ends a run in
+time, and the next one goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import random
 from collections.abc import Mapping, Sequence
@@ -56,6 +59,7 @@ MINLOAD, ARROW, COMBINED = "minimal-load", "arrow", "combined"
 STOCK, SPLIT, SPLIT_SGLANG = "stock", "pairs", "pairs-sglang"
 OUR_ARMS = (LiveArm(ARROW, FleetArm("arrow"), STATELESS), LiveArm(COMBINED, OURS, STATELESS))
 MINLOAD_ARM = LiveArm(MINLOAD, FleetArm("minimal-load"), STATELESS)
+LATE_ARMS = tuple(dataclasses.replace(arm, name=f"{arm.name}-late", late=True) for arm in (MINLOAD_ARM, OUR_ARMS[0]))
 PAIR_ARMS = (
     LiveArm(SPLIT, FleetArm("minimal-load"), PAIRS),
     LiveArm(SPLIT_SGLANG, FleetArm("static-pd-round-robin"), PAIRS, "sglang"),
@@ -105,7 +109,8 @@ def contests_of(options: Options) -> list[Contest]:
     for name in options.workloads.split(","):
         load, of_load = load_workload(name, options), with_profile(options, name)
         stock = LiveArm(STOCK, choose_startable(load, of_load))
-        arms = [MINLOAD_ARM, *OUR_ARMS, stock, *(arm for arm in PAIR_ARMS if has_router(arm))]
+        arms = [MINLOAD_ARM, *OUR_ARMS, *(LATE_ARMS if options.late else ())]
+        arms += [stock, *(arm for arm in PAIR_ARMS if has_router(arm))]
         contests += [Contest("arrow", arm, load, of_load) for arm in arms]
     return contests
 
@@ -173,7 +178,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     highest_rate.add_arguments(parser, requests=1000, turns=2)
     parser.add_argument("--workloads", default="azure_code,azure_conv", help="names with commas between")
     parser.add_argument("--turning", action="store_true", help="the workload whose mix turns, instead of these")
-    parser.set_defaults(profile=None)
+    parser.add_argument("--late", action="store_true", help="minimal-load and arrow with late placement too")
+    parser.set_defaults(profile=None, time_scale=2.0)
 
 
 def run(options: Options) -> int:

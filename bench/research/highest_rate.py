@@ -19,6 +19,7 @@ from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, running_fleet
 from bench.harness.steps import NoStepError, Row, Steps
 from pla_sglang.metrics.goodput import goodput
+from pla_sglang.router.control.moves import PREFILLED
 from pla_sglang.sim import fidelity
 from pla_sglang.sim.experiment import TEMPORAL, Experiment, run_experiment
 from pla_sglang.sim.fleet_arms import FleetArm
@@ -41,12 +42,14 @@ class LiveArm:
         fleet: policy, chunks and order; ``prefills``: of a split that is not in halves.
         kind: of the engines: unified, stateless, or pairs (prefill and decode instances of stock).
         router: ``pla``, or ``sglang`` with its round robin.
+        late: decodes are placed when their prefill is done (``--place-decode prefilled``), not at dispatch.
     """
 
     name: str
     fleet: FleetArm
     kind: str = UNIFIED
     router: str = "pla"
+    late: bool = False
 
     def counts(self, instances: int) -> dict[str, int]:
         """Engines by kind, as ``launch_cluster`` names it."""
@@ -58,6 +61,10 @@ class LiveArm:
     @property
     def router_policy(self) -> str:
         return self.fleet.policy if self.router == "pla" else "round-robin"
+
+    def as_json(self) -> dict[str, Any]:
+        placed = {"place_decode": PREFILLED} if self.late else {}
+        return self.fleet.as_json() | {"kind": self.kind, "router": self.router} | placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +96,7 @@ class Contest:
 
     def key_of(self, rung: int) -> dict[str, Any]:
         settings = {name: getattr(self.options, name) for name in SETTINGS}
-        arm = self.arm.fleet.as_json() | {"kind": self.arm.kind, "router": self.arm.router}
-        return settings | {"load": self.load.name, "arm": arm, "rung": rung}
+        return settings | {"load": self.load.name, "arm": self.arm.as_json(), "rung": rung}
 
     def experiment(self) -> Experiment:
         return dataclasses.replace(
@@ -143,6 +149,7 @@ class Contest:
     def measure_live(self, fleet: LiveFleet, rung: int) -> Row:
         """Raises ServerError."""
         flags = self.target_flags("--slo-") if self.arm.router == "pla" else []
+        flags += ["--migration", "on", "--place-decode", PREFILLED] if self.arm.late else []
         trace, policy = self.trace_at(rung), self.arm.router_policy
         return fleet.measure_trace(self.name, policy, trace, flags, router=self.arm.router) | {"rung": rung}
 

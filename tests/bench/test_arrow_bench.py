@@ -90,6 +90,14 @@ def test_each_arm_gets_a_rate_and_ratios_are_of_them(
     assert len(live.clusters) == started, "finished runs are kept"
 
 
+def test_decodes_placed_late(live: LiveStandIns, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run_bench(tmp_path, capsys, "--workloads", "hol", "--late", "--turns", "1")
+    assert list(result["rate_at_90"]["hol"])[3:5] == ["minimal-load-late", "arrow-late"]
+    flags_of = [" ".join(router.flags) for router, _ in live.routed]
+    assert ["--place-decode prefilled" in flags for flags in flags_of[:6]] == [False] * 3 + [True] * 2 + [False]
+    assert [router.policy for router, _ in live.routed[3:5]] == ["minimal-load", "arrow"]
+
+
 def test_a_ratio_needs_a_missed_rate_of_what_is_below_the_line(
     live: LiveStandIns, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +131,7 @@ def test_traces_have_the_profiles_of_the_comparison() -> None:
     options = BENCHES["arrow"].parse()
     named = {name: bench.with_profile(options, name).profile for name in ("azure_code", "azure_conv")}
     assert named == {"azure_code": "h100-llama3.1-8b-tp1", "azure_conv": "h100-llama70b-fp8-dopd"}
-    assert (options.requests, options.turns, options.instances, options.time_scale) == (1000, 2, 4, 4.0)
+    assert (options.requests, options.turns, options.instances, options.time_scale) == (1000, 2, 4, 2.0)
 
 
 def test_bad_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
