@@ -8,7 +8,6 @@ user knows it, the value, and what is allowed.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import numbers
 import re
@@ -150,7 +149,6 @@ class Declared:
     many: bool
 
 
-@functools.cache  # of a class, which does not change; simulations make thousands of configurations
 def declared_fields(config: type) -> tuple[Declared, ...]:
     """The fields of a dataclass that ``knob`` made."""
     hints = typing.get_type_hints(config)
