@@ -62,27 +62,35 @@ class LiveFleet:
                 servers.wait_until_paired(url)
             yield url
 
-    def send(
-        self, policy: str, planned: list[Planned], router_flags: Sequence[str] = (), *, router: str = "pla"
-    ) -> list[Record]:
+    def send(self, policy: str, planned: list[Planned]) -> list[Record]:
         """Through a router of its own, from empty prefix caches on. Raises ServerError."""
+        return self._send(policy, planned, (), "pla")[0]
+
+    def _send(
+        self, policy: str, planned: list[Planned], router_flags: Sequence[str], router: str
+    ) -> tuple[list[Record], Row]:
+        """The answers, and what the router says of itself afterwards."""
         for engine in self.described["instances"]:
             servers.flush_cache(engine["url"])
         with self.running_router(policy, router_flags, kind=router) as url:
             records = replay(url, planned, timeout_s=self.timeout_s)
+            told = {"flips": servers.fetch(f"{url}/pla/state")["flips"]} if router == "pla" else {}
         require_answers(records)
-        return records
+        return records, told
 
     def measure_trace(
         self, name: str, policy: str, trace: Trace, router_flags: Sequence[str] = (), *, router: str = "pla"
     ) -> Row:
-        """``points``, and what says whether hosts and client kept up. Raises ServerError."""
+        """``points``, what says whether hosts and client kept up, and how often our router changed roles (``flips``).
+
+        Raises ServerError.
+        """
         planned = plan(trace, seed=self.seed, time_scale=self.time_scale)
         report.say(f"{name}: {len(planned)} requests at {trace.rate_per_s:.2f}/s, {planned[-1].at_s:.0f} s")
         before = servers.read_devices(self.described)
-        records = self.send(policy, planned, router_flags, router=router)
+        records, told = self._send(policy, planned, router_flags, router)
         after = servers.read_devices(self.described)
-        row = {"points": points_of(records, self.time_scale), "rate_rps": trace.rate_per_s}
+        row = {"points": points_of(records, self.time_scale), "rate_rps": trace.rate_per_s} | told
         return row | self.describe_hosts(before, after, records) | {"tokens_wrong": sum(map(count_wrong, records))}
 
     def describe_hosts(self, before: Devices, after: Devices, records: Sequence[Record]) -> Row:

@@ -171,7 +171,7 @@ def page(result: Result) -> str:
     return "\n\n".join([*parts, highest_rate.conditions(result, f"{result['requests']} requests a run")])
 
 
-PAGES = {"arrow": page}
+PAGES = {"arrow": page, "arrow_turning": page}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -198,6 +198,7 @@ def run(options: Options) -> int:
     result["arms_open"] = sum(course.search.wanted is not None for course in courses)
     result["arms_left_out"] = [arm.name for arm in PAIR_ARMS if not has_router(arm)]
     report.show(f"requests/s with {TARGET:.0%} in target", *table(result))
-    highest_rate.plot(result, options.out / "arrow.png")
-    report.emit(result, "arrow", options.out)
+    name = "arrow_turning" if options.turning else "arrow"
+    highest_rate.plot(result, options.out / f"{name}.png")
+    report.emit(result, name, options.out)
     return 0 if result["valid"] else 1

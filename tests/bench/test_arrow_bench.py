@@ -85,6 +85,8 @@ def test_each_arm_gets_a_rate_and_ratios_are_of_them(
     assert result == result | dict(AGAIN["arrow"](result))
     page = bench.page(result)
     assert "vs_best_stock 2.25 x" in page
+    assert {row["flips"] for row in result["rows"] if not row["contest"].endswith("sglang")} == {live.flips}
+    assert "| flips |" in page
     started = len(live.clusters)
     assert run_bench(tmp_path, capsys, "--workloads", "hol")["rows"] == result["rows"]
     assert len(live.clusters) == started, "finished runs are kept"
@@ -115,6 +117,8 @@ def test_the_workload_that_turns(live: LiveStandIns, tmp_path: Path, capsys: Any
     assert result["turning_vs_best_fixed"] == pytest.approx(STEP**2)
     assert (result["vs_best_stock"], result["arrow_vs_minload"]) == ({}, {})
     assert "turning_vs_best_fixed 2.25 x" in bench.page(result)
+    assert not (tmp_path / "arrow.json").exists(), "another result than that of the traces"
+    assert (tmp_path / "arrow_turning.json").is_file()
 
 
 def test_the_mix_turns_and_every_split_is_fixed() -> None:

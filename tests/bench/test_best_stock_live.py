@@ -75,6 +75,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
     for name in ("running_cluster", "running_router", "read_devices"):
         monkeypatch.setattr(live_fleet.servers, name, getattr(made, name))
     monkeypatch.setattr(live_fleet.servers, "flush_cache", lambda url: None)
+    monkeypatch.setattr(live_fleet.servers, "fetch", lambda url: {"flips": 0} if url.endswith("/pla/state") else {})
     monkeypatch.setattr(bench, "choose_startable", lambda load, options: STOCK)
     return made
 
@@ -114,7 +115,7 @@ def test_rows_have_what_a_run_on_engines_has(servers: Servers, tmp_path: Path, c
     real = json.loads((ROOT / "bench/results/emulated/fidelity.json").read_text(encoding="utf-8"))["by_case"]
     run_bench(tmp_path, capsys, "--turns", "1")
     [row, *_] = [json.loads(line)["row"] for line in (tmp_path / "best_stock_live.steps.jsonl").open()]
-    assert set(row) - {"points", "rung"} <= set(next(iter(real.values())))
+    assert set(row) - {"points", "rung", "flips"} <= set(next(iter(real.values())))
     live = {"row", "sent_s", "input_tokens", "output_tokens", "live_first_s", "live_finish_s"}
     assert set(row["points"]) == live
     assert set(row["points"]["output_tokens"]) == {100}

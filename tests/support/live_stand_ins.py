@@ -58,12 +58,13 @@ class LiveStandIns:
     Attributes:
         gap_share: of the time with work in which the hosts are in the way.
         wrong, late_s: tokens that each answer lacks; device time by which it is later than ``answer_times`` says.
+        flips: which routers say that they have made.
         clusters, engines: flags, and names of the engines, of each start.
         routed: each router, and the names and kinds of the engines behind it.
     """
 
     def __init__(self, answer_times: AnswerTimes, *, time_scale: float, profile: str = DEFAULT_PROFILE) -> None:
-        self.gap_share, self.wrong, self.late_s = 0.1, 0, 0.0
+        self.gap_share, self.wrong, self.late_s, self.flips = 0.1, 0, 0.0, 3
         self.clusters: list[list[str]] = []
         self.engines: list[list[str]] = []
         self.routed: list[tuple[servers.Router, dict[str, str]]] = []
@@ -103,6 +104,8 @@ class LiveStandIns:
         yield described["instances"][0]["url"]
 
     def fetch(self, url: str) -> dict[str, Any]:
+        if url.endswith("/pla/state"):
+            return {"flips": self.flips}
         [device] = [device for base, device in self._devices.items() if url.startswith(f"{base}/")]
         return {"internal_states": [{"pla_emulation": device.state()}], "version": "0.5.17"}
 
