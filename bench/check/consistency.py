@@ -152,8 +152,8 @@ def frontier_again(result: Result) -> dict[str, Any]:
 VERIFIED = ("requests", "completed", "input_tokens", "tokens_verified", "tokens_wrong", "requests_wrong")
 AGAIN: dict[str, Callable[[Result], Mapping[str, Any]]] = {  # bench -> figures that follow from what its file holds
     "abort_storm": lambda result: {"aborted": result["by_abort_request"] + result["by_disconnect"]},
-    "arrow": arrow.ratios_of,
-    "best_stock_live": best_stock_live.ratios_of,
+    "arrow": arrow.figures_again,
+    "best_stock_live": best_stock_live.figures_again,
     "best_stock": lambda result: best_stock.figures_at(parse_limits(result["limits"]), result["target"]),
     "baselines": lambda result: {
         **sums(result["rows"], "requests", "completed", "tokens_verified", "tokens_wrong"),

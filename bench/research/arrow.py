@@ -8,19 +8,25 @@ Arms: ``minimal-load`` (a static split), ``arrow`` and ``combined`` on stateless
 this SGLang can be started as, by the simulator on the same requests (``startable.py``); ``pairs``, stock prefill and
 decode engines half and half behind our router with minimal load; ``pairs-sglang``, the same behind SGLang's own.
 ``--late``: also the first two with decodes placed when their prefill is done. The simulator names the rate to begin
-with; a second one is above it where the first is held, below it where it is missed. A ratio is stated where a rate
-above that of the arm below the line was measured and missed. ``--turning``: requests with long prompts, then with long
-answers, then both, against every fixed configuration. Finished runs are kept in ``--out``; ``--budget-s`` ends a run in
-time, and the next one goes on.
+with; a second one is above it where the first is held, below it where it is missed. A ratio is stated where no arm
+below the line can bear more than the best of them: each has missed a rate at most one step above that.
+
+``--turning``: requests with long prompts, then with long answers, then both. ``combined`` against every fixed
+configuration of stock's, and against engines like its own behind a router that only balances. A stock arm that holds
+its first rate is asked for the one above the best so far.
+
+Finished runs are kept in ``--out``; ``--budget-s`` ends a run in time, and the next one goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import random
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,7 +52,7 @@ from bench.research.startable import choose_startable
 from pla_sglang.cluster.spec import ROUTER_MODULES
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Slo
-from pla_sglang.sim.fleet_arms import OURS, FleetArm
+from pla_sglang.sim.fleet_arms import CHUNKS_TOKENS, OURS, FleetArm
 from pla_sglang.sim.named_workloads import Workload
 from pla_sglang.workload import Trace
 
@@ -55,8 +61,10 @@ TURNING = "turning"
 TURNING_SLO = Slo(3.0, 0.03)
 LONG_PROMPTS, LONG_ANSWERS = ((3000, 6000), (16, 64)), ((100, 500), (200, 500))  # prompt and answer tokens
 RATIOS = ("vs_best_stock", "vs_minload", "arrow_vs_minload")
+TURNING_RATIOS = ("turning_vs_best_fixed", "turning_vs_fixed_ours")
 MINLOAD, ARROW, COMBINED = "minimal-load", "arrow", "combined"
 STOCK, SPLIT, SPLIT_SGLANG = "stock", "pairs", "pairs-sglang"
+FIXED_OURS = "temporal"
 OUR_ARMS = (LiveArm(ARROW, FleetArm("arrow"), STATELESS), LiveArm(COMBINED, OURS, STATELESS))
 MINLOAD_ARM = LiveArm(MINLOAD, FleetArm("minimal-load"), STATELESS)
 LATE_ARMS = tuple(dataclasses.replace(arm, name=f"{arm.name}-late", late=True) for arm in (MINLOAD_ARM, OUR_ARMS[0]))
@@ -86,10 +94,10 @@ def make_turning(requests: int, seed: int) -> Workload:
 
 
 def fixed_arms(instances: int) -> list[LiveArm]:
-    """What cannot turn: unified engines with small and large chunks, and every split of stock pairs."""
+    """What cannot turn: stock's unified engines with each size of chunks, and every split of stock pairs."""
     unified = [
         LiveArm(f"unified-{chunk_tokens}", FleetArm("least-tokens", mixed=True, chunk_tokens=chunk_tokens))
-        for chunk_tokens in (512, 2048, 8192)
+        for chunk_tokens in CHUNKS_TOKENS
     ]
     splits = [
         LiveArm(f"{prefills}+{instances - prefills}", FleetArm("minimal-load", prefills), PAIRS)
@@ -103,7 +111,8 @@ def contests_of(options: Options) -> list[Contest]:
     if options.turning:
         load = make_turning(options.requests, options.seed)
         of_turning = with_profile(options, TURNING)
-        arms = [*fixed_arms(options.instances), OUR_ARMS[1]]
+        fixed_ours = LiveArm(FIXED_OURS, dataclasses.replace(OURS, policy="least-tokens"))
+        arms = [*fixed_arms(options.instances), fixed_ours, OUR_ARMS[1]]
         return [Contest("arrow", arm, load, of_turning) for arm in arms]
     contests = []
     for name in options.workloads.split(","):
@@ -120,25 +129,39 @@ def with_profile(options: Options, workload: str) -> Options:
     return Options(**{**vars(options), "profile": profile})
 
 
+def is_stock_fixed(course: Course) -> bool:
+    return course.contest.load.name == TURNING and course.contest.arm.name not in (FIXED_OURS, COMBINED)
+
+
+def may_bear_more(course: Course, courses: Sequence[Course]) -> bool:
+    """Whether a further run can change a ratio. A fixed arm is then asked for the rung above the best of them."""
+    if not is_stock_fixed(course):
+        return course.search.wanted is not None
+    held = [other.search.held for other in courses if is_stock_fixed(other) and other.search.held is not None]
+    if not held:
+        return course.search.wanted is not None
+    course.search.ask(max(held) + 1)
+    return course.search.failed > max(held) + 1
+
+
 # -- result ------------------------------------------------------------------------------------------------------------
 
 
-def best_of(rates: Mapping[str, float | None], closed: Mapping[str, bool], arms: Sequence[str]) -> float | None:
-    """The highest rate of these arms; None where one of them may bear more than was measured, or bore nothing."""
-    known = [rates[arm] for arm in arms if arm in rates]
-    if not known or not all(closed[arm] for arm in arms if arm in rates):
-        return None
-    return max((rate for rate in known if rate is not None), default=None)
+class Known(NamedTuple):
+    """Rates by arm of one workload, as ``highest_rate.rates_of`` has them."""
 
+    held: Mapping[str, float | None]
+    missed: Mapping[str, float | None]
+    step: float
 
-def compare_arms(held: Mapping[str, float | None], closed: Mapping[str, bool]) -> Row:
-    """The ratios of one trace; ``held``: rates by arm, ``closed``: whether a higher rate was missed."""
-    minload = best_of(held, closed, (MINLOAD,))
-    return {
-        "vs_best_stock": ratio_of(held[COMBINED], best_of(held, closed, (STOCK, SPLIT, SPLIT_SGLANG))),
-        "vs_minload": ratio_of(held[COMBINED], minload),
-        "arrow_vs_minload": ratio_of(held[ARROW], minload),
-    }
+    def best_of(self, *arms: str) -> float | None:
+        """The highest rate that any of these held; None where one may bear more: it has not missed the next one."""
+        known = [arm for arm in arms if arm in self.held]
+        best = max((rate for arm in known if (rate := self.held[arm]) is not None), default=None)
+        if best is None:
+            return None
+        limit = best * self.step**1.5  # rates are rungs: the next one is below this, the one after it above
+        return best if all((missed := self.missed[arm]) is not None and missed < limit for arm in known) else None
 
 
 def ratios_of(result: Result) -> Row:
@@ -146,23 +169,39 @@ def ratios_of(result: Result) -> Row:
     ratios: Row = {}
     for prefix in ("", "sim_"):
         by_trace: dict[str, Row] = {}
-        ratios[f"{prefix}turning_vs_best_fixed"] = None
+        ratios |= dict.fromkeys(f"{prefix}{key}" for key in TURNING_RATIOS)
         for name, held in result[f"{prefix}rate_at_90"].items():
-            closed = dict.fromkeys(held, True) if prefix else result["bracketed"][name]
+            missed = dict.fromkeys(held, 0.0) if prefix else result["missed_at_90"][name]
+            known = Known(held, missed, result["step"])
             if name == TURNING:
-                fixed = best_of(held, closed, [arm for arm in held if arm != COMBINED])
-                ratios[f"{prefix}turning_vs_best_fixed"] = ratio_of(held[COMBINED], fixed)
+                stock = [arm for arm in held if arm not in (FIXED_OURS, COMBINED)]
+                below = (known.best_of(*stock), known.best_of(FIXED_OURS))
+                ratios |= {
+                    f"{prefix}{key}": ratio_of(held[COMBINED], of)
+                    for key, of in zip(TURNING_RATIOS, below, strict=True)
+                }
             else:
-                by_trace[name] = compare_arms(held, closed)
+                minload, stock_best = known.best_of(MINLOAD), known.best_of(STOCK, SPLIT, SPLIT_SGLANG)
+                above_below = ((COMBINED, stock_best), (COMBINED, minload), (ARROW, minload))
+                by_trace[name] = {
+                    key: ratio_of(held[arm], of) for key, (arm, of) in zip(RATIOS, above_below, strict=True)
+                }
         ratios |= {f"{prefix}{key}": {name: of[key] for name, of in by_trace.items()} for key in RATIOS}
     return ratios
+
+
+def figures_again(result: Result) -> Row:
+    """Rates and ratios, from the rows of a kept result."""
+    rates = highest_rate.rates_of(result)
+    again = rates | ratios_of({**result, **rates})
+    return {key: figure for key, figure in again.items() if key in result}
 
 
 def page(result: Result) -> str:
     parts = [report.markdown(*table(result), right=range(1, 8))]
     for name, rates in result["rate_at_90"].items():
         shown = ", ".join(f"`{arm}` {report.number(rate)}/s" for arm, rate in rates.items())
-        keys = ("turning_vs_best_fixed",) if name == TURNING else RATIOS
+        keys = TURNING_RATIOS if name == TURNING else RATIOS
         ratios = []
         for key in keys:
             live, sim = (result[of] if name == TURNING else result[of][name] for of in (key, f"sim_{key}"))
@@ -190,12 +229,13 @@ def run(options: Options) -> int:
     contests, courses = contests_of(options), list[Course]()
     with measuring():
         highest_rate.start_courses(contests, courses)
-        highest_rate.take_turns(courses, steps, options.turns)
+        may_bear = functools.partial(may_bear_more, courses=courses)
+        highest_rate.take_turns(courses, steps, options.turns, has_turn=may_bear)
     summed = highest_rate.sum_up(courses)
     result: Row = {"bench": "arrow", **summed, **ratios_of(summed), "environment": about}
     result |= {name: getattr(options, name) for name in SETTINGS if name not in ("profile", "span_s")}
     result["profiles"] = {contest.load.name: contest.options.profile for contest in contests}
-    result["arms_open"] = sum(course.search.wanted is not None for course in courses)
+    result["arms_open"] = sum(map(may_bear, courses))
     result["arms_left_out"] = [arm.name for arm in PAIR_ARMS if not has_router(arm)]
     report.show(f"requests/s with {TARGET:.0%} in target", *table(result))
     name = "arrow_turning" if options.turning else "arrow"

@@ -24,6 +24,7 @@ from pla_sglang.sim import fidelity
 from pla_sglang.sim.experiment import TEMPORAL, Experiment, run_experiment
 from pla_sglang.sim.fleet_arms import FleetArm
 from pla_sglang.sim.halving import Ladder, RungSearch, search_rungs
+from pla_sglang.sim.host import NO_HOST, HostKnobs
 from pla_sglang.sim.named_workloads import Workload
 from pla_sglang.workload import Trace
 
@@ -99,6 +100,8 @@ class Contest:
         return settings | {"load": self.load.name, "arm": self.arm.as_json(), "rung": rung}
 
     def experiment(self) -> Experiment:
+        """Arms that hand KV cache over place decodes as the router does (docs/simulator.md)."""
+        apart = self.arm.kind != UNIFIED
         return dataclasses.replace(
             self.arm.fleet.experiment(self.load.slo),
             profile=self.options.profile,
@@ -107,6 +110,7 @@ class Contest:
             stateless=self.arm.kind == STATELESS,
             bandwidth_bytes_per_s=self.options.kv_gbps * 1e9 / 8,
             report_interval_s=0.02,  # live engines report each change
+            host=HostKnobs(overlap=True, room_first=not self.arm.late) if apart else NO_HOST,
         )
 
     def target_flags(self, prefix: str) -> list[str]:
@@ -172,6 +176,7 @@ class Course:
     contest: Contest
     simulated: int | None
     rows: list[Row] = dataclasses.field(default_factory=list)
+    spoiled: bool = False  # by a run that is not valid: it says nothing, and --retry-invalid measures it again
 
     def __post_init__(self) -> None:
         load, ladder = self.contest.load, self.contest.ladder
@@ -182,9 +187,11 @@ class Course:
     def take_turn(self, steps: Steps) -> None:
         """Measures the next rung, if one is wanted and there is time. Raises ServerError."""
         contest, rung = self.contest, self.search.wanted
-        if rung is None:
+        if rung is None or self.spoiled:
             return
         row = steps.get(contest.key_of(rung))
+        if row is not None and contest.options.retry_invalid and not is_valid(row, contest.options.max_overhead):
+            row = None
         if row is None:
             needed_s = START_S + contest.trace_at(rung).span_s * contest.options.time_scale + DRAIN_S
             if not steps.has_time(needed_s):
@@ -193,14 +200,12 @@ class Course:
                 row = contest.measure_live(fleet, rung)
             steps.add(contest.key_of(rung), row)
         self.rows.append(contest.judge(row))
-        self.search.note(self.rows[-1]["live_attainment"] >= TARGET)
+        self.spoiled = not self.rows[-1]["valid"]
+        if not self.spoiled:
+            self.search.note(self.rows[-1]["live_attainment"] >= TARGET)
 
     def rate_of(self, rung: int | None) -> float | None:
         return None if rung is None else self.contest.ladder.rate_per_s(rung)
-
-    @property
-    def held_per_s(self) -> float | None:
-        return self.rate_of(self.search.held)
 
 
 def start_courses(contests: Sequence[Contest], courses: list[Course]) -> None:
@@ -210,11 +215,17 @@ def start_courses(contests: Sequence[Contest], courses: list[Course]) -> None:
         report.say(f"{contest.name}: simulated {report.number(courses[-1].rate_of(courses[-1].simulated))}/s")
 
 
-def take_turns(courses: Sequence[Course], steps: Steps, turns: int) -> None:
-    """The arms one after the other, each second time in reverse. Raises ServerError."""
+def take_turns(
+    courses: Sequence[Course], steps: Steps, turns: int, *, has_turn: Callable[[Course], bool] = lambda course: True
+) -> None:
+    """The arms one after the other, each second time in reverse. Raises ServerError.
+
+    ``has_turn``: asked before each turn; it may name another rung to that course (``RungSearch.ask``).
+    """
     for turn in range(turns):
         for course in courses if turn % 2 == 0 else reversed(courses):
-            course.take_turn(steps)
+            if has_turn(course):
+                course.take_turn(steps)
 
 
 # -- result ------------------------------------------------------------------------------------------------------------
@@ -229,24 +240,37 @@ def sum_up(courses: Sequence[Course]) -> Row:
     rows = [row for course in courses for row in course.rows]
     if not rows:
         raise NoStepError("no time was left for a single run")
-    by_load: dict[str, dict[str, Course]] = {}
+    simulated: dict[str, dict[str, Any]] = {}
     for course in courses:
-        by_load.setdefault(course.contest.load.name, {})[course.contest.arm.name] = course
-
-    def by_arm(figure: Callable[[Course], Any]) -> dict[str, dict[str, Any]]:
-        return {name: {arm: figure(course) for arm, course in of.items()} for name, of in by_load.items()}
-
-    return {
-        "rate_at_90": by_arm(lambda course: course.held_per_s),
-        "sim_rate_at_90": by_arm(lambda course: course.rate_of(course.simulated)),
-        "bracketed": by_arm(lambda course: course.search.wanted is None),
+        contest = course.contest
+        simulated.setdefault(contest.load.name, {})[contest.arm.name] = course.rate_of(course.simulated)
+    found: Row = {"sim_rate_at_90": simulated, "rows": rows, "step": courses[0].contest.options.step, "target": TARGET}
+    return found | {
+        **rates_of(found),
         "arms": {course.contest.name: course.contest.arm.fleet.as_json() for course in courses},
-        "rows": rows,
         "commits": sorted({row["plugin_commit"] for row in rows}),
         "tokens_wrong": sum(row["tokens_wrong"] for row in rows),
         "valid": all(row["valid"] for row in rows),
-        "target": TARGET,
     }
+
+
+def rates_of(result: Mapping[str, Any]) -> Row:
+    """By workload and arm, from the valid rows.
+
+    ``rate_at_90``: the highest rate that was held; ``missed_at_90``: the lowest that was not; ``bracketed``: whether
+    the second is one step above the first.
+    """
+    rates: Row = {"rate_at_90": {}, "missed_at_90": {}, "bracketed": {}}
+    for load, arms in result["sim_rate_at_90"].items():
+        for arm in arms:
+            rows = [row for row in result["rows"] if row["contest"] == f"{load}/{arm}" and row["valid"]]
+            held = max((row["rung"] for row in rows if row["live_attainment"] >= result["target"]), default=None)
+            missed = min((row["rung"] for row in rows if row["live_attainment"] < result["target"]), default=None)
+            for key, rung in (("rate_at_90", held), ("missed_at_90", missed)):
+                rates[key].setdefault(load, {})[arm] = None if rung is None else result["step"] ** rung
+            closed = held is not None and missed is not None and missed <= held + 1
+            rates["bracketed"].setdefault(load, {})[arm] = closed
+    return rates
 
 
 def table(result: Mapping[str, Any]) -> report.Cells:
@@ -303,6 +327,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, requests: int | None, turn
     parser.add_argument("--step", type=float, default=1.06, help="from one rate to the next")
     parser.add_argument("--turns", type=int, default=turns, help="rates an arm on a workload, at most")
     parser.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a run invalid")
+    parser.add_argument("--retry-invalid", action="store_true", help="measure runs again that were not valid")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
     cli.add_emulated_device(parser, time_scale=4.0)
     cli.add_output(parser)

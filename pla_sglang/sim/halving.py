@@ -101,6 +101,11 @@ class RungSearch:
         """The rung to try next; None: the search has ended, and ``held`` is its result."""
         return None if self.failed == self._lowest or self.held == self.failed - 1 else self._next
 
+    def ask(self, rung: int) -> None:
+        """``rung`` is wanted next, if nothing is known of it: above what is held, below what is not."""
+        if self.held is not None and self.held < rung < self.failed:
+            self._next = rung
+
     def note(self, holds: bool) -> None:
         """The answer for ``wanted``."""
         if holds:

@@ -110,11 +110,55 @@ def test_a_ratio_needs_a_missed_rate_of_what_is_below_the_line(
     assert result["arms_open"] > 0
 
 
+@pytest.mark.parametrize(
+    ("missed", "best"),
+    [
+        ({"a": 9.0, "b": 9.0}, 6.0),
+        ({"a": 9.0, "b": 4.0}, 6.0),
+        ({"a": 9.0, "b": 13.5}, None),  # b may hold 9
+        ({"a": 9.0, "b": None}, None),
+        ({"a": 13.5, "b": 9.0}, None),
+    ],
+)
+def test_the_best_is_known_once_no_arm_can_bear_more(missed: dict[str, float | None], best: float | None) -> None:
+    known = bench.Known({"a": 6.0, "b": 2.7}, missed, STEP)
+    assert known.best_of("a", "b", "not there") == best
+    assert bench.Known({"a": None}, {"a": 1.0}, STEP).best_of("a") is None
+
+
+def test_a_run_that_is_not_valid_says_nothing_and_can_be_measured_again(
+    live: LiveStandIns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live.gap_share = 0.3
+    spoiled = run_bench(tmp_path, capsys, "--workloads", "hol", status=1)
+    arms = len(spoiled["arms"])
+    assert set(spoiled["rate_at_90"]["hol"].values()) == {None}
+    assert (len(spoiled["rows"]), spoiled["arms_open"], len(live.clusters)) == (arms, arms, arms)
+    live.gap_share = 0.1
+    assert run_bench(tmp_path, capsys, "--workloads", "hol", status=1)["rows"] == spoiled["rows"]
+    again = run_bench(tmp_path, capsys, "--workloads", "hol", "--retry-invalid")
+    assert (again["valid"], again["arms_open"]) == (True, 0)
+
+
+def test_rates_follow_from_the_rows(live: LiveStandIns, tmp_path: Path, capsys: Any) -> None:
+    result = run_bench(tmp_path, capsys, "--workloads", "hol")
+    again = AGAIN["arrow"](result)
+    assert {"rate_at_90", "missed_at_90", "bracketed", *bench.RATIOS} <= set(again)
+    result["rate_at_90"]["hol"]["arrow"] *= STEP
+    assert dict(AGAIN["arrow"](result)) == dict(again), "what the file says of rates is not used"
+
+
 def test_the_workload_that_turns(live: LiveStandIns, tmp_path: Path, capsys: Any) -> None:
     result = run_bench(tmp_path, capsys, "--turning")
-    fixed = ["unified-512", "unified-2048", "unified-8192", "1+1"]
-    assert list(result["rate_at_90"]["turning"]) == [*fixed, "combined"]
-    assert result["turning_vs_best_fixed"] == pytest.approx(STEP**2)
+    unified = [f"unified-{chunk_tokens}" for chunk_tokens in (512, 1024, 2048, 4096, 8192)]
+    held, missed = result["rate_at_90"]["turning"], result["missed_at_90"]["turning"]
+    assert list(held) == [*unified, "1+1", "temporal", "combined"]
+    assert result["turning_vs_best_fixed"] == result["turning_vs_fixed_ours"] == pytest.approx(STEP**2)
+    assert {arm: missed[arm] for arm in unified} == {arm: pytest.approx(STEP**4) for arm in unified}
+    assert missed["1+1"] <= STEP**4, "it cannot bear more than the best of them, and is not asked again"
+    assert (result["arms_open"], result["valid"]) == (0, True)
+    temporal = live.clusters[6]
+    assert (flag_after(temporal, "--unified"), flag_after(temporal, "--prefill-disagg")) == ("2", "temporal")
     assert (result["vs_best_stock"], result["arrow_vs_minload"]) == ({}, {})
     assert "turning_vs_best_fixed 2.25 x" in bench.page(result)
     assert not (tmp_path / "arrow.json").exists(), "another result than that of the traces"
@@ -127,8 +171,8 @@ def test_the_mix_turns_and_every_split_is_fixed() -> None:
     assert prompts[:100].min() >= 3000 > 500 >= prompts[100:200].max()
     assert answers[:100].max() <= 64 < 200 <= answers[100:200].min()
     assert {bool(tokens > 500) for tokens in prompts[200:]} == {True, False}
-    assert [arm.name for arm in bench.fixed_arms(4)[3:]] == ["1+3", "2+2", "3+1"]
-    assert bench.fixed_arms(4)[5].counts(4) == {"prefill": 3, "decode": 1}
+    assert [arm.name for arm in bench.fixed_arms(4)[5:]] == ["1+3", "2+2", "3+1"]
+    assert bench.fixed_arms(4)[7].counts(4) == {"prefill": 3, "decode": 1}
 
 
 def test_traces_have_the_profiles_of_the_comparison() -> None:

@@ -69,7 +69,7 @@ def test_rows_have_what_a_run_on_engines_has(live: LiveStandIns, tmp_path: Path,
     real = json.loads((ROOT / "bench/results/emulated/fidelity.json").read_text(encoding="utf-8"))["by_case"]
     run_bench(tmp_path, capsys, rounds=1)
     rows = [json.loads(line)["row"] for line in (tmp_path / "stateless.steps.jsonl").open()]
-    own = {"ttft_s", "tpot_s", "tokens_per_s", "ready_s", "pss_gib"}
+    own = {"ttft_s", "tpot_s", "tokens_per_s", "ready_s", "pss_gib", "flips"}
     assert all(set(row) - own <= set(next(iter(real.values()))) for row in rows)
 
 

@@ -75,3 +75,16 @@ def test_a_search_near_its_answer_costs_two_runs_and_one_without_an_answer_says_
     assert measure.ran == [("near", 6), ("none", -10), ("near", 7)]
     with pytest.raises(ConfigError, match="failed"):
         RungSearch(0, lowest=3, failed=3)
+
+
+def test_another_rung_can_be_asked_for_where_nothing_is_known_of_it() -> None:
+    search = RungSearch(4, 0, 100)
+    search.ask(20)
+    assert search.wanted == 4, "nothing is held yet"
+    search.note(True)
+    search.ask(20)
+    assert search.wanted == 20
+    search.note(False)
+    search.ask(30)
+    search.ask(4)
+    assert (search.held, search.failed, search.wanted) == (4, 20, 12)
