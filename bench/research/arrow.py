@@ -12,8 +12,8 @@ with; a second one is above it where the first is held, below it where it is mis
 below the line can bear more than the best of them: each has missed a rate at most one step above that.
 
 ``--turning``: requests with long prompts, then with long answers, then both. ``combined`` against every fixed
-configuration of stock's, and against engines like its own behind a router that only balances. A stock arm that holds
-its first rate is asked for the one above the best so far.
+configuration of stock's, and against engines like its own behind a router that only balances. A stock arm begins above
+the best so far: where it misses that, it cannot be the best, and its own rate is not looked for.
 
 Finished runs are kept in ``--out``; ``--budget-s`` ends a run in time, and the next one goes on.
 """
@@ -134,14 +134,15 @@ def is_stock_fixed(course: Course) -> bool:
 
 
 def may_bear_more(course: Course, courses: Sequence[Course]) -> bool:
-    """Whether a further run can change a ratio. A fixed arm is then asked for the rung above the best of them."""
-    if not is_stock_fixed(course):
-        return course.search.wanted is not None
+    """Whether a further run can change a ratio. A fixed arm has to hold more than the best of them so far."""
+    search = course.search
     held = [other.search.held for other in courses if is_stock_fixed(other) and other.search.held is not None]
-    if not held:
-        return course.search.wanted is not None
-    course.search.ask(max(held) + 1)
-    return course.search.failed > max(held) + 1
+    if not is_stock_fixed(course) or not held:
+        return search.wanted is not None
+    above_best = max(held) + 1
+    if search.wanted is not None and search.wanted < above_best:
+        search.ask(above_best)
+    return search.failed > above_best
 
 
 # -- result ------------------------------------------------------------------------------------------------------------
@@ -197,10 +198,16 @@ def figures_again(result: Result) -> Row:
     return {key: figure for key, figure in again.items() if key in result}
 
 
+def rate_text(held: float | None, missed: float | None) -> str:
+    """Such as ``94.2/s``, or ``below 49.6/s`` of an arm that held no rate that it was asked for."""
+    return f"below {report.number(missed)}/s" if held is None and missed is not None else f"{report.number(held)}/s"
+
+
 def page(result: Result) -> str:
     parts = [report.markdown(*table(result), right=range(1, 8))]
     for name, rates in result["rate_at_90"].items():
-        shown = ", ".join(f"`{arm}` {report.number(rate)}/s" for arm, rate in rates.items())
+        missed = result["missed_at_90"][name]
+        shown = ", ".join(f"`{arm}` {rate_text(rate, missed[arm])}" for arm, rate in rates.items())
         keys = TURNING_RATIOS if name == TURNING else RATIOS
         ratios = []
         for key in keys:

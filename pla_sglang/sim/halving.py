@@ -103,7 +103,7 @@ class RungSearch:
 
     def ask(self, rung: int) -> None:
         """``rung`` is wanted next, if nothing is known of it: above what is held, below what is not."""
-        if self.held is not None and self.held < rung < self.failed:
+        if (self.held is None or self.held < rung) and self._lowest <= rung < self.failed:
             self._next = rung
 
     def note(self, holds: bool) -> None:

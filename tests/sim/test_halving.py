@@ -78,13 +78,17 @@ def test_a_search_near_its_answer_costs_two_runs_and_one_without_an_answer_says_
 
 
 def test_another_rung_can_be_asked_for_where_nothing_is_known_of_it() -> None:
-    search = RungSearch(4, 0, 100)
-    search.ask(20)
-    assert search.wanted == 4, "nothing is held yet"
-    search.note(True)
+    search = RungSearch(4, 2, 100)
+    search.ask(1)
+    search.ask(100)
+    assert search.wanted == 4
     search.ask(20)
     assert search.wanted == 20
+    search.note(True)
+    search.ask(20)
+    search.ask(4)
+    assert search.wanted == 21
+    search.ask(30)
     search.note(False)
     search.ask(30)
-    search.ask(4)
-    assert (search.held, search.failed, search.wanted) == (4, 20, 12)
+    assert (search.held, search.failed, search.wanted) == (20, 30, 25)
