@@ -162,7 +162,7 @@ def test_the_workload_that_turns(live: LiveStandIns, tmp_path: Path, capsys: Any
     assert (result["vs_best_stock"], result["arrow_vs_minload"]) == ({}, {})
     assert "turning_vs_best_fixed 2.25 x" in bench.page(result)
     assert held["1+1"] is None
-    assert "`1+1` below 5.06/s" in bench.page(result)
+    assert f"`1+1` below {missed['1+1']:.3g}/s" in bench.page(result)
     assert not (tmp_path / "arrow.json").exists(), "another result than that of the traces"
     assert (tmp_path / "arrow_turning.json").is_file()
 
