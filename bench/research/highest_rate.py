@@ -19,7 +19,6 @@ from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, running_fleet
 from bench.harness.steps import NoStepError, Row, Steps
 from pla_sglang.metrics.goodput import goodput
-from pla_sglang.router.control.moves import PREFILLED
 from pla_sglang.sim import fidelity
 from pla_sglang.sim.experiment import TEMPORAL, Experiment, run_experiment
 from pla_sglang.sim.fleet_arms import FleetArm
@@ -31,6 +30,7 @@ from pla_sglang.workload import Trace
 TARGET = 0.9
 SETTINGS = ("profile", "time_scale", "seed", "instances", "span_s", "requests", "step", "kv_gbps")
 START_S, DRAIN_S = 60.0, 30.0  # of real time: a cluster, and the last answers
+PREFILLED = "prefilled"  # value of --place-decode
 UNIFIED, STATELESS, PAIRS = "unified", "stateless", "pairs"
 Options = argparse.Namespace
 
