@@ -137,6 +137,7 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
             pools[name_pool(worker.view)].append(worker.view.name)
     return {
         "policy": dispatcher.knobs.policy,
+        "policy_knobs": list(dispatcher.knobs.policy_knobs),
         "decisions": {} if driver is None else {reason.value: count for reason, count in driver.decisions.items()},
         "actions": {} if driver is None else dict(driver.actions),
         "flips": 0 if driver is None else driver.moved.total(),
