@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import sys
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, ClassVar
 
+from pla_sglang.cli import parse_one
 from pla_sglang.errors import ConfigError, PlaError
 from pla_sglang.policy import registry
 from pla_sglang.policy.interface.decisions import PolicySet
@@ -70,14 +73,30 @@ def find_policy(name: str) -> FleetPolicy:
     return _load(points[0])
 
 
-def find_live_policy(name: str) -> FleetPolicy:
-    """As ``find_policy``, for the router. One of another package is built once, so that its mistakes are seen at the
-    start. Raises ConfigError, also for one that stock instances cannot carry out."""
+def read_knobs(name: str, texts: Sequence[str]) -> dict[str, float]:
+    """``Setup.knobs`` from texts of the form PART.NAME=VALUE, for the policy of this ``name``. Raises ConfigError."""
+    policy, found = find_policy(name), dict[str, float]()
+    for text in texts:
+        knob, _, value = text.partition("=")
+        read = parse_one(f"--policy-knob {knob}", value, policy.find_knob(knob))
+        if knob in found:
+            raise ConfigError(f"--policy-knob {knob} is given twice")
+        if not math.isfinite(read):  # no recording could hold it
+            raise ConfigError(f"--policy-knob {knob} {value!r} is out of range; allowed: a finite number")
+        found[knob] = read
+    return found
+
+
+def find_live_policy(name: str, knobs: Sequence[str] = ()) -> FleetPolicy:
+    """As ``find_policy``, for the router. One of another package, or with ``knobs`` (as in ``read_knobs``), is built
+    once, so that mistakes are seen at the start. Raises ConfigError, also for one that stock instances cannot carry
+    out."""
     policy = find_policy(name)
     if not policy.live:
         raise ConfigError(f"policy {name!r} is not for the router, as it is not marked live; simulate runs it")
-    if name not in registry.POLICIES:
-        build(name, _trial_setup())
+    set_knobs = read_knobs(name, knobs)
+    if set_knobs or name not in registry.POLICIES:
+        build(name, _trial_setup(knobs=set_knobs))
     return policy
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import make_flags
 import pytest
 
+from pla_sglang.checks import declared_fields
 from pla_sglang.cli import flags_of
 from pla_sglang.policy.pla.boundary import CPU_START, GPU_START, Boundary, StepModel
-from pla_sglang.policy.registry import live_policy_names, policy_names
+from pla_sglang.policy.registry import POLICIES, live_policy_names, policy_names
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -30,6 +31,15 @@ def test_the_page_of_the_router_names_just_the_live_policies() -> None:
     text = (DOCS / "control.md").read_text(encoding="utf-8")
     listed = text.partition("\n## Policies\n")[2].partition(";")[0]
     assert re.findall(r"`([a-z-]+)`", listed) == live_policy_names()
+
+
+def test_each_policy_knob_stands_on_the_page_of_its_part() -> None:
+    knobs = {(part, one) for policy in POLICIES.values() for part, of_part in policy.knobs.items() for one in of_part}
+    for part, config in knobs:
+        page = DOCS / "policies" / f"{'combined' if part in ('in_place', 'unite') else part}.md"
+        rows = [line.split("|")[1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+        named = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+        assert {declared.field.name for declared in declared_fields(config)} <= named
 
 
 def test_each_flag_has_its_row() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from support.router_process import router_process
 from pla_sglang import launch_router, simulate
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.registry import policy_names
-from pla_sglang.policy_packages import GROUP, find_live_policy, find_policy, installed_names
+from pla_sglang.policy_packages import GROUP, find_live_policy, find_policy, installed_names, read_knobs
 from pla_sglang.router.control.knobs import ControlKnobs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,6 +152,31 @@ def test_names_list_what_is_installed(tmp_path: Path, monkeypatch: pytest.Monkey
         ControlKnobs(policy="arow")
     with pytest.raises(ConfigError, match=r"policy must be one of round-robin, .*, extra, got 'arow'"):
         find_policy("arow")
+
+
+@pytest.mark.parametrize(
+    ("policy", "texts", "said"),
+    [
+        ("arrow", ["arrow.idle_s"], "--policy-knob arrow.idle_s '' is out of range; allowed: at least 0"),
+        ("arrow", ["arrow.idle_s=-1"], "--policy-knob arrow.idle_s -1 is out of range; allowed: at least 0"),
+        ("arrow", ["arrow.idle_s=inf"], "--policy-knob arrow.idle_s 'inf' is out of range; allowed: a finite number"),
+        ("arrow", ["arrow.idle_s=1", "arrow.idle_s=2"], "--policy-knob arrow.idle_s is given twice"),
+        ("arrow", ["arrow.cool_down_s=4000"], "cool_down_s 4000 is above cool_down_max_s 3600"),
+        ("dopd", ["dopd.down_intervals=1.5"], "--policy-knob dopd.down_intervals 1.5 is not a whole number"),
+        ("dopd", ["arrow.idle_s=1"], "--policy-knob 'arrow.idle_s' is not known to the policy; allowed: dopd."),
+        ("pla", ["dopd.headroom=2"], "allowed: none, as it has no knobs to set"),
+    ],
+)
+def test_knobs_of_a_policy_are_checked_at_the_start(policy: str, texts: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ControlKnobs(policy=policy, policy_knobs=tuple(texts))
+
+
+def test_knobs_of_a_policy_are_flags() -> None:
+    flags = ["--policy", "combined", "--policy-knob", "unite.calm_s=60", "--policy-knob", "arrow.low_load=0.5"]
+    config, _ = launch_router.read_config(flags)
+    assert config.control.policy_knobs == ("unite.calm_s=60", "arrow.low_load=0.5")
+    assert read_knobs("combined", config.control.policy_knobs) == {"unite.calm_s": 60.0, "arrow.low_load": 0.5}
 
 
 @pytest.mark.parametrize("name", policy_names())

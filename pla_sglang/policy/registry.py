@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from random import Random
+from typing import TypeVar
 
-from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.checks import Declared, Range, check_fields, declared_fields, knob, require
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.arrow.capacity import max_running_tokens
 from pla_sglang.policy.arrow.curve import profile_curve, solve_nonnegative
+from pla_sglang.policy.arrow.flips import FlipKnobs
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.baselines import dispatch as plain
@@ -47,6 +49,7 @@ FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
 }
 COMBINED_BOUNDARY_TOKENS = 256
 IN_PLACE_TOKENS = 2048  # of the combination: what it costs decides, and its own guard on the stall (docs/fleets.md)
+Knobs = TypeVar("Knobs")
 DEFAULT_FORECASTER = "arima"  # the paper's; others need as few GPU-hours: docs/fleets.md, "Forecasts"
 
 
@@ -83,6 +86,7 @@ class Setup:
         move_pause_s: predicted pause of a move, without the time that its KV cache takes.
         move_gain: a request moves only where its answer gains so many times the predicted pause (``client_gain.py``);
             0: whether it gains or not, as in the papers.
+        knobs: of parts of the policy (``FleetPolicy.knobs``), by PART.NAME; others keep what the policy has.
     """
 
     steps: StepTimes
@@ -112,6 +116,7 @@ class Setup:
     move_rest_s: float = 5.0
     move_pause_s: float = 0.02
     move_gain: float = knob(0.0, allowed=Range(0))
+    knobs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -131,6 +136,12 @@ class Setup:
             mean_context_tokens=self.mean_context_tokens,
         )
         return max(1, found)
+
+    def tune(self, part: str, knobs: Knobs) -> Knobs:
+        """``knobs``, a dataclass object of that part, with those of its fields that were set. Raises ConfigError."""
+        named = {f"{part}.{field.name}": field.name for field in dataclasses.fields(knobs)}  # type: ignore[arg-type]
+        given = {named[name]: value for name, value in self.knobs.items() if name in named}
+        return dataclasses.replace(knobs, **given)  # type: ignore[type-var]
 
     def split(self) -> list[Role]:
         """Roles at the start of a fleet with prefill and decode pools; one instance alone is MIXED."""
@@ -172,6 +183,7 @@ class FleetPolicy:
         flips: it changes the roles of stateless instances.
         migrates: what it decides beside the place of a request is that running requests move.
         scales: it adds and removes instances by limits that no fleet of a fixed size can be given.
+        knobs: names of its parts, and the dataclasses of each that it tunes (``Setup.tune``): what operators may set.
     """
 
     make: Maker
@@ -182,6 +194,16 @@ class FleetPolicy:
     flips: bool = False
     migrates: bool = False
     scales: bool = False
+    knobs: Mapping[str, tuple[type, ...]] = dataclasses.field(default_factory=dict)
+
+    def find_knob(self, name: str) -> Declared:
+        """The field that PART.NAME stands for. Raises ConfigError."""
+        configs = [(part, config) for part, of_part in self.knobs.items() for config in of_part]
+        known = {f"{part}.{one.field.name}": one for part, config in configs for one in declared_fields(config)}
+        if name not in known:
+            allowed = ", ".join(known) or "none, as it has no knobs to set"
+            raise ConfigError(f"--policy-knob {name!r} is not known to the policy; allowed: {allowed}")
+        return known[name]
 
 
 def on_mixed_instances(make: Callable[[Setup], Dispatcher]) -> Maker:
@@ -199,8 +221,9 @@ def _minimal_load(setup: Setup) -> Dispatcher:
 
 
 def _arrow_policy(setup: Setup, *, adaptive: bool = True) -> ArrowPolicy:
-    knobs = ArrowKnobs(setup.ttft_slo_s, setup.tpot_slo_s, {"": setup.running_tokens()}, adaptive=adaptive)
-    return ArrowPolicy(knobs, setup.predictor_of_ttft())
+    flips, room = setup.tune("arrow", FlipKnobs()), {"": setup.running_tokens()}
+    knobs = ArrowKnobs(setup.ttft_slo_s, setup.tpot_slo_s, room, flips, adaptive=adaptive)
+    return ArrowPolicy(setup.tune("arrow", knobs), setup.predictor_of_ttft())
 
 
 def _arrow(setup: Setup) -> Built:
@@ -244,11 +267,11 @@ def _dopd_controller(setup: Setup, kind: type[DopdController] = DopdController) 
         instances_max=max(2, setup.instances_max),
         headroom=setup.headroom,
     )
-    return kind(Planner(knobs, *_tables(setup)), setup.make_forecaster())
+    return kind(Planner(setup.tune("dopd", knobs), *_tables(setup)), setup.make_forecaster())
 
 
 def _dopd(setup: Setup) -> Built:
-    dispatcher = DopdDispatcher(DopdDispatchKnobs(), setup.predictor_of_ttft())
+    dispatcher = DopdDispatcher(setup.tune("dopd", DopdDispatchKnobs()), setup.predictor_of_ttft())
     if not setup.scales:
         return dispatcher, (_dopd_controller(setup, RatioController), Settling()), setup.split()
     return dispatcher, (_dopd_controller(setup),), setup.split()
@@ -285,7 +308,8 @@ def _sla(setup: Setup) -> Built:
 
 
 def _colocation(setup: Setup, arrow: ArrowPolicy) -> ColocationMode:
-    return ColocationMode(ColocationKnobs(), arrow, setup.steps, setup.riding_tokens, small_first=setup.small_first)
+    knobs = setup.tune("unite", ColocationKnobs())
+    return ColocationMode(knobs, arrow, setup.steps, setup.riding_tokens, small_first=setup.small_first)
 
 
 def _united_for_good(setup: Setup) -> Built:
@@ -293,7 +317,7 @@ def _united_for_good(setup: Setup) -> Built:
     that do both, Arrow's request scheduling over others."""
     arrow = _arrow_policy(setup, adaptive=False)
     parts = Parts(arrow, unite=_colocation(setup, arrow))
-    policy = CombinedPolicy(CombinedKnobs(), parts)
+    policy = CombinedPolicy(setup.tune("combined", CombinedKnobs()), parts)
     return policy, (policy,), plain.split_roles(setup.instances, setup.prefills or 0)
 
 
@@ -302,19 +326,29 @@ def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Bui
         return _united_for_good(setup)
     arrow = _arrow_policy(setup)
     boundary = FittedBoundary(fixed_tokens=setup.boundary_tokens or COMBINED_BOUNDARY_TOKENS)
+    local = setup.tune("dopd", DopdDispatchKnobs(local_max_tokens=IN_PLACE_TOKENS))
     parts = Parts(
         arrow,
-        in_place=InPlace(InPlaceKnobs(), arrow, setup.steps, setup.riding_tokens),
-        local=DopdDispatcher(DopdDispatchKnobs(local_max_tokens=IN_PLACE_TOKENS), arrow.predictor),
+        in_place=InPlace(setup.tune("in_place", InPlaceKnobs()), arrow, setup.steps, setup.riding_tokens),
+        local=DopdDispatcher(local, arrow.predictor),
         spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, spill_at=1.0), arrow.predictor, boundary),
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
         star=_star_controller(setup) if setup.migrates else None,
         planner=_dopd_controller(setup) if scaling else None,
         unite=_colocation(setup, arrow) if unite else None,
     )
-    policy = CombinedPolicy(CombinedKnobs(), parts)
+    policy = CombinedPolicy(setup.tune("combined", CombinedKnobs()), parts)
     return policy, (policy,), [Role.MIXED] * setup.instances if unite else setup.split()
 
+
+_ARROW_KNOBS = {"arrow": (ArrowKnobs, FlipKnobs)}
+_DOPD_KNOBS = {"dopd": (PlannerKnobs, DopdDispatchKnobs)}
+_COMBINED_KNOBS: Mapping[str, tuple[type, ...]] = {
+    "combined": (CombinedKnobs,),
+    "in_place": (InPlaceKnobs,),
+    "dopd": (DopdDispatchKnobs,),
+    **_ARROW_KNOBS,
+}
 
 POLICIES: Mapping[str, FleetPolicy] = {
     "round-robin": FleetPolicy(on_mixed_instances(lambda setup: plain.RoundRobin()), live=True, length_blind=True),
@@ -335,7 +369,7 @@ POLICIES: Mapping[str, FleetPolicy] = {
     "threshold-scaler": FleetPolicy(_threshold, scales=True),
     "sla-scaler": FleetPolicy(_sla, scales=True),
     "pla": FleetPolicy(_pla, live=True, pools=True, fixed_split=True),
-    "arrow": FleetPolicy(_arrow, live=True, flips=True),
+    "arrow": FleetPolicy(_arrow, live=True, flips=True, knobs=_ARROW_KNOBS),
     "arrow-no-flips": FleetPolicy(
         on_static_split(lambda setup: _arrow_policy(setup, adaptive=False)), live=True, fixed_split=True
     ),
@@ -343,11 +377,13 @@ POLICIES: Mapping[str, FleetPolicy] = {
     "star-no-prediction": FleetPolicy(
         lambda setup: _star(setup, predict=False), live=True, fixed_split=True, migrates=True
     ),
-    "dopd": FleetPolicy(_dopd, live=True, flips=True),
-    "combined": FleetPolicy(_combined, live=True, flips=True),
-    "combined-roles": FleetPolicy(lambda setup: _combined(setup, unite=False), live=True, flips=True),
+    "dopd": FleetPolicy(_dopd, live=True, flips=True, knobs=_DOPD_KNOBS),
+    "combined": FleetPolicy(_combined, live=True, flips=True, knobs={**_COMBINED_KNOBS, "unite": (ColocationKnobs,)}),
+    "combined-roles": FleetPolicy(
+        lambda setup: _combined(setup, unite=False), live=True, flips=True, knobs=_COMBINED_KNOBS
+    ),
     "combined-scaling": FleetPolicy(  # DOPD plans counts of roles
-        lambda setup: _combined(setup, scaling=True, unite=False)
+        lambda setup: _combined(setup, scaling=True, unite=False), knobs={**_COMBINED_KNOBS, **_DOPD_KNOBS}
     ),
 }
 
@@ -372,6 +408,8 @@ def build(name: str, setup: Setup) -> PolicySet:
 
 def build_policy(name: str, policy: FleetPolicy, setup: Setup) -> PolicySet:
     """Fresh objects of ``policy`` for one run, called ``name``. Raises ConfigError for a setup that does not fit it."""
+    for knob_name in setup.knobs:
+        policy.find_knob(knob_name)
     dispatcher, controllers, roles = policy.make(setup)
     classes = _length_classes(roles) if policy.pools else ()
     return PolicySet(name, dispatcher, controllers, tuple(roles), classes)

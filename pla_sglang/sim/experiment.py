@@ -20,7 +20,7 @@ from pla_sglang.policy.pla.ride import RideModel
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PolicySet, Setup, policy_names
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle, RemainingPredictor
-from pla_sglang.policy_packages import PolicyName, build, find_policy
+from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
 from pla_sglang.sim.config import Flip, InstanceSpec, Policies, SimConfig
 from pla_sglang.sim.engine_knobs import Answers, EngineKnobs
@@ -101,6 +101,9 @@ class Experiment:
         None, "--output-limit-tokens", "max_tokens that clients send; default: just what the answer has", allowed=COUNT
     )
     seed: int = knob(1, "--seed", "of policies that draw at random")
+    policy_knobs: tuple[str, ...] = knob(
+        (), "--policy-knob PART.NAME=VALUE", "PART.NAME: a knob of the policy, on its page; may be repeated"
+    )
     instances_min: int = knob(2, "--instances-min", "for policies that scale", allowed=COUNT)
     instances_max: int | None = knob(
         None, "--instances-max", "for policies that scale; default: 64, at least twice as many", allowed=COUNT
@@ -122,7 +125,7 @@ class Experiment:
         check_fields(self)
         require("--instances-max", self.instances_max, self.instances)
         length_predictor(self.lengths, self.seed)
-        find_policy(self.policy)
+        read_knobs(self.policy, self.policy_knobs)
 
     def at_rate(self, rate_per_s: float) -> Experiment:
         return dataclasses.replace(self, rate_per_s=rate_per_s)
@@ -261,6 +264,7 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
         headroom=experiment.headroom,
         forecaster=experiment.forecaster or DEFAULT_FORECASTER,
         move_gain=experiment.move_gain,
+        knobs=read_knobs(experiment.policy, experiment.policy_knobs),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from random import Random
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 from support.fleets import LinearSteps
 from support.fluid import FluidFleet
 
+from pla_sglang.checks import declared_fields
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.interface.decisions import Hold
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.policy.registry import Setup, build, policy_names
+from pla_sglang.policy.registry import POLICIES, Setup, build, policy_names
 
 SETUP = Setup(LinearSteps(), kv_capacity_tokens=200_000, ttft_slo_s=2.0, tpot_slo_s=0.1, instances=6, prefills=3)
 LOADS = [
@@ -35,6 +37,48 @@ def test_every_policy_serves_a_fleet(name: str) -> None:
     assert not any(fleet.prefills.values())
     assert not any(fleet.running.values())
     fleet.view.check_integrity()
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_knob_on_offer_is_read(name: str) -> None:
+    tuned: set[tuple[str, type]] = set()
+
+    class Noting(Setup):
+        def tune(self, part: str, knobs: Any) -> Any:
+            tuned.add((part, type(knobs)))
+            return super().tune(part, knobs)
+
+    build(name, Noting(**{field.name: getattr(SETUP, field.name) for field in dataclasses.fields(SETUP)}))
+    offered = {(part, config) for part, configs in POLICIES[name].knobs.items() for config in configs}
+    assert offered <= tuned
+    names = [(part, one.field.name) for part, config in offered for one in declared_fields(config)]
+    assert len(set(names)) == len(names), "one name, one field"
+
+
+def test_knobs_that_are_set_hold_and_the_others_stay() -> None:
+    knobs = {"arrow.idle_s": 7.0, "arrow.cool_down_s": 5.0}
+    policy = build("arrow", dataclasses.replace(SETUP, knobs=knobs)).dispatcher
+    assert isinstance(policy, ArrowPolicy)
+    assert (policy.knobs.idle_s, policy.knobs.flips.cool_down_s) == (7.0, 5.0)
+    plain = build("arrow", SETUP).dispatcher
+    assert isinstance(plain, ArrowPolicy)
+    flips = dataclasses.replace(plain.knobs.flips, cool_down_s=5.0)
+    assert policy.knobs == dataclasses.replace(plain.knobs, idle_s=7.0, flips=flips)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "said"),
+    [
+        ("arrow", {"arrow.idle": 1.0}, "'arrow.idle' is not known to the policy; allowed: arrow.tpot_window_s, "),
+        ("arrow", {"unite.calm_s": 1.0}, "'unite.calm_s' is not known to the policy; allowed: arrow."),
+        ("round-robin", {"arrow.idle_s": 1.0}, "allowed: none, as it has no knobs to set"),
+        ("arrow", {"arrow.cool_down_s": 4000.0}, "cool_down_s 4000 is above cool_down_max_s 3600"),
+        ("dopd", {"dopd.interval_s": 0.0}, "dopd interval_s 0.0 is out of range; allowed: above 0"),
+    ],
+)
+def test_knobs_that_cannot_be_are_refused(name: str, knobs: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        build(name, dataclasses.replace(SETUP, knobs=knobs))
 
 
 @pytest.mark.parametrize("name", ["round-robin", "least-requests", "least-tokens", "two-choices", "cache-aware"])

@@ -84,6 +84,7 @@ class FakeInstance:
         self.peer_states: dict[str, str] = {}  # by name; others are ready at once
         self.peers_status = 200
         self.load = dict(LOAD)
+        self.info_gate: asyncio.Event | None = None  # of /server_info, as behind a long pass; answered once it is set
         self.healthy = True
         self.ending = False  # it was told to end, and finishes what it has; not a stock one, it says so
         self.asked_ending = 0
@@ -148,6 +149,8 @@ class FakeInstance:
         await self._runner.cleanup()
 
     async def _server_info(self, _: web.Request) -> web.Response:
+        if self.info_gate is not None:
+            await self.info_gate.wait()
         started = {"startup_time": {"total": 1.5 + self.starts}}
         state: dict[str, Any] = {"pla": {"role": {"role": "mixed"}}} if self.has_role else {}
         if self.stateless:

@@ -38,7 +38,7 @@ class FlipKnobs:
 
     low_load: float = knob(0.7, allowed=Range(0, 1, above=True))
     cool_down_s: float = knob(1.0, allowed=Range(0))
-    cool_down_max_s: float = 3600.0
+    cool_down_max_s: float = knob(3600.0, allowed=Range(0))
     regret_s: float = knob(60.0, allowed=Range(0, above=True))
     load_window_s: float = knob(20.0, allowed=Range(0, above=True))
     load_change: float = knob(2.0, allowed=Range(1, above=True))

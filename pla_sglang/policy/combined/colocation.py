@@ -71,7 +71,7 @@ class ColocationKnobs:
     memory: int = knob(50, allowed=Range(1))
     judge_after: int = knob(50, allowed=Range(1))
     calm_s: float = knob(120.0, allowed=Range(0))
-    calm_max_s: float = 3600.0
+    calm_max_s: float = knob(3600.0, allowed=Range(0))
     regret_s: float = knob(600.0, allowed=Range(0))
     queue_share: float = knob(0.5, allowed=Range(0))
     work_weight: float = knob(4.0, allowed=Range(0))

@@ -58,7 +58,7 @@ class PlannerKnobs:
     prefill_min: int = knob(1, allowed=Range(1))
     decode_min: int = knob(1, allowed=Range(1))
     instances_min: int = knob(2, allowed=Range(2))
-    instances_max: int = 1024
+    instances_max: int = knob(1024, allowed=Range(2))
     wait_share: float = knob(0.5, allowed=Range(0, 1, above=True))
     headroom: float = knob(1.0, allowed=Range(0, above=True))
     down_margin: float = knob(0.15, allowed=Range(0))

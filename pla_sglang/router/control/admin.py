@@ -27,10 +27,11 @@ import msgspec
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.router.control.errors import WorkerError
+from pla_sglang.router.control.observability.gauges import row_of
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.router.control.workers.discovery import parse_url
 from pla_sglang.router.control.workers.table import Worker
-from pla_sglang.router.http.bodies import ErrorBody, ErrorDetail, NewWorker, RoleOrder
+from pla_sglang.router.http.bodies import ErrorBody, ErrorDetail, NewWorker, RoleOrder, WorkerRow
 from pla_sglang.router.http.responses import JSON
 from pla_sglang.router.wire.messages import AdminAnswer, AdminAsk
 from pla_sglang.viewer.page import CONTENT_TYPE, live_headers, render_live
@@ -144,11 +145,10 @@ class AdminRoutes:
     # -- workers -----------------------------------------------------------------------------------------------------
 
     def _list_workers(self, _: bytes) -> AdminAnswer:
-        now_s = self._clock()
-        return json_answer({"workers": [worker.to_row(now_s) for worker in self._workers]})
+        return json_answer({"workers": [self._describe(worker) for worker in self._workers]})
 
     def _show_worker(self, _: bytes, name: str) -> AdminAnswer:
-        return json_answer(self._workers.find(name).to_row(self._clock()))
+        return json_answer(self._describe(self._workers.find(name)))
 
     def _add_worker(self, body: bytes) -> AdminAnswer:
         address = parse_url(msgspec.json.decode(body, type=NewWorker).url)
@@ -172,13 +172,16 @@ class AdminRoutes:
     def _set_role(self, body: bytes, name: str) -> AdminAnswer:
         order, worker = msgspec.json.decode(body, type=RoleOrder), self._workers.find(name)
         self._plane.order_role(worker, order.role, order.epoch)
-        return json_answer(worker.to_row(self._clock()))
+        return json_answer(self._describe(worker))
 
     def _save_change(self, worker: Worker, *, removed: str | None = None) -> AdminAnswer:
         now_s = self._clock()
         self._plane.save_later(removed=removed)
         self._plane.dispatcher.dispatch_pending(now_s)
-        return json_answer(worker.to_row(now_s), 202)
+        return json_answer(self._describe(worker), 202)
+
+    def _describe(self, worker: Worker) -> WorkerRow:
+        return row_of(worker, self._plane.dispatcher, self._clock())
 
     # -- the fleet over time -----------------------------------------------------------------------------------------
 

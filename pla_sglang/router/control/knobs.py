@@ -57,6 +57,9 @@ class ControlKnobs:
         allowed=PolicyName(live=True),
         heading="policy",
     )
+    policy_knobs: tuple[str, ...] = knob(
+        (), "--policy-knob PART.NAME=VALUE", "PART.NAME: a knob of the policy, on its page; may be repeated"
+    )
     slo_ttft_s: float = knob(1.0, "--slo-ttft-ms MS", "target of requests that bring none", allowed=TARGET, scale=MILLI)
     slo_tpot_s: float = knob(0.1, "--slo-tpot-ms MS", "as --slo-ttft-ms", allowed=TARGET, scale=MILLI)
     profile: str = knob(
@@ -140,4 +143,4 @@ class ControlKnobs:
         if self.place_decode == PREFILLED and not self.migrates:
             text = f"--place-decode {PREFILLED} needs --migration on, before stateless instances"
             raise ConfigError(f"{text}; allowed without it: {DISPATCH}")
-        find_live_policy(self.policy)
+        find_live_policy(self.policy, self.policy_knobs)

@@ -19,7 +19,7 @@ from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.registry import Setup
 from pla_sglang.policy.runner import Effects, Refusal
-from pla_sglang.policy_packages import build
+from pla_sglang.policy_packages import build, read_knobs
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.recording.file import RecordWriter
 from pla_sglang.recording.setup import header_of
@@ -146,6 +146,7 @@ class LivePolicy:
             move_rest_s=knobs.moves.rest_s,
             move_pause_s=knobs.moves.pause_s,
             move_gain=knobs.moves.gain,
+            knobs=read_knobs(knobs.policy, knobs.policy_knobs),
         )
         self.profile = f"{profile} x {time_scale:g}"
         self.kv_bytes_per_token = steps.kv_bytes_per_token

@@ -43,6 +43,12 @@ class WorkerRow(msgspec.Struct, frozen=True):
         full: it has just refused a request for load, and gets nothing that others can take.
         peers: of a stateless instance, what it says of each peer, by number; null: it has not been told of any.
         role_epoch: how often its role was set.
+        first_tokens: requests with a prediction that have had their first token there.
+        ttft_s, predicted_ttft_s, ttft_error_s: of these, from dispatch to the first token, what was predicted, and the
+            absolute differences, all summed.
+        legs: of a stateless instance, by end (sending, receiving) and state; null, as the next two: it says nothing.
+        leg_kv_tokens: that legs hold there beside the batches, by holder: sending, receiving, quarantine.
+        quarantined_requests: given up; a transfer may touch their pages.
         ranks: what the last load report of each data-parallel rank says.
     """
 
@@ -70,4 +76,11 @@ class WorkerRow(msgspec.Struct, frozen=True):
     version: str | None
     peers: dict[int, str] | None
     role_epoch: int
+    first_tokens: int
+    ttft_s: float
+    predicted_ttft_s: float
+    ttft_error_s: float
+    legs: dict[str, dict[str, int]] | None
+    leg_kv_tokens: dict[str, int] | None
+    quarantined_requests: int | None
     ranks: dict[int, dict[str, Any]]

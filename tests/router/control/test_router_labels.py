@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.router_scene import Scene, run, scene
 
@@ -15,9 +16,13 @@ from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.pairs import Choice, PairRunner
 from pla_sglang.policy.registry import live_policy_names
 from pla_sglang.policy.runner import Refusal
+from pla_sglang.policy_packages import build
+from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import VERSION
+from pla_sglang.recording.setup import setup_of
 from pla_sglang.router.control.policy_setup import RouterEffects
 from pla_sglang.router.wire import messages as m
+from pla_sglang.sim.parity import Replay
 
 P, D = Role.PREFILL, Role.DECODE
 WHY = FleetReason.FLIP_TTFT
@@ -197,6 +202,32 @@ def test_arrow_flips_for_ttft_and_settles_and_the_recording_replays(tmp_path: Pa
         assert header.version == VERSION
         assert "arrow.prefill_flip" in result.reasons
         assert result.identical_share == 1.0, result.differences
+
+    run(work)
+
+
+def test_knobs_of_the_policy_hold_and_the_recording_replays_with_them(tmp_path: Path) -> None:
+    async def work() -> None:
+        path = tmp_path / "run.jsonl.gz"
+        knobs = ("arrow.low_load=1e-9", "arrow.idle_s=3600")
+        async with scene(STATELESS, policy="arrow", record=path, slo_ttft_s=0.5, policy_knobs=knobs) as one:
+            await connected(one)
+            assert one.admin("GET", "/pla/state")[1]["policy_knobs"] == list(knobs)
+            prefills, decodes = ([worker for worker in one.plane.table if worker.view.role is role] for role in (P, D))
+            for worker in prefills:
+                one.instances[worker.number].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
+            one.instances[decodes[0].number].load |= {"num_running_reqs": 1, "num_used_tokens": 100}
+            await one.until(lambda: all(worker.view.queued_tokens > 50_000 for worker in prefills))
+            await one.until(lambda: decodes[0].view.decode_tokens() > 0)
+            late = one.ask("late")
+            assert isinstance(late, m.Assign)
+            assert late.reason == "arrow.prefill_fallback", "a single decode is no low load"
+            one.ended("late")
+        header, result = replay_file(path)
+        assert header.setup["knobs"] == {"arrow.low_load": 1e-9, "arrow.idle_s": 3600.0}
+        assert result.identical_share == 1.0, result.differences
+        plain = msgspec.structs.replace(header, setup={**header.setup, "knobs": {}})
+        assert Replay(build("arrow", setup_of(plain)), list(read(path))[1:]).run().identical_share < 1.0
 
     run(work)
 

@@ -53,6 +53,11 @@ def test_legs_come_with_the_answers_of_instances_that_report_nothing() -> None:
             said = one.instances[0].says_stateless()
             one.instances[0].says_stateless = lambda: said | STATE  # type: ignore[method-assign]
             await one.until(lambda: lines_of(one) == SHOWN)
+            ours, stock = one.admin("GET", "/pla/state")[1]["workers"]
+            assert ours["legs"] == {"sending": {"prefill": 2}, "receiving": {"connecting": 0, "ready": 3}}
+            assert ours["leg_kv_tokens"] == {"sending": 70, "receiving": 90, "quarantine": 30}
+            assert ours["quarantined_requests"] == 1
+            assert (stock["legs"], stock["leg_kv_tokens"], stock["quarantined_requests"]) == (None, None, None)
             assert one.plane.table.workers[1].legs is None
 
     run(work)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from support.fake_instance import INFO, FakeInstance
-from support.router_scene import Scene, run, scene
+from support.router_scene import QUICK, Scene, run, scene
 
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.start_split import join_role
+from pla_sglang.router.control.control_plane import ControlPlane
 from pla_sglang.router.control.errors import WorkerError
+from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.workers.discovery import describe
 from pla_sglang.router.wire import messages as m
 
@@ -33,6 +37,19 @@ async def until_connected(one: Scene) -> None:
     stateless = [view for view in fleet.ready if view.kind is InstanceKind.STATELESS]
     pairs = [(a, b) for a in stateless for b in stateless if a is not b]
     await one.until(lambda: all(peering.is_connected(a, b) for a, b in pairs))
+
+
+@asynccontextmanager
+async def another_router(one: Scene, *further: str, timeout_s: float = 2.0) -> AsyncIterator[Scene]:
+    """Before the instances of the scene, and those at ``further`` addresses; it has just started."""
+    health = dataclasses.replace(QUICK, timeout_s=timeout_s)
+    workers = (*(fake.url for fake in one.instances), *further)
+    plane = ControlPlane(ControlKnobs(policy="static-pd", health=health, poll_interval_s=0.05, workers=workers))
+    await plane.start()
+    try:
+        yield Scene(plane, one.instances)
+    finally:
+        await plane.stop()
 
 
 def test_a_stateless_instance_says_its_kind_its_port_and_its_incarnation() -> None:
@@ -231,6 +248,49 @@ def test_a_stateless_instance_gets_kv_from_stock_prefill_instances_that_it_was_t
             whole = one.ask("r2")
             assert isinstance(whole, m.Assign)
             assert (whole.prefill, whole.decode) == (None, 1)
+
+    run(work)
+
+
+def test_no_list_lacks_an_instance_whose_answer_waits_for_a_long_pass() -> None:
+    async def work() -> None:
+        async with scene(["stateless"] * 3, policy="static-pd") as one:
+            await until_connected(one)
+            busy = one.instances[2]
+            busy.info_gate = asyncio.Event()
+            told_before = [len(fake.told) for fake in one.instances]
+            async with another_router(one) as other:
+                await other.ready(2)
+                await asyncio.sleep(0.5)  # longer than others would wait for a peer that warms
+                assert all(worker.peers is None for worker in other.plane.table)
+                busy.info_gate.set()
+                await other.until(lambda: all(worker.peers is not None for worker in other.plane.table))
+                await other.ready(3)
+                await until_connected(other)
+            for fake, before in zip(one.instances, told_before, strict=True):
+                assert len(fake.told) > before
+                assert {len(told["peers"]) for told in fake.told[before:]} == {2}
+
+    run(work)
+
+
+def test_an_address_where_nobody_answers_keeps_no_list_back_for_long() -> None:
+    async def work() -> None:
+        gone = await FakeInstance().start()
+        await gone.stop()
+        silent = await FakeInstance().start()
+        silent.info_gate = asyncio.Event()
+        async with scene(["stateless"] * 2, policy="static-pd") as one:
+            async with another_router(one, gone.url) as other:
+                await other.ready(2)
+                await until_connected(other)
+            async with another_router(one, silent.url, timeout_s=0.2) as other:
+                await other.ready(2)
+                assert all(worker.peers is None for worker in other.plane.table)
+                await until_connected(other)
+                assert other.plane.table.workers[2].misses >= 3
+        silent.info_gate.set()
+        await silent.stop()
 
     run(work)
 

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import msgspec
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.router_scene import Scene, run, scene
 
@@ -97,12 +98,12 @@ def test_predicted_and_measured_ttft_by_instance() -> None:
                 if sample.labels.get("worker") == name
             }
             assert samples["pla_router_worker_first_tokens_total"].value == 3
-            for series, value in (
-                ("ttft", sums.measured_s),
-                ("predicted_ttft", sums.predicted_s),
-                ("ttft_error", sums.error_s),
-            ):
+            exact = {"ttft": sums.measured_s, "predicted_ttft": sums.predicted_s, "ttft_error": sums.error_s}
+            [row] = one.admin("GET", "/pla/state")[1]["workers"]
+            assert row["first_tokens"] == one.admin("GET", "/workers/0")[1]["first_tokens"] == 3
+            for series, value in exact.items():
                 assert samples[f"pla_router_worker_{series}_seconds_total"].value == value
+                assert row[f"{series}_s"] == pytest.approx(value, abs=1e-3)
             assert sums.predicted_s > 0
             role = samples["pla_router_worker_role"]
             assert (role.labels["role"], role.labels["pool"], role.labels["state"]) == ("mixed", "both", "ready")

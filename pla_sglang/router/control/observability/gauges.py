@@ -14,7 +14,9 @@ from pla_sglang.policy.pla.averaged_pressure import AveragedPressure
 from pla_sglang.policy.pla.spatial import SpatialDispatcher
 from pla_sglang.router.control.observability.series import Row
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.router.control.workers.table import WorkerState
+from pla_sglang.router.control.workers.table import Worker, WorkerState
+from pla_sglang.router.http.bodies import WorkerRow
+from pla_sglang.viewer.history import NO_REQUESTS
 
 
 def gauges(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
@@ -121,6 +123,11 @@ def _of_pools(dispatcher: RequestDispatcher) -> Iterator[Row]:
                 yield "pool_signal", "q, e, u and psi of PLA-Serve's Algorithm 2.", of_one, value
 
 
+def row_of(worker: Worker, dispatcher: RequestDispatcher, now_s: float) -> WorkerRow:
+    """For /workers and /pla/state."""
+    return worker.to_row(now_s, dispatcher.series.worker_ttft.by_worker.get(worker.view.name, NO_REQUESTS))
+
+
 def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
     """For /pla/state."""
     driver = dispatcher.policy.runner
@@ -130,6 +137,7 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
             pools[name_pool(worker.view)].append(worker.view.name)
     return {
         "policy": dispatcher.knobs.policy,
+        "policy_knobs": list(dispatcher.knobs.policy_knobs),
         "decisions": {} if driver is None else {reason.value: count for reason, count in driver.decisions.items()},
         "actions": {} if driver is None else dict(driver.actions),
         "flips": 0 if driver is None else driver.moved.total(),
@@ -150,7 +158,7 @@ def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:
             "bytes_per_token": dispatcher.prompts.bytes_per_token,
             "prefix_blocks": dispatcher.index.count_blocks(),
         },
-        "workers": [worker.to_row(now_s) for worker in dispatcher.table],
+        "workers": [row_of(worker, dispatcher, now_s) for worker in dispatcher.table],
     }
 
 

@@ -6,6 +6,10 @@ ready. Nobody waits for that: a request whose two instances are not connected ye
 
 A peer is whoever hands KV cache over: the other stateless instances, and prefill instances. A process that comes back
 is another worker here, with another number, and another incarnation for its peers.
+
+A list must lack nobody who is alive, as nobody exchanges KV with an instance that is not on it, even if it was before.
+So none is sent while somebody in the table may be alive and has not said yet what it is: after a start of the router
+such an answer may wait for a long pass.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ READY, WARMING = "ready", "warming"  # anything else that an instance says of a 
 WARMING_S = 0.2  # until it is asked again how far it is
 RETRY_S = (0.5, 30.0)  # first and longest wait after a failure
 REFRESH_S = 10.0  # it may have lost a peer that was ready
+ASKED_TICK_S = 0.1  # between two looks whether all have been asked
+MOST_SILENCES = 3  # checks in a row without an answer until others no longer wait for an instance
 UNTOLD = "does not know its peers"
 
 
@@ -86,6 +92,9 @@ class Peering:
         """As long as it lives."""
         changed, retry_s = self._changed[worker.number], RETRY_S[0]
         while worker.state is not WorkerState.DEAD:
+            if any(_is_awaited(other) for other in self._table):
+                await asyncio.sleep(ASKED_TICK_S)
+                continue
             changed.clear()
             peers = self._peers_of(worker)
             try:
@@ -127,6 +136,11 @@ class Peering:
         if worker.state is not WorkerState.DEAD:
             worker.detail = f"{UNTOLD}: {error}"
             self._journal.note_untold(worker, worker.detail)
+
+
+def _is_awaited(worker: Worker) -> bool:
+    """Whether it may be alive and has not said what it is: not once it refuses connections, or was silent for long."""
+    return worker.description is None and not worker.refused and worker.misses < MOST_SILENCES
 
 
 def _next_look_s(worker: Worker) -> float | None:

@@ -33,6 +33,7 @@ from pla_sglang.router.control.state_file import SavedWorker
 from pla_sglang.router.control.workers.breaker import Breaker, BreakerKnobs
 from pla_sglang.router.control.workers.discovery import Address, Description
 from pla_sglang.router.http.bodies import WorkerRow
+from pla_sglang.viewer.history import TtftSums
 
 
 class WorkerState(enum.Enum):
@@ -126,9 +127,9 @@ class Worker:
         draining = self.wants_drain or self.state is WorkerState.DRAINING
         return SavedWorker(self.number, self.url, identity, draining, self.leaves)
 
-    def to_row(self, now_s: float) -> WorkerRow:
-        """For operators."""
-        view, said = self.view, self.description
+    def to_row(self, now_s: float, ttft: TtftSums) -> WorkerRow:
+        """For operators. ``ttft``: of the requests that were prefilled there."""
+        view, said, legs = self.view, self.description, self.legs
         return WorkerRow(
             number=self.number,
             url=self.url,
@@ -154,6 +155,13 @@ class Worker:
             version=None if said is None else said.version,
             peers=self.peers,
             role_epoch=view.role_epoch,
+            first_tokens=ttft.count,
+            ttft_s=round(ttft.measured_s, 3),
+            predicted_ttft_s=round(ttft.predicted_s, 3),
+            ttft_error_s=round(ttft.error_s, 3),
+            legs=None if legs is None else {"sending": legs.sending, "receiving": legs.receiving},
+            leg_kv_tokens=None if legs is None else legs.kv_tokens,
+            quarantined_requests=None if legs is None else legs.quarantined,
             ranks={rank: _describe_report(report) for rank, report in self.load.reports.items()},
         )
 

@@ -1,0 +1,153 @@
+"""The script of the page, run by Node against a stand-in of the document (``run_page.js``): what it asks and draws."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recorded_fleet import EVIL, record_run
+
+from pla_sglang.legend.colours import ROLE_COLOURS, STATE_COLOURS
+from pla_sglang.legend.explanations import FLEET, WORKER
+from pla_sglang.policy.interface.fleet import Role
+from pla_sglang.view_recording import make_document
+from pla_sglang.viewer.history import FleetHistory, Load, Membership, RequestMove
+from pla_sglang.viewer.page import render_live, render_recorded
+
+NODE = shutil.which("node")
+pytestmark = pytest.mark.skipif(NODE is None, reason="the script of a page runs in Node, which is not installed")
+PREFILL, DECODE = Membership("ready", "prefill", ""), Membership("ready", "decode", "")
+BLUE, RED = ROLE_COLOURS[Role.PREFILL], ROLE_COLOURS[Role.DECODE]
+HEAD = {"policy": "arrow", "ready": "3"}
+COUNTS_PX = 88.0  # of all instances together in the panel of pools
+
+
+def run_page(
+    page: str, answers: list[tuple[int, Any]] | None = None, pointers: list[tuple[str, float, float]] | None = None
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Addresses that it asks for, and what it shows after each answer. ``pointers``: panel, shares of its sides."""
+    given = {
+        "page": page,
+        "answers": [{"status": status, "body": body} for status, body in answers or []],
+        "pointers": [{"panel": panel, "x": x, "y": y} for panel, x, y in pointers or []],
+    }
+    assert NODE is not None
+    driver = Path(__file__).with_name("run_page.js")
+    done = subprocess.run(
+        [NODE, driver], input=json.dumps(given).encode(), capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    said = json.loads(done.stdout)
+    return said["asked"], said["shown"]
+
+
+def load(queued_tokens: int, *, kv_used_tokens: int = 0, first_tokens: int = 0) -> Load:
+    """Each first token came after 300 ms, of which 200 were predicted."""
+    return Load(queued_tokens, 0, 1, kv_used_tokens, 50, first_tokens, 300 * first_tokens, 200 * first_tokens)
+
+
+def sample(history: FleetHistory, at_s: float, *, waiting: int, queued_tokens: int, first_tokens: int) -> None:
+    loads = {0: load(queued_tokens, kv_used_tokens=250, first_tokens=first_tokens), 1: load(0), 2: load(0)}
+    history.add_sample(at_s, loads, open_requests=waiting + 3, waiting=waiting)
+
+
+def answers_of_a_flip() -> list[tuple[int, dict[str, Any]]]:
+    """Two polls of three instances: a queue grows, then the last of them is flipped and a request moves there."""
+    history = FleetHistory()
+    for index, name in enumerate("abc"):
+        history.note_instance(index, name, "stateless", 1000)
+        history.note_membership(index, PREFILL, 100.0, reason="worker.answers")
+    sample(history, 100.0, waiting=0, queued_tokens=0, first_tokens=0)
+    sample(history, 104.0, waiting=2, queued_tokens=12_000, first_tokens=10)
+    first = history.to_document(104.0, 0.0)
+    history.note_membership(2, DECODE, 106.0, reason="arrow.flip_idle", epoch=7)
+    history.note_move(RequestMove(107.0, "r1", "a", "c", "pull", "star.migrate", 4_000_000, 0.05))
+    sample(history, 108.0, waiting=0, queued_tokens=500, first_tokens=20)
+    second = history.to_document(108.0, 104.0)
+    return [(200, {**document, "life": "1", "head": HEAD}) for document in (first, second)]
+
+
+def heights(panel: dict[str, Any]) -> dict[str, float]:
+    """By colour, of the last step of a panel of counts."""
+    last = max(float(rect["x"]) for rect in panel["rects"])
+    return {rect["fill"]: float(rect["height"]) for rect in panel["rects"] if float(rect["x"]) == last}
+
+
+def test_the_live_page_shows_queue_pools_and_a_flip_with_its_reason_and_epoch() -> None:
+    pointers = [
+        ("rows", 0.982, 0.8),
+        ("requests", 0.982, 0.5),
+        ("pools", 0.982, 0.5),
+        ("rows", 0.05, 0.5),
+        ("rows", 0.771, 0.8),
+    ]
+    asked, [before, after] = run_page(render_live().decode(), answers_of_a_flip(), pointers)
+    assert asked == ["/pla/view/since/0", "/pla/view/since/104"]
+    assert [shown["status"] for shown in (before, after)] == ["live", "live"]
+    assert after["facts"] == {**HEAD, "instances": "3", "requests that moved": "1"}
+
+    assert (before["legend"], after["legend"]) == (["prefill"], ["prefill", "decode"])
+    [pools], [flipped] = before["panels"]["pools"], after["panels"]["pools"]
+    assert heights(pools) == {BLUE: COUNTS_PX}
+    assert heights(flipped) == pytest.approx({BLUE: COUNTS_PX * 2 / 3, RED: COUNTS_PX / 3})
+    assert [rect["fill"] for rect in after["panels"]["rows"][0]["rects"]] == [BLUE, BLUE, BLUE, RED]
+    assert [row[:5] for row in after["tables"]["instances"][1:]] == [
+        ["a", "stateless", "prefill", "both", "ready"],
+        ["b", "stateless", "prefill", "both", "ready"],
+        ["c", "stateless", "decode", "both", "ready"],
+    ]
+
+    assert before["tables"]["instances"][1][5:] == ["12.0k", "1", "25 %", "10", "0.300 s", "0.200 s"]
+    assert after["tables"]["instances"][1][5:] == ["500", "1", "25 %", "20", "0.300 s", "0.200 s"]
+    strokes = [path["stroke"] for path in before["panels"]["requests"][0]["paths"]]
+    assert strokes[-1] == STATE_COLOURS["suspect"], "those that wait"
+    assert before["pointed"][1] == ["now", "open: 5", "of these waiting in the router: 2"]
+
+    why = FLEET["arrow.flip_idle"]
+    assert after["tables"]["changes"][1] == ["2.0 s ago", "c", "decode", "both", "7", "arrow.flip_idle", why]
+    assert after["tables"]["changes"][2][5:] == ["worker.answers", WORKER["answers"]]
+    at_the_end, _, counted, outside, at_the_flip = after["pointed"]
+    assert at_the_end[:2] == ["c", "now: decode"]
+    assert counted[1:] == ["prefill: 2", "decode: 1"]
+    assert outside == [""], "left of the axis there is nothing"
+    assert at_the_flip[-2:] == ["2.0 s ago: decode (epoch 7)", f"arrow.flip_idle: {why}"]
+    assert after["tables"]["moves"][1][:6] == ["1.0 s ago", "a", "c", "pull", "4.0 MB", "50 ms"]
+
+
+def test_the_live_page_stands_a_router_that_fails_or_starts_again() -> None:
+    [first, second] = answers_of_a_flip()
+    anew = {**second[1], "life": "2", "samples": first[1]["samples"]}
+    asked, shown = run_page(render_live().decode(), [(503, None), first, (500, None), (200, anew), (200, anew)])
+    failed = "no new data: the router answers"
+    assert [one["status"] for one in shown] == [f"{failed} 503", "live", f"{failed} 500", "live", "live"]
+    assert shown[0]["tables"]["instances"][1:] == []
+    assert shown[2]["tables"] == shown[1]["tables"], "what was known stays"
+    assert asked[-1] == "/pla/view/since/104", "samples of the life before are forgotten"
+
+
+def test_a_recorded_page_shows_its_whole_span(tmp_path: Path) -> None:
+    record_run(tmp_path / "run.jsonl")
+    document = make_document(tmp_path / "run.jsonl")
+    asked, [shown] = run_page(render_recorded(document), pointers=[("rows", 0.4, 0.8)])
+    assert (asked, shown["pausable"]) == ([], False)
+    assert shown["title"] == "Recording run.jsonl"
+    assert shown["status"] == f"recorded: {shown['span']}"
+    names = [f"h{index}{EVIL}" for index in range(3)]
+    assert [row[0] for row in shown["tables"]["instances"][1:]] == names
+    assert [row[2:5] for row in shown["tables"]["instances"][1:]] == [
+        ["prefill", "short", "ready"],
+        ["prefill", "both", "draining"],
+        ["decode", "both", "ready"],
+    ]
+    changes = [row[:6] for row in shown["tables"]["changes"][1:4]]
+    assert changes == [
+        ["at 15 s", names[1], "draining", "both", "-", "-"],
+        ["at 10 s", names[0], "prefill", "short", "-", "any.other_pair"],
+        ["at 5.0 s", names[2], "decode", "both", "1", "any.no_data"],
+    ]
+    assert shown["pointed"][0][0] == names[2]
+    assert {rect["fill"] for rect in shown["panels"]["rows"][0]["rects"]} >= {BLUE, RED, STATE_COLOURS["draining"]}
