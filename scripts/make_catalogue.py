@@ -39,7 +39,10 @@ One hook of ours stands at each target and calls the subscribers that are active
 here. Each is checked twice: before installation its target must exist with the parameters recorded here, and after it
 the live function must be our hook, and the hook must call it. Any "no" ends the process with all reasons.
 `tests/test_patches.py` checks the same against the installed host, and that the host still looks each name up where it
-is replaced.
+is replaced. An "override" is a method of a class of ours that is derived from the host's: nothing is installed for it.
+
+What a port to sglang {next_host} has to know stands in each entry; `tests/test_next_host.py` compares the signatures
+with its sources where they are given (`PLA_NEXT_SGLANG`).
 """
 
 
@@ -47,7 +50,7 @@ def render(seams: Iterable[Seam]) -> str:
     """The page, with subscribers in the order of the table under a heading for each group."""
     entries = [(seam, subscriber) for seam in seams for subscriber in seam.subscribers]
     hosts = ", ".join(f"sglang {version}" for version in host.SUPPORTED)
-    parts = [_INTRODUCTION.format(hosts=hosts)]
+    parts = [_INTRODUCTION.format(hosts=hosts, next_host=host.NEXT)]
     for group in Group:
         of_group = [entry for entry in entries if entry[1].group is group]
         if of_group:
@@ -65,11 +68,23 @@ def _render_entry(seam: Seam, subscriber: Subscriber) -> str:
         ("can go", subscriber.goes_when),
         ("recorded on", ", ".join(subscriber.host_versions)),
     ]
-    if subscriber.next_host is not None:
-        lines.append(("in sglang 0.5.23", subscriber.next_host))
+    lines.append((f"in sglang {host.NEXT}", _render_next(seam, subscriber)))
     if len(seam.subscribers) > 1:
         lines.insert(2, ("order", ", ".join(other.id for other in seam.subscribers)))
     return f"### {subscriber.id}\n\n" + "\n".join(f"- {name}: {text}" for name, text in lines) + "\n"
+
+
+def _render_next(seam: Seam, subscriber: Subscriber) -> str:
+    there = seam.next_host
+    if there is None:
+        text = "nothing of this name."
+    elif there.target != seam.target:
+        text = f"`{there.target}({there.parameters})`."
+    elif there.parameters != seam.parameters:
+        text = f"same target, with `({there.parameters})`."
+    else:
+        text = "same target and parameters."
+    return text if subscriber.next_host is None else f"{text} {subscriber.next_host}"
 
 
 def main(arguments: list[str]) -> None:

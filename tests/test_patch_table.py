@@ -21,11 +21,11 @@ def test_names_in_the_table_are_unique() -> None:
 
 
 def test_subscribers_of_one_target_do_not_get_in_each_others_way() -> None:
-    """One that wraps may keep the others from being called, so there is one at most; one that replaces is alone."""
+    """One that wraps may keep the others from being called, so there is one at most; one that stands in is alone."""
     for seam in table():
         hooks = [subscriber.hook for subscriber in seam.subscribers]
         assert hooks.count(Hook.AROUND) <= 1, seam.target
-        assert len(hooks) == 1 or Hook.REPLACE not in hooks, seam.target
+        assert len(hooks) == 1 or not {Hook.REPLACE, Hook.OVERRIDE} & set(hooks), seam.target
 
 
 def test_every_subscriber_says_why_how_and_until_when() -> None:
@@ -63,7 +63,7 @@ def test_a_hook_calls_in_the_order_of_the_table_whenever_its_subscribers_came() 
     }
     base = BY_ID["sched.pass"]
     subscribers = tuple(dataclasses.replace(base, id=name, hook=hook) for name, hook in names.items())
-    target = TargetHook(Seam(target="x.y", parameters="", subscribers=subscribers))
+    target = TargetHook(Seam(target="x.y", parameters="", next_host=None, subscribers=subscribers))
     calls: list[str] = []
     made = {name: recording(name, hook, calls) for name, hook in names.items()}
     for name in ("before2", "after2", "inner", "silent", "outer", "after1", "before1"):

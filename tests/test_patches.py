@@ -26,6 +26,7 @@ from pla_patches import host, install, verify
 from pla_patches.hook import HOOKS
 from pla_patches.seam import Group, Hook, Seam, Subscriber
 from pla_patches.table import seams_of, table
+from pla_patches.table.targets import CONSTRUCTED
 from pla_sglang import config
 from pla_sglang.config import PlaConfig
 from pla_sglang.errors import HostMismatchError
@@ -34,6 +35,7 @@ CATALOGUE = Path(__file__).resolve().parent.parent / "patches" / "CATALOGUE.md"
 SEAMS = {seam.target: seam for seam in table()}
 SUBSCRIBERS = {subscriber.id: (seam, subscriber) for seam in table() for subscriber in seam.subscribers}
 
+QUEUES_MODULE = "pla_sglang.engine.stateless.queues"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _PASS = _SCHEDULER + "_get_new_batch_prefill_raw"
 
@@ -55,11 +57,30 @@ def test_parameters_are_as_recorded(seam: Seam) -> None:
     assert verify.parameter_names(verify.raw_target(seam)) == seam.parameters
 
 
+@pytest.mark.parametrize("constructor", CONSTRUCTED)
+def test_constructors_that_we_call_are_as_recorded(constructor: str) -> None:
+    assert verify.parameter_names(pkgutil.resolve_name(constructor)) == CONSTRUCTED[constructor][0]
+
+
+@pytest.mark.parametrize("ours", ["SendQueue", "ReceiveQueue", "TransferQueue"])
+def test_every_method_that_we_override_has_its_row(ours: str) -> None:
+    derived = pkgutil.resolve_name(f"{QUEUES_MODULE}:{ours}")
+    [base] = derived.__bases__
+    overridden = {
+        f"{QUEUES_MODULE}:{ours}.{name}"
+        for name in vars(derived).keys() & set(dir(base))
+        if callable(vars(derived)[name])
+    }
+    rows = {one.handler for _, one in SUBSCRIBERS.values() if one.handler.startswith(f"{QUEUES_MODULE}:{ours}.")}
+    assert overridden == rows
+
+
 @pytest.mark.parametrize(("seam", "subscriber"), SUBSCRIBERS.values(), ids=SUBSCRIBERS)
 def test_handler_takes_what_the_hook_type_passes(seam: Seam, subscriber: Subscriber) -> None:
     """A handler that took other parameters would fail in the middle of a request."""
     names = [name for name in seam.parameters.split(", ") if name]
-    extra = 0 if subscriber.hook in (Hook.BEFORE, Hook.REPLACE) else 1  # the result, or the original function
+    alone = subscriber.hook in (Hook.BEFORE, Hook.REPLACE, Hook.OVERRIDE)
+    extra = 0 if alone else 1  # the result, or the original function
     signature = inspect.signature(verify.resolve_handler(subscriber))
     signature.bind(*[None] * (extra + len(names)))
     if subscriber.hook is not Hook.AROUND:
@@ -304,6 +325,16 @@ def test_a_subscriber_that_our_own_hook_does_not_call_is_found() -> None:
         return live_groups()[1]
 
     assert [reason.split(":")[0] for reason in in_fork(silence)] == ["sched.result"]
+
+
+def test_an_override_that_the_host_does_not_call_is_found() -> None:
+    """The host's class may lose the method, or be another than ours is derived from."""
+    seam, subscriber = SUBSCRIBERS["queue.alloc"]
+    assert verify.effect_reasons([seam]) == []
+    elsewhere = dataclasses.replace(seam, target=SUBSCRIBERS["queue.poll"][0].target)
+    renamed = dataclasses.replace(subscriber, handler=f"{QUEUES_MODULE}:ReceiveQueue._active_req_count")
+    for spoilt in (elsewhere, dataclasses.replace(seam, subscribers=(renamed,))):
+        assert [reason.split(":")[0] for reason in verify.effect_reasons([spoilt])] == ["queue.alloc"]
 
 
 def test_groups_that_come_later_are_called_too() -> None:

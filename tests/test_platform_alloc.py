@@ -295,13 +295,14 @@ def test_early_send_restores_the_overlap_flag() -> None:
     seen = []
     scheduler = SimpleNamespace(enable_overlap=True)
 
-    def original(scheduler: SimpleNamespace, request: object) -> None:
-        seen.append(scheduler.enable_overlap)
+    def original(scheduler: SimpleNamespace, request: object, **keywords: bool) -> None:
+        seen.append((scheduler.enable_overlap, keywords))
         raise RuntimeError
 
-    with pytest.raises(RuntimeError):
-        early_send_without_event(original, scheduler, None)
-    assert (seen, scheduler.enable_overlap) == ([False], True)
+    for keywords in ({}, {"allow_send": False}):  # of 0.5.17, of 0.5.23
+        with pytest.raises(RuntimeError):
+            early_send_without_event(original, scheduler, None, **keywords)
+        assert (seen.pop(), scheduler.enable_overlap) == ((False, keywords), True)
 
 
 def test_kv_is_announced_as_host_memory() -> None:

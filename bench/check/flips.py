@@ -16,6 +16,7 @@ pass that was under way, the first decode step and the way of the token in it. `
 first request whose prefill goes to an instance after its flip to prefill: from sending it to the start of its prefill,
 which ``/pla/explain`` has as ``prefill_wait_s`` (sent until done, less the predicted time of the prefill alone). A flip
 after which no such request came before the next one has no figure; ``p_to_d`` and ``d_to_p`` count those that have.
+``not_timed``: flips to decode whose first request had its second token before the router saw the end of its prefill.
 ``cache_kept``: hit rate of a prompt that the instance knows, sent straight to it, at the end of the gap after a flip
 over just before the flip. ``valid``: client in time, hosts in the way for at most ``--max-overhead`` of the time.
 """
@@ -159,6 +160,8 @@ def first_work_ms(
 ) -> float | None:
     """Device time until the new role works, as the module says; None where no request for it came until ``until_s``.
 
+    Below 0 where the router saw the end of the prefill after the client its second token: that times nothing.
+
     ``stories``: of ``/pla/explain``, in the order of their decisions; ``second_s``: time of the second token, by rid.
     """
     for story in stories:
@@ -168,7 +171,7 @@ def first_work_ms(
         if order.role == PREFILL:
             return float(story["stages"]["prefill_wait_s"]) * 1e3 / scale
         ready_s = max(order.answered_s, float(story["done_s"] or 0.0))
-        return max(0.0, second_s[story["rid"]] - ready_s) * 1e3 / scale
+        return (second_s[story["rid"]] - ready_s) * 1e3 / scale
     return None
 
 
@@ -182,9 +185,11 @@ def time_flips(
     for place, order in enumerate(orders):
         later = [next_order.sent_s for next_order in orders[place + 1 :] if next_order.instance == order.instance]
         work_ms = first_work_ms(order, min(later, default=float("inf")), known, second_s, scale)
+        not_timed = work_ms is not None and work_ms < 0
         label_ms = (order.answered_s - order.sent_s) * 1e3
         cached = {"before_tokens": order.before_tokens, "after_tokens": order.after_tokens}
-        rows.append({"role": order.role, "label_ms": label_ms, "work_ms": work_ms} | cached)
+        timed = {"label_ms": label_ms, "work_ms": None if not_timed else work_ms, "not_timed": not_timed}
+        rows.append({"role": order.role} | timed | cached)
     return rows
 
 
@@ -237,6 +242,8 @@ def figures_of(orders: Sequence[Row]) -> Row:
         for role in (DECODE, PREFILL)
     }
     result: Row = {"flips": len(orders), "p_to_d": len(work_ms[DECODE]), "d_to_p": len(work_ms[PREFILL])}
+    if any("not_timed" in order for order in orders):  # orders that were kept before have none
+        result["not_timed"] = sum(order.get("not_timed", False) for order in orders)
     figures = {"label": [order["label_ms"] for order in orders], "p_to_d": work_ms[DECODE], "d_to_p": work_ms[PREFILL]}
     for name, values in figures.items():
         result |= {f"{name}_p{q}_ms": percentile(values, q) if values else None for q in (50, 99)}
@@ -260,6 +267,7 @@ def sum_up(rows: Sequence[Row], max_overhead: float) -> Row:
 def table(result: Result) -> report.Cells:
     timed = [f"{name}_p{q}_ms" for name in ("label", "p_to_d", "d_to_p") for q in (50, 99)]
     names = ["flips", "requests", "failed", "altered", *timed, "p_to_d", "d_to_p"]
+    names += ["not_timed"] if "not_timed" in result else []
     names += ["hit_rate_before", "hit_rate_after", "cache_kept", "host_overhead_share"]
     cells = [[f"`{name}`", report.number(result[name])] for name in names]
     return ["figure", "value"], [*cells, ["`valid`", report.yes_no(result["valid"])]]

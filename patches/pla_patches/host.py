@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 SUPPORTED = ("0.5.17",)
+NEXT = "0.5.23"  # of which the table has what a port has to know
 
 
 def installed_version() -> str | None:

@@ -146,7 +146,8 @@ def _register(seams: Iterable[Seam]) -> None:
         groups = {subscriber.group for subscriber in seam.subscribers}
         new = groups - _installed.setdefault(seam.target, set())
         _installed[seam.target] |= new
-        handlers = {one.id: verify.resolve_handler(one) for one in seam.subscribers if one.group in new}
+        called = [one for one in seam.subscribers if one.group in new and one.hook is not Hook.OVERRIDE]
+        handlers = {one.id: verify.resolve_handler(one) for one in called}
         if not handlers:
             continue
         if seam.subscribers[0].hook is Hook.REPLACE:

@@ -9,12 +9,17 @@ from typing import Any
 
 
 class Hook(enum.Enum):
-    """How a subscriber enters its target; the names are those of SGLang's HookRegistry."""
+    """How a subscriber enters its target; the first four are named as in SGLang's HookRegistry.
+
+    OVERRIDE: in a class of ours, which we derive from the host's: only objects that we make have it, nothing is
+    registered.
+    """
 
     BEFORE = "before"
     AFTER = "after"
     AROUND = "around"
     REPLACE = "replace"
+    OVERRIDE = "override"
 
 
 class Group(enum.Enum):
@@ -54,13 +59,13 @@ class Subscriber:
         id: short name, unique.
         group: when it is active.
         target: dotted path in the host.
-        hook: how it is called. REPLACE allows no other subscriber at the seam.
-        handler: ``module:function`` of ours.
+        hook: how it is called. REPLACE and OVERRIDE allow no other subscriber at the seam.
+        handler: ``module:function`` of ours, or ``module:Class.method``.
         why: what it is for.
         verify: what tests prove that it works.
         exit: when it can go; None: with its group, see ``GROUP_EXITS``.
         host_versions: hosts it was recorded on.
-        next_host: what SGLang 0.5.23 has at the target, for a port; None: not looked at.
+        next_host: what a port to SGLang 0.5.23 has to know of the target beside its signature; None: no more is known.
     """
 
     id: str
@@ -90,6 +95,14 @@ def subscribe(
     return Subscriber(target=target, hook=hook, handler=f"{module}:{name}", **fields)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signature:
+    """A function of the host: its dotted path, and the names of its parameters."""
+
+    target: str
+    parameters: str
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
     """One function of the host that we enter, and who is called there.
@@ -97,12 +110,14 @@ class Seam:
     Attributes:
         target: dotted path in the host.
         parameters: names of the target's parameters as recorded from the host; a change means a drift.
+        next_host: what SGLang 0.5.23 has for it; None: nothing.
         subscribers: in the order in which they are called among those of their hook type: every "before" first, then
             the host's function inside every "around" (the first is the outermost), then every "after".
     """
 
     target: str
     parameters: str
+    next_host: Signature | None
     subscribers: tuple[Subscriber, ...]
 
     def narrow_to(self, groups: Collection[Group]) -> Seam:

@@ -6,7 +6,6 @@ several ranks hang. So both questions are asked in every process, and any "no" e
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -18,8 +17,7 @@ from pla_patches.seam import Hook, Seam, Subscriber
 
 
 def resolve_handler(subscriber: Subscriber) -> Callable[..., Any]:
-    module, _, name = subscriber.handler.partition(":")
-    handler: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    handler: Callable[..., Any] = pkgutil.resolve_name(subscriber.handler)
     return handler
 
 
@@ -86,8 +84,17 @@ def _in_effect(live: Any, seam: Seam, subscriber: Subscriber) -> bool:
     handler = resolve_handler(subscriber)
     if subscriber.hook is Hook.REPLACE:
         return _wraps(live, handler)
+    if subscriber.hook is Hook.OVERRIDE:
+        return _overrides(seam, subscriber)
     hook = HOOKS.get(seam.target)
     return hook is not None and hook.calls(handler) and _wraps(live, hook)
+
+
+def _overrides(seam: Seam, subscriber: Subscriber) -> bool:
+    """The handler stands in a class of its own that is derived from the target's."""
+    ours, _, name = subscriber.handler.rpartition(".")
+    derived, owner = pkgutil.resolve_name(ours), pkgutil.resolve_name(seam.target.rpartition(".")[0])
+    return name in vars(derived) and name == seam.target.rpartition(".")[2] and issubclass(derived, owner)
 
 
 def _wraps(function: Any, hook: Callable[..., Any]) -> bool:

@@ -23,6 +23,7 @@ from pla_sglang.policy.interface.decisions import (
     SetRole,
 )
 
+SET_ROLE = "set_role"
 VERSION = 4  # 1: without the epochs of roles; 2: without running requests; 3: without moves
 
 
@@ -206,7 +207,7 @@ def plain_action(action: FleetAction) -> tuple[Any, ...]:
     reason = action.reason.value
     match action:
         case SetRole():
-            return ("set_role", reason, action.instance.index, action.role.value, action.epoch)
+            return (SET_ROLE, reason, action.instance.index, action.role.value, action.epoch)
         case SetLengthClass():
             length_class = None if action.length_class is None else action.length_class.value
             return ("set_length_class", reason, action.instance.index, length_class)

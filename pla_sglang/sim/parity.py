@@ -40,12 +40,18 @@ class Difference:
 
 @dataclasses.dataclass
 class Parity:
-    """Outcome of a replay: decisions and identical ones by kind, and the first differences."""
+    """Outcome of a replay: decisions and identical ones by kind, and the first differences.
+
+    Attributes:
+        flips, flips_identical: changes of roles in the live decisions, and in those of them that came out the same.
+    """
 
     decisions: Counter[str] = dataclasses.field(default_factory=Counter)
     identical: Counter[str] = dataclasses.field(default_factory=Counter)
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
     differences: list[Difference] = dataclasses.field(default_factory=list)
+    flips: int = 0
+    flips_identical: int = 0
     virtual_s: float = 0.0
 
     @property
@@ -148,9 +154,12 @@ class Replay:
         result.decisions[kind] += 1
         first_reason = str(line.answer.actions[0][1]) if line.answer.actions else "none"
         result.reasons[line.answer.reason or first_reason] += 1
+        flips = sum(action[0] == rows.SET_ROLE for action in line.answer.actions)
+        result.flips += flips
         # The replayed answer goes through the same text as the live one: a tuple comes back as a list inside actions.
         if rows.normal(answer) == line.answer:
             result.identical[kind] += 1
+            result.flips_identical += flips
         elif len(result.differences) < self._keep:
             result.differences.append(Difference(number, kind, line.now_s, line.answer, answer))
 

@@ -183,11 +183,29 @@ def test_a_storm_on_stateless_instances(
     assert {"prefill", "decode"} <= {leg for fake in fakes for leg in fake.legs}
     assert made.starts[0][:2] == ["--stateless", "3"]
     page = storm.page(result)
-    assert "`stateless-0` paired with all others" in page
+    assert "`stateless-0` paired with all others after the order to start it again (at most 15 s)" in page
     assert "decode free" not in page, "there were no probes"
     assert "3 stateless instances, 25 requests/s" in page
     assert "SIGKILL of `stateless-0` (2 times), `stateless-1` and `stateless-2`" in page
     assert (tmp_path / "chaos_stateless.json").is_file()
+
+
+def test_an_instance_that_is_late_to_be_paired_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(storm, "PAIRED_S", 0.0)
+    fakes = [Mortal(time_scale=1.0) for _ in range(2)]
+    with fake_instances(fakes):
+        StandIns(fakes, monkeypatch)
+        flags = ["--stateless", "2", "--kills", "1", "--requests", "20", "--rate", "25", "--time-scale", "1"]
+        assert BENCHES["chaos"].main([*flags, "--json", "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert "failed: stateless-0 was not paired within 0 s" in shown.out + shown.err
+    assert " s: NO |" in storm.page(json.loads(shown.out.splitlines()[-1]))
+    assert storm.late_to_pair(["stateless-0", "stateless-1", "stateless-0"], {"stateless-0": 0.1}) == [
+        "stateless-0",
+        "stateless-1",
+    ], "one did not come back"
 
 
 def test_kills_go_round() -> None:

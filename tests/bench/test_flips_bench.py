@@ -58,9 +58,9 @@ def test_flips_under_load(fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFi
     assert status == (0 if result["valid"] else 1)  # the machine of the test may be busy
     assert (result["flips"], result["failed"], result["altered"], result["requests"]) == (4, 0, 0, 30)
     assert result["label_p50_ms"] > 0
-    assert 1 <= result["p_to_d"] <= 2
+    assert 1 <= result["p_to_d"] + result["not_timed"] <= 2
     assert 1 <= result["d_to_p"] <= 2
-    assert result["p_to_d_p50_ms"] >= 0
+    assert result["p_to_d"] == 0 or result["p_to_d_p50_ms"] >= 0
     assert result["d_to_p_p50_ms"] >= 0
     assert result["cache_kept"] == 1.0
     assert result["hit_rate_before"] == pytest.approx(1.0, abs=0.01)
@@ -109,6 +109,16 @@ def test_the_first_work_of_a_role() -> None:
         bench.time_flips([order(A, "decode", 13.0), order(A, "prefill", 14.0)], stories, second_s, 2.0)[0]["work_ms"]
         is None
     ), "none came before its next flip"
+
+
+def test_a_prefill_that_ends_after_the_second_token_times_nothing() -> None:
+    stories = [story("early", 11.0, B, A), story("next", 12.0, B, A)]
+    [row] = bench.time_flips([order(A, "decode", 10.0)], stories, {"early": 11.9, "next": 14.0}, 2.0)
+    assert (row["work_ms"], row["not_timed"]) == (None, True)
+    figures = bench.figures_of([row, row | {"work_ms": 8.0, "not_timed": False}])
+    assert (figures["not_timed"], figures["p_to_d"], figures["p_to_d_p50_ms"]) == (1, 1, 8.0)
+    old = {name: value for name, value in row.items() if name != "not_timed"}
+    assert "not_timed" not in bench.figures_of([old]), "what was published before says nothing of it"
 
 
 def test_a_lost_cache_and_a_busy_host_are_seen() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -24,6 +23,7 @@ from pla_sglang.recording.setup import header_of, setup_of
 from pla_sglang.recording.views import Differ, restore
 from pla_sglang.router.control.observability.recorder import Recorder
 from pla_sglang.router.control.policy_setup import RouterEffects
+from pla_sglang.sim.parity import Parity
 
 PROFILE = "linear"
 
@@ -84,17 +84,27 @@ def test_a_replay_decides_the_same(policy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["dopd", "combined", "combined-roles"])
 def test_a_replay_flips_the_same_stateless_instances(policy: str, tmp_path: Path) -> None:
     fields = {"migrates": False, "scales": False, "plan_interval_s": 1.0}
-    reasons = check_replay(tmp_path / "run.jsonl", policy, **fields)
-    assert policy != "dopd" or reasons["dopd.ratio"] > 0, reasons
+    result = check_replay(tmp_path / "run.jsonl", policy, **fields)
+    assert policy != "dopd" or result.reasons["dopd.ratio"] > 0, result.reasons
+    assert result.flips_identical == result.flips > 0
 
 
-def check_replay(path: Path, policy: str, **fields: object) -> Counter[str]:
+def test_a_flip_that_comes_out_otherwise_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "arrow")
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(r'(\["set_role","[^"]*",\d,")[a-z_]+"', r'\1mixed"', text, count=1), encoding="utf-8")
+    _, result = replay_file(path)
+    assert result.flips - result.flips_identical == len(result.differences) == 1
+
+
+def check_replay(path: Path, policy: str, **fields: object) -> Parity:
     record(path, policy, **fields)
     header, result = replay_file(path)
     assert setup_of(header) == setup(**fields)
     assert result.decisions["dispatched"] == 120
     assert result.identical_share == 1.0, result.differences
-    return result.reasons
+    return result
 
 
 def test_a_recording_from_before_device_time_replays_as_it_was(tmp_path: Path) -> None:

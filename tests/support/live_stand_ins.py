@@ -96,7 +96,9 @@ class LiveStandIns:
         yield {"instances": [engine.to_dict() for engine in engines], "pid": os.getpid()}
 
     @contextmanager
-    def run_router(self, router: servers.Router, described: Mapping[str, Any], log: Path) -> Iterator[str]:
+    def run_router(
+        self, router: servers.Router, described: Mapping[str, Any], log: Path, *, first_request: bool = True
+    ) -> Iterator[str]:
         command = servers.router_command(router, described, free_port())
         if router.kind == "pla":
             read_router_config(command[3:])

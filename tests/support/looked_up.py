@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController."
+_PREALLOC = "sglang.srt.disaggregation.decode.DecodePreallocQueue."
 _PASS = _SCHEDULER + "_get_new_batch_prefill_raw"
 
 # seam -> where the host looks the name up at run time, and how it is written there
@@ -104,6 +105,24 @@ LOOKED_UP = {
     "less.abort_ack": (
         "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
         "self._handle_abort_notification",
+    ),
+    "queue.buffer": (
+        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap",
+        "self.ensure_metadata_buffer",
+    ),
+    "queue.pop": (
+        "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue",
+        "self.disagg_decode_prealloc_queue.pop_preallocated",
+    ),
+    "queue.handshake": (_PREALLOC + "pop_preallocated", "self._update_handshake_waiters"),
+    "queue.alloc": (_PREALLOC + "pop_preallocated", "self._pre_alloc"),
+    "queue.active": (_PREALLOC + "_active_reserved_tokens", "self._active_req_count"),
+    "queue.budget": (_PREALLOC + "pop_preallocated", "self._allocatable_token_budgets"),
+    "queue.dp_rank": (_PREALLOC + "add", "self._resolve_prefill_dp_rank"),
+    "queue.peers": (_PREALLOC + "_resolve_pending_reqs", "self._ensure_prefill_info"),
+    "queue.poll": (
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue.pop_transferred",
+        "self._poll_with_metadata_gate",
     ),
     "less.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "less.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),

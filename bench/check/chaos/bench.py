@@ -4,8 +4,9 @@ A cluster on an emulated device behind our router gets Poisson arrivals. Some cl
 requests are aborted at their prefill instance, KV transfers fail at random, and instances are killed by SIGKILL and
 started again, in turns prefill and decode ones. Afterwards every token of what completed is checked, and nothing may be
 left: ledger, gauges, KV. With ``--stateless N`` all instances serve either phase: aborts go to all of them, they are
-killed in turns, and it is measured how soon one that comes back is paired with the others. With ``--moves`` the router
-has ``--migration on``: then a kill is no reason to fail either, but only that no instance is left.
+killed in turns, and it is measured how soon one that comes back is paired with the others; a run in which that takes
+longer than ``PAIRED_S`` has failed. With ``--moves`` the router has ``--migration on``: then a kill is no reason to
+fail either, but only that no instance is left.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import dataclasses
 import itertools
+import math
 import os
 import random
 import time
@@ -35,6 +37,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import percentile
 from pla_sglang.testing.server import fetch
 
+PAIRED_S = 15.0  # within which one that is started again has the others, and they it
 KILL_SPAN = 0.9  # of the run: the last one that is killed is back before the run ends
 TRANSFER_SWITCH = "SGLANG_TEST_DISAGG_FAILURE_PROB"  # of SGLang: each poll of a transfer fails so often
 
@@ -162,7 +165,10 @@ def name_of(options: argparse.Namespace) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises ConfigError, ServerError. Exit status 1: a request had no right to fail, or something is left."""
+    """Raises ConfigError, ServerError.
+
+    Exit status 1: a request had no right to fail, something is left, or an instance was late to be paired.
+    """
     if options.moves and options.stateless < 2:
         raise ConfigError(f"--moves --stateless {options.stateless}: allowed are 2 stateless instances and more")
     if options.kills < 0:
@@ -187,8 +193,16 @@ def run(options: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     about = {"bench": "chaos", **settings, "killed": [kill.name for kill in faults.kills], "paired_s": faults.paired_s}
     emit({**about, **result, "environment": environment()}, name, options.out)
+    late = late_to_pair(about["killed"], faults.paired_s) if options.stateless else []
+    for instance in late:
+        say(f"failed: {instance} was not paired within {PAIRED_S:g} s of the order to start it again")
     wrongly_failed = verdict.wrongly_failed(moves=options.moves)
-    return 0 if not (wrongly_failed or verdict.tokens_wrong or rest.details) else 1
+    return 0 if not (wrongly_failed or verdict.tokens_wrong or rest.details or late) else 1
+
+
+def late_to_pair(killed: Sequence[str], paired_s: Mapping[str, float]) -> list[str]:
+    """Stateless instances that took too long once, or did not come back."""
+    return [name for name in dict.fromkeys(killed) if paired_s.get(name, math.inf) > PAIRED_S]
 
 
 def plot(records: Sequence[Record], kills: Sequence[Kill], path: Path) -> None:
@@ -236,7 +250,8 @@ def page(result: Result) -> str:
     rows.append(["share of dispatches whose KV transfer failed", f"{result['transfer_failure_share']:.1%}"])
     rows += [[text, yes_no(result[name])] for name, text in CHAOS_CHECKS.items()]
     for name, paired_s in result.get("paired_s", {}).items():
-        rows.append([f"`{name}` paired with all others after the order to start it again", f"{paired_s:.1f} s"])
+        text = f"`{name}` paired with all others after the order to start it again (at most {PAIRED_S:g} s)"
+        rows.append([text, f"{paired_s:.1f} s" + (": NO" if paired_s > PAIRED_S else "")])
     for name, text in (("abort", "the prefill's abort"), ("order", "the order to abort")):
         if not result["abort_probes"]:
             break

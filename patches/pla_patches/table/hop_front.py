@@ -1,4 +1,4 @@
-"""Seams of streams whose request may move, in the process that serves HTTP. ``next_host``: what SGLang 0.5.23 has."""
+"""Seams of streams whose request may move, in the process that serves HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pla_patches.seam import Group, Hook, subscribe
 
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _OPENAI = "sglang.srt.entrypoints.openai."
-_SAME = "same target and parameters"
 _TESTS = "tests/hops/test_hop_splices.py"
 
 _subscribe = functools.partial(
@@ -25,7 +24,6 @@ HOP_FRONT = (
         hook=Hook.AROUND,
         why="Token ids before each event of a marked chat; old tokens run through its parsers where it goes on.",
         verify=_TESTS,
-        next_host=_SAME,
     ),
     _subscribe(
         id="hop.completions",
@@ -33,7 +31,6 @@ HOP_FRONT = (
         hook=Hook.AROUND,
         why="The same for completions.",
         verify=_TESTS,
-        next_host=_SAME,
     ),
     _subscribe(
         id="hop.chunks",
@@ -41,7 +38,6 @@ HOP_FRONT = (
         hook=Hook.AROUND,
         why="The endpoint of a marked stream reads its chunks from us, so each event is known to be of certain tokens.",
         verify=_TESTS,
-        next_host=_SAME,
     ),
     _subscribe(
         id="hop.prompt",
@@ -49,7 +45,7 @@ HOP_FRONT = (
         hook=Hook.BEFORE,
         why="After tokenization and before dispatch: the prompt must have the ids that it had where the answer began.",
         verify="tests/hops/test_hop_front_refusals.py: a chat template with the date",
-        next_host="Same parameters; a coroutine there, before whose first step the hook runs as well.",
+        next_host="A coroutine there, before whose first step the hook runs as well.",
     ),
     _subscribe(
         id="hop.serve",
@@ -58,6 +54,6 @@ HOP_FRONT = (
         handler="before_run_http_server",
         why="Stand around the route /generate, whose events are made in a closure.",
         verify=_TESTS + "; tests/hops/test_hop_route.py",
-        next_host="Same target. The route's function checks the body, then calls serve_generate_request: stand there.",
+        next_host="The route's function checks the body, then calls serve_generate_request: stand there.",
     ),
 )

@@ -43,6 +43,7 @@ PLATFORM = (
         why="With more than one rank the coordinator builds NCCL communicators on torch.cuda whatever the platform.",
         verify="a server with --tp-size 2 --device cpu answers; without the seam it stops in PyNcclCommunicator",
         exit="When GroupCoordinator asks the platform for its communicator (DeviceMixin.get_communicator_class).",
+        next_host="use_pymscclpp is called use_mscclpp, and is off by default.",
     ),
     _on_cpu(
         id="cpu.pd_early_send",
@@ -52,6 +53,7 @@ PLATFORM = (
         why="A prefill server with the overlap schedule records a torch.cuda.Event on the CPU forward stream.",
         verify="without it a prefill server stops at the second chunk of a prompt; tests/e2e/test_cpu_pd.py has such",
         exit="When SGLang takes the event from torch.get_device_module(device).",
+        next_host="The host gives allow_send by keyword; the event is recorded as before.",
     ),
     _on_emulated(
         id="emu.forward",

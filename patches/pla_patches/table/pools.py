@@ -21,6 +21,7 @@ POOLS = (
         why="SGLang 0.5.17 loads no plugins in the data-parallel controller; this entry does, then calls the host's.",
         verify="tests/pools/test_entry.py; e2e: spatial server",
         exit="SGLang 0.5.23 loads plugins there.",
+        next_host="It loads plugins: leave this row out.",
     ),
     _subscribe(
         id="dpc.dispatch",

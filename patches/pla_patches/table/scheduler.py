@@ -37,6 +37,7 @@ SCHEDULER = (
         target=_POLICY + "SchedulePolicy.calc_priority",
         why="Decision point: queue ordered, prefix matches fresh, grammar-ready requests included.",
         verify="e2e: mixed load; tests/test_engine_apply.py",
+        next_host="It also counts processed tokens, for its own order hrrn.",
     ),
     _subscribe(
         id="sched.reserve",
@@ -59,7 +60,8 @@ SCHEDULER = (
         target=_BATCH + "mix_with_running",
         why="A rider that sat out the pass before has no token under way; the host counts its prefix one too long.",
         verify="e2e: riding decodes on the chain model, which checks positions",
-        exit="When SGLang takes a rider's prefix from what it has committed.",
+        exit="SGLang 0.5.23 takes a rider's prefix from its sequence length.",
+        next_host="Fixed there: leave this row out.",
     ),
     _subscribe(
         id="sched.lora",
@@ -95,7 +97,8 @@ SCHEDULER = (
         hook=Hook.AROUND,
         why="PD prefill would insert a parked chunk's whole prefix into the radix cache in every pass.",
         verify="e2e: PD pair with a parked chunk",
-        exit="SGLang 0.5.23 marks a processed chunk itself.",
+        exit="When SGLang leaves a chunk alone that has computed nothing since.",
+        next_host="It still checkpoints chunked_req in every pass, and sends or marks it for sending.",
     ),
     _subscribe(
         id="sched.launch",

@@ -1,4 +1,4 @@
-"""Seams of stateless instances. Each says in ``next_host`` what SGLang 0.5.23 has at its target."""
+"""Seams of stateless instances. ``next_host`` is from the bodies in SGLang 0.5.23; None: nothing of concern."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 _MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _HOOKS = "pla_sglang.engine.hooks.stateless"
-_SAME = "same target and parameters"
 _E2E = "tests/e2e/test_stateless_pair.py"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.STATELESS)
@@ -23,8 +22,9 @@ STATELESS = (
         why="A sending and a receiving KV manager on one pool, each with metadata buffers of its own.",
         verify=_E2E + ": legs in both directions at once",
         next_host=(
-            "Same target. The queues lost tp_rank, tp_size, gloo_group and pp_*, which build.py leaves out by itself; "
-            "PrefillBootstrapQueue gained scheduler_stage_metrics, MetadataBuffers kv_checksum_enabled."
+            "The queues lost their ranks, sizes and group, which build.py leaves out by itself. The rest of it has to "
+            "change: scheduler.ps is gone, PrefillBootstrapQueue wants scheduler_stage_metrics, and MetadataBuffers "
+            "cannot be made without max_sampling_mask_tokens."
         ),
     ),
     _subscribe(
@@ -32,7 +32,6 @@ STATELESS = (
         target=_SCHEDULER + "init_request_dispatcher",
         why="Handlers of the messages that tell the peers and that hold requests, in one order on all ranks.",
         verify=_E2E + ": told and untold peers; held requests",
-        next_host=_SAME,
     ),
     _subscribe(
         id="less.enqueue",
@@ -40,7 +39,7 @@ STATELESS = (
         hook=Hook.AROUND,
         why="Prefill legs wait for their handshake, decode legs for their KV; whole and retracted requests as before.",
         verify=_E2E,
-        next_host="Same parameters; the body also prefetches from a storage.",
+        next_host="The host releases a request that it refuses for priority or for the length of the queue.",
     ),
     _subscribe(
         id="less.pump",
@@ -51,14 +50,13 @@ STATELESS = (
             "held ones leave."
         ),
         verify=_E2E + "; tests/stateless/test_stateless_sending.py",
-        next_host="Same parameters; the host calls filter_batch with reqs_to_exclude and filters in every turn.",
+        next_host="The host calls filter_batch with reqs_to_exclude and filters in every turn.",
     ),
     _subscribe(
         id="less.result",
         target=_SCHEDULER + "process_batch_result",
         why="KV of finished chunks goes out while later ones compute.",
         verify=_E2E + ": chunked prefill leg",
-        next_host=_SAME,
     ),
     _subscribe(
         id="less.idle",
@@ -68,14 +66,13 @@ STATELESS = (
             "memory beside them."
         ),
         verify=_E2E + ": flush refused while a leg holds KV, clean afterwards",
-        next_host="Gained ignore_waiting.",
+        next_host="after_is_fully_idle takes no ignore_waiting.",
     ),
     _subscribe(
         id="less.abort",
         target=_SCHEDULER + "abort_request",
         why="Aborts reach legs and held requests in every state, by prefix as the host's do.",
         verify=_E2E + ": aborts; tests/hops/test_hop_holding.py",
-        next_host=_SAME,
     ),
     _subscribe(
         id="less.pause",
@@ -83,7 +80,6 @@ STATELESS = (
         hook=Hook.BEFORE,
         why="A pause that retracts ends legs, and takes held requests along: their KV is of the old weights.",
         verify="tests/stateless/test_stateless_receiving.py; tests/hops/test_hop_holding.py",
-        next_host=_SAME,
     ),
     _subscribe(
         id="less.reserve",
@@ -91,7 +87,6 @@ STATELESS = (
         handler="after_adder_init",
         why="Keep the growth of requests that are received, ready or held out of what prefills may take.",
         verify="tests/stateless/test_stateless_receiving.py",
-        next_host="Same name; check the parameters.",
     ),
     _subscribe(
         id="less.lora",
@@ -100,7 +95,7 @@ STATELESS = (
         handler="before_can_schedule_lora",
         why="A request that was received or held waits for a place for its adapter; prefills leave it one.",
         verify="tests/stateless/test_stateless_adapters.py; tests/e2e/test_stateless_ranks.py",
-        next_host=_SAME,
+        next_host="Receiving queues ask it as well, before they reserve memory.",
     ),
     _subscribe(
         id="less.lora_turn",
@@ -108,7 +103,6 @@ STATELESS = (
         handler="after_can_schedule_lora",
         why="Such a request is not kept out for ever by prefills of the adapters that are in use.",
         verify="tests/stateless/test_stateless_adapters.py",
-        next_host=_SAME,
     ),
     _subscribe(
         id="less.ride",
@@ -128,14 +122,14 @@ STATELESS = (
             "one that it knows, which depends on what else runs, and on where the request began."
         ),
         verify="tests/stateless/test_stateless_penalties.py",
-        next_host="To be checked again: whether the count is still one token late.",
+        next_host="Same body: the count is still that of the last token that the host knows.",
     ),
     _subscribe(
         id="hop.penalties",
         target=_BATCH + "prepare_for_extend",
         why="Penalties of a request that is prefilled with a part of its answer: the host begins at nothing.",
         verify="tests/stateless/test_stateless_penalties.py; " + _E2E + ": an answer computed again",
-        next_host="Same name; check that sampling_info is still built in it.",
+        next_host="sampling_info is still built in it.",
     ),
     _subscribe(
         id="less.abort_ack",
@@ -149,21 +143,23 @@ STATELESS = (
             "tests/stateless/test_stateless_fence.py; tests/hops/test_hop_pulling.py; " + _E2E + ": quarantine "
             "empties; rooms that nobody holds"
         ),
-        next_host="Same target for NIXL; other backends have supports_deferred_decode_kv_release.",
+        next_host=(
+            "The host can answer aborts itself when nothing is written any more "
+            "(supports_deferred_decode_kv_release, of NIXL too): compare before porting."
+        ),
     ),
     _subscribe(
         id="less.info",
         target=_SCHEDULER + "get_init_info",
         why="Tell the front process that the scheduler is stateless.",
         verify=_E2E,
-        next_host=_SAME,
     ),
     _subscribe(
         id="less.state",
         target=_SCHEDULER + "get_internal_state",
         why="Incarnation, peers, legs and KV of each end in /server_info and /pla/state.",
         verify=_E2E,
-        next_host="Moved to the scheduler's internal_state component; the method remains.",
+        next_host="It only calls the scheduler's internal_state component.",
     ),
     _on_front(
         id="less.bootstrap",
@@ -171,7 +167,6 @@ STATELESS = (
         handler="after_init_bootstrap",
         why="The bootstrap server in the main process, where all ranks find it and no pass holds it up.",
         verify=_E2E,
-        next_host=_SAME,
     ),
     _on_front(
         id="less.request",
@@ -179,7 +174,6 @@ STATELESS = (
         hook=Hook.BEFORE,
         why="A request that names an address which was not told is refused with 409.",
         verify=_E2E + ": an untold peer",
-        next_host=_SAME,
     ),
     _on_front(
         id="less.status",
@@ -188,7 +182,7 @@ STATELESS = (
         handler="around_abort_reason",
         why="A leg that a scheduler refuses with 409 or 410 gets that status; the host knows 400, 500 and 503 only.",
         verify=_E2E + ": a prefill leg that comes after its decode leg has given up",
-        next_host=_SAME,
+        next_host="The host passes any status of 400 to 599 on: leave this row out.",
     ),
     _on_front(
         id="less.serve",
@@ -197,6 +191,5 @@ STATELESS = (
         handler="before_run_http_server",
         why="The routes /pla/peers and /pla/hops, and /pla/state where scheduling is off.",
         verify=_E2E,
-        next_host=_SAME,
     ),
 )
