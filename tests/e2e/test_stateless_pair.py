@@ -22,7 +22,8 @@ from support.stateless_pair import Pair
 from bench.check.hops import storm
 from bench.check.hops.plans import ANSWER_TOKENS, Body, plan_life
 from bench.check.hops.streams import GENERATE
-from pla_sglang.testing.server import Server, greedy_body
+from bench.harness import servers
+from pla_sglang.testing.server import Server, fetch, greedy_body
 
 pytestmark = pytest.mark.e2e
 
@@ -80,6 +81,21 @@ def test_whole_requests_and_legs_in_both_directions_at_once(
         for end in ("sending", "receiving"):
             wanted = rf'pla_legs_total{{[^}}]*end="{end}"[^}}]*outcome="done"[^}}]*}} {float(len(prompts))}'
             until(lambda wanted=wanted: re.search(wanted, instance.client.metrics()), what=wanted)  # noqa: B023
+
+
+def test_behind_sglangs_own_router(
+    pair: Pair, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """It takes the one for a prefill and the other for a decode instance, and sends no key: nobody has told one yet."""
+    pytest.importorskip("sglang_router", reason="the bench extra")
+    first, second = pair.described["instances"]
+    described = {"instances": [first | {"kind": "prefill"}, second | {"kind": "decode", "bootstrap_port": None}]}
+    before = stateless(pair.second.client)["receiving"]["received"]
+    with servers.running_router(servers.Router("sglang", "round-robin"), described, tmp_path / "router.log") as url:
+        answers = [fetch(f"{url}/generate", greedy_body(prompt, NEW_TOKENS)) for prompt in prompts]
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert stateless(pair.second.client)["receiving"]["received"] >= before + len(prompts)
+    pair.assert_at_rest()
 
 
 def test_a_chunked_prompt_that_both_ends_have_in_part(
