@@ -11,6 +11,7 @@ import pytest
 from pla_sglang.engine.hops.orders import Command
 from pla_sglang.engine.hops.parts import Hops
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.quarantine import Quarantine
 
@@ -142,7 +143,7 @@ class HopScene:
             send_kv_chunk=self._send,
             _engine_paused=False,
         )
-        self.quarantine = Quarantine(lambda flags: flags)
+        self.quarantine = Quarantine(lambda flags: flags, Faults())
         self.hops = Hops(
             self.scheduler,
             self.queue,

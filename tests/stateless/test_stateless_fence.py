@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.engine.stateless import fence
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.quarantine import TIMEOUT_S, Quarantine
 from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
 
@@ -93,7 +94,7 @@ def hold(quarantine: Quarantine, name: str, freed: list[str], *, through: list[b
 
 
 def test_pages_are_freed_once_when_the_sender_is_through() -> None:
-    quarantine, freed, through = Quarantine(lambda flags: flags), [], [False]
+    quarantine, freed, through = Quarantine(lambda flags: flags, Faults()), [], [False]
     hold(quarantine, "a", freed, through=through)
     quarantine.sweep(1.0)
     assert (freed, len(quarantine), quarantine.tokens) == ([], 1, 10)
@@ -104,7 +105,7 @@ def test_pages_are_freed_once_when_the_sender_is_through() -> None:
 
 
 def test_a_sender_that_never_answers() -> None:
-    quarantine, freed = Quarantine(lambda flags: flags), []
+    quarantine, freed = Quarantine(lambda flags: flags, Faults()), []
     hold(quarantine, "a", freed, through=[False])
     quarantine.sweep(TIMEOUT_S - 0.1)
     assert freed == []
@@ -114,7 +115,7 @@ def test_a_sender_that_never_answers() -> None:
 
 def test_nothing_is_freed_before_every_rank_says_so() -> None:
     others = [True, False]
-    quarantine = Quarantine(lambda flags: [own and other for own, other in zip(flags, others, strict=True)])
+    quarantine = Quarantine(lambda flags: [own and other for own, other in zip(flags, others, strict=True)], Faults())
     freed: list[str] = []
     for name in ("a", "b"):
         hold(quarantine, name, freed, through=[True])

@@ -8,6 +8,7 @@ import pytest
 from fakes import FakeBatch, FakeRequest, FakeScheduler, FakeSendQueue
 
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.legs import SendState
 from pla_sglang.engine.stateless.quarantine import Quarantine
@@ -19,7 +20,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool, cap_tokens: int = 1000) -> None:
         self.scheduler, self.queue = FakeScheduler(overlap=overlap), FakeSendQueue()
-        self.quarantine = Quarantine(lambda flags: flags)
+        self.quarantine = Quarantine(lambda flags: flags, Faults())
         self.sender = Sender(self.scheduler, self.queue, self.quarantine, cap_tokens=cap_tokens, cap_requests=4)
         self.freed: list[str] = []
         self.answers: list[tuple[str, str]] = []

@@ -10,6 +10,7 @@ from pla_sglang import config as pla_config
 from pla_sglang.engine import riders
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import acknowledge_abort
 from pla_sglang.engine.stateless.host import all_ranks_agree, start_bootstrap_server
 from pla_sglang.engine.stateless.peers import agree_on_states
@@ -17,6 +18,7 @@ from pla_sglang.engine.stateless.penalties import count_again, count_due_tokens
 from pla_sglang.errors import HostMismatchError
 from pla_sglang.metrics.series import LabelledSeries
 
+_faults = Faults()  # of this process
 _engine: StatelessEngine | None = None  # of this process, for seams whose host object does not know its scheduler
 
 
@@ -33,7 +35,7 @@ def after_init_disaggregation(result: Any, scheduler: Any) -> None:
     series = None
     if scheduler.metrics_collector_context.enable_metrics:
         series = LabelledSeries(dict(scheduler.metrics_collector.labels), old_names=config.metrics_old_names)
-    _engine = scheduler.pla_stateless = StatelessEngine(scheduler, config, series)
+    _engine = scheduler.pla_stateless = StatelessEngine(scheduler, config, _faults, series)
 
 
 def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:

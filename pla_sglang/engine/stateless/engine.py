@@ -18,6 +18,7 @@ from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import AdapterPlaces
 from pla_sglang.engine.stateless.admission import admit_received
 from pla_sglang.engine.stateless.build import build_ends
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Acknowledged
 from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind, kind_of
 from pla_sglang.engine.stateless.message import PlaPeers
@@ -40,11 +41,13 @@ class StatelessEngine:
     """Everything runs on the scheduler's thread but warming and the reading of acknowledgements.
 
     Args:
+        faults: of this process.
         series: makes those that are exported; None: the host has no metrics.
     """
 
-    def __init__(self, scheduler: Any, config: PlaConfig, series: LabelledSeries | None = None) -> None:
+    def __init__(self, scheduler: Any, config: PlaConfig, faults: Faults, series: LabelledSeries | None = None) -> None:
         self._scheduler = scheduler
+        self.faults = faults
         self.incarnation = secrets.token_hex(8)
         ends = build_ends(scheduler)
         self._sending_manager, manager = ends.sending.kv_manager, ends.receiving.kv_manager
@@ -58,7 +61,7 @@ class StatelessEngine:
         agree = functools.partial(host.all_ranks_agree, scheduler)
         self._agree = ends.receiving.agree = agree
         self.adapters = AdapterPlaces(scheduler)
-        self.quarantine = Quarantine(agree)
+        self.quarantine = Quarantine(agree, faults)
         self.sender = Sender(
             scheduler,
             ends.sending,
@@ -74,6 +77,7 @@ class StatelessEngine:
             book=self.book,
             acknowledged=Acknowledged(manager.server_socket),
             agree=agree,
+            faults=faults,
         )
         self.hops = Hops(
             scheduler,
@@ -89,7 +93,7 @@ class StatelessEngine:
         self._rooms = UnclaimedRooms()
         self._tick_s = 0.0
         self._series = None if series is None else LegSeries(series)
-        self.refused = self.faults = self.redone = 0
+        self.refused = self.redone = 0
 
     @staticmethod
     def now_s() -> float:
@@ -124,7 +128,7 @@ class StatelessEngine:
             # What befell one rank, all do: a leg that some have and others not would hold them up in every later pass.
             sound, wanted = self._agree([sound, wanted])
         if not sound:
-            self.faults += 1
+            self.faults.count += 1
             self._let_go(req, "the leg could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
         elif not wanted:
             reason = f"room {req.bootstrap_room} is not known any more: its decode leg has given up"
@@ -229,7 +233,7 @@ class StatelessEngine:
             places = self._scheduler.max_running_requests - len(running_batch.reqs)
             returning = self.hops.holder.take_returning(places, self.adapters.take)
             if returning:
-                running_batch = admit_received(self._scheduler, returning, running_batch)
+                running_batch = admit_received(self._scheduler, returning, running_batch, self.faults)
             return self.receiver.admit(running_batch, self.adapters.take)
         except Exception:
             self._on_fault("admitting received requests")
@@ -267,13 +271,9 @@ class StatelessEngine:
 
     def _on_fault(self, what: str) -> None:
         """An exception of ours must not end the scheduler, nor leave requests in it that nobody sees."""
-        self.faults += 1
-        logger.exception("pla_sglang: %s; every leg here is aborted", what)
-        for abort in (self.sender.abort, self.receiver.abort, self.hops.holder.abort):
-            try:
-                abort(lambda rid: True)
-            except Exception:
-                logger.exception("pla_sglang: aborting what is here")
+        self.faults.note(f"{what}; every leg here is aborted")
+        aborts = (self.sender.abort, self.receiver.abort, self.hops.holder.abort)
+        self.faults.for_each(aborts, lambda abort: abort(lambda rid: True), "aborting what is here")
 
     # -- budgets and state -------------------------------------------------------------------------------------------
 
@@ -330,5 +330,5 @@ class StatelessEngine:
             "held": {"redone": self.redone, "pulled": self.receiver.pulled, **self.hops.holder.state()},
             "unclaimed_rooms": len(self._rooms),
             "refused": self.refused,
-            "faults": self.faults,
+            "faults": self.faults.count,
         }

@@ -148,6 +148,14 @@ def end_with_error(scheduler: Any, req: Any, reason: str, status: HTTPStatus) ->
     scheduler.output_streamer.stream_output([req], req.return_logprob)
 
 
+def answer_unjoined(scheduler: Any, req: Any) -> None:
+    """Answer a request that was to join the running batch and could not. It may have ended by itself before."""
+    if not req.finished():
+        end_with_error(scheduler, req, "it could not join the running batch", HTTPStatus.INTERNAL_SERVER_ERROR)
+    else:
+        scheduler.output_streamer.stream_output([req], req.return_logprob)  # nothing, where its end was shown
+
+
 def end_aborted(scheduler: Any, req: Any, reason: str) -> None:
     """Answer a request that its client has aborted, as the host does for one in its queue.
 
