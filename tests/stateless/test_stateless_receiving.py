@@ -17,6 +17,7 @@ from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
 
+AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
 NO_HOPS: Any = SimpleNamespace(holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list))
 ACCEPTING = SimpleNamespace(
     _set_or_validate_priority=lambda req: True, model_config=SimpleNamespace(think_end_ids=None)
@@ -71,19 +72,24 @@ def test_a_pull_that_is_refused_to_another_rank_says_so(bench: ReceiveScene) -> 
     assert bench.answers == [("a", f"room 1 is not held at {FakeReceiver.bootstrap_addr}")]
 
 
-@pytest.mark.parametrize("way", ["acknowledged", "replaced"])
+@pytest.mark.parametrize("way", ["acknowledged", "replaced after", "replaced before"])
 def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: ReceiveScene, way: str) -> None:
+    """A new process at the sender's address may be told after the transfer has failed, or make it fail."""
     bench.add("a")
     bench.transfers.failing = {"a"}
+    if way == "replaced before":
+        bench.transfers.queue, bench.queue.queue = bench.queue.queue, []
+        bench.book.tell(Told(None, (AGAIN,)))
     bench.receiver.pump()
     [(rid, reason)] = bench.answers
     assert (rid, "the link is down" in reason) == ("a", True)
-    bench.quarantine.sweep(0.0)
-    assert (bench.freed, bench.transfers.freed_slots) == ([], [])
+    if way != "replaced before":
+        bench.quarantine.sweep(0.0)
+        assert (bench.freed, bench.transfers.freed_slots) == ([], [])
     if way == "acknowledged":
         bench.acknowledged.add(1)
-    else:
-        bench.book.tell(Told(None, (Peer("b", "10.0.0.2", 9001, "i2"),)))
+    elif way == "replaced after":
+        bench.book.tell(Told(None, (AGAIN,)))
     bench.quarantine.sweep(0.0)
     assert (bench.freed, bench.transfers.freed_slots) == (["a"], [0])
     manager = bench.queue.kv_manager
@@ -92,6 +98,25 @@ def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: ReceiveScene, way
     assert manager.addr_to_rooms_tracker[FakeReceiver.bootstrap_addr] == set()
     assert bench.transfers.metadata_buffers.bootstrap_room == {0: 0}
     assert not bench.acknowledged
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("told", [(), (Peer("b", "10.0.0.2", 9001),), (Peer("renamed", "10.0.0.2", 9001, "i1"),)])
+def test_a_sender_that_may_still_be_there_keeps_the_pages(
+    bench: ReceiveScene, when: str, told: tuple[Peer, ...]
+) -> None:
+    """It is told no more, or not as another process: it may still write."""
+    bench.add("a")
+    bench.transfers.failing = {"a"}
+    if when == "before":
+        bench.book.tell(Told(None, told))
+    bench.receiver.pump()
+    bench.book.tell(Told(None, told))
+    bench.quarantine.sweep(0.0)
+    assert (bench.freed, len(bench.quarantine)) == ([], 1)
+    bench.acknowledged.add(1)
+    bench.quarantine.sweep(0.0)
+    assert bench.freed == ["a"]
 
 
 def test_aborts_by_prefix_in_every_state(bench: ReceiveScene) -> None:

@@ -41,6 +41,10 @@ class Peer:
     def address(self) -> Address:
         return self.host, self.bootstrap_port
 
+    def is_other_process(self, other: Peer) -> bool:
+        """Whether this is another process than ``other`` at the same address, as far as incarnations are known."""
+        return bool(self.incarnation and other.incarnation) and self.incarnation != other.incarnation
+
 
 class PeerState(enum.Enum):
     WARMING = "warming"
@@ -140,6 +144,12 @@ class PeerBook:
         """Whether this very process is still what was told last."""
         with self._lock:
             return self._peers.get(peer.address) == peer
+
+    def is_replaced(self, peer: Peer) -> bool:
+        """Whether another process was told at its address. One that is told no more may still be there."""
+        with self._lock:
+            now = self._peers.get(peer.address)
+            return now is not None and now.is_other_process(peer)
 
     def at(self, host: str, port: int) -> Peer | None:
         with self._lock:

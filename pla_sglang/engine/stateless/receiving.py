@@ -16,7 +16,7 @@ from pla_sglang.engine.stateless.adapters import split_joining
 from pla_sglang.engine.stateless.admission import admit_received
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Acknowledged
-from pla_sglang.engine.stateless.legs import goes_on
+from pla_sglang.engine.stateless.legs import SOURCE_ATTRIBUTE, goes_on
 from pla_sglang.engine.stateless.peers import Peer, PeerBook
 from pla_sglang.engine.stateless.quarantine import Agree, Quarantine
 
@@ -59,6 +59,7 @@ class Receiver:
 
     def add(self, req: Any) -> None:
         """A request whose KV another instance computes."""
+        setattr(req, SOURCE_ATTRIBUTE, self._book.at(req.bootstrap_host, req.bootstrap_port))
         self._queue.add(req)
         if not req.finished():  # too long for the pool: answered
             host.note_receiving(req)
@@ -181,17 +182,16 @@ class Receiver:
 
     def _keep_pages(self, entry: Any) -> None:
         req = entry.req
-        peer = self._book.at(req.bootstrap_host, req.bootstrap_port)
         self._quarantine.hold(
             _count_tokens(req),
-            is_through=functools.partial(self._is_through, req.bootstrap_room, peer),
+            is_through=functools.partial(self._is_through, req.bootstrap_room, getattr(req, SOURCE_ATTRIBUTE)),
             release=functools.partial(self._release, entry),
             now_s=time.monotonic(),
         )
 
-    def _is_through(self, room: int, peer: Peer | None) -> bool:
+    def _is_through(self, room: int, source: Peer) -> bool:
         """The sender has said so, or its process is not there any more."""
-        return self._acknowledged.has(room) or (peer is not None and not self._book.is_current(peer))
+        return self._acknowledged.has(room) or self._book.is_replaced(source)
 
     def _release(self, entry: Any) -> None:
         """The end of an entry that failed: pages, row, metadata buffer, and what the host's manager has of its room."""
