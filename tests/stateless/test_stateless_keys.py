@@ -142,6 +142,12 @@ def test_a_bad_list_leaves_the_keys_as_they_were(front: Front) -> None:
     assert front.is_from_router(None)
 
 
+def test_the_front_forgets_peers_that_are_told_no_more(front: Front) -> None:
+    front.take_peers({"peers": [{"name": "b", "host": "10.0.0.2", "bootstrap_port": 9001}]})
+    front.take_peers({"peers": []})
+    assert front.book.at("10.0.0.2", 9001) is None
+
+
 def test_the_key_is_split_from_the_body() -> None:
     assert split_key({"peers": [], "router_key": KEY}) == ({"peers": []}, KEY)
     assert split_key({"peers": []}) == ({"peers": []}, None)

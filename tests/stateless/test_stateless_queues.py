@@ -93,6 +93,7 @@ def test_a_leg_of_a_failed_or_forgotten_peer_ends(state: PeerState | None, statu
     queue, leg, why = queue_with(), entry(), None
     if state is None:
         queue.book.tell(Told(None, ()))
+        queue.book.forget_untold()
     else:
         why = "page size 16 here, 1 there"
         queue.book.set_state(PEER, state, why)
@@ -100,6 +101,13 @@ def test_a_leg_of_a_failed_or_forgotten_peer_ends(state: PeerState | None, statu
     assert leg.kv_receiver.aborts == 1
     assert leg.pla_status == status
     assert (why or "not told any more") in queue.kv_manager.failures[5]
+
+
+def test_a_leg_of_a_peer_that_is_told_no_more_waits_on_for_its_connection() -> None:
+    queue, leg = queue_with(), entry()
+    queue.book.tell(Told(None, ()))
+    assert queue._ensure_prefill_info({"a": [leg]}) == ({}, [leg])
+    assert queue.warmer.asked == [PEER]
 
 
 class OtherRank:

@@ -15,6 +15,7 @@ from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
 
 AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
@@ -190,6 +191,37 @@ def test_a_fault_is_logged_and_ends_the_legs_and_never_the_scheduler(caplog: pyt
     assert engine.receiver.aborts == 2, "both ends, though the first abort raised"  # type: ignore[attr-defined]
     assert "leaving the last batch" in caplog.text
     assert "broken again" in caplog.text
+
+
+def test_a_list_that_is_short_of_a_peer_ends_nothing_of_it() -> None:
+    """It is forgotten when its last leg is gone. Told as another process it goes at once."""
+    engine, dropped, sources = engine_of_fakes(), list[Peer](), {PEER.address}
+    engine._scheduler = SimpleNamespace()
+    engine.book = PeerBook("127.0.0.1", 9000)
+    engine.warmer = SimpleNamespace(drop=dropped.append, warm=lambda peer: None)  # type: ignore[assignment]
+    engine.receiver.list_sources = lambda: sources  # type: ignore[method-assign]
+    for told in ((PEER,), ()):
+        engine.on_peers(PlaPeers(told=Told(None, told)))
+        engine._forget_peers()
+    assert dropped == []
+    engine.on_peers(PlaPeers(told=Told(None, (AGAIN,))))
+    assert dropped == [PEER]
+    engine.on_peers(PlaPeers(told=Told(None, ())))
+    sources.clear()
+    engine._forget_peers()
+    assert dropped == [PEER, AGAIN]
+    assert engine.book.at(*PEER.address) is None
+
+
+def test_sources_are_those_of_legs_that_wait_for_kv(bench: ReceiveScene) -> None:
+    assert bench.receiver.list_sources() == set()
+    bench.add("a")
+    assert bench.receiver.list_sources() == {PEER.address}
+    bench.receiver.pump()
+    assert bench.receiver.list_sources() == {PEER.address}
+    bench.transfers.arrived = {"a"}
+    bench.receiver.pump()
+    assert bench.receiver.list_sources() == set()
 
 
 def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,11 +113,44 @@ def test_a_peer_that_does_not_fit(answers: threading.Event, manager: FakeManager
     assert not warmer.is_warm(*PEER.address)
 
 
-def test_the_thread_ends_when_its_peer_is_told_no_more(answers: threading.Event) -> None:
+def test_the_thread_ends_when_its_peer_is_forgotten(answers: threading.Event) -> None:
     book, warmer = told(FakeManager())
     book.tell(Told(None, ()))
+    book.forget_untold()
     until(lambda: not warmer._running, what="the end of the thread")
     answers.set()
+
+
+def test_a_peer_that_is_forgotten_while_it_answers_leaves_nothing(answers: threading.Event) -> None:
+    manager, asked, go_on = FakeManager(), threading.Event(), threading.Event()
+    ask = manager.try_ensure_parallel_info
+
+    def ask_slowly(address: str) -> bool:
+        asked.set()
+        assert go_on.wait(10)
+        return ask(address)
+
+    manager.try_ensure_parallel_info = ask_slowly  # type: ignore[method-assign]
+    answers.set()
+    book, warmer = told(manager)
+    assert asked.wait(10)
+    book.tell(Told(None, ()))
+    book.forget_untold()
+    go_on.set()
+    until(lambda: manager.failed_nodes == [ADDRESS], what="a peer that is dropped")
+    assert not warmer.is_warm(*PEER.address)
+
+
+def test_a_peer_whose_thread_has_ended_is_warmed_when_it_is_told_again(answers: threading.Event) -> None:
+    """It was forgotten and told again between two looks of its thread."""
+    book, warmer = told(FakeManager())
+    book.tell(Told(None, ()))
+    book.forget_untold()
+    until(lambda: not warmer._running, what="the end of the thread")
+    book.tell(Told(None, (PEER,)))
+    answers.set()
+    warmer.warm_again()
+    until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
 
 
 def test_what_was_cached_of_a_peer_goes_with_it(answers: threading.Event) -> None:

@@ -103,8 +103,8 @@ class StatelessEngine:
 
     def on_peers(self, message: PlaPeers) -> None:
         """The router has told who this instance and its peers are."""
-        gone, new = self.book.tell(message.told)
-        for peer in gone:
+        replaced, new = self.book.tell(message.told)
+        for peer in replaced:
             self._attempt(functools.partial(self.warmer.drop, peer), f"forgetting peer {peer.name}")
         for peer in new:
             self.warmer.warm(peer)
@@ -224,6 +224,7 @@ class StatelessEngine:
         self._attempt(lambda: self.quarantine.sweep(now_s), "freeing pages")
         if now_s >= self._tick_s:
             self._tick_s = now_s + TICK_S
+            self._attempt(self._forget_peers, "forgetting peers")
             self._attempt(self.warmer.warm_again, "keeping peers connected")
             self._attempt(lambda: self._expire(now_s), "time-outs")
             self._attempt(lambda: self._forget_rooms(now_s), "forgetting rooms")
@@ -258,6 +259,11 @@ class StatelessEngine:
         )
         if waiting_s is not None:
             self.receiver.expire(now_s - waiting_s)
+
+    def _forget_peers(self) -> None:
+        """Those that are told no more, once no leg here needs their connection."""
+        for peer in self.book.forget_untold(self.receiver.list_sources()):
+            self.warmer.drop(peer)
 
     def _forget_rooms(self, now_s: float) -> None:
         claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.hops.holder.holds)

@@ -17,7 +17,7 @@ from pla_sglang.engine.stateless.admission import admit_received
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Acknowledged
 from pla_sglang.engine.stateless.legs import SOURCE_ATTRIBUTE, goes_on
-from pla_sglang.engine.stateless.peers import Peer, PeerBook
+from pla_sglang.engine.stateless.peers import Address, Peer, PeerBook
 from pla_sglang.engine.stateless.quarantine import Agree, Quarantine
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,10 @@ class Receiver:
     def count_held_tokens(self) -> int:
         """KV tokens of these."""
         return sum(map(_count_tokens, self.requests_with_memory()))
+
+    def list_sources(self) -> set[Address]:
+        """Who is connected to, or will be, for the KV of legs that are here."""
+        return {(e.req.bootstrap_host, e.req.bootstrap_port) for e in (*self._queue.queue, *self._transfers.queue)}
 
     def requests_with_memory(self) -> list[Any]:
         """They will want memory for each further token, and the host does not know of them."""
