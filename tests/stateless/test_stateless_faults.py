@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 from fakes import FakeRequest
 from receive_scene import ReceiveScene
 
+from pla_sglang.engine.hooks import stateless as hooks
+from pla_sglang.engine.hops.pulls import PULL
 from pla_sglang.engine.stateless import admission, host
+from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.quarantine import Quarantine
 
@@ -194,3 +198,64 @@ def test_pages_behind_those_that_cannot_be_freed_are_freed() -> None:
         quarantine.hold(10, is_through=lambda: True, release=release, now_s=0.0)
     quarantine.sweep(0.0)
     assert (freed, len(quarantine), faults.count) == (["b"], 0, 1)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """Whatever is asked of it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"broken {name}")
+
+
+BROKEN: Any = SimpleNamespace(pla_stateless=Broken())
+OUTPUT = SimpleNamespace(internal_state={})
+ABORT = [b"ABORT", b"7", b"10.0.0.2", b"no port"]
+PULLED = [PULL, b"7", b"10.0.0.2", b"40"]
+HOOKS = [
+    (hooks.after_adder_init, (None, None), None),
+    (hooks.before_can_schedule_lora, (BROKEN, None, set()), None),
+    (hooks.after_can_schedule_lora, (True, BROKEN, None, set()), None),
+    (hooks.after_prepare_for_extend, (None, Broken()), None),
+    (hooks.after_get_internal_state, (OUTPUT, BROKEN), None),
+    (hooks.after_handle_abort, (True, Broken(), ABORT), None),
+    (hooks.after_handle_abort, (False, Broken(), PULLED), True),
+]
+
+
+@pytest.mark.parametrize(("hook", "args", "answer"), HOOKS)
+def test_a_hook_that_raises_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hook: Any, args: tuple[Any, ...], answer: Any
+) -> None:
+    """Not even the host's thread that reads what receivers say, which takes a message for its own only with True."""
+    monkeypatch.setattr(hooks, "_engine", Broken())
+    before = hooks._faults.count
+    assert hook(*args) is answer
+    assert hooks._faults.count == before + 1
+    assert "pla_sglang: " in caplog.text
+
+
+def test_penalties_are_the_hosts_where_ours_cannot_be_counted() -> None:
+    batch, calls, before = Broken(), list[Any](), hooks._faults.count
+    hooks.around_cumulate_penalties(calls.append, batch)
+    assert (calls, hooks._faults.count) == ([batch], before + 1)
+
+
+def test_running_requests_that_cannot_be_placed_in_a_pass_end_with_it() -> None:
+    """The host's own place may be one too far: KV that is not written would be read."""
+    riders = [JoiningRequest("a"), JoiningRequest("b")]
+    riders[1].to_finish = "aborted before"
+    hooks.after_mix_with_running(None, Broken(), SimpleNamespace(reqs=riders))
+    assert (riders[0].to_finish.status_code, riders[1].to_finish) == (500, "aborted before")
+    assert all(req.skip_radix_cache_insert for req in riders)  # type: ignore[attr-defined]
+
+
+def test_a_leg_that_cannot_be_let_go_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, answers = object.__new__(StatelessEngine), list[int]()
+    engine.faults, engine.refused, engine._scheduler = Faults(), 0, None
+    engine.sender, engine.receiver = Broken(), Broken()  # type: ignore[assignment]
+    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    engine._let_go(FakeRequest("a"), "it could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
+    assert (answers, engine.faults.count) == ([500], 2)

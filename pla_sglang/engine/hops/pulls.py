@@ -69,6 +69,11 @@ class OpenRooms:
             self.close(room, refuse=True)
 
 
+def is_pull(message: list[bytes]) -> bool:
+    """Whether a receiver asks for the room of a held request. The host has no such message."""
+    return bool(message) and message[0] == PULL
+
+
 def read_pull(message: list[bytes]) -> tuple[Puller, int] | None:
     """Who asks for which room; None where that cannot be read."""
     try:

@@ -137,10 +137,10 @@ class StatelessEngine:
 
     def _let_go(self, req: Any, reason: str, status: HTTPStatus) -> None:
         """Of a request that some rank could not take over."""
-        for end in (self.sender, self.receiver):
-            end.forget(req)
+        ends: tuple[Sender | Receiver, ...] = (self.sender, self.receiver)
+        self.faults.for_each(ends, lambda end: end.forget(req), "forgetting a leg")
         if not req.finished():
-            self._refuse(req, reason, status)
+            self.faults.for_each([req], lambda req: self._refuse(req, reason, status), "refusing a leg")
 
     def _route(self, req: Any) -> bool:
         """Raises GivenUpError."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,27 @@ class Faults:
         """Called where an exception was caught; ``what``: what was being done."""
         self.count += 1
         logger.exception("pla_sglang: %s", what)
+
+    def guard(
+        self, what: str, otherwise: Callable[..., Any] = lambda *args, **kwargs: None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: where the function raises, ``otherwise`` is called in its place, with the same arguments.
+
+        A hook that returns None leaves arguments and result of its target as they are.
+        """
+
+        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return function(*args, **kwargs)
+                except Exception:
+                    self.note(what)
+                return otherwise(*args, **kwargs)
+
+            return call
+
+        return wrap
 
     def for_each(self, entries: Iterable[T], step: Callable[[T], object], what: str) -> None:
         """Take ``step`` for each entry, also behind one that raises."""

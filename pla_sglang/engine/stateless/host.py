@@ -140,6 +140,14 @@ def finish_with_next_step(req: Any) -> None:
     req.to_finish = FINISH_ABORT()
 
 
+def fail_with_next_step(req: Any, reason: str) -> None:
+    """End a request whose pass cannot be right any more, when that is processed. Its KV is nothing for others."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.to_finish = req.to_finish or FINISH_ABORT(reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    req.skip_radix_cache_insert = True
+
+
 def end_with_error(scheduler: Any, req: Any, reason: str, status: HTTPStatus) -> None:
     """Answer a request that has not ended with an error."""
     from sglang.srt.disaggregation.utils import prepare_abort
