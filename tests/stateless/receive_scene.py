@@ -88,6 +88,7 @@ class ReceiveScene:
             has=self.acknowledged.__contains__,
             is_refused=self.refused.__contains__,
             forget=self.acknowledged.discard,
+            keep_only=self.acknowledged.intersection_update,
         )
         self.scheduler = SimpleNamespace(max_running_requests=2)
         self.receiver = Receiver(

@@ -89,6 +89,24 @@ def test_acknowledgements_are_read_and_forgotten() -> None:
     assert not acknowledged.has(5)
 
 
+def test_only_what_was_said_of_rooms_that_are_waited_for_is_kept() -> None:
+    """A leg that is aborted before it has memory tells its sender too, and nobody waits for the answer."""
+    messages = [[kind, str(room).encode()] for kind in (fence.ACKNOWLEDGED, fence.NO_ROOM) for room in range(100)]
+    read = threading.Event()
+
+    def recv_multipart() -> list[bytes]:
+        if not messages:
+            read.set()
+            raise ConnectionError("closed")
+        return messages.pop()
+
+    acknowledged = fence.Acknowledged(SimpleNamespace(recv_multipart=recv_multipart))
+    assert read.wait(10)
+    acknowledged.keep_only({5, 200})
+    for said in (acknowledged.has, acknowledged.is_refused):
+        assert [room for room in range(201) if said(room)] == [5]
+
+
 def hold(quarantine: Quarantine, name: str, freed: list[str], *, through: list[bool]) -> None:
     quarantine.hold(10, is_through=lambda: through[0], release=lambda: freed.append(name), now_s=0.0)
 

@@ -101,6 +101,21 @@ def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: ReceiveScene, way
     assert not bench.acknowledged
 
 
+def test_what_senders_said_is_kept_for_transfers_and_quarantined_pages_only(bench: ReceiveScene) -> None:
+    for room, rid in enumerate(("failed", "moving", "connecting"), start=1):
+        bench.add(rid).bootstrap_room = room
+        if rid != "connecting":
+            bench.transfers.queue, bench.queue.queue = [*bench.transfers.queue, *bench.queue.queue], []
+    bench.transfers.failing = {"failed"}
+    bench.receiver._take_failed(bench.transfers.take_failed())
+    bench.acknowledged.update({1, 2, 3, 4})
+    bench.receiver.forget_said()
+    assert bench.acknowledged == {1, 2}
+    bench.quarantine.sweep(0.0)
+    bench.receiver.forget_said()
+    assert (bench.freed, bench.acknowledged) == (["failed"], {2})
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("told", [(), (Peer("b", "10.0.0.2", 9001),), (Peer("renamed", "10.0.0.2", 9001, "i1"),)])
 def test_a_sender_that_may_still_be_there_keeps_the_pages(

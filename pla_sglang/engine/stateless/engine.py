@@ -228,6 +228,7 @@ class StatelessEngine:
             self._attempt(self.warmer.warm_again, "keeping peers connected")
             self._attempt(lambda: self._expire(now_s), "time-outs")
             self._attempt(lambda: self._forget_rooms(now_s), "forgetting rooms")
+            self._attempt(self.receiver.forget_said, "forgetting what senders have said")
             self._attempt(self._show_series, "showing series")
         try:
             self.adapters.count_used(running_batch, last_batch)

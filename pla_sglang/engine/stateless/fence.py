@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from pla_sglang.engine.stateless.host import mark_failed, tcp_address
@@ -83,7 +83,8 @@ def acknowledge_abort(manager: Any, message: list[bytes]) -> None:
 class Acknowledged:
     """What senders have said of rooms: that they are through with an abort, or that they hold no such room.
 
-    Read by a thread from the receiver's own socket.
+    Read by a thread from the receiver's own socket. Senders also speak of rooms that nobody waits for, such as those of
+    legs that were aborted before they had memory.
     """
 
     def __init__(self, socket: Any) -> None:
@@ -114,3 +115,8 @@ class Acknowledged:
     def forget(self, room: int) -> None:
         self._rooms.discard(room)
         self._refused.discard(room)
+
+    def keep_only(self, rooms: Set[int]) -> None:
+        """Forget what was said of all other rooms."""
+        for said in (self._rooms, self._refused):
+            said -= said - rooms  # in place: what the thread adds meanwhile stays

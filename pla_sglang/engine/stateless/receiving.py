@@ -52,6 +52,7 @@ class Receiver:
         self._acknowledged = acknowledged
         self._agree = agree
         self._faults = faults
+        self._quarantined_rooms: set[int] = set()
         self.ready: list[Any] = []  # KV is here; owned by this list until they are admitted
         self.received = self.failed = self.pulled = 0
         queue.held_tokens = self.count_held_tokens
@@ -186,6 +187,7 @@ class Receiver:
 
     def _keep_pages(self, entry: Any) -> None:
         req = entry.req
+        self._quarantined_rooms.add(req.bootstrap_room)
         self._quarantine.hold(
             _count_tokens(req),
             is_through=functools.partial(self._is_through, req.bootstrap_room, getattr(req, SOURCE_ATTRIBUTE)),
@@ -211,6 +213,12 @@ class Receiver:
         manager.failure_records.pop(room, None)
         manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(room)
         self._acknowledged.forget(room)
+        self._quarantined_rooms.discard(room)
+
+    def forget_said(self) -> None:
+        """What senders have said of rooms whose transfer is neither under way nor in quarantine."""
+        under_way = {entry.req.bootstrap_room for entry in self._transfers.queue}
+        self._acknowledged.keep_only(under_way | self._quarantined_rooms)
 
 
 def _count_tokens(req: Any) -> int:
