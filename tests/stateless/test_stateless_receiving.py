@@ -151,6 +151,17 @@ def test_aborts_by_prefix_in_every_state(bench: ReceiveScene) -> None:
     assert not waiting.finished()
 
 
+def test_legs_that_have_waited_too_long_fail(bench: ReceiveScene) -> None:
+    """For memory or for their KV. One that no pass has seen has not waited yet."""
+    for rid in ("moving", "late", "soon", "new"):
+        bench.add(rid)
+    moving, late, soon, new = bench.queue.queue
+    bench.transfers.queue, bench.queue.queue = [moving], [late, soon, new]
+    moving.pla_since_s, late.pla_since_s, soon.pla_since_s = 1.0, 1.5, 2.0
+    bench.receiver.expire(2.0)
+    assert [leg.kv_receiver.aborted for leg in (moving, late, soon, new)] == [1, 1, 0, 0]
+
+
 def test_load_reports_count_what_waits_to_decode_and_no_prefill_leg_as_decoding(bench: ReceiveScene) -> None:
     for rid in ("a", "b"):
         bench.add(rid)

@@ -158,6 +158,13 @@ def test_no_more_kv_than_the_cap_but_one_leg_always(monkeypatch: pytest.MonkeyPa
     ]
 
 
+def test_no_more_legs_than_the_cap_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, overlap=True)
+    reqs = [bench.add(rid, 10) for rid in "abcdef"]
+    bench.turn(None, None)
+    assert [bench.state(req) for req in reqs] == [SendState.QUEUED] * 4 + [SendState.HANDSHAKE] * 2
+
+
 @pytest.mark.parametrize("prefix", ["alone", "al"])
 def test_abort_before_the_handshake(bench: Bench, prefix: str) -> None:
     req = bench.add("alone", connected=False)

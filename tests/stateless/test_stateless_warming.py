@@ -174,3 +174,44 @@ def test_a_connection_that_the_host_gave_up_is_made_again(answers: threading.Eve
     warmer.warm_again()
     until(lambda: warmer.is_warm(*PEER.address), what="a new connection")
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready again")
+
+
+def manager_with_sglangs_check(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> FakeManager:
+    """``other``: what the peer's bootstrap server says that is not as here."""
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    said = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": 1, "kv_cache_dtype": "auto"}
+    answer = SimpleNamespace(
+        status_code=200, json=lambda: said | {"follow_bootstrap_room": True} | other, raise_for_status=lambda: None
+    )
+    monkeypatch.setattr("requests.get", lambda url, timeout: answer)
+    manager: Any = FakeManager()
+    manager.kv_args, manager.kv_cache_dtype_str = SimpleNamespace(page_size=1, engine_rank=0), "auto"
+    manager.attn_cp_size, manager.attn_cp_rank, manager.pp_size, manager.pp_rank, manager.dcp_size = 1, 0, 1, 0, 1
+    manager.is_mla_backend = manager.is_hybrid_mla_backend = manager.enable_all_cp_ranks_for_transfer = False
+    manager._resolve_rank_mapping = lambda info: CommonKVManager._resolve_rank_mapping(manager, info)
+    manager.try_ensure_parallel_info = lambda address: CommonKVManager.try_ensure_parallel_info(manager, address)
+    return manager
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"page_size": 16}, "Page size mismatch"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "KV cache dtype mismatch"),
+        ({"attn_tp_size": 2}, "it has --tp-size 2, this instance 1"),
+    ],
+)
+def test_sglangs_own_check_of_a_peer_that_does_not_fit(
+    answers: threading.Event, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], reason: str
+) -> None:
+    book, warmer = told(manager_with_sglangs_check(monkeypatch, other))
+    until(lambda: reason in book.to_dict()["b"], what="a peer that does not fit")
+    assert book.list_in(PeerState.MISFIT) == [PEER]
+    assert not warmer.is_warm(*PEER.address)
+
+
+def test_the_same_check_lets_a_peer_pass_that_fits(answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    book, warmer = told(manager_with_sglangs_check(monkeypatch, {}))
+    until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
+    assert warmer.is_warm(*PEER.address)
