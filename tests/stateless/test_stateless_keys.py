@@ -49,6 +49,8 @@ def test_without_a_told_key_legs_come_from_anybody(front: Front) -> None:
 RESERVED = [
     (LEG, "bootstrap_host"),
     ({"bootstrap_room": 3}, "bootstrap_room"),
+    ({"bootstrap_pair_key": "k"}, "bootstrap_pair_key"),
+    ({"bootstrap_pair_key": [None, "k"]}, "bootstrap_pair_key"),
     ({"bootstrap_host": [None, "127.0.0.1"]}, "bootstrap_host"),
     ({"sampling_params": {"custom_params": {"pla_tokens": [1]}}}, "custom_params.pla_tokens"),
     ({"sampling_params": [{}, {"custom_params": {"a": 1, "pla_hold": 1}}]}, "custom_params.pla_hold"),
