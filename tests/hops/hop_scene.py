@@ -92,6 +92,7 @@ class FakeSendQueue:
             exceptions={},
             request_status={},
             transfer_infos={},
+            decode_kv_args_table={"receiver": SimpleNamespace(endpoint="10.0.0.9", dst_port=40)},
             req_to_decode_prefix_len={},
             transfer_queues=[SimpleNamespace(put=self.marks.append)],
         )

@@ -17,7 +17,14 @@ from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
 
 def sender(workers: int) -> SimpleNamespace:
     queues = [queue.Queue() for _ in range(workers)]
-    return SimpleNamespace(transfer_queues=queues, request_status={}, told=[], _send_multipart_locked=None)
+    receivers = {"receiver": SimpleNamespace(endpoint="10.0.0.2", dst_port=5000)}
+    return SimpleNamespace(
+        transfer_queues=queues,
+        request_status={},
+        decode_kv_args_table=receivers,
+        told=[],
+        _send_multipart_locked=None,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +67,17 @@ def test_a_receiver_that_is_gone_does_not_end_the_worker() -> None:
     manager._send_multipart_locked = fail
     fence.acknowledge_abort(manager, [b"ABORT", b"77", b"10.0.0.2", b"5000"])
     assert reach(manager, 0) == fence.FENCE_ROOM
+
+
+@pytest.mark.parametrize(("host", "port"), [(b"10.0.0.2", b"5001"), (b"10.0.0.3", b"5000")])
+def test_only_receivers_that_have_registered_are_connected_to(
+    caplog: pytest.LogCaptureFixture, host: bytes, port: bytes
+) -> None:
+    """Nobody proves who has sent such a message."""
+    manager = sender(1)
+    fence.acknowledge_abort(manager, [b"ABORT", b"77", host, port])
+    assert manager.transfer_queues[0].empty()
+    assert "is not known as a receiver" in caplog.text
 
 
 @pytest.mark.parametrize("message", [[b"ABORT"], [b"STAGING_RSP", b"1", b"h", b"1"]])

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Set
 from typing import Any
 
-from pla_sglang.engine.stateless.host import mark_failed, tcp_address
+from pla_sglang.engine.stateless.host import is_registered, mark_failed, tcp_address
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +68,18 @@ def place_fence(manager: Any, on_passed: Callable[[], None] | None = None) -> Fe
 
 
 def acknowledge_abort(manager: Any, message: list[bytes]) -> None:
-    """Answer a receiver's abort once its room's transfers are over. The room is marked as failed already."""
+    """Answer a receiver's abort once its room's transfers are over. The room is marked as failed already.
+
+    Anybody may send such a message: what it names is connected to only where a receiver is known.
+    """
     if len(message) < 4 or message[0] != ABORT:
         return
     room = message[1]
-    endpoint, is_ipv6 = tcp_address(message[2].decode("ascii"), int(message[3]))
+    name, port = message[2].decode("ascii"), int(message[3])
+    if not is_registered(manager, name, port):
+        logger.warning("pla_sglang: %s:%d gave up a room and is not known as a receiver", name, port)
+        return
+    endpoint, is_ipv6 = tcp_address(name, port)
 
     def answer() -> None:
         manager._send_multipart_locked(endpoint, [ACKNOWLEDGED, room], is_ipv6=is_ipv6)

@@ -46,6 +46,12 @@ def has_failed(manager: Any, room: int) -> bool:
     return bool(manager.request_status.get(room) == KVPoll.Failed)
 
 
+def is_registered(manager: Any, host: str, port: int) -> bool:
+    """Whether a receiver has said to the sender ``manager`` that it listens there: each does as it connects."""
+    receivers = list(manager.decode_kv_args_table.values())  # filled by the thread that reads what receivers say
+    return any((receiver.endpoint, receiver.dst_port) == (host, port) for receiver in receivers)
+
+
 def tcp_address(host: str, port: int) -> tuple[str, bool]:
     """Endpoint of a socket, and whether it is IPv6."""
     from sglang.srt.utils.network import NetworkAddress
