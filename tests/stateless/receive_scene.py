@@ -39,6 +39,7 @@ class FakeReceiveQueue:
     def __init__(self) -> None:
         self.queue: list[Any] = []
         self.pending_reqs: list[Any] = []
+        self.agree = lambda flags: flags
         self.kv_manager = SimpleNamespace(
             transfer_statuses={1: "x"},
             failure_records={1: "x"},
@@ -98,7 +99,6 @@ class ReceiveScene:
             quarantine=self.quarantine,
             book=self.book,
             acknowledged=acknowledged,  # type: ignore[arg-type]
-            agree=lambda flags: flags,
             faults=self.faults,
         )
         self.freed: list[str] = []

@@ -76,7 +76,6 @@ class StatelessEngine:
             quarantine=self.quarantine,
             book=self.book,
             acknowledged=Acknowledged(manager.server_socket),
-            agree=agree,
             faults=faults,
         )
         self.hops = Hops(

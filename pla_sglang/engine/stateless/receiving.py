@@ -27,9 +27,8 @@ class Receiver:
     """Owned by the scheduler thread.
 
     Args:
-        queue: legs without memory yet (queues.ReceiveQueue).
+        queue: legs without memory yet (queues.ReceiveQueue), with what all ranks say together.
         transfers: legs whose KV is on its way (queues.TransferQueue).
-        agree: what all ranks say together about each flag.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class Receiver:
         quarantine: Quarantine,
         book: PeerBook,
         acknowledged: Acknowledged,
-        agree: Agree,
         faults: Faults,
     ) -> None:
         self._scheduler = scheduler
@@ -50,7 +48,7 @@ class Receiver:
         self._quarantine = quarantine
         self._book = book
         self._acknowledged = acknowledged
-        self._agree = agree
+        self._agree: Agree = queue.agree
         self._faults = faults
         self._quarantined_rooms: set[int] = set()
         self.ready: list[Any] = []  # KV is here; owned by this list until they are admitted
