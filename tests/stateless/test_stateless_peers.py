@@ -98,6 +98,12 @@ def test_another_process_replaces_a_peer_that_was_told_no_more() -> None:
     assert book.tell(Told(None, (again,))) == ([B], [again])
 
 
+def test_an_incarnation_is_remembered_over_a_list_without_it() -> None:
+    book, again = book_with(B), Peer("b", "10.0.0.2", 9001, "i2")
+    assert book.tell(Told(None, (Peer("b", "10.0.0.2", 9001),))) == ([], [])
+    assert book.tell(Told(None, (again,))) == ([B], [again])
+
+
 @pytest.mark.parametrize(
     ("told", "is_replaced"),
     [

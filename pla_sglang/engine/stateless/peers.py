@@ -122,7 +122,7 @@ class PeerBook:
         with self._lock:
             if told.own is not None:
                 self._own = self._default | {told.own.address}
-            peers = [peer for peer in told.peers if peer.address not in self._own]
+            peers = [self._complete(peer) for peer in told.peers if peer.address not in self._own]
             before = self._peers
             replaced = [before[peer.address] for peer in peers if self._is_replaced_by(peer)]
             new = [peer for peer in peers if peer.address not in before or self._is_replaced_by(peer)]
@@ -131,6 +131,11 @@ class PeerBook:
             for peer in new:
                 self._states[peer.address] = (PeerState.WARMING, "")
             return replaced, new
+
+    def _complete(self, peer: Peer) -> Peer:
+        """With the incarnation that is known, where none is told."""
+        known = self._peers.get(peer.address)
+        return peer if known is None or peer.incarnation else dataclasses.replace(peer, incarnation=known.incarnation)
 
     def _is_replaced_by(self, peer: Peer) -> bool:
         known = self._peers.get(peer.address)
