@@ -11,6 +11,7 @@ import pytest
 from pla_sglang.engine.hops.orders import Command
 from pla_sglang.engine.hops.parts import Hops
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.quarantine import Quarantine
 
@@ -91,6 +92,7 @@ class FakeSendQueue:
             exceptions={},
             request_status={},
             transfer_infos={},
+            decode_kv_args_table={"receiver": SimpleNamespace(endpoint="10.0.0.9", dst_port=40)},
             req_to_decode_prefix_len={},
             transfer_queues=[SimpleNamespace(put=self.marks.append)],
         )
@@ -142,7 +144,7 @@ class HopScene:
             send_kv_chunk=self._send,
             _engine_paused=False,
         )
-        self.quarantine = Quarantine(lambda flags: flags)
+        self.quarantine = Quarantine(lambda flags: flags, Faults())
         self.hops = Hops(
             self.scheduler,
             self.queue,

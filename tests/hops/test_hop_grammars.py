@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.engine.stateless import admission
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.legs import GOES_ON_ATTRIBUTE
 
 
@@ -52,6 +53,6 @@ def test_a_grammar_gets_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None
     held, leg = Grammar(5, 6), Grammar(5)
     reqs = [request(held, goes_on=True), request(leg, goes_on=False), request(None, goes_on=True)]
     scheduler = SimpleNamespace(output_streamer=SimpleNamespace(stream_output=lambda reqs, logprob: None))
-    batch = admission.admit_received(scheduler, reqs, SimpleNamespace(is_empty=lambda: True))
+    batch = admission.admit_received(scheduler, reqs, SimpleNamespace(is_empty=lambda: True), Faults())
     assert batch.reqs == reqs
     assert (held.accepted, leg.accepted) == ([5, 6], [5, 6])

@@ -305,6 +305,23 @@ def test_a_pause_for_new_weights_gives_held_requests_to_the_host(scene: HopScene
     scene.assert_at_rest()
 
 
+def test_a_fault_while_held_requests_are_returned_loses_none(scene: HopScene, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = scene.start("a"), scene.start("b")
+    for room, req in enumerate((first, second), start=1):
+        assert scene.hold(req, room)["status"] == "held"
+    close = scene.hops.holder.offers.close
+
+    def fail_for_second(hold: Any, **kwargs: Any) -> None:
+        if hold.req is second:
+            raise RuntimeError("broken")
+        close(hold, **kwargs)
+
+    monkeypatch.setattr(scene.hops.holder.offers, "close", fail_for_second)
+    with pytest.raises(RuntimeError):
+        scene.hops.holder.return_all()
+    assert [hold.req for hold in scene.hops.holder.holds.values()] == [first, second]
+
+
 def test_commands_while_the_engine_is_paused(scene: HopScene) -> None:
     held, running = scene.start("a"), scene.start("b")
     scene.hold(held, 1)

@@ -160,6 +160,16 @@ def test_a_pull_of_a_room_that_is_not_held_is_refused(scene: HopScene) -> None:
     assert len(scene.refused) == 1
 
 
+def test_a_pull_by_whom_nobody_knows_is_not_answered(scene: HopScene, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody proves who has sent it, and a refusal connects to what it names."""
+    assert scene.hops.on_message([PULL, b"7", b"10.0.0.9", b"41"])
+    scene.before()
+    scene.now_s = GRACE_S
+    scene.before()
+    assert scene.refused == []
+    assert "10.0.0.9:41 asked for room 7 and is not known as a receiver" in caplog.text
+
+
 def test_a_pull_that_comes_before_its_hold_is_served(scene: HopScene) -> None:
     pull(scene)
     scene.before()

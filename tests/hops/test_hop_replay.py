@@ -11,6 +11,7 @@ import pytest
 from pla_sglang.engine.hops.replay import reason_against_moving, replay_answer
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.engine import StatelessEngine
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.peers import PeerBook
 from pla_sglang.errors import ConfigError
 
@@ -48,7 +49,8 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine = object.__new__(StatelessEngine)
-        self.engine.refused = self.engine.faults = self.engine.redone = 0
+        self.engine.refused = self.engine.redone = 0
+        self.engine.faults = Faults()
         self.engine.book = PeerBook("127.0.0.1", 9000)
         self.streamed: list[Any] = []
         streamer = SimpleNamespace(stream_output=lambda reqs, logprob: self.streamed.extend(reqs))

@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 
 from pla_sglang.engine.stateless import fence
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.quarantine import TIMEOUT_S, Quarantine
 from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
 
 
 def sender(workers: int) -> SimpleNamespace:
     queues = [queue.Queue() for _ in range(workers)]
-    return SimpleNamespace(transfer_queues=queues, request_status={}, told=[], _send_multipart_locked=None)
+    receivers = {"receiver": SimpleNamespace(endpoint="10.0.0.2", dst_port=5000)}
+    return SimpleNamespace(
+        transfer_queues=queues,
+        request_status={},
+        decode_kv_args_table=receivers,
+        told=[],
+        _send_multipart_locked=None,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +69,17 @@ def test_a_receiver_that_is_gone_does_not_end_the_worker() -> None:
     assert reach(manager, 0) == fence.FENCE_ROOM
 
 
+@pytest.mark.parametrize(("host", "port"), [(b"10.0.0.2", b"5001"), (b"10.0.0.3", b"5000")])
+def test_only_receivers_that_have_registered_are_connected_to(
+    caplog: pytest.LogCaptureFixture, host: bytes, port: bytes
+) -> None:
+    """Nobody proves who has sent such a message."""
+    manager = sender(1)
+    fence.acknowledge_abort(manager, [b"ABORT", b"77", host, port])
+    assert manager.transfer_queues[0].empty()
+    assert "is not known as a receiver" in caplog.text
+
+
 @pytest.mark.parametrize("message", [[b"ABORT"], [b"STAGING_RSP", b"1", b"h", b"1"]])
 def test_other_messages_place_nothing(message: list[bytes]) -> None:
     manager = sender(1)
@@ -88,12 +107,30 @@ def test_acknowledgements_are_read_and_forgotten() -> None:
     assert not acknowledged.has(5)
 
 
+def test_only_what_was_said_of_rooms_that_are_waited_for_is_kept() -> None:
+    """A leg that is aborted before it has memory tells its sender too, and nobody waits for the answer."""
+    messages = [[kind, str(room).encode()] for kind in (fence.ACKNOWLEDGED, fence.NO_ROOM) for room in range(100)]
+    read = threading.Event()
+
+    def recv_multipart() -> list[bytes]:
+        if not messages:
+            read.set()
+            raise ConnectionError("closed")
+        return messages.pop()
+
+    acknowledged = fence.Acknowledged(SimpleNamespace(recv_multipart=recv_multipart))
+    assert read.wait(10)
+    acknowledged.keep_only({5, 200})
+    for said in (acknowledged.has, acknowledged.is_refused):
+        assert [room for room in range(201) if said(room)] == [5]
+
+
 def hold(quarantine: Quarantine, name: str, freed: list[str], *, through: list[bool]) -> None:
     quarantine.hold(10, is_through=lambda: through[0], release=lambda: freed.append(name), now_s=0.0)
 
 
 def test_pages_are_freed_once_when_the_sender_is_through() -> None:
-    quarantine, freed, through = Quarantine(lambda flags: flags), [], [False]
+    quarantine, freed, through = Quarantine(lambda flags: flags, Faults()), [], [False]
     hold(quarantine, "a", freed, through=through)
     quarantine.sweep(1.0)
     assert (freed, len(quarantine), quarantine.tokens) == ([], 1, 10)
@@ -104,7 +141,7 @@ def test_pages_are_freed_once_when_the_sender_is_through() -> None:
 
 
 def test_a_sender_that_never_answers() -> None:
-    quarantine, freed = Quarantine(lambda flags: flags), []
+    quarantine, freed = Quarantine(lambda flags: flags, Faults()), []
     hold(quarantine, "a", freed, through=[False])
     quarantine.sweep(TIMEOUT_S - 0.1)
     assert freed == []
@@ -114,7 +151,7 @@ def test_a_sender_that_never_answers() -> None:
 
 def test_nothing_is_freed_before_every_rank_says_so() -> None:
     others = [True, False]
-    quarantine = Quarantine(lambda flags: [own and other for own, other in zip(flags, others, strict=True)])
+    quarantine = Quarantine(lambda flags: [own and other for own, other in zip(flags, others, strict=True)], Faults())
     freed: list[str] = []
     for name in ("a", "b"):
         hold(quarantine, name, freed, through=[True])

@@ -49,6 +49,8 @@ def test_without_a_told_key_legs_come_from_anybody(front: Front) -> None:
 RESERVED = [
     (LEG, "bootstrap_host"),
     ({"bootstrap_room": 3}, "bootstrap_room"),
+    ({"bootstrap_pair_key": "k"}, "bootstrap_pair_key"),
+    ({"bootstrap_pair_key": [None, "k"]}, "bootstrap_pair_key"),
     ({"bootstrap_host": [None, "127.0.0.1"]}, "bootstrap_host"),
     ({"sampling_params": {"custom_params": {"pla_tokens": [1]}}}, "custom_params.pla_tokens"),
     ({"sampling_params": [{}, {"custom_params": {"a": 1, "pla_hold": 1}}]}, "custom_params.pla_hold"),
@@ -140,6 +142,12 @@ def test_a_bad_list_leaves_the_keys_as_they_were(front: Front) -> None:
     with pytest.raises(ConfigError, match="peers"):
         front.take_peers({"peers": 3, "router_key": KEY})
     assert front.is_from_router(None)
+
+
+def test_the_front_forgets_peers_that_are_told_no_more(front: Front) -> None:
+    front.take_peers({"peers": [{"name": "b", "host": "10.0.0.2", "bootstrap_port": 9001}]})
+    front.take_peers({"peers": []})
+    assert front.book.at("10.0.0.2", 9001) is None
 
 
 def test_the_key_is_split_from_the_body() -> None:

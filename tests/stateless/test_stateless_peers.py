@@ -69,11 +69,57 @@ def test_a_new_incarnation_replaces_the_old_one() -> None:
     assert book.to_dict()["b"] == "failed: refused"
 
 
-def test_a_peer_that_is_not_in_the_list_any_more() -> None:
+def test_a_peer_that_is_not_in_the_list_any_more_gets_no_new_legs_and_keeps_its_connection() -> None:
+    """A list may be short of peers that are well: that of a router that has just started, or of a second one."""
     book = book_with(B, C)
-    assert book.tell(Told(None, (C,))) == ([B], [])
+    book.set_state(B, PeerState.READY)
+    assert book.tell(Told(None, (C,))) == ([], [])
     with pytest.raises(UntoldPeerError):
         book.kind_of(*B.address)
+    assert (book.to_dict(), book.count_states()) == ({"c": "warming"}, {PeerState.WARMING: 1})
+    assert (book.is_current(B), book.at(*B.address), book.list_in(PeerState.READY)) == (True, B, [B])
+    assert book.tell(Told(None, (B, C))) == ([], []), "nothing was lost"
+    assert book.to_dict() == {"b": "ready", "c": "warming"}
+
+
+def test_a_peer_that_is_told_no_more_is_forgotten_once_it_is_not_in_use() -> None:
+    book = book_with(B, C)
+    book.tell(Told(None, (C,)))
+    assert book.forget_untold({B.address, C.address}) == []
+    assert book.forget_untold() == [B]
+    assert (book.is_current(B), book.at(*B.address), book.state_of(*B.address)) == (False, None, None)
+    assert book.tell(Told(None, (B, C))) == ([], [B]), "it is connected to again"
+
+
+def test_another_process_replaces_a_peer_that_was_told_no_more() -> None:
+    book = book_with(B)
+    book.tell(Told(None, ()))
+    again = Peer("b", "10.0.0.2", 9001, "i2")
+    assert book.tell(Told(None, (again,))) == ([B], [again])
+
+
+def test_an_incarnation_is_remembered_over_a_list_without_it() -> None:
+    book, again = book_with(B), Peer("b", "10.0.0.2", 9001, "i2")
+    assert book.tell(Told(None, (Peer("b", "10.0.0.2", 9001),))) == ([], [])
+    assert book.tell(Told(None, (again,))) == ([B], [again])
+
+
+@pytest.mark.parametrize(
+    ("told", "is_replaced"),
+    [
+        (Peer("b", "10.0.0.2", 9001, "i2"), True),
+        (Peer("renamed", "10.0.0.2", 9001, "i1"), False),
+        (Peer("b", "10.0.0.2", 9001), False),  # by hand, without what only the peer knows
+        (Peer("b", "10.0.0.2", 9002, "i2"), False),
+    ],
+)
+def test_what_says_that_a_process_was_replaced(told: Peer, *, is_replaced: bool) -> None:
+    book = book_with(B)
+    assert not book.is_replaced(B)
+    replaced, _ = book.tell(Told(None, (told,)))
+    assert replaced == ([B] if is_replaced else [])
+    assert book.is_replaced(B) is is_replaced
+    assert book.is_current(B) is not is_replaced
 
 
 def test_an_instance_is_not_its_own_peer() -> None:

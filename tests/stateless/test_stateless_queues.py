@@ -93,6 +93,7 @@ def test_a_leg_of_a_failed_or_forgotten_peer_ends(state: PeerState | None, statu
     queue, leg, why = queue_with(), entry(), None
     if state is None:
         queue.book.tell(Told(None, ()))
+        queue.book.forget_untold()
     else:
         why = "page size 16 here, 1 there"
         queue.book.set_state(PEER, state, why)
@@ -100,6 +101,13 @@ def test_a_leg_of_a_failed_or_forgotten_peer_ends(state: PeerState | None, statu
     assert leg.kv_receiver.aborts == 1
     assert leg.pla_status == status
     assert (why or "not told any more") in queue.kv_manager.failures[5]
+
+
+def test_a_leg_of_a_peer_that_is_told_no_more_waits_on_for_its_connection() -> None:
+    queue, leg = queue_with(), entry()
+    queue.book.tell(Told(None, ()))
+    assert queue._ensure_prefill_info({"a": [leg]}) == ({}, [leg])
+    assert queue.warmer.asked == [PEER]
 
 
 class OtherRank:
@@ -161,11 +169,11 @@ class RankReceiver:
         raise RuntimeError("no connection")
 
 
-def ranks_with_a_leg(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The queues of two ranks with one leg whose peer neither is connected to. A poll is the least of both ranks."""
+def ranks_with_a_leg(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> list[Any]:
+    """The queues of ranks with one leg whose peer none is connected to. A poll is the least of all ranks."""
     from sglang.srt.disaggregation import decode
 
-    ranks = [queue_with(), queue_with()]
+    ranks = [queue_with() for _ in range(count)]
     for queue in ranks:
         leg = entry()
         leg.kv_receiver, leg.waiting_for_input = RankReceiver(), False
@@ -207,3 +215,35 @@ def test_a_peer_that_does_not_answer_one_rank(monkeypatch: pytest.MonkeyPatch) -
     ranks[0].warmer.warm_addresses.add(PEER.address)
     ranks[1].book.set_state(PEER, PeerState.SILENT, "no answer")
     assert pass_once(ranks) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize(("state", "status"), [(PeerState.MISFIT, 409), (PeerState.SILENT, 503)])
+def test_a_leg_whose_peer_has_failed_is_answered_with_its_status(
+    monkeypatch: pytest.MonkeyPatch, state: PeerState, status: int
+) -> None:
+    """The host answers every failed handshake with 500."""
+    [queue] = ranks_with_a_leg(monkeypatch, 1)
+    queue.book.set_state(PEER, state, "why it failed")
+    assert pass_once([queue]) == [(False, True)]
+    assert queue.queue[0].req.finished_reason.status_code == status
+
+
+def test_a_handshake_that_fails_otherwise_is_answered_as_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    [queue] = ranks_with_a_leg(monkeypatch, 1)
+    queue.queue[0].kv_receiver.abort()
+    assert pass_once([queue]) == [(False, True)]
+    assert queue.queue[0].req.finished_reason.status_code == 500
+
+
+def test_how_long_a_leg_has_waited_counts_from_its_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    now_s = [5.0]
+    monkeypatch.setattr("pla_sglang.engine.stateless.queues.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr(DecodePreallocQueue, "pop_preallocated", lambda self: ([], []))
+    queue = queue_with()
+    for came_s in (5.0, 9.0):
+        now_s[0] = came_s
+        queue.queue = [*getattr(queue, "queue", ()), entry()]
+        assert queue.pop_preallocated() == ([], [])
+    assert [leg.pla_since_s for leg in queue.queue] == [5.0, 9.0]

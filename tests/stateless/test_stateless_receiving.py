@@ -7,129 +7,30 @@ from typing import Any
 
 import pytest
 from fakes import FakeBatch, FakeRequest
+from receive_scene import PEER, FakeReceiver, ReceiveScene
 
 from pla_sglang.engine import backlog
 from pla_sglang.engine.hooks import stateless as hooks
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.engine import StatelessEngine
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
-from pla_sglang.engine.stateless.quarantine import Quarantine
-from pla_sglang.engine.stateless.receiving import Receiver
 
-PEER = Peer("b", "10.0.0.2", 9001, "i1")
+AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
 NO_HOPS: Any = SimpleNamespace(holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list))
 ACCEPTING = SimpleNamespace(
     _set_or_validate_priority=lambda req: True, model_config=SimpleNamespace(think_end_ids=None)
 )
 
 
-class FakeReceiver:
-    """Of one request."""
-
-    bootstrap_addr = "10.0.0.2:9001"
-
-    def __init__(self) -> None:
-        self.aborted = self.cleared = 0
-
-    def abort(self) -> None:
-        self.aborted += 1
-
-    def clear(self) -> None:
-        self.cleared += 1
-
-    def failure_exception(self) -> None:
-        raise ConnectionError("the link is down")
-
-
-class FakeReceiveQueue:
-    def __init__(self) -> None:
-        self.queue: list[Any] = []
-        self.pending_reqs: list[Any] = []
-        self.kv_manager = SimpleNamespace(
-            transfer_statuses={1: "x"},
-            failure_records={1: "x"},
-            addr_to_rooms_tracker={FakeReceiver.bootstrap_addr: {1}},
-        )
-
-    def add(self, req: FakeRequest) -> None:
-        self.queue.append(SimpleNamespace(req=req, kv_receiver=FakeReceiver(), metadata_buffer_index=0))
-
-    def pop_preallocated(self) -> tuple[list[Any], list[Any]]:
-        started, self.queue = self.queue, []
-        return started, []
-
-
-class FakeTransfers:
-    def __init__(self) -> None:
-        self.queue: list[Any] = []
-        self.arrived: set[str] = set()
-        self.failing: set[str] = set()
-        self.metadata_buffers = SimpleNamespace(bootstrap_room={0: 1})
-        self.freed_slots: list[int] = []
-        self.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=self.freed_slots.append)
-
-    def extend(self, entries: list[Any]) -> None:
-        self.queue += entries
-
-    def pop_transferred(self) -> list[FakeRequest]:
-        done = [entry.req for entry in self.queue if entry.req.rid in self.arrived]
-        self.queue = [entry for entry in self.queue if entry.req.rid not in self.arrived]
-        return done
-
-    def take_failed(self) -> list[Any]:
-        failed = [entry for entry in self.queue if entry.req.rid in self.failing]
-        self.queue = [entry for entry in self.queue if entry.req.rid not in self.failing]
-        return failed
-
-
-class Bench:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queue, self.transfers = FakeReceiveQueue(), FakeTransfers()
-        self.quarantine, self.acknowledged = Quarantine(lambda flags: flags), set[int]()
-        self.book = PeerBook("127.0.0.1", 9000)
-        self.book.tell(Told(None, (PEER,)))
-        self.refused = set[int]()
-        acknowledged = SimpleNamespace(
-            has=self.acknowledged.__contains__,
-            is_refused=self.refused.__contains__,
-            forget=self.acknowledged.discard,
-        )
-        self.scheduler = SimpleNamespace(max_running_requests=2)
-        self.receiver = Receiver(
-            self.scheduler,
-            self.queue,
-            self.transfers,
-            quarantine=self.quarantine,
-            book=self.book,
-            acknowledged=acknowledged,  # type: ignore[arg-type]
-            agree=lambda flags: flags,
-        )
-        self.freed: list[str] = []
-        self.answers: list[tuple[str, str]] = []
-        monkeypatch.setattr(host, "release_kv", lambda scheduler, req, keep_prefix: self.freed.append(req.rid))
-        monkeypatch.setattr(host, "end_aborted", lambda scheduler, req, reason: self._answer(req, "aborted"))
-        monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, reason))
-
-    def _answer(self, req: FakeRequest, what: str) -> None:
-        assert not req.finished(), "answered twice"
-        req.finished_reason = what
-        self.answers.append((req.rid, what))
-
-    def add(self, rid: str) -> FakeRequest:
-        req = FakeRequest(rid)
-        req.bootstrap_host, req.bootstrap_port = PEER.address
-        req.time_stats.set_decode_prealloc_queue_entry_time = lambda: None
-        self.receiver.add(req)
-        return req
-
-
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(monkeypatch)
+def bench(monkeypatch: pytest.MonkeyPatch) -> ReceiveScene:
+    return ReceiveScene(monkeypatch)
 
 
-def test_what_is_held_until_a_request_runs(bench: Bench) -> None:
+def test_what_is_held_until_a_request_runs(bench: ReceiveScene) -> None:
     for rid in ("a", "b"):
         bench.add(rid)
     assert (bench.receiver.count_held(), bench.receiver.count_held_tokens()) == (0, 0)
@@ -139,10 +40,10 @@ def test_what_is_held_until_a_request_runs(bench: Bench) -> None:
     assert (bench.receiver.count_held(), bench.receiver.count_held_tokens()) == (2, 200)
 
 
-def test_no_more_join_than_the_running_batch_has_places(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_join_than_the_running_batch_has_places(bench: ReceiveScene, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[str] = []
 
-    def admit(scheduler: Any, reqs: list[FakeRequest], running: FakeBatch) -> FakeBatch:
+    def admit(scheduler: Any, reqs: list[FakeRequest], running: FakeBatch, faults: Faults) -> FakeBatch:
         joined.extend(req.rid for req in reqs)
         return running
 
@@ -152,7 +53,7 @@ def test_no_more_join_than_the_running_batch_has_places(bench: Bench, monkeypatc
     assert (joined, [req.rid for req in bench.receiver.ready]) == (["a"], ["b", "c"])
 
 
-def test_a_leg_that_is_let_go_leaves_nothing_and_its_source_hears_of_it(bench: Bench) -> None:
+def test_a_leg_that_is_let_go_leaves_nothing_and_its_source_hears_of_it(bench: ReceiveScene) -> None:
     """Another rank could not take it over."""
     other, req = bench.add("other"), bench.add("a")
     other.bootstrap_room, receiver = 2, bench.queue.queue[1].kv_receiver
@@ -163,7 +64,7 @@ def test_a_leg_that_is_let_go_leaves_nothing_and_its_source_hears_of_it(bench: B
     assert (manager.failure_records, manager.addr_to_rooms_tracker) == ({}, {FakeReceiver.bootstrap_addr: set()})
 
 
-def test_a_pull_that_is_refused_to_another_rank_says_so(bench: Bench) -> None:
+def test_a_pull_that_is_refused_to_another_rank_says_so(bench: ReceiveScene) -> None:
     """Each rank hears of it by a connection of its own, and the answer is that of the first rank."""
     bench.receiver._agree = lambda flags: [False] * len(flags)
     bench.add("a")
@@ -172,19 +73,24 @@ def test_a_pull_that_is_refused_to_another_rank_says_so(bench: Bench) -> None:
     assert bench.answers == [("a", f"room 1 is not held at {FakeReceiver.bootstrap_addr}")]
 
 
-@pytest.mark.parametrize("way", ["acknowledged", "replaced"])
-def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: Bench, way: str) -> None:
+@pytest.mark.parametrize("way", ["acknowledged", "replaced after", "replaced before"])
+def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: ReceiveScene, way: str) -> None:
+    """A new process at the sender's address may be told after the transfer has failed, or make it fail."""
     bench.add("a")
     bench.transfers.failing = {"a"}
+    if way == "replaced before":
+        bench.transfers.queue, bench.queue.queue = bench.queue.queue, []
+        bench.book.tell(Told(None, (AGAIN,)))
     bench.receiver.pump()
     [(rid, reason)] = bench.answers
     assert (rid, "the link is down" in reason) == ("a", True)
-    bench.quarantine.sweep(0.0)
-    assert (bench.freed, bench.transfers.freed_slots) == ([], [])
+    if way != "replaced before":
+        bench.quarantine.sweep(0.0)
+        assert (bench.freed, bench.transfers.freed_slots) == ([], [])
     if way == "acknowledged":
         bench.acknowledged.add(1)
-    else:
-        bench.book.tell(Told(None, (Peer("b", "10.0.0.2", 9001, "i2"),)))
+    elif way == "replaced after":
+        bench.book.tell(Told(None, (AGAIN,)))
     bench.quarantine.sweep(0.0)
     assert (bench.freed, bench.transfers.freed_slots) == (["a"], [0])
     manager = bench.queue.kv_manager
@@ -195,7 +101,41 @@ def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: Bench, way: str) 
     assert not bench.acknowledged
 
 
-def test_aborts_by_prefix_in_every_state(bench: Bench) -> None:
+def test_what_senders_said_is_kept_for_transfers_and_quarantined_pages_only(bench: ReceiveScene) -> None:
+    for room, rid in enumerate(("failed", "moving", "connecting"), start=1):
+        bench.add(rid).bootstrap_room = room
+        if rid != "connecting":
+            bench.transfers.queue, bench.queue.queue = [*bench.transfers.queue, *bench.queue.queue], []
+    bench.transfers.failing = {"failed"}
+    bench.receiver._take_failed(bench.transfers.take_failed())
+    bench.acknowledged.update({1, 2, 3, 4})
+    bench.receiver.forget_said()
+    assert bench.acknowledged == {1, 2}
+    bench.quarantine.sweep(0.0)
+    bench.receiver.forget_said()
+    assert (bench.freed, bench.acknowledged) == (["failed"], {2})
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("told", [(), (Peer("b", "10.0.0.2", 9001),), (Peer("renamed", "10.0.0.2", 9001, "i1"),)])
+def test_a_sender_that_may_still_be_there_keeps_the_pages(
+    bench: ReceiveScene, when: str, told: tuple[Peer, ...]
+) -> None:
+    """It is told no more, or not as another process: it may still write."""
+    bench.add("a")
+    bench.transfers.failing = {"a"}
+    if when == "before":
+        bench.book.tell(Told(None, told))
+    bench.receiver.pump()
+    bench.book.tell(Told(None, told))
+    bench.quarantine.sweep(0.0)
+    assert (bench.freed, len(bench.quarantine)) == ([], 1)
+    bench.acknowledged.add(1)
+    bench.quarantine.sweep(0.0)
+    assert bench.freed == ["a"]
+
+
+def test_aborts_by_prefix_in_every_state(bench: ReceiveScene) -> None:
     """Those with a connection end when all ranks have seen it; a ready one at once."""
     waiting, moving = bench.add("r-1"), None
     bench.receiver.pump()
@@ -211,7 +151,18 @@ def test_aborts_by_prefix_in_every_state(bench: Bench) -> None:
     assert not waiting.finished()
 
 
-def test_load_reports_count_what_waits_to_decode_and_no_prefill_leg_as_decoding(bench: Bench) -> None:
+def test_legs_that_have_waited_too_long_fail(bench: ReceiveScene) -> None:
+    """For memory or for their KV. One that no pass has seen has not waited yet."""
+    for rid in ("moving", "late", "soon", "new"):
+        bench.add(rid)
+    moving, late, soon, new = bench.queue.queue
+    bench.transfers.queue, bench.queue.queue = [moving], [late, soon, new]
+    moving.pla_since_s, late.pla_since_s, soon.pla_since_s = 1.0, 1.5, 2.0
+    bench.receiver.expire(2.0)
+    assert [leg.kv_receiver.aborted for leg in (moving, late, soon, new)] == [1, 1, 0, 0]
+
+
+def test_load_reports_count_what_waits_to_decode_and_no_prefill_leg_as_decoding(bench: ReceiveScene) -> None:
     for rid in ("a", "b"):
         bench.add(rid)
     bench.receiver.pump()
@@ -251,7 +202,7 @@ class FakeEnd:
 
 def engine_of_fakes() -> StatelessEngine:
     engine = object.__new__(StatelessEngine)
-    engine.faults = 0
+    engine.faults = Faults()
     engine._agree = lambda flags: flags
     engine.sender = engine.receiver = FakeEnd()  # type: ignore[assignment]
     engine.hops, engine.redone = NO_HOPS, 0
@@ -262,10 +213,41 @@ def test_a_fault_is_logged_and_ends_the_legs_and_never_the_scheduler(caplog: pyt
     engine = engine_of_fakes()
     engine.sender.before_pass = engine.sender.fail  # type: ignore[attr-defined,method-assign]
     engine._attempt(lambda: engine.sender.before_pass(None, None), "leaving the last batch")
-    assert engine.faults == 1
+    assert engine.faults.count == 2, "one abort raised"
     assert engine.receiver.aborts == 2, "both ends, though the first abort raised"  # type: ignore[attr-defined]
     assert "leaving the last batch" in caplog.text
     assert "broken again" in caplog.text
+
+
+def test_a_list_that_is_short_of_a_peer_ends_nothing_of_it() -> None:
+    """It is forgotten when its last leg is gone. Told as another process it goes at once."""
+    engine, dropped, sources = engine_of_fakes(), list[Peer](), {PEER.address}
+    engine._scheduler = SimpleNamespace()
+    engine.book = PeerBook("127.0.0.1", 9000)
+    engine.warmer = SimpleNamespace(drop=dropped.append, warm=lambda peer: None)  # type: ignore[assignment]
+    engine.receiver.list_sources = lambda: sources  # type: ignore[method-assign]
+    for told in ((PEER,), ()):
+        engine.on_peers(PlaPeers(told=Told(None, told)))
+        engine._forget_peers()
+    assert dropped == []
+    engine.on_peers(PlaPeers(told=Told(None, (AGAIN,))))
+    assert dropped == [PEER]
+    engine.on_peers(PlaPeers(told=Told(None, ())))
+    sources.clear()
+    engine._forget_peers()
+    assert dropped == [PEER, AGAIN]
+    assert engine.book.at(*PEER.address) is None
+
+
+def test_sources_are_those_of_legs_that_wait_for_kv(bench: ReceiveScene) -> None:
+    assert bench.receiver.list_sources() == set()
+    bench.add("a")
+    assert bench.receiver.list_sources() == {PEER.address}
+    bench.receiver.pump()
+    assert bench.receiver.list_sources() == {PEER.address}
+    bench.transfers.arrived = {"a"}
+    bench.receiver.pump()
+    assert bench.receiver.list_sources() == set()
 
 
 def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +262,7 @@ def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.Mon
     req = FakeRequest("a")
     req.bootstrap_host, req.bootstrap_port = "127.0.0.1", 9000
     assert engine.takes(req)
-    assert (forgotten, answers, engine.faults) == (["a", "a"], [500], 1)
+    assert (forgotten, answers, engine.faults.count) == (["a", "a"], [500], 1)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +283,7 @@ def test_what_befell_another_rank_befalls_all(
     leg = FakeRequest("leg")
     leg.bootstrap_host, leg.bootstrap_port = "127.0.0.1", 9000
     assert engine.takes(leg)
-    assert (added, answers, engine.faults) == (["leg"], [status], faults)
+    assert (added, answers, engine.faults.count) == (["leg"], [status], faults)
     assert forgotten == ["leg", "leg"], "by both ends"
     assert not engine.takes(FakeRequest("whole"))
     assert len(answers) == 1

@@ -8,6 +8,7 @@ import pytest
 from fakes import FakeBatch, FakeRequest, FakeScheduler, FakeSendQueue
 
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.legs import SendState
 from pla_sglang.engine.stateless.quarantine import Quarantine
@@ -19,7 +20,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool, cap_tokens: int = 1000) -> None:
         self.scheduler, self.queue = FakeScheduler(overlap=overlap), FakeSendQueue()
-        self.quarantine = Quarantine(lambda flags: flags)
+        self.quarantine = Quarantine(lambda flags: flags, Faults())
         self.sender = Sender(self.scheduler, self.queue, self.quarantine, cap_tokens=cap_tokens, cap_requests=4)
         self.freed: list[str] = []
         self.answers: list[tuple[str, str]] = []
@@ -155,6 +156,13 @@ def test_no_more_kv_than_the_cap_but_one_leg_always(monkeypatch: pytest.MonkeyPa
         SendState.HANDSHAKE,
         SendState.HANDSHAKE,
     ]
+
+
+def test_no_more_legs_than_the_cap_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, overlap=True)
+    reqs = [bench.add(rid, 10) for rid in "abcdef"]
+    bench.turn(None, None)
+    assert [bench.state(req) for req in reqs] == [SendState.QUEUED] * 4 + [SendState.HANDSHAKE] * 2
 
 
 @pytest.mark.parametrize("prefix", ["alone", "al"])

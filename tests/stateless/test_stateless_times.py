@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.engine.stateless import admission, host
+from pla_sglang.engine.stateless.faults import Faults
 
 
 def received_request() -> Any:
@@ -39,7 +40,7 @@ def join(reqs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "build_received_batch", lambda scheduler, reqs: batch)
     monkeypatch.setattr(admission, "count_again", lambda batch, steps_under_way: None)
     scheduler = SimpleNamespace(output_streamer=SimpleNamespace(stream_output=lambda reqs, logprob: None))
-    admission.admit_received(scheduler, reqs, SimpleNamespace(is_empty=lambda: True))
+    admission.admit_received(scheduler, reqs, SimpleNamespace(is_empty=lambda: True), Faults())
 
 
 def test_its_queue_time_ends_when_it_joins_the_running_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""A hold finds a request wherever it waits, on SGLang's own way into its queue; else it would be called unknown."""
+"""A hold finds a request wherever it waits, on SGLang's own way into its queue; else it would be called unknown.
+
+And only what waits for a prefill here has a view for the policies.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Any
 import pytest
 from hops.hop_scene import HopRequest, HopScene
 
+from pla_sglang.engine.hooks import scheduler as scheduler_hooks
 from pla_sglang.engine.hooks import stateless as hooks
 from pla_sglang.engine.stateless.engine import StatelessEngine
+from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
 
 
 def engine_of(scheduler: Any) -> Any:
@@ -54,3 +59,31 @@ def test_a_hold_of_a_request_that_waits(monkeypatch: pytest.MonkeyPatch, place: 
     assert scene.hold(req, room=1) == {"status": "unknown"}
     put(engine, place, req)
     assert scene.hold(req, room=2) == {"status": "waiting"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "finished", "retracted", "seen"),
+    [
+        (LegKind.WHOLE, False, False, True),
+        (LegKind.PREFILL, False, False, True),
+        (LegKind.DECODE, False, False, False),  # its KV comes from elsewhere
+        (LegKind.DECODE, False, True, True),  # computed again here
+        (LegKind.WHOLE, True, False, False),  # refused
+        (None, False, False, True),
+    ],
+)
+def test_only_what_waits_for_a_prefill_is_seen_by_policies(
+    kind: LegKind | None, *, finished: bool, retracted: bool, seen: bool
+) -> None:
+    """A view of what never waits would never be let go."""
+    queued: list[Any] = []
+    engine = object.__new__(StatelessEngine)
+    scheduler = SimpleNamespace(pla=SimpleNamespace(on_queued=queued.append), pla_stateless=engine)
+    req = SimpleNamespace(finished=lambda: finished, retracted_stain=retracted)
+    if kind is not None:
+        setattr(req, KIND_ATTRIBUTE, kind)
+    scheduler_hooks.after_add_request_to_queue(None, scheduler, req)
+    assert queued == ([req] if seen else [])
+    del scheduler.pla_stateless
+    scheduler_hooks.after_add_request_to_queue(None, scheduler, req)
+    assert queued[-1:] == [req], "an instance that is not stateless has no legs"

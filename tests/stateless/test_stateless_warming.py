@@ -113,11 +113,44 @@ def test_a_peer_that_does_not_fit(answers: threading.Event, manager: FakeManager
     assert not warmer.is_warm(*PEER.address)
 
 
-def test_the_thread_ends_when_its_peer_is_told_no_more(answers: threading.Event) -> None:
+def test_the_thread_ends_when_its_peer_is_forgotten(answers: threading.Event) -> None:
     book, warmer = told(FakeManager())
     book.tell(Told(None, ()))
+    book.forget_untold()
     until(lambda: not warmer._running, what="the end of the thread")
     answers.set()
+
+
+def test_a_peer_that_is_forgotten_while_it_answers_leaves_nothing(answers: threading.Event) -> None:
+    manager, asked, go_on = FakeManager(), threading.Event(), threading.Event()
+    ask = manager.try_ensure_parallel_info
+
+    def ask_slowly(address: str) -> bool:
+        asked.set()
+        assert go_on.wait(10)
+        return ask(address)
+
+    manager.try_ensure_parallel_info = ask_slowly  # type: ignore[method-assign]
+    answers.set()
+    book, warmer = told(manager)
+    assert asked.wait(10)
+    book.tell(Told(None, ()))
+    book.forget_untold()
+    go_on.set()
+    until(lambda: manager.failed_nodes == [ADDRESS], what="a peer that is dropped")
+    assert not warmer.is_warm(*PEER.address)
+
+
+def test_a_peer_whose_thread_has_ended_is_warmed_when_it_is_told_again(answers: threading.Event) -> None:
+    """It was forgotten and told again between two looks of its thread."""
+    book, warmer = told(FakeManager())
+    book.tell(Told(None, ()))
+    book.forget_untold()
+    until(lambda: not warmer._running, what="the end of the thread")
+    book.tell(Told(None, (PEER,)))
+    answers.set()
+    warmer.warm_again()
+    until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
 
 
 def test_what_was_cached_of_a_peer_goes_with_it(answers: threading.Event) -> None:
@@ -141,3 +174,44 @@ def test_a_connection_that_the_host_gave_up_is_made_again(answers: threading.Eve
     warmer.warm_again()
     until(lambda: warmer.is_warm(*PEER.address), what="a new connection")
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready again")
+
+
+def manager_with_sglangs_check(monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]) -> FakeManager:
+    """``other``: what the peer's bootstrap server says that is not as here."""
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    said = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": 1, "kv_cache_dtype": "auto"}
+    answer = SimpleNamespace(
+        status_code=200, json=lambda: said | {"follow_bootstrap_room": True} | other, raise_for_status=lambda: None
+    )
+    monkeypatch.setattr("requests.get", lambda url, timeout: answer)
+    manager: Any = FakeManager()
+    manager.kv_args, manager.kv_cache_dtype_str = SimpleNamespace(page_size=1, engine_rank=0), "auto"
+    manager.attn_cp_size, manager.attn_cp_rank, manager.pp_size, manager.pp_rank, manager.dcp_size = 1, 0, 1, 0, 1
+    manager.is_mla_backend = manager.is_hybrid_mla_backend = manager.enable_all_cp_ranks_for_transfer = False
+    manager._resolve_rank_mapping = lambda info: CommonKVManager._resolve_rank_mapping(manager, info)
+    manager.try_ensure_parallel_info = lambda address: CommonKVManager.try_ensure_parallel_info(manager, address)
+    return manager
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ({"page_size": 16}, "Page size mismatch"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "KV cache dtype mismatch"),
+        ({"attn_tp_size": 2}, "it has --tp-size 2, this instance 1"),
+    ],
+)
+def test_sglangs_own_check_of_a_peer_that_does_not_fit(
+    answers: threading.Event, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], reason: str
+) -> None:
+    book, warmer = told(manager_with_sglangs_check(monkeypatch, other))
+    until(lambda: reason in book.to_dict()["b"], what="a peer that does not fit")
+    assert book.list_in(PeerState.MISFIT) == [PEER]
+    assert not warmer.is_warm(*PEER.address)
+
+
+def test_the_same_check_lets_a_peer_pass_that_fits(answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    book, warmer = told(manager_with_sglangs_check(monkeypatch, {}))
+    until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
+    assert warmer.is_warm(*PEER.address)

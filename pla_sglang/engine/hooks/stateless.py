@@ -1,4 +1,8 @@
-"""The functions that the seam table names, for stateless instances: in schedulers, and in the process of HTTP."""
+"""The functions that the seam table names, for stateless instances: in schedulers, and in the process of HTTP.
+
+No exception of ours may end a scheduler, or a thread of it, with requests in it. What the engine is asked for in each
+pass it guards itself; the other hooks are guarded here, each with what is sound in its place.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,18 @@ from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.engine import riders
+from pla_sglang.engine.hops.pulls import is_pull
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import acknowledge_abort
-from pla_sglang.engine.stateless.host import all_ranks_agree, start_bootstrap_server
+from pla_sglang.engine.stateless.host import all_ranks_agree, fail_with_next_step, start_bootstrap_server
 from pla_sglang.engine.stateless.peers import agree_on_states
 from pla_sglang.engine.stateless.penalties import count_again, count_due_tokens
 from pla_sglang.errors import HostMismatchError
 from pla_sglang.metrics.series import LabelledSeries
 
+_faults = Faults()  # of this process
 _engine: StatelessEngine | None = None  # of this process, for seams whose host object does not know its scheduler
 
 
@@ -33,7 +40,7 @@ def after_init_disaggregation(result: Any, scheduler: Any) -> None:
     series = None
     if scheduler.metrics_collector_context.enable_metrics:
         series = LabelledSeries(dict(scheduler.metrics_collector.labels), old_names=config.metrics_old_names)
-    _engine = scheduler.pla_stateless = StatelessEngine(scheduler, config, series)
+    _engine = scheduler.pla_stateless = StatelessEngine(scheduler, config, _faults, series)
 
 
 def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:
@@ -46,7 +53,10 @@ def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:
     register_hop_messages()
     engine = scheduler.pla_stateless
     scheduler._request_dispatcher += TypeBasedDispatcher(
-        [(PlaPeers, engine.on_peers), (PlaHops, engine.hops.runner.take_message)]
+        [
+            (PlaPeers, _faults.guard("taking over a list of peers")(engine.on_peers)),
+            (PlaHops, _faults.guard("taking orders for held requests")(engine.hops.runner.take_message)),
+        ]
     )
 
 
@@ -86,39 +96,69 @@ def before_pause_generation(scheduler: Any, recv_req: Any) -> None:
         scheduler.pla_stateless.end_all_legs()
 
 
+@_faults.guard("keeping room for requests that will decode")
 def after_adder_init(result: Any, adder: Any, *args: Any, **kwargs: Any) -> None:
     if _engine is not None:
         _engine.reserve_growth(adder)
 
 
+@_faults.guard("keeping a place for an adapter")
 def before_can_schedule_lora(scheduler: Any, req: Any, running_loras: set[str | None]) -> Any:
     """Prefills leave a place for the adapter of a request whose KV is here, and that waits for one."""
     return (scheduler, req, scheduler.pla_stateless.adapters.reserve(req, running_loras)), {}
 
 
+@_faults.guard("waiting for a place for an adapter")
 def after_can_schedule_lora(fits: bool, scheduler: Any, req: Any, running_loras: set[str | None]) -> bool:
     return fits and scheduler.pla_stateless.adapters.may_prefill(req)
 
 
+def _end_riders(result: Any, batch: Any, running_batch: Any) -> None:
+    for req in running_batch.reqs:
+        fail_with_next_step(req, "it could not be placed in a pass")
+
+
+@_faults.guard("placing running requests in a pass", otherwise=_end_riders)
 def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
     riders.set_rider_prefixes(batch, running_batch)
 
 
+def _leave_to_host(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+@_faults.guard("counting penalties", otherwise=_leave_to_host)
 def around_cumulate_penalties(original: Any, batch: Any) -> None:
     count_due_tokens(original, batch)
 
 
+@_faults.guard("counting penalties again")
 def after_prepare_for_extend(result: Any, batch: Any) -> None:
     """Requests that have a part of their answer before they are prefilled: redone ones, and retracted ones."""
     count_again(batch, steps_under_way=1)
 
 
 def after_handle_abort(handled: bool, manager: Any, message: list[bytes]) -> bool | None:
-    """A receiver has given up: tell it when this sender is through with its room. Or it asks for a held request."""
+    """A receiver has given up: tell it when this sender is through with its room. Or it asks for a held request.
+
+    Of the thread that reads what receivers say. A message that nobody takes ends that thread.
+    """
     if handled:
-        acknowledge_abort(manager, message)
+        _acknowledge_abort(manager, message)
         return None
-    return True if _engine is not None and _engine.hops.on_message(message) else None
+    if not is_pull(message):
+        return None
+    _take_pull(message)
+    return True
+
+
+_acknowledge_abort = _faults.guard("acknowledging an abort")(acknowledge_abort)
+
+
+@_faults.guard("taking a pull")
+def _take_pull(message: list[bytes]) -> None:
+    if _engine is not None:  # else nothing can be held yet
+        _engine.hops.on_message(message)
 
 
 def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
@@ -126,6 +166,7 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     return info
 
 
+@_faults.guard("telling the state")
 def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     block = output.internal_state.setdefault("pla", {})
     stateless = scheduler.pla_stateless

@@ -82,20 +82,20 @@ class Holder:
 
         The KV of a request that a transfer still reads cannot be freed now; such a request is ended.
         """
-        returned = []
+        returning = []
         for hold in [hold for hold in self.holds.values() if hold.state is not HoldState.FREEING]:
-            was_held = hold.state in AT_REST
             self.offers.close(hold)
             if hold.readers:
-                self.totals["ended_by_pause"] += was_held
+                self.totals["ended_by_pause"] += hold.state in AT_REST
                 self.let_go(hold, functools.partial(self._answer_unavailable, hold.req, PAUSED))
-                continue
-            if was_held:
+            else:
+                returning.append(hold)
+        for hold in returning:  # last: nothing may raise once a request is known to the caller alone
+            if hold.state in AT_REST:
                 hold.move(HoldState.RETURNING)
-            self.totals["resumed_by_pause"] += was_held
+                self.totals["resumed_by_pause"] += 1
             self.end(hold)
-            returned.append(hold.req)
-        return returned
+        return [hold.req for hold in returning]
 
     def _answer_unavailable(self, req: Any, reason: str) -> None:
         host.end_with_error(self._scheduler, req, reason, HTTPStatus.SERVICE_UNAVAILABLE)

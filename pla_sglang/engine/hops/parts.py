@@ -9,7 +9,7 @@ from typing import Any
 from pla_sglang.engine.hops.holder import Holder
 from pla_sglang.engine.hops.leaving import Leaving
 from pla_sglang.engine.hops.offers import Offers
-from pla_sglang.engine.hops.pulls import PULL, OpenRooms, read_pull, send_refusal
+from pla_sglang.engine.hops.pulls import OpenRooms, is_pull, read_pull, send_refusal
 from pla_sglang.engine.hops.runner import CommandRunner
 from pla_sglang.engine.stateless.quarantine import Quarantine
 
@@ -46,7 +46,7 @@ class Hops:
 
     def on_message(self, message: list[bytes]) -> bool:
         """Whether ``message`` of a receiver was meant for this part: it asks for a held request."""
-        if not message or message[0] != PULL:
+        if not is_pull(message):
             return False
         if (pull := read_pull(message)) is not None:
             self.rooms.on_pull(*pull)

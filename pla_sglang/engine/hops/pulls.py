@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pla_sglang.engine.stateless.fence import NO_ROOM
-from pla_sglang.engine.stateless.host import tcp_address
+from pla_sglang.engine.stateless.host import is_registered, tcp_address
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,11 @@ class OpenRooms:
             self.close(room, refuse=True)
 
 
+def is_pull(message: list[bytes]) -> bool:
+    """Whether a receiver asks for the room of a held request. The host has no such message."""
+    return bool(message) and message[0] == PULL
+
+
 def read_pull(message: list[bytes]) -> tuple[Puller, int] | None:
     """Who asks for which room; None where that cannot be read."""
     try:
@@ -80,7 +85,10 @@ def read_pull(message: list[bytes]) -> tuple[Puller, int] | None:
 
 
 def send_refusal(manager: Any, puller: Puller, room: int) -> None:
-    """By the sending ``manager``, from any thread."""
+    """By the sending ``manager``, from any thread; to receivers that it knows, as anybody may have asked."""
+    if not is_registered(manager, *puller):
+        logger.warning("pla_sglang: %s:%d asked for room %d and is not known as a receiver", *puller, room)
+        return
     endpoint, is_ipv6 = tcp_address(*puller)
     try:
         manager._send_multipart_locked(endpoint, [NO_ROOM, str(room).encode("ascii")], is_ipv6=is_ipv6)

@@ -5,16 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pla_sglang.engine.stateless.host import build_received_batch, note_joining, release_kv
+from pla_sglang.engine.stateless.faults import Faults
+from pla_sglang.engine.stateless.host import answer_unjoined, build_received_batch, note_joining, release_kv
 from pla_sglang.engine.stateless.legs import goes_on
 from pla_sglang.engine.stateless.penalties import count_again
 
 
-def admit_received(scheduler: Any, reqs: Sequence[Any], running_batch: Any) -> Any:
+def admit_received(scheduler: Any, reqs: Sequence[Any], running_batch: Any, faults: Faults) -> Any:
     """The running batch with ``reqs``, whose KV and answer so far are here. Some may end with that.
 
-    What SGLang's decode loop does in ``get_new_prebuilt_batch`` and ``process_batch_result_prebuilt``, which take the
-    whole waiting queue and assert a decode instance.
+    Nobody else knows of them: an exception ends those that are not in the running batch by then.
+    """
+    try:
+        return _join(scheduler, reqs, running_batch)
+    except Exception:
+        faults.note("admitting requests whose KV is here")
+    running = set(map(id, running_batch.reqs))
+    unjoined = [req for req in reqs if id(req) not in running]
+    faults.for_each(unjoined, lambda req: answer_unjoined(scheduler, req), "answering a request that could not join")
+    holding = [req for req in unjoined if req.req_pool_idx is not None]
+    faults.for_each(holding, lambda req: release_kv(scheduler, req, keep_prefix=False), "freeing its KV")
+    return running_batch
+
+
+def _join(scheduler: Any, reqs: Sequence[Any], running_batch: Any) -> Any:
+    """What SGLang's decode loop does in ``get_new_prebuilt_batch`` and ``process_batch_result_prebuilt``.
+
+    These take the whole waiting queue and assert a decode instance.
     """
     note_joining(reqs)
     for req in reqs:

@@ -18,6 +18,7 @@ from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import AdapterPlaces
 from pla_sglang.engine.stateless.admission import admit_received
 from pla_sglang.engine.stateless.build import build_ends
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Acknowledged
 from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind, kind_of
 from pla_sglang.engine.stateless.message import PlaPeers
@@ -40,11 +41,13 @@ class StatelessEngine:
     """Everything runs on the scheduler's thread but warming and the reading of acknowledgements.
 
     Args:
+        faults: of this process.
         series: makes those that are exported; None: the host has no metrics.
     """
 
-    def __init__(self, scheduler: Any, config: PlaConfig, series: LabelledSeries | None = None) -> None:
+    def __init__(self, scheduler: Any, config: PlaConfig, faults: Faults, series: LabelledSeries | None = None) -> None:
         self._scheduler = scheduler
+        self.faults = faults
         self.incarnation = secrets.token_hex(8)
         ends = build_ends(scheduler)
         self._sending_manager, manager = ends.sending.kv_manager, ends.receiving.kv_manager
@@ -58,7 +61,7 @@ class StatelessEngine:
         agree = functools.partial(host.all_ranks_agree, scheduler)
         self._agree = ends.receiving.agree = agree
         self.adapters = AdapterPlaces(scheduler)
-        self.quarantine = Quarantine(agree)
+        self.quarantine = Quarantine(agree, faults)
         self.sender = Sender(
             scheduler,
             ends.sending,
@@ -73,7 +76,7 @@ class StatelessEngine:
             quarantine=self.quarantine,
             book=self.book,
             acknowledged=Acknowledged(manager.server_socket),
-            agree=agree,
+            faults=faults,
         )
         self.hops = Hops(
             scheduler,
@@ -89,7 +92,7 @@ class StatelessEngine:
         self._rooms = UnclaimedRooms()
         self._tick_s = 0.0
         self._series = None if series is None else LegSeries(series)
-        self.refused = self.faults = self.redone = 0
+        self.refused = self.redone = 0
 
     @staticmethod
     def now_s() -> float:
@@ -99,8 +102,8 @@ class StatelessEngine:
 
     def on_peers(self, message: PlaPeers) -> None:
         """The router has told who this instance and its peers are."""
-        gone, new = self.book.tell(message.told)
-        for peer in gone:
+        replaced, new = self.book.tell(message.told)
+        for peer in replaced:
             self._attempt(functools.partial(self.warmer.drop, peer), f"forgetting peer {peer.name}")
         for peer in new:
             self.warmer.warm(peer)
@@ -124,7 +127,7 @@ class StatelessEngine:
             # What befell one rank, all do: a leg that some have and others not would hold them up in every later pass.
             sound, wanted = self._agree([sound, wanted])
         if not sound:
-            self.faults += 1
+            self.faults.count += 1
             self._let_go(req, "the leg could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
         elif not wanted:
             reason = f"room {req.bootstrap_room} is not known any more: its decode leg has given up"
@@ -133,10 +136,10 @@ class StatelessEngine:
 
     def _let_go(self, req: Any, reason: str, status: HTTPStatus) -> None:
         """Of a request that some rank could not take over."""
-        for end in (self.sender, self.receiver):
-            end.forget(req)
+        ends: tuple[Sender | Receiver, ...] = (self.sender, self.receiver)
+        self.faults.for_each(ends, lambda end: end.forget(req), "forgetting a leg")
         if not req.finished():
-            self._refuse(req, reason, status)
+            self.faults.for_each([req], lambda req: self._refuse(req, reason, status), "refusing a leg")
 
     def _route(self, req: Any) -> bool:
         """Raises GivenUpError."""
@@ -220,16 +223,18 @@ class StatelessEngine:
         self._attempt(lambda: self.quarantine.sweep(now_s), "freeing pages")
         if now_s >= self._tick_s:
             self._tick_s = now_s + TICK_S
+            self._attempt(self._forget_peers, "forgetting peers")
             self._attempt(self.warmer.warm_again, "keeping peers connected")
             self._attempt(lambda: self._expire(now_s), "time-outs")
             self._attempt(lambda: self._forget_rooms(now_s), "forgetting rooms")
+            self._attempt(self.receiver.forget_said, "forgetting what senders have said")
             self._attempt(self._show_series, "showing series")
         try:
             self.adapters.count_used(running_batch, last_batch)
             places = self._scheduler.max_running_requests - len(running_batch.reqs)
             returning = self.hops.holder.take_returning(places, self.adapters.take)
             if returning:
-                running_batch = admit_received(self._scheduler, returning, running_batch)
+                running_batch = admit_received(self._scheduler, returning, running_batch, self.faults)
             return self.receiver.admit(running_batch, self.adapters.take)
         except Exception:
             self._on_fault("admitting received requests")
@@ -255,6 +260,11 @@ class StatelessEngine:
         if waiting_s is not None:
             self.receiver.expire(now_s - waiting_s)
 
+    def _forget_peers(self) -> None:
+        """Those that are told no more, once no leg here needs their connection."""
+        for peer in self.book.forget_untold(self.receiver.list_sources()):
+            self.warmer.drop(peer)
+
     def _forget_rooms(self, now_s: float) -> None:
         claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.hops.holder.holds)
         self._rooms.sweep(self._sending_manager, claimed, now_s)
@@ -267,13 +277,9 @@ class StatelessEngine:
 
     def _on_fault(self, what: str) -> None:
         """An exception of ours must not end the scheduler, nor leave requests in it that nobody sees."""
-        self.faults += 1
-        logger.exception("pla_sglang: %s; every leg here is aborted", what)
-        for abort in (self.sender.abort, self.receiver.abort, self.hops.holder.abort):
-            try:
-                abort(lambda rid: True)
-            except Exception:
-                logger.exception("pla_sglang: aborting what is here")
+        self.faults.note(f"{what}; every leg here is aborted")
+        aborts = (self.sender.abort, self.receiver.abort, self.hops.holder.abort)
+        self.faults.for_each(aborts, lambda abort: abort(lambda rid: True), "aborting what is here")
 
     # -- budgets and state -------------------------------------------------------------------------------------------
 
@@ -330,5 +336,5 @@ class StatelessEngine:
             "held": {"redone": self.redone, "pulled": self.receiver.pulled, **self.hops.holder.state()},
             "unclaimed_rooms": len(self._rooms),
             "refused": self.refused,
-            "faults": self.faults,
+            "faults": self.faults.count,
         }

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
-from pla_sglang.engine.stateless.host import mark_failed, tcp_address
+from pla_sglang.engine.stateless.host import is_registered, mark_failed, tcp_address
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +68,18 @@ def place_fence(manager: Any, on_passed: Callable[[], None] | None = None) -> Fe
 
 
 def acknowledge_abort(manager: Any, message: list[bytes]) -> None:
-    """Answer a receiver's abort once its room's transfers are over. The room is marked as failed already."""
+    """Answer a receiver's abort once its room's transfers are over. The room is marked as failed already.
+
+    Anybody may send such a message: what it names is connected to only where a receiver is known.
+    """
     if len(message) < 4 or message[0] != ABORT:
         return
     room = message[1]
-    endpoint, is_ipv6 = tcp_address(message[2].decode("ascii"), int(message[3]))
+    name, port = message[2].decode("ascii"), int(message[3])
+    if not is_registered(manager, name, port):
+        logger.warning("pla_sglang: %s:%d gave up a room and is not known as a receiver", name, port)
+        return
+    endpoint, is_ipv6 = tcp_address(name, port)
 
     def answer() -> None:
         manager._send_multipart_locked(endpoint, [ACKNOWLEDGED, room], is_ipv6=is_ipv6)
@@ -83,7 +90,8 @@ def acknowledge_abort(manager: Any, message: list[bytes]) -> None:
 class Acknowledged:
     """What senders have said of rooms: that they are through with an abort, or that they hold no such room.
 
-    Read by a thread from the receiver's own socket.
+    Read by a thread from the receiver's own socket. Senders also speak of rooms that nobody waits for, such as those of
+    legs that were aborted before they had memory.
     """
 
     def __init__(self, socket: Any) -> None:
@@ -114,3 +122,8 @@ class Acknowledged:
     def forget(self, room: int) -> None:
         self._rooms.discard(room)
         self._refused.discard(room)
+
+    def keep_only(self, rooms: Set[int]) -> None:
+        """Forget what was said of all other rooms."""
+        for said in (self._rooms, self._refused):
+            said -= said - rooms  # in place: what the thread adds meanwhile stays

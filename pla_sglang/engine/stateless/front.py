@@ -85,6 +85,7 @@ class Front:
         rest, key = split_key(body)
         told = parse_told(rest)
         self.book.tell(told)
+        self.book.forget_untold()
         if key is not None:
             self._keys.add_key(key)
         return PlaPeers(told=told)

@@ -46,6 +46,12 @@ def has_failed(manager: Any, room: int) -> bool:
     return bool(manager.request_status.get(room) == KVPoll.Failed)
 
 
+def is_registered(manager: Any, host: str, port: int) -> bool:
+    """Whether a receiver has said to the sender ``manager`` that it listens there: each does as it connects."""
+    receivers = list(manager.decode_kv_args_table.values())  # filled by the thread that reads what receivers say
+    return any((receiver.endpoint, receiver.dst_port) == (host, port) for receiver in receivers)
+
+
 def tcp_address(host: str, port: int) -> tuple[str, bool]:
     """Endpoint of a socket, and whether it is IPv6."""
     from sglang.srt.utils.network import NetworkAddress
@@ -140,12 +146,28 @@ def finish_with_next_step(req: Any) -> None:
     req.to_finish = FINISH_ABORT()
 
 
+def fail_with_next_step(req: Any, reason: str) -> None:
+    """End a request whose pass cannot be right any more, when that is processed. Its KV is nothing for others."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.to_finish = req.to_finish or FINISH_ABORT(reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    req.skip_radix_cache_insert = True
+
+
 def end_with_error(scheduler: Any, req: Any, reason: str, status: HTTPStatus) -> None:
     """Answer a request that has not ended with an error."""
     from sglang.srt.disaggregation.utils import prepare_abort
 
     prepare_abort(req, reason, status_code=status)
     scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+
+def answer_unjoined(scheduler: Any, req: Any) -> None:
+    """Answer a request that was to join the running batch and could not. It may have ended by itself before."""
+    if not req.finished():
+        end_with_error(scheduler, req, "it could not join the running batch", HTTPStatus.INTERNAL_SERVER_ERROR)
+    else:
+        scheduler.output_streamer.stream_output([req], req.return_logprob)  # nothing, where its end was shown
 
 
 def end_aborted(scheduler: Any, req: Any, reason: str) -> None:

@@ -30,6 +30,7 @@ def kind_of(req: Any) -> LegKind | None:
     return getattr(req, KIND_ATTRIBUTE, None)
 
 
+SOURCE_ATTRIBUTE = "pla_source"  # of a decode leg: the peer that was told at its address when it came
 GOES_ON_ATTRIBUTE = "pla_goes_on"  # set on a request some tokens of which its client has before it joins a batch
 
 

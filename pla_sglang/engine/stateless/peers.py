@@ -1,7 +1,9 @@
 """The instances that this one may exchange KV with. Nobody else is ever connected to.
 
 The router tells each instance its own address and its peers. A peer is known by its address; its *incarnation* says
-which process listens there. Told with another incarnation, what was cached of the old process is dropped at once.
+which process listens there. Told with another incarnation, what was cached of the old process is dropped at once. A
+list may be short of peers that are well (a router has just started, or there are two): one that is not in it gets no
+new legs, and those under way go on.
 Pure but for the lock: warming threads report here, and the scheduler thread reads.
 """
 
@@ -11,7 +13,7 @@ import dataclasses
 import enum
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from pla_sglang.engine.request_rows import RowsWanted, parse_rows
@@ -40,6 +42,10 @@ class Peer:
     @property
     def address(self) -> Address:
         return self.host, self.bootstrap_port
+
+    def is_other_process(self, other: Peer) -> bool:
+        """Whether this is another process than ``other`` at the same address, as far as incarnations are known."""
+        return bool(self.incarnation and other.incarnation) and self.incarnation != other.incarnation
 
 
 class PeerState(enum.Enum):
@@ -95,7 +101,7 @@ def _parse_peer(entry: Any, where: str) -> Peer:
 
 
 class PeerBook:
-    """Who was told, and how far each is warmed.
+    """Who was told, and how far each is warmed. Peers that are told no more are known until they are forgotten.
 
     Args:
         host: where this instance's HTTP server listens.
@@ -108,22 +114,40 @@ class PeerBook:
         self._default = frozenset((name, bootstrap_port) for name in hosts)
         self._own = self._default
         self._peers: dict[Address, Peer] = {}
+        self._told: frozenset[Address] = frozenset()  # of the known ones, those of the last list
         self._states: dict[Address, tuple[PeerState, str]] = {}
 
     def tell(self, told: Told) -> tuple[list[Peer], list[Peer]]:
-        """Takes over a whole new list: peers that are gone (or are another process now), and those to warm."""
+        """Takes over a whole new list: peers whose address is another process's now, and those to warm."""
         with self._lock:
             if told.own is not None:
                 self._own = self._default | {told.own.address}
+            peers = [self._complete(peer) for peer in told.peers if peer.address not in self._own]
             before = self._peers
-            self._peers = {peer.address: peer for peer in told.peers if peer.address not in self._own}
-            gone = [peer for address, peer in before.items() if self._peers.get(address) != peer]
-            new = [peer for address, peer in self._peers.items() if before.get(address) != peer]
-            for peer in gone:
-                self._states.pop(peer.address, None)
+            replaced = [before[peer.address] for peer in peers if self._is_replaced_by(peer)]
+            new = [peer for peer in peers if peer.address not in before or self._is_replaced_by(peer)]
+            self._told = frozenset(peer.address for peer in peers)
+            self._peers = before | {peer.address: peer for peer in peers}
             for peer in new:
                 self._states[peer.address] = (PeerState.WARMING, "")
-            return gone, new
+            return replaced, new
+
+    def _complete(self, peer: Peer) -> Peer:
+        """With the incarnation that is known, where none is told."""
+        known = self._peers.get(peer.address)
+        return peer if known is None or peer.incarnation else dataclasses.replace(peer, incarnation=known.incarnation)
+
+    def _is_replaced_by(self, peer: Peer) -> bool:
+        known = self._peers.get(peer.address)
+        return known is not None and peer.is_other_process(known)
+
+    def forget_untold(self, in_use: Container[Address] = ()) -> list[Peer]:
+        """Forget peers that are told no more, but for addresses ``in_use``. Those that are forgotten now."""
+        with self._lock:
+            gone = [a for a in self._peers if a not in self._told and a not in in_use]
+            for address in gone:
+                del self._states[address]
+            return [self._peers.pop(address) for address in gone]
 
     def kind_of(self, host: str | None, port: int | None) -> LegKind:
         """What a request with this bootstrap address wants here. Raises UntoldPeerError."""
@@ -132,37 +156,48 @@ class PeerBook:
         with self._lock:
             if (host, port) in self._own:
                 return LegKind.PREFILL
-            if (host, port) in self._peers:
+            if (host, port) in self._told:
                 return LegKind.DECODE
         raise UntoldPeerError(f"bootstrap address {host}:{port} is neither this instance's own nor that of a told peer")
 
     def is_current(self, peer: Peer) -> bool:
-        """Whether this very process is still what was told last."""
+        """Whether it is known, and no other process was told at its address."""
         with self._lock:
-            return self._peers.get(peer.address) == peer
+            return self._is_current(peer)
+
+    def _is_current(self, peer: Peer) -> bool:
+        known = self._peers.get(peer.address)
+        return known is not None and not known.is_other_process(peer)
+
+    def is_replaced(self, peer: Peer) -> bool:
+        """Whether another process was told at its address. One that is told no more may still be there."""
+        with self._lock:
+            now = self._peers.get(peer.address)
+            return now is not None and now.is_other_process(peer)
 
     def at(self, host: str, port: int) -> Peer | None:
         with self._lock:
             return self._peers.get((host, port))
 
-    def ready_peers(self) -> list[Peer]:
+    def list_in(self, *states: PeerState) -> list[Peer]:
+        """Known peers in one of ``states``."""
         with self._lock:
-            return [peer for address, peer in self._peers.items() if self._states[address][0] is PeerState.READY]
+            return [peer for address, peer in self._peers.items() if self._states[address][0] in states]
 
     def set_state(self, peer: Peer, state: PeerState, reason: str = "") -> None:
         """What a warming thread has reached; ignored for a peer that was replaced meanwhile."""
         with self._lock:
-            if self._peers.get(peer.address) == peer:
+            if self._is_current(peer):
                 self._states[peer.address] = (state, reason)
 
     def state_of(self, host: str, port: int) -> tuple[PeerState, str] | None:
-        """State and reason; None for an address that was not told."""
+        """State and reason; None for an address that is not known."""
         with self._lock:
             return self._states.get((host, port))
 
     def count_states(self) -> Counter[PeerState]:
         with self._lock:
-            return Counter(state for state, _ in self._states.values())
+            return Counter(self._states[address][0] for address in self._told)
 
     def to_dict(self) -> dict[str, str]:
         """Name of each peer and "warming", "ready" or "failed: REASON"."""
@@ -172,6 +207,7 @@ class PeerBook:
                 if self._states[address][0] in FAILED
                 else self._states[address][0].value
                 for address, peer in self._peers.items()
+                if address in self._told
             }
 
 

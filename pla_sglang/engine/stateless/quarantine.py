@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from pla_sglang.engine.stateless.faults import Faults
+
 TIMEOUT_S = 30.0
 
 Agree = Callable[[Sequence[bool]], Sequence[bool]]
@@ -40,8 +42,9 @@ class Quarantine:
         agree: what all ranks say together about each entry; with one rank, what this one says.
     """
 
-    def __init__(self, agree: Agree) -> None:
+    def __init__(self, agree: Agree, faults: Faults) -> None:
         self._agree = agree
+        self._faults = faults
         self._held: list[Quarantined] = []
         self.timeouts = 0
 
@@ -69,5 +72,4 @@ class Quarantine:
             (over if done else kept).append(held)
             self.timeouts += bool(done and not through)
         self._held = kept  # first: an exception while one is released must not release another twice
-        for held in over:
-            held.release()
+        self._faults.for_each(over, lambda held: held.release(), "freeing pages")

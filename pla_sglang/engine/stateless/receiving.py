@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -14,9 +14,10 @@ from pla_sglang.engine.hops.pulls import announce_pull
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import split_joining
 from pla_sglang.engine.stateless.admission import admit_received
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Acknowledged
-from pla_sglang.engine.stateless.legs import goes_on
-from pla_sglang.engine.stateless.peers import Peer, PeerBook
+from pla_sglang.engine.stateless.legs import SOURCE_ATTRIBUTE, goes_on
+from pla_sglang.engine.stateless.peers import Address, Peer, PeerBook
 from pla_sglang.engine.stateless.quarantine import Agree, Quarantine
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,8 @@ class Receiver:
     """Owned by the scheduler thread.
 
     Args:
-        queue: legs without memory yet (queues.ReceiveQueue).
+        queue: legs without memory yet (queues.ReceiveQueue), with what all ranks say together.
         transfers: legs whose KV is on its way (queues.TransferQueue).
-        agree: what all ranks say together about each flag.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Receiver:
         quarantine: Quarantine,
         book: PeerBook,
         acknowledged: Acknowledged,
-        agree: Agree,
+        faults: Faults,
     ) -> None:
         self._scheduler = scheduler
         self._queue = queue
@@ -48,7 +48,9 @@ class Receiver:
         self._quarantine = quarantine
         self._book = book
         self._acknowledged = acknowledged
-        self._agree = agree
+        self._agree: Agree = queue.agree
+        self._faults = faults
+        self._quarantined_rooms: set[int] = set()
         self.ready: list[Any] = []  # KV is here; owned by this list until they are admitted
         self.received = self.failed = self.pulled = 0
         queue.held_tokens = self.count_held_tokens
@@ -56,6 +58,7 @@ class Receiver:
 
     def add(self, req: Any) -> None:
         """A request whose KV another instance computes."""
+        setattr(req, SOURCE_ATTRIBUTE, self._book.at(req.bootstrap_host, req.bootstrap_port))
         self._queue.add(req)
         if not req.finished():  # too long for the pool: answered
             host.note_receiving(req)
@@ -79,6 +82,10 @@ class Receiver:
         """KV tokens of these."""
         return sum(map(_count_tokens, self.requests_with_memory()))
 
+    def list_sources(self) -> set[Address]:
+        """Who is connected to, or will be, for the KV of legs that are here."""
+        return {(e.req.bootstrap_host, e.req.bootstrap_port) for e in (*self._queue.queue, *self._transfers.queue)}
+
     def requests_with_memory(self) -> list[Any]:
         """They will want memory for each further token, and the host does not know of them."""
         return [*(entry.req for entry in self._transfers.queue), *self.ready]
@@ -87,23 +94,28 @@ class Receiver:
         """One step of every leg: connect, reserve memory, watch the transfer."""
         if self._queue.queue:
             started, failed = self._queue.pop_preallocated()
+            self._transfers.extend(started)
+            self.failed += len(failed)
             for entry in started:
                 if goes_on(entry.req):
                     announce_pull(entry.kv_receiver)
-            self._transfers.extend(started)
-            self.failed += len(failed)
         if self._transfers.queue:
             for entry in self._transfers.queue:
                 if self._acknowledged.is_refused(entry.req.bootstrap_room):
                     entry.kv_receiver.abort()
-            done = self._transfers.pop_transferred()
-            self._end_mismatched([req for req in done if not came_with_its_kv(req)])
-            done = [req for req in done if not req.finished()]
-            self.ready += done
-            self.received += len(done)
-            self.pulled += sum(map(goes_on, done))
-            for entry in self._transfers.take_failed():
-                self._fail(entry)
+            self._take_done(self._transfers.pop_transferred())
+            self._take_failed(self._transfers.take_failed())
+
+    def _take_done(self, reqs: list[Any]) -> None:
+        """Their KV is here, and no queue of the host has them any more."""
+        done = [req for req in reqs if came_with_its_kv(req)]
+        self.ready += done
+        self.received += len(done)
+        self.pulled += sum(map(goes_on, done))
+        others = [req for req in reqs if not came_with_its_kv(req)]
+        self.failed += len(others)
+        self._faults.for_each(others, self._answer_mismatched, "ending a request with the KV of another answer")
+        self._faults.for_each(others, self._free, "freeing its KV")
 
     def admit(self, running_batch: Any, may_join: Callable[[Any], bool]) -> Any:
         """The running batch with as many of the ready requests as it has places for, of those that ``may_join``."""
@@ -112,19 +124,19 @@ class Receiver:
         if not joining:
             return running_batch
         self.ready = waiting
-        return admit_received(self._scheduler, joining, running_batch)
+        return admit_received(self._scheduler, joining, running_batch, self._faults)
 
     # -- giving up ---------------------------------------------------------------------------------------------------
 
     def abort(self, matches: Callable[[str], bool]) -> int:
         """Client aborts: how many legs they meet. Those that hold a connection end when all ranks have seen it."""
         met = [entry for entry in (*self._queue.queue, *self._transfers.queue) if matches(entry.req.rid)]
-        for entry in met:
-            entry.kv_receiver.abort()
+        self._faults.for_each(met, lambda entry: entry.kv_receiver.abort(), "aborting a decode leg")
         over = [req for req in self.ready if matches(req.rid)]
         self.ready = [req for req in self.ready if not matches(req.rid)]
-        for req in over:
-            self._drop_ready(req)
+        self.failed += len(over)
+        self._faults.for_each(over, self._answer_aborted, "answering an aborted decode leg")
+        self._faults.for_each(over, self._free, "freeing its KV")
         return len(met) + len(over)
 
     def expire(self, before_s: float) -> None:
@@ -133,21 +145,31 @@ class Receiver:
             if getattr(entry, "pla_since_s", before_s) < before_s:
                 entry.kv_receiver.abort()
 
-    def _end_mismatched(self, reqs: list[Any]) -> None:
+    def _answer_mismatched(self, req: Any) -> None:
         """The held request has gone on since its tokens were counted: its KV is not that of this answer."""
-        for req in reqs:
-            reason = f"the KV of room {req.bootstrap_room} is of another answer"
-            host.end_with_error(self._scheduler, req, reason, HTTPStatus.CONFLICT)
-            host.release_kv(self._scheduler, req, keep_prefix=False)
-            self.failed += 1
+        reason = f"the KV of room {req.bootstrap_room} is of another answer"
+        host.end_with_error(self._scheduler, req, reason, HTTPStatus.CONFLICT)
 
-    def _drop_ready(self, req: Any) -> None:
+    def _answer_aborted(self, req: Any) -> None:
         host.end_aborted(self._scheduler, req, "Aborted")
-        host.release_kv(self._scheduler, req, keep_prefix=False)
-        self.failed += 1
 
-    def _fail(self, entry: Any) -> None:
+    def _free(self, req: Any) -> None:
+        host.release_kv(self._scheduler, req, keep_prefix=False)
+
+    def _take_failed(self, entries: Sequence[Any]) -> None:
         """Answer now; the pages stay until the sender is known to be through."""
+        if not entries:
+            return
+        self.failed += len(entries)
+        self._faults.for_each(entries, self._keep_pages, "keeping the pages of a failed transfer")
+        served = self._agree([not self._acknowledged.is_refused(entry.req.bootstrap_room) for entry in entries])
+        ended = zip(entries, served, strict=True)
+        self._faults.for_each(ended, lambda one: self._answer_failed(*one), "answering a failed decode leg")
+        # Behind the answer: it records another reason. It says nothing to a source that was told before.
+        self._faults.for_each(entries, lambda entry: entry.kv_receiver.abort(), "telling the source of a failed leg")
+
+    def _answer_failed(self, entry: Any, is_served: bool) -> None:
+        """``is_served``: no rank has heard that the room is not held."""
         req, receiver = entry.req, entry.kv_receiver
         reason = f"Decode transfer failed for request {req.rid}"
         try:
@@ -155,25 +177,25 @@ class Receiver:
         except Exception as error:
             reason += f": {error}"
         logger.warning("pla_sglang: %s", reason)
-        receiver.abort()  # tells the sender, unless that was done
         status = HTTPStatus.INTERNAL_SERVER_ERROR
-        [served] = self._agree([not self._acknowledged.is_refused(req.bootstrap_room)])
-        if not served:  # on some rank
+        if not is_served:
             status, reason = HTTPStatus.GONE, f"room {req.bootstrap_room} is not held at {receiver.bootstrap_addr}"
         if not req.finished():
             host.end_with_error(self._scheduler, req, reason, status)
-        self.failed += 1
-        peer = self._book.at(req.bootstrap_host, req.bootstrap_port)
+
+    def _keep_pages(self, entry: Any) -> None:
+        req = entry.req
+        self._quarantined_rooms.add(req.bootstrap_room)
         self._quarantine.hold(
             _count_tokens(req),
-            is_through=functools.partial(self._is_through, req.bootstrap_room, peer),
+            is_through=functools.partial(self._is_through, req.bootstrap_room, getattr(req, SOURCE_ATTRIBUTE)),
             release=functools.partial(self._release, entry),
             now_s=time.monotonic(),
         )
 
-    def _is_through(self, room: int, peer: Peer | None) -> bool:
+    def _is_through(self, room: int, source: Peer) -> bool:
         """The sender has said so, or its process is not there any more."""
-        return self._acknowledged.has(room) or (peer is not None and not self._book.is_current(peer))
+        return self._acknowledged.has(room) or self._book.is_replaced(source)
 
     def _release(self, entry: Any) -> None:
         """The end of an entry that failed: pages, row, metadata buffer, and what the host's manager has of its room."""
@@ -189,6 +211,12 @@ class Receiver:
         manager.failure_records.pop(room, None)
         manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(room)
         self._acknowledged.forget(room)
+        self._quarantined_rooms.discard(room)
+
+    def forget_said(self) -> None:
+        """What senders have said of rooms whose transfer is neither under way nor in quarantine."""
+        under_way = {entry.req.bootstrap_room for entry in self._transfers.queue}
+        self._acknowledged.keep_only(under_way | self._quarantined_rooms)
 
 
 def _count_tokens(req: Any) -> int:

@@ -15,7 +15,7 @@ from pla_sglang.reserved import ROUTER_KEY_FORM, is_reserved_param
 MEMBER = "router_key"  # of the body of ``POST /pla/peers``
 KEEP_S = 600.0  # a router tells its key with each list of peers, every 10 to 30 s
 MAX_KEYS = 16
-LEG_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+LEG_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key")
 
 
 class RouterKeys:

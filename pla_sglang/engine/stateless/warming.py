@@ -52,16 +52,21 @@ class Warmer:
         threading.Thread(target=self._run, args=(peer,), name=f"pla-warm-{peer.name}", daemon=True).start()
 
     def warm_again(self) -> None:
-        """Peers that were ready and whose connection the host has given up since, as after failed heartbeats."""
-        for peer in self._book.ready_peers():
+        """Peers whose connection the host has given up since, as after failed heartbeats, and those not yet ready.
+
+        The thread of one that is not ready may have ended while the peer was forgotten for a moment.
+        """
+        for peer in self._book.list_in(PeerState.READY):
             if not self.is_warm(*peer.address):
                 self._book.set_state(peer, PeerState.WARMING)
-                self.warm(peer)
+        for peer in self._book.list_in(PeerState.WARMING, PeerState.SILENT):
+            self.warm(peer)
 
     def drop(self, peer: Peer) -> None:
-        """Forget what was cached of ``peer``'s process; requests that wait for its KV fail.
+        """Forget what was cached of ``peer``'s process, which is not there any more or not needed.
 
-        A told address may be listened to by another process already, so this may not wait for heartbeats to fail.
+        Requests that wait for its KV fail: its address may be listened to by another process already, so they may not
+        wait for heartbeats to fail.
         """
         address = address_text(peer)
         if address in self._manager.prefill_info_table or address in self._manager.addr_to_rooms_tracker:
@@ -98,6 +103,8 @@ class Warmer:
         finally:
             with self._lock:
                 self._running.discard(peer)
+            if self._book.at(*peer.address) is None:  # forgotten while it was asked: nobody else lets go of it
+                self.drop(peer)
 
     def _connect(self, peer: Peer) -> None:
         """Fill the host's tables for ``peer``. Raises MisfitError, or anything else where asking again may help."""

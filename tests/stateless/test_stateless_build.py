@@ -1,0 +1,53 @@
+"""What both ends are made of, with SGLang's own metadata buffers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pla_sglang.engine.stateless import build, queues
+
+
+class FakeEnd:
+    """One of the host's queues."""
+
+    def __init__(self, scheduler: Any, req_to_metadata_buffer_idx_allocator: Any, metadata_buffers: Any) -> None:
+        self.allocator, self.buffers = req_to_metadata_buffer_idx_allocator, metadata_buffers
+
+
+class ReceivingEnd(FakeEnd):
+    def __init__(
+        self,
+        scheduler: Any,
+        req_to_metadata_buffer_idx_allocator: Any,
+        metadata_buffers: Any,
+        transfer_queue: Any,
+        tp_size: int,
+    ) -> None:
+        super().__init__(scheduler, req_to_metadata_buffer_idx_allocator, metadata_buffers)
+        self.transfers = transfer_queue
+
+
+def test_each_end_has_metadata_buffers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receiver that got a slot which a sender has freed would find a stale room in it."""
+    for name in ("SendQueue", "TransferQueue"):
+        monkeypatch.setattr(queues, name, FakeEnd)
+    monkeypatch.setattr(queues, "ReceiveQueue", ReceivingEnd)
+    pool = SimpleNamespace(maybe_get_custom_mem_pool=lambda: None)
+    scheduler: Any = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(size=3),
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool, need_sort=False),
+    )
+    monkeypatch.setattr(build, "_common", lambda scheduler: {"scheduler": scheduler, "tp_size": 1})
+    ends = build.build_ends(scheduler)
+    assert ends.sending.buffers is not ends.receiving.buffers
+    assert ends.sending.allocator is not ends.receiving.allocator
+    for buffers in (ends.sending.buffers, ends.receiving.buffers):
+        assert len(buffers.bootstrap_room) == build.METADATA_PER_ROW * 3
+    assert ends.receiving.transfers is ends.transfers
+    assert (ends.transfers.buffers, ends.transfers.allocator) == (ends.receiving.buffers, ends.receiving.allocator)
+    host = (scheduler.req_to_metadata_buffer_idx_allocator, scheduler.disagg_metadata_buffers)
+    assert host == (ends.sending.allocator, ends.sending.buffers), "the host's sending functions look there"
+    assert ends.sending.allocator.alloc() == ends.receiving.allocator.alloc() == 0, "neither takes slots of the other"
