@@ -194,8 +194,7 @@ def ratios_of(result: Result) -> Row:
 def figures_again(result: Result) -> Row:
     """Rates and ratios, from the rows of a kept result."""
     rates = highest_rate.rates_of(result)
-    again = rates | ratios_of({**result, **rates})
-    return {key: figure for key, figure in again.items() if key in result}
+    return rates | ratios_of({**result, **rates})
 
 
 def rate_text(held: float | None, missed: float | None) -> str:
