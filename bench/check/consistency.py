@@ -23,7 +23,7 @@ from bench.cost import stateless
 from bench.harness.bench import ROOT, Result
 from bench.harness.report import emit, say, show
 from bench.harness.stats import ROUND_RATIOS, as_json
-from bench.research import arrow, best_stock, best_stock_live
+from bench.research import arrow, best_stock, best_stock_live, highest_rate
 from bench.research.fleets import forecast, policies
 from bench.research.papers.__main__ import recompute
 from bench.research.papers.finding import Point
@@ -152,8 +152,8 @@ def frontier_again(result: Result) -> dict[str, Any]:
 VERIFIED = ("requests", "completed", "input_tokens", "tokens_verified", "tokens_wrong", "requests_wrong")
 AGAIN: dict[str, Callable[[Result], Mapping[str, Any]]] = {  # bench -> figures that follow from what its file holds
     "abort_storm": lambda result: {"aborted": result["by_abort_request"] + result["by_disconnect"]},
-    "arrow": arrow.figures_again,
-    "best_stock_live": best_stock_live.figures_again,
+    "arrow": lambda result: highest_rate.figures_again(result, arrow.ratios_of),
+    "best_stock_live": lambda result: highest_rate.figures_again(result, best_stock_live.ratios_of),
     "best_stock": lambda result: best_stock.figures_at(parse_limits(result["limits"]), result["target"]),
     "baselines": lambda result: {
         **sums(result["rows"], "requests", "completed", "tokens_verified", "tokens_wrong"),

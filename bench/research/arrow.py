@@ -191,12 +191,6 @@ def ratios_of(result: Result) -> Row:
     return ratios
 
 
-def figures_again(result: Result) -> Row:
-    """Rates and ratios, from the rows of a kept result."""
-    rates = highest_rate.rates_of(result)
-    return rates | ratios_of({**result, **rates})
-
-
 def rate_text(held: float | None, missed: float | None) -> str:
     """Such as ``94.2/s``, or ``below 49.6/s`` of an arm that held no rate that it was asked for."""
     return f"below {report.number(missed)}/s" if held is None and missed is not None else f"{report.number(held)}/s"

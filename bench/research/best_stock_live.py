@@ -58,13 +58,6 @@ def ratios_of(result: Result) -> Row:
     }
 
 
-def figures_again(result: Result) -> Row:
-    """Rates and ratios, from the rows of a kept result; the older ones do not say what was missed."""
-    rates = highest_rate.rates_of(result)
-    again = rates | ratios_of({**result, **rates})
-    return {key: figure for key, figure in again.items() if key in result}
-
-
 def sum_up(courses: Sequence[Course]) -> Row:
     """By workload and arm."""
     result = highest_rate.sum_up(courses)

@@ -273,24 +273,31 @@ def rates_of(result: Mapping[str, Any]) -> Row:
     return rates
 
 
+def figures_again(result: Result, ratios_of: Callable[[Result], Row]) -> Row:
+    """Rates and ratios of a kept result, from its rows: those that it has, as older ones do not say what was missed."""
+    rates = rates_of(result)
+    again = rates | ratios_of({**result, **rates})
+    return {key: figure for key, figure in again.items() if key in result}
+
+
 def table(result: Mapping[str, Any]) -> report.Cells:
     """A row a run, requests/s of device time."""
     header = ["workload and arm", "requests/s", "in target", "simulated", "TTFT p99, s", "TPOT p99, ms"]
     counted = any("flips" in row for row in result["rows"])
-    cells = []
-    for row in result["rows"]:
-        cells.append(
-            [
-                row["contest"],
-                report.number(row["rate_rps"]),
-                f"{row['live_attainment']:.1%}",
-                f"{row['sim_attainment']:.1%}",
-                f"{row['live_ttft_p99_s']:.2f}",
-                f"{row['live_tpot_p99_s'] * 1e3:.0f}",
-            ]
-        )
-        cells[-1] += [report.number(row.get("flips"))] if counted else []
-        cells[-1] += [f"{row['host_overhead_share']:.0%}", report.yes_no(row["valid"])]
+    cells = [
+        [
+            row["contest"],
+            report.number(row["rate_rps"]),
+            f"{row['live_attainment']:.1%}",
+            f"{row['sim_attainment']:.1%}",
+            f"{row['live_ttft_p99_s']:.2f}",
+            f"{row['live_tpot_p99_s'] * 1e3:.0f}",
+            *([report.number(row.get("flips"))] if counted else []),
+            f"{row['host_overhead_share']:.0%}",
+            report.yes_no(row["valid"]),
+        ]
+        for row in result["rows"]
+    ]
     return [*header, *(["flips"] if counted else []), "host", "valid"], cells
 
 
