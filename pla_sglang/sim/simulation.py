@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from pla_sglang.metrics.goodput import Served
+from pla_sglang.policy.interface.decisions import Hold
 from pla_sglang.sim.closed import ClosedLoop
 from pla_sglang.sim.cluster import Cluster
 from pla_sglang.sim.config import InstanceFault, LinkFault, Policies, SimConfig
@@ -22,6 +24,10 @@ from pla_sglang.sim.samples import Sampler, Samples
 from pla_sglang.workload.trace import Trace
 
 STALL_S = 3600.0  # virtual time without anything but ticks, with requests open: nothing will ever come
+# An empty fleet ticks as ever for this long, for policies to see the load go; then a tick follows after this share of
+# the time since, for as long as a controller answers the same. So a gap of days costs as much as one of minutes.
+SETTLE_S = 600.0
+SPARSE = 0.05
 Progress = Callable[[int, int], None]  # requests ended, requests in all
 
 
@@ -104,6 +110,8 @@ class Simulation:
         self._sampler = Sampler()
         self._sampled_s = -math.inf
         self._ticks = 0
+        self._held: list[list[str] | None] = [None] * len(policies.controllers)  # last answer, if it changed nothing
+        self._skipped: Counter[str] = Counter()  # answers of ticks that were left out, by reason
         self._active = (0, 0.0)  # events that were no ticks, and when they last grew
         self._progress: Progress | None = None
         self._schedule()
@@ -204,22 +212,37 @@ class Simulation:
         self._again(self.config.report_interval_s, self._report, 0)
 
     def _control(self, number: int) -> None:
-        self.cluster.runner.tick(number, self.kernel.now_s)
+        actions = self.cluster.runner.tick(number, self.kernel.now_s)
         self.cluster.place_waiting()
-        self._again(self._policies.controllers[number].interval_s, self._control, number)
+        held = [action.reason.value for action in actions] if all(isinstance(one, Hold) for one in actions) else None
+        is_steady = held is not None and held == self._held[number]
+        self._held[number] = held
+        ticks = self._again(self._policies.controllers[number].interval_s, self._control, number, may_skip=is_steady)
+        for reason in held or ():
+            self._skipped[reason] += max(0, ticks - 1)
 
-    def _again(self, after_s: float, call: Callable[[int], None], what: int) -> None:
-        """The next tick of a kind, as long as there are requests to come or to serve."""
+    def _again(self, after_s: float, call: Callable[[int], None], what: int, *, may_skip: bool = True) -> int:
+        """The next tick of a kind, as long as there are requests to come or to serve. Returns how many ticks on it is."""
         self._ticks += 1
         now_s, others = self.kernel.now_s, self.kernel.events - self._ticks
         if others != self._active[0]:
             self._active = (others, now_s)
         if self.cluster.ledger.complete:
-            return
+            return 0
         waits = len(self._requests) == len(self._trace)
         if waits and now_s > self._active[1] + STALL_S:
             raise SimError(self._stuck())
-        self.kernel.at(now_s + after_s, Priority.TICK, call, what)
+        ticks = self._ticks_to_next(after_s) if may_skip and not self.cluster.ledger.live else 1
+        self.kernel.at(now_s + ticks * after_s, Priority.TICK, call, what)
+        return ticks
+
+    def _ticks_to_next(self, after_s: float) -> int:
+        """Of an empty fleet: 1, and more once it has settled; none is left out at an event or right after it."""
+        idle_s = self.kernel.now_s - self._active[1]
+        if idle_s < SETTLE_S:
+            return 1
+        sparse, due_s = int(SPARSE * idle_s / after_s), self.kernel.next_s(Priority.TICK) - self.kernel.now_s
+        return max(1, sparse if math.isinf(due_s) else min(sparse, math.ceil(due_s / after_s)))
 
     def _stuck(self) -> str:
         live = list(self.cluster.ledger.live.values())
@@ -263,7 +286,7 @@ class Simulation:
             retractions=column("retractions"),
             migrations=column("migrations"),
             retries=column("retries"),
-            reasons=dict(sorted(cluster.runner.reasons().items())),
+            reasons=dict(sorted((cluster.runner.reasons() + self._skipped).items())),
             pass_reasons=dict(sorted(cluster.pass_reasons.items())),
             counts=counts,
             samples=self._sampler.result(),
