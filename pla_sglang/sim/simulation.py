@@ -6,28 +6,23 @@ import dataclasses
 import hashlib
 import math
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from pla_sglang.metrics.goodput import Served
-from pla_sglang.policy.interface.decisions import Hold
 from pla_sglang.sim.closed import ClosedLoop
 from pla_sglang.sim.cluster import Cluster
 from pla_sglang.sim.config import InstanceFault, LinkFault, Policies, SimConfig
 from pla_sglang.sim.errors import SimConfigError, SimError
+from pla_sglang.sim.idle import IdleTime
 from pla_sglang.sim.kernel import Kernel, Priority
 from pla_sglang.sim.request import SimRequest
 from pla_sglang.sim.samples import Sampler, Samples
 from pla_sglang.workload.trace import Trace
 
 STALL_S = 3600.0  # virtual time without anything but ticks, with requests open: nothing will ever come
-# An empty fleet ticks as ever for this long, for policies to see the load go; then a tick follows after this share of
-# the time since, for as long as a controller answers the same. So a gap of days costs as much as one of minutes.
-SETTLE_S = 600.0
-SPARSE = 0.05
 Progress = Callable[[int, int], None]  # requests ended, requests in all
 
 
@@ -110,8 +105,9 @@ class Simulation:
         self._sampler = Sampler()
         self._sampled_s = -math.inf
         self._ticks = 0
-        self._held: list[list[str] | None] = [None] * len(policies.controllers)  # last answer, if it changed nothing
-        self._skipped: Counter[str] = Counter()  # answers of ticks that were left out, by reason
+        self._idle = IdleTime(controller.interval_s for controller in policies.controllers)
+        self._idle_gpu_s = 0.0  # in the time that was left out
+        self._left_out_s = [0.0] * len(trace)  # before the arrival of each request; none is open while time is left out
         self._active = (0, 0.0)  # events that were no ticks, and when they last grew
         self._progress: Progress | None = None
         self._schedule()
@@ -146,7 +142,8 @@ class Simulation:
 
     def _arrive_as_recorded(self, row: int) -> None:
         if row + 1 < len(self._arrivals):
-            self.kernel.at(self._arrivals[row + 1], Priority.ARRIVAL, self._arrive_as_recorded, row + 1)
+            at_s = max(self.kernel.now_s, self._arrivals[row + 1] - self._idle.left_out_s)
+            self.kernel.at(at_s, Priority.ARRIVAL, self._arrive_as_recorded, row + 1)
         self._arrive(row)
 
     def _next_of_user(self, ended: SimRequest) -> None:
@@ -160,7 +157,9 @@ class Simulation:
         return 0.0 if self.config.pauses_s is None else self.config.pauses_s[row]
 
     def _arrive(self, row: int) -> None:
-        self._arrivals[row] = self.kernel.now_s  # what a closed loop makes it; in an open one it is the same
+        self._left_out_s[row] = self._idle.left_out_s
+        if self._loop is not None:
+            self._arrivals[row] = self.kernel.now_s + self._idle.left_out_s
         request = self._request(row)
         self._requests.append(request)
         if row in self.config.cancels:
@@ -172,7 +171,7 @@ class Simulation:
         output = self._outputs[row]
         return SimRequest(
             row,
-            self._arrivals[row],
+            self.kernel.now_s,
             self._inputs[row],
             output,
             limit_tokens=max(output, config.output_limit_tokens or 0),
@@ -204,45 +203,39 @@ class Simulation:
                 self.cluster.runner.token_interval(instance.view, interval_s, now_s)
         if now_s >= self._sampled_s + self.config.sample_s:
             self._sampled_s = now_s
-            self._sampler.take(fleet.view, now_s)
+            self._sampler.take(fleet.view, now_s + self._idle.left_out_s)
         if self._progress is not None:
             self._progress(sum(self.cluster.ledger.ended.values()), len(self._trace))
         fleet.check_drained()
         self.cluster.place_waiting()
+        if not self.cluster.ledger.live:
+            self._leave_out_idle_time()
         self._again(self.config.report_interval_s, self._report, 0)
 
-    def _control(self, number: int) -> None:
-        actions = self.cluster.runner.tick(number, self.kernel.now_s)
-        self.cluster.place_waiting()
-        held = [action.reason.value for action in actions] if all(isinstance(one, Hold) for one in actions) else None
-        is_steady = held is not None and held == self._held[number]
-        self._held[number] = held
-        ticks = self._again(self._policies.controllers[number].interval_s, self._control, number, may_skip=is_steady)
-        for reason in held or ():
-            self._skipped[reason] += max(0, ticks - 1)
+    def _leave_out_idle_time(self) -> None:
+        now_s, lives = self.kernel.now_s, self.cluster.fleet.lives
+        by_s = self._idle.leave_out(now_s, now_s - self._active[1], self.kernel.next_s(Priority.TICK) - now_s)
+        if by_s:
+            self.kernel.hasten(Priority.TICK, by_s)
+            self._idle_gpu_s += by_s * sum(life.spec.gpus for life in lives if life.end_s is None)
 
-    def _again(self, after_s: float, call: Callable[[int], None], what: int, *, may_skip: bool = True) -> int:
-        """The next tick of a kind, as long as there are requests to come or to serve. Returns how many ticks on it is."""
+    def _control(self, number: int) -> None:
+        self._idle.note_answer(self.cluster.runner.tick(number, self.kernel.now_s))
+        self.cluster.place_waiting()
+        self._again(self._policies.controllers[number].interval_s, self._control, number)
+
+    def _again(self, after_s: float, call: Callable[[int], None], what: int) -> None:
+        """The next tick of a kind, as long as there are requests to come or to serve."""
         self._ticks += 1
         now_s, others = self.kernel.now_s, self.kernel.events - self._ticks
         if others != self._active[0]:
             self._active = (others, now_s)
         if self.cluster.ledger.complete:
-            return 0
+            return
         waits = len(self._requests) == len(self._trace)
         if waits and now_s > self._active[1] + STALL_S:
             raise SimError(self._stuck())
-        ticks = self._ticks_to_next(after_s) if may_skip and not self.cluster.ledger.live else 1
-        self.kernel.at(now_s + ticks * after_s, Priority.TICK, call, what)
-        return ticks
-
-    def _ticks_to_next(self, after_s: float) -> int:
-        """Of an empty fleet: 1, and more once it has settled; none is left out at an event or right after it."""
-        idle_s = self.kernel.now_s - self._active[1]
-        if idle_s < SETTLE_S:
-            return 1
-        sparse, due_s = int(SPARSE * idle_s / after_s), self.kernel.next_s(Priority.TICK) - self.kernel.now_s
-        return max(1, sparse if math.isinf(due_s) else min(sparse, math.ceil(due_s / after_s)))
+        self.kernel.at(now_s + after_s, Priority.TICK, call, what)
 
     def _stuck(self) -> str:
         live = list(self.cluster.ledger.live.values())
@@ -259,7 +252,8 @@ class Simulation:
             return np.array([getattr(one, name) for one in requests], dtype=np.int64)
 
         def times(name: str) -> npt.NDArray[np.float64]:
-            return np.array([getattr(one, name) for one in requests], dtype=np.float64)  # None becomes nan
+            at_s = np.array([getattr(one, name) for one in requests], dtype=np.float64)  # None becomes nan
+            return at_s + np.array([self._left_out_s[one.row] for one in requests])
 
         counts = {stage.value: count for stage, count in cluster.ledger.ended.items()}
         counts |= dict(cluster.counts)
@@ -269,6 +263,7 @@ class Simulation:
             "retractions": sum(request.retractions for request in requests),
         }
         end_s = max((one.finish_s for one in requests if one.finish_s is not None), default=self._active[1])
+        gpu_hours = cluster.fleet.gpu_hours(end_s) + self._idle_gpu_s / 3600
         return RunResult(
             name=self._policies.name,
             seed=self.config.seed,
@@ -286,12 +281,12 @@ class Simulation:
             retractions=column("retractions"),
             migrations=column("migrations"),
             retries=column("retries"),
-            reasons=dict(sorted((cluster.runner.reasons() + self._skipped).items())),
+            reasons=dict(sorted((cluster.runner.reasons() + self._idle.reasons).items())),
             pass_reasons=dict(sorted(cluster.pass_reasons.items())),
             counts=counts,
             samples=self._sampler.result(),
-            gpu_hours=cluster.fleet.gpu_hours(end_s),
-            end_s=end_s,
+            gpu_hours=gpu_hours,
+            end_s=end_s + self._idle.left_out_s,
             events=self.kernel.events,
             wall_s=wall_s,
             cpu_s=cpu_s,
