@@ -98,7 +98,9 @@ def _read(path: Path, header: tuple[str, ...], columns: Columns, one: Callable[[
     _, names = next(rows, (0, []))
     missing = [name for name in header if name not in names]
     if missing:
-        raise TraceError(f"{path}: no column {', '.join(missing)}; found: {shorten(', '.join(names) or 'nothing', 300)}")
+        raise TraceError(
+            f"{path}: no column {', '.join(missing)}; found: {shorten(', '.join(names) or 'nothing', 300)}"
+        )
     if twice := [name for name in (*header, *_PLAIN_NAMES) if names.count(name) > 1]:
         raise TraceError(f"{path}: two columns {twice[0]}; allowed: one")
     for line, fields in rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from pla_sglang.reading import open_text, refuse_unreadable
 from pla_sglang.workload.csv_formats import (
     AZURE_HEADER,
     BURSTGPT_HEADER,
@@ -14,7 +15,6 @@ from pla_sglang.workload.csv_formats import (
     load_plain,
     read_csv_rows,
 )
-from pla_sglang.reading import open_text, refuse_unreadable
 from pla_sglang.workload.generate import Arrivals
 from pla_sglang.workload.json_formats import load_lmsys, load_mooncake, load_sharegpt
 from pla_sglang.workload.rows import BadRows

@@ -73,13 +73,17 @@ class Columns:
         if not (arrival.is_finite() and 0 <= arrival <= LARGEST_TIME):
             raise RowError(f"arrival {float(arrival)} s; allowed: finite, 0 and more, up to {LARGEST_TIME}")
         if not self.sort and arrival < self._last:
-            raise RowError(f"arrival {arrival:.17g} s is before {self._last:.17g} s in an earlier row; allowed: ascending")
+            raise RowError(
+                f"arrival {arrival:.17g} s is before {self._last:.17g} s in an earlier row; allowed: ascending"
+            )
         for what, tokens in (("input tokens", input_tokens), ("output tokens", output_tokens)):
             if not 1 <= tokens <= LARGEST_TOKENS:
                 raise RowError(f"{what} {shorten(tokens)}; allowed: 1 to {LARGEST_TOKENS}")
         after_s = 0.0 if self._first is None else float(_EXACT.subtract(arrival, self._first))
         if abs(after_s) > LATEST_ARRIVAL_S:
-            raise RowError(f"arrival {arrival:.17g} s is {after_s:g} s from the first; allowed: up to {LATEST_ARRIVAL_S:g}")
+            raise RowError(
+                f"arrival {arrival:.17g} s is {after_s:g} s from the first; allowed: up to {LATEST_ARRIVAL_S:g}"
+            )
         self._first = arrival if self._first is None else self._first
         self._last = arrival
         self.arrival_s.append(after_s)
@@ -139,7 +143,7 @@ def whole_number(given: typing.Any, what: str) -> int:
 
 
 def read_id(given: typing.Any, what: str) -> Id:
-    """An id of any kind: a whole number, however it is written, is that number; all else is its text. Raises RowError."""
+    """An id of any kind: a whole number, however written, is that number; all else is its text. Raises RowError."""
     if isinstance(given, int) and not isinstance(given, bool):
         return given
     text = str(given).strip() if isinstance(given, (str, Decimal)) else ""
