@@ -32,15 +32,21 @@ class Rule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Finite numbers from ``low`` to ``high``, both included, ``low`` itself excluded with ``above``; in ``unit``."""
+    """Finite numbers from ``low`` to ``high``, both included, ``low`` itself excluded with ``above``; in ``unit``.
+
+    ``infinite``: code may pass infinity, which means none. Nobody can type it.
+    """
 
     problem: ClassVar[str] = "is out of range"
     low: float = -math.inf
     high: float = math.inf
     unit: str = ""
     above: bool = False
+    infinite: bool = False
 
     def allows(self, value: Any) -> bool:
+        if self.infinite and value == math.inf:
+            return True
         number: Any = value if isinstance(value, numbers.Real) and is_finite(value) else math.nan
         return (self.low < number if self.above else self.low <= number) and bool(number <= self.high)
 

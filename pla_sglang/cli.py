@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -132,7 +133,7 @@ def parse_one(name: str, text: str, declared: Declared) -> Any:
             raise ConfigError(f"{name} {text!r} is not known; allowed: {', '.join(words)}")
         return words[text]
     value: Any = parse_number(text) if base in (int, float) else text
-    check_value(name, value, declared)
+    check_value(name, value if value != math.inf else text, declared)
     return float(declared.knob.scale.to_field(value)) if base is float else base(value)
 
 

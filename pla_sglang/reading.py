@@ -22,7 +22,7 @@ from pla_sglang.errors import PlaError
 
 LONGEST_LINE = 16 << 20  # bytes or characters
 LARGEST_TEXT = 64 << 20  # characters of a file that is read as a whole
-# gzip makes a text 3 to 30 times smaller; what unpacks to more than this, and is not small, is a file made to fill memory
+# gzip makes a text 3 to 30 times smaller: what unpacks to more than this, and is not small, was made to fill memory
 UNPACKED_TIMES = 200
 UNPACKED_LEAST_BYTES = 32 << 20
 _GZIP = b"\x1f\x8b"
@@ -94,9 +94,13 @@ def read_byte_lines(path: Path, error: Error) -> Iterator[bytes]:
 def read_text(path: Path, error: Error, *, most: int = LARGEST_TEXT) -> str:
     """All of a text of at most so many characters. Raises ``error``."""
     with refuse_unreadable(path, error), open_text(path, error) as file:
-        text = file.read(most + 1)
-    if len(text) > most:
-        raise error(f"{path} is too large; allowed: {most} characters")
+        parts, left = [], most
+        while part := file.read(1 << 20):  # a read of n characters takes room for n bytes first
+            parts.append(part)
+            left -= len(part)
+            if left < 0:
+                raise error(f"{path} is too large; allowed: {most} characters")
+    text = "".join(parts)
     if (bad := find_bad_byte(text)) is not None:
         raise error(f"{path}: {bad}")
     return text
@@ -129,7 +133,8 @@ def find_bad_byte(text: str) -> str | None:
     except UnicodeEncodeError as problem:
         byte, place = ord(text[problem.start]) & 0xFF, problem.start
         line = text.count("\n", 0, place) + 1
-        return f"byte 0x{byte:02x} at character {place + 1}, line {line} of it, is not UTF-8; allowed: UTF-8"
+        where = f"character {place + 1}" + (f", line {line}" if line > 1 else "")
+        return f"byte 0x{byte:02x} at {where} is not UTF-8; allowed: UTF-8"
     return None
 
 

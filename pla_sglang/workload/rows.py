@@ -65,9 +65,9 @@ class Columns:
         extra: dict[str, Id] | None = None,
         hash_ids: tuple[Id, ...] | None = None,
     ) -> None:
-        """``arrival``: in seconds, from any day on. Raises RowError for a row that is no request; nothing is added then.
+        """``arrival`` is in seconds, from any day on. Raises RowError for a row that is no request.
 
-        Times count from the first request, and are subtracted before they are rounded: seconds since 1970 keep all
+        Nothing is added then. Times count from the first request, and are subtracted before they are rounded: seconds since 1970 keep all
         their digits.
         """
         if not (arrival.is_finite() and 0 <= arrival <= LARGEST_TIME):
@@ -126,7 +126,7 @@ def number(given: typing.Any, what: str, allowed: str = "a number") -> Decimal:
         if isinstance(given, bool) or (isinstance(given, str) and "_" in given):  # Python's own, in no data format
             raise ValueError
         value = Decimal(given)
-        if value.is_snan():
+        if value.is_snan() or (value.is_finite() and value.adjusted() > 308):  # more than a double holds
             raise ValueError
         return value
     except (TypeError, ValueError, ArithmeticError):
