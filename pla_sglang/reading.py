@@ -21,6 +21,7 @@ from pathlib import Path
 from pla_sglang.errors import PlaError
 
 LONGEST_LINE = 16 << 20  # bytes or characters
+MOST_BLANK_LINES = 10_000  # in a row
 LARGEST_TEXT = 64 << 20  # characters of a file that is read as a whole
 # gzip makes a text 3 to 30 times smaller: what unpacks to more than this, and is not small, was made to fill memory
 UNPACKED_TIMES = 200
@@ -69,6 +70,7 @@ def open_text(path: Path, error: Error) -> typing.TextIO:
 
 def read_lines(path: Path, error: Error) -> Iterator[str]:
     """The lines of a text, each with its end. Raises ``error``."""
+    blank = 0
     with refuse_unreadable(path, error), open_text(path, error) as text:
         for number in itertools.count(1):
             line = text.readline(LONGEST_LINE + 1)
@@ -76,6 +78,9 @@ def read_lines(path: Path, error: Error) -> Iterator[str]:
                 return
             if len(line) > LONGEST_LINE:
                 raise error(f"{path}, line {number} is too long; allowed: {LONGEST_LINE} characters")
+            blank = blank + 1 if line.isspace() else 0
+            if blank > MOST_BLANK_LINES:
+                raise error(f"{path}, line {number}: no end of blank lines; allowed: {MOST_BLANK_LINES} in a row")
             yield line
 
 
