@@ -67,8 +67,8 @@ class Columns:
     ) -> None:
         """``arrival`` is in seconds, from any day on. Raises RowError for a row that is no request.
 
-        Nothing is added then. Times count from the first request, and are subtracted before they are rounded: seconds since 1970 keep all
-        their digits.
+        Nothing is added then. Times count from the first request, and are subtracted before they are rounded:
+        seconds since 1970 keep all their digits.
         """
         if not (arrival.is_finite() and 0 <= arrival <= LARGEST_TIME):
             raise RowError(f"arrival {float(arrival)} s; allowed: finite, 0 and more, up to {LARGEST_TIME}")

@@ -16,7 +16,6 @@ from pla_sglang import cli, parity, reading, simulate, view_recording
 from pla_sglang.errors import ConfigError, PlaError
 from pla_sglang.profiles.load import FOLDER, load_profile
 from pla_sglang.recording.file import read
-from pla_sglang.recording.rows import RecordError
 from pla_sglang.sim.stock_frontier import read_limits
 from pla_sglang.workload import TraceError, load_trace
 from pla_sglang.workload.talks import read_talks
