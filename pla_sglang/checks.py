@@ -32,16 +32,22 @@ class Rule(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from ``low`` to ``high``, both included, ``low`` itself excluded with ``above``; in ``unit``."""
+    """Finite numbers from ``low`` to ``high``, both included, ``low`` itself excluded with ``above``; in ``unit``.
+
+    ``infinite``: code may pass infinity, which means none. Nobody can type it.
+    """
 
     problem: ClassVar[str] = "is out of range"
     low: float = -math.inf
     high: float = math.inf
     unit: str = ""
     above: bool = False
+    infinite: bool = False
 
     def allows(self, value: Any) -> bool:
-        number: Any = value if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+        if self.infinite and value == math.inf:
+            return True
+        number: Any = value if isinstance(value, numbers.Real) and is_finite(value) else math.nan
         return (self.low < number if self.above else self.low <= number) and bool(number <= self.high)
 
     def __str__(self) -> str:
@@ -196,9 +202,17 @@ def check_value(name: str, value: Any, declared: Declared) -> None:
     raise ConfigError(f"{name} {value!r} {problem}; allowed: {rule}{none}")
 
 
+def is_finite(value: Any) -> bool:
+    """A number that a double can hold; what is far beyond is as good as infinite."""
+    try:
+        return not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def require(name: str, value: float | None, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Raises ConfigError unless ``low <= value <= high`` (``low < value`` with ``above``); None passes."""
-    if value is None or ((low < value if above else low <= value) and value <= high):
+    """Raises ConfigError unless ``low <= value <= high`` (``low < value`` with ``above``) and finite; None passes."""
+    if value is None or (is_finite(value) and (low < value if above else low <= value) and value <= high):
         return
     allowed = Range(low, high, above=above)
     raise ConfigError(f"{name} {value!r} {allowed.problem}; allowed: {allowed}")

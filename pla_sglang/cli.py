@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import enum
+import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from pla_sglang.checks import Declared, check_value, declared_fields, nested_configs, plain
 from pla_sglang.errors import ConfigError
+from pla_sglang.reading import read_text
 from pla_sglang.terminal import outlive_reader
 
 EXIT_BAD_ARGUMENTS = 2
+LARGEST_CONFIG = 1 << 20  # characters of a YAML file; its parser takes a second for so much
 FILE_FLAGS = {"launch_cluster": "--cluster-config"}  # --config goes to its engines
 PRINT_FLAG = "--print-config"
 PREFIX = "knob__"  # of our values in a namespace that may be SGLang's
@@ -130,7 +133,7 @@ def parse_one(name: str, text: str, declared: Declared) -> Any:
             raise ConfigError(f"{name} {text!r} is not known; allowed: {', '.join(words)}")
         return words[text]
     value: Any = parse_number(text) if base in (int, float) else text
-    check_value(name, value, declared)
+    check_value(name, value if value != math.inf else text, declared)
     return float(declared.knob.scale.to_field(value)) if base is float else base(value)
 
 
@@ -150,11 +153,11 @@ def load_yaml(path: str) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader) or {}
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.load(read_text(Path(path), ConfigError, most=LARGEST_CONFIG), Loader=yaml.BaseLoader) or {}
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: it is nested too deep; expected a key and a value on each line") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a key and a value on each line")
     return values

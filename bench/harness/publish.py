@@ -18,6 +18,7 @@ from pathlib import Path
 from bench.harness.bench import ROOT, Bench, MakePage
 from bench.harness.catalogue import BENCHES
 from pla_sglang.errors import ConfigError
+from pla_sglang.reading import read_json
 
 HEADLINE = "headline"  # the marker in README.md, filled from the same file as ``hol``
 
@@ -55,9 +56,13 @@ def fill_page(name: str, text: str, root: Path = ROOT) -> None:
 
 
 def publish(name: str, source: Path, root: Path, pages: dict[str, tuple[Bench, MakePage]]) -> None:
-    result = json.loads(source.read_text(encoding="utf-8"))
+    result = read_json(source, ConfigError)
     bench, make = pages[name]
-    fill_page(name, make(result), root)
+    try:
+        text = make(result)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        raise ConfigError(f"{source} is no result of {name}: {error!r}") from None
+    fill_page(name, text, root)
     if name == "hol":
         fill_page(HEADLINE, pages[HEADLINE][1](result), root)
     measured_on = "cpu" if result.get("device", "cpu") == "cpu" else "gpu"

@@ -19,7 +19,7 @@ from pla_sglang.errors import ConfigError
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-TARGET = Range(0, unit="ms", above=True)
+TARGET = Range(0, unit="ms", above=True, infinite=True)
 
 
 @dataclass(frozen=True, slots=True)

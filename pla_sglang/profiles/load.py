@@ -10,6 +10,7 @@ from typing import Any
 
 from pla_sglang.checks import nested_configs
 from pla_sglang.profiles.step import ProfileError, StepProfile
+from pla_sglang.reading import read_json
 
 FOLDER = Path(__file__).parent / "data"
 # field of StepProfile -> the dataclass that its JSON object becomes
@@ -34,11 +35,7 @@ def load_profile(name_or_path: str | Path) -> StepProfile:
     if not path.is_file():
         raise ProfileError(f"unknown profile {name!r}; known: {', '.join(profile_names())}; or the path of a JSON file")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ProfileError(f"profile {path}: {error}") from None
-    try:
-        return parse_profile(values)
+        return parse_profile(read_json(path, ProfileError))
     except ProfileError as error:
         raise ProfileError(f"profile {path}: {error}") from None
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Literal, cast
+from typing import IO, cast
 
 import msgspec
 
+from pla_sglang.reading import read_byte_lines
 from pla_sglang.recording.rows import VERSION, Header, Line, RecordError, Row
 
 _encoder = msgspec.json.Encoder()
@@ -21,7 +22,7 @@ class RecordWriter:
     def __init__(self, path: Path, *, flush_lines: int = 200) -> None:
         self.lines = 0
         self._flush_lines = flush_lines
-        self._file = _open(path, "wb")
+        self._file = _create(path)
 
     def write(self, row: Row) -> None:
         self._file.write(_encoder.encode(row) + b"\n")
@@ -40,15 +41,13 @@ def read(path: Path) -> Iterator[Line]:
         RecordError: the file cannot be read, is not a recording, or has another version; names the line.
     """
     number = 0
-    try:
-        with _open(path, "rb") as file:
-            for data in file:
-                number += 1
-                line: Line = _decoder.decode(data)
-                _check(path, number, line)
-                yield line
-    except (OSError, EOFError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path} line {max(1, number)}: {error}") from None
+    for number, data in enumerate(read_byte_lines(path, RecordError), 1):
+        try:
+            line: Line = _decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RecordError(f"{path} line {number}: {error}") from None
+        _check(path, number, line)
+        yield line
     if number == 0:
         raise RecordError(f"{path} is empty")
 
@@ -60,7 +59,7 @@ def _check(path: Path, number: int, line: Line) -> None:
         raise RecordError(f"{path}: version {line.version}; this program reads 1 to {VERSION}")
 
 
-def _open(path: Path, mode: Literal["rb", "wb"]) -> IO[bytes]:
+def _create(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path, mode, compresslevel=3))
-    return path.open(mode)
+        return cast(IO[bytes], gzip.open(path, "wb", compresslevel=3))
+    return path.open("wb")

@@ -159,8 +159,8 @@ class SimConfig:
     handoff_wait_s: float = knob(30.0, allowed=Range(0, LATEST_S, above=True))
     retries: int = knob(3, allowed=Range(0))
     output_limit_tokens: int | None = knob(None, allowed=Range(1))
-    ttft_slo_s: float | None = knob(None, allowed=Range(0, above=True))
-    tpot_slo_s: float | None = knob(None, allowed=Range(0, above=True))
+    ttft_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
+    tpot_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
     decode_graph_batches: tuple[int, ...] | None = None
     prefill_graph_tokens: tuple[int, ...] | None = None
     overhead_s: float = 0.0

@@ -54,6 +54,18 @@ class Kernel:
             self.events += 1
             call(argument)
 
+    def next_s(self, before: Priority) -> float:
+        """When the next event of a priority before this one is due; infinite where there is none."""
+        return min((time_s for time_s, priority, *_ in self._heap if priority < before), default=math.inf)
+
+    def hasten(self, before: Priority, by_s: float) -> None:
+        """All events of a priority before this one come earlier by so much, which ``next_s`` allows."""
+        self._heap[:] = [
+            (max(self.now_s, time_s - by_s) if priority < before else time_s, priority, *rest)
+            for time_s, priority, *rest in self._heap
+        ]
+        heapq.heapify(self._heap)
+
     def quiet(self) -> bool:
         """Nothing else is scheduled for this very instant."""
         return not self._heap or self._heap[0][0] > self.now_s

@@ -16,6 +16,7 @@ from pla_sglang.sim.closed import ClosedLoop
 from pla_sglang.sim.cluster import Cluster
 from pla_sglang.sim.config import InstanceFault, LinkFault, Policies, SimConfig
 from pla_sglang.sim.errors import SimConfigError, SimError
+from pla_sglang.sim.idle import IdleTime
 from pla_sglang.sim.kernel import Kernel, Priority
 from pla_sglang.sim.request import SimRequest
 from pla_sglang.sim.samples import Sampler, Samples
@@ -104,6 +105,9 @@ class Simulation:
         self._sampler = Sampler()
         self._sampled_s = -math.inf
         self._ticks = 0
+        self._idle = IdleTime(controller.interval_s for controller in policies.controllers)
+        self._idle_gpu_s = 0.0  # in the time that was left out
+        self._left_out_s = [0.0] * len(trace)  # before the arrival of each request; none is open while time is left out
         self._active = (0, 0.0)  # events that were no ticks, and when they last grew
         self._progress: Progress | None = None
         self._schedule()
@@ -138,7 +142,8 @@ class Simulation:
 
     def _arrive_as_recorded(self, row: int) -> None:
         if row + 1 < len(self._arrivals):
-            self.kernel.at(self._arrivals[row + 1], Priority.ARRIVAL, self._arrive_as_recorded, row + 1)
+            at_s = max(self.kernel.now_s, self._arrivals[row + 1] - self._idle.left_out_s)
+            self.kernel.at(at_s, Priority.ARRIVAL, self._arrive_as_recorded, row + 1)
         self._arrive(row)
 
     def _next_of_user(self, ended: SimRequest) -> None:
@@ -152,7 +157,9 @@ class Simulation:
         return 0.0 if self.config.pauses_s is None else self.config.pauses_s[row]
 
     def _arrive(self, row: int) -> None:
-        self._arrivals[row] = self.kernel.now_s  # what a closed loop makes it; in an open one it is the same
+        self._left_out_s[row] = self._idle.left_out_s
+        if self._loop is not None:
+            self._arrivals[row] = self.kernel.now_s + self._idle.left_out_s
         request = self._request(row)
         self._requests.append(request)
         if row in self.config.cancels:
@@ -164,7 +171,7 @@ class Simulation:
         output = self._outputs[row]
         return SimRequest(
             row,
-            self._arrivals[row],
+            self.kernel.now_s,
             self._inputs[row],
             output,
             limit_tokens=max(output, config.output_limit_tokens or 0),
@@ -196,15 +203,24 @@ class Simulation:
                 self.cluster.runner.token_interval(instance.view, interval_s, now_s)
         if now_s >= self._sampled_s + self.config.sample_s:
             self._sampled_s = now_s
-            self._sampler.take(fleet.view, now_s)
+            self._sampler.take(fleet.view, now_s + self._idle.left_out_s)
         if self._progress is not None:
             self._progress(sum(self.cluster.ledger.ended.values()), len(self._trace))
         fleet.check_drained()
         self.cluster.place_waiting()
+        if not self.cluster.ledger.live:
+            self._leave_out_idle_time()
         self._again(self.config.report_interval_s, self._report, 0)
 
+    def _leave_out_idle_time(self) -> None:
+        now_s, lives = self.kernel.now_s, self.cluster.fleet.lives
+        by_s = self._idle.leave_out(now_s, now_s - self._active[1], self.kernel.next_s(Priority.TICK) - now_s)
+        if by_s:
+            self.kernel.hasten(Priority.TICK, by_s)
+            self._idle_gpu_s += by_s * sum(life.spec.gpus for life in lives if life.end_s is None)
+
     def _control(self, number: int) -> None:
-        self.cluster.runner.tick(number, self.kernel.now_s)
+        self._idle.note_answer(self.cluster.runner.tick(number, self.kernel.now_s))
         self.cluster.place_waiting()
         self._again(self._policies.controllers[number].interval_s, self._control, number)
 
@@ -236,7 +252,8 @@ class Simulation:
             return np.array([getattr(one, name) for one in requests], dtype=np.int64)
 
         def times(name: str) -> npt.NDArray[np.float64]:
-            return np.array([getattr(one, name) for one in requests], dtype=np.float64)  # None becomes nan
+            at_s = np.array([getattr(one, name) for one in requests], dtype=np.float64)  # None becomes nan
+            return at_s + np.array([self._left_out_s[one.row] for one in requests])
 
         counts = {stage.value: count for stage, count in cluster.ledger.ended.items()}
         counts |= dict(cluster.counts)
@@ -246,6 +263,7 @@ class Simulation:
             "retractions": sum(request.retractions for request in requests),
         }
         end_s = max((one.finish_s for one in requests if one.finish_s is not None), default=self._active[1])
+        gpu_hours = cluster.fleet.gpu_hours(end_s) + self._idle_gpu_s / 3600
         return RunResult(
             name=self._policies.name,
             seed=self.config.seed,
@@ -263,12 +281,12 @@ class Simulation:
             retractions=column("retractions"),
             migrations=column("migrations"),
             retries=column("retries"),
-            reasons=dict(sorted(cluster.runner.reasons().items())),
+            reasons=dict(sorted((cluster.runner.reasons() + self._idle.reasons).items())),
             pass_reasons=dict(sorted(cluster.pass_reasons.items())),
             counts=counts,
             samples=self._sampler.result(),
-            gpu_hours=cluster.fleet.gpu_hours(end_s),
-            end_s=end_s,
+            gpu_hours=gpu_hours,
+            end_s=end_s + self._idle.left_out_s,
             events=self.kernel.events,
             wall_s=wall_s,
             cpu_s=cpu_s,

@@ -7,13 +7,13 @@ with the default step profile; they hold for the span of arrivals and the precis
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.reading import read_json
 from pla_sglang.sim.fleet_arms import FleetArm, read_arm
 from pla_sglang.sim.stock_search import HeldRate
 
@@ -72,8 +72,8 @@ def parse_limits(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, float], L
 def read_limits(path: Path) -> dict[tuple[str, float], Limit]:
     """By workload and target. Raises ConfigError for a file that is not there, or is none of these."""
     try:
-        return parse_limits(json.loads(path.read_text(encoding="utf-8"))["limits"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return parse_limits(read_json(path, ConfigError)["limits"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no frontier of stock engines: {error!r}") from None
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import decimal
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pla_sglang.errors import PlaError
+from pla_sglang.reading import Error, find_bad_byte, parse_json, read_json, read_lines
 from pla_sglang.workload.generate import Arrivals, Turn, conversation_trace
-from pla_sglang.workload.rows import BadRows, Columns, RowError, number, open_text, whole_number
+from pla_sglang.workload.rows import BadRows, Columns, RowError, number, read_id, whole_number
 from pla_sglang.workload.trace import Trace, TraceError
 
 CountTokens = Callable[[str], int]
 CHARACTERS_PER_TOKEN = 4.1  # English prose with common tokenizers; for exact lengths pass a tokenizer's count
+LARGEST_DATASET = 4 << 30  # characters of a JSON file, which is read as a whole
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
 
 
@@ -33,7 +36,7 @@ def load_mooncake(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = Fals
                 number(record.get("timestamp"), "timestamp") / 1000,
                 whole_number(record.get("input_length"), "input_length"),
                 whole_number(record.get("output_length"), "output_length"),
-                hash_ids=tuple(whole_number(one, "hash id") for one in ids),
+                hash_ids=tuple(read_id(one, "hash id") for one in ids),
             )
         except RowError as error:
             columns.bad(line, str(error))
@@ -49,11 +52,7 @@ def load_sharegpt(
     prompt contains the earlier turns.
     """
     columns = Columns(path.name, bad_rows)
-    with open_text(path) as text:
-        try:
-            records = json.load(text)
-        except json.JSONDecodeError as error:
-            raise TraceError(f"{path}: not JSON: {error}") from None
+    records = read_json(path, TraceError, most=LARGEST_DATASET)
     if not isinstance(records, list):
         raise TraceError(f"{path}: expected a list of conversations, got {type(records).__name__}")
     talks = _conversations(enumerate(records, 1), "conversations", ("from", "value"), columns, count_tokens)
@@ -68,7 +67,7 @@ def load_lmsys(
     The format has no times: ``arrivals`` generates them.
     """
     columns = Columns(path.name, bad_rows)
-    records = _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path, columns)
+    records = read_parquet(path, TraceError) if path.suffix == ".parquet" else _json_lines(path, columns)
     talks = _conversations(records, "conversation", ("role", "content"), columns, count_tokens)
     return conversation_trace(path.name, talks, arrivals, skipped=tuple(columns.skipped))
 
@@ -112,28 +111,48 @@ def _turns(messages: typing.Sequence[typing.Any], names: tuple[str, str], count_
 
 
 def _json_lines(path: Path, columns: Columns) -> Iterator[tuple[int, typing.Any]]:
-    with open_text(path) as text:
-        for line, content in enumerate(text, 1):
-            if not content.strip():
-                continue
-            try:
-                record = json.loads(content)
-            except json.JSONDecodeError as error:
-                columns.bad(line, f"not JSON: {error}")
-                continue
-            if isinstance(record, dict):
-                yield line, record
-            else:
-                columns.bad(line, f"expected a JSON object, got {type(record).__name__}")
+    for line, content in enumerate(read_lines(path, TraceError), 1):
+        if not content.strip():
+            continue
+        if (bad := find_bad_byte(content)) is not None:
+            columns.bad(line, bad)
+            continue
+        try:
+            record = parse_json(content, parse_float=_read_decimal)
+        except ValueError as error:
+            columns.bad(line, f"not JSON: {error}")
+            continue
+        if isinstance(record, dict):
+            yield line, record
+        else:
+            columns.bad(line, f"expected a JSON object, got {type(record).__name__}")
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, typing.Any]]:
-    import pyarrow.parquet as parquet  # only this format needs it, and its import takes a while
+def _read_decimal(text: str) -> decimal.Decimal:
+    """With all its digits. Raises ValueError."""
+    try:
+        return decimal.Decimal(text)
+    except decimal.InvalidOperation:
+        raise ValueError("a number of too many digits") from None
 
+
+def read_parquet(path: Path, error: Error) -> Iterator[tuple[int, typing.Any]]:
+    """Records with their conversation, counted from 1. Raises ``error``."""
     if not path.is_file():
-        raise TraceError(f"trace file {path} does not exist")
-    file = parquet.ParquetFile(path)
-    if "conversation" not in file.schema_arrow.names:
-        raise TraceError(f"{path}: no column conversation; found: {', '.join(file.schema_arrow.names)}")
-    batches = file.iter_batches(columns=["conversation"])
-    yield from enumerate((record for batch in batches for record in batch.to_pylist()), 1)
+        raise error(f"{path} does not exist")
+    try:
+        import pyarrow as arrow  # only this format needs it, and its import takes a while
+        from pyarrow import parquet
+    except ImportError:
+        raise error(f"{path}: parquet needs the package pyarrow (pip install pyarrow)") from None
+    try:
+        file = parquet.ParquetFile(path)
+        known = [name for name in ("conversation", "conversations") if name in file.schema_arrow.names]
+        if not known:
+            raise error(f"{path}: no column conversation; found: {', '.join(file.schema_arrow.names)}")
+        batches = file.iter_batches(columns=known, batch_size=256)
+        yield from enumerate((record for batch in batches for record in batch.to_pylist()), 1)
+    except (arrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as problem:
+        if isinstance(problem, PlaError):
+            raise
+        raise error(f"{path} is no parquet file, or is damaged: {' '.join(str(problem).split())}") from None

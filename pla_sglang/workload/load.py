@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from pla_sglang.reading import open_text, refuse_unreadable
 from pla_sglang.workload.csv_formats import (
     AZURE_HEADER,
     BURSTGPT_HEADER,
@@ -12,14 +13,16 @@ from pla_sglang.workload.csv_formats import (
     load_azure,
     load_burstgpt,
     load_plain,
+    read_csv_rows,
 )
 from pla_sglang.workload.generate import Arrivals
 from pla_sglang.workload.json_formats import load_lmsys, load_mooncake, load_sharegpt
-from pla_sglang.workload.rows import BadRows, open_text
+from pla_sglang.workload.rows import BadRows
 from pla_sglang.workload.trace import Trace, TraceError
 
 TRACE_KINDS = ("plain", "azure", "burstgpt", "mooncake", "sharegpt", "lmsys")
 WITHOUT_TIMES = ("sharegpt", "lmsys")
+HEAD_CHARACTERS = 1 << 16
 
 
 def load_trace(
@@ -30,7 +33,7 @@ def load_trace(
     sort: bool = False,
     arrivals: Arrivals | None = None,
 ) -> Trace:
-    """A trace from a file, compressed (.gz) or not.
+    """A trace from a file, compressed with gzip or not; its times count from its first request.
 
     Args:
         kind: one of ``TRACE_KINDS``; None: detected from the head of the file.
@@ -42,6 +45,8 @@ def load_trace(
         TraceError: no such file, a format that is not recognised, a bad row, or no request at all.
     """
     path = Path(path)
+    if not path.is_file():
+        raise TraceError(f"trace file {path} does not exist")
     kind = kind or guess_kind(path)
     if kind not in TRACE_KINDS:
         raise TraceError(f"trace kind {kind!r} is not known; allowed: {', '.join(TRACE_KINDS)}")
@@ -57,15 +62,15 @@ def guess_kind(path: Path) -> str:
     """The format, from the first characters of the file. Raises TraceError for an unknown format."""
     if path.suffix == ".parquet":
         return "lmsys"
-    with open_text(path) as text:
-        head = text.read(4096)
+    with refuse_unreadable(path, TraceError), open_text(path, TraceError) as text:
+        head = text.read(HEAD_CHARACTERS)
     if not head.strip():
         raise TraceError(f"{path} is empty; allowed: at least one request")
-    header = {name.strip() for name in head.splitlines()[0].split(",")}
-    for kind, names in (("plain", PLAIN_HEADER), ("azure", AZURE_HEADER), ("burstgpt", BURSTGPT_HEADER)):
-        if header.issuperset(names):
-            return kind
     for kind, mark in (("sharegpt", '"conversations"'), ("lmsys", '"conversation"'), ("mooncake", '"input_length"')):
-        if mark in head:
+        if mark in head and head.lstrip()[0] in "[{":
+            return kind
+    _, names = next(read_csv_rows(path), (0, []))
+    for kind, header in (("plain", PLAIN_HEADER), ("azure", AZURE_HEADER), ("burstgpt", BURSTGPT_HEADER)):
+        if set(names).issuperset(header):
             return kind
     raise TraceError(f"{path}: format not recognised; name it with kind: {', '.join(TRACE_KINDS)}")

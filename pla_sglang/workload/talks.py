@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.reading import parse_json, read_json, read_lines
 from pla_sglang.workload.generate import Arrivals, Turn, conversation_trace
+from pla_sglang.workload.json_formats import LARGEST_DATASET, read_parquet
 from pla_sglang.workload.trace import Trace
 
 Tokenizer = Callable[[str], list[int]]
@@ -110,29 +111,37 @@ def read_talks(path: Path, tokenize: Tokenizer, *, limit: int) -> list[Talk]:
 def _read_records(path: Path) -> Iterator[Any]:
     if not path.is_file():
         raise DatasetError(f"--dataset {path} is not a file")
-    try:
-        if path.suffix == ".parquet":
-            from pyarrow import parquet
+    if path.suffix == ".parquet":
+        yield from (record for _, record in read_parquet(path, DatasetError))
+    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+        for line, text in enumerate(read_lines(path, DatasetError), 1):
+            if not text.strip():
+                continue
+            try:
+                yield parse_json(text)
+            except ValueError as error:
+                raise DatasetError(f"{path}, line {line} is not JSON: {error}") from None
+    else:
+        records = read_json(path, DatasetError, most=LARGEST_DATASET)
+        if not isinstance(records, list):
+            raise DatasetError(f"{path}: expected a list of conversations, got {type(records).__name__}")
+        yield from records
 
-            for batch in parquet.ParquetFile(path).iter_batches(batch_size=256):
-                yield from batch.to_pylist()
-        elif path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
-        else:
-            yield from json.loads(path.read_text(encoding="utf-8"))
-    except ImportError:
-        raise DatasetError(f"{path}: parquet needs the package pyarrow (pip install pyarrow)") from None
-    except json.JSONDecodeError as error:
-        raise DatasetError(f"{path} is not JSON: {error}") from None
 
-
-def _read_turns(path: Path, record: Mapping[str, Any], tokenize: Tokenizer) -> Talk:
+def _read_turns(path: Path, record: Any, tokenize: Tokenizer) -> Talk:
     for field, role, text in SCHEMAS:
-        if isinstance(messages := record.get(field), (list, tuple)):
-            spoken = [(message.get(role) or "", message.get(text) or "") for message in messages]
+        messages = record.get(field) if isinstance(record, dict) else None
+        if isinstance(messages, (list, tuple)):
+            if not all(isinstance(message, dict) for message in messages):
+                raise DatasetError(f"{path}: a message of {field!r} is no object")
+            spoken = [(_text_of(message.get(role)), _text_of(message.get(text))) for message in messages]
             return list(_pair_turns(spoken, tokenize))
     raise DatasetError(f"{path}: a record has no list 'conversation' (LMSYS) or 'conversations' (ShareGPT)")
+
+
+def _text_of(value: Any) -> str:
+    """Without what no tokenizer takes: half a pair of UTF-16, or a byte that was none."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else ""
 
 
 def _pair_turns(spoken: Sequence[tuple[str, str]], tokenize: Tokenizer) -> Iterator[SpokenTurn]:

@@ -16,6 +16,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 HashIds = tuple[tuple[int, ...], ...]
 
+LATEST_ARRIVAL_S = 1e10  # 300 years: beyond, microseconds would be lost in the rounding of doubles
 OPTIONAL_COLUMNS = ("session", "turn", "client")
 ID_COLUMNS = ("hash_ids", "answer_ids")
 
@@ -77,7 +78,8 @@ class Trace:
                 raise TraceError(f"trace {self.name}: {column} has {len(values)} rows, arrival_s has {n}")
         if self.block_tokens < 1:
             raise TraceError(f"trace {self.name}: block_tokens is {self.block_tokens}; allowed: 1 and more")
-        self._refuse(~np.isfinite(self.arrival_s) | (self.arrival_s < 0), "arrival_s", "finite, 0 and more")
+        allowed = f"finite, 0 and more, up to {LATEST_ARRIVAL_S:g}"
+        self._refuse(~((self.arrival_s >= 0) & (self.arrival_s <= LATEST_ARRIVAL_S)), "arrival_s", allowed)
         for column in ("input_tokens", "output_tokens"):
             self._refuse(getattr(self, column) < 1, column, "1 and more")
         back = np.zeros(n, dtype=bool)
