@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.logit_processors import fewer_repeats
-from support.serving import until
+from support.serving import Client, until
 
 from pla_sglang import chain
 from pla_sglang.chain.spread import CANDIDATES
@@ -31,7 +31,7 @@ MIXED = (*SCHEDULED, "--enable-mixed-chunk")
 SETTINGS = {
     "mixed": MIXED,
     "not mixed": SCHEDULED,
-    "retracted": (*MIXED, "--max-total-tokens", "2600", "--schedule-conservativeness", "0.02"),
+    "retracted": (*MIXED, "--max-total-tokens", "1700", "--schedule-conservativeness", "0.02"),
     "no overlap": (*MIXED, "--disable-overlap-schedule"),
 }
 COMMON = (
@@ -92,13 +92,14 @@ def answer(server: Server, body: Asked) -> tuple[list[int], str, int]:
 
 
 def answer_together(server: Server, bodies: list[Asked], rng: random.Random) -> list[tuple[list[int], str, int]]:
-    """In an order and at times by chance; in the order of ``bodies``."""
+    """In an order and at times by chance, with nothing cached; in the order of ``bodies``."""
+    Client(server).flush()
     order = rng.sample(range(len(bodies)), len(bodies))
     got: dict[int, Any] = {}
     with ThreadPoolExecutor(len(bodies)) as pool:
         for index in order:
             got[index] = pool.submit(answer, server, bodies[index])
-            time.sleep(rng.choice((0.0, 0.01, 0.04)))
+            time.sleep(rng.choice((0.0, 0.0, 0.03)))
         return [got[index].result() for index in range(len(bodies))]
 
 
@@ -145,13 +146,13 @@ def has_happened(name: str, state: dict[str, Any], retractions: int) -> bool:
 def check_by_oracle(bodies: list[Asked], alone: list[Any], *, overlap: bool) -> None:
     plain = {"temperature", "max_new_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty"}
     known = 0
-    for body, (tokens, why) in zip(bodies, alone, strict=True):
+    for body, (tokens, _) in zip(bodies, alone, strict=True):
         params = body["sampling_params"]
-        if params.keys() > plain or "custom_logit_processor" in body:
+        if not params.keys() <= plain:  # a logit processor has custom parameters
             continue
         named = {name.removesuffix("_penalty"): value for name, value in params.items() if name.endswith("_penalty")}
         penalties = chain.Penalties(**named, overlap=overlap)
         wanted = chain.expected_spread(body["input_ids"], params["max_new_tokens"], penalties)
-        assert (tuple(tokens), why) == (wanted.tokens, wanted.finish)
+        assert tuple(tokens) == wanted.tokens
         known += 1
     assert known >= LONGS
