@@ -132,7 +132,7 @@ def load(mode: str, *, stateless: bool = False) -> Any:
 def test_scheduler_process_with_scheduling_on() -> None:
     groups, missing = in_fork(lambda: load("temporal"))
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "scheduler"}
+    assert groups - {"cpu"} == {"cli", "scheduler", "running"}
 
 
 def test_scheduler_process_with_scheduling_off() -> None:
@@ -150,7 +150,10 @@ def test_processes_of_a_stateless_instance() -> None:
         install.install_frontend(scheduling=False, stateless=True)
         return live_groups()
 
-    for process, as_child, wanted in ((scheduler, True, {"stateless"}), (front, False, {"guard", "stateless front"})):
+    for process, as_child, wanted in (
+        (scheduler, True, {"stateless", "running"}),
+        (front, False, {"guard", "stateless front"}),
+    ):
         groups, missing = in_fork(process, as_child=as_child)
         assert missing == []
         assert groups - {"cpu"} == {"cli"} | wanted
@@ -179,7 +182,7 @@ def test_untouched_targets_stay_the_hosts() -> None:
 
     def ours() -> list[str]:
         load("off")
-        off = seams_of(Group.SCHEDULER, Group.FRONTEND, Group.LAUNCHER)
+        off = seams_of(Group.SCHEDULER, Group.RUNNING, Group.FRONTEND, Group.LAUNCHER)
         return [seam.target for seam in off if len(verify.effect_reasons([seam])) < len(seam.subscribers)]
 
     assert in_fork(ours) == []
@@ -347,7 +350,7 @@ def test_groups_that_come_later_are_called_too() -> None:
 
     groups, missing = in_fork(later)
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "scheduler", "telemetry"}
+    assert groups - {"cpu"} == {"cli", "scheduler", "running", "telemetry"}
 
 
 def test_a_scheduler_without_our_seams_is_not_served() -> None:

@@ -4,8 +4,8 @@ Who installs what:
 
 * a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE, GRAPHS, SCHEDULER and
   TELEMETRY in the children of a server whose device is emulated, whose prefill graphs are on, whose scheduling is on,
-  whose load is reported, and STATELESS in those of a stateless instance; CONTROLLER instead of these in the
-  data-parallel controller of a server with pools;
+  whose load is reported, STATELESS in those of a stateless instance, and RUNNING where one of scheduling and stateless
+  is on; CONTROLLER instead of these in the data-parallel controller of a server with pools;
 * the process that parsed a command line: GUARD, and FRONTEND, POOLS and STATELESS_FRONT for such servers, from the
   ``cli.parse`` seam;
 * our own launcher: LAUNCHER.
@@ -25,7 +25,14 @@ from pla_sglang import config
 from pla_sglang.errors import HostMismatchError
 
 # Never on a host that is not supported.
-HOST_SPECIFIC = {Group.GRAPHS, Group.SCHEDULER, Group.TELEMETRY, Group.CONTROLLER, Group.STATELESS}
+HOST_SPECIFIC = {
+    Group.GRAPHS,
+    Group.SCHEDULER,
+    Group.TELEMETRY,
+    Group.CONTROLLER,
+    Group.RUNNING,
+    Group.STATELESS,
+}
 
 _installed: dict[str, set[Group]] = {}  # target -> groups whose subscribers are active
 _controller_pid: int | None = None  # a number and no flag: a scheduler that is forked from the controller is another
@@ -61,6 +68,7 @@ def _groups(knobs: config.PlaConfig) -> list[Group]:
         (knobs.graphs, Group.GRAPHS),
         (knobs.enabled, Group.SCHEDULER),
         (knobs.reports, Group.TELEMETRY),
+        (knobs.enabled or knobs.stateless, Group.RUNNING),
         (knobs.stateless, Group.STATELESS),
     )
     return groups + [group for on, group in wanted if on]
@@ -102,6 +110,7 @@ def install_frontend(
         (scheduling, Group.SCHEDULER),
         (reports, Group.TELEMETRY),
         (pools, Group.CONTROLLER),
+        (scheduling or stateless, Group.RUNNING),
         (stateless, Group.STATELESS),
     )
     _install(seams_of(*here), verify.all_reasons(seams_of(*here, *(group for on, group in elsewhere if on))))

@@ -35,6 +35,7 @@ class Group(enum.Enum):
     POOLS = "pools"  # a server with a short and a long pool; the process that serves HTTP
     CONTROLLER = "controller"  # the same server; its data-parallel controller process
     GRAPHS = "graphs"  # prefill graphs of ours are on; scheduler processes
+    RUNNING = "running"  # scheduling is on, or a stateless instance; scheduler processes
     STATELESS = "stateless"  # a stateless instance; scheduler processes
     STATELESS_FRONT = "stateless front"  # the same; the process that serves HTTP
     LAUNCHER = "launcher"  # only under ``python -m pla_sglang.launch_server``
@@ -45,6 +46,7 @@ GROUP_EXITS = {
     Group.GUARD: "When SGLang refuses token ids outside the vocabulary itself.",
     Group.EMULATE: "With the emulation.",
     Group.TELEMETRY: "When SGLang pushes its load to a router.",
+    Group.RUNNING: "When the host takes what a running request has had from its tokens, and not from its passes.",
     Group.STATELESS: "When one engine of SGLang has both roles at once (0.5.23 switches between them, drained).",
     Group.STATELESS_FRONT: "As less.ends.",
     Group.GRAPHS: "When SGLang captures prefill graphs by tokens and request slots, and lazily.",

@@ -34,6 +34,17 @@ def early_send_without_event(original: Callable[..., None], scheduler: Any, requ
         scheduler.enable_overlap = overlap
 
 
+def offer_mask_functions(reasoner: Any, grammar_backend: Any, *args: Any, **keywords: Any) -> None:
+    """Before ``ReasonerGrammarBackend.__init__``: the backend that it wraps has the names that it will read.
+
+    They are for masks without a grammar, of strict thinking, which SGLang refuses with every backend but xgrammar's.
+    All other masks are made by the request's grammar.
+    """
+    for name in ("allocate_vocab_mask", "move_vocab_mask", "apply_vocab_mask"):
+        if not hasattr(grammar_backend, name):
+            setattr(grammar_backend, name, None)
+
+
 def announce_kv_as_dram(manager: Any, args: Any, *rest: Any, **keywords: Any) -> None:
     """Before ``NixlKVManager.__init__``: declare every KV buffer as DRAM.
 

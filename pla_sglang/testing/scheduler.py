@@ -24,8 +24,8 @@ def build_scheduler(arguments: Sequence[str], config: PlaConfig) -> Any:
     from pla_patches.seam import Group
 
     load_plugins()
-    groups = [group for on, group in ((config.enabled, Group.SCHEDULER), (config.graphs, Group.GRAPHS)) if on]
-    install_here(*groups)
+    scheduling = (Group.SCHEDULER, Group.RUNNING) if config.enabled else ()
+    install_here(*scheduling, *((Group.GRAPHS,) if config.graphs else ()))
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, prepare_server_args

@@ -10,6 +10,7 @@ import pytest
 from fakes import FakeRequest
 from receive_scene import ReceiveScene
 
+from pla_sglang.engine.hooks import running
 from pla_sglang.engine.hooks import stateless as hooks
 from pla_sglang.engine.hops.pulls import PULL
 from pla_sglang.engine.stateless import admission, host
@@ -218,7 +219,7 @@ HOOKS = [
     (hooks.after_adder_init, (None, None), None),
     (hooks.before_can_schedule_lora, (BROKEN, None, set()), None),
     (hooks.after_can_schedule_lora, (True, BROKEN, None, set()), None),
-    (hooks.after_prepare_for_extend, (None, Broken()), None),
+    (running.after_prepare_for_extend, (None, Broken()), None),
     (hooks.after_get_internal_state, (OUTPUT, BROKEN), None),
     (hooks.after_handle_abort, (True, Broken(), ABORT), None),
     (hooks.after_handle_abort, (False, Broken(), PULLED), True),
@@ -239,7 +240,7 @@ def test_a_hook_that_raises_changes_nothing(
 
 def test_penalties_are_the_hosts_where_ours_cannot_be_counted() -> None:
     batch, calls, before = Broken(), list[Any](), hooks._faults.count
-    hooks.around_cumulate_penalties(calls.append, batch)
+    running.around_cumulate_penalties(calls.append, batch)
     assert (calls, hooks._faults.count) == ([batch], before + 1)
 
 

@@ -15,6 +15,10 @@ LOOKED_UP = {
     "cpu.nixl_rest": ("sglang.srt.disaggregation.utils.get_kv_class", "NixlKVManager"),
     "cpu.collectives": ("sglang.srt.distributed.parallel_state.init_model_parallel_group", "GroupCoordinator"),
     "cpu.pd_early_send": (_SCHEDULER + "run_batch", "self.maybe_send_cached_prefix_chunk"),
+    "cpu.reasoning": (
+        "sglang.srt.constrained.base_grammar_backend.create_grammar_backend",
+        "ReasonerGrammarBackend",
+    ),
     "emu.forward": (_SCHEDULER + "run_batch", "self.model_worker.forward_batch_generation"),
     "emu.ready": (_SCHEDULER + "run_batch", "batch_result.copy_to_cpu"),
     "emu.idle": (_SCHEDULER + "event_loop_overlap", "self.on_idle"),
@@ -52,6 +56,12 @@ LOOKED_UP = {
         "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.get_next_disagg_prefill_batch_to_run",
         "self.process_prefill_chunk",
     ),
+    "run.penalties": (
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+        "self.cumulate_penalty_output_tokens",
+    ),
+    "run.penalties_again": (_PASS, "new_batch.prepare_for_extend"),
+    "run.processors": ("sglang.srt.layers.sampler.Sampler._preprocess_logits", "apply_custom_logit_processor"),
     "sched.launch": (_SCHEDULER + "event_loop_overlap", "self.run_batch"),
     "sched.result": (_SCHEDULER + "event_loop_normal", "self.process_batch_result"),
     "sched.load": (_SCHEDULER + "process_batch_result", "self.publish_load_snapshot"),
@@ -97,11 +107,6 @@ LOOKED_UP = {
     "less.lora": (_PASS, "self._can_schedule_lora_req"),
     "less.lora_turn": (_PASS, "self._can_schedule_lora_req"),
     "less.ride": (_PASS, "new_batch.mix_with_running"),
-    "hop.penalties": (_PASS, "new_batch.prepare_for_extend"),
-    "less.penalties": (
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
-        "self.cumulate_penalty_output_tokens",
-    ),
     "less.abort_ack": (
         "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
         "self._handle_abort_notification",

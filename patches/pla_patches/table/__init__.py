@@ -15,11 +15,12 @@ from pla_patches.table.platform import PLATFORM
 from pla_patches.table.pools import POOLS
 from pla_patches.table.queues import QUEUES
 from pla_patches.table.reports import REPORTS
+from pla_patches.table.running import RUNNING
 from pla_patches.table.scheduler import SCHEDULER
 from pla_patches.table.stateless import STATELESS
 from pla_patches.table.targets import NEXT_HOST, PARAMETERS
 
-SUBSCRIBERS = (*CLI, *PLATFORM, *GRAPHS, *SCHEDULER, *REPORTS, *POOLS, *STATELESS, *QUEUES, *HOP_FRONT)
+SUBSCRIBERS = (*CLI, *PLATFORM, *GRAPHS, *SCHEDULER, *REPORTS, *POOLS, *RUNNING, *STATELESS, *QUEUES, *HOP_FRONT)
 
 
 def table() -> tuple[Seam, ...]:

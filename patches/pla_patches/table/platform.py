@@ -55,6 +55,16 @@ PLATFORM = (
         exit="When SGLang takes the event from torch.get_device_module(device).",
         next_host="The host gives allow_send by keyword; the event is recorded as before.",
     ),
+    _on_cpu(
+        id="cpu.reasoning",
+        target="sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarBackend.__init__",
+        hook=Hook.BEFORE,
+        handler="pla_sglang.platform.host_fixes:offer_mask_functions",
+        why="With --reasoning-parser the host asks a grammar backend for functions that only xgrammar's has.",
+        verify="without it every grammar is refused: tests/e2e/test_reasoning_grammars.py",
+        exit="When ReasonerGrammarBackend takes them from the grammar.",
+        next_host="It still reads the three from the backend, and llguidance's still lacks them.",
+    ),
     _on_emulated(
         id="emu.forward",
         target="sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",

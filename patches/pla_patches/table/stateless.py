@@ -113,25 +113,6 @@ STATELESS = (
         next_host="Fixed there: leave this row out.",
     ),
     _subscribe(
-        id="less.penalties",
-        target=_BATCH + "cumulate_penalty_output_tokens",
-        hook=Hook.AROUND,
-        handler="around_cumulate_penalties",
-        why=(
-            "The token that is counted before a step follows from how much KV is committed: the host counts the last "
-            "one that it knows, which depends on what else runs, and on where the request began."
-        ),
-        verify="tests/stateless/test_stateless_penalties.py",
-        next_host="Same body: the count is still that of the last token that the host knows.",
-    ),
-    _subscribe(
-        id="hop.penalties",
-        target=_BATCH + "prepare_for_extend",
-        why="Penalties of a request that is prefilled with a part of its answer: the host begins at nothing.",
-        verify="tests/stateless/test_stateless_penalties.py; " + _E2E + ": an answer computed again",
-        next_host="sampling_info is still built in it.",
-    ),
-    _subscribe(
         id="less.abort_ack",
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._handle_abort_notification",
         handler="after_handle_abort",

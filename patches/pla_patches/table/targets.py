@@ -87,6 +87,10 @@ PARAMETERS = {
     _SCHEDULER + "pause_generation": "self, recv_req",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens": "self",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend": "self",
+    "sglang.srt.layers.sampler.apply_custom_logit_processor": "logits, sampling_batch_info, num_tokens_in_batch",
+    "sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarBackend.__init__": (
+        "self, grammar_backend, reasoning_parser, tokenizer, enable_strict_thinking"
+    ),
     _NIXL + "NixlKVManager._handle_abort_notification": "self, msg",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_disaggregation": "self, start_pd_bootstrap_service",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": "self, out, state, is_stream",

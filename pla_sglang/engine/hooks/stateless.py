@@ -12,18 +12,16 @@ from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.engine import riders
+from pla_sglang.engine.hooks.running import faults as _faults
 from pla_sglang.engine.hops.pulls import is_pull
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import acknowledge_abort
 from pla_sglang.engine.stateless.host import all_ranks_agree, fail_with_next_step, start_bootstrap_server
 from pla_sglang.engine.stateless.peers import agree_on_states
-from pla_sglang.engine.stateless.penalties import count_again, count_due_tokens
 from pla_sglang.errors import HostMismatchError
 from pla_sglang.metrics.series import LabelledSeries
 
-_faults = Faults()  # of this process
 _engine: StatelessEngine | None = None  # of this process, for seams whose host object does not know its scheduler
 
 
@@ -121,21 +119,6 @@ def _end_riders(result: Any, batch: Any, running_batch: Any) -> None:
 @_faults.guard("placing running requests in a pass", otherwise=_end_riders)
 def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
     riders.set_rider_prefixes(batch, running_batch)
-
-
-def _leave_to_host(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs)
-
-
-@_faults.guard("counting penalties", otherwise=_leave_to_host)
-def around_cumulate_penalties(original: Any, batch: Any) -> None:
-    count_due_tokens(original, batch)
-
-
-@_faults.guard("counting penalties again")
-def after_prepare_for_extend(result: Any, batch: Any) -> None:
-    """Requests that have a part of their answer before they are prefilled: redone ones, and retracted ones."""
-    count_again(batch, steps_under_way=1)
 
 
 def after_handle_abort(handled: bool, manager: Any, message: list[bytes]) -> bool | None:

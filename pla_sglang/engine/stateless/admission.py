@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pla_sglang.engine.penalties import count_again
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import answer_unjoined, build_received_batch, note_joining, release_kv
 from pla_sglang.engine.stateless.legs import goes_on
-from pla_sglang.engine.stateless.penalties import count_again
 
 
 def admit_received(scheduler: Any, reqs: Sequence[Any], running_batch: Any, faults: Faults) -> Any:

@@ -21,20 +21,22 @@ _KINDS = ("frequency", "presence", "repetition")
 def find_due_token(req: Any, *, overlap: bool) -> int:
     """What is to be counted before the next decode step of ``req``."""
     place = req.kv_committed_len - int(overlap) - len(req.origin_input_ids)
-    if place < 0:
-        return int(req.origin_input_ids[place])
+    if place < 0 or not req.output_ids:
+        return int(req.origin_input_ids[-1])
     return int(req.output_ids[min(place, len(req.output_ids) - 1)])
 
 
 def count_due_tokens(original: Callable[[Any], None], batch: Any) -> None:
     """In place of the host's ``cumulate_penalty_output_tokens``, which is left to count where it counts the same."""
-    due = [find_due_token(req, overlap=batch.enable_overlap) for req in batch.reqs]
-    if due == [(req.output_ids or req.origin_input_ids)[-1] for req in batch.reqs]:
-        original(batch)
+    late = int(batch.enable_overlap)
+    if all(req.kv_committed_len - late == len(req.origin_input_ids) + len(req.output_ids) - 1 for req in batch.reqs):
+        original(batch)  # the last known token is the one that is due
         return
     import torch
 
-    tokens = torch.tensor(due, dtype=torch.int64).to(batch.device, non_blocking=True)
+    due = [find_due_token(req, overlap=batch.enable_overlap) for req in batch.reqs]
+    pinned = torch.device(batch.device).type == "cuda"  # as the host's: a copy that waits for no forward pass
+    tokens = torch.tensor(due, dtype=torch.int64, pin_memory=pinned).to(batch.device, non_blocking=True)
     batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(tokens)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pla_sglang.engine.stateless.penalties import count_again, count_due_tokens, find_due_token
+from pla_sglang.engine.penalties import count_again, count_due_tokens, find_due_token
 
 VOCABULARY, PROMPT, ANSWER = 8, [1, 6], (3, 3, 5, 3, 2)
 LEAST_TOKENS, END = 4, 7
