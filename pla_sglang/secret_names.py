@@ -88,11 +88,16 @@ def hide_in_text(text: str) -> str:
             return text if hidden == parsed else json.dumps(hidden)
     text = _USER_OF_URL.sub(rf"\1{HIDDEN}@", text)
     text = _BEARER.sub(rf"\1{HIDDEN}", text)
-    text = _FLAG.sub(_hide_value, text)
-    return _ASSIGNED.sub(_hide_value, text)
+    return _hide_values(_hide_values(text, _FLAG), _ASSIGNED)
 
 
-def _hide_value(match: re.Match[str]) -> str:
-    name, sign = match["name"], match["sign"]
-    is_secret = is_secret_flag(name) if name.startswith("--") else is_secret_name(name)
-    return f"{name}{sign}{HIDDEN}" if is_secret else match[0]
+def _hide_values(text: str, named: re.Pattern[str]) -> str:
+    """Where the name is none of a secret, its value is looked at too: it may be a URL with a query."""
+    at = 0
+    while (match := named.search(text, at)) is not None:
+        name = match["name"]
+        at = match.start("value")
+        if is_secret_flag(name) if name.startswith("--") else is_secret_name(name):
+            text = text[:at] + HIDDEN + text[match.end() :]
+            at += len(HIDDEN)
+    return text

@@ -307,7 +307,7 @@ def test_what_any_instance_can_answer() -> None:
     async def scenario() -> None:
         async with setting("prefill", "decode") as here:
             answers = [await here.ask(None, "/v1/models", method="GET") for _ in range(4)]
-            assert [(answer.status, answer.body) for answer in answers] == [(200, b"{}")] * 4, "of its answer, what is known"
+            assert [(answer.status, answer.body) for answer in answers] == [(200, b"{}")] * 4
             assert [len(one.requests) for one in here.instances] == [2, 2]
             health = await here.ask(None, "/health_generate", method="GET")
             assert health.status == 200

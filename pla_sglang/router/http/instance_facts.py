@@ -32,14 +32,15 @@ _MODEL = _plain(
 )
 # How much it takes: load clients bound their concurrency by it.
 _LIMITS = _plain(
-    "max_running_requests max_queued_requests max_total_tokens max_total_num_tokens max_prefill_tokens max_req_input_len "
-    "chunked_prefill_size page_size mem_fraction_static effective_max_running_requests_per_dp stream_interval"
+    "max_running_requests max_queued_requests max_total_tokens max_total_num_tokens max_prefill_tokens "
+    "max_req_input_len chunked_prefill_size page_size mem_fraction_static "
+    "effective_max_running_requests_per_dp stream_interval"
 )
 # How it is built and how it schedules: results of benches are kept with it.
 _BUILD = _plain(
-    "tp_size dp_size pp_size ep_size nnodes load_balance_method device attention_backend sampling_backend grammar_backend "
-    "schedule_policy schedule_conservativeness disable_radix_cache disable_overlap_schedule disable_cuda_graph "
-    "enable_mixed_chunk enable_dp_attention enable_metrics enable_cache_report disaggregation_mode "
+    "tp_size dp_size pp_size ep_size nnodes load_balance_method device attention_backend sampling_backend "
+    "grammar_backend schedule_policy schedule_conservativeness disable_radix_cache disable_overlap_schedule "
+    "disable_cuda_graph enable_mixed_chunk enable_dp_attention enable_metrics enable_cache_report disaggregation_mode "
     "speculative_algorithm speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens"
 )
 # Figures of one scheduler, read by bench_serving, bench_one_batch_server and evaluations.

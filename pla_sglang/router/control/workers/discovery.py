@@ -159,7 +159,7 @@ def describe(info: Mapping[str, Any]) -> Description:
             legs=LegLoad.of_state(stateless) if "faults" in stateless else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, msgspec.ValidationError) as error:
-        # Its text may quote the instance's answer, which has secrets; that of a KeyError is the name of what is missing.
+        # Its text may quote the instance's answer, which has secrets; that of a KeyError is the name that is missing.
         what = hide_in_text(repr(error)) if isinstance(error, KeyError) else type(error).__name__
         raise WorkerError(f"/server_info is not as expected: {what}", status=502) from None
 
