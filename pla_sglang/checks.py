@@ -89,6 +89,7 @@ class Pattern:
         return self.text
 
 
+KEY = Pattern(r"[^\x00-\x1f\x7f]*", "one line without control characters")  # it stands in a header
 CONNECT = Pattern(rf"tcp://\S+:{PORT}|ipc://\S+", "tcp://HOST:PORT or ipc:///PATH")
 
 
@@ -122,7 +123,8 @@ class Knob:
         flag: ``--name METAVAR``; empty: users cannot set it on a command line.
         allowed: in the unit that users type.
         none: word that users type for None; empty: leaving the flag out is the only way.
-        secret: never printed.
+        secret: a key: never printed. It may come from a file, ``--name-file``, or from the environment as well.
+        variable: the environment variable that a secret may come from.
         heading: a group of flags begins here.
     """
 
@@ -132,6 +134,7 @@ class Knob:
     none: str = ""
     scale: Scale = SAME
     secret: bool = False
+    variable: str = ""
     heading: str = ""
 
     @property
@@ -199,7 +202,8 @@ def check_value(name: str, value: Any, declared: Declared) -> None:
     else:
         problem = rule.problem
     none = f", or {declared.knob.none!r}" if declared.knob.none else ""
-    raise ConfigError(f"{name} {value!r} {problem}; allowed: {rule}{none}")
+    shown = "(not shown)" if declared.knob.secret else repr(value)
+    raise ConfigError(f"{name} {shown} {problem}; allowed: {rule}{none}")
 
 
 def is_finite(value: Any) -> bool:

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import enum
 import math
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,9 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from pla_sglang.checks import Declared, check_value, declared_fields, nested_configs, plain
+from pla_sglang.checks import Declared, Knob, check_value, declared_fields, nested_configs, plain
 from pla_sglang.errors import ConfigError
 from pla_sglang.reading import read_text
+from pla_sglang.key_sources import read_key_file, read_key_variable
+from pla_sglang.secret_names import hide_in_text
 from pla_sglang.terminal import outlive_reader
 
 EXIT_BAD_ARGUMENTS = 2
@@ -68,16 +71,33 @@ def key_of(flag: str) -> str:
 
 
 def flags_of(config: type) -> Iterator[Declared]:
-    """Fields that have a flag, those of nested configurations included."""
-    yield from (declared for declared in declared_fields(config) if declared.knob.flag)
+    """Fields that have a flag, those of nested configurations included. A secret has another one, for its file."""
+    for declared in declared_fields(config):
+        if declared.knob.flag:
+            yield declared
+            if declared.knob.secret:
+                yield key_file_flag(declared)
     for _, nested in nested_configs(config):
         yield from flags_of(nested)
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """One flag for each field that has one. Their values stay texts until ``Settings.build``."""
+def key_file_flag(secret: Declared) -> Declared:
+    """The flag of a file that holds ``secret``."""
+    variable = f"; without either: the variable {secret.knob.variable}" if secret.knob.variable else ""
+    file = Knob(f"{secret.knob.name}-file FILE", f"file that holds {secret.knob.name}, in one line{variable}")
+    field: Any = dataclasses.field(default=None)
+    return Declared(field, file, Path, optional=True, many=False)
+
+
+def add_flags(parser: argparse.ArgumentParser, config: type, *, only_key_files: bool = False) -> None:
+    """One flag for each field that has one. Their values stay texts until ``Settings.build``.
+
+    ``only_key_files``: the parser has flags of its own for the keys themselves.
+    """
     group: Any = parser
     for declared in flags_of(config):
+        if only_key_files and declared.knob.secret:
+            continue
         knob = declared.knob
         if knob.heading:
             group = parser.add_argument_group(knob.heading)
@@ -155,12 +175,19 @@ def load_yaml(path: str) -> dict[str, Any]:
     try:
         values = yaml.load(read_text(Path(path), ConfigError, most=LARGEST_CONFIG), Loader=yaml.BaseLoader) or {}
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: {_describe_yaml_error(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: it is nested too deep; expected a key and a value on each line") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a key and a value on each line")
     return values
+
+
+def _describe_yaml_error(error: Any) -> str:
+    """Where and what, without the line itself, which may hold a key."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "is not valid YAML"
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    return where + re.sub(r"'(?!<)[^']{4,}'", "'...'", problem)
 
 
 def read_file(path: str, known: Sequence[str]) -> dict[str, tuple[str, Any]]:
@@ -193,11 +220,36 @@ def make_parser(config: type, module: str, description: str, **options: Any) -> 
 
 
 def read_settings(options: argparse.Namespace, config: type) -> Settings:
-    """A parsed command line, and the file that it may name. Raises ConfigError."""
+    """A parsed command line, the file that it may name, and where else keys are. Raises ConfigError."""
     path = getattr(options, "config_file", None)
     given = read_file(path, [key_of(declared.knob.name) for declared in flags_of(config)]) if path else {}
     keys = {name.removeprefix(PREFIX): text for name, text in vars(options).items() if name.startswith(PREFIX)}
-    return Settings({**given, **{key: (f"--{key}", text) for key, text in keys.items()}})
+    return Settings(_with_keys(given, {key: (f"--{key}", text) for key, text in keys.items()}, config))
+
+
+def _with_keys(file: Mapping[str, Any], typed: Mapping[str, Any], config: type) -> dict[str, Any]:
+    """Both, ``typed`` first, with the keys that files hold, and those of the environment where there are no others.
+
+    Raises ConfigError.
+    """
+    given = {**file, **typed}
+    for knob in [declared.knob for declared in flags_of(config) if declared.knob.secret]:
+        key = key_of(knob.name)
+        at_file = f"{key}-file"
+        given.pop(at_file, None)
+        for source in (typed, file):
+            if key in source and at_file in source:
+                raise ConfigError(f"{source[at_file][0]} and {source[key][0]} are both given; allowed: one of them")
+            if key in source:
+                break
+            if at_file in source:
+                name, path = source[at_file]
+                given[key] = (name, read_key_file(name, path))
+                break
+        else:
+            if (value := read_key_variable(knob.variable)) is not None:
+                given[key] = (knob.variable, value)
+    return given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +324,7 @@ def print_config(config: Any) -> None:
 
 
 def config_lines(config: Any) -> Iterator[str]:
-    """The lines of such a file. Secrets are left out."""
+    """The lines of such a file. Secrets are left out, and arguments for others that have some."""
     import yaml
 
     for declared, value in values_of(config):
@@ -281,6 +333,8 @@ def config_lines(config: Any) -> Iterator[str]:
             yield f"# {knob.heading}"
         if knob.secret and value:
             yield f"# {key}: set, not shown"
+        elif isinstance(value, str) and hide_in_text(value) != value:
+            yield f"# {key}: has a secret, not shown"
         elif value is None and not knob.none:
             yield f"# {key}: not set"
         else:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pla_sglang import cli
-from pla_sglang.checks import CONNECT, Choice, Pattern, Range, check_fields, knob, require_order
+from pla_sglang.checks import CONNECT, KEY, Choice, Pattern, Range, check_fields, knob, require_order
 from pla_sglang.errors import ConfigError
 
 CONFIG_ENV = "SGLANG_PLA_CONFIG"
@@ -331,9 +331,38 @@ class PlaConfig:
         return cls().replace(**values)
 
 
+@dataclasses.dataclass(frozen=True)
+class ServerKeys:
+    """SGLang's own keys: what it has flags for, we read from files and from the environment too.
+
+    The variables are those of the router's ``--worker-api-key`` and ``--worker-admin-key``: what it sends is what its
+    instances ask for.
+    """
+
+    api_key: str | None = knob(
+        None, "--api-key KEY", "of requests", allowed=KEY, secret=True, variable="PLA_WORKER_API_KEY"
+    )
+    admin_api_key: str | None = knob(
+        None, "--admin-api-key KEY", "of control endpoints", allowed=KEY, secret=True, variable="PLA_WORKER_ADMIN_KEY"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add our flags to SGLang's parser, as a group of their own."""
     cli.add_flags(parser, PlaConfig)
+    cli.add_flags(parser, ServerKeys, only_key_files=True)
+
+
+def read_server_keys(args: argparse.Namespace) -> ServerKeys:
+    """Of a command line that SGLang's parser has read. Raises ConfigError."""
+    options = argparse.Namespace(**vars(args))
+    for field in dataclasses.fields(ServerKeys):
+        if (typed := getattr(args, field.name, None)) is not None:
+            setattr(options, f"{cli.PREFIX}{cli.key_of(field.name)}", typed)
+    return cli.read_settings(options, ServerKeys).build(ServerKeys)
 
 
 def from_namespace(args: argparse.Namespace) -> PlaConfig:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pla_sglang import cli, terminal
-from pla_sglang.checks import Choice, Range, check_fields, knob
+from pla_sglang.checks import KEY, Choice, Range, check_fields, knob
 from pla_sglang.cluster.children import ClusterError
 from pla_sglang.cluster.engine_flags import check_engine_arguments
 from pla_sglang.cluster.lean import lean_environment
@@ -64,6 +64,28 @@ class LaunchConfig:
     )
     router_port: int | None = knob(None, "--router-port", "default: a free port", allowed=Range(1, 65_535))
     router_args: str = knob("", "--router-args ARGS", "further arguments of the router")
+    api_key: str = knob(
+        "", "--api-key KEY", "of every engine", allowed=KEY, secret=True, variable="PLA_WORKER_API_KEY", heading="keys"
+    )
+    admin_api_key: str = knob(
+        "", "--admin-api-key KEY", "of every engine", allowed=KEY, secret=True, variable="PLA_WORKER_ADMIN_KEY"
+    )
+    router_api_key: str = knob(
+        "",
+        "--router-api-key KEY",
+        "of our router's clients; without it, that of the engines is",
+        allowed=KEY,
+        secret=True,
+        variable="PLA_ROUTER_API_KEY",
+    )
+    router_admin_key: str = knob(
+        "",
+        "--router-admin-key KEY",
+        "of our router's operators; without it, that of the engines is",
+        allowed=KEY,
+        secret=True,
+        variable="PLA_ROUTER_ADMIN_KEY",
+    )
     host: str = knob("127.0.0.1", "--host HOST", "where all of them listen", heading="cluster")
     state_file: Path | None = knob(None, "--state-file FILE", "JSON description of what runs where; removed at the end")
     start_timeout_s: float = knob(
@@ -86,6 +108,9 @@ class LaunchConfig:
         moves = () if self.migration is None else ("--migration", self.migration)
         if moves and router != "pla":
             raise ConfigError(f"--migration {self.migration} is not for --router {router}; allowed: --router pla")
+        for flag, key in (("--router-api-key", self.router_api_key), ("--router-admin-key", self.router_admin_key)):
+            if key and router != "pla":
+                raise ConfigError(f"{flag} is not for --router {router}; allowed: --router pla")
         return ClusterConfig(
             counts={kind: getattr(self, kind) for kind in KINDS},
             router=router,
@@ -97,6 +122,18 @@ class LaunchConfig:
             router_extra=(*moves, *shlex.split(self.router_args)),
             start_timeout_s=self.start_timeout_s,
         )
+
+    def key_variables(self) -> dict[str, str]:
+        """The environment from which engines and our router take their keys: a command line can be read by everybody.
+
+        The router asks its clients for a key wherever engines have one, which it adds to each request.
+        """
+        keys = dataclasses.replace(
+            self,
+            router_api_key=self.router_api_key or self.api_key,
+            router_admin_key=self.router_admin_key or self.admin_api_key,
+        )
+        return {declared.knob.variable: value for declared, value in cli.values_of(keys) if declared.knob.secret}
 
 
 def read_config(argv: Sequence[str] | None) -> cli.Parsed[LaunchConfig]:
@@ -165,7 +202,7 @@ async def run(config: ClusterConfig, options: LaunchConfig) -> None:
         config,
         free_port=free_port,
         sink=show,
-        environment=lean,
+        environment=lean | options.key_variables(),
         state_file=options.state_file,
         drain_s=options.drain_s if config.router == "pla" and read_router_knobs(config).migrates else 0.0,
     )

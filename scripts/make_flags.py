@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pla_sglang.checks import Declared, plain
 from pla_sglang.cli import flags_of, typed
-from pla_sglang.config import PlaConfig
+from pla_sglang.config import PlaConfig, ServerKeys
 from pla_sglang.doctor import DoctorConfig
 from pla_sglang.launch_cluster import LaunchConfig
 from pla_sglang.launch_router import RouterConfig
@@ -49,7 +49,9 @@ def render() -> str:
 def _table_lines(config: type) -> Iterator[str]:
     yield "| flag | default | allowed | what |"
     yield "| --- | --- | --- | --- |"
-    for declared in flags_of(config):
+    # SGLang has the flags of a server's keys itself.
+    key_files = [one for one in flags_of(ServerKeys) if not one.knob.secret] if config is PlaConfig else []
+    for declared in (*flags_of(config), *key_files):
         knob = declared.knob
         if knob.heading:
             yield f"| **{_cell(knob.heading)}** | | | |"

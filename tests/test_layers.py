@@ -126,6 +126,7 @@ def test_the_environment_is_read_in_few_places() -> None:
     }
     assert readers == {
         "pla_sglang/config.py",
+        "pla_sglang/key_sources.py",
         "pla_sglang/platform/__init__.py",  # runs before there is a config
         "pla_sglang/platform/cpu.py",  # OMP_NUM_THREADS, and a variable of SGLang's
         "pla_sglang/cluster/children.py",  # as testing/server.py

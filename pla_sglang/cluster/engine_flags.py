@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from pla_sglang.cli import flags_of
-from pla_sglang.config import PlaConfig, check_texts
+from pla_sglang.config import PlaConfig, ServerKeys, check_texts
 from pla_sglang.errors import ConfigError
 from pla_sglang.launch_server import own_arguments
 
@@ -32,7 +32,8 @@ def check_engine_arguments(arguments: Sequence[str], others: Iterable[str]) -> N
     """
     known = known_flags()
     if known:
-        flags = known | {declared.knob.name for declared in flags_of(PlaConfig)} | {HELP}
+        ours = [declared.knob.name for config in (PlaConfig, ServerKeys) for declared in flags_of(config)]
+        flags = known | {*ours, HELP}
         for name in [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]:
             if not any(flag.startswith(name) for flag in flags):  # SGLang takes the beginning of a flag too
                 close = difflib.get_close_matches(name, [*others, *sorted(flags)], 1)

@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 from pla_sglang.cluster.spec import InstanceSpec
+from pla_sglang.secret_names import hide_arguments
 
 
 class State(enum.Enum):
@@ -63,5 +64,5 @@ class Instance:
         }
         if self.spec is not None:
             described["bootstrap_port"] = self.spec.bootstrap_port
-            described["argv"] = list(self.spec.argv)
+            described["argv"] = hide_arguments(self.spec.argv)
         return described

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.checks import KEY, Range, check_fields, knob
 
 DAY = Range(0, 86_400, "s", above=True)
 COUNT = Range(1, 100)
@@ -16,9 +16,21 @@ class RelayConfig:
 
     host: str = knob("127.0.0.1", "--host TEXT", "where to listen", heading="front and relays")
     port: int = knob(30_000, "--port", "where to listen; 0: a free port, which is printed", allowed=Range(0, 65_535))
-    api_key: str = knob("", "--api-key KEY", "clients must send it as bearer token", secret=True)
+    api_key: str = knob(
+        "",
+        "--api-key KEY",
+        "clients must send it as bearer token",
+        allowed=KEY,
+        secret=True,
+        variable="PLA_ROUTER_API_KEY",
+    )
     admin_key: str = knob(
-        "", "--admin-key KEY", "needed for /workers and /pla/*; without it, the key of clients is", secret=True
+        "",
+        "--admin-key KEY",
+        "needed for /workers and /pla/*; without it, the key of clients is",
+        allowed=KEY,
+        secret=True,
+        variable="PLA_ROUTER_ADMIN_KEY",
     )
     access_log: str = knob("off", "--access-log FILE", "off, - (stderr) or a file: one JSON object a request")
     max_head_bytes: int = knob(

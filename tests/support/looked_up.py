@@ -34,6 +34,15 @@ LOOKED_UP = {
         "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._handle_non_streaming_request",
         "self.tokenizer_manager.generate_request",
     ),
+    "guard.repr": ("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", "server_args"),  # f"{server_args=}"
+    "guard.arguments": (
+        "sglang.srt.entrypoints.http_server.server_info",
+        "_global_state.tokenizer_manager.resolved_config_dict",
+    ),
+    "guard.states": (
+        "sglang.srt.entrypoints.http_server.server_info",
+        "_global_state.tokenizer_manager.get_internal_state",
+    ),
     "front.request": (
         "sglang.srt.entrypoints.http_server.generate_request",
         "_global_state.tokenizer_manager.generate_request",

@@ -8,7 +8,9 @@ from pla_patches.seam import Group, Hook, Subscriber, subscribe
 
 _ARGS = "sglang.srt.server_args.ServerArgs."
 _HTTP = "sglang.srt.entrypoints.http_server."
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _HOOKS = "pla_sglang.engine.hooks.http_server"
+_HIDDEN = "pla_sglang.engine.hooks.hidden_keys"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS)
 
@@ -31,16 +33,44 @@ CLI = (
     _subscribe(
         id="guard.tokens",
         group=Group.GUARD,
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        target=_MANAGER + "generate_request",
         hook=Hook.BEFORE,
         handler="refuse_unknown_tokens",
         why="A prompt with a token id outside the vocabulary ends the scheduler (IndexError); it is refused with 400.",
         verify="tests/test_unknown_tokens.py; tests/e2e/test_router_relays.py: such requests end nothing",
     ),
     _subscribe(
+        id="guard.repr",
+        group=Group.GUARD,
+        target=_ARGS + "__repr__",
+        module=_HIDDEN,
+        why="SGLang logs its arguments with every key in them; the line goes without.",
+        verify="tests/test_hidden_keys.py; e2e/test_secrets.py: the log",
+        exit="When SGLang hides its keys itself.",
+    ),
+    _subscribe(
+        id="guard.arguments",
+        group=Group.GUARD,
+        target=_MANAGER + "resolved_config_dict",
+        module=_HIDDEN,
+        why="/server_info shows all arguments to whoever holds the key of clients; keys are hidden there.",
+        verify="tests/test_hidden_keys.py; e2e/test_secrets.py",
+        exit="When SGLang hides its keys itself.",
+    ),
+    _subscribe(
+        id="guard.states",
+        group=Group.GUARD,
+        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        hook=Hook.AROUND,
+        module=_HIDDEN,
+        why="The schedulers' copies of the same arguments, in /server_info too.",
+        verify="tests/test_hidden_keys.py; e2e/test_secrets.py",
+        exit="When SGLang hides its keys itself.",
+    ),
+    _subscribe(
         id="front.request",
         group=Group.FRONTEND,
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        target=_MANAGER + "generate_request",
         hook=Hook.BEFORE,
         why="TTFT target from a header or custom_params; a bad one is refused as SGLang refuses bad parameters.",
         verify="e2e: SLO header tests",

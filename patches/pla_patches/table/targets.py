@@ -24,7 +24,10 @@ _OPENAI = "sglang.srt.entrypoints.openai."
 PARAMETERS = {
     _ARGS + "add_cli_args": "parser",
     _ARGS + "from_cli_args": "cls, args",
+    _ARGS + "__repr__": "self",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request": "self, obj, request",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.resolved_config_dict": "self, base",
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state": "self",
     _HTTP + "_setup_and_run_http_server": (
         "server_args, tokenizer_manager, template_manager, port_args, scheduler_infos, subprocess_watchdog, "
         "execute_warmup_func, launch_callback"

@@ -37,6 +37,8 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         if config.stateless:
             # The host's receiving queue matches prefixes only where this says so; it has no other effect here.
             args.disaggregation_decode_enable_radix_cache = not args.disable_radix_cache
+        keys = pla_config.read_server_keys(args)
+        args.api_key, args.admin_api_key = keys.api_key, keys.admin_api_key
         server_args = original(cls, args)
         compat.check_flags(server_args, config)
         compat.check_start(server_args, config)

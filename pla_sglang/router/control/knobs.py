@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from pla_sglang.checks import MILLI, PORT, Choice, Pattern, Range, check_fields, knob
+from pla_sglang.checks import KEY, MILLI, PORT, Choice, Pattern, Range, check_fields, knob
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.admission import AdmissionKnobs
 from pla_sglang.policy.registry import live_policy_names
@@ -35,12 +35,16 @@ class ControlKnobs:
 
     workers: tuple[str, ...] = knob((), "--worker URL", "instances; may be repeated", heading="instances")
     worker_file: Path | None = knob(None, "--worker-file FILE", "JSON with instances, read when it changes")
-    worker_api_key: str = knob("", "--worker-api-key KEY", "sent to instances", secret=True)
+    worker_api_key: str = knob(
+        "", "--worker-api-key KEY", "sent to instances", allowed=KEY, secret=True, variable="PLA_WORKER_API_KEY"
+    )
     worker_admin_key: str = knob(
         "",
         "--worker-admin-key KEY",
         "their --admin-api-key, for aborts and classes; without it, --worker-api-key is sent",
+        allowed=KEY,
         secret=True,
+        variable="PLA_WORKER_ADMIN_KEY",
     )
     memory_file: Path | None = knob(
         None, "--memory-file FILE", "worker numbers and what operators asked for, kept over restarts"

@@ -1,4 +1,4 @@
-"""Requests of clients that any instance can answer, such as the list of models: sent to one, relayed as they are."""
+"""Requests of clients that any instance can answer, such as the tokens of a text: sent to one, relayed as they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class PassThrough(ProxiedCall, ClientWork):
         self._context, self._client, self._request = context, client, head
         self._head: AnswerHead | None = None
         self._begun = False
-        self._bodiless = head.method == "HEAD"
         self._waiting_bytes = 0
 
     def send_request(self, worker: WorkerEntry, body: bytes) -> None:
@@ -28,16 +27,13 @@ class PassThrough(ProxiedCall, ClientWork):
         self._waiting_bytes = len(body)
         keep_key = not self._context.config.api_key and not worker.api_key
         lines = passed_on_lines(self._request, keep_key=keep_key)
-        method = "GET" if self._bodiless else self._request.method  # SGLang serves no HEAD
-        self._send_to(worker, method, head_for_worker(worker, self._request, len(body), lines, method=method), body)
+        self._send_to(worker, "POST", head_for_worker(worker, self._request, len(body), lines, method="POST"), body)
 
     def on_head(self, head: AnswerHead) -> None:
         self._head = head
 
     def on_body(self, data: bytes) -> None:
         assert self._head is not None
-        if self._bodiless:
-            data = b""
         if not self._begun:
             self._begun = True
             data = self._client.forwarded_head(self._head, self._context.ids.make_rid()) + data

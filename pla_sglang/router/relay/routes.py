@@ -25,17 +25,20 @@ import msgspec
 
 from pla_sglang.router.http import json_body, responses
 from pla_sglang.router.http.head import BadMessage, RequestHead
+from pla_sglang.router.http.instance_facts import FACTS
 from pla_sglang.router.relay.admin_requests import AdminRequests
 from pla_sglang.router.relay.answer_writer import AnswerWriter, ClientWork
 from pla_sglang.router.relay.client_connection import AcceptedRequest
 from pla_sglang.router.relay.context import RelayContext
+from pla_sglang.router.relay.instance_answer import InstanceAnswer
 from pla_sglang.router.relay.open_requests import OpenRequests
 from pla_sglang.router.relay.pass_through import PassThrough
 from pla_sglang.router.relay.proxied_call import StatusCall
 from pla_sglang.router.relay.request_translation import RequestHeaders, build_ask
 from pla_sglang.router.wire.inference import PATHS, find_refusal
+from pla_sglang.router.wire.messages import WorkerEntry
 
-PASSED_GET = ("/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+PASSED_GET = tuple(FACTS)  # what clients may read of the answers stands there
 PASSED_GET_PREFIX = "/v1/models/"
 # Work of an instance's tokenizer process alone: nothing reaches its scheduler.
 PASSED_POST = (
@@ -134,24 +137,41 @@ class Routes:
 
     def accept_passed(self, head: RequestHead) -> AcceptedRequest:
         RequestHeaders(head)  # reserved headers are refused here as well
-        limit_bytes = self._context.config.max_body_bytes if head.method == "POST" else SMALL_BODY_BYTES
-        return AcceptedRequest(limit_bytes, self._pass_through)
+        return AcceptedRequest(self._context.config.max_body_bytes, self._pass_through)
 
     def _pass_through(self, client: AnswerWriter, head: RequestHead, body: bytes) -> None:
         context = self._context
-        worker = context.workers.pick_any()
-        if worker is None:
-            self._refuse_request(client, BadMessage("no_worker", "no instance is ready", 503, headers=RETRY_SOON))
-            return
-        sent = body if head.method == "POST" else b""
         try:
-            self._hold_body(sent)
+            worker = self._pick_any()
+            self._hold_body(body)
         except BadMessage as error:
             self._refuse_request(client, error)
             return
         call = PassThrough(context, client, head)
         client.attach_work(call)
-        call.send_request(worker, sent)
+        call.send_request(worker, body)
+
+    def accept_question(self, head: RequestHead) -> AcceptedRequest:
+        """About an instance."""
+        RequestHeaders(head)
+        return AcceptedRequest(SMALL_BODY_BYTES, self._ask_instance)
+
+    def _ask_instance(self, client: AnswerWriter, head: RequestHead, body: bytes) -> None:
+        try:
+            worker = self._pick_any()
+        except BadMessage as error:
+            self._refuse_request(client, error)
+            return
+        call = InstanceAnswer(self._context, client, head)
+        client.attach_work(call)
+        call.send_request(worker)
+
+    def _pick_any(self) -> WorkerEntry:
+        """Raises BadMessage."""
+        worker = self._context.workers.pick_any()
+        if worker is None:
+            raise BadMessage("no_worker", "no instance is ready", 503, headers=RETRY_SOON)
+        return worker
 
     # -- the relay itself --------------------------------------------------------------------------------------------
 
@@ -224,14 +244,14 @@ class Route(NamedTuple):
 # Every path that is one string, but for operators'; those are in ``control/admin.py``.
 ROUTES: dict[str, Route] = {
     **dict.fromkeys(PATHS, Route("POST", Routes.accept_dispatched)),
-    **dict.fromkeys(PASSED_GET, Route("GET", Routes.accept_passed)),
+    **dict.fromkeys(PASSED_GET, Route("GET", Routes.accept_question)),
     **dict.fromkeys(PASSED_POST, Route("POST", Routes.accept_passed)),
     "/health": Route("GET", Routes.accept_health, needs_key=False),
     "/health_generate": Route("GET", Routes.accept_health_generate, needs_key=False),
     "/metrics": Route("GET", Routes.accept_control, needs_key=False),
     "/openapi.json": Route("GET", Routes.accept_description, needs_key=False),
 }
-_MODEL_ROUTE = Route("GET", Routes.accept_passed)
+_MODEL_ROUTE = Route("GET", Routes.accept_question)
 
 
 def names_model(path: str) -> bool:

@@ -21,6 +21,7 @@ from pla_sglang.load.legs import LegLoad
 from pla_sglang.policy.interface.fleet import InstanceKind, LoadAmounts
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.router.control.errors import WorkerError
+from pla_sglang.secret_names import hide_in_text
 
 KINDS = {"null": InstanceKind.UNIFIED, "prefill": InstanceKind.PREFILL, "decode": InstanceKind.DECODE}
 HANDS_OVER = frozenset({InstanceKind.PREFILL, InstanceKind.STATELESS})
@@ -141,7 +142,7 @@ def describe(info: Mapping[str, Any]) -> Description:
             kv_capacity_tokens=int(info["max_total_num_tokens"]),
             page_size=int(info.get("page_size") or 1),
             tensor_parallel=int(info.get("tp_size") or 1),
-            model=str(info.get("served_model_name") or info.get("model_path") or ""),
+            model=hide_in_text(str(info.get("served_model_name") or info.get("model_path") or "")),
             tokenizer=str(info.get("tokenizer_path") or info.get("model_path") or ""),
             version=str(info.get("version") or ""),
             bootstrap_port=_bootstrap_port(info, stateless) if kind in HANDS_OVER else None,
@@ -158,7 +159,9 @@ def describe(info: Mapping[str, Any]) -> Description:
             legs=LegLoad.of_state(stateless) if "faults" in stateless else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, msgspec.ValidationError) as error:
-        raise WorkerError(f"/server_info is not as expected: {error!r}", status=502) from None
+        # Its text may quote the instance's answer, which has secrets; that of a KeyError is the name that is missing.
+        what = hide_in_text(repr(error)) if isinstance(error, KeyError) else type(error).__name__
+        raise WorkerError(f"/server_info is not as expected: {what}", status=502) from None
 
 
 def _riding_tokens(info: Mapping[str, Any], *, temporal: bool) -> int | None:

@@ -18,7 +18,7 @@ from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.router.control.workers.discovery import Address, Description, describe, polled_load
-from pla_sglang.router.control.workers.polls import ANSWER_BYTES, Polls
+from pla_sglang.router.control.workers.polls import ANSWER_BYTES, Polls, quote_answer
 from pla_sglang.router.control.workers.table import Worker
 
 
@@ -26,6 +26,7 @@ class InstanceClient:
     """A client for all instances; ``close`` it."""
 
     def __init__(self, *, timeout_s: float, api_key: str = "", admin_key: str = "") -> None:
+        self._keys = (api_key, admin_key)
         self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = aiohttp.ClientSession(
@@ -117,7 +118,7 @@ class InstanceClient:
             async with self._http.request(method, url, json=body, headers=headers) as answer:
                 content = await answer.content.read(ANSWER_BYTES)
                 if answer.status >= 400:
-                    text = content[:200].decode("utf-8", "replace")
+                    text = quote_answer(content, *self._keys)
                     raise NoAnswerError(f"{url} answered {answer.status}: {text}", answer.status)
                 while more := await answer.content.read(ANSWER_BYTES):
                     content += more

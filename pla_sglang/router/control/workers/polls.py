@@ -15,9 +15,20 @@ from pla_sglang.router.relay.proxied_call import ProxiedCall
 from pla_sglang.router.relay.request_translation import host_header
 from pla_sglang.router.relay.upstream_connection import UpstreamPool
 from pla_sglang.router.wire.messages import FailureKind, WorkerEntry
+from pla_sglang.secret_names import HIDDEN, hide_in_text
 
 ANSWER_BYTES = 4 << 20
 IDLE_S = 3.0  # as relays keep a connection
+QUOTED_CHARS = 200
+
+
+def quote_answer(body: bytes, *keys: str) -> str:
+    """The beginning of an answer, for logs and operators' pages. An instance may repeat what it was sent: not ``keys``,
+    nor other secrets."""
+    text = body[:4096].decode("utf-8", "replace")
+    for key in keys:
+        text = text.replace(key, HIDDEN) if key else text
+    return hide_in_text(text)[:QUOTED_CHARS]
 
 
 class Polls:
@@ -75,7 +86,7 @@ class _Poll(ProxiedCall):
         self._finish_call()
         body = b"".join(self._parts)
         if self._status >= 400:
-            self._report_failure(f"answered {self._status}: {body[:200].decode('utf-8', 'replace')}")
+            self._report_failure(f"answered {self._status}: {quote_answer(body)}")
         elif self._bytes > ANSWER_BYTES:
             self._report_failure(f"answered more than {ANSWER_BYTES} bytes")
         elif not self.future.done():
