@@ -132,6 +132,22 @@ STATELESS = (
         next_host="sampling_info is still built in it.",
     ),
     _subscribe(
+        id="less.inbox",
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
+        hook=Hook.BEFORE,
+        why="A message that the host cannot read ends its thread, and with it every hand-over of KV: none reaches it.",
+        verify="tests/stateless/test_stateless_side_channel.py; tests/e2e/test_stateless_ports.py",
+        exit="When SGLang drops what it cannot read there.",
+    ),
+    _subscribe(
+        id="less.register",
+        target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._add_remote_peer",
+        hook=Hook.AROUND,
+        why="A receiver whose description NIXL refuses ends the same thread.",
+        verify="tests/stateless/test_stateless_side_channel.py; tests/e2e/test_stateless_ports.py",
+        exit="When SGLang drops what it cannot read there.",
+    ),
+    _subscribe(
         id="less.abort_ack",
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._handle_abort_notification",
         handler="after_handle_abort",

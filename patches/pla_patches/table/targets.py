@@ -87,6 +87,8 @@ PARAMETERS = {
     _SCHEDULER + "pause_generation": "self, recv_req",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens": "self",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend": "self",
+    _NIXL + "NixlKVManager._start_bootstrap_thread": "self",
+    _NIXL + "NixlKVManager._add_remote_peer": "self, decode_kv_args",
     _NIXL + "NixlKVManager._handle_abort_notification": "self, msg",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_disaggregation": "self, start_pd_bootstrap_service",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": "self, out, state, is_stream",
