@@ -102,6 +102,12 @@ LOOKED_UP = {
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
         "self.cumulate_penalty_output_tokens",
     ),
+    "less.meet": ("sglang.srt.distributed.bootstrap.init_torch_distributed", "_resolve_dist_init_method"),
+    "less.inbox": ("sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__", "self._start_bootstrap_thread"),
+    "less.register": (
+        "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
+        "self._add_remote_peer",
+    ),
     "less.abort_ack": (
         "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
         "self._handle_abort_notification",

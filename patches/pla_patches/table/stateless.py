@@ -132,6 +132,13 @@ STATELESS = (
         next_host="sampling_info is still built in it.",
     ),
     _subscribe(
+        id="less.meet",
+        target="sglang.srt.distributed.bootstrap._resolve_dist_init_method",
+        why="torch's store of the ranks listens at every address of the machine: with one --host, at that one.",
+        verify="tests/stateless/test_stateless_rendezvous.py; tests/e2e/test_stateless_ports.py",
+        exit="When torch's TCPStore listens where it is told.",
+    ),
+    _subscribe(
         id="less.inbox",
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
         hook=Hook.BEFORE,

@@ -87,6 +87,7 @@ PARAMETERS = {
     _SCHEDULER + "pause_generation": "self, recv_req",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens": "self",
     "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend": "self",
+    "sglang.srt.distributed.bootstrap._resolve_dist_init_method": "server_args, dist_port",
     _NIXL + "NixlKVManager._start_bootstrap_thread": "self",
     _NIXL + "NixlKVManager._add_remote_peer": "self, decode_kv_args",
     _NIXL + "NixlKVManager._handle_abort_notification": "self, msg",

@@ -26,6 +26,7 @@ from pla_sglang.engine.stateless.host import (
 )
 from pla_sglang.engine.stateless.peers import agree_on_states
 from pla_sglang.engine.stateless.penalties import count_again, count_due_tokens
+from pla_sglang.engine.stateless.rendezvous import keep_to_host
 from pla_sglang.engine.stateless.side_channel import SideChannel
 from pla_sglang.errors import HostMismatchError
 from pla_sglang.metrics.series import LabelledSeries
@@ -36,6 +37,10 @@ _engine: StatelessEngine | None = None  # of this process, for seams whose host 
 
 
 # -- scheduler processes -----------------------------------------------------------------------------------------------
+
+
+def after_resolve_dist_init_method(method: str, *, server_args: Any, dist_port: int) -> str | None:
+    return keep_to_host(method, server_args)
 
 
 def after_init_disaggregation(result: Any, scheduler: Any) -> None:
