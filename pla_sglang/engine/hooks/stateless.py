@@ -39,7 +39,7 @@ _engine: StatelessEngine | None = None  # of this process, for seams whose host 
 # -- scheduler processes -----------------------------------------------------------------------------------------------
 
 
-def after_resolve_dist_init_method(method: str, *, server_args: Any, dist_port: int) -> str | None:
+def after_resolve_dist_init_method(method: str, server_args: Any, dist_port: int) -> str | None:
     return keep_to_host(method, server_args)
 
 

@@ -46,11 +46,11 @@ def meet(url: str, timeout: timedelta = PATIENCE, **options: Any) -> Iterator[tu
 
     parts = urlsplit(url)
     query = {name: int(values[0]) for name, values in parse_qs(parts.query).items()}
-    rank, ranks, host, port = query["rank"], query["world_size"], parts.hostname, parts.port
+    rank, ranks, host, port = query["rank"], query["world_size"], parts.hostname or "", parts.port or 0
     bound: dict[str, Any] = {}
     if rank == 0:
-        family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
-        bound["master_listen_fd"] = socket.create_server((str(host), int(port or 0)), family=family).detach()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        bound["master_listen_fd"] = socket.create_server((host, port), family=family).detach()
     store = TCPStore(host, port, ranks, is_master=rank == 0, timeout=timeout, multi_tenant=True, **bound)
     yield store, rank, ranks
     raise RuntimeError("ranks meet once")
