@@ -8,6 +8,7 @@ user knows it, the value, and what is allowed.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import math
 import numbers
 import re
@@ -20,6 +21,12 @@ from pla_sglang.errors import ConfigError
 
 SLO_RANGE_MS = (1.0, 3_600_000.0)  # of a target that a request brings
 PORT = r"(?:6553[0-5]|655[0-2]\d|65[0-4]\d\d|6[0-4]\d{3}|[1-5]\d{4}|[1-9]\d{0,3})"  # regular expression of 1 to 65535
+
+
+# RFC 1123, and the underscore of container names; a full stop at the end is allowed.
+_LABEL = "[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
+_NUMBER = re.compile(r"(?:[0-9]+|0x[0-9a-f]*)", re.ASCII)  # a name that ends with one is read as an IPv4 address
 
 
 class Rule(Protocol):
@@ -226,6 +233,25 @@ def require_order(low_name: str, low: float, high_name: str, high: float) -> Non
     """Raises ConfigError unless ``low <= high``."""
     if not low <= high:
         raise ConfigError(f"{low_name} {plain(low)} is above {high_name} {plain(high)}; allowed: minimum <= maximum")
+
+
+def read_host(host: str) -> str:
+    """``host`` in its usual form: an address to connect to, or a name in small letters. Raises ConfigError for what
+    names no machine, names one in disguise, or is more than a host."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        last = host.rstrip(".").rpartition(".")[2]
+        if _NAME.fullmatch(host) is None or _NUMBER.fullmatch(last):
+            raise ConfigError(f"{host!r} is neither a host name nor an IP address") from None
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+        if "%" in host:
+            raise ConfigError("an address with a zone is not supported")
+    if address.is_unspecified:
+        raise ConfigError(f"{host} is where a server listens, not where it is reached")
+    return str(address)
 
 
 def describe_bad_slo(where: str, value: Any) -> str:

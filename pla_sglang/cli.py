@@ -22,8 +22,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from pla_sglang.checks import Declared, Knob, check_value, declared_fields, nested_configs, plain
 from pla_sglang.errors import ConfigError
-from pla_sglang.reading import read_text
 from pla_sglang.key_sources import read_key_file, read_key_variable
+from pla_sglang.reading import read_text
 from pla_sglang.secret_names import hide_in_text
 from pla_sglang.terminal import outlive_reader
 

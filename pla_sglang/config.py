@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import ipaddress
 import json
 import os
 import sys
@@ -21,6 +22,8 @@ from pla_sglang.checks import CONNECT, KEY, Choice, Pattern, Range, check_fields
 from pla_sglang.errors import ConfigError
 
 CONFIG_ENV = "SGLANG_PLA_CONFIG"
+HOST_VARIABLES = ("SGLANG_HOST_IP", "HOST_IP")  # where SGLang looks for this machine's address first
+UCX_NETWORKS, LOOPBACK_NETWORK = "UCX_NET_DEVICES", "lo"
 
 DOPD = "dopd"  # value of --prefill-disagg
 DEADLINES = ("advise", "decide")
@@ -406,6 +409,30 @@ def controller_address(config: PlaConfig, name: str) -> str | None:
 def publish(config: PlaConfig) -> None:
     """Hand ``config`` to every process that this one will start."""
     os.environ[CONFIG_ENV] = json.dumps(config.to_dict())
+
+
+def publish_address(host: str) -> None:
+    """Have all sockets over which KV goes listen where the HTTP server does, in every process that this one will start.
+
+    SGLang takes the address of the machine's outer network for them, and UCX takes every network, whatever ``--host``
+    says. What an operator has set in the environment stays. A server for all addresses, or for a name, keeps both.
+    """
+    address = read_single_address(host)
+    if address is None:
+        return
+    if not any(os.environ.get(name) for name in HOST_VARIABLES):
+        os.environ[HOST_VARIABLES[0]] = address
+    if ipaddress.ip_address(address).is_loopback:
+        os.environ.setdefault(UCX_NETWORKS, LOOPBACK_NETWORK)
+
+
+def read_single_address(host: str) -> str | None:
+    """The one IP address that ``--host`` names; None: it names all, or is a name other than ``localhost``."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return None
+    return None if address.is_unspecified else str(address)
 
 
 def current() -> PlaConfig:

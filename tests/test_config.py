@@ -263,3 +263,36 @@ def test_a_printed_configuration_may_find_no_reader(command: str, arguments: lis
     finally:
         os.close(writing)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("host", "address", "network"),
+    [
+        ("127.0.0.1", "127.0.0.1", "lo"),
+        ("localhost", "127.0.0.1", "lo"),
+        ("::1", "::1", "lo"),
+        ("10.0.0.7", "10.0.0.7", None),  # on its network cards UCX chooses
+        ("0.0.0.0", None, None),
+        ("::", None, None),
+        ("node-1", None, None),
+        ("", None, None),
+    ],
+)
+@pytest.mark.parametrize("own", [{}, {"HOST_IP": "10.9.9.9", "UCX_NET_DEVICES": "mlx5_0:1"}])
+def test_sockets_of_kv_listen_where_the_server_does(
+    monkeypatch: pytest.MonkeyPatch, host: str, address: str | None, network: str | None, own: dict[str, str]
+) -> None:
+    """But for what an operator has set."""
+    monkeypatch.setattr(os, "environ", dict(own))
+    config.publish_address(host)
+    wanted = {"SGLANG_HOST_IP": address, "UCX_NET_DEVICES": network} if not own else {}
+    assert os.environ == own | {name: value for name, value in wanted.items() if value is not None}
+
+
+def test_the_host_takes_the_address_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.utils.network import get_local_ip_auto
+
+    monkeypatch.setattr(os, "environ", {})
+    config.publish_address("127.0.0.1")
+    monkeypatch.setattr(os, "getenv", lambda name, default=None: os.environ.get(name, default))
+    assert get_local_ip_auto() == "127.0.0.1"

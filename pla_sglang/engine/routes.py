@@ -36,7 +36,7 @@ def add_routes() -> None:
     for path, method, route in routes:
         route.__annotations__.pop("return", None)
         http_server.app.add_api_route(path, auth_level(AuthLevel.ADMIN_OPTIONAL)(route), methods=[method])
-    _add_ending_route()
+    _add_for_all()
 
 
 def add_state_route() -> None:
@@ -47,11 +47,17 @@ def add_state_route() -> None:
     state_route.__annotations__.pop("return", None)
     guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(state_route)
     http_server.app.add_api_route("/pla/state", guarded, methods=["GET"])
-    _add_ending_route()
+    _add_for_all()
 
 
-def _add_ending_route() -> None:
+def _add_for_all() -> None:
+    """What stands beside the routes above, in either case."""
     from sglang.srt.entrypoints import http_server
+
+    from pla_sglang.engine.pages import PageGuard
+
+    # Added last, it comes before SGLang's CORS, which lets pages of every address send anything to every route.
+    http_server.app.add_middleware(PageGuard, read_args=lambda: _manager().server_args)
 
     ending_route.__annotations__.pop("return", None)
     http_server.app.add_api_route("/pla/ending", ending_route, methods=["GET"])

@@ -19,6 +19,7 @@ class LegLoad(msgspec.Struct, frozen=True, array_like=True):
         kv_tokens: by holder.
         quarantined: requests that were given up, and whose pages a transfer may still touch.
         refused, faults: since the start: requests refused as no leg that can be served; exceptions of our own code.
+        ready: whether it can hand over KV at all; not once a thread that does has ended.
     """
 
     sending: dict[str, Count] = {}
@@ -27,6 +28,7 @@ class LegLoad(msgspec.Struct, frozen=True, array_like=True):
     quarantined: Count = 0
     refused: Count = 0
     faults: Count = 0
+    ready: bool = True
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Self:
@@ -38,6 +40,7 @@ class LegLoad(msgspec.Struct, frozen=True, array_like=True):
                 state["quarantine"]["requests"],
                 state["refused"],
                 state["faults"],
+                state.get("ready", True),
             ),
             cls,
         )

@@ -247,3 +247,11 @@ def test_what_was_shown_is_one_word_and_comes_back() -> None:
     assert word == "c12.r3.a0-33.a2-0.R.F.U.d1700000000.k512"
     assert read_seen(word, "seen") == shown
     assert read_seen("", "seen") == read_seen(write_seen(Shown()), "seen") == Shown()
+
+
+@pytest.mark.parametrize(
+    "word", ["c+5", "c1_0", "c 5", "c-1", "c\u0665", "c5\n", "c", "x5", "c5..r1", "a1-+2", "c" + "9" * 16]
+)
+def test_a_word_that_was_not_written_so_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match="seen"):
+        read_seen(word, "seen")

@@ -126,7 +126,8 @@ def text_of_all(events: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     "comment",
-    [b": pla x c1", b": pla 1,,2 c1", b": pla -1 c1", b": pla 99999999999 c1", b": pla  c1"],
+    [b": pla x c1", b": pla 1,,2 c1", b": pla -1 c1", b": pla 99999999999 c1", b": pla  c1"]
+    + [b": pla %b c1" % ids for ids in (b"1_0", b"+5", b" 5", b"5\t", b"1,+2", b"1_0,2", b",", b"1,", "٥".encode())],
 )
 def test_a_comment_that_is_not_as_it_must_be_ends_the_moves_and_not_the_stream(comment: bytes) -> None:
     stream = stream_of(CHAT)

@@ -12,11 +12,11 @@ from receive_scene import ReceiveScene
 
 from pla_sglang.engine.hooks import running
 from pla_sglang.engine.hooks import stateless as hooks
-from pla_sglang.engine.hops.pulls import PULL
 from pla_sglang.engine.stateless import admission, host
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.side_channel import PULL
 
 
 class JoiningRequest(FakeRequest):
@@ -213,7 +213,7 @@ class Broken:
 
 BROKEN: Any = SimpleNamespace(pla_stateless=Broken())
 OUTPUT = SimpleNamespace(internal_state={})
-ABORT = [b"ABORT", b"7", b"10.0.0.2", b"no port"]
+ABORT = [b"ABORT", b"7", b"10.0.0.2", b"40"]
 PULLED = [PULL, b"7", b"10.0.0.2", b"40"]
 HOOKS = [
     (hooks.after_adder_init, (None, None), None),

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pla_sglang.engine.stateless.front import Front, RefusedLegError
-from pla_sglang.engine.stateless.router_keys import KEEP_S, MAX_KEYS, RouterKeys, find_reserved, split_key
+from pla_sglang.engine.stateless.router_keys import (
+    KEEP_S,
+    MAX_KEYS,
+    REST_S,
+    KeysFullError,
+    RouterKeys,
+    find_reserved,
+    split_key,
+)
 from pla_sglang.errors import ConfigError
 from pla_sglang.reserved import ROUTER_KEY_HEADER, make_router_key
 
@@ -118,14 +128,66 @@ def test_two_routers_and_one_that_was_started_again() -> None:
     assert [keys.admits(key) for key in (None, KEY, OTHER)] == [False, False, True]
 
 
-def test_keys_do_not_pile_up() -> None:
-    clock = Clock()
-    keys = RouterKeys(clock)
-    made = [make_router_key() for _ in range(MAX_KEYS + 5)]
+def full_keys(clock: Clock) -> tuple[RouterKeys, list[str]]:
+    """As many as are kept, each told a second after the one before."""
+    keys, made = RouterKeys(clock), [make_router_key() for _ in range(MAX_KEYS)]
     for key in made:
         clock.now_s += 1
         keys.add_key(key)
-    assert [keys.admits(key) for key in made] == [False] * 5 + [True] * MAX_KEYS
+    return keys, made
+
+
+@pytest.mark.parametrize(
+    ("after_s", "shown", "lost"),
+    [
+        (0.0, (), None),
+        (REST_S - MAX_KEYS - 1, (), None),
+        (REST_S, (), 0),  # the one that was told first
+        (REST_S, (0,), 1),  # it is at work, also where it was not told again
+        (REST_S, range(MAX_KEYS), None),
+        (KEEP_S + 1, (), 0),  # some have lapsed
+    ],
+)
+def test_no_key_at_work_makes_room_for_another(after_s: float, shown: Sequence[int], lost: int | None) -> None:
+    clock = Clock()
+    keys, made = full_keys(clock)
+    clock.now_s += after_s
+    for index in shown:
+        assert keys.admits(made[index])
+    if lost is None:
+        with pytest.raises(KeysFullError, match="16 routers"):
+            keys.add_key(KEY)
+        assert not keys.admits(KEY)
+        assert all(keys.admits(key) for key in made), "nothing has changed"
+        keys.add_key(made[3])  # who is known is never refused
+    else:
+        keys.add_key(KEY)
+        assert (keys.admits(KEY), keys.admits(made[lost])) == (True, False)
+
+
+def test_made_up_keys_do_not_keep_a_router_out_for_long() -> None:
+    """Somebody tells other keys whenever he can; a router that was started again gets in, one at work stays."""
+    clock = Clock()
+    keys = RouterKeys(clock)
+    keys.add_key(KEY)
+    for second in range(600):
+        clock.now_s += 1
+        if second % 10 == 0:
+            keys.add_key(KEY)
+        with contextlib.suppress(KeysFullError):
+            keys.add_key(make_router_key())
+        assert keys.admits(KEY)
+    clock.now_s += REST_S
+    keys.add_key(OTHER)
+    assert keys.admits(OTHER)
+
+
+def test_a_router_for_whom_there_is_no_room_changes_nothing(front: Front) -> None:
+    for _ in range(MAX_KEYS):
+        front.take_peers({"peers": [], "router_key": make_router_key()})
+    with pytest.raises(KeysFullError):
+        front.take_peers({"peers": [{"name": "b", "host": "10.0.0.2", "bootstrap_port": 9001}], "router_key": KEY})
+    assert front.book.to_dict() == {}
 
 
 @pytest.mark.parametrize("key", ["", "short", "x" * 129, "with blanks " * 3, "k\u00e9" * 16, 7, None, ["k" * 32]])

@@ -9,6 +9,7 @@ import pytest
 from pla_sglang.engine.request_rows import RowsWanted
 from pla_sglang.engine.stateless.legs import LegKind, SendLeg, SendState
 from pla_sglang.engine.stateless.peers import (
+    MOST_PEERS,
     Peer,
     PeerBook,
     PeerState,
@@ -155,6 +156,32 @@ BAD_BODIES = [
     ({"self": {"name": "a"}, "peers": []}, "self"),
     ({"peers": [], "rows": {"every_s": 0.0, "most": 5}}, "every_s"),
     ({"peers": [], "rows": 5}, "rows"),
+    ({"peers": [GOOD] * (MOST_PEERS + 1)}, "513 are too many; allowed: 512"),
+    *(({"peers": [GOOD | {"name": text}]}, "name") for text in ("a\nb", "\x1b[31m", "\ud800", "x" * 256, "")),
+    ({"peers": [GOOD | {"incarnation": "a\nINFO"}]}, "incarnation"),
+    ({"self": GOOD | {"host": "0.0.0.0"}, "peers": []}, "self: host"),
+    *(
+        ({"peers": [GOOD | {"host": host}]}, "peers: host")
+        for host in (
+            "127.0.0.1:39811/path?x=",
+            "user:pw@127.0.0.1",
+            "127.0.0.1/",
+            "127.0.0.1#",
+            "127.0.0.1\r\nX: y",
+            "file:///etc/passwd#",
+            "\0",
+            "a b",
+            "a" * 300,
+            "0x7f.1",
+            "2130706433",
+            "127.1",
+            "0.0.0.0",
+            "::",
+            "fe80::1%eth0",
+            "[::1]",
+            "b\u00fccher",
+        )
+    ),
 ]
 
 
@@ -167,6 +194,8 @@ def test_a_bad_body_is_refused(body: Any, named: str) -> None:
 def test_a_good_body() -> None:
     told = parse_told({"self": {"name": "a", "host": "h", "bootstrap_port": 1}, "peers": [GOOD]})
     assert told == Told(Peer("a", "h", 1), (Peer("b", "h", 9001, "x"),))
+    for host in ("10.0.0.2", "::1", "Pod-1.ns_a.svc.", "localhost"):
+        assert parse_told({"peers": [GOOD | {"host": host}]}).peers[0].host == host, "as the router will name it"
     assert parse_told({"peers": [], "rows": {"every_s": 2, "most": 9}}) == Told(None, (), RowsWanted(2.0, 9))
 
 

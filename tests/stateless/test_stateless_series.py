@@ -51,6 +51,8 @@ def counts(**changes: Any) -> dict[str, Any]:
         "unclaimed_rooms": 6,
         "refused": 8,
         "faults": 1,
+        "ready": True,
+        "dropped": {"foreign": 3, "malformed": 0, "unknown": 2},
     }
     return usual | changes
 
@@ -71,7 +73,10 @@ def test_series_follow_the_counts() -> None:
         ("receiving", "done"): 4,
         ("receiving", "failed"): 2,
     }
-    series.show(counts(sending={"legs": {}, "kv_tokens": 0, "sent": 8, "failed": 1}, faults=2), {})
+    assert values["pla_leg_messages_dropped"] == {("foreign",): 3, ("unknown",): 2}
+    assert values["pla_leg_ready"][()] == 1
+    series.show(counts(sending={"legs": {}, "kv_tokens": 0, "sent": 8, "failed": 1}, faults=2, ready=False), {})
+    assert values["pla_leg_ready"][()] == 0
     assert {values["pla_leg_reqs"]["sending", state] for state in STATES["sending"]} == {0}, "none is left over"
     assert (values["pla_legs"]["sending", "done"], values["pla_legs"]["sending", "failed"]) == (8, 1)
     assert (values["pla_legs_refused"][()], values["pla_leg_faults"][()]) == (8, 2)
@@ -92,7 +97,8 @@ def test_peers_are_counted_by_state() -> None:
 
 def test_a_load_report_has_the_legs() -> None:
     legs = LegLoad.of_state(counts())
-    assert (legs.sending, legs.quarantined, legs.refused) == ({"handshake": 2, "sending": 1}, 1, 8)
+    assert (legs.sending, legs.quarantined, legs.refused, legs.ready) == ({"handshake": 2, "sending": 1}, 1, 8, True)
+    assert not LegLoad.of_state(counts(ready=False)).ready
     report = Report(instance="a", sequence=1, clock_s=0.0, legs=legs)
     assert decode(encode(report)).legs == legs
     plain = Report(instance="a", sequence=1, clock_s=0.0)

@@ -67,10 +67,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Whether the peer's bootstrap server answers."""
     up = threading.Event()
 
-    def get(url: str, timeout: float) -> Any:
+    def get(url: str, timeout: float, *, allow_redirects: bool) -> Any:
+        assert not allow_redirects, "a peer is told, and leads nowhere else"
         if not up.is_set():
             raise ConnectionError("nobody listens")
-        return SimpleNamespace(raise_for_status=lambda: None)
+        return SimpleNamespace(status_code=200)
 
     monkeypatch.setattr("requests.get", get)
     monkeypatch.setattr(warming, "RETRY_S", 0.01)
@@ -95,7 +96,7 @@ def test_a_peer_is_ready_once_it_answers(answers: threading.Event, monkeypatch: 
     answers.set()
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
     assert warmer.is_warm(*PEER.address)
-    assert manager.threads == {"pla-warm-b"}
+    assert manager.threads == {"pla-warm"}
     assert manager.addr_to_rooms_tracker[ADDRESS] == set(), "the room of the trial is forgotten"
 
 
@@ -153,6 +154,56 @@ def test_a_peer_whose_thread_has_ended_is_warmed_when_it_is_told_again(answers: 
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
 
 
+def test_many_silent_peers_take_few_threads_and_hold_up_nobody(
+    answers: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each had a thread of its own."""
+    asked: list[str] = []
+
+    def get(url: str, timeout: float, *, allow_redirects: bool) -> Any:
+        asked.append(url)
+        if ADDRESS not in url:
+            raise ConnectionError("nobody listens")
+        return SimpleNamespace(status_code=200)
+
+    monkeypatch.setattr("requests.get", get)
+    monkeypatch.setattr(warming, "RETRY_S", 0.05)
+    monkeypatch.setattr(warming, "LONGEST_RETRY_S", 60.0)
+    book, silent = PeerBook("127.0.0.1", 9000), [Peer(f"p{port}", "10.0.0.9", port) for port in range(1, 401)]
+    book.tell(Told(None, (*silent, PEER)))
+    warmer = Warmer(FakeManager(), FakeReceiver, book)
+    before = threading.active_count()
+    for peer in (*silent, PEER):
+        warmer.warm(peer)
+    assert threading.active_count() - before <= warming.THREADS
+    until(lambda: book.to_dict()["b"] == "ready", what="the one that answers")
+    until(lambda: len(asked) > 800, what="the others asked again")
+    assert {question.wait_s for question in warmer._waiting} & {0.1, 0.2, 0.4}, "after growing pauses"
+    book.tell(Told(None, ()))
+    book.forget_untold()
+    for question in warmer._waiting:
+        question.due_s = 0.0
+    with warmer._changed:
+        warmer._changed.notify_all()
+    until(lambda: not warmer._running and not warmer._threads, what="the end of the threads")
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 404, 503])
+def test_a_peer_that_leads_elsewhere_or_is_not_well_is_asked_on(
+    answers: threading.Event, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    said = [status, 200]
+
+    def get(url: str, timeout: float, *, allow_redirects: bool) -> Any:
+        assert not allow_redirects
+        return SimpleNamespace(status_code=said.pop(0))
+
+    monkeypatch.setattr("requests.get", get)
+    book, _ = told(FakeManager())
+    until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is well")
+    assert said == []
+
+
 def test_what_was_cached_of_a_peer_goes_with_it(answers: threading.Event) -> None:
     answers.set()
     manager = FakeManager()
@@ -184,7 +235,7 @@ def manager_with_sglangs_check(monkeypatch: pytest.MonkeyPatch, other: dict[str,
     answer = SimpleNamespace(
         status_code=200, json=lambda: said | {"follow_bootstrap_room": True} | other, raise_for_status=lambda: None
     )
-    monkeypatch.setattr("requests.get", lambda url, timeout: answer)
+    monkeypatch.setattr("requests.get", lambda url, timeout, allow_redirects=True: answer)
     manager: Any = FakeManager()
     manager.kv_args, manager.kv_cache_dtype_str = SimpleNamespace(page_size=1, engine_rank=0), "auto"
     manager.attn_cp_size, manager.attn_cp_rank, manager.pp_size, manager.pp_rank, manager.dcp_size = 1, 0, 1, 0, 1

@@ -116,6 +116,12 @@ LOOKED_UP = {
     "less.lora": (_PASS, "self._can_schedule_lora_req"),
     "less.lora_turn": (_PASS, "self._can_schedule_lora_req"),
     "less.ride": (_PASS, "new_batch.mix_with_running"),
+    "less.meet": ("sglang.srt.distributed.bootstrap.init_torch_distributed", "_resolve_dist_init_method"),
+    "less.inbox": ("sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__", "self._start_bootstrap_thread"),
+    "less.register": (
+        "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
+        "self._add_remote_peer",
+    ),
     "less.abort_ack": (
         "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
         "self._handle_abort_notification",

@@ -94,6 +94,9 @@ PARAMETERS = {
     "sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarBackend.__init__": (
         "self, grammar_backend, reasoning_parser, tokenizer, enable_strict_thinking"
     ),
+    "sglang.srt.distributed.bootstrap._resolve_dist_init_method": "server_args, dist_port",
+    _NIXL + "NixlKVManager._start_bootstrap_thread": "self",
+    _NIXL + "NixlKVManager._add_remote_peer": "self, decode_kv_args",
     _NIXL + "NixlKVManager._handle_abort_notification": "self, msg",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_disaggregation": "self, start_pd_bootstrap_service",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_finish_reason": "self, out, state, is_stream",

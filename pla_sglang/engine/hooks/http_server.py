@@ -45,6 +45,8 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         check_stateless(server_args, config, pla_config.read_variables(VARIABLES))
         check_port(server_args, config)
         emulation.check(server_args, config)
+        if hands_over_by_nixl(server_args, config):
+            pla_config.publish_address(server_args.host)
         pools = compat.has_pools(server_args, config)
         if pools:
             config = config.replace(controller_folder=socket_folder())
@@ -55,6 +57,12 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     return server_args
+
+
+def hands_over_by_nixl(args: Any, config: pla_config.PlaConfig) -> bool:
+    """On one machine: with several nodes the addresses of their networks are SGLang's matter."""
+    in_pair = config.stateless or args.disaggregation_mode != "null"
+    return in_pair and args.disaggregation_transfer_backend == "nixl" and args.nnodes == 1
 
 
 def socket_folder() -> str:

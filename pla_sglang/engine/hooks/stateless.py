@@ -17,15 +17,28 @@ from pla_sglang.engine.hops.pulls import is_pull
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.fence import acknowledge_abort
-from pla_sglang.engine.stateless.host import all_ranks_agree, fail_with_next_step, start_bootstrap_server
+from pla_sglang.engine.stateless.host import (
+    all_ranks_agree,
+    fail_with_next_step,
+    open_inbox,
+    register_receiver,
+    start_bootstrap_server,
+)
 from pla_sglang.engine.stateless.peers import agree_on_states
+from pla_sglang.engine.stateless.rendezvous import keep_to_host
+from pla_sglang.engine.stateless.side_channel import SideChannel
 from pla_sglang.errors import HostMismatchError
 from pla_sglang.metrics.series import LabelledSeries
 
+_channel = SideChannel()  # of this process
 _engine: StatelessEngine | None = None  # of this process, for seams whose host object does not know its scheduler
 
 
 # -- scheduler processes -----------------------------------------------------------------------------------------------
+
+
+def after_resolve_dist_init_method(method: str, server_args: Any, dist_port: int) -> str | None:
+    return keep_to_host(method, server_args)
 
 
 def after_init_disaggregation(result: Any, scheduler: Any) -> None:
@@ -38,7 +51,7 @@ def after_init_disaggregation(result: Any, scheduler: Any) -> None:
     series = None
     if scheduler.metrics_collector_context.enable_metrics:
         series = LabelledSeries(dict(scheduler.metrics_collector.labels), old_names=config.metrics_old_names)
-    _engine = scheduler.pla_stateless = StatelessEngine(scheduler, config, _faults, series)
+    _engine = scheduler.pla_stateless = StatelessEngine(scheduler, config, _faults, _channel, series)
 
 
 def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:
@@ -121,10 +134,20 @@ def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
     riders.set_rider_prefixes(batch, running_batch)
 
 
+def before_start_bootstrap_thread(manager: Any) -> None:
+    """The thread that reads what receivers say is about to start."""
+    manager.server_socket = open_inbox(manager, _channel)
+
+
+def around_add_remote_peer(original: Any, manager: Any, receiver: Any) -> None:
+    """Of the same thread: a receiver registers, with what its transfer library says of itself."""
+    register_receiver(original, manager, receiver, _channel)
+
+
 def after_handle_abort(handled: bool, manager: Any, message: list[bytes]) -> bool | None:
     """A receiver has given up: tell it when this sender is through with its room. Or it asks for a held request.
 
-    Of the thread that reads what receivers say. A message that nobody takes ends that thread.
+    Of the thread that reads what receivers say. ``Inbox`` has let nothing in that nobody takes.
     """
     if handled:
         _acknowledge_abort(manager, message)
@@ -135,7 +158,9 @@ def after_handle_abort(handled: bool, manager: Any, message: list[bytes]) -> boo
     return True
 
 
-_acknowledge_abort = _faults.guard("acknowledging an abort")(acknowledge_abort)
+@_faults.guard("acknowledging an abort")
+def _acknowledge_abort(manager: Any, message: list[bytes]) -> None:
+    acknowledge_abort(manager, message, _channel)
 
 
 @_faults.guard("taking a pull")
@@ -154,8 +179,12 @@ def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: 
     block = output.internal_state.setdefault("pla", {})
     stateless = scheduler.pla_stateless
     # All ranks get this request, in one order with the lists of peers.
-    peers = agree_on_states(stateless.book.to_dict(), functools.partial(all_ranks_agree, scheduler))
-    block["stateless"] = {**stateless.state(), "peers": peers}
+    agree = functools.partial(all_ranks_agree, scheduler)
+    state = stateless.state()
+    peers = agree_on_states(stateless.book.to_dict(), agree)
+    if not all(agree([state["ready"]])) and state["ready"]:
+        state |= {"ready": False, "reason": "a thread of another rank has ended"}
+    block["stateless"] = {**state, "peers": peers}
     block.setdefault("config", pla_config.current().to_dict())
     return output
 

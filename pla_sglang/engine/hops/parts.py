@@ -9,9 +9,10 @@ from typing import Any
 from pla_sglang.engine.hops.holder import Holder
 from pla_sglang.engine.hops.leaving import Leaving
 from pla_sglang.engine.hops.offers import Offers
-from pla_sglang.engine.hops.pulls import OpenRooms, is_pull, read_pull, send_refusal
+from pla_sglang.engine.hops.pulls import OpenRooms, is_pull, send_refusal
 from pla_sglang.engine.hops.runner import CommandRunner
 from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.side_channel import read_receiver
 
 
 class Hops:
@@ -48,7 +49,7 @@ class Hops:
         """Whether ``message`` of a receiver was meant for this part: it asks for a held request."""
         if not is_pull(message):
             return False
-        if (pull := read_pull(message)) is not None:
+        if (pull := read_receiver(message)) is not None:
             self.rooms.on_pull(*pull)
         return True
 

@@ -11,15 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pla_sglang.engine.stateless.fence import NO_ROOM
 from pla_sglang.engine.stateless.host import is_registered, tcp_address
+from pla_sglang.engine.stateless.side_channel import NO_ROOM, PULL
+from pla_sglang.engine.stateless.side_channel import Receiver as Puller
 
 logger = logging.getLogger(__name__)
 
-PULL = b"PLA_PULL"
 GRACE_S = 0.5  # a pull may come before the hold of its room: the first token of a held request is out before it is held
-
-Puller = tuple[str, int]  # host and port of a receiver's manager
 
 
 class OpenRooms:
@@ -74,21 +72,10 @@ def is_pull(message: list[bytes]) -> bool:
     return bool(message) and message[0] == PULL
 
 
-def read_pull(message: list[bytes]) -> tuple[Puller, int] | None:
-    """Who asks for which room; None where that cannot be read."""
-    try:
-        _, room, host, port = message
-        return (host.decode("ascii"), int(port)), int(room)
-    except ValueError:
-        logger.warning("pla_sglang: malformed pull of a room")
-        return None
-
-
 def send_refusal(manager: Any, puller: Puller, room: int) -> None:
     """By the sending ``manager``, from any thread; to receivers that it knows, as anybody may have asked."""
     if not is_registered(manager, *puller):
-        logger.warning("pla_sglang: %s:%d asked for room %d and is not known as a receiver", *puller, room)
-        return
+        return  # it was when it asked
     endpoint, is_ipv6 = tcp_address(*puller)
     try:
         manager._send_multipart_locked(endpoint, [NO_ROOM, str(room).encode("ascii")], is_ipv6=is_ipv6)

@@ -7,7 +7,7 @@ import re
 
 from pla_sglang.errors import ConfigError
 
-_PART = re.compile(r"(?:([crdk])(\d{1,15})|a(\d{1,6})-(\d{1,15})|([RFU]))")
+_PART = re.compile(r"(?:([crdk])(\d{1,15})|a(\d{1,6})-(\d{1,15})|([RFU]))", re.ASCII)
 
 
 @dataclasses.dataclass(slots=True)

@@ -28,6 +28,7 @@ from pla_sglang.engine.stateless.receiving import Receiver
 from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
 from pla_sglang.engine.stateless.sending import GivenUpError, Sender
 from pla_sglang.engine.stateless.series import LegSeries
+from pla_sglang.engine.stateless.side_channel import SideChannel
 from pla_sglang.engine.stateless.warming import Warmer
 from pla_sglang.errors import RefusedRequestError
 from pla_sglang.metrics.series import LabelledSeries
@@ -41,13 +42,20 @@ class StatelessEngine:
     """Everything runs on the scheduler's thread but warming and the reading of acknowledgements.
 
     Args:
-        faults: of this process.
+        faults, channel: of this process.
         series: makes those that are exported; None: the host has no metrics.
     """
 
-    def __init__(self, scheduler: Any, config: PlaConfig, faults: Faults, series: LabelledSeries | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        config: PlaConfig,
+        faults: Faults,
+        channel: SideChannel,
+        series: LabelledSeries | None = None,
+    ) -> None:
         self._scheduler = scheduler
-        self.faults = faults
+        self.faults, self._channel = faults, channel
         self.incarnation = secrets.token_hex(8)
         ends = build_ends(scheduler)
         self._sending_manager, manager = ends.sending.kv_manager, ends.receiving.kv_manager
@@ -75,17 +83,11 @@ class StatelessEngine:
             ends.transfers,
             quarantine=self.quarantine,
             book=self.book,
-            acknowledged=Acknowledged(manager.server_socket),
+            acknowledged=Acknowledged(manager.server_socket, channel),
             faults=faults,
         )
-        self.hops = Hops(
-            scheduler,
-            ends.sending,
-            self.quarantine,
-            agree=agree,
-            list_waiting=self._list_waiting,
-            share=config.hold_share,
-        )
+        share, waiting = config.hold_share, self._list_waiting
+        self.hops = Hops(scheduler, ends.sending, self.quarantine, agree=agree, list_waiting=waiting, share=share)
         self.held_requests = self.hops.holder.list_growing
         ends.receiving.count_set_aside = lambda: len(self.held_requests())
         self._ends = ends
@@ -309,8 +311,11 @@ class StatelessEngine:
 
     def _count_legs(self) -> dict[str, Any]:
         """The part of the state that changes with each leg."""
-        ends = self._ends
+        ends, dead = self._ends, self._channel.find_dead()
         return {
+            "ready": not dead,  # to hand over KV, either way
+            "reason": f"the thread that reads {dead} has ended; start this instance again" if dead else "",
+            "dropped": self._channel.count_dropped(),
             "sending": {
                 "legs": dict(Counter(leg.state.value for leg in self.sender.legs.values())),
                 "kv_tokens": self.sender.held_tokens,

@@ -12,13 +12,19 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from pla_sglang.engine.stateless.host import is_registered, mark_failed, tcp_address
+from pla_sglang.engine.stateless.side_channel import (
+    ABORT,
+    ACKNOWLEDGED,
+    NO_ROOM,
+    Drop,
+    SideChannel,
+    read_receiver,
+    read_room,
+)
 
 logger = logging.getLogger(__name__)
 
 FENCE_ROOM = -1  # no request has it: rooms are not negative
-ABORT = b"ABORT"
-ACKNOWLEDGED = b"PLA_ABORT_ACK"
-NO_ROOM = b"PLA_NO_ROOM"  # to a receiver that pulls a held request: its room is not held
 
 
 class Fence:
@@ -67,17 +73,18 @@ def place_fence(manager: Any, on_passed: Callable[[], None] | None = None) -> Fe
     return fence
 
 
-def acknowledge_abort(manager: Any, message: list[bytes]) -> None:
+def acknowledge_abort(manager: Any, message: list[bytes], channel: SideChannel) -> None:
     """Answer a receiver's abort once its room's transfers are over. The room is marked as failed already.
 
     Anybody may send such a message: what it names is connected to only where a receiver is known.
     """
-    if len(message) < 4 or message[0] != ABORT:
+    given_up = read_receiver(message) if message[:1] == [ABORT] else None
+    if given_up is None:
         return
+    (name, port), _ = given_up
     room = message[1]
-    name, port = message[2].decode("ascii"), int(message[3])
     if not is_registered(manager, name, port):
-        logger.warning("pla_sglang: %s:%d gave up a room and is not known as a receiver", name, port)
+        channel.drop(Drop.UNKNOWN, ABORT)
         return
     endpoint, is_ipv6 = tcp_address(name, port)
 
@@ -91,27 +98,31 @@ class Acknowledged:
     """What senders have said of rooms: that they are through with an abort, or that they hold no such room.
 
     Read by a thread from the receiver's own socket. Senders also speak of rooms that nobody waits for, such as those of
-    legs that were aborted before they had memory.
+    legs that were aborted before they had memory; others than senders may say anything.
     """
 
-    def __init__(self, socket: Any) -> None:
-        self._socket = socket
+    def __init__(self, socket: Any, channel: SideChannel) -> None:
+        self._socket, self._channel = socket, channel
         self._rooms: set[int] = set()
         self._refused: set[int] = set()
         threading.Thread(target=self._listen, name="pla-abort-acks", daemon=True).start()
 
     def _listen(self) -> None:
+        self._channel.note_reader("what senders say")
         while True:
             try:
                 message = self._socket.recv_multipart()
-                if len(message) == 2 and message[0] == ACKNOWLEDGED:
-                    self._rooms.add(int(message[1]))
-                elif len(message) == 2 and message[0] == NO_ROOM:
-                    self._refused.add(int(message[1]))
-            except ValueError:
-                logger.warning("pla_sglang: malformed message of a sender")
             except Exception:
                 return  # the socket is closed: the process ends
+            self._take(message)
+
+    def _take(self, message: list[bytes]) -> None:
+        said = {ACKNOWLEDGED: self._rooms, NO_ROOM: self._refused}.get(message[0])
+        room = read_room(message[1]) if len(message) == 2 else None
+        if said is None or room is None:
+            self._channel.drop(Drop.FOREIGN if said is None else Drop.MALFORMED, message[0])
+        else:
+            said.add(room)
 
     def has(self, room: int) -> bool:
         return room in self._rooms

@@ -5,6 +5,7 @@ The schedulers decide by the same rules on the same list. Here a bad address is 
 
 from __future__ import annotations
 
+import logging
 import time
 from http import HTTPStatus
 from typing import Any
@@ -14,9 +15,11 @@ from fastapi import HTTPException
 from pla_sglang.engine.stateless.legs import LegKind
 from pla_sglang.engine.stateless.message import PlaPeers, register_message
 from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError, parse_told
-from pla_sglang.engine.stateless.router_keys import RouterKeys, find_reserved, split_key
+from pla_sglang.engine.stateless.router_keys import KeysFullError, RouterKeys, find_reserved, split_key
 from pla_sglang.errors import ConfigError
 from pla_sglang.reserved import ROUTER_KEY_HEADER, describe_reserved
+
+logger = logging.getLogger(__name__)
 
 STATUSES = frozenset({HTTPStatus.CONFLICT, HTTPStatus.GONE})  # with which schedulers refuse legs
 
@@ -81,13 +84,16 @@ class Front:
                 raise RefusedLegError(HTTPStatus.BAD_REQUEST, "a leg needs a bootstrap_room that is not negative")
 
     def take_peers(self, body: Any) -> PlaPeers:
-        """Remember what was told; the message for the schedulers, which need no key. Raises ConfigError."""
+        """Remember what was told; the message for the schedulers, which need no key.
+
+        Raises ConfigError, KeysFullError: nothing has changed then.
+        """
         rest, key = split_key(body)
         told = parse_told(rest)
-        self.book.tell(told)
-        self.book.forget_untold()
         if key is not None:
             self._keys.add_key(key)
+        self.book.tell(told)
+        self.book.forget_untold()
         return PlaPeers(told=told)
 
 
@@ -118,6 +124,9 @@ def add_routes(front: Front) -> None:
             message = front.take_peers(await routes.body_of(request))
         except ConfigError as error:
             return routes.refuse_change(error)
+        except KeysFullError as error:
+            logger.warning("pla_sglang: a router is refused: %s", error)
+            return routes.json_answer({"error": {"message": str(error), "type": "TooManyRouters", "code": 429}}, 429)
         await http_server._global_state.tokenizer_manager._async_dispatch_to_scheduler(message)
         return await read_peers()
 

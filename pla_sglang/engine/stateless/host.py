@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import enum
+import functools
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
+
+from pla_sglang.engine.stateless.side_channel import REGISTERS, Drop, Inbox, SideChannel
+
+logger = logging.getLogger(__name__)
 
 
 class Outcome(enum.Enum):
@@ -50,6 +56,29 @@ def is_registered(manager: Any, host: str, port: int) -> bool:
     """Whether a receiver has said to the sender ``manager`` that it listens there: each does as it connects."""
     receivers = list(manager.decode_kv_args_table.values())  # filled by the thread that reads what receivers say
     return any((receiver.endpoint, receiver.dst_port) == (host, port) for receiver in receivers)
+
+
+def open_inbox(manager: Any, channel: SideChannel) -> Inbox:
+    """The socket of the sender ``manager`` for its thread, which would end with the first message it cannot read."""
+    from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, TransferInfo
+
+    def parse(fields: list[bytes]) -> None:
+        kind = KVArgsRegisterInfo if fields[0] == REGISTERS else TransferInfo
+        kind.from_zmq(fields)
+
+    is_known = functools.partial(is_registered, manager)
+    return Inbox(manager.server_socket, channel, parse=parse, is_known=is_known, guard=GUARD)
+
+
+def register_receiver(register: Callable[[Any, Any], None], manager: Any, receiver: Any, channel: SideChannel) -> None:
+    """Have the host take over a receiver. One that its transfer library refuses is forgotten: the host has noted it
+    before it asks, and ends the thread of all receivers."""
+    try:
+        register(manager, receiver)
+    except Exception as error:
+        manager.decode_kv_args_table.pop(receiver.agent_name, None)
+        logger.warning("pla_sglang: %s:%s cannot be sent KV: %r", receiver.endpoint, receiver.dst_port, error)
+        channel.drop(Drop.MALFORMED, REGISTERS)
 
 
 def tcp_address(host: str, port: int) -> tuple[str, bool]:

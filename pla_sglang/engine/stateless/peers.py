@@ -16,12 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+from pla_sglang.checks import read_host
 from pla_sglang.engine.request_rows import RowsWanted, parse_rows
 from pla_sglang.engine.stateless.legs import LegKind
 from pla_sglang.errors import ConfigError, PlaError
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 EVERY_ADDRESS = frozenset({"", "0.0.0.0", "::"})
+
+MOST_PEERS = 512
+MOST_CHARACTERS = 255  # of a name or an incarnation
 
 Address = tuple[str, int]
 
@@ -74,7 +78,9 @@ def parse_told(body: Any) -> Told:
     if not isinstance(body, Mapping) or not set(body) <= {"self", "peers", "rows"} or "peers" not in body:
         raise ConfigError('expected {"self": {...}, "peers": [...], "rows": {...}}')
     if not isinstance(body["peers"], list):
-        raise ConfigError(f"peers {body['peers']!r} is not valid; allowed: a list of objects")
+        raise ConfigError("peers is not valid; allowed: a list of objects")
+    if len(body["peers"]) > MOST_PEERS:
+        raise ConfigError(f"peers: {len(body['peers'])} are too many; allowed: {MOST_PEERS}")
     own = body.get("self")
     told = Told(
         None if own is None else _parse_peer(own, "self"),
@@ -88,15 +94,28 @@ def parse_told(body: Any) -> Told:
 
 
 def _parse_peer(entry: Any, where: str) -> Peer:
+    """Whatever is told may stand in log lines, and the host is connected to. Raises ConfigError."""
     fields = {"name": str, "host": str, "bootstrap_port": int, "incarnation": str}
     if not isinstance(entry, Mapping) or not set(entry) <= set(fields):
         raise ConfigError(f"{where}: expected objects with {', '.join(fields)}")
     for key, kind in fields.items():
         value = entry.get(key, "" if key == "incarnation" else None)
         if not isinstance(value, kind) or isinstance(value, bool) or (key != "incarnation" and not value):
-            raise ConfigError(f"{where}: {key} {value!r} is not valid; allowed: a {kind.__name__} that is not empty")
+            shown = repr(value)[:MOST_CHARACTERS]
+            raise ConfigError(f"{where}: {key} {shown} is not valid; allowed: a {kind.__name__} that is not empty")
+    for key in ("name", "incarnation"):
+        text = entry.get(key, "")
+        if len(text) > MOST_CHARACTERS or not text.isprintable():
+            shown = repr(text[:MOST_CHARACTERS])
+            raise ConfigError(
+                f"{where}: {key} {shown} is not valid; allowed: up to {MOST_CHARACTERS} printable characters"
+            )
     if not 1 <= entry["bootstrap_port"] <= 65535:
         raise ConfigError(f"{where}: bootstrap_port {entry['bootstrap_port']} is out of range; allowed: 1 to 65535")
+    try:
+        read_host(entry["host"].lower())
+    except ConfigError as error:
+        raise ConfigError(f"{where}: host: {str(error)[:MOST_CHARACTERS]}") from None
     return Peer(entry["name"], entry["host"], entry["bootstrap_port"], entry.get("incarnation", ""))
 
 

@@ -32,6 +32,8 @@ class LegSeries:
         self._timeouts = total("pla_quarantine_timeouts", "Pages freed without word from the other end.")
         self._refused = total("pla_legs_refused", "Requests that schedulers refused as legs.")
         self._faults = total("pla_leg_faults", "Exceptions of our own code.")
+        self._ready = gauge("pla_leg_ready", "1: KV can be handed over; 0: a thread that it needs has ended.")
+        self._dropped = total("pla_leg_messages_dropped", "Messages on the side channel that were none.", "reason")
         self._shown: dict[tuple[str, ...], int] = {}
 
     def show(self, counts: Mapping[str, Any], peers: Mapping[PeerState, int]) -> None:
@@ -43,6 +45,7 @@ class LegSeries:
             self._kv.at(holder).set(counts[holder]["kv_tokens"])
         self._quarantine.at().set(counts["quarantine"]["requests"])
         self._rooms.at().set(counts["unclaimed_rooms"])
+        self._ready.at().set(int(counts["ready"]))
         for state in PeerState:
             self._peers.at(state.value).set(peers.get(state, 0))
         for series, labels, total in self._totals(counts):
@@ -58,3 +61,5 @@ class LegSeries:
         yield self._timeouts, ("timeouts",), counts["quarantine"]["timeouts"]
         yield self._refused, ("refused",), counts["refused"]
         yield self._faults, ("faults",), counts["faults"]
+        for reason, dropped in counts["dropped"].items():
+            yield self._dropped, ("dropped", reason), dropped

@@ -1,4 +1,4 @@
-"""Connects to peers ahead of the first request, in threads of its own.
+"""Connects to peers ahead of the first request, in a few threads of its own.
 
 SGLang 0.5.17 asks a peer's bootstrap server at the first request that names it: HTTP with a time-out of 5 s, in the
 scheduler's thread. Here both questions (``try_ensure_parallel_info``, ``_setup_bootstrap_infos``) are asked as soon as
@@ -7,18 +7,22 @@ a peer is told, so the scheduler only ever finds the answers.
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import itertools
 import logging
 import threading
 import time
+from http import HTTPStatus
 from typing import Any
 
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState
 
 logger = logging.getLogger(__name__)
 
+THREADS = 8
 RETRY_S = 0.2
-LONGEST_RETRY_S = 2.0
+LONGEST_RETRY_S = 10.0
 PATIENCE_S = 3.0  # a peer that does not answer for so long is called failed; it is asked on
 ASK_S = 5.0  # time-out of one question
 
@@ -27,8 +31,21 @@ class MisfitError(Exception):
     """A peer that answers and cannot be paired with; it is not asked again."""
 
 
+@dataclasses.dataclass(order=True)
+class Question:
+    """A peer that is to be asked; those that are due first come first."""
+
+    due_s: float
+    number: int
+    peer: Peer = dataclasses.field(compare=False)
+    began_s: float = dataclasses.field(compare=False)
+    wait_s: float = dataclasses.field(compare=False)  # after it, if it is not answered
+
+
 class Warmer:
-    """Owned by the scheduler; the threads end when their peer is ready, does not fit, or is told no more.
+    """Owned by the scheduler. A peer is asked until it is ready, does not fit, or is told no more.
+
+    At most ``THREADS`` run, however many peers there are, and none where nobody is left to ask.
 
     Args:
         manager: the host's receiving KV manager, whose tables are filled.
@@ -40,21 +57,29 @@ class Warmer:
         self._receiver_class = receiver_class
         self._book = book
         self._rooms = itertools.count(2)  # taken negative: no request has such a room
-        self._running: set[Peer] = set()
-        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._running: set[Peer] = set()  # asked now, or waiting for it
+        self._waiting: list[Question] = []  # a heap
+        self._threads = 0
+        self._changed = threading.Condition()  # guards the three
 
     def warm(self, peer: Peer) -> None:
         """Start to warm ``peer``, unless that is under way."""
-        with self._lock:
+        now_s = time.monotonic()
+        with self._changed:
             if peer in self._running:
                 return
             self._running.add(peer)
-        threading.Thread(target=self._run, args=(peer,), name=f"pla-warm-{peer.name}", daemon=True).start()
+            heapq.heappush(self._waiting, Question(now_s, next(self._numbers), peer, now_s, RETRY_S))
+            if self._threads < THREADS:
+                self._threads += 1
+                threading.Thread(target=self._work, name="pla-warm", daemon=True).start()
+            self._changed.notify()
 
     def warm_again(self) -> None:
         """Peers whose connection the host has given up since, as after failed heartbeats, and those not yet ready.
 
-        The thread of one that is not ready may have ended while the peer was forgotten for a moment.
+        One that is not ready may be asked no more, as it was forgotten for a moment.
         """
         for peer in self._book.list_in(PeerState.READY):
             if not self.is_warm(*peer.address):
@@ -81,37 +106,64 @@ class Warmer:
         keys = (f"{address}_0_{rank}_{info.target_tp_rank}" for rank in info.target_cp_ranks)
         return all(key in self._manager.connection_pool for key in keys)
 
-    def _run(self, peer: Peer) -> None:
-        began_s, wait_s = time.monotonic(), RETRY_S
+    def _work(self) -> None:
+        while (question := self._take_due()) is not None:
+            goes_on = False
+            try:
+                goes_on = self._ask(question)
+            finally:
+                self._put_back(question, goes_on=goes_on)
+
+    def _take_due(self) -> Question | None:
+        """The next question, once it is due; None: there is none, and the thread that asks ends."""
+        with self._changed:
+            while self._waiting:
+                left_s = self._waiting[0].due_s - time.monotonic()
+                if left_s <= 0:
+                    return heapq.heappop(self._waiting)
+                self._changed.wait(left_s)
+            self._threads -= 1
+            return None
+
+    def _put_back(self, question: Question, *, goes_on: bool) -> None:
+        peer = question.peer
+        with self._changed:
+            if goes_on:
+                question.due_s = time.monotonic() + question.wait_s
+                question.wait_s = min(LONGEST_RETRY_S, 2 * question.wait_s)
+                heapq.heappush(self._waiting, question)
+                return
+            self._running.discard(peer)
+        if self._book.at(*peer.address) is None:  # forgotten while it was asked: nobody else lets go of it
+            self.drop(peer)
+
+    def _ask(self, question: Question) -> bool:
+        """Whether it has to be asked again."""
+        peer = question.peer
+        if not self._book.is_current(peer):
+            return False
         try:
-            while self._book.is_current(peer):
-                try:
-                    self._connect(peer)
-                except MisfitError as misfit:
-                    self._book.set_state(peer, PeerState.MISFIT, str(misfit))
-                    logger.error("pla_sglang: peer %s does not fit: %s", peer.name, misfit)
-                    return
-                except Exception as error:
-                    if time.monotonic() - began_s > PATIENCE_S:
-                        self._book.set_state(peer, PeerState.SILENT, str(error) or type(error).__name__)
-                else:
-                    self._book.set_state(peer, PeerState.READY)
-                    logger.info("pla_sglang: peer %s at %s is ready", peer.name, address_text(peer))
-                    return
-                time.sleep(wait_s)
-                wait_s = min(LONGEST_RETRY_S, 2 * wait_s)
-        finally:
-            with self._lock:
-                self._running.discard(peer)
-            if self._book.at(*peer.address) is None:  # forgotten while it was asked: nobody else lets go of it
-                self.drop(peer)
+            self._connect(peer)
+        except MisfitError as misfit:
+            self._book.set_state(peer, PeerState.MISFIT, str(misfit))
+            logger.error("pla_sglang: peer %s does not fit: %s", peer.name, misfit)
+            return False
+        except Exception as error:
+            if time.monotonic() - question.began_s > PATIENCE_S:
+                self._book.set_state(peer, PeerState.SILENT, str(error) or type(error).__name__)
+            return True
+        self._book.set_state(peer, PeerState.READY)
+        logger.info("pla_sglang: peer %s at %s is ready", peer.name, address_text(peer))
+        return False
 
     def _connect(self, peer: Peer) -> None:
         """Fill the host's tables for ``peer``. Raises MisfitError, or anything else where asking again may help."""
         import requests
 
         address = address_text(peer)
-        requests.get(f"http://{address}/health", timeout=ASK_S).raise_for_status()
+        status = requests.get(f"http://{address}/health", timeout=ASK_S, allow_redirects=False).status_code
+        if status != HTTPStatus.OK:
+            raise ConnectionError(f"it answers {status}")
         try:
             if not self._manager.try_ensure_parallel_info(address):
                 raise ConnectionError("it is not registered at its bootstrap server yet")

@@ -188,10 +188,12 @@ class MarkedStream:
         if ids != _NO_IDS:
             self._recent = []
             try:
-                if b"," in ids:
+                if ids.isdigit():  # ``int`` alone takes signs, blanks and underscores too
+                    self.ids.append(int(ids))
+                elif ids.replace(b",", b"").isdigit():
                     self.ids.extend(map(int, ids.split(b",")))
                 else:
-                    self.ids.append(int(ids))
+                    self.is_good = False
             except (ValueError, OverflowError):
                 self.is_good = False
         if len(self.ids) > self._counted:

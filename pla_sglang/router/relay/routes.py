@@ -16,13 +16,13 @@ import base64
 import binascii
 import functools
 import hmac
-import ipaddress
 from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import unquote
 
 import msgspec
 
+from pla_sglang.origins import is_foreign_page, is_unsafe_name
 from pla_sglang.router.http import json_body, responses
 from pla_sglang.router.http.head import BadMessage, RequestHead
 from pla_sglang.router.http.instance_facts import FACTS
@@ -290,32 +290,21 @@ def read_password(credentials: bytes) -> bytes:
 
 
 def check_origin(head: RequestHead) -> None:
-    """A browser names the page that makes it send a request: only the router's own address may.
-
-    Without keys, any page that an operator looks at could change the table of instances otherwise. Raises BadMessage.
-    """
-    origin = head.get_header(b"origin")
-    if origin is not None and origin.lower().partition(b"://")[2] != (head.get_header(b"host") or b"").lower():
+    """Raises BadMessage where a page of another address than the router's makes a browser send this."""
+    if is_foreign_page(_read_text(head, b"origin"), _read_text(head, b"host")):
         raise BadMessage("origin", "a page of another address may not change anything here", 403)
 
 
 def check_host(head: RequestHead, own: str) -> None:
-    """A page's own name may be made to lead to the router (DNS rebinding); then its origin is the router's address too.
-
-    So without keys a browser has to name the router by an IP address, ``localhost``, or ``own``, where it listens.
-    Raises BadMessage.
-    """
-    if head.get_header(b"origin") is None:
-        return
-    name = (head.get_header(b"host") or b"").decode("latin-1").lower()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    if name in ("localhost", own.lower()):
-        return
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
+    """For a router without keys, which listens at ``own``. Raises BadMessage where a page names it unsafely."""
+    if is_unsafe_name(_read_text(head, b"origin"), _read_text(head, b"host"), own):
         text = "without a key, pages may change something here under an IP address or localhost only"
-        raise BadMessage("host", text, 403) from None
+        raise BadMessage("host", text, 403)
+
+
+def _read_text(head: RequestHead, name: bytes) -> str | None:
+    value = head.get_header(name)
+    return None if value is None else value.decode("latin-1")
 
 
 class _GenerationChecks(ClientWork):

@@ -43,6 +43,7 @@ SHOWN = {
     "quarantined_requests{} 1.0",
     "legs_refused{} 8.0",
     "leg_faults{} 4.0",
+    "leg_ready{} 1.0",
 }
 
 

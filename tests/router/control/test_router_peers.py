@@ -6,12 +6,16 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fake_instance import INFO, FakeInstance
 from support.router_scene import QUICK, Scene, run, scene
 
+from pla_sglang.load.legs import LegLoad
+from pla_sglang.load.push import Pusher
+from pla_sglang.load.report import Report
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.start_split import join_role
 from pla_sglang.router.control.control_plane import ControlPlane
@@ -20,6 +24,12 @@ from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.workers.discovery import describe
 from pla_sglang.router.wire import messages as m
 
+STATE: dict[str, Any] = {
+    **{end: {"legs": {}, "kv_tokens": 0} for end in ("sending", "receiving")},
+    "quarantine": {"requests": 0, "kv_tokens": 0},
+    "refused": 0,
+    "faults": 0,
+}
 P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 
@@ -198,6 +208,39 @@ def test_a_process_that_comes_back_is_a_new_peer_at_once(caplog: pytest.LogCaptu
                 True,
             ]
             assert sorted(roles_of(one)) == ["decode", "prefill"], "it takes the place of the one that has gone"
+
+    run(work)
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_an_instance_whose_hand_over_has_ended_gets_no_legs(tmp_path: Path, *, reports: bool) -> None:
+    """Neither as a source nor as a target; what is whole is served there as before."""
+
+    async def work() -> None:
+        address = f"ipc://{tmp_path}/reports" if reports else ""
+        async with scene(["stateless", "stateless"], policy="static-pd", telemetry=address) as one:
+            await until_connected(one)
+            fake, worker = one.instances[0], one.plane.table.workers[0]
+            first, second = worker.view, one.plane.table.workers[1].view
+            peering, state = one.plane._peering, STATE | {"ready": False, "reason": "a thread has ended"}
+            if reports:
+                pusher, said = Pusher(address), worker.description
+                assert said is not None
+                report = Report(instance=said.report_key, sequence=1, clock_s=1.0, legs=LegLoad.of_state(state))
+                await one.until(lambda: pusher.send(report))
+            else:
+                was = fake.says_stateless()
+                fake.says_stateless = lambda: was | state  # type: ignore[method-assign]
+            await one.until(lambda: not peering.is_connected(first, second))
+            assert not peering.is_connected(second, first)
+            assert worker.is_ready
+            assign = one.ask("r1")
+            assert isinstance(assign, m.Assign)
+            assert assign.prefill is None, "served whole"
+            assert "leg_ready" in one.admin("GET", "/metrics")[1]
+            if not reports:
+                fake.says_stateless = lambda: was | STATE  # type: ignore[method-assign]
+                await until_connected(one)
 
     run(work)
 

@@ -81,6 +81,7 @@ def _of_legs(labels: dict[str, str], legs: LegLoad) -> Iterator[Row]:
         yield "worker_leg_kv_tokens", text, {**labels, "holder": holder}, float(tokens)
     yield "worker_quarantined_requests", "Given up; a transfer may touch their pages.", labels, float(legs.quarantined)
     yield "worker_legs_refused", "Refused as legs there since its start.", labels, float(legs.refused)
+    yield "worker_leg_ready", "1: it can hand over KV; 0: start it again.", labels, float(legs.ready)
     yield "worker_leg_faults", "Exceptions of our own code there since its start.", labels, float(legs.faults)
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import ipaddress
-import re
 import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from pla_sglang.checks import read_host
 from pla_sglang.config import DOPD
+from pla_sglang.errors import ConfigError
 from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.policy.interface.fleet import InstanceKind, LoadAmounts
@@ -28,10 +28,6 @@ HANDS_OVER = frozenset({InstanceKind.PREFILL, InstanceKind.STATELESS})
 SMALL_FIRST = frozenset({"temporal", "spatial"})  # of ``--prefill-disagg``
 CLASSES = {"short": PrefillClass.SHORT, "long": PrefillClass.LONG, "mixed": None}
 SCHEMES = ("http",)
-# RFC 1123, and the underscore of container names; a full stop at the end is allowed.
-_LABEL = "[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
-_NAME = re.compile(rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*\.?", re.ASCII)
-_NUMBER = re.compile(r"(?:[0-9]+|0x[0-9a-f]*)", re.ASCII)  # a name that ends with one is read as an IPv4 address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +62,9 @@ def parse_url(url: str) -> Address:
 def check_host(url: str, host: str) -> str:
     """``host`` of ``url`` in its usual form. Raises WorkerError for what names no machine, or names one in disguise."""
     try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        last = host.rstrip(".").rpartition(".")[2]
-        if _NAME.fullmatch(host) is None or _NUMBER.fullmatch(last):
-            text = f"worker {url!r}: {host!r} is neither a host name nor an IP address"
-            raise WorkerError(f"{text}; allowed: http://HOST:PORT") from None
-        return host
-    if isinstance(address, ipaddress.IPv6Address):
-        address = address.ipv4_mapped or address
-        if "%" in host:
-            raise WorkerError(f"worker {url!r}: an address with a zone is not supported")
-    if address.is_unspecified:
-        raise WorkerError(f"worker {url!r}: {host} is where a server listens, not where it is reached")
-    return str(address)
+        return read_host(host)
+    except ConfigError as error:
+        raise WorkerError(f"worker {url!r}: {error}; allowed: http://HOST:PORT") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,6 +64,8 @@ class Peering:
     def is_connected(self, prefill: InstanceView, decode: InstanceView) -> bool:
         """Whether KV cache can go from the first to the second now. Stock instances connect by themselves."""
         source, target = self._table.of(prefill), self._table.of(decode)
+        if any(worker.legs is not None and not worker.legs.ready for worker in (source, target)):
+            return False  # a thread of it has ended: each would wait for the other in vain
         if prefill.kind is InstanceKind.STATELESS and source.peers is None:  # it does not know which address is its own
             return False
         if decode.kind is not InstanceKind.STATELESS:
