@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
 
 PEER = Peer("b", "10.0.0.2", 9001, "i1")
@@ -48,6 +49,7 @@ def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held
     queue.book.tell(Told(None, (PEER,)))
     queue.kv_manager = SimpleNamespace(failures={})
     queue.kv_manager.record_failure = queue.kv_manager.failures.__setitem__
+    queue.faults = Faults()
     return queue
 
 
@@ -154,6 +156,10 @@ class RankReceiver:
 
         self.conclude_state: Any = None
         self.state: Any = KVPoll.Bootstrapping
+        self.started_transfer = False
+
+    def poll(self) -> Any:
+        return self.state
 
     def init(self, prefill_dp_rank: int) -> None:
         from sglang.srt.disaggregation.base import KVPoll

@@ -14,12 +14,15 @@ from pla_sglang.engine.hooks import stateless as hooks
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.engine.stateless.legs import GOES_ON_ATTRIBUTE, KIND_ATTRIBUTE, LegKind
 from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
+from pla_sglang.engine.stateless.rooms import UsedRooms
 
 AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
-NO_HOPS: Any = SimpleNamespace(holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list))
+NO_HOPS: Any = SimpleNamespace(
+    holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list, holds={})
+)
 ACCEPTING = SimpleNamespace(
     _set_or_validate_priority=lambda req: True, model_config=SimpleNamespace(think_end_ids=None)
 )
@@ -43,7 +46,7 @@ def test_what_is_held_until_a_request_runs(bench: ReceiveScene) -> None:
 def test_no_more_join_than_the_running_batch_has_places(bench: ReceiveScene, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[str] = []
 
-    def admit(scheduler: Any, reqs: list[FakeRequest], running: FakeBatch, faults: Faults) -> FakeBatch:
+    def admit(scheduler: Any, reqs: list[FakeRequest], running: FakeBatch, faults: Faults, agree: Any) -> FakeBatch:
         joined.extend(req.rid for req in reqs)
         return running
 
@@ -67,7 +70,7 @@ def test_a_leg_that_is_let_go_leaves_nothing_and_its_source_hears_of_it(bench: R
 def test_a_pull_that_is_refused_to_another_rank_says_so(bench: ReceiveScene) -> None:
     """Each rank hears of it by a connection of its own, and the answer is that of the first rank."""
     bench.receiver._agree = lambda flags: [False] * len(flags)
-    bench.add("a")
+    setattr(bench.add("a"), GOES_ON_ATTRIBUTE, True)
     bench.transfers.failing = {"a"}
     bench.receiver.pump()
     assert bench.answers == [("a", f"room 1 is not held at {FakeReceiver.bootstrap_addr}")]
@@ -158,8 +161,12 @@ def test_legs_that_have_waited_too_long_fail(bench: ReceiveScene) -> None:
     moving, late, soon, new = bench.queue.queue
     bench.transfers.queue, bench.queue.queue = [moving], [late, soon, new]
     moving.pla_since_s, late.pla_since_s, soon.pla_since_s = 1.0, 1.5, 2.0
-    bench.receiver.expire(2.0)
+    bench.receiver.expire(legs_s=2.0, pulls_s=2.0)
     assert [leg.kv_receiver.aborted for leg in (moving, late, soon, new)] == [1, 1, 0, 0]
+    setattr(soon.req, GOES_ON_ATTRIBUTE, True)
+    bench.receiver.expire(legs_s=0.0, pulls_s=3.0)
+    assert [leg.kv_receiver.aborted for leg in (moving, late, soon, new)] == [1, 1, 1, 0], "a pull waits less"
+    assert set(bench.queue.kv_manager.failure_records.values()) == {"Request waiting timeout reached."}
 
 
 def test_load_reports_count_what_waits_to_decode_and_no_prefill_leg_as_decoding(bench: ReceiveScene) -> None:
@@ -189,9 +196,14 @@ class FakeEnd:
         self.aborts = 0
         self.legs: dict[int, Any] = {}
         self.ready: list[Any] = []
+        self.awaited: set[int] = set()
 
-    def abort(self, matches: Any) -> int:
+    def waits_for(self, room: int) -> bool:
+        return room in self.awaited
+
+    def abort(self, matches: Any, fault: str | None = None) -> int:
         self.aborts += 1
+        self.fault = fault
         if self.aborts > 1:
             raise RuntimeError("broken again")
         return 0
@@ -206,15 +218,18 @@ def engine_of_fakes() -> StatelessEngine:
     engine._agree = lambda flags: flags
     engine.sender = engine.receiver = FakeEnd()  # type: ignore[assignment]
     engine.hops, engine.redone = NO_HOPS, 0
+    engine.used_rooms = UsedRooms()
     return engine
 
 
 def test_a_fault_is_logged_and_ends_the_legs_and_never_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of_fakes()
     engine.sender.before_pass = engine.sender.fail  # type: ignore[attr-defined,method-assign]
-    engine._attempt(lambda: engine.sender.before_pass(None, None), "leaving the last batch")
+    ends = engine.sender, engine.receiver
+    engine._attempt(lambda: engine.sender.before_pass(None, None), "leaving the last batch", *ends)
     assert engine.faults.count == 2, "one abort raised"
     assert engine.receiver.aborts == 2, "both ends, though the first abort raised"  # type: ignore[attr-defined]
+    assert engine.receiver.fault == "an exception in its instance: leaving the last batch"  # type: ignore[attr-defined]
     assert "leaving the last batch" in caplog.text
     assert "broken again" in caplog.text
 

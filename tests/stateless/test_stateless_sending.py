@@ -21,7 +21,11 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool, cap_tokens: int = 1000) -> None:
         self.scheduler, self.queue = FakeScheduler(overlap=overlap), FakeSendQueue()
         self.quarantine = Quarantine(lambda flags: flags, Faults())
-        self.sender = Sender(self.scheduler, self.queue, self.quarantine, cap_tokens=cap_tokens, cap_requests=4)
+        self.faults = Faults()
+        self.sender = Sender(
+            self.scheduler, self.queue, self.quarantine, faults=self.faults, cap_tokens=cap_tokens, cap_requests=4
+        )
+        self.scheduler.handle_bootstrap_failure = lambda req: self._answer(req, self._reason(req))
         self.freed: list[str] = []
         self.answers: list[tuple[str, str]] = []
         monkeypatch.setattr(host, "poll_senders", lambda scheduler, senders: [one.outcome for one in senders])
@@ -43,6 +47,9 @@ class Bench:
         req.finished_reason = what
         self.answers.append((req.rid, what))
 
+    def _reason(self, req: FakeRequest) -> str:
+        return str(self.queue.kv_manager.failure_records.get(req.bootstrap_room))
+
     def state(self, req: FakeRequest) -> SendState | None:
         leg = self.sender.legs.get(id(req))
         return None if leg is None else leg.state
@@ -51,7 +58,7 @@ class Bench:
         req = FakeRequest(rid, tokens)
         self.sender.add(req, 0.0)
         if connected:
-            self.queue.connected.add(rid)
+            req.disagg_kv_sender.outcome = Outcome.ASKED
         return req
 
     def turn(
@@ -60,7 +67,6 @@ class Bench:
         """One choice of the host's next batch: it admits ``admitted``; ``chunk`` is the request cut, and where."""
         self.sender.before_pass(FakeBatch(), last)
         self.sender.poll()
-        self.sender.start_bootstrapped()
         if admitted is not None:
             for req in admitted.reqs:
                 req.req_pool_idx = 1
@@ -300,21 +306,20 @@ def test_a_leg_that_another_rank_has_heard_to_be_given_up(bench: Bench) -> None:
 
 
 def test_a_handshake_that_takes_too_long(bench: Bench) -> None:
-    """It fails, and ends when all ranks have seen that: the host's queue polls for it."""
+    """It fails, and ends when all ranks have seen that."""
     req, records = bench.add("a", connected=False), bench.queue.kv_manager.failure_records
     bench.sender.expire(waiting_s=-1.0, sending_s=1.0)
     assert not req.disagg_kv_sender.aborted
-    bench.sender.expire(waiting_s=1.0, sending_s=None)
+    bench.sender.expire(waiting_s=1.0, sending_s=-1.0)
     assert req.disagg_kv_sender.aborted
     assert records == {1: "Request waiting timeout reached."}
-    req.finished_reason = "by the host"
     bench.turn(None, None)
-    assert bench.sender.legs == {}
+    assert (bench.answers, bench.sender.legs) == ([("a", "Request waiting timeout reached.")], {})
 
 
 def test_a_transfer_that_takes_too_long(bench: Bench) -> None:
     req, records = computed(bench), bench.queue.kv_manager.failure_records
-    bench.sender.expire(waiting_s=1.0, sending_s=None)
+    bench.sender.expire(waiting_s=1.0, sending_s=-1.0)
     assert not req.disagg_kv_sender.aborted
     bench.sender.expire(waiting_s=-1.0, sending_s=1.0)
     assert req.disagg_kv_sender.aborted

@@ -10,6 +10,8 @@ import dataclasses
 import inspect
 from typing import Any
 
+from pla_sglang.engine.stateless.rooms import UsedRooms
+
 METADATA_PER_ROW = 2
 
 
@@ -33,6 +35,7 @@ def build_ends(scheduler: Any) -> Ends:
     scheduler.req_to_metadata_buffer_idx_allocator, scheduler.disagg_metadata_buffers = allocator, buffers
     common = _common(scheduler)
     sending = _construct(SendQueue, common, req_to_metadata_buffer_idx_allocator=allocator, metadata_buffers=buffers)
+    sending.rooms = UsedRooms()
     scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_prefill_inflight_queue = sending, []
     allocator, buffers = _metadata(scheduler)
     own = {"req_to_metadata_buffer_idx_allocator": allocator, "metadata_buffers": buffers}
