@@ -67,7 +67,7 @@ def trio(forked: Callable[..., Server], serving: Callable[..., Any]) -> Iterator
 
 def ask() -> tuple[Prompt, list[int]]:
     """A prompt and its right answer."""
-    prompt = chain.prompt_of(60, TOKENS - 1, _rng)
+    prompt = chain.prompt_of(60, TOKENS + 9, _rng)
     return prompt, list(chain.expected(prompt, TOKENS).tokens)
 
 

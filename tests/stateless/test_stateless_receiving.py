@@ -442,15 +442,3 @@ def test_a_leg_whose_room_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, t
         engine.receiver.awaited.add(7)  # type: ignore[attr-defined]
     assert engine.takes(req)
     assert (answers, added) == (([], ["r"]) if taken_by is None else ([409], []))
-
-
-def test_a_room_is_awaited_until_nothing_writes_for_it(bench: ReceiveScene) -> None:
-    assert not bench.receiver.waits_for(1)
-    bench.add("a")
-    assert bench.receiver.waits_for(1)
-    bench.transfers.failing = {"a"}
-    bench.receiver.pump()
-    assert bench.receiver.waits_for(1), "in quarantine"
-    bench.acknowledged.add(1)
-    bench.quarantine.sweep(0.0)
-    assert not bench.receiver.waits_for(1)

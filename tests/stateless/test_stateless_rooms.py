@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from receive_scene import ReceiveScene
 from sglang.srt.disaggregation.base import KVPoll
 
 from pla_sglang.engine.hooks import stateless as hooks
@@ -122,3 +123,16 @@ def test_a_room_is_given_up_by_whom_its_kv_goes_to(monkeypatch: pytest.MonkeyPat
     assert acknowledged == [gives_up("s"), gives_up("f")], "both wait for that"
     assert hooks.around_handle_abort(original, manager, asks("s")), "not listened to"
     assert not hooks.around_handle_abort(original, manager, asks("s", 8)), "the host's to take"
+
+
+def test_a_room_is_awaited_until_nothing_writes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = ReceiveScene(monkeypatch)
+    assert not bench.receiver.waits_for(1)
+    bench.add("a")
+    assert bench.receiver.waits_for(1)
+    bench.transfers.failing = {"a"}
+    bench.receiver.pump()
+    assert bench.receiver.waits_for(1), "in quarantine"
+    bench.acknowledged.add(1)
+    bench.quarantine.sweep(0.0)
+    assert not bench.receiver.waits_for(1)

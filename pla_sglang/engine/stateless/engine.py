@@ -51,18 +51,16 @@ class StatelessEngine:
         self._scheduler = scheduler
         self.faults = faults
         self.incarnation = secrets.token_hex(8)
-        ends = build_ends(scheduler)
+        ends = build_ends(scheduler, faults)
         self._sending_manager, manager = ends.sending.kv_manager, ends.receiving.kv_manager
         args = scheduler.server_args
         self.bootstrap_port = args.disaggregation_bootstrap_port
         self.book = PeerBook(args.host, self.bootstrap_port)
         self.warmer = Warmer(manager, host.class_of_receivers(scheduler), self.book)
         ends.receiving.book, ends.receiving.warmer = self.book, self.warmer
-        ends.receiving.faults = ends.transfers.faults = faults
         ends.receiving.cap_tokens = int(config.receive_share * scheduler.max_total_num_tokens)
         ends.receiving.cap_requests = max(1, int(config.receive_share * scheduler.req_to_token_pool.size))
-        agree = functools.partial(host.all_ranks_agree, scheduler)
-        self._agree = ends.receiving.agree = agree
+        agree = self._agree = ends.receiving.agree = functools.partial(host.all_ranks_agree, scheduler)
         self.adapters = AdapterPlaces(scheduler)
         self.quarantine = Quarantine(agree, faults)
         self.sender = Sender(
