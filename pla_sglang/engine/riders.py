@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pla_sglang.engine.snapshot import tpot_target_s
+from pla_sglang.engine.stateless.host import fail_with_next_step
 from pla_sglang.policy.device_clock import DeviceClock
 
 TOKENS_ATTRIBUTE = "pla_tokens"
@@ -98,6 +99,12 @@ def may_ride(running_batch: Any) -> bool:
 def keeps_riders_out(reqs: Iterable[Any]) -> bool:
     """Whether a pass with one of these would take no riders."""
     return any(req.return_logprob or req.input_embeds is not None for req in reqs)
+
+
+def end_riders(result: Any, batch: Any, riders: Any) -> None:
+    """Where they could not be placed: with the host's own place KV might be read that is not written."""
+    for req in riders.reqs:
+        fail_with_next_step(req, "it could not be placed in a pass")
 
 
 def set_rider_prefixes(batch: Any, riders: Any) -> None:

@@ -14,6 +14,7 @@ from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.rooms import UsedRooms
 
 FIRST_TOKEN = 100
 
@@ -85,6 +86,7 @@ class FakeSendQueue:
 
     def __init__(self) -> None:
         self.buffers = 4
+        self.rooms = UsedRooms()
         self.marks: deque[Any] = deque()
         self.refusals: list[tuple[str, int, int]] = []
         self.kv_manager = SimpleNamespace(
@@ -144,11 +146,13 @@ class HopScene:
             send_kv_chunk=self._send,
             _engine_paused=False,
         )
-        self.quarantine = Quarantine(lambda flags: flags, Faults())
+        self.faults = Faults()
+        self.quarantine = Quarantine(lambda flags: flags, self.faults)
         self.hops = Hops(
             self.scheduler,
             self.queue,
             self.quarantine,
+            faults=self.faults,
             agree=lambda flags: flags,
             list_waiting=lambda: self.waiting,
             share=share,
@@ -292,7 +296,8 @@ class HopScene:
 
     def assert_at_rest(self) -> None:
         totals = self.hops.holder.totals
-        ended = sum(totals[way] for way in ("committed", "dropped", "aborted", "timed_out", "ended_by_pause"))
+        ways = ("committed", "dropped", "aborted", "timed_out", "ended_by_pause", "ended_by_fault")
+        ended = sum(totals[way] for way in ways)
         resumed = sum(count for way, count in totals.items() if way.startswith("resumed_by_"))
         assert totals["held"] == ended + resumed, "each hold that was made ends once"
         assert not self.hops.holder.holds

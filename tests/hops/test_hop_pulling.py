@@ -12,6 +12,7 @@ from pla_sglang.engine.hops.beginning import Begun, begin, came_with_its_kv
 from pla_sglang.engine.hops.orders import Command
 from pla_sglang.engine.hops.pulls import GRACE_S, OpenRooms
 from pla_sglang.engine.hops.states import HoldState
+from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.legs import LegKind, goes_on
 from pla_sglang.engine.stateless.side_channel import NO_ROOM, PULL
@@ -102,7 +103,7 @@ def test_no_page_is_freed_while_a_transfer_reads_it(scene: HopScene, held: HopRe
     assert len(scene.answered) == 1, "its client is answered at once"
     assert (sender.aborted, scene.freed, state_of(scene)) == (True, [], HoldState.FREEING)
     assert scene.queue.buffers == 3
-    assert scene.refused == ([] if do == "commit" else [REFUSED])
+    assert scene.refused == [REFUSED], "who has asked need not wait"
     scene.queue.pass_marks()
     scene.before()
     scene.before()
@@ -247,3 +248,99 @@ def test_a_command_for_a_hold_that_is_read_is_answered_once(scene: HopScene, hel
     ticket = scene.order(Command("commit", 7), Command("commit", 7))
     scene.before()
     assert [answer["status"] for answer in scene.answers[ticket]] == ["committed", "unknown"]
+
+
+# -- what happens to one held request happens to no other --------------------------------------------------------------
+
+
+def fail_for(patch: pytest.MonkeyPatch, owner: Any, name: str, rid: str) -> None:
+    """``owner.name`` raises for one request."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(getattr(arg, "rid", None) == rid for arg in args):
+            raise RuntimeError(f"broken for {rid}")
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, call)
+
+
+@pytest.fixture
+def both(scene: HopScene) -> tuple[HopRequest, HopRequest]:
+    """Held under rooms 7 and 8."""
+    reqs = scene.start("bad"), scene.start("good")
+    for req, room in zip(reqs, (7, 8), strict=True):
+        assert scene.hold(req, room)["status"] == "held"
+    return reqs
+
+
+def test_a_held_request_that_cannot_be_offered_ends_with_500_and_no_other(
+    scene: HopScene, both: tuple[HopRequest, HopRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scene.hops.holder.offers, "_begin", lambda hold: 1 / 0)
+    scene.ask(7)
+    assert scene.answered == [("bad", "500")], "in the same pass, when all ranks have said what they know"
+    assert (list(scene.hops.holder.holds), scene.hops.holder.totals["ended_by_fault"]) == ([8], 1)
+    assert scene.command("resume", 8)["status"] == "resumed"
+    scene.before()
+    assert (scene.freed, scene.faults.count) == (["bad"], 1)
+    scene.assert_at_rest()
+
+
+def test_a_fault_of_another_rank_ends_the_hold_here_too(scene: HopScene, both: tuple[HopRequest, HopRequest]) -> None:
+    scene.hops.holder._agree = lambda flags: [flag and place != 4 for place, flag in enumerate(flags)]
+    scene.before()
+    assert scene.answered == [("bad", "500")]
+
+
+def test_a_command_that_raises_is_answered_and_ends_its_request_alone(
+    scene: HopScene, both: tuple[HopRequest, HopRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resume(hold: Any, why: str) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(scene.hops.holder, "resume", resume)
+    ticket = scene.order(Command("resume", 7), Command("commit", 8))
+    scene.before()
+    assert scene.answers[ticket] == [{"status": "failed", "code": 500}, {"status": "committed"}]
+    assert sorted(scene.answered) == [("bad", "500"), ("good", "moved")]
+    scene.assert_at_rest()
+
+
+@pytest.mark.parametrize("name", ["end_aborted", "release_kv"])
+def test_what_one_held_request_cannot_be_given_keeps_no_other_from_its_end(
+    scene: HopScene, both: tuple[HopRequest, HopRequest], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    fail_for(monkeypatch, host, name, "bad")
+    scene.hops.holder.abort(lambda rid: True)
+    assert ("good", "Aborted") in scene.answered
+    assert "good" in scene.freed
+    assert (scene.hops.holder.holds, scene.faults.count) == ({}, 1)
+
+
+def test_a_request_that_raises_as_it_is_held_ends_and_those_beside_it_are_held(
+    scene: HopScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rid in ("bad", "good"):
+        scene.start(rid)
+    fail_for(monkeypatch, host, "holds_back_text", "bad")
+    scene.order(Command("hold", 7, "bad"), Command("hold", 8, "good"))
+    for _ in range(3):
+        scene.turn()
+    assert scene.answered == [("bad", "500")]
+    assert list(scene.hops.holder.holds) == [8]
+
+
+def test_an_end_for_a_fault_is_no_abort(scene: HopScene, both: tuple[HopRequest, HopRequest]) -> None:
+    scene.hops.holder.abort(lambda rid: True, "an exception")
+    assert scene.answered == [("bad", "500"), ("good", "500")]
+    scene.assert_at_rest()
+
+
+def test_a_room_of_a_prefill_leg_is_not_that_of_a_hold(scene: HopScene) -> None:
+    req = scene.start()
+    scene.queue.rooms.begin(7)
+    assert scene.hold(req)["status"] == "refused"
+    scene.queue.rooms.end(7)
+    assert scene.hold(req)["status"] == "refused"
+    assert scene.hold(req, 8)["status"] == "held"

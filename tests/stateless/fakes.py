@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pla_sglang.engine.stateless.host import Outcome
+from pla_sglang.engine.stateless.rooms import UsedRooms
 
 
 class FakeSender:
@@ -46,7 +47,9 @@ class FakeRequest:
         self.vocab_size = 1000
         nothing = lambda: None  # noqa: E731
         self.time_stats = SimpleNamespace(
-            set_prefill_bootstrap_queue_entry_time=nothing, set_prefill_transfer_queue_entry_time=nothing
+            set_prefill_bootstrap_queue_entry_time=nothing,
+            set_prefill_transfer_queue_entry_time=nothing,
+            set_wait_queue_entry_time=nothing,
         )
 
     def finished(self) -> bool:
@@ -57,13 +60,11 @@ class FakeRequest:
 
 
 class FakeSendQueue:
-    """``pop_bootstrapped`` hands out what ``connected`` names, as far as may start."""
-
     may_start: Any
 
     def __init__(self) -> None:
         self.queue: list[FakeRequest] = []
-        self.connected: set[str] = set()
+        self.rooms = UsedRooms()
         self.kv_manager = SimpleNamespace(
             failure_records={},
             exceptions={},
@@ -85,14 +86,13 @@ class FakeSendQueue:
     def add(self, req: FakeRequest, heads: int) -> None:
         self.queue.append(req)
 
-    def pop_bootstrapped(self) -> list[FakeRequest]:
-        started = []
-        for req in list(self.queue):
-            if req.rid in self.connected and self.may_start(req):
-                self.queue.remove(req)
-                req.metadata_buffer_index = 0
-                started.append(req)
-        return started
+    def ensure_metadata_buffer(self, req: FakeRequest) -> bool:
+        if req.metadata_buffer_index < 0 and self.may_start(req):
+            req.metadata_buffer_index = 0
+        return req.metadata_buffer_index >= 0
+
+    def finalize_bootstrap(self, req: FakeRequest) -> bool:
+        return True
 
 
 class FakeScheduler:

@@ -49,6 +49,9 @@ class FakeReceiveQueue:
     def add(self, req: FakeRequest) -> None:
         self.queue.append(SimpleNamespace(req=req, kv_receiver=FakeReceiver(), metadata_buffer_index=0))
 
+    def take_broken(self) -> tuple[Any, ...]:
+        return ()
+
     def pop_preallocated(self) -> tuple[list[Any], list[Any]]:
         started, self.queue = self.queue, []
         return started, []
@@ -115,6 +118,7 @@ class ReceiveScene:
     def add(self, rid: str) -> FakeRequest:
         req = FakeRequest(rid)
         req.bootstrap_host, req.bootstrap_port = PEER.address
+        req.req_pool_idx = 1
         req.time_stats.set_decode_prealloc_queue_entry_time = lambda: None
         self.receiver.add(req)
         return req

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pla_sglang.engine.stateless import build, queues
+from pla_sglang.engine.stateless.faults import Faults
 
 
 class FakeEnd:
@@ -41,7 +42,7 @@ def test_each_end_has_metadata_buffers_of_its_own(monkeypatch: pytest.MonkeyPatc
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool, need_sort=False),
     )
     monkeypatch.setattr(build, "_common", lambda scheduler: {"scheduler": scheduler, "tp_size": 1})
-    ends = build.build_ends(scheduler)
+    ends = build.build_ends(scheduler, Faults())
     assert ends.sending.buffers is not ends.receiving.buffers
     assert ends.sending.allocator is not ends.receiving.allocator
     for buffers in (ends.sending.buffers, ends.receiving.buffers):

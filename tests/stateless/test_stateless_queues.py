@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
 
 PEER = Peer("b", "10.0.0.2", 9001, "i1")
@@ -48,6 +49,7 @@ def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held
     queue.book.tell(Told(None, (PEER,)))
     queue.kv_manager = SimpleNamespace(failures={})
     queue.kv_manager.record_failure = queue.kv_manager.failures.__setitem__
+    queue.faults = Faults()
     return queue
 
 
@@ -154,6 +156,10 @@ class RankReceiver:
 
         self.conclude_state: Any = None
         self.state: Any = KVPoll.Bootstrapping
+        self.started_transfer = False
+
+    def poll(self) -> Any:
+        return self.state
 
     def init(self, prefill_dp_rank: int) -> None:
         from sglang.srt.disaggregation.base import KVPoll
@@ -247,3 +253,94 @@ def test_how_long_a_leg_has_waited_counts_from_its_first_pass(monkeypatch: pytes
         queue.queue = [*getattr(queue, "queue", ()), entry()]
         assert queue.pop_preallocated() == ([], [])
     assert [leg.pla_since_s for leg in queue.queue] == [5.0, 9.0]
+
+
+@pytest.mark.parametrize("knows", [0, 1])
+def test_ranks_answer_alike_for_a_peer_that_is_silent_to_one(monkeypatch: pytest.MonkeyPatch, knows: int) -> None:
+    """The first rank answers, and it need not be the one that knows."""
+    ranks = ranks_with_a_leg(monkeypatch)
+    ranks[1 - knows].warmer.warm_addresses.add(PEER.address)
+    ranks[knows].book.set_state(PEER, PeerState.SILENT, "no answer")
+    for queue in ranks:
+        queue._resolve_pending_reqs()
+    for place, queue in enumerate(ranks):
+        # Of the statuses 503 and 409: what the other rank has not heard of.
+        others = [place == knows, True]
+        queue.agree = lambda flags, others=others: (
+            [own and other for own, other in zip(flags, others, strict=True)] if len(flags) == 2 else flags
+        )
+        queue._update_handshake_waiters()
+    assert [queue.queue[0].req.finished_reason.status_code for queue in ranks] == [503, 503]
+
+
+def test_a_leg_whose_room_is_further_than_it_ends_and_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.base import KVPoll
+
+    [queue] = ranks_with_a_leg(monkeypatch, 1)
+    queue.pending_reqs = []
+    queue.queue[0].kv_receiver.state = KVPoll.Success
+    queue._update_handshake_waiters()
+    assert queue.queue[0].req.finished_reason.status_code == 500
+
+
+class Popping:
+    """The host's ``pop_preallocated`` over legs of which ``bad`` raises: memory is reserved for each in turn."""
+
+    def __init__(self, bad: str, *, with_memory: bool) -> None:
+        self._bad, self._with_memory = bad, with_memory
+
+    def __get__(self, queue: Any, owner: Any) -> Any:
+        def pop() -> tuple[list[Any], list[Any]]:
+            started = []
+            for leg in queue.queue:
+                if leg.req.rid == self._bad:
+                    leg.req.req_pool_idx = 1 if self._with_memory else None
+                    raise RuntimeError("broken")
+                assert leg.req.req_pool_idx is None, "reserved twice"
+                leg.req.req_pool_idx, leg.kv_receiver.started_transfer = 1, True
+                started.append(leg)
+            queue.queue = [leg for leg in queue.queue if leg not in started]
+            return started, []
+
+        return pop
+
+
+@pytest.mark.parametrize("with_memory", [True, False])
+@pytest.mark.parametrize("bad", ["a", "b", "c"])
+def test_one_leg_that_raises_ends_and_the_others_have_started(
+    monkeypatch: pytest.MonkeyPatch, bad: str, with_memory: bool
+) -> None:
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    queue = queue_with()
+    queue.queue = [entry() for _ in range(3)]
+    for leg, rid in zip(queue.queue, "abc", strict=True):
+        leg.req.rid, leg.req.req_pool_idx, leg.kv_receiver.started_transfer = rid, None, False
+    queue.pending_reqs = [leg for leg in queue.queue if leg.req.rid == bad]
+    monkeypatch.setattr(DecodePreallocQueue, "pop_preallocated", Popping(bad, with_memory=with_memory))
+    started, failed = queue.pop_preallocated()
+    assert sorted(leg.req.rid for leg in started) == sorted({"a", "b", "c"} - {bad})
+    assert [leg.req.rid for leg in queue.take_broken()] == [bad]
+    assert (failed, queue.queue, queue.pending_reqs, queue.take_broken()) == ([], [], [], ())
+    assert queue.faults.count in (1, 2)
+
+
+def test_kv_that_cannot_be_taken_over_leaves_no_leg_without_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's loop goes on: it hands the leg out as the others, and its end answers and frees it."""
+    from sglang.srt.disaggregation.decode import DecodeTransferQueue
+
+    from pla_sglang.engine.stateless.legs import FAULT_ATTRIBUTE
+    from pla_sglang.engine.stateless.queues import TransferQueue
+
+    def commit(self: Any, decode_req: Any) -> None:
+        if decode_req.req.rid == "bad":
+            raise RuntimeError("broken")
+
+    monkeypatch.setattr(DecodeTransferQueue, "_commit_transfer_to_req", commit)
+    queue: Any = object.__new__(TransferQueue)
+    queue.faults = Faults()
+    for rid in ("bad", "good"):
+        leg = SimpleNamespace(req=SimpleNamespace(rid=rid), kv_receiver=object())
+        queue._commit_transfer_to_req(leg)
+        assert getattr(leg.req, FAULT_ATTRIBUTE, False) is (rid == "bad")
+    assert queue.faults.count == 1

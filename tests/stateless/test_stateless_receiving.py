@@ -14,12 +14,15 @@ from pla_sglang.engine.hooks import stateless as hooks
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.engine.stateless.legs import FAULT_ATTRIBUTE, GOES_ON_ATTRIBUTE, KIND_ATTRIBUTE, LegKind
 from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
+from pla_sglang.engine.stateless.rooms import UsedRooms
 
 AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
-NO_HOPS: Any = SimpleNamespace(holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list))
+NO_HOPS: Any = SimpleNamespace(
+    holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list, holds={})
+)
 ACCEPTING = SimpleNamespace(
     _set_or_validate_priority=lambda req: True, model_config=SimpleNamespace(think_end_ids=None)
 )
@@ -43,7 +46,7 @@ def test_what_is_held_until_a_request_runs(bench: ReceiveScene) -> None:
 def test_no_more_join_than_the_running_batch_has_places(bench: ReceiveScene, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[str] = []
 
-    def admit(scheduler: Any, reqs: list[FakeRequest], running: FakeBatch, faults: Faults) -> FakeBatch:
+    def admit(scheduler: Any, reqs: list[FakeRequest], running: FakeBatch, faults: Faults, agree: Any) -> FakeBatch:
         joined.extend(req.rid for req in reqs)
         return running
 
@@ -67,7 +70,7 @@ def test_a_leg_that_is_let_go_leaves_nothing_and_its_source_hears_of_it(bench: R
 def test_a_pull_that_is_refused_to_another_rank_says_so(bench: ReceiveScene) -> None:
     """Each rank hears of it by a connection of its own, and the answer is that of the first rank."""
     bench.receiver._agree = lambda flags: [False] * len(flags)
-    bench.add("a")
+    setattr(bench.add("a"), GOES_ON_ATTRIBUTE, True)
     bench.transfers.failing = {"a"}
     bench.receiver.pump()
     assert bench.answers == [("a", f"room 1 is not held at {FakeReceiver.bootstrap_addr}")]
@@ -158,8 +161,12 @@ def test_legs_that_have_waited_too_long_fail(bench: ReceiveScene) -> None:
     moving, late, soon, new = bench.queue.queue
     bench.transfers.queue, bench.queue.queue = [moving], [late, soon, new]
     moving.pla_since_s, late.pla_since_s, soon.pla_since_s = 1.0, 1.5, 2.0
-    bench.receiver.expire(2.0)
+    bench.receiver.expire(legs_s=2.0, pulls_s=2.0)
     assert [leg.kv_receiver.aborted for leg in (moving, late, soon, new)] == [1, 1, 0, 0]
+    setattr(soon.req, GOES_ON_ATTRIBUTE, True)
+    bench.receiver.expire(legs_s=0.0, pulls_s=3.0)
+    assert [leg.kv_receiver.aborted for leg in (moving, late, soon, new)] == [1, 1, 1, 0], "a pull waits less"
+    assert set(bench.queue.kv_manager.failure_records.values()) == {"Request waiting timeout reached."}
 
 
 def test_load_reports_count_what_waits_to_decode_and_no_prefill_leg_as_decoding(bench: ReceiveScene) -> None:
@@ -189,9 +196,14 @@ class FakeEnd:
         self.aborts = 0
         self.legs: dict[int, Any] = {}
         self.ready: list[Any] = []
+        self.awaited: set[int] = set()
 
-    def abort(self, matches: Any) -> int:
+    def waits_for(self, room: int) -> bool:
+        return room in self.awaited
+
+    def abort(self, matches: Any, fault: str | None = None) -> int:
         self.aborts += 1
+        self.fault = fault
         if self.aborts > 1:
             raise RuntimeError("broken again")
         return 0
@@ -206,15 +218,18 @@ def engine_of_fakes() -> StatelessEngine:
     engine._agree = lambda flags: flags
     engine.sender = engine.receiver = FakeEnd()  # type: ignore[assignment]
     engine.hops, engine.redone = NO_HOPS, 0
+    engine.used_rooms = UsedRooms()
     return engine
 
 
 def test_a_fault_is_logged_and_ends_the_legs_and_never_the_scheduler(caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of_fakes()
     engine.sender.before_pass = engine.sender.fail  # type: ignore[attr-defined,method-assign]
-    engine._attempt(lambda: engine.sender.before_pass(None, None), "leaving the last batch")
+    ends = engine.sender, engine.receiver
+    engine._attempt(lambda: engine.sender.before_pass(None, None), "leaving the last batch", *ends)
     assert engine.faults.count == 2, "one abort raised"
     assert engine.receiver.aborts == 2, "both ends, though the first abort raised"  # type: ignore[attr-defined]
+    assert engine.receiver.fault == "an exception in its instance: leaving the last batch"  # type: ignore[attr-defined]
     assert "leaving the last batch" in caplog.text
     assert "broken again" in caplog.text
 
@@ -349,3 +364,81 @@ def test_growth_of_received_requests_is_kept_out_of_prefills(monkeypatch: pytest
     adder = SimpleNamespace(rem_total_token_offset=10.0, new_token_ratio=0.5)
     engine.reserve_growth(adder)
     assert adder.rem_total_token_offset == 10 + 0.5 * (4096 + 100)
+
+
+# -- what happens to one leg happens to no other -----------------------------------------------------------------------
+
+
+def test_a_leg_whose_kv_could_not_be_taken_over_on_any_rank_ends_with_500(bench: ReceiveScene) -> None:
+    for rid in ("here", "there", "good"):
+        bench.add(rid)
+    setattr(bench.queue.queue[0].req, FAULT_ATTRIBUTE, True)
+    bench.receiver._agree = lambda flags: [flag and place != 1 for place, flag in enumerate(flags)]
+    bench.transfers.arrived = {"here", "there", "good"}
+    bench.receiver.pump()
+    assert [req.rid for req in bench.receiver.ready] == ["good"]
+    assert [rid for rid, _ in bench.answers] == ["here", "there"]
+    assert all("an exception in its instance" in reason for _, reason in bench.answers)
+    assert (bench.freed, bench.receiver.failed) == (["here", "there"], 2)
+
+
+def test_a_leg_that_raised_in_the_hosts_queue_ends_and_keeps_its_pages_as_ever(bench: ReceiveScene) -> None:
+    bench.add("bad")
+    [broken], bench.queue.queue = bench.queue.queue, []
+    bench.add("good")
+    bench.queue.take_broken = lambda: (broken,)  # type: ignore[method-assign]
+    bench.receiver.pump()
+    assert [rid for rid, _ in bench.answers] == ["bad"]
+    assert (broken.kv_receiver.aborted, len(bench.quarantine), len(bench.transfers.queue)) == (1, 1, 1)
+    bench.acknowledged.add(1)
+    bench.quarantine.sweep(0.0)
+    assert bench.freed == ["bad"]
+
+
+def test_a_fault_that_ends_legs_is_no_ordered_abort(bench: ReceiveScene) -> None:
+    """A router tells a loss from an abort by the reason and the status."""
+    bench.add("moving")
+    bench.receiver.ready = [FakeRequest("ready")]
+    bench.receiver.abort(lambda rid: True, "an exception in its instance: receiving")
+    assert bench.queue.kv_manager.failure_records == {1: "an exception in its instance: receiving"}
+    [(rid, reason)] = bench.answers
+    assert (rid, reason) == ("ready", "Decode transfer failed for request ready: an exception in its instance")
+
+
+def test_a_source_without_kv_for_a_leg_is_a_failed_transfer_and_for_a_pull_gone(
+    bench: ReceiveScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: statuses.append(int(status)))
+    bench.add("leg")
+    setattr(bench.add("pull"), GOES_ON_ATTRIBUTE, True)
+    monkeypatch.setattr("pla_sglang.engine.stateless.receiving.announce_pull", lambda receiver: None)
+    bench.refused.add(1)
+    bench.receiver.pump()
+    assert [entry.kv_receiver.aborted for entry in bench.transfers.queue] == [1, 1]
+    bench.transfers.failing = {"leg", "pull"}
+    bench.receiver.pump()
+    assert statuses == [500, 410]
+
+
+@pytest.mark.parametrize("taken_by", ["a hold", "a leg", "a leg that is over", "a decode leg", None])
+def test_a_leg_whose_room_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, taken_by: str | None) -> None:
+    engine, answers, added = engine_of_fakes(), list[int](), list[str]()
+    engine.refused, engine._scheduler = 0, ACCEPTING
+    engine.hops = SimpleNamespace(holder=SimpleNamespace(holds={}))  # type: ignore[assignment]
+    engine.book = PeerBook("127.0.0.1", 9000)
+    engine.book.tell(Told(None, (PEER,)))
+    engine.sender.add = lambda req, *rest: added.append(req.rid)  # type: ignore[method-assign]
+    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    req = FakeRequest("r", room=7)
+    req.bootstrap_host, req.bootstrap_port = ("127.0.0.1", 9000) if taken_by != "a decode leg" else PEER.address
+    if taken_by == "a hold":
+        engine.hops.holder.holds[7] = None  # type: ignore[assignment]
+    elif taken_by == "a leg":
+        engine.used_rooms.begin(7)
+    elif taken_by == "a leg that is over":
+        engine.used_rooms.end(7)
+    elif taken_by == "a decode leg":
+        engine.receiver.awaited.add(7)  # type: ignore[attr-defined]
+    assert engine.takes(req)
+    assert (answers, added) == (([], ["r"]) if taken_by is None else ([409], []))

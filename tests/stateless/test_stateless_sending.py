@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from fakes import FakeBatch, FakeRequest, FakeScheduler, FakeSendQueue
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
-from pla_sglang.engine.stateless.legs import SendState
+from pla_sglang.engine.stateless.legs import SendLeg, SendState
 from pla_sglang.engine.stateless.quarantine import Quarantine
 from pla_sglang.engine.stateless.sending import GivenUpError, Sender
 
@@ -21,7 +22,11 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool, cap_tokens: int = 1000) -> None:
         self.scheduler, self.queue = FakeScheduler(overlap=overlap), FakeSendQueue()
         self.quarantine = Quarantine(lambda flags: flags, Faults())
-        self.sender = Sender(self.scheduler, self.queue, self.quarantine, cap_tokens=cap_tokens, cap_requests=4)
+        self.faults = Faults()
+        self.sender = Sender(
+            self.scheduler, self.queue, self.quarantine, faults=self.faults, cap_tokens=cap_tokens, cap_requests=4
+        )
+        self.scheduler.handle_bootstrap_failure = lambda req: self._answer(req, self._reason(req))
         self.freed: list[str] = []
         self.answers: list[tuple[str, str]] = []
         monkeypatch.setattr(host, "poll_senders", lambda scheduler, senders: [one.outcome for one in senders])
@@ -43,6 +48,9 @@ class Bench:
         req.finished_reason = what
         self.answers.append((req.rid, what))
 
+    def _reason(self, req: FakeRequest) -> str:
+        return str(self.queue.kv_manager.failure_records.get(req.bootstrap_room))
+
     def state(self, req: FakeRequest) -> SendState | None:
         leg = self.sender.legs.get(id(req))
         return None if leg is None else leg.state
@@ -51,7 +59,7 @@ class Bench:
         req = FakeRequest(rid, tokens)
         self.sender.add(req, 0.0)
         if connected:
-            self.queue.connected.add(rid)
+            req.disagg_kv_sender.outcome = Outcome.ASKED
         return req
 
     def turn(
@@ -60,7 +68,6 @@ class Bench:
         """One choice of the host's next batch: it admits ``admitted``; ``chunk`` is the request cut, and where."""
         self.sender.before_pass(FakeBatch(), last)
         self.sender.poll()
-        self.sender.start_bootstrapped()
         if admitted is not None:
             for req in admitted.reqs:
                 req.req_pool_idx = 1
@@ -300,22 +307,141 @@ def test_a_leg_that_another_rank_has_heard_to_be_given_up(bench: Bench) -> None:
 
 
 def test_a_handshake_that_takes_too_long(bench: Bench) -> None:
-    """It fails, and ends when all ranks have seen that: the host's queue polls for it."""
+    """It fails, and ends when all ranks have seen that."""
     req, records = bench.add("a", connected=False), bench.queue.kv_manager.failure_records
     bench.sender.expire(waiting_s=-1.0, sending_s=1.0)
     assert not req.disagg_kv_sender.aborted
-    bench.sender.expire(waiting_s=1.0, sending_s=None)
+    bench.sender.expire(waiting_s=1.0, sending_s=-1.0)
     assert req.disagg_kv_sender.aborted
     assert records == {1: "Request waiting timeout reached."}
-    req.finished_reason = "by the host"
     bench.turn(None, None)
-    assert bench.sender.legs == {}
+    assert (bench.answers, bench.sender.legs) == ([("a", "Request waiting timeout reached.")], {})
 
 
 def test_a_transfer_that_takes_too_long(bench: Bench) -> None:
     req, records = computed(bench), bench.queue.kv_manager.failure_records
-    bench.sender.expire(waiting_s=1.0, sending_s=None)
+    bench.sender.expire(waiting_s=1.0, sending_s=-1.0)
     assert not req.disagg_kv_sender.aborted
     bench.sender.expire(waiting_s=-1.0, sending_s=1.0)
     assert req.disagg_kv_sender.aborted
     assert records == {1: "Request running timeout reached."}
+
+
+# -- what happens to one leg happens to no other -----------------------------------------------------------------------
+
+
+def test_a_leg_whose_room_is_under_way_for_another_ends_alone(bench: Bench) -> None:
+    """The host's own loop raises at it, and loses those that it has taken out before."""
+    first, bad, last = (bench.add(rid) for rid in ("first", "bad", "last"))
+    bad.bootstrap_room, bad.disagg_kv_sender.outcome = 9, Outcome.DONE
+    bench.turn(None, None)
+    assert [bench.state(req) for req in (first, last)] == [SendState.QUEUED] * 2
+    bench.turn(None, None)
+    assert bench.answers == [("bad", "room 9 is in use")]
+    assert bench.scheduler.waiting_queue == [first, last]
+    assert (bench.queue.queue, len(bench.sender.legs), bench.sender.failed) == ([], 2, 1)
+
+
+class OnceBroken:
+    """Raises when it is called for ``rid``, the first time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, rid: str) -> None:
+        self._original, self._rid, self.raised = getattr(owner, name), rid, False
+        patch.setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.raised and any(getattr(arg, "rid", None) == self._rid for arg in args):
+            self.raised = True
+            raise RuntimeError(f"broken for {self._rid}")
+        return self._original(*args, **kwargs)
+
+
+def test_a_leg_that_cannot_be_started_ends_when_all_ranks_know(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks have started it: it enters the queue here too."""
+    broken = OnceBroken(monkeypatch, bench.queue, "finalize_bootstrap", "bad")
+    bad, good = bench.add("bad"), bench.add("good")
+    bench.turn(None, None)
+    assert broken.raised
+    assert bench.scheduler.waiting_queue == [bad, good]
+    bench.turn(None, None)
+    assert bench.scheduler.waiting_queue == [good]
+    assert [rid for rid, _ in bench.answers] == ["bad"]
+    assert bench.faults.count == 1
+
+
+@pytest.mark.parametrize("name", ["release_kv", "end_sent", "free_metadata"])
+def test_what_a_leg_cannot_give_back_keeps_no_other_from_its_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    reqs = [computed(bench, rid) for rid in ("bad", "good")]
+    OnceBroken(monkeypatch, host, name, "bad")
+    for req in reqs:
+        req.disagg_kv_sender.outcome = Outcome.DONE
+    bench.turn(None, None)
+    assert (bench.sender.legs, bench.sender.sent, bench.faults.count) == ({}, 2, 1)
+    assert ("good", "sent") in bench.answers
+    assert "good" in bench.freed
+
+
+def test_a_leg_whose_end_raises_is_ended_by_the_next_poll(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its pass is over, no pass comes that would end it."""
+    bad, good = bench.add("bad"), bench.add("good")
+    bench.turn(None, None)
+    batch = FakeBatch(bad, good)
+    bench.turn(batch, None)
+    bad.time_stats.set_prefill_transfer_queue_entry_time = lambda: 1 / 0
+    monkeypatch.setattr(SendLeg, "move", OnceMoved(SendLeg.move, "bad"))
+    bench.result(FakeBatch(bad, good))
+    assert bench.state(good) is SendState.SENDING
+    bench.turn(None, batch)
+    assert (bench.state(bad), bench.state(good)) == (SendState.LEAVING, SendState.SENDING)
+    assert [rid for rid, _ in bench.answers] == ["bad"]
+    bench.queue.pass_marks()
+    bench.turn(None, None)
+    assert bench.freed == ["bad"]
+
+
+class OnceMoved:
+    """A leg of ``rid`` that does not get to SENDING."""
+
+    def __init__(self, original: Any, rid: str) -> None:
+        self._original, self._rid = original, rid
+
+    def __get__(self, leg: Any, owner: Any) -> Any:
+        def move(state: SendState) -> None:
+            if leg.req.rid == self._rid and state is SendState.SENDING:
+                raise RuntimeError("broken")
+            self._original(leg, state)
+
+        return move
+
+
+def test_a_leg_that_fails_tells_its_receiver_and_an_abort_does_not(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who orders an abort orders it at both instances."""
+    told: list[int] = []
+    monkeypatch.setattr(
+        "pla_sglang.engine.stateless.sending.send_refusal", lambda manager, who, room: told.append(room)
+    )
+    for room, rid in enumerate(("failed", "aborted")):
+        req = bench.add(rid)
+        req.bootstrap_room = room
+        bench.queue.kv_manager.transfer_infos[room] = {"agent": SimpleNamespace(endpoint="h", dst_port=1)}
+        bench.turn(None, None)
+    failed = next(leg.req for leg in bench.sender.legs.values() if leg.req.rid == "failed")
+    failed.disagg_kv_sender.outcome = Outcome.FAILED
+    bench.scheduler.waiting_queue = [req for req in bench.scheduler.waiting_queue if req is failed]
+    bench.turn(None, None)
+    assert told == [0]
+    assert all(room in bench.queue.rooms for room in (0, 1)), "not to be used again"
+
+
+def test_an_end_for_a_fault_says_so(bench: Bench) -> None:
+    """Not as an abort, which looks like a client's."""
+    bench.add("waiting", connected=False)
+    bench.add("queued")
+    bench.turn(None, None)
+    bench.sender.abort(lambda rid: True, "an exception")
+    assert sorted(bench.answers) == [("queued", "an exception"), ("waiting", "an exception")]
+    assert (bench.sender.legs, bench.scheduler.waiting_queue) == ({}, [])

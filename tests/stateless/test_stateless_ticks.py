@@ -22,11 +22,13 @@ def idle_engine(*, leg_room: int, held_room: int) -> Any:
     """One with a prefill leg and a held request, and rooms 1 to 3 that receivers have announced."""
     engine: Any = object.__new__(StatelessEngine)
     leg = SimpleNamespace(req=SimpleNamespace(bootstrap_room=leg_room))
-    engine.sender = SimpleNamespace(
-        legs={1: leg}, before_pass=nothing, poll=nothing, start_bootstrapped=nothing, expire=nothing
-    )
+    engine.sender = SimpleNamespace(legs={1: leg}, before_pass=nothing, poll=nothing, expire=nothing)
     engine.receiver = SimpleNamespace(
-        pump=nothing, list_sources=set, forget_said=nothing, admit=lambda running_batch, may_join: running_batch
+        pump=nothing,
+        list_sources=set,
+        forget_said=nothing,
+        expire=nothing,
+        admit=lambda running_batch, may_join: running_batch,
     )
     holder = SimpleNamespace(holds={held_room: None}, take_returning=nothing)
     engine.hops = SimpleNamespace(before_batches=nothing, holder=holder)

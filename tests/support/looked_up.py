@@ -144,6 +144,10 @@ LOOKED_UP = {
         "sglang.srt.disaggregation.decode.DecodeTransferQueue.pop_transferred",
         "self._poll_with_metadata_gate",
     ),
+    "queue.commit": (
+        "sglang.srt.disaggregation.decode.DecodeTransferQueue.pop_transferred",
+        "self._commit_transfer_to_req",
+    ),
     "less.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "less.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
     "less.bootstrap": (

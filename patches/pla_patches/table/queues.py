@@ -26,8 +26,8 @@ QUEUES = (
         id="queue.pop",
         target=_PREALLOC + "pop_preallocated",
         handler=_OURS + "ReceiveQueue.pop_preallocated",
-        why="Count what one call reserves, and since when each leg waits.",
-        verify="tests/stateless/test_stateless_receiving.py",
+        why="Count what one call reserves, and since when each leg waits; with whom it raises, that leg alone ends.",
+        verify="tests/stateless/test_stateless_queues.py",
         next_host="It asks can_schedule_lora_req, less.lora's target, before it reserves memory.",
     ),
     _override(
@@ -84,5 +84,12 @@ QUEUES = (
         why="Transfers that failed are handed out with their pages, and not freed while a source may still write.",
         verify=_PAIR + ": a lost transfer",
         next_host="SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE keeps such pages there: compare.",
+    ),
+    _override(
+        id="queue.commit",
+        target="sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
+        handler=_OURS + "TransferQueue._commit_transfer_to_req",
+        why="A leg whose KV cannot be taken over ends; the host would leave a queue with entries that it cannot poll.",
+        verify=_TESTS,
     ),
 )

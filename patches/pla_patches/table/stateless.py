@@ -138,10 +138,12 @@ STATELESS = (
     _subscribe(
         id="less.abort_ack",
         target="sglang.srt.disaggregation.nixl.conn.NixlKVManager._handle_abort_notification",
-        handler="after_handle_abort",
+        hook=Hook.AROUND,
+        handler="around_handle_abort",
         why=(
             "A receiver frees its pages only when the sender says that no transfer writes to them any more; and a "
-            "receiver that asks for a held request says so, to be refused where it is not held."
+            "receiver that asks for a held request says so, to be refused where it is not held. One that asks for the "
+            "room of another, or gives it up, is not listened to."
         ),
         verify=(
             "tests/stateless/test_stateless_fence.py; tests/hops/test_hop_pulling.py; " + _E2E + ": quarantine "

@@ -116,6 +116,7 @@ PARAMETERS = {
     _PREALLOC + "_resolve_prefill_dp_rank": "self, req",
     _PREALLOC + "_ensure_prefill_info": "self, addr_to_reqs",
     _TRANSFERS + "_poll_with_metadata_gate": "self",
+    _TRANSFERS + "_commit_transfer_to_req": "self, decode_req",
 }
 
 # Where SGLang 0.5.23 differs; None: it has nothing of the kind.

@@ -13,6 +13,7 @@ from pla_sglang import config as pla_config
 from pla_sglang.engine import apply, backlog, compat, control, riders
 from pla_sglang.engine.roles import RoleState
 from pla_sglang.engine.scheduler_adapter import PrefillAdapter
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.series import LabelledSeries
 from pla_sglang.policy.interface.prefill import PrefillClass
@@ -20,6 +21,7 @@ from pla_sglang.policy.interface.prefill import PrefillClass
 logger = logging.getLogger(__name__)
 
 _adapter: PrefillAdapter | None = None
+_faults = Faults()
 
 
 def after_init_schedule_policy(result: Any, scheduler: Any) -> None:
@@ -93,6 +95,7 @@ def around_add_chunked_req(original: Any, adder: Any, req: Any) -> Any:
     return apply.add_chunk(original, None if _adapter is None else _adapter.context, adder, req)
 
 
+@_faults.guard("placing running requests in a pass", otherwise=riders.end_riders)
 def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
     riders.set_rider_prefixes(batch, running_batch)
 

@@ -13,13 +13,12 @@ from typing import Any
 from pla_sglang import config as pla_config
 from pla_sglang.engine import riders
 from pla_sglang.engine.hooks.running import faults as _faults
-from pla_sglang.engine.hops.pulls import is_pull
+from pla_sglang.engine.hops.pulls import aborts_of_another, is_pull, refuses_receiver
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.fence import acknowledge_abort
 from pla_sglang.engine.stateless.host import (
     all_ranks_agree,
-    fail_with_next_step,
     open_inbox,
     register_receiver,
     start_bootstrap_server,
@@ -124,12 +123,7 @@ def after_can_schedule_lora(fits: bool, scheduler: Any, req: Any, running_loras:
     return fits and scheduler.pla_stateless.adapters.may_prefill(req)
 
 
-def _end_riders(result: Any, batch: Any, running_batch: Any) -> None:
-    for req in running_batch.reqs:
-        fail_with_next_step(req, "it could not be placed in a pass")
-
-
-@_faults.guard("placing running requests in a pass", otherwise=_end_riders)
+@_faults.guard("placing running requests in a pass", otherwise=riders.end_riders)
 def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
     riders.set_rider_prefixes(batch, running_batch)
 
@@ -144,16 +138,20 @@ def around_add_remote_peer(original: Any, manager: Any, receiver: Any) -> None:
     register_receiver(original, manager, receiver, _channel)
 
 
-def after_handle_abort(handled: bool, manager: Any, message: list[bytes]) -> bool | None:
+def around_handle_abort(original: Any, manager: Any, message: list[bytes]) -> bool:
     """A receiver has given up: tell it when this sender is through with its room. Or it asks for a held request.
 
-    Of the thread that reads what receivers say. ``Inbox`` has let nothing in that nobody takes.
+    Of the thread that reads what receivers say; ``Inbox`` has let nothing in that nobody takes. What a receiver says of
+    a room that is another's is not given to the host, which would not look who says it.
     """
-    if handled:
+    if _is_kept_from_host(manager, message):
         _acknowledge_abort(manager, message)
-        return None
+        return True
+    if original(manager, message):
+        _acknowledge_abort(manager, message)
+        return True
     if not is_pull(message):
-        return None
+        return False
     _take_pull(message)
     return True
 
@@ -161,6 +159,13 @@ def after_handle_abort(handled: bool, manager: Any, message: list[bytes]) -> boo
 @_faults.guard("acknowledging an abort")
 def _acknowledge_abort(manager: Any, message: list[bytes]) -> None:
     acknowledge_abort(manager, message, _channel)
+
+
+@_faults.guard("looking whose room it is", otherwise=lambda manager, message: False)
+def _is_kept_from_host(manager: Any, message: list[bytes]) -> bool:
+    if _engine is None:
+        return False
+    return aborts_of_another(manager, message) or refuses_receiver(manager, _engine.used_rooms, message)
 
 
 @_faults.guard("taking a pull")

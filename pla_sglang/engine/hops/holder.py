@@ -17,10 +17,11 @@ from pla_sglang.engine.hops.offers import Offers
 from pla_sglang.engine.hops.states import AT_REST, Hold, HoldState
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import split_joining
+from pla_sglang.engine.stateless.faults import Faults
+from pla_sglang.engine.stateless.rooms import UsedRooms
 
 LATE = "Request running timeout reached."
 PAUSED = "The engine was paused for new weights while the KV of this request was on its way."
-MOST_USED_ROOMS = 10_000  # remembered; no clock says how long, as those of ranks differ
 
 
 class Holder:
@@ -28,16 +29,25 @@ class Holder:
 
     Args:
         agree: what all ranks say together about each flag.
+        used: rooms of this instance, of prefill legs too.
     """
 
-    def __init__(self, scheduler: Any, offers: Offers, agree: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        offers: Offers,
+        agree: Callable[[Sequence[bool]], Sequence[bool]],
+        used: UsedRooms,
+        faults: Faults,
+    ) -> None:
         self._scheduler = scheduler
         self.offers = offers
         self._agree = agree
-        self._used: dict[int, None] = {}  # rooms of holds that are over, the latest last
+        self._used = used
+        self._faults = faults
         self.holds: dict[int, Hold] = {}  # by room
-        # Each hold that was made ("held") ends once: committed, dropped, aborted, timed_out, ended_by_pause or
-        # resumed_by_*. "finished", "refused", "kept_back": orders that made none.
+        # Each hold that was made ("held") ends once: committed, dropped, aborted, timed_out, ended_by_pause,
+        # ended_by_fault or resumed_by_*. "finished", "refused", "kept_back": orders that made none.
         self.totals: Counter[str] = Counter()
 
     def knows_room(self, room: int) -> bool:
@@ -49,14 +59,14 @@ class Holder:
         hold.move(HoldState.ENDED)
         del self.holds[hold.room]
         if hold.until_s is not None:  # else nobody was told that it is held
-            self._remember(hold.room)
+            self._used.end(hold.room)
 
     def change_room(self, hold: Hold, room: int, for_s: float, now_s: float) -> bool:
         """Offer a held request under another room, as after a pull that failed; False: there was no buffer for it."""
         self.offers.close(hold)
         if hold.state is not HoldState.HELD:
             hold.move(HoldState.HELD)
-        self._remember(hold.room)
+        self._used.end(hold.room)
         self.holds = {room if other is hold else key: other for key, other in self.holds.items()}
         hold.room, hold.for_s, hold.until_s = room, for_s, now_s + for_s
         return self.offers.open(hold)
@@ -102,28 +112,46 @@ class Holder:
 
     # -- it goes -------------------------------------------------------------------------------------------------------
 
-    def let_go(self, hold: Hold, answer: Callable[[], None], *, refuse_pulls: bool = True) -> None:
-        """Answer its client and free what it keeps, its KV when no transfer reads it."""
-        answer()
-        self.offers.close(hold, refuse=refuse_pulls)
+    def let_go(self, hold: Hold, answer: Callable[[], None]) -> None:
+        """Answer its client and free what it keeps, its KV when no transfer reads it. Nothing of that raises."""
+        close = functools.partial(self.offers.close, hold)
+        self._faults.run_all((answer, close), "letting a held request go")
         hold.move(HoldState.FREEING)
         self._free(hold)
 
     def _free(self, hold: Hold) -> None:
         if hold.readers == 0:
-            host.release_kv(self._scheduler, hold.req)
             self.end(hold)
+            free = functools.partial(host.release_kv, self._scheduler, hold.req)
+            self._faults.run_all((free,), "freeing the KV of a held request")
 
-    def abort(self, matches: Callable[[str], bool]) -> int:
-        """Client aborts: how many held requests they meet."""
+    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> int:
+        """Client aborts: how many held requests they meet.
+
+        Args:
+            fault: it is no client's: what has befallen these requests. They end with 500.
+        """
         met = [hold for hold in list(self.holds.values()) if matches(hold.req.rid)]
-        for hold in met:
-            if hold.state is HoldState.LEAVING:
-                host.finish_with_next_step(hold.req)
-            elif hold.state is not HoldState.FREEING:
-                self.totals["aborted"] += hold.state in AT_REST  # else it has been resumed, or was not held at all
-                self.let_go(hold, functools.partial(host.end_aborted, self._scheduler, hold.req, "Aborted"))
+        self._faults.for_each(met, functools.partial(self._end_early, fault), "aborting a held request")
         return len(met)
+
+    def _end_early(self, fault: str | None, hold: Hold) -> None:
+        if hold.state is HoldState.LEAVING:
+            if fault is None:
+                host.finish_with_next_step(hold.req)
+            else:
+                host.fail_with_next_step(hold.req, fault)
+        elif hold.state is not HoldState.FREEING:
+            was_held = hold.state in AT_REST  # else it has been resumed, or was not held at all
+            if fault is None:
+                self.totals["aborted"] += was_held
+                self.let_go(hold, functools.partial(host.end_aborted, self._scheduler, hold.req, "Aborted"))
+            else:
+                self.totals["ended_by_fault"] += was_held
+                self.let_go(hold, functools.partial(self._answer_fault, hold.req, fault))
+
+    def _answer_fault(self, req: Any, fault: str) -> None:
+        host.end_with_error(self._scheduler, req, fault, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     # -- each pass -----------------------------------------------------------------------------------------------------
 
@@ -138,17 +166,30 @@ class Holder:
         resting = self._in(*AT_REST)
         if not resting:
             return
-        over = self._agree(
+        said = self._agree(
             [hold.until_s is not None and now_s >= hold.until_s for hold in resting]
             + [host.has_run_too_long(hold.req) for hold in resting]
+            + [not hold.fault for hold in resting]
         )
-        for hold, timed_out, ran_too_long in zip(resting, over, over[len(resting) :], strict=False):
-            if ran_too_long:
-                self.totals["timed_out"] += 1
-                self.let_go(hold, functools.partial(self._answer_unavailable, hold.req, LATE))
-            elif timed_out:
-                self.resume(hold, "time")
+        count = len(resting)
+        steps = zip(resting, said[:count], said[count : 2 * count], said[2 * count :], strict=True)
+        self._faults.for_each(
+            steps,
+            lambda step: self._end_hold(*step),
+            "ending a hold",
+            lambda step: step[0].note_fault("ending its hold"),
+        )
         self._relieve(running_batch)
+
+    def _end_hold(self, hold: Hold, timed_out: bool, ran_too_long: bool, sound: bool) -> None:
+        """As all ranks say."""
+        if not sound:
+            self._end_early(hold.fault or "an exception in another rank", hold)
+        elif ran_too_long:
+            self.totals["timed_out"] += 1
+            self.let_go(hold, functools.partial(self._answer_unavailable, hold.req, LATE))
+        elif timed_out:
+            self.resume(hold, "time")
 
     def _relieve(self, running_batch: Any) -> None:
         """Where the next step of running requests does not fit, the oldest held one goes back to them.
@@ -183,8 +224,3 @@ class Holder:
 
     def _in(self, *states: HoldState) -> list[Hold]:
         return [hold for hold in self.holds.values() if hold.state in states]
-
-    def _remember(self, room: int) -> None:
-        self._used[room] = None
-        if len(self._used) > MOST_USED_ROOMS:
-            del self._used[next(iter(self._used))]

@@ -15,6 +15,7 @@ from typing import Any
 from pla_sglang.engine.hops.pulls import OpenRooms
 from pla_sglang.engine.hops.states import Hold, HoldState
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Fence, place_fence
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.quarantine import Quarantine
@@ -43,10 +44,11 @@ class Offers:
         rooms: which are open; told here.
     """
 
-    def __init__(self, scheduler: Any, queue: Any, quarantine: Quarantine, rooms: OpenRooms) -> None:
+    def __init__(self, scheduler: Any, queue: Any, quarantine: Quarantine, rooms: OpenRooms, faults: Faults) -> None:
         self._scheduler = scheduler
         self._queue = queue
         self._quarantine = quarantine
+        self._faults = faults
         self.rooms = rooms
         self.sent = self.failed = 0
 
@@ -61,6 +63,7 @@ class Offers:
             host.free_metadata(self._scheduler, shadow)
             raise
         hold.shadow = shadow
+        self._queue.rooms.begin(hold.room)
         self.rooms.open(hold.room)
         return True
 
@@ -70,14 +73,21 @@ class Offers:
         if not offered:
             return
         outcomes = host.poll_senders(self._scheduler, [hold.shadow.disagg_kv_sender for hold in offered])
-        for hold, outcome in zip(offered, outcomes, strict=True):
-            if outcome is Outcome.FAILED:
-                self._fail(hold)
-            elif outcome is Outcome.DONE and hold.state is HoldState.SENDING:
-                hold.move(HoldState.SENT)
-                self.sent += 1
-            elif outcome is Outcome.ASKED and hold.state is HoldState.HELD:
-                self._begin(hold)
+        self._faults.for_each(
+            zip(offered, outcomes, strict=True),
+            lambda step: self._follow(*step),
+            "offering the KV of a held request",
+            lambda step: step[0].note_fault("offering its KV"),
+        )
+
+    def _follow(self, hold: Hold, outcome: Outcome) -> None:
+        if outcome is Outcome.FAILED:
+            self._fail(hold)
+        elif outcome is Outcome.DONE and hold.state is HoldState.SENDING:
+            hold.move(HoldState.SENT)
+            self.sent += 1
+        elif outcome is Outcome.ASKED and hold.state is HoldState.HELD:
+            self._begin(hold)
 
     def _begin(self, hold: Hold) -> None:
         hold.move(HoldState.SENDING)
@@ -96,16 +106,16 @@ class Offers:
         if hold.state is HoldState.SENDING:
             hold.move(HoldState.HELD)
 
-    def close(self, hold: Hold, *, refuse: bool = True) -> None:
-        """No more under this room. A transfer under way is cut off, and counts as a reader until it is through.
+    def close(self, hold: Hold) -> None:
+        """No more under this room: an instance that has asked and has not got all of it is told so.
 
-        Args:
-            refuse: tell an instance that has asked and has not got all of it.
+        A transfer under way is cut off, and counts as a reader until it is through.
         """
         shadow, hold.shadow = hold.shadow, None
         if shadow is None:
             return
-        self.rooms.close(hold.room, refuse=refuse and hold.state is not HoldState.SENT)
+        self._queue.rooms.end(hold.room)
+        self.rooms.close(hold.room, refuse=hold.state is not HoldState.SENT)
         if hold.state is not HoldState.SENDING:
             self._give_back(shadow)
             return

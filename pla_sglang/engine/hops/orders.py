@@ -26,6 +26,10 @@ class Command:
     rid: str = ""
     for_s: float = DEFAULT_HOLD_S
 
+    def names(self, hold: Hold) -> bool:
+        """Whether it is about the request of ``hold``."""
+        return hold.room == self.room or hold.req.rid == self.rid
+
 
 def parse_commands(body: Any) -> tuple[Command, ...]:
     """The body of ``POST /pla/hops``. Raises ConfigError."""

@@ -11,6 +11,7 @@ from pla_sglang.engine.hops.leaving import Leaving
 from pla_sglang.engine.hops.offers import Offers
 from pla_sglang.engine.hops.pulls import OpenRooms, is_pull, send_refusal
 from pla_sglang.engine.hops.runner import CommandRunner
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.quarantine import Quarantine
 from pla_sglang.engine.stateless.side_channel import read_receiver
 
@@ -19,7 +20,7 @@ class Hops:
     """Owned by the scheduler thread; ``on_message`` is called by the thread that reads what receivers say.
 
     Args:
-        queue: the sending end's (stateless.queues.SendQueue).
+        queue: the sending end's (stateless.queues.SendQueue), with the rooms that this instance has used.
         agree: what all ranks say together about each flag.
         list_waiting: requests that are here and do not run.
         share: of KV memory and of request rows that held requests may keep.
@@ -31,19 +32,22 @@ class Hops:
         queue: Any,
         quarantine: Quarantine,
         *,
+        faults: Faults,
         agree: Callable[[Sequence[bool]], Sequence[bool]],
         list_waiting: Callable[[], Iterable[Any]],
         share: float,
     ) -> None:
         self.rooms = OpenRooms(functools.partial(send_refusal, queue.kv_manager))
-        self.holder = Holder(scheduler, Offers(scheduler, queue, quarantine, self.rooms), agree)
+        offers = Offers(scheduler, queue, quarantine, self.rooms, faults)
+        self.holder = Holder(scheduler, offers, agree, queue.rooms, faults)
         self.leaving = Leaving(
             scheduler,
             self.holder,
+            faults,
             cap_tokens=int(share * scheduler.max_total_num_tokens),
             cap_requests=max(1, int(share * scheduler.req_to_token_pool.size)),
         )
-        self.runner = CommandRunner(scheduler, self.holder, self.leaving, list_waiting)
+        self.runner = CommandRunner(scheduler, self.holder, self.leaving, list_waiting, faults)
 
     def on_message(self, message: list[bytes]) -> bool:
         """Whether ``message`` of a receiver was meant for this part: it asks for a held request."""

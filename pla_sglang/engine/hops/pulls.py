@@ -11,12 +11,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.host import is_registered, tcp_address
-from pla_sglang.engine.stateless.side_channel import NO_ROOM, PULL
+from pla_sglang.engine.stateless.rooms import UsedRooms
+from pla_sglang.engine.stateless.side_channel import ABORT, NO_ROOM, PULL
 from pla_sglang.engine.stateless.side_channel import Receiver as Puller
 
 logger = logging.getLogger(__name__)
 
+GUARD = b"NixlMsgGuard"  # SGLang's, before what a receiver says of a room
 GRACE_S = 0.5  # a pull may come before the hold of its room: the first token of a held request is out before it is held
 
 
@@ -70,6 +73,31 @@ class OpenRooms:
 def is_pull(message: list[bytes]) -> bool:
     """Whether a receiver asks for the room of a held request. The host has no such message."""
     return bool(message) and message[0] == PULL
+
+
+def refuses_receiver(manager: Any, used: UsedRooms, message: list[bytes]) -> bool:
+    """Whether a receiver says where to write the KV of a room that is over, or another's. It is told so.
+
+    The host would listen to it, and would then write to both, or to neither and leave one waiting.
+    """
+    if len(message) < 5 or message[0] != GUARD or message[1] == b"None":
+        return False
+    room, puller, agent = int(message[1]), (message[2].decode("ascii"), int(message[3])), message[4].decode("ascii")
+    receivers = manager.transfer_infos.get(room, {})
+    if not receivers and not used.is_over(room) and not host.is_past_asking(manager, room):
+        return False
+    if agent not in receivers:  # else it has asked before, and what it is told of the room it would take for that
+        send_refusal(manager, puller, room)
+    return True
+
+
+def aborts_of_another(manager: Any, message: list[bytes]) -> bool:
+    """Whether a receiver gives up a room whose KV goes to others."""
+    if len(message) < 4 or message[0] != ABORT:
+        return False
+    receivers = list(manager.transfer_infos.get(int(message[1]), {}).values())
+    who = message[2].decode("ascii"), int(message[3])
+    return bool(receivers) and all((one.endpoint, one.dst_port) != who for one in receivers)
 
 
 def send_refusal(manager: Any, puller: Puller, room: int) -> None:

@@ -1,4 +1,4 @@
-"""Carries out commands between two passes, in the order in which they came. Nothing raises: all is answered."""
+"""Carries out commands between two passes, in the order in which they came. All is answered, also what raises."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pla_sglang.engine.hops.leaving import HELD_BACK, Leaving
 from pla_sglang.engine.hops.orders import COMMIT, HOLD, RESUME, Answer, Command, Job
 from pla_sglang.engine.hops.states import AT_REST, Hold, HoldState
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.legs import LegKind, kind_of
 
 MOST_TRIES = 64
@@ -26,12 +27,18 @@ class CommandRunner:
     """
 
     def __init__(
-        self, scheduler: Any, holder: Holder, leaving: Leaving, list_waiting: Callable[[], Iterable[Any]]
+        self,
+        scheduler: Any,
+        holder: Holder,
+        leaving: Leaving,
+        list_waiting: Callable[[], Iterable[Any]],
+        faults: Faults,
     ) -> None:
         self._scheduler = scheduler
         self._holder = holder
         self._leaving = leaving
         self._list_waiting = list_waiting
+        self._faults = faults
         self._jobs: list[Job] = []
 
     def take_message(self, message: Any) -> None:
@@ -44,13 +51,24 @@ class CommandRunner:
         """As far as that is possible now; None and None: the engine is paused, and no batch is touched."""
         for job in list(self._jobs):
             while (command := job.next_command) is not None:
-                answer = self._carry_out(job, command, running_batch, last_batch)
+                try:
+                    answer = self._carry_out(job, command, running_batch, last_batch)
+                except Exception:
+                    answer = self._answer_fault(command)
                 if answer is None:
                     break
                 job.answer(answer)
             if job.next_command is None:
                 self._jobs.remove(job)
                 host.send_hop_answers(self._scheduler, job.ticket, job.answers)
+
+    def _answer_fault(self, command: Command) -> Answer:
+        """The request that the command is about ends when all ranks know; the other commands are carried out."""
+        self._faults.note(f"{command.do} of room {command.room}")
+        holds = [hold for hold in self._holder.holds.values() if command.names(hold)]
+        for hold in holds:
+            hold.note_fault(f"a {command.do} was carried out")
+        return {"status": "failed", "code": int(HTTPStatus.INTERNAL_SERVER_ERROR)}
 
     def _carry_out(self, job: Job, command: Command, running_batch: Any, last_batch: Any) -> Answer | None:
         """None: to be asked again in the next pass."""
@@ -66,7 +84,7 @@ class CommandRunner:
             return {"status": "resumed"}
         if command.do == COMMIT:
             self._holder.totals["committed"] += 1
-            self._holder.let_go(hold, functools.partial(host.end_moved, self._scheduler, hold.req), refuse_pulls=False)
+            self._holder.let_go(hold, functools.partial(host.end_moved, self._scheduler, hold.req))
             return {"status": "committed"}
         self._holder.totals["dropped"] += 1
         self._holder.let_go(hold, functools.partial(host.end_aborted, self._scheduler, hold.req, "Dropped"))

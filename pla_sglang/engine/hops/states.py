@@ -46,6 +46,7 @@ class Hold:
         shadow: what the host's sender takes for the request, while its KV is offered under the room.
         readers: transfers that were given up and may still read its KV.
         why_not: why it could not be held.
+        fault: what has raised with it, on this rank or on all; it ends when all ranks know. Empty: nothing.
     """
 
     req: Any
@@ -56,12 +57,16 @@ class Hold:
     shadow: Any = None
     readers: int = 0
     why_not: str = ""
+    fault: str = ""
 
     def move(self, state: HoldState) -> None:
         """Raises IllegalMoveError."""
         if state not in HOLD_MOVES[self.state]:
             raise IllegalMoveError(f"a held request cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+    def note_fault(self, doing: str) -> None:
+        self.fault = self.fault or f"an exception in its instance, while {doing}"
 
     @property
     def kv_tokens(self) -> int:

@@ -10,6 +10,9 @@ import dataclasses
 import inspect
 from typing import Any
 
+from pla_sglang.engine.stateless.faults import Faults
+from pla_sglang.engine.stateless.rooms import UsedRooms
+
 METADATA_PER_ROW = 2
 
 
@@ -22,7 +25,7 @@ class Ends:
     transfers: Any  # queues.TransferQueue
 
 
-def build_ends(scheduler: Any) -> Ends:
+def build_ends(scheduler: Any, faults: Faults) -> Ends:
     """Both ends, registered at this instance's bootstrap server, which must run."""
     from pla_sglang.engine.stateless.queues import ReceiveQueue, SendQueue, TransferQueue
 
@@ -33,11 +36,13 @@ def build_ends(scheduler: Any) -> Ends:
     scheduler.req_to_metadata_buffer_idx_allocator, scheduler.disagg_metadata_buffers = allocator, buffers
     common = _common(scheduler)
     sending = _construct(SendQueue, common, req_to_metadata_buffer_idx_allocator=allocator, metadata_buffers=buffers)
+    sending.rooms = UsedRooms()
     scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_prefill_inflight_queue = sending, []
     allocator, buffers = _metadata(scheduler)
     own = {"req_to_metadata_buffer_idx_allocator": allocator, "metadata_buffers": buffers}
     transfers = _construct(TransferQueue, common, **own)
     receiving = _construct(ReceiveQueue, common, transfer_queue=transfers, **own)
+    receiving.faults = transfers.faults = faults
     scheduler.disagg_decode_transfer_queue, scheduler.disagg_decode_prealloc_queue = transfers, receiving
     return Ends(sending, receiving, transfers)
 

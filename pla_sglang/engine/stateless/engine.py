@@ -13,6 +13,7 @@ from typing import Any
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.hops.beginning import Begun, begin
+from pla_sglang.engine.hops.holder import Holder
 from pla_sglang.engine.hops.parts import Hops
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import AdapterPlaces
@@ -25,7 +26,7 @@ from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError
 from pla_sglang.engine.stateless.quarantine import Quarantine
 from pla_sglang.engine.stateless.receiving import Receiver
-from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms, UsedRooms
 from pla_sglang.engine.stateless.sending import GivenUpError, Sender
 from pla_sglang.engine.stateless.series import LegSeries
 from pla_sglang.engine.stateless.side_channel import SideChannel
@@ -36,6 +37,7 @@ from pla_sglang.metrics.series import LabelledSeries
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # between two looks at time-outs, connections and rooms
+PULL_KEPT_S = 60.0  # that a pull waits for its KV at most; a hold lasts 10 s where nobody says otherwise
 
 
 class StatelessEngine:
@@ -57,7 +59,7 @@ class StatelessEngine:
         self._scheduler = scheduler
         self.faults, self._channel = faults, channel
         self.incarnation = secrets.token_hex(8)
-        ends = build_ends(scheduler)
+        ends = build_ends(scheduler, faults)
         self._sending_manager, manager = ends.sending.kv_manager, ends.receiving.kv_manager
         args = scheduler.server_args
         self.bootstrap_port = args.disaggregation_bootstrap_port
@@ -66,14 +68,14 @@ class StatelessEngine:
         ends.receiving.book, ends.receiving.warmer = self.book, self.warmer
         ends.receiving.cap_tokens = int(config.receive_share * scheduler.max_total_num_tokens)
         ends.receiving.cap_requests = max(1, int(config.receive_share * scheduler.req_to_token_pool.size))
-        agree = functools.partial(host.all_ranks_agree, scheduler)
-        self._agree = ends.receiving.agree = agree
+        agree = self._agree = ends.receiving.agree = functools.partial(host.all_ranks_agree, scheduler)
         self.adapters = AdapterPlaces(scheduler)
         self.quarantine = Quarantine(agree, faults)
         self.sender = Sender(
             scheduler,
             ends.sending,
             self.quarantine,
+            faults=faults,
             cap_tokens=int(config.send_share * scheduler.max_total_num_tokens),
             cap_requests=max(1, int(config.send_share * scheduler.req_to_token_pool.size)),
         )
@@ -86,11 +88,19 @@ class StatelessEngine:
             acknowledged=Acknowledged(manager.server_socket, channel),
             faults=faults,
         )
-        share, waiting = config.hold_share, self._list_waiting
-        self.hops = Hops(scheduler, ends.sending, self.quarantine, agree=agree, list_waiting=waiting, share=share)
+        self.hops = Hops(
+            scheduler,
+            ends.sending,
+            self.quarantine,
+            faults=faults,
+            agree=agree,
+            list_waiting=self._list_waiting,
+            share=config.hold_share,
+        )
         self.held_requests = self.hops.holder.list_growing
         ends.receiving.count_set_aside = lambda: len(self.held_requests())
         self._ends = ends
+        self.used_rooms: UsedRooms = ends.sending.rooms
         self._rooms = UnclaimedRooms()
         self._tick_s = 0.0
         self._series = None if series is None else LegSeries(series)
@@ -154,6 +164,9 @@ class StatelessEngine:
         if kind is not LegKind.WHOLE and (req.bootstrap_room is None or req.bootstrap_room < 0):
             self._refuse(req, "a leg needs a bootstrap_room that is not negative", HTTPStatus.BAD_REQUEST)
             return True
+        if self._is_taken(kind, req.bootstrap_room):
+            self._refuse(req, f"room {req.bootstrap_room} is used here, or was", HTTPStatus.CONFLICT)
+            return True
         try:
             begun = begin(req, kind, self._scheduler.model_config.think_end_ids)
         except RefusedRequestError as error:
@@ -172,6 +185,12 @@ class StatelessEngine:
             self.receiver.add(req)
         return True
 
+    def _is_taken(self, kind: LegKind, room: int) -> bool:
+        """Whether another leg or held request has the room of one that comes: all ranks know as much."""
+        if kind is LegKind.PREFILL:
+            return room in self.used_rooms or room in self.hops.holder.holds
+        return kind is LegKind.DECODE and self.receiver.waits_for(room)
+
     def receives(self, req: Any) -> bool:
         """Whether ``req`` was refused or waits for KV: it does not wait for a prefill here."""
         if req.finished():
@@ -184,9 +203,9 @@ class StatelessEngine:
 
     def abort(self, matches: Callable[[str], bool]) -> None:
         """After the host has aborted what it knows of."""
-        self._attempt(lambda: self.sender.abort(matches), "an abort at the sending end")
-        self._attempt(lambda: self.receiver.abort(matches), "an abort at the receiving end")
-        self._attempt(lambda: self.hops.holder.abort(matches), "an abort of held requests")
+        self._attempt(lambda: self.sender.abort(matches), "an abort at the sending end", self.sender)
+        self._attempt(lambda: self.receiver.abort(matches), "an abort at the receiving end", self.receiver)
+        self._attempt(lambda: self.hops.holder.abort(matches), "an abort of held requests", self.hops.holder)
 
     def end_all_legs(self) -> None:
         """Before the host takes its batches apart: it must not free what a transfer may still read.
@@ -194,11 +213,11 @@ class StatelessEngine:
         Held requests are no legs: the host takes them apart with its running batch, and computes them again.
         """
         scheduler = self._scheduler
-        self._attempt(self._return_held, "returning held requests")
-        self._attempt(lambda: self.sender.abort(lambda rid: True), "an abort at the sending end")
-        self._attempt(lambda: self.receiver.abort(lambda rid: True), "an abort at the receiving end")
+        self._attempt(self._return_held, "returning held requests", self.hops.holder)
+        self._attempt(lambda: self.sender.abort(lambda rid: True), "an abort at the sending end", self.sender)
+        self._attempt(lambda: self.receiver.abort(lambda rid: True), "an abort at the receiving end", self.receiver)
         leave = functools.partial(self.sender.before_pass, scheduler.running_batch, scheduler.last_batch)
-        self._attempt(leave, "leaving the host's batches")
+        self._attempt(leave, "leaving the host's batches", self.sender)
 
     def _return_held(self) -> None:
         running_batch = self._scheduler.running_batch
@@ -216,12 +235,12 @@ class StatelessEngine:
 
     def before_pass(self, running_batch: Any, last_batch: Any) -> Any:
         """Moves everything one step; the running batch with those whose KV has arrived."""
-        self._attempt(lambda: self.sender.before_pass(running_batch, last_batch), "leaving the last batch")
+        sender, receiver, holder = self.sender, self.receiver, self.hops.holder
+        self._attempt(lambda: sender.before_pass(running_batch, last_batch), "leaving the last batch", sender)
         now_s = self.now_s()
-        self._attempt(lambda: self.hops.before_batches(running_batch, last_batch, now_s), "holding requests")
-        self._attempt(self.sender.poll, "watching what is sent")
-        self._attempt(self.sender.start_bootstrapped, "starting prefill legs")
-        self._attempt(self.receiver.pump, "receiving")
+        self._attempt(lambda: self.hops.before_batches(running_batch, last_batch, now_s), "holding requests", holder)
+        self._attempt(sender.poll, "watching what is sent", sender)
+        self._attempt(receiver.pump, "receiving", receiver)
         self._attempt(lambda: self.quarantine.sweep(now_s), "freeing pages")
         if now_s >= self._tick_s:
             self._tick_s = now_s + TICK_S
@@ -234,33 +253,31 @@ class StatelessEngine:
         try:
             self.adapters.count_used(running_batch, last_batch)
             places = self._scheduler.max_running_requests - len(running_batch.reqs)
-            returning = self.hops.holder.take_returning(places, self.adapters.take)
+            returning = holder.take_returning(places, self.adapters.take)
             if returning:
-                running_batch = admit_received(self._scheduler, returning, running_batch, self.faults)
-            return self.receiver.admit(running_batch, self.adapters.take)
+                running_batch = admit_received(self._scheduler, returning, running_batch, self.faults, self._agree)
+            return receiver.admit(running_batch, self.adapters.take)
         except Exception:
-            self._on_fault("admitting received requests")
+            self._on_fault("admitting received requests", receiver, holder)
             return running_batch
 
     def after_pass(self) -> None:
-        self._attempt(self.sender.after_pass, "following prefill legs")
+        self._attempt(self.sender.after_pass, "following prefill legs", self.sender)
 
     def on_result(self, batch: Any) -> None:
-        self._attempt(lambda: self.sender.on_result(batch), "sending KV")
+        self._attempt(lambda: self.sender.on_result(batch), "sending KV", self.sender)
 
     def _show_series(self) -> None:
         if self._series is not None:
             self._series.show(self._count_legs(), self.book.count_states())
 
     def _expire(self, now_s: float) -> None:
-        """The host's time-outs, for requests that it does not know of. A handshake always has one."""
-        waiting_s, running_s = host.timeouts_s()
-        self.sender.expire(
-            waiting_s=now_s - (KEPT_S if waiting_s is None else min(waiting_s, KEPT_S)),
-            sending_s=None if running_s is None else now_s - running_s,
-        )
-        if waiting_s is not None:
-            self.receiver.expire(now_s - waiting_s)
+        """The host's time-outs, for requests that it does not know of. No wait of theirs is without one."""
+        told_waiting_s, told_running_s = host.timeouts_s()
+        legs_s = KEPT_S if told_waiting_s is None else min(told_waiting_s, KEPT_S)
+        sending_s = KEPT_S if told_running_s is None else min(told_running_s, KEPT_S)
+        self.sender.expire(waiting_s=now_s - legs_s, sending_s=now_s - sending_s)
+        self.receiver.expire(legs_s=now_s - legs_s, pulls_s=now_s - min(legs_s, PULL_KEPT_S))
 
     def _forget_peers(self) -> None:
         """Those that are told no more, once no leg here needs their connection."""
@@ -271,17 +288,20 @@ class StatelessEngine:
         claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.hops.holder.holds)
         self._rooms.sweep(self._sending_manager, claimed, now_s)
 
-    def _attempt(self, step: Callable[[], Any], what: str) -> None:
+    def _attempt(self, step: Callable[[], Any], what: str, *ends: Sender | Receiver | Holder) -> None:
         try:
             step()
         except Exception:
-            self._on_fault(what)
+            self._on_fault(what, *ends)
 
-    def _on_fault(self, what: str) -> None:
-        """An exception of ours must not end the scheduler, nor leave requests in it that nobody sees."""
-        self.faults.note(f"{what}; every leg here is aborted")
-        aborts = (self.sender.abort, self.receiver.abort, self.hops.holder.abort)
-        self.faults.for_each(aborts, lambda abort: abort(lambda rid: True), "aborting what is here")
+    def _on_fault(self, what: str, *ends: Sender | Receiver | Holder) -> None:
+        """An exception of ours must not end the scheduler, nor leave requests in it that nobody sees.
+
+        With one leg or held request each end deals itself. Here nobody can tell which it was: all of ``ends`` end.
+        """
+        self.faults.note(what + ("; all that it may concern end" if ends else ""))
+        reason = f"an exception in its instance: {what}"
+        self.faults.for_each(ends, lambda end: end.abort(lambda rid: True, reason), "ending what is here")
 
     # -- budgets and state -------------------------------------------------------------------------------------------
 

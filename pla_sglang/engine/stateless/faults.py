@@ -44,10 +44,22 @@ class Faults:
 
         return wrap
 
-    def for_each(self, entries: Iterable[T], step: Callable[[T], object], what: str) -> None:
-        """Take ``step`` for each entry, also behind one that raises."""
+    def for_each(
+        self,
+        entries: Iterable[T],
+        step: Callable[[T], object],
+        what: str,
+        otherwise: Callable[[T], object] | None = None,
+    ) -> None:
+        """Take ``step`` for each entry, also behind one that raises; for such a one then ``otherwise``."""
         for entry in entries:
             try:
                 step(entry)
             except Exception:
                 self.note(what)
+                if otherwise is not None:
+                    self.for_each([entry], otherwise, f"{what}: ending it")
+
+    def run_all(self, steps: Iterable[Callable[[], object]], what: str) -> None:
+        """Take each of ``steps``, also behind one that raises."""
+        self.for_each(steps, lambda step: step(), what)

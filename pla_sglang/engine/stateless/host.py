@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 class Outcome(enum.Enum):
     """Of a transfer, as all ranks see it."""
 
-    OPEN = "open"
-    ASKED = "asked"  # open; the receiver has said where the KV goes, and nothing was sent yet
+    OPEN = "open"  # the receiver has not said where the KV goes
+    ASKED = "asked"  # it has, and nothing was sent yet
+    UNDER_WAY = "under way"
     DONE = "done"
     FAILED = "failed"
 
@@ -33,6 +34,7 @@ def poll_senders(scheduler: Any, senders: Sequence[Any]) -> list[Outcome]:
         KVPoll.Failed: Outcome.FAILED,
         KVPoll.Success: Outcome.DONE,
         KVPoll.WaitingForInput: Outcome.ASKED,
+        KVPoll.Transferring: Outcome.UNDER_WAY,
     }
     polls = poll_and_all_reduce_attn_cp_tp_group(senders, scheduler.attn_cp_cpu_group, scheduler.attn_tp_cpu_group)
     return [meaning.get(poll, Outcome.OPEN) for poll in polls]
@@ -50,6 +52,14 @@ def has_failed(manager: Any, room: int) -> bool:
     from sglang.srt.disaggregation.base import KVPoll
 
     return bool(manager.request_status.get(room) == KVPoll.Failed)
+
+
+def is_past_asking(manager: Any, room: int) -> bool:
+    """Whether the KV of ``room`` is on its way or sent, or was given up, as far as the sender ``manager`` knows."""
+    from sglang.srt.disaggregation.base import KVPoll
+
+    status = manager.request_status.get(room, KVPoll.Bootstrapping)
+    return bool(status not in (KVPoll.Bootstrapping, KVPoll.WaitingForInput))
 
 
 def is_registered(manager: Any, host: str, port: int) -> bool:
@@ -214,6 +224,15 @@ def end_aborted(scheduler: Any, req: Any, reason: str) -> None:
         scheduler.output_streamer.stream_output([req], req.return_logprob)
         return
     scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=req.rid), req)
+
+
+def end_as_ordered(scheduler: Any, req: Any) -> None:
+    """Answer a request that was to end with its next step, and has none: as its client, or a fault, has ordered."""
+    status = getattr(req.to_finish, "status_code", None)
+    if status is None:
+        end_aborted(scheduler, req, "Aborted")
+    else:
+        end_with_error(scheduler, req, req.to_finish.message, status)
 
 
 def send_hop_answers(scheduler: Any, ticket: int, answers: list[Any]) -> None:

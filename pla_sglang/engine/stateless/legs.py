@@ -31,6 +31,7 @@ def kind_of(req: Any) -> LegKind | None:
 
 
 SOURCE_ATTRIBUTE = "pla_source"  # of a decode leg: the peer that was told at its address when it came
+FAULT_ATTRIBUTE = "pla_fault"  # set on a decode leg whose KV could not be taken over on this rank
 GOES_ON_ATTRIBUTE = "pla_goes_on"  # set on a request some tokens of which its client has before it joins a batch
 
 

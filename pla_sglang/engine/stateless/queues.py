@@ -6,7 +6,7 @@ Subclasses of SGLang 0.5.17's: what they override is named in docs/stateless.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -14,18 +14,24 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 
+from pla_sglang.engine.stateless.faults import Faults
+from pla_sglang.engine.stateless.legs import FAULT_ATTRIBUTE
 from pla_sglang.engine.stateless.peers import FAILED, PeerBook, PeerState
 from pla_sglang.engine.stateless.quarantine import Agree
+from pla_sglang.engine.stateless.rooms import UsedRooms
 from pla_sglang.engine.stateless.warming import Warmer
 
 
 class SendQueue(PrefillBootstrapQueue):
     """Prefill legs before their decode leg has said where the KV goes.
 
-    ``may_start``: whether one more may take KV now; it waits in this queue until then.
+    Attributes:
+        may_start: whether one more may take KV now; it waits in this queue until then.
+        rooms: those that this instance has used.
     """
 
     may_start: Callable[[Any], bool]
+    rooms: UsedRooms
 
     def ensure_metadata_buffer(self, req: Any) -> bool:
         return req.metadata_buffer_index >= 0 or (self.may_start(req) and self.take_metadata_buffer(req))
@@ -44,10 +50,13 @@ class ReceiveQueue(DecodePreallocQueue):
         count_set_aside: requests that are held here and may go on.
         cap_tokens, cap_requests: what the receiving end may hold; one request alone may exceed the first.
         agree: what all ranks say together about each flag.
+        faults: of this process.
     """
 
     book: PeerBook
     warmer: Warmer
+    faults: Faults
+    pending_reqs: list[Any]
     held_tokens: Callable[[], int]
     held_requests: Callable[[], int]
     count_set_aside: Callable[[], int] = staticmethod(lambda: 0)
@@ -57,21 +66,83 @@ class ReceiveQueue(DecodePreallocQueue):
     queue: list[Any]
     _fresh_tokens = 0
     _fresh_requests = 0
+    _broken: tuple[Any, ...] = ()
 
     def pop_preallocated(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host's, which loses what it has done when one of the queue raises."""
         self._fresh_tokens = self._fresh_requests = 0
         for entry in self.queue:
             entry.pla_since_s = getattr(entry, "pla_since_s", None) or time.monotonic()
-        return super().pop_preallocated(*args, **kwargs)
+        entries = list(self.queue)
+        popped = self._try_to_pop(*args, **kwargs)
+        if self.agree([popped is not None])[0]:
+            return popped
+        started, failed = self._settle(entries)
+        waiting: list[Any] = []
+        for entry in list(self.queue):  # those that nothing was done for: each by itself, so that one ends by itself
+            self.queue = [entry]
+            popped = self._try_to_pop(*args, **kwargs)
+            if not self.agree([popped is not None])[0]:
+                popped = self._settle([entry])
+                self._break(self.queue)
+                self.queue = []
+            started, failed = started + popped[0], failed + popped[1]
+            waiting += self.queue
+        self.queue = waiting
+        return started, failed
+
+    def _try_to_pop(self, *args: Any, **kwargs: Any) -> Any:
+        """None: the host has raised, on this rank."""
+        try:
+            return super().pop_preallocated(*args, **kwargs)
+        except Exception:
+            self.faults.note("reserving memory for decode legs")
+            return None
+
+    def _settle(self, entries: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What became of ``entries`` on all ranks when one raised: who has started, and who has ended.
+
+        Those that nothing was done for stay in the queue. Those that were dealt with in part, or on some ranks only,
+        are broken.
+        """
+        over = self.agree([entry.kv_receiver is None for entry in entries])
+        begun = self.agree([bool(getattr(entry.kv_receiver, "started_transfer", False)) for entry in entries])
+        clean = self.agree([entry.kv_receiver is not None and entry.req.req_pool_idx is None for entry in entries])
+        self.queue = [entry for entry, fresh in zip(entries, clean, strict=True) if fresh]
+        started = [entry for entry, is_begun in zip(entries, begun, strict=True) if is_begun]
+        failed = [entry for entry, is_over in zip(entries, over, strict=True) if is_over]
+        settled = {id(entry) for entry in (*self.queue, *started, *failed)}
+        self._break([entry for entry in entries if id(entry) not in settled])
+        left = {id(entry) for entry in self.queue}
+        self.pending_reqs = [entry for entry in self.pending_reqs if id(entry) in left]
+        return started, failed
+
+    def _break(self, entries: Sequence[Any]) -> None:
+        self._broken = (*self._broken, *entries)
+        gone = {id(entry) for entry in entries}
+        self.pending_reqs = [entry for entry in self.pending_reqs if id(entry) not in gone]
+
+    def take_broken(self) -> tuple[Any, ...]:
+        """Entries with which the host has raised, on any rank. They are in no queue; the caller owns them."""
+        broken, self._broken = self._broken, ()
+        return broken
 
     def _update_handshake_waiters(self, *args: Any, **kwargs: Any) -> None:
-        """As the host's, which answers every failure with 500."""
-        self._doubt_failed()
-        super()._update_handshake_waiters(*args, **kwargs)
+        """As the host's, which answers every failure with 500, and raises where a room is further than its leg."""
         for entry in self.queue:
-            status = getattr(entry, "pla_status", None)
-            if status is not None and entry.req.finished():
-                entry.req.finished_reason.status_code = status
+            if entry.kv_receiver.poll() > KVPoll.WaitingForInput:
+                entry.kv_receiver.abort()
+        self._doubt_failed()
+        before = {id(entry) for entry in self.queue if entry.req.finished()}
+        super()._update_handshake_waiters(*args, **kwargs)
+        ended = [entry for entry in self.queue if entry.req.finished() and id(entry) not in before]
+        if not ended:
+            return
+        statuses = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.CONFLICT)  # of which a rank may know for itself alone
+        said = self.agree([getattr(entry, "pla_status", None) != status for status in statuses for entry in ended])
+        for place, is_unsaid in enumerate(said):
+            if not is_unsaid:
+                ended[place % len(ended)].req.finished_reason.status_code = statuses[place // len(ended)]
 
     def _doubt_failed(self) -> None:
         """Legs that have failed on any rank are asked again, on all of them.
@@ -142,7 +213,17 @@ class TransferQueue(DecodeTransferQueue):
     """Decode legs whose KV is on its way. Failed ones are not freed here: they are handed out with their pages."""
 
     queue: list[Any]
+    faults: Faults
     _failed: tuple[Any, ...] = ()
+
+    def _commit_transfer_to_req(self, decode_req: Any) -> None:
+        """As the host's, which would leave the whole queue behind an exception, with entries that have no receiver."""
+        try:
+            super()._commit_transfer_to_req(decode_req)
+        except Exception:
+            self.faults.note(f"taking over the KV of {decode_req.req.rid}")
+            setattr(decode_req.req, FAULT_ATTRIBUTE, True)
+            decode_req.kv_receiver = None
 
     def _poll_with_metadata_gate(self) -> list[int]:
         polls = super()._poll_with_metadata_gate()

@@ -16,11 +16,13 @@ from pla_sglang.engine.stateless.adapters import split_joining
 from pla_sglang.engine.stateless.admission import admit_received
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Acknowledged
-from pla_sglang.engine.stateless.legs import SOURCE_ATTRIBUTE, goes_on
+from pla_sglang.engine.stateless.legs import FAULT_ATTRIBUTE, SOURCE_ATTRIBUTE, goes_on
 from pla_sglang.engine.stateless.peers import Address, Peer, PeerBook
 from pla_sglang.engine.stateless.quarantine import Agree, Quarantine
 
 logger = logging.getLogger(__name__)
+
+NO_KV = "its source has no KV for it under this room"
 
 
 class Receiver:
@@ -74,6 +76,14 @@ class Receiver:
         self._queue.queue = [entry for entry in self._queue.queue if entry.req is not req]
         self._queue.pending_reqs = [entry for entry in self._queue.pending_reqs if entry.req is not req]
 
+    def waits_for(self, room: int) -> bool:
+        """Whether KV of ``room`` is awaited here, or may still be written to given-up pages.
+
+        What the host knows of a transfer it knows by the room: of two, one would get the KV and the other the word.
+        """
+        entries = (*self._queue.queue, *self._transfers.queue)
+        return room in self._quarantined_rooms or any(entry.req.bootstrap_room == room for entry in entries)
+
     def count_held(self) -> int:
         """Requests that hold memory here and do not run yet."""
         return len(self._transfers.queue) + len(self.ready)
@@ -96,18 +106,26 @@ class Receiver:
             started, failed = self._queue.pop_preallocated()
             self._transfers.extend(started)
             self.failed += len(failed)
-            for entry in started:
-                if goes_on(entry.req):
-                    announce_pull(entry.kv_receiver)
+            self._end_broken(self._queue.take_broken())
+            pulls = [entry.kv_receiver for entry in started if goes_on(entry.req)]
+            self._faults.for_each(pulls, announce_pull, "announcing a pull")
         if self._transfers.queue:
             for entry in self._transfers.queue:
                 if self._acknowledged.is_refused(entry.req.bootstrap_room):
-                    entry.kv_receiver.abort()
+                    self._fail(entry, NO_KV)
             self._take_done(self._transfers.pop_transferred())
             self._take_failed(self._transfers.take_failed())
 
     def _take_done(self, reqs: list[Any]) -> None:
         """Their KV is here, and no queue of the host has them any more."""
+        if not reqs:
+            return
+        sound = self._agree([not getattr(req, FAULT_ATTRIBUTE, False) for req in reqs])
+        broken = [req for req, is_sound in zip(reqs, sound, strict=True) if not is_sound]
+        self.failed += len(broken)
+        self._faults.for_each(broken, self._answer_fault, "ending a request whose KV could not be taken over")
+        self._faults.for_each(broken, self._free, "freeing its KV")
+        reqs = [req for req, is_sound in zip(reqs, sound, strict=True) if is_sound]
         done = [req for req in reqs if came_with_its_kv(req)]
         self.ready += done
         self.received += len(done)
@@ -124,26 +142,51 @@ class Receiver:
         if not joining:
             return running_batch
         self.ready = waiting
-        return admit_received(self._scheduler, joining, running_batch, self._faults)
+        return admit_received(self._scheduler, joining, running_batch, self._faults, self._agree)
 
     # -- giving up ---------------------------------------------------------------------------------------------------
 
-    def abort(self, matches: Callable[[str], bool]) -> int:
-        """Client aborts: how many legs they meet. Those that hold a connection end when all ranks have seen it."""
+    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> int:
+        """Client aborts: how many legs they meet. Those that hold a connection end when all ranks have seen it.
+
+        Args:
+            fault: it is no client's: what has befallen these legs. They end with 500.
+        """
         met = [entry for entry in (*self._queue.queue, *self._transfers.queue) if matches(entry.req.rid)]
-        self._faults.for_each(met, lambda entry: entry.kv_receiver.abort(), "aborting a decode leg")
+        self._faults.for_each(met, lambda entry: self._fail(entry, fault), "aborting a decode leg")
         over = [req for req in self.ready if matches(req.rid)]
         self.ready = [req for req in self.ready if not matches(req.rid)]
         self.failed += len(over)
-        self._faults.for_each(over, self._answer_aborted, "answering an aborted decode leg")
+        answer = self._answer_aborted if fault is None else self._answer_fault
+        self._faults.for_each(over, answer, "answering an aborted decode leg")
         self._faults.for_each(over, self._free, "freeing its KV")
         return len(met) + len(over)
 
-    def expire(self, before_s: float) -> None:
-        """Legs that have waited for memory or for their KV since before ``before_s``."""
+    def expire(self, *, legs_s: float, pulls_s: float) -> None:
+        """Those that have waited for memory or for their KV since before then."""
         for entry in (*self._queue.queue, *self._transfers.queue):
+            before_s = pulls_s if goes_on(entry.req) else legs_s
             if getattr(entry, "pla_since_s", before_s) < before_s:
-                entry.kv_receiver.abort()
+                self._fail(entry, "Request waiting timeout reached.")
+
+    def _fail(self, entry: Any, reason: str | None) -> None:
+        """On this rank: it ends when all have seen that. ``reason`` None: the host's own, that of an ordered abort."""
+        entry.kv_receiver.abort()
+        if reason is not None:
+            self._queue.kv_manager.failure_records[entry.req.bootstrap_room] = reason
+
+    def _end_broken(self, entries: Sequence[Any]) -> None:
+        """Legs with which the host has raised when it reserved memory for them."""
+        self.failed += len(entries)
+        self._faults.for_each(entries, self._keep_pages, "keeping the pages of a decode leg")
+        self._faults.for_each((entry.req for entry in entries), self._answer_fault, "answering a decode leg")
+        receivers = [entry.kv_receiver for entry in entries if entry.kv_receiver is not None]
+        self._faults.for_each(receivers, lambda receiver: receiver.abort(), "telling the source of a failed leg")
+
+    def _answer_fault(self, req: Any) -> None:
+        if not req.finished():
+            reason = f"Decode transfer failed for request {req.rid}: an exception in its instance"
+            host.end_with_error(self._scheduler, req, reason, HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _answer_mismatched(self, req: Any) -> None:
         """The held request has gone on since its tokens were counted: its KV is not that of this answer."""
@@ -178,7 +221,7 @@ class Receiver:
             reason += f": {error}"
         logger.warning("pla_sglang: %s", reason)
         status = HTTPStatus.INTERNAL_SERVER_ERROR
-        if not is_served:
+        if not is_served and goes_on(req):
             status, reason = HTTPStatus.GONE, f"room {req.bootstrap_room} is not held at {receiver.bootstrap_addr}"
         if not req.finished():
             host.end_with_error(self._scheduler, req, reason, status)
@@ -199,19 +242,29 @@ class Receiver:
 
     def _release(self, entry: Any) -> None:
         """The end of an entry that failed: pages, row, metadata buffer, and what the host's manager has of its room."""
-        room, slot, transfers = entry.req.bootstrap_room, entry.metadata_buffer_index, self._transfers
-        host.release_kv(self._scheduler, entry.req, keep_prefix=False)
-        transfers.metadata_buffers.bootstrap_room[slot] = (
-            0  # as the host does: the next owner must not see a stale room
-        )
+        self._quarantined_rooms.discard(entry.req.bootstrap_room)
+        steps = (self._release_pages, self._release_slot, self._forget_transfer)
+        self._faults.run_all([functools.partial(step, entry) for step in steps], "freeing what a decode leg held")
+
+    def _release_pages(self, entry: Any) -> None:
+        if entry.req.req_pool_idx is not None:
+            host.release_kv(self._scheduler, entry.req, keep_prefix=False)
+
+    def _release_slot(self, entry: Any) -> None:
+        slot, transfers = entry.metadata_buffer_index, self._transfers
+        if slot < 0:
+            return
+        transfers.metadata_buffers.bootstrap_room[slot] = 0  # as the host: the next owner must not see a stale room
         transfers.req_to_metadata_buffer_idx_allocator.free(slot)
-        manager = self._queue.kv_manager
-        entry.kv_receiver.clear()
+
+    def _forget_transfer(self, entry: Any) -> None:
+        room, manager = entry.req.bootstrap_room, self._queue.kv_manager
+        self._acknowledged.forget(room)
         manager.transfer_statuses.pop(room, None)
         manager.failure_records.pop(room, None)
-        manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(room)
-        self._acknowledged.forget(room)
-        self._quarantined_rooms.discard(room)
+        if entry.kv_receiver is not None:
+            entry.kv_receiver.clear()
+            manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(room)
 
     def forget_said(self) -> None:
         """What senders have said of rooms whose transfer is neither under way nor in quarantine."""

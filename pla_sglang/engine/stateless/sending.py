@@ -3,6 +3,10 @@
 A leg runs in the host's aggregated loop like any request. Two things keep the loop from ending it with its first token:
 its own ``update_finish_state`` never says so, and after its last chunk was launched it is taken out of the batch before
 the host would let it decode. It ends when its KV has been sent, as on a prefill instance.
+
+All ranks have the same legs. So an exception with one leg, which may befall one rank alone, fails the transfer of that
+leg and no more: in the next poll all ranks see that, and end it. A leg that ends leaves the list first, whatever comes
+of its answer and of what it holds.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from pla_sglang.engine.hops.pulls import send_refusal
 from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Fence, place_fence
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.legs import SendLeg, SendState
@@ -24,6 +30,7 @@ from pla_sglang.errors import PlaError
 logger = logging.getLogger(__name__)
 
 ABORTED = "Aborted"
+FAULT = "an exception in its instance"
 
 
 class GivenUpError(PlaError):
@@ -38,16 +45,24 @@ class Sender:
     """Owned by the scheduler thread.
 
     Args:
-        queue: legs before their handshake; ``may_start`` is set here.
+        queue: legs before their handshake, and the rooms that this instance has used; ``may_start`` is set here.
         cap_tokens, cap_requests: KV and request rows that legs may hold; a single leg may exceed the first.
     """
 
     def __init__(
-        self, scheduler: Any, queue: Any, quarantine: Quarantine, *, cap_tokens: int, cap_requests: int
+        self,
+        scheduler: Any,
+        queue: Any,
+        quarantine: Quarantine,
+        *,
+        faults: Faults,
+        cap_tokens: int,
+        cap_requests: int,
     ) -> None:
         self._scheduler = scheduler
         self._queue = queue
         self._quarantine = quarantine
+        self._faults = faults
         self._cap_tokens = cap_tokens
         self._cap_requests = cap_requests
         self._chunk: SendLeg | None = None  # its next chunk is due in the present pass
@@ -74,11 +89,13 @@ class Sender:
         if not req.finished():  # too long for the pool: answered
             req.time_stats.set_prefill_bootstrap_queue_entry_time()
             self.legs[id(req)] = SendLeg(req, now_s)
+            self._queue.rooms.begin(req.bootstrap_room)
 
     def forget(self, req: Any) -> None:
         """A request that could not be taken over, on this rank or another: it holds nothing."""
         self._queue.queue = [other for other in self._queue.queue if other is not req]
         if self.legs.pop(id(req), None) is not None:
+            self._queue.rooms.end(req.bootstrap_room)
             req.disagg_kv_sender.abort()
             req.disagg_kv_sender.clear()
         self._forget_room(req.bootstrap_room)
@@ -125,21 +142,6 @@ class Sender:
             last_batch.filter_batch(keep_indices=stay)
             running_batch.batch_is_full = False
 
-    def start_bootstrapped(self) -> None:
-        """Legs whose decode leg has said where the KV goes enter the host's queue."""
-        if not self._queue.queue:
-            return
-        for req in self._queue.pop_bootstrapped():
-            leg = self.legs.get(id(req))
-            if leg is None:
-                continue  # forgotten
-            leg.move(SendState.QUEUED)
-            self._scheduler.waiting_queue.append(req)
-        for leg in self._in(SendState.HANDSHAKE):
-            if leg.req.finished():  # the host has answered: its handshake failed
-                self._end(leg)
-                self.failed += 1
-
     def after_pass(self) -> None:
         """The host has chosen: who was admitted, who was taken out of the queue by the host, and a chunk to send."""
         if not self.legs:
@@ -147,30 +149,35 @@ class Sender:
         queued = self._in(SendState.QUEUED)
         if queued:
             waiting = set(map(id, self._scheduler.waiting_queue))
-            for leg in queued:
-                if leg.req.req_pool_idx is not None:
-                    leg.move(SendState.PREFILL)
-                elif id(leg.req) not in waiting:  # aborted or timed out, and answered, by the host
-                    self._give_back(leg)
-                    self._end(leg)
+            follow = functools.partial(self._follow_queued, waiting)
+            self._faults.for_each(queued, follow, "following a prefill leg", self._fail)
         chunk = self._chunk
         if chunk is not None and not self._scheduler.enable_overlap and chunk.state is SendState.PREFILL:
             self._send(chunk, chunk.launched_tokens)  # its result is in; the host has cached it just now
+
+    def _follow_queued(self, waiting: set[int], leg: SendLeg) -> None:
+        if leg.req.req_pool_idx is not None:
+            leg.move(SendState.PREFILL)
+        elif id(leg.req) not in waiting:  # aborted or timed out, and answered, by the host
+            self._end(leg)
+            self._give_back(leg)
 
     def on_result(self, batch: Any) -> None:
         """The host has processed a pass: KV of legs in it can go out."""
         if not self.legs or not batch.forward_mode.is_extend():
             return
-        for req in batch.reqs:
-            leg = self.legs.get(id(req))
-            if leg is None or leg.state is SendState.LEAVING:
-                continue
-            if leg.state is SendState.QUEUED:  # without overlap its only pass may be over already
-                leg.move(SendState.PREFILL)
-            if req.output_ids:
-                self._finish_prefill(leg)
-            elif self._scheduler.enable_overlap:
-                self._send(leg, leg.launched_tokens)
+        legs = [self.legs[id(req)] for req in batch.reqs if id(req) in self.legs]
+        self._faults.for_each(legs, self._send_computed, "sending KV", self._fail)
+
+    def _send_computed(self, leg: SendLeg) -> None:
+        if leg.state is SendState.LEAVING:
+            return
+        if leg.state is SendState.QUEUED:  # without overlap its only pass may be over already
+            leg.move(SendState.PREFILL)
+        if leg.req.output_ids:
+            self._finish_prefill(leg)
+        elif self._scheduler.enable_overlap:
+            self._send(leg, leg.launched_tokens)
 
     def _finish_prefill(self, leg: SendLeg) -> None:
         if leg.given_up is not None or leg.req.to_finish:
@@ -192,26 +199,63 @@ class Sender:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """End legs whose KV is gone, and those that cannot be sent any more."""
-        states = (SendState.QUEUED, SendState.PREFILL, SendState.SENDING)
-        polled = [leg for leg in self._in(*states) if leg.given_up is None]
+        """Start legs whose decode leg has said where the KV goes, end those whose KV is gone or cannot be sent."""
+        polled = [leg for leg in self.legs.values() if leg.state is not SendState.LEAVING and leg.given_up is None]
         if not polled:
             return
         outcomes = host.poll_senders(self._scheduler, [leg.req.disagg_kv_sender for leg in polled])
-        for leg, outcome in zip(polled, outcomes, strict=True):
-            if outcome is Outcome.DONE and leg.state is SendState.SENDING:
-                self._complete(leg)
+        steps = zip(polled, outcomes, strict=True)
+        self._faults.for_each(
+            steps, lambda step: self._follow(*step), "following a prefill leg", lambda step: self._fail(step[0])
+        )
+
+    def _follow(self, leg: SendLeg, outcome: Outcome) -> None:
+        if leg.state is SendState.HANDSHAKE:
+            if outcome is Outcome.ASKED:
+                self._start(leg)
             elif outcome is Outcome.FAILED:
-                self.give_up(leg, self._failure(leg))
+                self._end_unasked(leg)
+            elif outcome is not Outcome.OPEN:  # nothing was sent of this leg yet
+                self._fail_transfer(leg, f"room {leg.req.bootstrap_room} is in use")
+        elif outcome is Outcome.FAILED:
+            self.give_up(leg, self._failure(leg))
+        elif outcome is Outcome.DONE and leg.state is SendState.SENDING:
+            self._complete(leg)
+
+    def _start(self, leg: SendLeg) -> None:
+        """It enters the host's queue, unless this end holds its share of memory: then it waits on."""
+        req = leg.req
+        if not self._queue.ensure_metadata_buffer(req):
+            return
+        leg.move(SendState.QUEUED)
+        self._queue.queue = [other for other in self._queue.queue if other is not req]
+        self._scheduler.waiting_queue.append(req)
+        self._queue.finalize_bootstrap(req)
+        req.time_stats.set_wait_queue_entry_time()
+
+    def _end_unasked(self, leg: SendLeg) -> None:
+        """Its handshake has failed: the host answers it."""
+        self._queue.queue = [other for other in self._queue.queue if other is not leg.req]
+        self._end(leg)
+        self.failed += 1
+        steps = (
+            functools.partial(self._tell_receivers, leg),
+            functools.partial(self._scheduler.handle_bootstrap_failure, leg.req),
+            functools.partial(self._give_back, leg),
+        )
+        self._faults.run_all(steps, "ending a prefill leg without a handshake")
 
     def _complete(self, leg: SendLeg) -> None:
         req = leg.req
-        host.release_kv(self._scheduler, req)
-        host.end_sent(self._scheduler, req)
-        req.disagg_kv_sender.clear()
-        host.free_metadata(self._scheduler, req)
         self._end(leg)
         self.sent += 1
+        steps = (
+            functools.partial(host.release_kv, self._scheduler, req),
+            functools.partial(host.end_sent, self._scheduler, req),
+            req.disagg_kv_sender.clear,
+            functools.partial(host.free_metadata, self._scheduler, req),
+        )
+        self._faults.run_all(steps, "ending a prefill leg whose KV is gone")
 
     def _failure(self, leg: SendLeg) -> str:
         try:
@@ -225,35 +269,37 @@ class Sender:
     def give_up(self, leg: SendLeg, reason: str) -> None:
         """End a leg with an error as soon as that is safe. One that computes ends with the pass under way."""
         req, scheduler = leg.req, self._scheduler
-        if leg.state is SendState.HANDSHAKE:
-            req.disagg_kv_sender.abort()
+        if leg.state in (SendState.HANDSHAKE, SendState.QUEUED):
             self._queue.queue = [other for other in self._queue.queue if other is not req]
-            self._give_back(leg)
-            self._answer(req, reason)
-            self._end(leg)
-        elif leg.state is SendState.QUEUED:
             scheduler.waiting_queue = [other for other in scheduler.waiting_queue if other is not req]
-            self._give_back(leg)
-            self._answer(req, reason)
             self._end(leg)
-        elif leg.state is SendState.PREFILL:
+            self.failed += reason != ABORTED
+            self._end_with(leg, reason, functools.partial(self._give_back, leg))
+        elif leg.state is SendState.PREFILL and not req.output_ids:
             leg.given_up = leg.given_up or reason
             req.disagg_kv_sender.abort()
-        elif leg.state is SendState.SENDING:
+        elif leg.state in (
+            SendState.PREFILL,
+            SendState.SENDING,
+        ):  # the former: an exception came when its pass was over
             self._leave(leg, reason)
 
-    def abort(self, matches: Callable[[str], bool]) -> int:
-        """Client aborts: how many legs they meet. The host has dealt with its own queue already."""
+    def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> int:
+        """Client aborts: how many legs they meet. The host has dealt with its own queue already.
+
+        Args:
+            fault: it is no client's: what has befallen these legs. They end with 500.
+        """
         met = [leg for leg in list(self.legs.values()) if matches(leg.req.rid)]
-        for leg in met:
-            # One in the host's queue was taken out of it and answered by the host; ``after_pass`` sees that.
-            if leg.state not in (SendState.QUEUED, SendState.LEAVING):
-                self.give_up(leg, ABORTED)
+        # One in the host's queue was taken out of it and answered by the host; ``after_pass`` sees that.
+        over = {SendState.LEAVING} if fault is not None else {SendState.QUEUED, SendState.LEAVING}
+        ending = [leg for leg in met if leg.state not in over]
+        self._faults.for_each(ending, lambda leg: self.give_up(leg, fault or ABORTED), "aborting a prefill leg")
         if self.is_leg(self._scheduler._pending_chunked_abort_req):
             self._scheduler._pending_chunked_abort_req = None  # the host would free its pages under its transfer
         return len(met)
 
-    def expire(self, *, waiting_s: float, sending_s: float | None) -> None:
+    def expire(self, *, waiting_s: float, sending_s: float) -> None:
         """Legs whose handshake has taken since before ``waiting_s``, and whose transfer has since ``sending_s``.
 
         Clocks of ranks differ, so a leg only fails here; it ends when all ranks have seen that.
@@ -262,8 +308,12 @@ class Sender:
             if leg.since_s < waiting_s:
                 self._fail_transfer(leg, "Request waiting timeout reached.")
         for leg in self._in(SendState.SENDING):
-            if sending_s is not None and leg.since_s < sending_s:
+            if leg.since_s < sending_s:
                 self._fail_transfer(leg, "Request running timeout reached.")
+
+    def _fail(self, leg: SendLeg) -> None:
+        """After an exception with it, on this rank or on all."""
+        self._fail_transfer(leg, FAULT)
 
     def _fail_transfer(self, leg: SendLeg, reason: str) -> None:
         leg.req.disagg_kv_sender.abort()
@@ -283,10 +333,9 @@ class Sender:
         """Answer now, free the pages when no worker reads them any more."""
         req = leg.req
         leg.move(SendState.LEAVING)
+        self.failed += 1
         req.disagg_kv_sender.abort()
         req.to_finish = None
-        self._answer(req, reason)
-        self.failed += 1
         fence = place_fence(self._queue.kv_manager)
         self._quarantine.hold(
             len(req.origin_input_ids),
@@ -294,12 +343,20 @@ class Sender:
             release=functools.partial(self._release, leg),
             now_s=self._scheduler.pla_stateless.now_s(),
         )
+        self._end_with(leg, reason)
 
     def _release(self, leg: SendLeg) -> None:
-        if leg.req.req_pool_idx is not None:
-            host.release_kv(self._scheduler, leg.req, keep_prefix=False)
-        self._give_back(leg)
         self._end(leg)
+        steps = [functools.partial(self._give_back, leg)]
+        if leg.req.req_pool_idx is not None:
+            steps.append(functools.partial(host.release_kv, self._scheduler, leg.req, keep_prefix=False))
+        self._faults.run_all(steps, "freeing what a prefill leg holds")
+
+    def _end_with(self, leg: SendLeg, reason: str, *steps: Callable[[], None]) -> None:
+        """Tell everybody who waits; an abort is ordered at both instances. Then take ``steps``."""
+        told = () if reason == ABORTED else (functools.partial(self._tell_receivers, leg),)
+        answer = functools.partial(self._answer, leg.req, reason)
+        self._faults.run_all((answer, *told, *steps), "giving up a prefill leg")
 
     def _answer(self, req: Any, reason: str) -> None:
         """Tell the front that the request has ended without success."""
@@ -310,6 +367,12 @@ class Sender:
             return
         logger.warning("pla_sglang: %s", reason)
         host.end_with_error(self._scheduler, req, reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _tell_receivers(self, leg: SendLeg) -> None:
+        """Whoever has asked for the KV of a leg that has failed need not wait on."""
+        room, manager = leg.req.bootstrap_room, self._queue.kv_manager
+        for receiver in list(manager.transfer_infos.get(room, {}).values()):
+            send_refusal(manager, (receiver.endpoint, receiver.dst_port), room)
 
     def _give_back(self, leg: SendLeg) -> None:
         """The sender's entry and the metadata buffer of a leg that no transfer reads."""
@@ -329,6 +392,7 @@ class Sender:
     def _end(self, leg: SendLeg) -> None:
         leg.move(SendState.ENDED)
         self.legs.pop(id(leg.req), None)
+        self._queue.rooms.end(leg.req.bootstrap_room)
 
 
 def _has_passed(fence: Fence) -> bool:
