@@ -216,10 +216,9 @@ def test_streams_outlive_a_relay_that_stands_still(cluster: dict[str, Any]) -> N
         time.sleep(FROZEN_S)
         relay.resume()
 
-    before = aborts(scene.url)
     asyncio.run(scene.run(freeze))
-    assert scene.check() == []
-    assert aborts(scene.url) == before
+    assert {hop["how"] for hop in scene.check()} <= {"pull"}, "at most their decodes were placed meanwhile"
+    assert "relay_lost" not in call(f"{scene.url}/pla/ledger")[1]["ended"]
     assert "relay 0 stands still" in Path(cluster["log"]).read_text(encoding="utf-8", errors="replace")
 
 

@@ -95,11 +95,12 @@ class DispatchedRequest(ClientWork):
             life.context.send_to_control(question)
 
     def on_assign(self, assign: m.Assign) -> None:
+        """Where it goes, or goes on from the beginning."""
         life = self.life
-        if life.state is ASKING and assign.attempt == life.ask.attempt:  # else to a former question, or too late
-            self.begin_attempt(assign)
+        if life.state in (ASKING, MOVING) and assign.attempt == life.ask.attempt:  # else to a former question, or late
+            self._begin_attempt(assign)
 
-    def begin_attempt(self, assign: m.Assign) -> None:
+    def _begin_attempt(self, assign: m.Assign) -> None:
         """The client has seen nothing of the request."""
         life = self.life
         life.move_to(CONNECTING)
