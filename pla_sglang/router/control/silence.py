@@ -31,13 +31,13 @@ class SilenceWatch:
         self._looked_s = now_s
         limit_s = self._health.knobs.silence_s
         for worker in list(self._health.table):
-            if stood_still:
-                worker.heard_s = now_s  # what it has said meanwhile is read next
+            if stood_still or not self._health.is_listened_to(worker):
+                worker.unasked_s = now_s  # after a standstill, what it has said meanwhile is read next
             silent = limit_s > 0 and silent_for_s(worker, self._policy.predictor, self._policy.clock, now_s) > limit_s
             if not silent or worker.state is WorkerState.STARTING:
                 self._left_s.pop(worker.number, None)
                 continue
-            detail = f"its scheduler has said nothing for {now_s - worker.heard_s:.1f} s"
+            detail = f"its scheduler has said nothing for {now_s - worker.silent_since_s():.1f} s"
             self._health.on_silence(worker, now_s, detail)
             if now_s - self._left_s.get(worker.number, float("-inf")) >= AGAIN_S:
                 self._left_s[worker.number] = now_s

@@ -135,7 +135,7 @@ class Survival:
         than anything else."""
         policy = self._dispatcher.policy
         silent_s = silent_for_s(worker, policy.predictor, policy.clock, at_s)
-        began = hop.assigned_s is None or hop.assigned_s <= worker.heard_s + SETTLE_S
+        began = hop.assigned_s is None or hop.assigned_s <= worker.silent_since_s() + SETTLE_S
         return began and silent_s > DIED_FIRST_S
 
     def _is_well(self, waiting: Waiting, now_s: float) -> bool | None:

@@ -142,6 +142,24 @@ def test_a_control_plane_that_stood_still_takes_nobody_for_silent() -> None:
     run(work)
 
 
+def test_an_idle_stock_instance_is_asked_nothing_and_is_not_silent() -> None:
+    """Its silence counts from its first request on, not from its start."""
+    health = dataclasses.replace(PATIENT, silence_s=0.4)
+
+    async def work() -> None:
+        async with scene(["null"], policy="least-requests", health=health) as one:
+            await asyncio.sleep(1.0)
+            worker = start(one, "r", *SENT)
+            for _ in range(10):
+                await asyncio.sleep(0.1)
+                assert worker.is_ready()
+            one.ended("r")
+            await asyncio.sleep(1.0)
+            assert worker.is_ready()
+
+    run(work)
+
+
 def test_stock_instances_are_asked_while_they_work() -> None:
     """Their polls are answered without their scheduler."""
     health = dataclasses.replace(PATIENT, silence_s=0.4)

@@ -68,11 +68,15 @@ class Health:
         """Whether a check would add to what its load reports show. Polls show less: neither the legs of a stateless
         instance, nor that another process answers, nor that its scheduler lives (it need not answer them)."""
         if worker.state in (WorkerState.READY, WorkerState.DRAINING):
-            watched = worker.view.kind is InstanceKind.STATELESS or worker.load.open_requests() > 0
-            if watched and not worker.load.reports:
+            if self.is_listened_to(worker) and not worker.load.reports:
                 return True
             return worker.misses > 0 or not worker.load.is_fresh(now_s, self.knobs.fresh_s)
         return worker.state is not WorkerState.DEAD
+
+    def is_listened_to(self, worker: Worker) -> bool:
+        """Whether its silence says anything: it reports its load, or is checked all the time."""
+        busy = worker.load.open_requests() > 0 or worker.state is WorkerState.SUSPECT
+        return busy or bool(worker.load.reports) or worker.view.kind is InstanceKind.STATELESS
 
     def on_probe(self, worker: Worker, probe: Probe, now_s: float, detail: str = "") -> Worker | None:
         """Applies the result of a check. Returns the worker that replaces this one, if it is dead now."""

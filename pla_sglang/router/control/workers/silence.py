@@ -11,7 +11,7 @@ PASSES = 2.0  # of the predicted longest pass: a prediction may be wrong, and a 
 
 def silent_for_s(worker: Worker, predictor: TtftPredictor | None, clock: DeviceClock, at_s: float) -> float:
     """Wall seconds at ``at_s``; not above 0: it may be in a pass."""
-    return at_s - worker.heard_s - PASSES * clock.wall_s(longest_pass_s(worker, predictor))
+    return at_s - worker.silent_since_s() - PASSES * clock.wall_s(longest_pass_s(worker, predictor))
 
 
 def longest_pass_s(worker: Worker, predictor: TtftPredictor | None) -> float:

@@ -92,6 +92,7 @@ class Worker:
         legs: of a stateless instance, from its last report, or from its last answer where it sends none.
         wants_drain: to be drained once it is ready: an operator ordered it before a restart of the router.
         heard_s: when its scheduler last said something: in a load report, or in an answer that it has a part in.
+        unasked_s: when nobody last expected it to say anything.
         verified: the last check of its health that a request had given cause for: when it began, and what it found.
         rows: the last rows of running requests of each rank that sends any, and when they came.
     """
@@ -115,6 +116,7 @@ class Worker:
     peers: dict[int, str] | None = None
     legs: LegLoad | None = None
     heard_s: float = 0.0
+    unasked_s: float = 0.0
     verified: tuple[float, bool] | None = None
     rows: dict[int, tuple[float, Sequence[RequestRow]]] = dataclasses.field(default_factory=dict)
 
@@ -124,6 +126,9 @@ class Worker:
 
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
+
+    def silent_since_s(self) -> float:
+        return max(self.heard_s, self.unasked_s)
 
     def may_come_back(self) -> bool:
         """Whether another process at its address would be served, if this one is gone."""
