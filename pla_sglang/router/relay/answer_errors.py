@@ -16,7 +16,7 @@ from pla_sglang.router.wire.messages import FailureKind, Outcome
 ABORTED = re.compile(rb'"(?:type|finish_reason)":\s*"abort"')
 ERROR = re.compile(rb'"error":\s*\{')
 CODE_MARK = b'code":'  # in every error that names a code, in hardly any other event: a cheap first look
-ABORT_MARK = b'"abort"'  # as ABORTED wants it: likewise
+ABORT_MARK = b'"abort"'  # as ABORTED wants it: likewise. Looked for from the end, which costs a third in usual events
 _CODE = re.compile(rb'"(?:status_)?code":\s*(\d{3})\b')
 _MESSAGE = re.compile(rb'"message":\s*"((?:[^"\\]|\\.){1,300})')
 # SGLang 0.5.17: Scheduler.handle_inflight_transfer_failure and handle_bootstrap_failure, and the decode side's

@@ -154,7 +154,7 @@ class ForwardedAnswer:
             elif not self._streams or b"\n\n" in beginning or len(beginning) >= EVENT_BYTES:
                 self._note_errors(self._head.status, beginning)
                 self._owner.on_beginning(self._head.status, beginning, whole=False)
-        elif ABORT_MARK in data and self._streams and self._may_give_up and given_up(data):
+        elif self._streams and self._may_give_up and data.rfind(ABORT_MARK) >= 0 and given_up(data):
             begins = (_ABORT_EVENT if self._chunks or not self._client.understands_chunks else _ABORT_CHUNK).search(
                 data
             )

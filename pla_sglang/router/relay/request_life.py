@@ -28,7 +28,7 @@ class HopTrial(Protocol):
 
 # Code and words for a client whose request no other instance goes on with.
 _LOST_WORDS = {
-    m.LossReason.BROKEN: ("upstream_broke_off", "the instance has ended its answer to this request amid it"),
+    m.LossReason.BROKEN: ("upstream_broke_off", "the instance has broken off its answer to this request"),
     m.LossReason.ABORTED: ("upstream_aborted", "the instance has given this request up"),
 }
 _OTHER_WORDS = ("upstream_lost", "the instance that worked on this is lost")
