@@ -2,7 +2,8 @@
 
 Requests at twice the capacity. Two mock instances serve 4 requests at a time in 0.4 s and else refuse as SGLang does.
 Two emulated engines have ``--max-queued-requests 4``. Both forms of request are offered to each, whole and streamed:
-first to the instances in turn, then to our router before them. Then six malformed requests are sent beside good ones.
+first to the instances in turn, then to our router before them. Then six malformed requests are sent beside good ones,
+and six malformed streams, whose head an instance has sent before it finds the mistake and breaks off.
 The last line of stdout is one JSON object.
 """
 
@@ -72,7 +73,8 @@ async def send_request(session: aiohttp.ClientSession, url: str, body: dict[str,
 
 
 async def offer(urls: Sequence[str], load: Load, *, stream: bool, beside: Sequence[str] = ()) -> Counter[str]:
-    """Open loop, to ``urls`` in turn. ``beside``: malformed requests go there meanwhile, and are counted apart."""
+    """Open loop, to ``urls`` in turn. ``beside``: malformed requests go there meanwhile, and are counted apart; streams
+    where these are."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         loop = asyncio.get_running_loop()
@@ -82,7 +84,9 @@ async def offer(urls: Sequence[str], load: Load, *, stream: bool, beside: Sequen
             await asyncio.sleep(start_s + number / load.rate - loop.time())
             tasks.append(loop.create_task(send_request(session, urls[number % len(urls)], body)))
             if number < len(beside):
-                malformed.append(loop.create_task(send_request(session, beside[number], MALFORMED)))
+                malformed.append(
+                    loop.create_task(send_request(session, beside[number], {**MALFORMED, "stream": stream}))
+                )
         ends = Counter(await asyncio.gather(*tasks))
         return ends + Counter(f"malformed: {ended}" for ended in await asyncio.gather(*malformed))
 
@@ -113,8 +117,9 @@ def measure(findings: Findings, name: str, instances: Sequence[str], router: str
                 counts.update(asyncio.run(offer(urls, load, stream=stream)))
         say(f"{form}: straight {dict(arms[0][0])}, through the router {dict(arms[1][0])}")
     small = Load(load.rate / 8, 3 * MALFORMED_COUNT, load.tokens // 8, load.rng)
-    beside = asyncio.run(offer([router], small, stream=False, beside=[router] * MALFORMED_COUNT))
-    findings.malformed[name] = beside
+    for stream in (False, True):
+        beside = asyncio.run(offer([router], small, stream=stream, beside=[router] * MALFORMED_COUNT))
+        findings.malformed[f"{name}, streamed" if stream else name] = beside
     with open_url(f"{router}/metrics") as answer:
         findings.opened += sum(map(float, _OPENED.findall(answer.read().decode())))
 

@@ -12,6 +12,7 @@ FLEET: Mapping[str, str] = {
     "any.when_prefilled": "Its decode is placed when its prefill is done; until then one instance serves it whole.",
     "any.not_movable": "It could not go where its decode was to be: it stays at the instance of its prefill.",
     "any.rolled_back": "A change of roles was taken back, as the request that it was made for could not be placed.",
+    "any.last_resort": "Its instance was lost, and only one that drains, or that one itself, could take it.",
     "any.operator": "An operator has ordered it.",
     "any.keep_local": "One instance does both phases of the request.",
     "any.other_pair": "The KV transfer of the former pair has failed; another pair is taken.",

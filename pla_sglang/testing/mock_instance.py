@@ -275,7 +275,8 @@ class OracleMock(Mock):
 class CrowdedMock(Mock):
     """Serves ``ROOM`` requests at a time in ``SERVICE_S``, and refuses others as SGLang 0.5.17 with a full queue does.
 
-    A parameter of the wrong type is answered with 500, and the connection closed without a word, as SGLang's is.
+    A parameter of the wrong type is answered with 500, a stream broken off behind its head, and the connection closed
+    without a word, as SGLang's is.
     """
 
     serving: ClassVar[Counter[int]] = Counter()  # requests by port
@@ -283,6 +284,10 @@ class CrowdedMock(Mock):
     def _generate(self) -> None:
         stream = read_wishes(self._body)[2]
         if MALFORMED in self._body:
+            if stream:
+                self._transport.write(STREAM_HEAD)
+                self._transport.close()
+                return
             self._write_error(b"500 Internal Server Error", b"Internal Server Error")
             self._transport.close()
         elif self.serving[self._port] < ROOM:

@@ -1,5 +1,5 @@
 """Streams of two real stateless instances behind our router with ``--migration on``: late placement, drain, SIGTERM,
-SIGKILL.
+SIGSTOP of a scheduler and of the relay, SIGKILL.
 
 Each answer is compared with the oracle token by token: one that went on elsewhere must be the one that never moved. The
 tests wait for what happens, not for times; each leaves both instances ready for the next.
@@ -20,7 +20,7 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 import pytest
-from e2e.test_emulation import launch, wait_ready
+from e2e.test_emulation import family, launch, wait_ready
 from e2e.test_router_control import call
 
 from pla_sglang import chain
@@ -30,9 +30,10 @@ from pla_sglang.testing.load_client import Answer, StreamClient
 pytestmark = pytest.mark.e2e
 
 ENGINE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--pla-time-scale", "2", "--chunked-prefill-size", "256")
-ROUTER = "--migration on --place-decode prefilled --health-interval-ms 200"
+ROUTER = "--migration on --place-decode prefilled --health-interval-ms 200 --relay-workers 1"
 STREAMS, TOKENS, BEGUN = 6, 400, 8
 LIMIT_S = 120.0  # of a step of a test, on a busy machine
+FROZEN_S = 8.0
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +175,51 @@ def test_an_instance_that_is_restarted_hands_its_streams_over(cluster: dict[str,
     log = Path(cluster["log"]).read_text(encoding="utf-8", errors="replace")
     assert "Gracefully exiting" in log
     assert "draining" in log
+
+
+def test_streams_leave_an_instance_whose_scheduler_stands_still(cluster: dict[str, Any]) -> None:
+    """Its HTTP process lives and its port is open. What it still sends when it goes on reaches nobody."""
+    scene = Scene(cluster, 4)
+    [row, _] = scene.workers()
+    instances = json.loads(scene.state.read_text())["instances"]
+    group = next(one["pid"] for one in instances if one["url"] == row["url"])
+    [scheduler] = [child.pid for child in family(group) if "schedul" in Path(f"/proc/{child.pid}/comm").read_text()]
+
+    def freeze() -> int:
+        left = scene.number_at(row)
+        os.kill(scheduler, signal.SIGSTOP)
+        try:
+            end_s = time.monotonic() + LIMIT_S
+            while any(answer.done_s is None for answer in scene.answers.values()):
+                assert time.monotonic() < end_s, "the streams stand still"
+                time.sleep(0.05)
+        finally:
+            os.kill(scheduler, signal.SIGCONT)
+        return left
+
+    left = asyncio.run(scene.run(freeze))
+    assert left > 0
+    asyncio.run(until(lambda: call(f"{scene.url}/pla/ledger")[1]["legs_aborting"] == 0, "aborts are confirmed"))
+    hops = scene.check()
+    assert {(hop["how"], hop["why"]) for hop in hops} == {("redo", "survive")}
+    assert len(hops) == left
+    asyncio.run(until(scene.is_paired, "it is ready again"))
+    assert scene.workers()[0]["number"] == row["number"], "it is the same process"
+
+
+def test_streams_outlive_a_relay_that_stands_still(cluster: dict[str, Any]) -> None:
+    scene = Scene(cluster, 5)
+    [relay] = [child for child in family(cluster["process"].pid) if child.cmdline()[-1:] == ["relay"]]
+
+    def freeze() -> None:
+        relay.suspend()
+        time.sleep(FROZEN_S)
+        relay.resume()
+
+    asyncio.run(scene.run(freeze))
+    assert {hop["how"] for hop in scene.check()} <= {"pull"}, "at most their decodes were placed meanwhile"
+    assert "relay_lost" not in call(f"{scene.url}/pla/ledger")[1]["ended"]
+    assert "relay 0 stands still" in Path(cluster["log"]).read_text(encoding="utf-8", errors="replace")
 
 
 def test_streams_survive_the_death_of_their_instance(cluster: dict[str, Any]) -> None:

@@ -156,7 +156,7 @@ def test_the_instance_that_holds_it_dies_meanwhile() -> None:
             second.stops_at = None
             await here.instances[0].stop()
             check_text(await asked, CHAT)
-            assert losses(here) == [(1, m.LossReason.DEAD)]
+            assert losses(here) == [(1, m.LossReason.BROKEN)]
             await here.until(lambda: "pla-2~r" in here.instances[1].aborts)
             here.check_balance()
 

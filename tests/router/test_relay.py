@@ -167,10 +167,10 @@ def test_a_lost_instance_is_an_error_and_never_tried_twice() -> None:
     async def scenario() -> None:
         async with setting("unified", scripts={0: Script(die_after=0)}) as here:
             answer = await here.ask(STREAM)
-            assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
+            assert (answer.status, answer.error["type"]) == (502, "upstream_broke_off")
             assert len(here.instances[0].bodies) == 1
             [failure] = here.control.of(m.Failure)
-            assert (failure.kind, failure.worker) == (m.FailureKind.LOST, 0)
+            assert (failure.kind, failure.worker) == (m.FailureKind.BROKEN, 0)
             here.check_balance()
 
     run(scenario)
@@ -183,7 +183,7 @@ def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
             assert answer.status == 200
             *good, last = answer.events
             assert good == ['{"text": "w0"}', '{"text": "w1"}']
-            assert json.loads(last)["error"]["type"] == "upstream_lost"
+            assert json.loads(last)["error"]["type"] == "upstream_broke_off"
             assert here.ended()[0].outcome is m.Outcome.UPSTREAM_LOST
             here.check_balance()
 

@@ -205,7 +205,7 @@ def test_streams_of_instances_that_die_go_on_elsewhere_and_the_recording_replays
         record = tmp_path / "run.jsonl"
         modes = ["stateless"] * 4
         async with together(modes, hops=True, policy="least-tokens", record=record, migration="on") as here:
-            here.fakes[0].die_after, here.fakes[1].die_after = 0, 3
+            here.fakes[0].die_after, here.fakes[1].die_after = 1, 3
             answers = await asyncio.gather(*(here.ask(f"r{number:02d}", 10 + number) for number in range(40)))
             served = [answer == (200, 5) for answer in answers]
             ledger = await here.at_rest()
@@ -217,7 +217,8 @@ def test_streams_of_instances_that_die_go_on_elsewhere_and_the_recording_replays
             assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
             tags = [tags for fake in here.fakes for tags in fake.tags if "pla_tokens" in tags]
             assert tags
-            assert all(tags["pla_tokens"] == [0, 1, 2] and tags["pla_seen"] == "c2" for tags in tags)
+            assert all(tags["pla_tokens"] in ([0], [0, 1, 2]) for tags in tags)
+            assert all(tags["pla_seen"] == f"c{len(tags['pla_tokens']) - 1}" for tags in tags)
         _, result = replay_file(record)
         assert result.decisions["dispatched"] == 40 + len(moved)
         assert result.identical_share == 1.0, result.differences

@@ -20,6 +20,8 @@ from pla_sglang.router.wire import messages as m
 from pla_sglang.router.wire.endpoints import ControlWire, RelayWire
 from pla_sglang.router.wire.frames import FramedConnection
 
+NOBODY = (1 << 22) + 1  # no process has such an id
+
 
 @contextlib.asynccontextmanager
 async def control_end(address: str, plane: TurnControl) -> AsyncIterator[ControlWire]:
@@ -181,10 +183,42 @@ def test_who_stood_still_does_not_take_the_others_for_gone(address: str) -> None
             end._check_relays()
             assert 0 in plane.ports
             end._checked_s = end._now_s()
+            [identity] = end._relays
             for attached in end._relays.values():
                 attached.last_frame_s -= 2 * endpoints.GONE_S
             end._check_relays()
+            assert 0 in plane.ports  # a relay whose process lives is forgiven for longer
+            end._relays = {b"0/%d" % NOBODY: end._relays[identity]}
+            end._check_relays()
             assert 0 not in plane.ports
+
+    run(scenario)
+
+
+def test_a_relay_that_stands_still_is_kept_while_its_process_lives(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after SIGSTOP and SIGCONT: it says nothing for a while, and goes on. No longer than ``STOPPED_S``."""
+    monkeypatch.setattr(endpoints, "GONE_S", 0.6)
+    monkeypatch.setattr(endpoints, "STOPPED_S", 3.0)
+
+    async def scenario() -> None:
+        async with control_end(address, plane := TurnControl()):
+            heard = len(plane.heard)
+            still = RelayWire(address, 3, now_s=time.monotonic)
+            still.start_wire(lambda message: None, lambda: None)
+            here = Setting(None, plane, [])  # type: ignore[arg-type]
+            await here.until(lambda: 3 in plane.ports)
+            assert still._timer is not None
+            still._timer.cancel()  # it asks for nothing any more
+            await here.until(lambda: "relay 3 stands still" in caplog.text)
+            assert 3 in plane.ports
+            still.send_message(m.RelayReport(3, {}, {}))
+            await here.until(lambda: "relay 3 goes on" in caplog.text)
+            assert len(plane.heard) > heard
+            await here.until(lambda: 3 not in plane.ports, patience_s=10.0)
+            assert "relay 3 is gone" in caplog.text
+            still.close_wire()
 
     run(scenario)
 

@@ -37,7 +37,8 @@ class Script:
         events: of a stream; gap_s: between two of them; first_s: before the first.
         status: other than 200: answered at once, with an error body.
         die_after: events after which the connection is cut; None: never.
-        fail_prefill: how a prefill ends: "" well, "abort" with an abort as its finish reason, "cut", "error" event.
+        fail_prefill: how a prefill ends: "" well, "abort" with an abort as its finish reason, "cut", "broken" behind
+            its head, "error" event.
         transfers: what becomes of the KV transfers of the next requests: "ok", "failed", "aborted" by somebody's order.
             Those after them are well.
         refusals: codes with which the next requests are refused, as SGLang 0.5.17 does it: as status, or for a stream
@@ -200,6 +201,9 @@ class FakeInstance:
         script = self.script
         headers = [("content-type", "text/event-stream; charset=utf-8"), ("transfer-encoding", "chunked")]
         writer.write(peer.send(h11.Response(status_code=200, headers=headers)) or b"")
+        if script.fail_prefill == "broken":
+            await writer.drain()
+            return False
         for index in range(1 if self.kind == "prefill" else script.events):
             if script.die_after is not None and index >= script.die_after:
                 await writer.drain()

@@ -149,6 +149,8 @@ class Conduct:
         statuses: with which the next requests are refused.
         mute: it does not say its tokens, though it was asked to.
         stops_at: bytes after which it says nothing more, and keeps the connection.
+        aborts: events of its next answers behind which it gives them up: an abort, and the mark of the end with it.
+        abort_code: of these.
         holds: bytes of its next answer after which it waits for a word on ``TokenInstance.words``: "go" goes on to the
             next of them, anything else is the end of the stream without another event.
     """
@@ -159,6 +161,8 @@ class Conduct:
     statuses: list[int] = field(default_factory=list)
     mute: bool = False
     stops_at: int | None = None
+    aborts: list[int] = field(default_factory=list)
+    abort_code: int | None = None
     holds: list[int] = field(default_factory=list)
 
 
@@ -222,6 +226,8 @@ class TokenInstance:
         if conduct.mute:
             fields = {name: value for name, value in fields.items() if name != "custom_params"}
         answer = make_answer(fields, interval=conduct.interval) if fields.get("stream") else whole_answer(fields)
+        if conduct.aborts:
+            answer = give_up(answer, conduct.aborts.pop(0), fields, conduct.abort_code)
         start = 0
         while conduct.holds:
             hold = conduct.holds.pop(0)
@@ -248,6 +254,22 @@ class TokenInstance:
             writer.write(answer[start : min(stop, start + self.conduct.pieces)])
             await writer.drain()
             await asyncio.sleep(0)
+
+
+def give_up(answer: bytes, events: int, fields: dict[str, Any], code: int | None) -> bytes:
+    """``answer`` of a stream up to the end of that many of its chunks, and then an abort as SGLang 0.5.17 says it."""
+    end = answer.index(b"\r\n\r\n") + 4
+    for _ in range(events):
+        end = answer.index(b"\n\n\r\n", end) + 4
+    reason: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": code, "err_type": None}
+    if "messages" in fields:
+        error = {"error": {"message": "Aborted", "code": code}}
+        data = b"data: " + dump(error) + b"\n\n" if code else chat_event(fields.get("rid"), {}, reason="abort")
+    else:
+        data = b"data: " + dump({"text": "", "output_ids": [], "meta_info": {"finish_reason": reason}}) + b"\n\n"
+    if tags_of(fields).get("pla_movable"):
+        data = b": pla - c0.r0.f1.u0\n" + data
+    return answer[:end] + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (data, DONE)) + b"0\r\n\r\n"
 
 
 def whole_answer(fields: dict[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ class FleetReason(Reason):
     NOT_MOVABLE = "any.not_movable"  # it, or the instance that its decode was to go to, cannot: it stays where it is
     OTHER_PAIR = "any.other_pair"  # the former pair's KV transfer has failed
     ROLLED_BACK = "any.rolled_back"  # a role change was made for a request that could not be placed then
+    LAST_RESORT = "any.last_resort"  # it has lost its instance, and only one that drains, or that one, is left
     OPERATOR = "any.operator"  # an operator has ordered it
     # baselines
     ROUND_ROBIN = "baseline.round_robin"

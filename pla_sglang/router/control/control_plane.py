@@ -34,6 +34,7 @@ from pla_sglang.router.control.prompts import load_tokenizer
 from pla_sglang.router.control.relay_ports import RelayPorts
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.router.control.running_requests import RunningRequests
+from pla_sglang.router.control.silence import SilenceWatch
 from pla_sglang.router.control.state_file import StateFile
 from pla_sglang.router.control.survival import Survival
 from pla_sglang.router.control.workers.batching import BatchingOrders
@@ -109,6 +110,7 @@ class ControlPlane:
         self._survival = Survival(
             self.dispatcher, send_message=self._relays.send_message, order_abort=self._monitor.abort
         )
+        self._silence = SilenceWatch(health, self.policy, self._survival)
         self.migration = self._make_migration()
         self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, clock=clock)
@@ -369,6 +371,7 @@ class ControlPlane:
 
     def _sweep(self) -> None:
         now_s = self._clock()
+        self._silence.look(now_s)
         self.migration.sweep_moves(now_s)
         self._drains.empty_drained()
         self._survival.retry_waiting(now_s)

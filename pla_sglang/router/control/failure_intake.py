@@ -11,7 +11,10 @@ from pla_sglang.router.control.workers.table import Worker, WorkerState
 from pla_sglang.router.wire.messages import Failure, FailureKind
 
 # Named once: see ``fast_enum``.
-_CONNECT, _STATUS, _FULL = FailureKind.CONNECT, FailureKind.STATUS, FailureKind.FULL
+_CONNECT, _FULL = FailureKind.CONNECT, FailureKind.FULL
+# It may be due to the request itself. SGLang 0.5.17 breaks a stream off where it answers the same mistake without
+# stream with 500: its head is out already when the parameters are read.
+_DOUBTFUL = frozenset({FailureKind.STATUS, FailureKind.BROKEN})
 
 
 class FailureIntake:
@@ -19,7 +22,8 @@ class FailureIntake:
 
     Args:
         check_soon: asks for a health check of a worker that has just failed.
-        verify_soon: asks for a health check of a worker that has answered 500; the check counts, not the answer.
+        verify_soon: asks for a health check of a worker that has answered 500, or has broken an answer off; the check
+            counts, not the answer.
     """
 
     def __init__(
@@ -35,7 +39,8 @@ class FailureIntake:
         self._check_soon, self._verify_soon = check_soon, verify_soon
 
     def on_failure(self, failure: Failure, now_s: float) -> None:
-        """To be full is not to be ill, and an answer of 500 may be due to the request: neither is a failure."""
+        """To be full is not to be ill, and an answer of 500, or one that broke off, may be due to the request: none of
+        these is a failure."""
         kind, worker = failure.kind, self._health.table.by_number.get(failure.worker)
         if kind is not _FULL:
             self._series.failures.inc(kind.name.lower())
@@ -44,7 +49,7 @@ class FailureIntake:
         if kind is _FULL:
             self._series.refusals.inc(worker.view.name)
             self._exclusions.note_full(worker, now_s)
-        elif kind is _STATUS:
+        elif kind in _DOUBTFUL:
             self._verify_soon(worker)
         else:
             self._health.on_failure(worker, now_s, failure.rid, refused=kind is _CONNECT, detail=failure.detail)

@@ -37,7 +37,8 @@ DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty: after the fir
 _PULL = m.Continuation.PULL
 _RESUMED = m.LossReason.RESUMED
 # Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
-_OVER = frozenset({m.LossReason.NOT_SENT, m.LossReason.FULL, m.LossReason.REFUSED})
+_OVER = frozenset({m.LossReason.NOT_SENT, m.LossReason.FULL, m.LossReason.REFUSED, m.LossReason.ABORTED})
+_NOT_THERE = frozenset({WorkerState.DEAD, WorkerState.SUSPECT})
 
 
 class MoveState(FastEnum):
@@ -139,7 +140,7 @@ class Migration:
     def sweep_moves(self, now_s: float) -> None:
         """Called a few times a second: forgets moves of requests that have ended, and rests that are over."""
         for move in list(self._moves.values()):
-            if self._is_current(move) and move.state is PULLING and move.target.state is WorkerState.DEAD:
+            if self._is_current(move) and move.state is PULLING and move.target.state in _NOT_THERE:
                 # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
                 self._tasks.spawn(self._resume(move))
         rest_s = self._dispatcher.policy.clock.wall_s(REST_S)

@@ -68,6 +68,7 @@ class MoveReason(FastEnum):
     SURVIVE = "survive"  # the instance of the one before was lost
     NOT_SENT = "not_sent"  # the one before did not reach its instance
     FULL = "full"  # its instance had no room
+    ABORTED = "aborted"  # its instance has given it up, and lives
     DRAIN = "drain"  # its instance is to be empty
 
 

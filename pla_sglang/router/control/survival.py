@@ -4,8 +4,12 @@ To the policy the next hop is a request of its own, whose prompt is the old one 
 that its instance knows. Instances that were lost with the request, or have refused it, are left out; so are those that
 cannot take it up where the client has seen a part of the answer.
 
-Where nobody is left but an instance that was full, or one that is about to be ready, the request waits for it, as long
-as one that has just come would (``--pending-timeout-ms``).
+Where nobody is left, an instance that drains takes it, or the very one that it has left, if that is well. Where only
+one is left that was full, or is about to be ready, the request waits for it, as long as one that has just come would
+(``--pending-timeout-ms``).
+
+A request of which nothing was shown may be what its instance has died of. It goes on only where something else tells
+that the instance is gone: see ``_may_be_to_blame`` and ``_is_well``.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections.abc import Callable
 import msgspec
 
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
+from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.pairs import SERVES_WHOLE, Choice
 from pla_sglang.router.control.hop_changes import start_hop
 from pla_sglang.router.control.hop_ledger import HopLedger
@@ -24,8 +29,9 @@ from pla_sglang.router.control.ledger import AbortOrder
 from pla_sglang.router.control.load_booking import book_request, close_bookings
 from pla_sglang.router.control.observability.explain import note_choice
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.router.control.request_record import ENDED, MoveReason, RequestRecord
-from pla_sglang.router.control.workers.table import Worker, WorkerState
+from pla_sglang.router.control.request_record import ENDED, Hop, MoveReason, RequestRecord
+from pla_sglang.router.control.workers.silence import silent_for_s
+from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.router.wire import messages as m
 from pla_sglang.router.wire.rids import rid_at_instance
 
@@ -36,20 +42,37 @@ _REASONS = {
     m.LossReason.DEAD: MoveReason.SURVIVE,
     m.LossReason.NOT_SENT: MoveReason.NOT_SENT,
     m.LossReason.FULL: MoveReason.FULL,
+    m.LossReason.BROKEN: MoveReason.SURVIVE,
+    m.LossReason.ABORTED: MoveReason.ABORTED,
 }
-NO_INSTANCE = "no_instance"
+_BROKEN = m.LossReason.BROKEN
+_LOSSES = frozenset({m.LossReason.DEAD, _BROKEN})  # of the instance, as far as its relay knows
+# Why a request does not go on, and in words.
+NO_INSTANCE, TO_BLAME, IS_WELL = "no_instance", "to_blame", "is_well"
+_WORDS = {
+    NO_INSTANCE: "no other instance can go on with it",
+    TO_BLAME: "its instance has died in what may have been its first pass, so no other one gets it",
+    IS_WELL: "its instance is well, so no other one gets it",
+}
+# Silence of its scheduler before an instance was lost that says that it died by itself. Where all of it is killed its
+# last word is fresh. When a scheduler has raised, SGLang 0.5.17 waits for 5 s at least before it ends
+# (SGLANG_PYSPY_DUMP_BEFORE_CRASH, on by default).
+DIED_FIRST_S = 3.0
+SETTLE_S = 1.0  # what is sent to an instance so long after its scheduler's last word has never begun there
 PAUSE_S = 0.5  # before a request that waits is tried again
 _COMING = frozenset({WorkerState.STARTING, WorkerState.SUSPECT})  # may be ready soon
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request that nobody can go on with now. ``hop``: the one that is to follow, by its number."""
+    """A request that nobody can go on with now. ``hop``: the one that is to follow, by its number. ``in_doubt``: it is
+    not known whether the instance that it was at is well."""
 
     record: RequestRecord
     lost: m.Lost
     hop: int
     since_s: float
+    in_doubt: bool = False
 
 
 class Survival:
@@ -78,16 +101,51 @@ class Survival:
         if record is None or record.hop.number != lost.hop:
             return
         record.given_up_as = None
+        former = record.hop
         self._leave_hop(record, lost, now_s)
         self._start_hop(record, lost)
-        worker = self._choose(record, lost, now_s)
-        if worker is not None:
-            self._assign(record, worker, now_s)
-        elif self._may_wait(lost):
-            self._waiting[record.rid] = Waiting(record, lost, record.hop.number, now_s)
+        blame = lost.why in _LOSSES and not lost.shown
+        worker = dispatcher.table.by_number.get(lost.killed[-1]) if blame and lost.killed else None
+        if worker is not None and self._may_be_to_blame(former, worker, lost.at_s):
+            self._end(record, lost, TO_BLAME)
+        elif worker is not None and lost.why is _BROKEN:
+            self._waiting[record.rid] = Waiting(record, lost, record.hop.number, now_s, in_doubt=True)
         else:
-            self._end(record, lost)
+            self._go_on(Waiting(record, lost, record.hop.number, now_s), now_s)
         dispatcher.dispatch_pending(now_s)
+
+    def leave_worker(self, worker: Worker, now_s: float, detail: str) -> None:
+        """Its scheduler says nothing. What can go on elsewhere is told to; the rest stays, as it may be alive."""
+        dispatcher = self._dispatcher
+        for record in list(dispatcher.ledger.records.values()) if dispatcher.knobs.migrates else ():
+            if record.stage is ENDED or all(leg.worker != worker.number for leg in record.hop.open_legs()):
+                continue
+            shown = any(hop.first_token_s is not None for hop in record.hops)
+            if not shown and self._may_be_to_blame(record.hop, worker, now_s):
+                continue
+            others = (other for other in dispatcher.table if other.is_ready())
+            if any(_can_go_on(other, {worker.number}, shown=shown) for other in others):
+                abort = m.Abort(record.rid, 502, "instance_silent", detail, worker.number, silent=True)
+                self._send_message(record.relay, abort)
+
+    def _may_be_to_blame(self, hop: Hop, worker: Worker, at_s: float) -> bool:
+        """Whether a request of which nothing was shown may be what ``worker`` has died of, by ``at_s``: its scheduler
+        fell silent long before all of it was gone, and had the request by then. What has shown tokens has survived its
+        passes; what was there when all of an instance was killed at once, or came later, is no more likely to blame
+        than anything else."""
+        policy = self._dispatcher.policy
+        silent_s = silent_for_s(worker, policy.predictor, policy.clock, at_s)
+        began = hop.assigned_s is None or hop.assigned_s <= worker.silent_since_s() + SETTLE_S
+        return began and silent_s > DIED_FIRST_S
+
+    def _is_well(self, waiting: Waiting, now_s: float) -> bool | None:
+        """Whether the instance that has broken an answer off is well: then it was the request. None: not known yet."""
+        lost, knobs = waiting.lost, self._dispatcher.health.knobs
+        worker = self._dispatcher.table.by_number[lost.killed[-1]]
+        if worker.state is WorkerState.DEAD or now_s - lost.at_s > knobs.timeout_s + 2 * knobs.interval_s:
+            return False
+        verified = worker.verified
+        return verified[1] if verified is not None and verified[0] >= lost.at_s else None
 
     def retry_waiting(self, now_s: float) -> None:
         """Called a few times a second."""
@@ -96,20 +154,36 @@ class Survival:
             if record.stage is ENDED or record.hop.number != waiting.hop:
                 del self._waiting[rid]
                 continue
-            if now_s - waiting.since_s < PAUSE_S:
-                continue
-            worker = self._choose(record, msgspec.structs.replace(lost, avoided=()), now_s)
-            if worker is not None:
+            if waiting.in_doubt:
+                is_well = self._is_well(waiting, now_s)
+                if is_well is not None:
+                    del self._waiting[rid]
+                if is_well is True:
+                    self._end(record, lost, IS_WELL)
+                elif is_well is False:
+                    self._go_on(dataclasses.replace(waiting, since_s=now_s, in_doubt=False), now_s)
+            elif now_s - waiting.since_s >= PAUSE_S:
                 del self._waiting[rid]
-                self._assign(record, worker, now_s)
-            elif not self._may_wait(lost) or now_s - waiting.since_s > self._dispatcher.knobs.pending_s:
-                del self._waiting[rid]
-                self._end(record, lost)
+                self._go_on(dataclasses.replace(waiting, lost=msgspec.structs.replace(lost, avoided=())), now_s)
+
+    def _go_on(self, waiting: Waiting, now_s: float) -> None:
+        """Now, or later, or not at all."""
+        record, lost = waiting.record, waiting.lost
+        worker = self._choose(record, lost, now_s) or self._choose_last(record, lost, now_s)
+        if worker is not None:
+            self._assign(record, worker, now_s)
+        elif now_s - waiting.since_s <= self._dispatcher.knobs.pending_s and self._may_wait(lost):
+            self._waiting[record.rid] = waiting
+        else:
+            self._end(record, lost, NO_INSTANCE)
 
     def _may_wait(self, lost: m.Lost) -> bool:
-        """Whether an instance that is full, or that starts or recovers, might take it."""
+        """Whether an instance that is full, or that starts or recovers, might take it; also one that is to follow a
+        lost one at its address, which the table may not know to be gone yet."""
         for worker in self._dispatcher.table:
             if worker.number in lost.killed:
+                if worker.may_come_back() and lost.why in _LOSSES and worker.heard_s <= lost.at_s:
+                    return True
                 continue
             coming = worker.state in _COMING
             if coming and worker.description is None:
@@ -118,9 +192,9 @@ class Survival:
                 return True
         return False
 
-    def _end(self, record: RequestRecord, lost: m.Lost) -> None:
-        self._dispatcher.series.hop_failures.inc(NO_INSTANCE)
-        self._send_message(record.relay, m.End(record.rid, lost.hop, "no other instance can go on with it"))
+    def _end(self, record: RequestRecord, lost: m.Lost, why: str) -> None:
+        self._dispatcher.series.hop_failures.inc(why)
+        self._send_message(record.relay, m.End(record.rid, lost.hop, _WORDS[why]))
 
     def on_joined(self, joined: m.Joined, now_s: float) -> None:
         dispatcher = self._dispatcher
@@ -196,6 +270,30 @@ class Survival:
         clock = dispatcher.policy.clock
         note_choice(record, choice, runner.visible().ready, clock, excluded=excluded, own_prefill_s=own_s)
         return dispatcher.table.of(chosen)
+
+    def _choose_last(self, record: RequestRecord, lost: m.Lost, now_s: float) -> Worker | None:
+        """Nobody whom the policy may name can take it: the least loaded that drains, or, of a stream that has begun,
+        the one that it has left if that has been heard of since."""
+        policy = self._dispatcher.policy
+        if policy.runner is None:
+            return None
+        gone, limit_s = {*lost.killed, *lost.avoided}, self._dispatcher.health.knobs.silence_s
+        found = []
+        for worker in self._dispatcher.table:
+            back = lost.shown and worker.is_ready() and worker.number in lost.killed and worker.heard_s > lost.at_s
+            drains = worker.state is WorkerState.DRAINING and worker.number not in gone
+            silent = limit_s > 0 and silent_for_s(worker, policy.predictor, policy.clock, now_s) > limit_s
+            can = _can_go_on(worker, set(), shown=lost.shown) and worker.breaker.admits() and not silent
+            if can and (back or drains):
+                found.append((back, worker.reason is WorkerReason.ENDING, worker.view.requests(), worker))
+        if not found:
+            return None
+        worker = min(found, key=lambda entry: entry[:3])[3]
+        record.view.predicted_ttft_s, record.view.prefilled_on = None, worker.view
+        choice = Choice(worker.view, worker.view, FleetReason.LAST_RESORT, FleetReason.KEEP_LOCAL, None)
+        own_s = choice.expected_s(record.view, policy.predictor)[1]
+        note_choice(record, choice, (), policy.clock, excluded={}, own_prefill_s=own_s)
+        return worker
 
     def _assign(self, record: RequestRecord, worker: Worker, now_s: float) -> None:
         dispatcher, hop = self._dispatcher, record.hop

@@ -51,7 +51,7 @@ HELD_S = 1.0
 _WHOLE, _PREFILL, _DECODE = m.Leg
 _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Milestone
 _PREFILLED, _, _TRANSFER_FAILED, _REFUSED, _FULL = PrefillResult
-_DEAD = m.LossReason.DEAD
+_DEAD, _BROKEN, _ABORTED = m.LossReason.DEAD, m.LossReason.BROKEN, m.LossReason.ABORTED
 
 
 class DispatchedRequest(ClientWork):
@@ -95,11 +95,12 @@ class DispatchedRequest(ClientWork):
             life.context.send_to_control(question)
 
     def on_assign(self, assign: m.Assign) -> None:
+        """Where it goes, or goes on from the beginning."""
         life = self.life
-        if life.state is ASKING and assign.attempt == life.ask.attempt:  # else to a former question, or too late
-            self.begin_attempt(assign)
+        if life.state in (ASKING, MOVING) and assign.attempt == life.ask.attempt:  # else to a former question, or late
+            self._begin_attempt(assign)
 
-    def begin_attempt(self, assign: m.Assign) -> None:
+    def _begin_attempt(self, assign: m.Assign) -> None:
         """The client has seen nothing of the request."""
         life = self.life
         life.move_to(CONNECTING)
@@ -130,7 +131,9 @@ class DispatchedRequest(ClientWork):
 
     def on_abort(self, abort: m.Abort, outcome: m.Outcome = m.Outcome.ABORTED) -> None:
         life = self.life
-        if abort.worker is None or not self.moves.on_death(abort.worker, abort.message):
+        if abort.silent and abort.worker is not None:
+            self.moves.on_silence(abort.worker, abort.message)
+        elif abort.worker is None or not self.moves.on_death(abort.worker, abort.message):
             life.fail_request(outcome, abort.status, abort.code, abort.message)
 
     def _on_unreachable(self, leg: AnswerLeg | PrefillLeg, why: str) -> None:
@@ -217,6 +220,17 @@ class DispatchedRequest(ClientWork):
             life.report_failure(life.attempt.answer_leg, failure, f"status {life.answer.verdict.error_code}")
         life.end_request(outcome, status)
 
+    def on_given_up(self, data: bytes) -> None:
+        life, detail = self.life, error_message(data)
+        attempt = life.attempt
+        assert attempt is not None
+        if life.state is WAITING and life.kept.is_kept and len(attempt.legs) > 1 and transfer_failed(200, data):
+            self._roll_back(detail)
+            return
+        life.report_failure(attempt.answer_leg, m.FailureKind.STATUS, detail)
+        if not self.moves.go_on(_ABORTED, attempt.answer_leg.worker, detail):
+            life.lose_request(detail, _ABORTED)
+
     def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:
         life = self.life
         if result is _PREFILLED:
@@ -233,7 +247,10 @@ class DispatchedRequest(ClientWork):
         else:
             if status >= 500:
                 life.report_failure(leg, m.FailureKind.STATUS, detail)
-            self._fail_prefill(detail)
+            # Without stream SGLang answers a client's mistake with 500, too; in a stream it breaks off then.
+            gave_up = life.state is WAITING and (life.ask.stream or status < 400)
+            if not (gave_up and self.moves.go_on(_ABORTED, leg.worker, detail)):
+                self._fail_prefill(detail)
 
     def _on_prefill_full(self, leg: UpstreamLeg, status: int, detail: str) -> None:
         life = self.life
@@ -259,12 +276,13 @@ class DispatchedRequest(ClientWork):
                 return
         if leg.leg is _PREFILL and life.state is not WAITING:
             return  # decode has the KV already, and answers
-        elif self.moves.go_on(_DEAD, leg.worker, detail):
+        why = _BROKEN if kind is m.FailureKind.BROKEN else _DEAD
+        if self.moves.go_on(why, leg.worker, detail):
             return
-        elif leg.leg is _PREFILL:
+        if leg.leg is _PREFILL and why is _DEAD:
             self._fail_prefill(detail)
         else:
-            life.lose_request(detail)
+            life.lose_request(detail, why)
 
     def _fail_prefill(self, detail: str) -> None:
         life = self.life

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Protocol
 
 from pla_sglang.router.http import responses
 from pla_sglang.router.http.head import AnswerHead
-from pla_sglang.router.relay.answer_errors import CODE_MARK, AnswerVerdict
+from pla_sglang.router.relay.answer_errors import ABORT_MARK, CODE_MARK, AnswerVerdict, given_up
 from pla_sglang.router.relay.answer_tokens import AnswerTokens, tokens_of_answer
 from pla_sglang.router.relay.answer_writer import AnswerWriter
 from pla_sglang.router.relay.marked_stream import MarkedStream
@@ -18,6 +19,10 @@ from pla_sglang.router.wire.messages import Ask, Ended, Endpoint, FailureKind, O
 
 EVENT_BYTES = 4096  # up to here the first event of a stream is waited for, to see whether it is an error
 LAST_CHUNK = b"0\r\n\r\n"
+# Behind what of a piece an abort begins: with its chunk's head, or with its event where there are no chunks.
+_ABORT_CHUNK = re.compile(rb'(?:\A|(?<=\n\n\r\n))[0-9A-Fa-f]+\r\ndata: [^\n]*"abort"')
+_ABORT_EVENT = re.compile(rb'(?:\A|(?<=\n\n))data: [^\n]*"abort"')
+_SAYS_FINISH = frozenset({Endpoint.GENERATE, Endpoint.COMPLETIONS, Endpoint.CHAT, Endpoint.INVOCATIONS})
 RETRY_AFTER_S = 1  # told to clients of full instances that name no time themselves
 
 
@@ -33,6 +38,9 @@ class AnswerOwner(Protocol):
 
     def on_answer_done(self, status: int) -> None:
         """Everything was forwarded, or is about to be."""
+
+    def on_given_up(self, data: bytes) -> None:
+        """``data`` says that the instance has given the request up; it was not forwarded."""
 
     def on_leg_lost(self, leg: UpstreamLeg, kind: FailureKind, detail: str) -> None: ...
 
@@ -65,11 +73,13 @@ class ForwardedAnswer:
 
     __slots__ = (
         "_ask",
+        "_at_boundary",
         "_beginning",
         "_chunks",
         "_client",
         "_head",
         "_kept",
+        "_may_give_up",
         "_names_errors",
         "_now_s",
         "_owner",
@@ -89,7 +99,7 @@ class ForwardedAnswer:
         self._tokens: AnswerTokens | None = None  # from the head on
         self._beginning = b""  # of the body, not forwarded yet
         self._kept: KeptRefusal | None = None
-        self._streams = self._names_errors = self._chunks = False
+        self._streams = self._names_errors = self._chunks = self._may_give_up = self._at_boundary = False
         self.marked: MarkedStream | None = None
         self.verdict = AnswerVerdict()
         self.first_s: float | None = None
@@ -116,25 +126,46 @@ class ForwardedAnswer:
         # (/v1/responses repeats its metadata and tools, also in streams) or the model's (arguments of a tool).
         echoes = self._ask.endpoint is Endpoint.RESPONSES
         self._names_errors = head.status >= 400 or (self._streams and not echoes)
+        single = self._ask.prompts == 1 and self._ask.samples == 1  # of several answers the others go on
+        says = self._names_errors if self._streams else self._ask.endpoint in _SAYS_FINISH
+        self._may_give_up = head.status == 200 and single and says
         if not (self._streams and head.status == 200 and head.chunked):
             self.marked = None
         self._chunks = self.marked is not None and self._client.understands_chunks
         return self.marked is not None
 
     def on_answer_body(self, data: bytes) -> None:
-        if self.marked is not None:
-            data = self.marked.take_events(data)
-        if data:
+        marked = self.marked
+        if marked is None:
             self._take_body(data)
+            return
+        events = marked.take_events(data)
+        if events:
+            self._take_body(events)
+        if marked.given_up:
+            self._owner.on_given_up(marked.given_up)
 
     def _take_body(self, data: bytes) -> None:
         if self.first_s is None:
             assert self._head is not None
             beginning = self._beginning = self._beginning + data if self._beginning else data
-            if not self._streams or b"\n\n" in beginning or len(beginning) >= EVENT_BYTES:
+            if ABORT_MARK in beginning and self._may_give_up and given_up(beginning):
+                self._owner.on_given_up(beginning)
+            elif not self._streams or b"\n\n" in beginning or len(beginning) >= EVENT_BYTES:
                 self._note_errors(self._head.status, beginning)
                 self._owner.on_beginning(self._head.status, beginning, whole=False)
-            return
+        elif self._streams and self._may_give_up and data.rfind(ABORT_MARK) >= 0 and given_up(data):
+            begins = (_ABORT_EVENT if self._chunks or not self._client.understands_chunks else _ABORT_CHUNK).search(
+                data
+            )
+            before, self._at_boundary = (data[: begins.start()], True) if begins else (data, False)
+            if before:
+                self._forward_body(before)
+            self._owner.on_given_up(data)
+        else:
+            self._forward_body(data)
+
+    def _forward_body(self, data: bytes) -> None:
         self.last_s = self._now_s()
         self.output_bytes += len(data)
         if self._streams:
@@ -246,7 +277,7 @@ class ForwardedAnswer:
         if self._chunks:
             return self.first_s is not None
         ready = self.first_s is not None and self._streams and self._client.understands_chunks
-        return ready and connection is not None and connection.at_boundary()
+        return ready and connection is not None and (self._at_boundary or connection.at_boundary())
 
     def send_failure(
         self, status: int, code: str, message: str, *, headers: tuple[tuple[str, str], ...], append: bool

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from array import array
 
+from pla_sglang.router.relay.answer_errors import ABORT_MARK, CODE_MARK, given_up
 from pla_sglang.router.relay.counters import ByteAccount
 
 DONE = b"data: [DONE]\n\n"
@@ -44,6 +45,7 @@ class MarkedStream:
         ids: of the tokens that the client has.
         seen: the last word about what was shown, for the instance that goes on; "" before the first.
         prompt: ``LENGTH:HASH``; "" where it was not said.
+        given_up: the event that says that its instance has given it up; neither that nor what follows is passed on.
         is_done: the stream's last event was passed on.
         is_good: False where a comment was not as it must be, or there is no memory for the ids.
     """
@@ -57,6 +59,7 @@ class MarkedStream:
         "_skip",
         "_unmarked",
         "_wants_usage",
+        "given_up",
         "ids",
         "is_done",
         "is_good",
@@ -67,7 +70,7 @@ class MarkedStream:
         self._account, self._wants_usage = account, wants_usage
         self.ids = array("I")
         self._seen = b""
-        self.prompt = ""
+        self.prompt, self.given_up = "", b""
         self.is_done, self.is_good = False, True
         self._counted = 0  # ids whose memory is counted
         self._rest = b""  # of an event that is not complete
@@ -86,7 +89,8 @@ class MarkedStream:
 
     def take_events(self, data: bytes) -> bytes:
         """The events that ``data`` completes, as the client gets them."""
-        if not (self._rest or self._skip) and (one := _ONE_TOKEN.fullmatch(data)) is not None:
+        usual = not (self._rest or self._skip) and data.rfind(ABORT_MARK) < 0
+        if usual and (one := _ONE_TOKEN.fullmatch(data)) is not None:
             token, self._seen, event = one.groups()
             self.ids.append(int(token))
             self._recent = [event]
@@ -102,7 +106,18 @@ class MarkedStream:
                 self._rest = data
                 return b""
             data, self._rest = data[:end], data[end:]
-        return self._take_each(data)
+        return self._take_each(self._cut_given_up(data) if ABORT_MARK in data or CODE_MARK in data else data)
+
+    def _cut_given_up(self, data: bytes) -> bytes:
+        """``data``: complete events. Those before the one that gives the request up."""
+        start = 0
+        while start < len(data):
+            end = data.index(_END, start) + 2
+            if given_up(data[start:end]):
+                self.given_up = data[start:end]
+                return data[:start]
+            start = end
+        return data
 
     def take_rest(self) -> bytes:
         """What is left where the stream has ended in the middle of an event."""
@@ -111,7 +126,7 @@ class MarkedStream:
 
     def begin_hop(self) -> None:
         """Another instance goes on behind the last event with a comment; what came behind that it will say again."""
-        self._rest, self._skip = b"", self._unmarked
+        self._rest, self.given_up, self._skip = b"", b"", self._unmarked
 
     def take_end(self) -> bytes | None:
         """Its instance is lost. What the client still has to get if nothing has to be computed for it: the mark of the

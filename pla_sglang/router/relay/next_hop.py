@@ -14,7 +14,14 @@ import msgspec
 
 from pla_sglang.router.http.head import AnswerHead
 from pla_sglang.router.http.json_body import Body
-from pla_sglang.router.relay.answer_errors import ABORTED, LoadRefusal, error_code, error_message, load_refusal
+from pla_sglang.router.relay.answer_errors import (
+    ABORTED,
+    LoadRefusal,
+    error_code,
+    error_message,
+    given_up,
+    load_refusal,
+)
 from pla_sglang.router.relay.attempt import Attempt
 from pla_sglang.router.relay.context import RelayContext
 from pla_sglang.router.relay.marked_stream import MarkedStream
@@ -24,7 +31,7 @@ from pla_sglang.router.relay.upstream_leg import AnswerLeg, PrefillLeg, Upstream
 from pla_sglang.router.wire import messages as m
 
 SNIFF_BYTES = 16_384  # of an answer that is no stream
-_DEAD, _NOT_SENT, _FULL, _REFUSED, _ = m.LossReason
+_DEAD, _NOT_SENT, _FULL, _REFUSED, _, _, _ABORTED = m.LossReason
 
 
 class HopOwner(Protocol):
@@ -122,7 +129,8 @@ class NextHop:
             self._owner.on_hop_failed(self, _FULL, m.FailureKind.FULL, error_message(said))
         else:
             kind = m.FailureKind.STATUS if code is None or code >= 500 else None
-            self._owner.on_hop_failed(self, _REFUSED, kind, error_message(said) or "an empty answer")
+            why = _ABORTED if self._head.status == 200 and given_up(said) else _REFUSED
+            self._owner.on_hop_failed(self, why, kind, error_message(said) or "an empty answer")
 
 
 def tags_of_rest(tags: Tags, stream: MarkedStream, answer_id: str) -> Tags:

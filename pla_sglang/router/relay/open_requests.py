@@ -65,7 +65,7 @@ class OpenRequests:
         if request is not None:
             assign = request.moves.on_continue(order)
             if assign is not None:
-                request.begin_attempt(assign)
+                request.on_assign(assign)
 
     def on_no_hop(self, end: End) -> None:
         request = self._by_rid.get(end.rid)

@@ -14,7 +14,7 @@ from pla_sglang.router.wire import messages as m
 from pla_sglang.router.wire.rids import rid_at_instance
 
 MAX_KILLED = 2  # what has killed as many instances is not sent to another one
-_DEAD = m.LossReason.DEAD
+_KILLED = frozenset({m.LossReason.DEAD, m.LossReason.BROKEN, m.LossReason.ABORTED})
 
 
 class RequestHops:
@@ -87,14 +87,14 @@ class RequestHops:
             self.count_unmovable(Unmovable.INSTANCE)
 
     def note_loss(self, why: m.LossReason, worker: int) -> None:
-        if why is _DEAD:
+        if why in _KILLED:
             self._killed += (worker,)
         else:
             self._avoided += (worker,)
 
-    def may_go_on(self, *, shown: bool) -> bool:
-        """``shown``: the client has got something. The body is kept."""
-        if not isinstance(self._movable, Movable) or len(self._killed) >= MAX_KILLED:
+    def may_go_on(self, *, shown: bool, losses: int = 0) -> bool:
+        """``shown``: the client has got something. ``losses``: that are to come on top. The body is kept."""
+        if not isinstance(self._movable, Movable) or len(self._killed) + losses >= MAX_KILLED:
             return False
         return not shown or (self.stream is not None and self.stream.can_go_on)
 

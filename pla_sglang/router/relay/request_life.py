@@ -26,6 +26,12 @@ class HopTrial(Protocol):
         """Nothing comes of it. Returns the instances that were told to abort."""
 
 
+# Code and words for a client whose request no other instance goes on with.
+_LOST_WORDS = {
+    m.LossReason.BROKEN: ("upstream_broke_off", "the instance has broken off its answer to this request"),
+    m.LossReason.ABORTED: ("upstream_aborted", "the instance has given this request up"),
+}
+_OTHER_WORDS = ("upstream_lost", "the instance that worked on this is lost")
 OnEnd = Callable[[m.Ask, "m.Assign | None", m.Ended], None]
 
 
@@ -122,10 +128,10 @@ class RequestLife:
             self.report_failure(self.attempt.answer_leg, m.FailureKind.TIMEOUT, message)
         self.fail_request(m.Outcome.TIMED_OUT, 504, "timeout", message)
 
-    def lose_request(self, detail: str) -> None:
-        """Its instance is lost, and no other goes on."""
-        text = f"the instance that worked on this is lost: {detail}"
-        self.fail_request(m.Outcome.UPSTREAM_LOST, 502, "upstream_lost", text)
+    def lose_request(self, detail: str, why: m.LossReason = m.LossReason.DEAD) -> None:
+        """Its hop is over, and no other instance goes on."""
+        code, text = _LOST_WORDS.get(why, _OTHER_WORDS)
+        self.fail_request(m.Outcome.UPSTREAM_LOST, 502, code, f"{text}: {detail}")
 
     def fail_request(
         self, outcome: m.Outcome, status: int, code: str, message: str, headers: tuple[tuple[str, str], ...] = ()

@@ -10,8 +10,9 @@ from pla_sglang.router.relay.request_life import RequestLife
 from pla_sglang.router.relay.request_state import FORWARDING, MOVING, WAITING
 from pla_sglang.router.wire import messages as m
 
-_DEAD, _, _, _REFUSED, _ = m.LossReason
+_DEAD, _REFUSED = m.LossReason.DEAD, m.LossReason.REFUSED
 _PULL = m.Continuation.PULL
+STILL_S = 1.0  # a stream that has got something within that time is not given up for its instance's silence
 
 
 class RequestMoves:
@@ -50,6 +51,16 @@ class RequestMoves:
         if life.state is MOVING and (life.attempt is None or life.attempt.assign.decode != worker):
             return True  # it has left that instance
         return self.go_on(_DEAD, worker, detail)
+
+    def on_silence(self, worker: int, detail: str) -> None:
+        """The control plane hears nothing of an instance, which may be alive. The request leaves it if its answer
+        stands still too and it can go on elsewhere; else it stays."""
+        life, last_s = self._life, self._life.answer.last_s
+        if life.attempt is None or worker not in _workers_of(life.attempt.assign):
+            return
+        stands = life.state is not FORWARDING or last_s is None or life.context.now_s() - last_s >= STILL_S
+        if stands and life.kept.is_kept and life.hops.may_go_on(shown=life.answer.first_s is not None, losses=1):
+            self.on_death(worker, detail)
 
     def on_continue(self, order: m.Continue) -> m.Assign | None:
         """Returns an assignment where the client has seen nothing: then it is dispatched as for the first time."""
@@ -94,13 +105,13 @@ class RequestMoves:
     def on_no_hop(self, end: m.End) -> None:
         hops = self._life.hops
         if hops.question is not None and end.hop == hops.number:
-            self._life.lose_request(f"{hops.question.detail}; {end.message}")
+            self._life.lose_request(f"{hops.question.detail}; {end.message}", hops.question.why)
 
     def check_answer(self) -> None:
         """The control plane has not said in time where the request goes on, or the next instance has not begun."""
         life = self._life
         if life.hops.question is not None:
-            life.lose_request(life.hops.question.detail)
+            life.lose_request(life.hops.question.detail, life.hops.question.why)
         else:
             life.time_out(f"the answer stood still for {life.context.config.stall_timeout_s:g} s")
 
@@ -116,7 +127,7 @@ class RequestMoves:
         if kind is not None:
             life.report_failure(hop.attempt.answer_leg, kind, detail)
         if why is _REFUSED or not self.go_on(why, hop.worker, detail):
-            life.lose_request(detail)
+            life.lose_request(detail, why)
 
 
 def _workers_of(assign: m.Assign) -> tuple[int | None, int | None]:

@@ -121,7 +121,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head is not None and self._head.length is None and not self._head.chunked and exc is None:
             self._finish_answer(reusable=False)
         else:
-            self._lose_answer(FailureKind.LOST, "the connection ended before the answer" + (f": {exc}" if exc else ""))
+            kind = FailureKind.LOST if self._head is None else FailureKind.BROKEN
+            self._lose_answer(kind, "the connection ended before the answer" + (f": {exc}" if exc else ""))
 
     # -- one answer --------------------------------------------------------------------------------------------------
 

@@ -78,11 +78,12 @@ class FailureKind(enum.IntEnum):
     """Why an instance is reported. A circuit breaker counts CONNECT, LOST, TIMEOUT and BAD_ANSWER."""
 
     CONNECT = 0  # could not connect: nothing was sent
-    LOST = 1  # connection ended before the answer did
+    LOST = 1  # connection ended before the answer began
     STATUS = 2  # answered 5xx, as status or inside a stream: its health is to be checked
     TIMEOUT = 3
     BAD_ANSWER = 4  # not HTTP/1.1, or over the limits
     FULL = 5  # refused a request for load (429, 503), as status or inside a stream: it is well
+    BROKEN = 6  # connection ended behind the head of an answer: it may be the request, so its health is to be checked
 
 
 class RetryReason(enum.IntEnum):
@@ -116,6 +117,8 @@ class LossReason(enum.IntEnum):
     FULL = 2  # its instance refused it for load, before it did anything
     REFUSED = 3  # its instance answered with another error, before its first event
     RESUMED = 4  # the former hop, which was held, has gone on by itself
+    BROKEN = 5  # its connection ended behind the head of its answer: its instance may be well
+    ABORTED = 6  # its instance has given it up: nobody had ordered that, nor had the request caused it
 
 
 class PromptDetail(enum.IntEnum):

@@ -27,6 +27,7 @@ RECONNECT_S = 0.05
 SILENCE_S = 6 * HEARTBEAT_INTERVAL_S
 ATTACH_S = 0.25
 GONE_S = 3.0  # a relay reports every second, the control plane more often
+STOPPED_S = 60.0  # how long a relay may stand still while its process lives (SIGSTOP, a debugger, swapping)
 STALL_S = 1.0  # between two checks that should be ATTACH_S apart: this process was stopped
 # About a pass of an engine, and so about the age of a load report. Each frame wakes the control process, which costs
 # more than what it says.
@@ -149,6 +150,7 @@ class _AttachedRelay:
     connection: FramedConnection
     number: int
     last_frame_s: float
+    stands_still: bool = False  # it was said to, in the log
     outgoing: list[FromControl] = dataclasses.field(default_factory=list)
 
     def on_message(self, message: FromControl) -> None:
@@ -239,13 +241,29 @@ class ControlWire:
     def _check_relays(self) -> None:
         """Relays that are silent for too long are gone; what they held, the control plane frees.
 
-        Not if it was this process that stood still (a stopped machine, say): what they said meanwhile is read next.
+        Not if it was this process that stood still (a stopped machine, say): what they said meanwhile is read next. Nor
+        if a relay's process lives: it keeps its clients' connections, and goes on with them where it stood.
         """
         now_s = self._now_s()
         if now_s - self._checked_s > STALL_S:
             for relay in self._relays.values():
                 relay.last_frame_s = now_s
         self._checked_s = now_s
-        for identity in [name for name, relay in self._relays.items() if now_s - relay.last_frame_s > GONE_S]:
-            self._lose_relay(identity)
+        for identity, relay in list(self._relays.items()):
+            silent_s = now_s - relay.last_frame_s
+            if silent_s > (STOPPED_S if _lives(identity) else GONE_S):
+                self._lose_relay(identity)
+            elif (silent_s > GONE_S) is not relay.stands_still:
+                relay.stands_still = silent_s > GONE_S
+                state = "stands still; its streams are kept" if relay.stands_still else "goes on"
+                _log.warning("relay %d %s", relay.number, state)
         self._timer = self._loop.call_later(ATTACH_S, self._check_relays)
+
+
+def _lives(identity: bytes) -> bool:
+    """Whether the process of a relay of that identity runs or is stopped: the socket between them is this machine's."""
+    try:
+        os.kill(int(identity.partition(b"/")[2]), 0)
+    except OSError:
+        return False
+    return True

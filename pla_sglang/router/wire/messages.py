@@ -38,7 +38,7 @@ from pla_sglang.router.wire.codes import Outcome as Outcome
 from pla_sglang.router.wire.codes import PromptDetail as PromptDetail
 from pla_sglang.router.wire.codes import RetryReason as RetryReason
 
-PROTOCOL = 12  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 13  # raised with every change of a message; sides that disagree refuse each other
 
 
 # -- relay to control --------------------------------------------------------------------------------------------------
@@ -358,6 +358,7 @@ class Abort(Message, frozen=True):
     """End an open request now: free both instances, answer the client with ``status`` or break its stream.
 
     ``worker``: the instance that is dead, where that is why: a request that can go on elsewhere is ``Lost`` instead.
+    ``silent``: it says nothing and may be alive: a request that cannot go on elsewhere, or gets something, stays there.
     """
 
     rid: str
@@ -365,6 +366,7 @@ class Abort(Message, frozen=True):
     code: str
     message: str
     worker: int | None = None
+    silent: bool = False
 
 
 class AdminAnswer(Message, frozen=True):

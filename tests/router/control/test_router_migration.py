@@ -165,7 +165,11 @@ def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.Monke
             lose(one, 2, why)
             resumed = [] if why is m.LossReason.RESUMED else ["resume"]
             await one.until(lambda: done(one, source) == ["hold", *resumed])
-            aborting = why in (m.LossReason.DEAD, m.LossReason.RESUMED)  # otherwise it has said that nothing is there
+            aborting = why in (
+                m.LossReason.DEAD,
+                m.LossReason.BROKEN,
+                m.LossReason.RESUMED,
+            )  # otherwise it has said that nothing is there
             assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == aborting
             assert open_at(one)[1 - source] == 0
             assert move(one, 1 - source) is None

@@ -80,6 +80,7 @@ class Description:
         has_role: whether it knows ``/pla/role``.
         profile, time_scale: of an emulated device; empty and 1 on real ones.
         tokenizer: path or name.
+        chunk_tokens: of its prompts in one pass at most; None: it does not cut them.
         riding_tokens, small_first: as in ``Setup``.
         hops: a stateless instance whose streams can carry their token ids, and that goes on with those of others.
         says_ending: it has ``/pla/ending``.
@@ -102,6 +103,7 @@ class Description:
     has_role: bool = False
     profile: str = ""
     time_scale: float = 1.0
+    chunk_tokens: int | None = None
     riding_tokens: int | None = None
     small_first: bool = False
     hops: bool = False
@@ -137,6 +139,7 @@ def describe(info: Mapping[str, Any]) -> Description:
             profile=str(emulation.get("profile") or ""),
             time_scale=float(emulation.get("time_scale") or 1.0),
             hops=bool(stateless.get("hops")),
+            chunk_tokens=_chunk_tokens(info),
             riding_tokens=_riding_tokens(info, temporal=config.get("prefill_disagg") in ("temporal", DOPD)),
             small_first=config.get("prefill_disagg") in SMALL_FIRST,
             says_ending=bool(stateless) or bool(config),
@@ -149,10 +152,15 @@ def describe(info: Mapping[str, Any]) -> Description:
         raise WorkerError(f"/server_info is not as expected: {what}", status=502) from None
 
 
+def _chunk_tokens(info: Mapping[str, Any]) -> int | None:
+    tokens = int(info.get("chunked_prefill_size") or 0)
+    return tokens if tokens > 0 else None
+
+
 def _riding_tokens(info: Mapping[str, Any], *, temporal: bool) -> int | None:
     """Stock engines mix whole chunks with decodes; temporal ones cut the passes for the next token."""
-    chunk_tokens = int(info.get("chunked_prefill_size") or 0)
-    if not info.get("enable_mixed_chunk") or chunk_tokens <= 0:
+    chunk_tokens = _chunk_tokens(info)
+    if not info.get("enable_mixed_chunk") or chunk_tokens is None:
         return None
     return 1 if temporal else chunk_tokens
 

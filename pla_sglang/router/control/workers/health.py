@@ -16,6 +16,7 @@ from pla_sglang.router.control.workers.breaker import BreakerState
 from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
 
 INTERVAL = Range(10, unit="ms")
+GIVEN_UP = "it was drained, so its address is given up: whoever comes there gets nothing until POST /workers"
 STARTING_S = 0.25  # at most between two checks of an instance that is not ready yet
 
 
@@ -35,6 +36,14 @@ class HealthKnobs:
         1.0, "--health-interval-ms MS", "between two checks", allowed=INTERVAL, scale=MILLI, heading="health"
     )
     timeout_s: float = knob(5.0, "--health-timeout-ms MS", "of one check", allowed=INTERVAL, scale=MILLI)
+    silence_s: float = knob(
+        4.0,
+        "--health-silence-ms MS",
+        "its scheduler says nothing for longer, beyond twice the longest pass that its queue explains: it gets nothing "
+        "new, and with --migration on its streams go on elsewhere; 0: only missed checks count",
+        allowed=Range(0, unit="ms"),
+        scale=MILLI,
+    )
     fresh_s: float = knob(1.0, allowed=Range(0))  # a load report younger than this makes a check needless
     misses: int = knob(3, allowed=Range(1))  # checks in a row without answer that make a worker suspect
     refused: int = knob(3, allowed=Range(1))  # refused connections in a row that make it dead
@@ -57,12 +66,17 @@ class Health:
 
     def needs_check(self, worker: Worker, now_s: float) -> bool:
         """Whether a check would add to what its load reports show. Polls show less: neither the legs of a stateless
-        instance, nor that another process answers."""
+        instance, nor that another process answers, nor that its scheduler lives (it need not answer them)."""
         if worker.state in (WorkerState.READY, WorkerState.DRAINING):
-            if worker.view.kind is InstanceKind.STATELESS and not worker.load.reports:
+            if self.is_listened_to(worker) and not worker.load.reports:
                 return True
             return worker.misses > 0 or not worker.load.is_fresh(now_s, self.knobs.fresh_s)
         return worker.state is not WorkerState.DEAD
+
+    def is_listened_to(self, worker: Worker) -> bool:
+        """Whether its silence says anything: it reports its load, or is checked all the time."""
+        busy = worker.load.open_requests() > 0 or worker.state is WorkerState.SUSPECT
+        return busy or bool(worker.load.reports) or worker.view.kind is InstanceKind.STATELESS
 
     def on_probe(self, worker: Worker, probe: Probe, now_s: float, detail: str = "") -> Worker | None:
         """Applies the result of a check. Returns the worker that replaces this one, if it is dead now."""
@@ -99,9 +113,17 @@ class Health:
         if worker.breaker.state is BreakerState.OPEN and worker.state is WorkerState.READY:
             self.table.move(worker, WorkerState.SUSPECT, WorkerReason.BREAKER, now_s, detail)
 
-    def on_verified(self, worker: Worker, probe: Probe, now_s: float, detail: str = "") -> Worker | None:
-        """What a check has found that an answer of 500 gave cause for. Such an answer may be due to the request itself,
-        so the check counts in its place. Returns as ``on_probe``."""
+    def on_silence(self, worker: Worker, now_s: float, detail: str) -> None:
+        """Its scheduler has said nothing for too long. It is ready again once it answers."""
+        if worker.state is WorkerState.READY:
+            self.table.move(worker, WorkerState.SUSPECT, WorkerReason.HEALTH, now_s, detail)
+
+    def on_verified(
+        self, worker: Worker, probe: Probe, now_s: float, detail: str = "", *, began_s: float | None = None
+    ) -> Worker | None:
+        """What a check has found that an answer gave cause for, by its status 500 or as it broke off. That may be due
+        to the request itself, so the check counts in its place. Returns as ``on_probe``."""
+        worker.verified = (now_s if began_s is None else began_s, probe is Probe.OK)
         if probe is not Probe.OK and worker.state is not WorkerState.DEAD:
             self.on_failure(worker, now_s, refused=probe is Probe.REFUSED, detail=detail)
         return self.on_probe(worker, probe, now_s, detail)
@@ -112,7 +134,8 @@ class Health:
     def replace_worker(self, worker: Worker, reason: WorkerReason, now_s: float, detail: str = "") -> Worker | None:
         """The process is gone. A new worker waits at its address, unless this one was being removed, or drained by an
         operator: one that was told to end may be started again."""
-        drained = worker.state is WorkerState.DRAINING and worker.reason is not WorkerReason.ENDING
-        leaves = worker.leaves or drained
+        comes_back = worker.may_come_back()
+        if not comes_back:
+            detail = "; ".join(filter(None, (detail, GIVEN_UP)))
         self.table.move(worker, WorkerState.DEAD, reason, now_s, detail)
-        return None if leaves else self.table.add(worker.address, now_s)
+        return self.table.add(worker.address, now_s) if comes_back else None

@@ -156,14 +156,15 @@ class InstanceMonitor:
 
     async def _verify(self, worker: Worker) -> None:
         """SGLang's /health generates a token: a scheduler that hangs does not answer."""
-        probe, detail = Probe.OK, ""
+        probe, detail, began_s = Probe.OK, "", self._clock()
         try:
             await self._client.health(worker.address)
+            worker.heard_s = self._clock()
         except NobodyListensError as error:
             probe, detail = Probe.REFUSED, str(error)
         except NoAnswerError as error:
             probe, detail = Probe.FAILED, str(error)
-        self._health.on_verified(worker, probe, self._clock(), detail)
+        self._health.on_verified(worker, probe, self._clock(), detail, began_s=began_s)
 
     async def _check(self, worker: Worker) -> None:
         """One that serves is asked what it is: its scheduler must answer, and no token is generated for it. Before one
@@ -184,6 +185,7 @@ class InstanceMonitor:
         said = await self._client.describe(worker.address)
         if worker.state is WorkerState.DEAD:
             return
+        worker.heard_s = self._clock()
         same = self._table.same_process(worker, said.identity)
         if same is not None:  # under another name of its machine, or behind a router: this one
             raise WorkerError(f"the process that answers there is worker {same.number} already ({same.url})", 409)

@@ -43,6 +43,7 @@ class ReportIntake:
             return NewReport(worker, None, restarted=True)
         if effect is ReportEffect.OUTDATED:
             return None
+        worker.heard_s = now_s
         worker.legs = report.legs
         if report.requests is not None:
             worker.rows[report.dp_rank] = now_s, report.requests

@@ -91,6 +91,9 @@ class Worker:
             has not been told of any yet, nor of its own address.
         legs: of a stateless instance, from its last report, or from its last answer where it sends none.
         wants_drain: to be drained once it is ready: an operator ordered it before a restart of the router.
+        heard_s: when its scheduler last said something: in a load report, or in an answer that it has a part in.
+        unasked_s: when nobody last expected it to say anything.
+        verified: the last check of its health that a request had given cause for: when it began, and what it found.
         rows: the last rows of running requests of each rank that sends any, and when they came.
     """
 
@@ -112,6 +115,9 @@ class Worker:
     connected_s: dict[int, float] = dataclasses.field(default_factory=dict)
     peers: dict[int, str] | None = None
     legs: LegLoad | None = None
+    heard_s: float = 0.0
+    unasked_s: float = 0.0
+    verified: tuple[float, bool] | None = None
     rows: dict[int, tuple[float, Sequence[RequestRow]]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -120,6 +126,14 @@ class Worker:
 
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
+
+    def silent_since_s(self) -> float:
+        return max(self.heard_s, self.unasked_s)
+
+    def may_come_back(self) -> bool:
+        """Whether another process at its address would be served, if this one is gone."""
+        drained = self.state is WorkerState.DRAINING and self.reason is not WorkerReason.ENDING
+        return not (self.leaves or drained or (self.wants_drain and self.expected_identity))
 
     def to_saved(self) -> SavedWorker:
         """What outlives a restart of the router."""
@@ -268,7 +282,7 @@ class WorkerTable:
         name = f"{address.host}:{address.port}"
         view = InstanceView(index, name, InstanceKind.UNIFIED, Role.MIXED, InstanceState.STARTING)
         load = LoadTracker(view, settle_s=self._settle_s, clock=self.clock)
-        worker = Worker(number, address, view, load, Breaker(self._breaker), now_s)
+        worker = Worker(number, address, view, load, Breaker(self._breaker), now_s, heard_s=now_s)
         self.workers.append(worker)
         self.by_number[number] = worker
         self.fleet.add(view)
@@ -318,11 +332,17 @@ class WorkerTable:
     def drain(self, worker: Worker, now_s: float, *, then_remove: bool = False) -> None:
         """It gets no new requests. ``then_remove``: it is removed when it has finished, at once while it starts.
 
-        Raises WorkerError, status 409, for a worker that is still starting, unless it is to be removed.
+        One that starts and was known before a restart of the router is drained as soon as it has answered.
+
+        Raises WorkerError, status 409, for any other worker that is still starting, unless it is to be removed.
         """
         if worker.state is WorkerState.STARTING:
             if not then_remove:
-                raise WorkerError(f"worker {worker.number} is still starting", status=409)
+                if not worker.expected_identity:
+                    raise WorkerError(f"worker {worker.number} is still starting", status=409)
+                worker.wants_drain = True
+                self._on_change(worker)
+                return
             self.move(worker, WorkerState.DEAD, WorkerReason.REMOVED, now_s)
             return
         worker.leaves = worker.leaves or then_remove
@@ -333,7 +353,11 @@ class WorkerTable:
             self._on_change(worker)
 
     def undrain(self, worker: Worker, now_s: float) -> None:
-        """Raises WorkerError, status 409, unless it drains, is healthy and was not told to end."""
+        """Raises WorkerError, status 409, unless it drains, or is about to, is healthy and was not told to end."""
+        if worker.state is WorkerState.STARTING and worker.wants_drain:
+            worker.wants_drain = worker.leaves = False
+            self._on_change(worker)
+            return
         if worker.state is not WorkerState.DRAINING:
             raise WorkerError(f"worker {worker.number} is {worker.state.value}, not draining", status=409)
         if worker.reason is WorkerReason.ENDING:
