@@ -25,6 +25,7 @@ from pla_sglang.router.control.load_booking import book_request, close_bookings
 from pla_sglang.router.control.observability.explain import note_choice
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.router.control.request_record import ENDED, MoveReason, RequestRecord
+from pla_sglang.router.control.workers.exclusions import find_unfit
 from pla_sglang.router.control.workers.table import Worker, WorkerState
 from pla_sglang.router.wire import messages as m
 from pla_sglang.router.wire.rids import rid_at_instance
@@ -172,6 +173,7 @@ class Survival:
         excluded = dict(dispatcher.exclusions.find((), now_s, whole_only=True))
         gone = {*lost.killed, *lost.avoided}
         hidden = {worker.view for worker in dispatcher.table if not _can_go_on(worker, gone, shown=lost.shown)}
+        hidden |= find_unfit(record.ask, dispatcher.table).keys()
         runner.hidden = hidden | excluded.keys()
         if not any(view not in runner.hidden for view in dispatcher.table.fleet.ready):
             runner.hidden = hidden  # those that have just been full are better than none

@@ -38,7 +38,7 @@ from pla_sglang.router.wire.codes import Outcome as Outcome
 from pla_sglang.router.wire.codes import PromptDetail as PromptDetail
 from pla_sglang.router.wire.codes import RetryReason as RetryReason
 
-PROTOCOL = 12  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 13  # raised with every change of a message; sides that disagree refuse each other
 
 
 # -- relay to control --------------------------------------------------------------------------------------------------
@@ -74,6 +74,8 @@ class Ask(Message, frozen=True):
         retry_reason, detail: of an ``attempt`` above 1: why the former one is over, as a code and for people.
         body: the JSON body, with PromptDetail.BODY only.
         rids: the client's own names for the prompts of a batch, under which instances know them.
+        adapter: the LoRA adapter that it names.
+        continues_session: it has ``session_params``, of a session that one instance keeps.
     """
 
     rid: str
@@ -103,6 +105,8 @@ class Ask(Message, frozen=True):
     rids: tuple[str, ...] = ()
     refused_by: tuple[int, ...] = ()
     answer_tokens: int | None = None
+    adapter: str | None = None
+    continues_session: bool = False
 
 
 class Progress(Message, frozen=True):
