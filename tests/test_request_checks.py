@@ -225,7 +225,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = sorted(set(TokenizedGenerateReqInput.__struct_fields__) - {"sampling_params", "mm_inputs", "input_ids"})
+FIELDS = sorted(
+    set(TokenizedGenerateReqInput.__struct_fields__) - {"sampling_params", "session_params", "mm_inputs", "input_ids"}
+)
 PARAMS = sorted(set(SamplingParams.__struct_fields__) - {"is_normalized", "stop_str_max_len", "stop_regex_max_len"})
 
 

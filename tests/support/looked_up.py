@@ -35,8 +35,8 @@ LOOKED_UP = {
         "self._create_tokenized_object",
     ),
     "guard.logprobs": (
-        "sglang.srt.layers.sampler.Sampler._attach_logprobs_to_output",
-        "self.logprob_processor.compute_logprobs",
+        "sglang.srt.layers.sampler.Sampler.forward",
+        "self.output_logprob_processor.compute_logprobs",
     ),
     "front.request": (
         "sglang.srt.entrypoints.http_server.generate_request",
