@@ -200,9 +200,19 @@ def test_usual_requests_are_not_touched(request_: Any) -> None:
     assert vars(request_) == before
 
 
-def test_a_batch_encoding_is_left_to_the_host() -> None:
-    """Chat templates of transformers 5 give one in place of ids; the host says what is wrong with it."""
-    check_request(manager(), GenerateReqInput(input_ids={"input_ids": [1], "attention_mask": [1]}, sampling_params={}))
+def test_the_ids_in_a_batch_encoding() -> None:
+    """Chat templates of transformers 5 give one in place of ids, as SGLang's /api/chat passes it on."""
+    from transformers import BatchEncoding
+
+    encoded = BatchEncoding({"input_ids": [1, 2], "attention_mask": [1, 1]})
+    request = GenerateReqInput(input_ids=encoded, sampling_params={})
+    check_request(manager(), request)
+    assert request.input_ids == [1, 2]
+
+
+@pytest.mark.parametrize("ids", [{"a": 1}, "abc", 5, [{"a": 1}], [["a"]]])
+def test_ids_of_other_types_are_left_to_the_host(ids: Any) -> None:
+    check_request(manager(), GenerateReqInput(input_ids=ids, sampling_params={}))
 
 
 def test_what_the_host_itself_cannot_take() -> None:

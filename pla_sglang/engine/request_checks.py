@@ -13,7 +13,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from re import _parser  # type: ignore[attr-defined]  # no other way to a pattern's parts; SGLang's way, too
 from typing import Annotated, Any
 
@@ -48,6 +48,10 @@ _BAD_VALUE = (TypeError, AttributeError, KeyError, OverflowError, RecursionError
 
 def check_request(manager: Any, obj: Any) -> None:
     """What SGLang needs before it makes messages of ``obj``. Raises ConfigError."""
+    ids = getattr(obj, "input_ids", None)
+    if isinstance(ids, Mapping) and "input_ids" in ids:
+        # What chat templates of transformers 5 give; SGLang's /api/chat passes it on as if it were the ids alone.
+        obj.input_ids = ids["input_ids"]
     try:
         params = getattr(obj, "sampling_params", None)
         for each in params if isinstance(params, list) else [] if params is None else [params]:

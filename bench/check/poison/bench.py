@@ -28,6 +28,7 @@ from bench.harness import report
 from bench.harness.bench import Result, is_complete, measuring
 from bench.harness.cli import DEFAULT_PROFILE, add_budget, add_output, add_quick
 from pla_sglang.errors import ConfigError
+from pla_sglang.testing.server import ServerError
 
 AT_ONCE = 8
 QUICK_REQUESTS = 64
@@ -45,6 +46,7 @@ class Found:
     hung: int = 0
     neighbours: int = 0
     neighbours_wrong: int = 0
+    unfinished: str = ""
     statuses: Counter[str] = field(default_factory=Counter)
     killers: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[dict[str, Any]] = field(default_factory=list)
@@ -80,6 +82,9 @@ def run(options: argparse.Namespace) -> int:
             found[name] = Found()
             try:
                 Search(engines, declared, found[name], options).run(count, end_s)
+            except ServerError as error:  # one that does not start on a busy machine costs no figures of others
+                found[name].unfinished = str(error)[:SHOWN_CHARS]
+                report.say(found[name].unfinished)
             finally:
                 engines.close()
     return show_and_emit(options, found)
@@ -166,7 +171,8 @@ def show_and_emit(options: argparse.Namespace, found: dict[str, Found]) -> int:
     result |= {column: sum(getattr(each, column) for each in ours) for column in columns}
     result["kinds"] = {name: each.as_json() for name, each in found.items()}
     report.emit(result | report.environment(), "poison", options.out)
-    return int(any(result[column] for column in ("engines_ended", "hung", "neighbours_wrong")))
+    bad = any(result[column] for column in ("engines_ended", "hung", "neighbours_wrong"))
+    return int(bad or any(each.unfinished for each in ours))
 
 
 def page(result: Result) -> str:

@@ -19,7 +19,7 @@ from bench.harness.cli import emulation_flags
 from pla_sglang.demo import demo_model_path
 from pla_sglang.testing.server import HttpError, Server, ServerError, open_url
 
-STARTS_S = 300.0
+STARTS_S = 600.0
 WAITS_S = 40.0  # for the answer to one request of the search, and to one of the neighbour
 NEIGHBOUR_TOKENS = 24
 NEIGHBOUR = [7, 11, 13, 17, 19, 23]
