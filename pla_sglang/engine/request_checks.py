@@ -226,16 +226,16 @@ def _fields_of(kind: type[msgspec.Struct]) -> tuple[Sequence[str], Callable[[Any
     """Names of the fields of ``kind`` that are compared, what reads them, and their declared types."""
     hints = typing.get_type_hints(kind, include_extras=True)
     names = [name for name in kind.__struct_fields__ if name not in _UNCHECKED]
-    fields = [(name, _widen(hints[name])) for name in names]
+    fields = [(name, _bound(hints[name])) for name in names]
     return names, operator.attrgetter(*names), msgspec.defstruct("Declared", fields, array_like=True)
 
 
-def _widen(annotation: Any) -> Any:
-    """The same with every ``int`` in it as one that fits a tensor; 0 and 1 do for a ``bool``, as Python has it."""
-    if annotation in (int, bool):
-        return _INTEGER if annotation is int else bool | int
+def _bound(annotation: Any) -> Any:
+    """The same with every ``int`` in it as one that fits a tensor."""
+    if annotation is int:
+        return _INTEGER
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is None or origin in (typing.Literal, Annotated):
         return annotation
-    widened = tuple(_widen(argument) for argument in arguments)
-    return functools.reduce(operator.or_, widened) if origin in (typing.Union, types.UnionType) else origin[widened]
+    bounded = tuple(_bound(argument) for argument in arguments)
+    return functools.reduce(operator.or_, bounded) if origin in (typing.Union, types.UnionType) else origin[bounded]

@@ -42,6 +42,7 @@ KILLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "min_new_tokens": sample(min_new_tokens=2**31, max_new_tokens=None),
     "stop tokens": sample(stop_token_ids=[10**6], min_new_tokens=2),
     "stop pattern": sample(stop_regex="(?<=a+)b"),
+    "a number for a bool": sample(skip_special_tokens=0),
     "key": generate(extra_key={"a": 1}),
     "samples": sample(n=10**9),
     "completions: top logprobs": ("/v1/completions", {"model": "default", "prompt": "a", "logprobs": 10**6}),

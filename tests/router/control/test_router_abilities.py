@@ -19,9 +19,11 @@ CHAT, EMBEDDINGS, SCORE = m.Endpoint.CHAT, m.Endpoint.EMBEDDINGS, m.Endpoint.SCO
 
 def say(one: Scene, number: int, **said: Any) -> None:
     """What instance ``number`` says of itself beside the usual."""
-    worker = one.plane.table.by_number[number]
+    table = one.plane.table
+    worker = table.by_number[number]
     assert worker.description is not None
-    worker.description = dataclasses.replace(worker.description, **said)
+    described, worker.description = dataclasses.replace(worker.description, **said), None
+    table.describe(worker, described, 0.0)
 
 
 def instance_of(one: Scene, endpoint: m.Endpoint, **fields: Any) -> int | tuple[int, str]:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 
 from pla_sglang.checks import MILLI, Range, check_fields, knob
-from pla_sglang.policy.admission import AdmissionReason
+from pla_sglang.policy.admission import AdmissionReason, Verdict
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
 from pla_sglang.policy.pairs import PREFILLS, SERVES_WHOLE, TAKES_HANDOFFS
@@ -74,16 +74,20 @@ class Exclusions:
         self._table.restricted.add(worker)
 
     def find(
-        self, refused_by: Collection[int], now_s: float, *, ask: Ask | None = None, whole_only: bool = False
+        self,
+        refused_by: Collection[int],
+        now_s: float,
+        *,
+        unfit: Mapping[InstanceView, Exclusion] = _NONE,
+        whole_only: bool = False,
     ) -> Mapping[InstanceView, Exclusion]:
-        """For one request. ``refused_by``: numbers of the workers that have refused it for load. ``ask``: what it is;
-        who cannot serve it is left out too. ``whole_only``: a pair cannot serve it, so an instance that is full and can
-        do it whole is not left out for a pair.
+        """For one request. ``refused_by``: numbers of the workers that have refused it for load. ``unfit``: as
+        ``find_unfit`` says. ``whole_only``: a pair cannot serve it, so an instance that is full and can do it whole is
+        not left out for a pair.
 
         A request that nobody has refused yet goes somewhere even if all have just said that they are full: one of them
         may have room by now, and its client then gets that instance's own answer.
         """
-        unfit = _NONE if ask is None else find_unfit(ask, self._table)
         if not self._table.restricted and not refused_by:
             return unfit
         excluded: dict[InstanceView, Exclusion] = {}
@@ -118,6 +122,10 @@ class Exclusions:
 
 def find_unfit(ask: Ask, table: WorkerTable) -> Mapping[InstanceView, Exclusion]:
     """Who cannot serve the request at all, as instances say of themselves. One that has not said anything yet can."""
+    path = BY_ENDPOINT[ask.endpoint][1]
+    wrong = table.models & {not path.generates} if path.generates or path.embeds else ()
+    if not wrong and ask.adapter is None and ask.input_tokens < table.least_context_tokens:
+        return _NONE  # as almost always
     described = [(worker, worker.description) for worker in table if worker.description is not None]
     named = ask.adapter is not None and any(ask.adapter in (said.adapters or ()) for _, said in described)
     unfit: dict[InstanceView, Exclusion] = {}
@@ -127,14 +135,12 @@ def find_unfit(ask: Ask, table: WorkerTable) -> Mapping[InstanceView, Exclusion]
     return unfit
 
 
-def judge_unfit(ask: Ask, table: WorkerTable) -> AdmissionReason | None:
-    """Why no instance can ever serve the request; None: one can, or one has not said yet what it is."""
-    workers = list(table)
-    unfit = find_unfit(ask, table)
-    if not workers or len(unfit) < len(workers):
+def judge_unfit(unfit: Mapping[InstanceView, Exclusion], table: WorkerTable) -> Verdict | None:
+    """Why no instance can ever serve a request; None: one that is not ``unfit`` can, or has not said yet what it is."""
+    if not unfit or len(unfit) < sum(1 for _ in table):
         return None
     reasons = set(unfit.values())
-    return next(_ADMISSION[why] for why in (_CONTEXT, _ADAPTER, _MODEL) if why in reasons)
+    return Verdict(False, next(_ADMISSION[why] for why in (_CONTEXT, _ADAPTER, _MODEL) if why in reasons))
 
 
 def _why_unfit(ask: Ask, said: Description, *, adapter_is_named: bool) -> Exclusion | None:
