@@ -21,6 +21,7 @@ from pla_sglang.testing.server import HttpError, Server, ServerError, open_url
 
 STARTS_S = 600.0
 WAITS_S = 40.0  # for the answer to one request of the search, and to one of the neighbour
+ROOMS_APART = 1000  # each prompt of a batch has the next room
 NEIGHBOUR_TOKENS = 24
 NEIGHBOUR = [7, 11, 13, 17, 19, 23]
 CONTEXT_TOKENS = 512  # an answer without a limit ends soon
@@ -87,7 +88,7 @@ class Engines:
         self.starts = 0
         self.servers: list[Server] = []
         self._folder, self._profile = folder, profile
-        self._rooms = itertools.count(random.SystemRandom().getrandbits(40) + 1)
+        self._rooms = itertools.count(random.SystemRandom().getrandbits(40) + 1, ROOMS_APART)
         self._pool = ThreadPoolExecutor(48)
         self._expected: Any = None
 

@@ -94,9 +94,8 @@ class LatePlacement:
         if record.view.output_tokens == 1:
             return _KEEP_LOCAL  # its only token is there
         # Where it is, it need not be let in.
-        runner.hidden = dispatcher.exclusions.find((), now_s, unfit=find_unfit(record.ask, dispatcher.table)).keys() - {
-            source.view
-        }
+        unfit = find_unfit(record.ask, dispatcher.table)
+        runner.hidden = dispatcher.exclusions.find((), now_s, unfit=unfit).keys() - {source.view}
         try:
             return runner.place_prefilled(record.view, now_s, move=lambda at, why: self._move(record, at, why))
         except Exception:  # as in ``RequestDispatcher._dispatch``: a policy's mistake ends nothing but this decision

@@ -160,9 +160,8 @@ class RequestDispatcher:
     def _may_follow(self, record: RequestRecord, now_s: float) -> bool:
         """Whether a request that an instance has refused for load is sent to another one; else it is refused."""
         reason = AdmissionReason.ALL_FULL
-        if self.table.can_serve(
-            self.exclusions.find(record.refused_by, now_s, unfit=find_unfit(record.ask, self.table))
-        ):
+        unfit = find_unfit(record.ask, self.table)
+        if self.table.can_serve(self.exclusions.find(record.refused_by, now_s, unfit=unfit)):
             if self.retry_budget.take(now_s):
                 return True
             reason = AdmissionReason.RETRY_BUDGET
