@@ -32,7 +32,8 @@ SEED_RANGE = "9223372036854775807"
 
 def manager(*, generates: bool = True, mode: DisaggregationMode = NULL) -> SimpleNamespace:
     config = SimpleNamespace(vocab_size=VOCABULARY, hidden_size=4)
-    return SimpleNamespace(model_config=config, is_generation=generates, disaggregation_mode=mode)
+    args = SimpleNamespace(disaggregation_transfer_backend="nixl")
+    return SimpleNamespace(model_config=config, is_generation=generates, disaggregation_mode=mode, server_args=args)
 
 
 def make(*_: Any, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedGenerateReqInput:
@@ -173,7 +174,15 @@ def test_a_room_is_used_once_at_an_instance_of_a_pair() -> None:
     with pytest.raises(ConfigError, match="bootstrap_room 7 was used here before"):
         check_message(one, make(bootstrap_room=7))
     other = manager(mode=DisaggregationMode.DECODE)
-    check_message(other, make(bootstrap_room=7))
+    check_message(other, make(bootstrap_room=7, bootstrap_host="a"))
+
+
+def test_a_decode_instance_is_told_where_the_kv_is() -> None:
+    one = manager(mode=DisaggregationMode.DECODE)
+    check_message(one, make())  # without a room the scheduler itself refuses it
+    for host in (None, ""):
+        with pytest.raises(ConfigError, match="bootstrap_host is missing"):
+            check_message(one, make(bootstrap_room=9, bootstrap_host=host))
 
 
 def test_old_rooms_are_forgotten() -> None:

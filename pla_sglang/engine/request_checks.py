@@ -102,7 +102,7 @@ def check_message(manager: Any, message: Any) -> None:
         for token in message.token_ids_logprob or ():
             _check_integer("token_ids_logprob", token, (0, vocabulary - 1))
         if not _is_whole(manager) and message.bootstrap_host != NO_PEER:
-            note_room(manager, message.bootstrap_room)
+            _check_leg(manager, message)
 
 
 def _check_kind(manager: Any, message: Any) -> None:
@@ -118,6 +118,15 @@ def _check_kind(manager: Any, message: Any) -> None:
         if not _is_whole(manager):
             raise ConfigError("session_params are not served by a prefill and decode pair; send the whole conversation")
         _check_types(message.session_params, "session_params.")
+
+
+def _check_leg(manager: Any, message: Any) -> None:
+    """Of a prefill and decode pair. A decode instance that is not told where the KV is ends."""
+    moves_kv = manager.server_args.disaggregation_transfer_backend != "fake"
+    decodes = manager.disaggregation_mode.value == "decode"
+    if moves_kv and decodes and message.bootstrap_room is not None and not message.bootstrap_host:
+        raise ConfigError("bootstrap_host is missing; allowed: the host of the prefill instance")
+    note_room(manager, message.bootstrap_room)
 
 
 def note_room(manager: Any, room: int | None) -> None:
