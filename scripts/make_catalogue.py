@@ -18,6 +18,7 @@ WHEN = {
     Group.CPU: "the CPU platform is active",
     Group.EMULATE: "`--pla-emulate` is given, in scheduler processes",
     Group.GUARD: "in the process that serves HTTP, on a supported host",
+    Group.GUARD_SCHEDULER: "in its child processes, on a supported host",
     Group.FRONTEND: "`--prefill-disagg` is on, in the process that serves HTTP",
     Group.SCHEDULER: "`--prefill-disagg` is on, in scheduler processes",
     Group.TELEMETRY: "load reports go to a router or to the server's own pool controller, in scheduler processes",

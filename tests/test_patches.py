@@ -132,13 +132,13 @@ def load(mode: str, *, stateless: bool = False) -> Any:
 def test_scheduler_process_with_scheduling_on() -> None:
     groups, missing = in_fork(lambda: load("temporal"))
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "scheduler", "running"}
+    assert groups - {"cpu"} == {"cli", "guard, scheduler", "scheduler", "running"}
 
 
 def test_scheduler_process_with_scheduling_off() -> None:
     groups, missing = in_fork(lambda: load("off"))
     assert missing == []
-    assert groups - {"cpu"} == {"cli"}
+    assert groups - {"cpu"} == {"cli", "guard, scheduler"}
 
 
 def test_processes_of_a_stateless_instance() -> None:
@@ -150,10 +150,11 @@ def test_processes_of_a_stateless_instance() -> None:
         install.install_frontend(scheduling=False, stateless=True)
         return live_groups()
 
-    for process, as_child, wanted in (
-        (scheduler, True, {"stateless", "running"}),
+    cases = (
+        (scheduler, True, {"guard, scheduler", "stateless", "running"}),
         (front, False, {"guard", "stateless front"}),
-    ):
+    )
+    for process, as_child, wanted in cases:
         groups, missing = in_fork(process, as_child=as_child)
         assert missing == []
         assert groups - {"cpu"} == {"cli"} | wanted
@@ -350,7 +351,7 @@ def test_groups_that_come_later_are_called_too() -> None:
 
     groups, missing = in_fork(later)
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "scheduler", "running", "telemetry"}
+    assert groups - {"cpu"} == {"cli", "guard, scheduler", "scheduler", "running", "telemetry"}
 
 
 def test_a_scheduler_without_our_seams_is_not_served() -> None:

@@ -52,7 +52,7 @@ def live_groups() -> set[str]:
     ids=["telemetry only", "temporal", "member of a router's pool", "pools", "emulated"],
 )
 def test_scheduler_process(knobs: PlaConfig, expected: set[str]) -> None:
-    assert in_fork(lambda: load(knobs)) == (expected, [])
+    assert in_fork(lambda: load(knobs)) == (expected | {"guard, scheduler"}, [])
 
 
 def test_controller_process() -> None:
@@ -70,7 +70,7 @@ def test_a_scheduler_that_is_forked_from_the_controller_is_no_controller() -> No
 
     groups, missing = in_fork(controller)
     assert missing == []
-    assert groups == {"cli", "controller", "scheduler", "telemetry"}
+    assert groups == {"cli", "controller", "guard, scheduler", "scheduler", "telemetry"}
 
 
 def test_the_front_process_starts_the_controller_through_us() -> None:

@@ -15,6 +15,7 @@ _ALL = (
     Bench("check.hops.bench", "35 min", "engines", results="emulated"),
     Bench("check.overload_router", "5 min", "engines", results="emulated"),
     Bench("check.parity", "6 min", "engines"),
+    Bench("check.poison.bench", "40 min", "engines"),
     Bench("check.router_clients", "3 min", "engines"),
     Bench("check.star", "35 min", "engines", results="emulated"),
     Bench("check.survive.bench", "20 min", "engines", results="emulated"),

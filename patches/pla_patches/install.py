@@ -2,7 +2,8 @@
 
 Who installs what:
 
-* a process that loads plugins (``register``): CLI; CPU where that platform is active; EMULATE, GRAPHS, SCHEDULER and
+* a process that loads plugins (``register``): CLI; CPU where that platform is active; GUARD_SCHEDULER in children of a
+  server, on a supported host; EMULATE, GRAPHS, SCHEDULER and
   TELEMETRY in the children of a server whose device is emulated, whose prefill graphs are on, whose scheduling is on,
   whose load is reported, STATELESS in those of a stateless instance, and RUNNING where one of scheduling and stateless
   is on; CONTROLLER instead of these in the data-parallel controller of a server with pools;
@@ -64,6 +65,7 @@ def _groups(knobs: config.PlaConfig) -> list[Group]:
     if _controller_pid == os.getpid():
         return [*groups, Group.CONTROLLER]
     wanted = (
+        (not host.version_reasons(), Group.GUARD_SCHEDULER),
         (knobs.emulate is not None, Group.EMULATE),
         (knobs.graphs, Group.GRAPHS),
         (knobs.enabled, Group.SCHEDULER),

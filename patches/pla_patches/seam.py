@@ -29,6 +29,7 @@ class Group(enum.Enum):
     CPU = "cpu"  # the CPU platform is active
     EMULATE = "emulate"  # a GPU is emulated; scheduler processes
     GUARD = "guard"  # a supported host; the process that serves HTTP, whatever else is on
+    GUARD_SCHEDULER = "guard, scheduler"  # the same; its children
     FRONTEND = "frontend"  # scheduling is on; the process that serves HTTP
     SCHEDULER = "scheduler"  # scheduling is on; scheduler processes
     TELEMETRY = "telemetry"  # load reports are on; scheduler processes
@@ -43,7 +44,8 @@ class Group(enum.Enum):
 
 GROUP_EXITS = {
     Group.CLI: "When SGLang lets plugins declare flags.",
-    Group.GUARD: "When SGLang refuses token ids outside the vocabulary itself.",
+    Group.GUARD: "When SGLang checks types and ranges of all fields before a scheduler gets them.",
+    Group.GUARD_SCHEDULER: "As guard.message.",
     Group.EMULATE: "With the emulation.",
     Group.TELEMETRY: "When SGLang pushes its load to a router.",
     Group.RUNNING: "When the host takes what a running request has had from its tokens, and not from its passes.",

@@ -36,6 +36,10 @@ class AdmissionReason(enum.Enum):
     ALL_FULL = "all_full"  # an instance has refused it for load, and all others have just refused requests too
     RETRY_BUDGET = "retry_budget"  # an instance has refused it for load, and too many requests were retried already
     UNIFIED_ONLY = "unified_only"  # a pair cannot serve its path, and there is no unified instance
+    SESSIONS = "sessions"  # session_params, and no unified instance is ready
+    OTHER_MODEL = "other_model"  # no instance has a model of the kind that its path needs
+    NO_ADAPTER = "no_adapter"  # no instance serves LoRA adapters
+    OVER_CONTEXT = "over_context"  # its prompt is longer than the context of every instance
     FAULT = "fault"  # the choice for it has failed, which is a mistake of the policy's
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pla_sglang.router.http import json_body as b
+from pla_sglang.router.wire.inference import PATHS
 from pla_sglang.router.wire.rids import rid_at_instance
 
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -113,6 +114,24 @@ def test_long_arrays_are_cut_out_and_nothing_else() -> None:
         b.read_body(nested)
     batch = b.read_body(json.dumps({"input_ids": [ids, [1, 2]]}).encode())
     assert (batch.prompts, batch.input_tokens, batch.exact_tokens) == (2, len(ids) + 2, True)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "prompt"])
+@pytest.mark.parametrize("prompts", [[[]], [[1, 2], []], [[], [1]], [[1], [], [2]]])
+def test_an_empty_prompt_in_a_batch_is_refused(name: str, prompts: list[list[int]]) -> None:
+    with pytest.raises(b.BadBody, match="has no token"):
+        b.read_body(json.dumps({name: prompts}).encode(), PATHS["/v1/completions"])
+
+
+def test_adapters_and_sessions_are_read() -> None:
+    def read(**fields: Any) -> tuple[str | None, bool]:
+        found = b.read_body(json.dumps({"text": "a", **fields}).encode())
+        return found.adapter, found.continues_session
+
+    assert read() == (None, False)
+    assert read(lora_path="a", session_params={"id": "s"}) == ("a", True)
+    assert read(lora_path=[None, "b"], session_params=None) == ("b", False)
+    assert read(lora_path=5, session_params={}) == (None, False)
 
 
 def test_very_long_arrays_are_estimated_by_their_beginning() -> None:

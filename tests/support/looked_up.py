@@ -30,7 +30,7 @@ LOOKED_UP = {
     "emu.kv_send_poll": ("sglang.srt.disaggregation.utils._poll_with_failure_injection", "poller.poll"),
     "emu.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "emu.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
-    "guard.tokens": (
+    "guard.request": (
         "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._handle_non_streaming_request",
         "self.tokenizer_manager.generate_request",
     ),
@@ -42,6 +42,14 @@ LOOKED_UP = {
     "guard.states": (
         "sglang.srt.entrypoints.http_server.server_info",
         "_global_state.tokenizer_manager.get_internal_state",
+    ),
+    "guard.message": (
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        "self._create_tokenized_object",
+    ),
+    "guard.logprobs": (
+        "sglang.srt.layers.sampler.Sampler.forward",
+        "self.output_logprob_processor.compute_logprobs",
     ),
     "front.request": (
         "sglang.srt.entrypoints.http_server.generate_request",

@@ -28,6 +28,12 @@ PARAMETERS = {
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request": "self, obj, request",
     "sglang.srt.managers.tokenizer_manager.TokenizerManager.resolved_config_dict": "self, base",
     "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state": "self",
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object": (
+        "self, obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids"
+    ),
+    "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs": (
+        "self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids"
+    ),
     _HTTP + "_setup_and_run_http_server": (
         "server_args, tokenizer_manager, template_manager, port_args, scheduler_infos, subprocess_watchdog, "
         "execute_warmup_func, launch_callback"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import shutil
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.emulate import arguments as emulation
-from pla_sglang.engine import compat
+from pla_sglang.engine import compat, request_checks
 from pla_sglang.engine.routes import add_routes
 from pla_sglang.engine.stateless.checks import VARIABLES, check_port, check_stateless
 from pla_sglang.errors import ConfigError, HostMismatchError, PlaError
@@ -78,48 +77,12 @@ def socket_folder() -> str:
     return tempfile.mkdtemp(prefix=f"pla-sockets-{os.getpid()}-")
 
 
-def refuse_unknown_tokens(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Refuse a prompt with a token id that the model does not have: the scheduler would end with an IndexError.
-
-    Every way in comes through here: /generate, OpenAI's endpoints with token lists, embeddings, scores; single and in
-    batches. Where images or the like come with the prompt, a processor of the host's replaces their placeholders,
-    which need not be in the vocabulary. A host without one, as for a model of text, drops the images and sends the ids.
-    In a batch each prompt is judged by its own images.
-
-    Raises:
-        ConfigError: a ValueError, which SGLang's handlers answer with status 400.
-    """
-    vocabulary = manager.model_config.vocab_size
-    token = find_unknown_token(getattr(obj, "input_ids", None), vocabulary)
-    if token is not None and manager.mm_processor is not None and obj.contains_mm_input():
-        token = _find_beside_images(obj, vocabulary)
-    if token is None:
-        return
-    obj.normalize_batch_and_arguments()  # see ``before_generate_request``
-    raise ConfigError(f"input_ids has token id {token}; allowed: 0 to {vocabulary - 1}")
+def refuse_bad_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
+    request_checks.check_request(manager, obj)
 
 
-def _find_beside_images(obj: Any, vocabulary: int) -> int | None:
-    """As ``find_unknown_token``, in the prompts of a batch that have no images of their own."""
-    batch = copy.copy(obj)  # the host normalizes the request once, later
-    batch.normalize_batch_and_arguments()
-    if batch.is_single:
-        return None
-    plain = [batch[index].input_ids for index in range(batch.batch_size) if not batch[index].contains_mm_input()]
-    return find_unknown_token(plain, vocabulary)
-
-
-def find_unknown_token(input_ids: Any, vocabulary: int) -> int | None:
-    """One that is outside the vocabulary. ``input_ids``: of one prompt, or a list of them; None: the prompt is text."""
-    if not input_ids:
-        return None
-    prompts = [input_ids] if isinstance(input_ids[0], int) else input_ids
-    for prompt in prompts:
-        if prompt and (least := min(prompt)) < 0:
-            return int(least)
-        if prompt and (most := max(prompt)) >= vocabulary:
-            return int(most)
-    return None
+def around_create_tokenized_object(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    return request_checks.make_message(original, manager, obj, *args, **kwargs)
 
 
 def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:

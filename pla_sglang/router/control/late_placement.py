@@ -18,6 +18,7 @@ from pla_sglang.policy.interface.reasons import FleetReason, Reason
 from pla_sglang.router.control.moves import PREFILLED, Mover
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.router.control.request_record import RequestRecord
+from pla_sglang.router.control.workers.exclusions import find_unfit
 from pla_sglang.router.control.workers.table import Worker
 from pla_sglang.router.wire import messages as m
 
@@ -93,7 +94,8 @@ class LatePlacement:
         if record.view.output_tokens == 1:
             return _KEEP_LOCAL  # its only token is there
         # Where it is, it need not be let in.
-        runner.hidden = dispatcher.exclusions.find((), now_s).keys() - {source.view}
+        unfit = find_unfit(record.ask, dispatcher.table)
+        runner.hidden = dispatcher.exclusions.find((), now_s, unfit=unfit).keys() - {source.view}
         try:
             return runner.place_prefilled(record.view, now_s, move=lambda at, why: self._move(record, at, why))
         except Exception:  # as in ``RequestDispatcher._dispatch``: a policy's mistake ends nothing but this decision

@@ -1,4 +1,5 @@
-"""What two instances of a request cannot serve: several samples, and all paths but a few. One must do it whole."""
+"""What two instances of a request cannot serve: several samples, sessions, and all paths but a few. One must do it
+whole."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ _UNIFIED = InstanceKind.UNIFIED
 
 def needs_whole(ask: Ask) -> bool:
     """Whether a pair cannot serve it."""
-    return ask.samples > 1 or not BY_ENDPOINT[ask.endpoint][1].pairs
+    return ask.samples > 1 or ask.continues_session or not BY_ENDPOINT[ask.endpoint][1].pairs
 
 
 def choose_whole(ask: Ask, view: RequestView, runner: PairRunner) -> Choice | None:
     """Where a pair could be chosen and could not serve it, the least loaded instance that can do it whole, a unified or
     a stateless one; None: ask the policy."""
-    if ask.samples > 1:
+    if ask.samples > 1 or ask.continues_session:
         return runner.choose_whole(view)
     if BY_ENDPOINT[ask.endpoint][1].pairs or all(one.kind is _UNIFIED for one in runner.visible().ready):
         return None
@@ -37,8 +38,9 @@ def judge_pair(ask: Ask, table: WorkerTable) -> Verdict | None:
         return None
     if any(worker.view.kind in SERVES_WHOLE and worker.description for worker in table):
         return Verdict(False, AdmissionReason.NO_INSTANCE, RETRY_NO_INSTANCE_S)
-    pairs_serve = BY_ENDPOINT[ask.endpoint][1].pairs
-    return Verdict(False, AdmissionReason.SAMPLES if pairs_serve else AdmissionReason.UNIFIED_ONLY)
+    if not BY_ENDPOINT[ask.endpoint][1].pairs:
+        return Verdict(False, AdmissionReason.UNIFIED_ONLY)
+    return Verdict(False, AdmissionReason.SESSIONS if ask.continues_session else AdmissionReason.SAMPLES)
 
 
 def decodes_after(ask: Ask) -> bool:

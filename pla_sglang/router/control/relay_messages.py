@@ -14,6 +14,10 @@ _STATUS = {
     AdmissionReason.ALL_FULL: 503,
     AdmissionReason.RETRY_BUDGET: 503,
     AdmissionReason.UNIFIED_ONLY: 501,
+    AdmissionReason.SESSIONS: 400,
+    AdmissionReason.OTHER_MODEL: 400,
+    AdmissionReason.NO_ADAPTER: 400,
+    AdmissionReason.OVER_CONTEXT: 400,
     AdmissionReason.FAULT: 500,
 }
 _TEXT = {
@@ -28,6 +32,10 @@ _TEXT = {
     AdmissionReason.UNIFIED_ONLY: "{path} needs a unified or stateless instance, of which there is none; a pair serves "
     + ", ".join(name for name, path in PATHS.items() if path.pairs),
     AdmissionReason.SAMPLES: "n > 1 is not served by a prefill and decode pair; send n requests, or a batch of prompts",
+    AdmissionReason.SESSIONS: "session_params are not served by a prefill and decode pair; send the whole conversation",
+    AdmissionReason.OTHER_MODEL: "{path} is served by no instance here: {needs}",
+    AdmissionReason.NO_ADAPTER: "no instance serves LoRA adapters, which lora_path names; leave it out",
+    AdmissionReason.OVER_CONTEXT: "the prompt has {tokens} tokens, more than the context of every instance",
 }
 
 
@@ -52,5 +60,7 @@ def assign_message(record: RequestRecord, reason: str) -> m.Assign:
 
 def refuse_message(ask: m.Ask, attempt: int, verdict: Verdict) -> m.Refuse:
     reason = verdict.reason
-    text = _TEXT[reason].replace("{path}", BY_ENDPOINT[ask.endpoint][0])
+    name, path = BY_ENDPOINT[ask.endpoint]
+    needs = "it needs an embedding model (--is-embedding)" if path.embeds else "it needs a model that generates"
+    text = _TEXT[reason].replace("{path}", name).replace("{needs}", needs).replace("{tokens}", str(ask.input_tokens))
     return m.Refuse(ask.rid, attempt, _STATUS.get(reason, 429), reason.value, text, verdict.retry_after_s)

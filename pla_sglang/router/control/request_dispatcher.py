@@ -33,7 +33,7 @@ from pla_sglang.router.control.policy_setup import LivePolicy
 from pla_sglang.router.control.prompts import Prompt, Prompts
 from pla_sglang.router.control.relay_messages import assign_message, refuse_message
 from pla_sglang.router.control.request_record import ENDED, RequestRecord, record_of
-from pla_sglang.router.control.workers.exclusions import Exclusions
+from pla_sglang.router.control.workers.exclusions import Exclusions, find_unfit, judge_unfit
 from pla_sglang.router.control.workers.health import Health
 from pla_sglang.router.control.workers.table import Worker
 from pla_sglang.router.wire import messages as m
@@ -160,7 +160,8 @@ class RequestDispatcher:
     def _may_follow(self, record: RequestRecord, now_s: float) -> bool:
         """Whether a request that an instance has refused for load is sent to another one; else it is refused."""
         reason = AdmissionReason.ALL_FULL
-        if self.table.can_serve(self.exclusions.find(record.refused_by, now_s)):
+        unfit = find_unfit(record.ask, self.table)
+        if self.table.can_serve(self.exclusions.find(record.refused_by, now_s, unfit=unfit)):
             if self.retry_budget.take(now_s):
                 return True
             reason = AdmissionReason.RETRY_BUDGET
@@ -206,7 +207,12 @@ class RequestDispatcher:
     def _choose(self, record: RequestRecord, now_s: float) -> bool:
         runner, view = self.policy.runner, record.view
         assert runner is not None
-        excluded = self.exclusions.find(record.refused_by, now_s, whole_only=needs_whole(record.ask))
+        unfit = find_unfit(record.ask, self.table)
+        if (refusal := judge_unfit(unfit, self.table)) is not None:
+            self._drop(record, refusal)
+            return True
+        whole_only = needs_whole(record.ask)
+        excluded = self.exclusions.find(record.refused_by, now_s, unfit=unfit, whole_only=whole_only)
         if record.refused_by and not self.table.can_serve(excluded):  # it would keep those behind it waiting
             self._drop(record, Verdict(False, AdmissionReason.ALL_FULL, RETRY_FULL_S))
             return True

@@ -30,6 +30,7 @@ from pla_sglang.router.control.load_booking import book_request, close_bookings
 from pla_sglang.router.control.observability.explain import note_choice
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.router.control.request_record import ENDED, Hop, MoveReason, RequestRecord
+from pla_sglang.router.control.workers.exclusions import find_unfit
 from pla_sglang.router.control.workers.silence import silent_for_s
 from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.router.wire import messages as m
@@ -246,6 +247,7 @@ class Survival:
         excluded = dict(dispatcher.exclusions.find((), now_s, whole_only=True))
         gone = {*lost.killed, *lost.avoided}
         hidden = {worker.view for worker in dispatcher.table if not _can_go_on(worker, gone, shown=lost.shown)}
+        hidden |= find_unfit(record.ask, dispatcher.table).keys()
         runner.hidden = hidden | excluded.keys()
         if not any(view not in runner.hidden for view in dispatcher.table.fleet.ready):
             runner.hidden = hidden  # those that have just been full are better than none
@@ -278,13 +280,14 @@ class Survival:
         if policy.runner is None:
             return None
         gone, limit_s = {*lost.killed, *lost.avoided}, self._dispatcher.health.knobs.silence_s
+        unfit = find_unfit(record.ask, self._dispatcher.table)
         found = []
         for worker in self._dispatcher.table:
             back = lost.shown and worker.is_ready() and worker.number in lost.killed and worker.heard_s > lost.at_s
             drains = worker.state is WorkerState.DRAINING and worker.number not in gone
             silent = limit_s > 0 and silent_for_s(worker, policy.predictor, policy.clock, now_s) > limit_s
             can = _can_go_on(worker, set(), shown=lost.shown) and worker.breaker.admits() and not silent
-            if can and (back or drains):
+            if can and (back or drains) and worker.view not in unfit:
                 found.append((back, worker.reason is WorkerReason.ENDING, worker.view.requests(), worker))
         if not found:
             return None

@@ -91,6 +91,8 @@ class _Members(_Reserved, gc=False):
     request_id: msgspec.Raw = _EMPTY
     max_output_tokens: msgspec.Raw = _EMPTY
     background: msgspec.Raw = _EMPTY
+    lora_path: msgspec.Raw = _EMPTY
+    session_params: msgspec.Raw = _EMPTY
     previous_response_id: msgspec.Raw = _EMPTY
 
 
@@ -104,6 +106,8 @@ class Body(msgspec.Struct, gc=False, frozen=True):
         input_tokens: over all prompts; an estimate unless ``exact_tokens``.
         prompts: at least 1.
         samples: ``n``, at least 1.
+        adapter: the LoRA adapter that it names; of a batch the first one.
+        continues_session: it has ``session_params``.
     """
 
     rid: str | None
@@ -116,10 +120,13 @@ class Body(msgspec.Struct, gc=False, frozen=True):
     output_tokens: int | None = None
     priority: int | None = None
     null_rid: bool = False
+    adapter: str | None = None
+    continues_session: bool = False
 
 
 _NO_PARAMS = _Params()
 RESERVED_FIELDS = _Reserved.__struct_fields__
+_NOTHING = (b"null", b"{}")
 _NONE_RESERVED = (_EMPTY,) * len(RESERVED_FIELDS)  # the first of _Members
 _decode_members = msgspec.json.Decoder(_Members).decode
 _decode_params = msgspec.json.Decoder(_Params).decode
@@ -202,6 +209,8 @@ def _summarize_body(members: _Members, params: list[_Params], ids_cut: CutIds | 
         or _read_integer(first.max_new_tokens),
         priority=None if members.priority is _EMPTY else _read_priority(members.priority),
         null_rid=rid is None and not rids and named is not _EMPTY,
+        adapter=None if members.lora_path is _EMPTY else _read_adapter(members.lora_path),
+        continues_session=members.session_params is not _EMPTY and bytes(members.session_params) not in _NOTHING,
     )
 
 
@@ -230,6 +239,9 @@ def _measure_prompt(members: _Members, ids_cut: CutIds | None) -> tuple[int, boo
         text = _first_item(raw) == b'"'
         if text or _first_item(raw) == b"[":
             parts = _split_list(raw)
+            if not text and any(_is_empty(part) for part in (parts if ids_cut is None else parts[1:])):
+                # It would end the scheduler of an instance without the plugin.
+                raise BadBody("empty_prompt", "a prompt of the batch has no token; allowed: at least one")
             inner = sum(_estimate_tokens(p) if text else _count_items(p) for p in parts)
             cut = ids_cut or CutIds(0, exact=True)
             return cut.tokens + inner, cut.exact and not text, len(parts)
@@ -269,6 +281,10 @@ def _measure_texts(raw: msgspec.Raw, *, inner: bool = False) -> tuple[int, bool,
 
 def _estimate_tokens(raw: msgspec.Raw) -> int:
     return int(len(memoryview(raw)) / BYTES_PER_TOKEN)
+
+
+def _is_empty(raw: msgspec.Raw) -> bool:
+    return _first_byte(raw) == b"[" and _first_item(raw) == b"]"
 
 
 def _count_items(raw: msgspec.Raw) -> int:
@@ -326,6 +342,16 @@ def _read_priority(raw: msgspec.Raw) -> int | None:
     sign, digits = (-1, msgspec.Raw(bytes(raw)[1:])) if _first_byte(raw) == b"-" else (1, raw)
     value = _read_integer(digits)
     return None if value is None else sign * value
+
+
+def _read_adapter(raw: msgspec.Raw) -> str | None:
+    """None where it names none; what is wrong with it the instance says."""
+    if _first_byte(raw) not in (b'"', b"["):
+        return None
+    _check_members(raw)
+    given = _decode_any(raw)
+    names = given if isinstance(given, list) else [given]
+    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def _read_samples(raw: msgspec.Raw) -> int:

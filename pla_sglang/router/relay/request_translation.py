@@ -178,6 +178,8 @@ def build_ask(  # the arguments are what a relay knows, each from another place
         parent=headers.parent,
         rids=body.rids,
         answer_tokens=headers.answer_tokens,
+        adapter=body.adapter,
+        continues_session=body.continues_session,
     )
 
 

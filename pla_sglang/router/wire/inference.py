@@ -20,6 +20,7 @@ class InferencePath(NamedTuple):
             none, as SGLang takes none or wants a list of them for a batch; such a request ends with its connection.
         pairs: whether a prefill and decode pair can serve it.
         generates: False: its answer is read off the prefill.
+        embeds: only an embedding model serves it. Those that neither generate nor embed, either model may serve.
         each_item: the first member of ``prompt`` is read again with each item of the second.
     """
 
@@ -28,6 +29,7 @@ class InferencePath(NamedTuple):
     rid_member: str = ""
     pairs: bool = False
     generates: bool = False
+    embeds: bool = False
     each_item: bool = False
 
 
@@ -40,10 +42,10 @@ PATHS: dict[str, InferencePath] = {
     "/v1/messages": InferencePath(Endpoint.MESSAGES, ("system", "messages"), generates=True),
     "/api/chat": InferencePath(Endpoint.OLLAMA_CHAT, ("messages",), generates=True),
     "/api/generate": InferencePath(Endpoint.OLLAMA_GENERATE, ("system", "prompt"), generates=True),
-    "/v1/embeddings": InferencePath(Endpoint.EMBEDDINGS, ("input",)),
-    "/encode": InferencePath(Endpoint.ENCODE, ("input_ids", "text")),
-    "/classify": InferencePath(Endpoint.CLASSIFY, ("input_ids", "text")),
-    "/v1/classify": InferencePath(Endpoint.CLASSIFICATIONS, ("input",)),
+    "/v1/embeddings": InferencePath(Endpoint.EMBEDDINGS, ("input",), embeds=True),
+    "/encode": InferencePath(Endpoint.ENCODE, ("input_ids", "text"), embeds=True),
+    "/classify": InferencePath(Endpoint.CLASSIFY, ("input_ids", "text"), embeds=True),
+    "/v1/classify": InferencePath(Endpoint.CLASSIFICATIONS, ("input",), embeds=True),
     "/v1/score": InferencePath(Endpoint.SCORE, ("query", "items"), each_item=True),
     "/v1/rerank": InferencePath(Endpoint.RERANK, ("query", "documents"), each_item=True),
 }

@@ -74,6 +74,8 @@ class Ask(Message, frozen=True):
         retry_reason, detail: of an ``attempt`` above 1: why the former one is over, as a code and for people.
         body: the JSON body, with PromptDetail.BODY only.
         rids: the client's own names for the prompts of a batch, under which instances know them.
+        adapter: the LoRA adapter that it names.
+        continues_session: it has ``session_params``, of a session that one instance keeps.
     """
 
     rid: str
@@ -103,6 +105,8 @@ class Ask(Message, frozen=True):
     rids: tuple[str, ...] = ()
     refused_by: tuple[int, ...] = ()
     answer_tokens: int | None = None
+    adapter: str | None = None
+    continues_session: bool = False
 
 
 class Progress(Message, frozen=True):

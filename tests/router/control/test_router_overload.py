@@ -24,7 +24,7 @@ from pla_sglang.router.wire import messages as m
 from pla_sglang.sim.parity import Replay
 
 LONG = ExclusionKnobs(full_s=30.0)
-FULL, BREAKER, REFUSED = Exclusion
+FULL, BREAKER, REFUSED, *_ = Exclusion
 
 
 def refuse(one: Scene, rid: str, worker: int, *, attempt: int = 2, refused_by: tuple[int, ...] = ()) -> Any:

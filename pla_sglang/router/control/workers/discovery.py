@@ -86,6 +86,9 @@ class Description:
         says_ending: it has ``/pla/ending``.
         batches: whether it gathers prompts by DOPD's Algorithm 1, whose knobs can be told.
         legs: of a stateless instance, at the time of the answer.
+        generates: False: its model embeds, scores or classifies; None: it does not say.
+        most_input_tokens: a prompt must be shorter; None: it does not say, or cuts longer ones.
+        adapters: names of the LoRA adapters that it began with; None: it serves none.
     """
 
     kind: InstanceKind
@@ -110,10 +113,16 @@ class Description:
     says_ending: bool = False
     batches: bool = False
     legs: LegLoad | None = None
+    generates: bool | None = None
+    most_input_tokens: int | None = None
+    adapters: frozenset[str] | None = frozenset()
 
 
-def describe(info: Mapping[str, Any]) -> Description:
-    """From ``/server_info``. Raises WorkerError for an answer that lacks what the router needs."""
+def describe(info: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Description:
+    """From ``/server_info``, and ``/model_info`` where that is known.
+
+    Raises WorkerError for an answer that lacks what the router needs.
+    """
     try:
         mode = info["disaggregation_mode"]
         states = info.get("internal_states") or [{}]
@@ -145,6 +154,9 @@ def describe(info: Mapping[str, Any]) -> Description:
             says_ending=bool(stateless) or bool(config),
             batches=config.get("prefill_disagg") == DOPD,
             legs=LegLoad.of_state(stateless) if "faults" in stateless else None,
+            generates=_generates(info, model or {}),
+            most_input_tokens=None if info.get("allow_auto_truncate") else _positive(info.get("max_req_input_len")),
+            adapters=_adapters(info),
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, msgspec.ValidationError) as error:
         # Its text may quote the instance's answer, which has secrets; that of a KeyError is the name that is missing.
@@ -155,6 +167,27 @@ def describe(info: Mapping[str, Any]) -> Description:
 def _chunk_tokens(info: Mapping[str, Any]) -> int | None:
     tokens = int(info.get("chunked_prefill_size") or 0)
     return tokens if tokens > 0 else None
+
+
+def _generates(info: Mapping[str, Any], model: Mapping[str, Any]) -> bool | None:
+    """``is_embedding`` is a flag; a model may be one of embeddings without it, which only ``/model_info`` says."""
+    if info.get("is_embedding") is True:
+        return False
+    said = model.get("is_generation")
+    return said if isinstance(said, bool) else None
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _adapters(info: Mapping[str, Any]) -> frozenset[str] | None:
+    """Others may have been loaded since, so that a name which is not here is no reason to refuse."""
+    if info.get("enable_lora") is False and not info.get("lora_paths"):
+        return None
+    paths = info.get("lora_paths") or ()
+    names = (path.get("lora_name") for path in paths if isinstance(path, Mapping)) if isinstance(paths, list) else paths
+    return frozenset(str(name) for name in names if name)
 
 
 def _riding_tokens(info: Mapping[str, Any], *, temporal: bool) -> int | None:

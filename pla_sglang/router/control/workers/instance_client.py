@@ -41,10 +41,28 @@ class InstanceClient:
         await self._polls.close_polls()
         await self._http.close()
 
-    async def describe(self, address: Address) -> Description:
-        """Raises NobodyListensError, NoAnswerError, WorkerError."""
+    async def describe(self, address: Address, *, with_model: bool = False) -> Description:
+        """``with_model``: whether its model generates is asked for too, where the instance can tell.
+
+        Raises NobodyListensError, NoAnswerError, WorkerError.
+        """
         url = f"{address.url}/server_info"
-        return describe(_object(await self._call("GET", url), url))
+        info = _object(await self._call("GET", url), url)
+        return describe(info, await self._read_model(address) if with_model else None)
+
+    async def _read_model(self, address: Address) -> dict[str, Any]:
+        """Empty where the instance does not say. Raises NobodyListensError, NoAnswerError."""
+        url = f"{address.url}/model_info"
+        try:
+            content = await self._call("GET", url)
+        except NoAnswerError as error:
+            if error.status:
+                return {}
+            raise
+        try:
+            return _object(content, url)
+        except (NoAnswerError, WorkerError):
+            return {}
 
     async def health(self, address: Address) -> None:
         """Returns if it is well. Raises NobodyListensError, NoAnswerError."""

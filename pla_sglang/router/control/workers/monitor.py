@@ -182,7 +182,7 @@ class InstanceMonitor:
 
     async def _describe(self, worker: Worker) -> None:
         """Asks what it is. Another process than before at the same address is another worker."""
-        said = await self._client.describe(worker.address)
+        said = await self._client.describe(worker.address, with_model=worker.description is None)
         if worker.state is WorkerState.DEAD:
             return
         worker.heard_s = self._clock()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -209,6 +210,8 @@ class WorkerTable:
 
     Attributes:
         split: roles of the fleet at the start, as the policy wants them; empty until there is a policy.
+        models: whether models generate, as workers have said, former ones included; an empty set: none has said it.
+        least_context_tokens: the shortest context that any worker has said; infinite: none has.
         restricted: who may have to be left out of dispatches: whose breaker is not closed, or who was full. Whoever
             finds that it is over removes them.
     """
@@ -227,6 +230,8 @@ class WorkerTable:
         self.workers: list[Worker] = []
         self.by_number: dict[int, Worker] = {}
         self.restricted: set[Worker] = set()
+        self.models: set[bool] = set()
+        self.least_context_tokens = math.inf
         self.pools = pools
         self.split: Sequence[Role] = ()
         self.next_number = next_number
@@ -294,6 +299,10 @@ class WorkerTable:
         if worker.description is not None:
             raise IllegalMoveError(f"worker {worker.number} was described before")
         worker.description = description
+        if description.generates is not None:
+            self.models.add(description.generates)
+        if description.most_input_tokens is not None:
+            self.least_context_tokens = min(self.least_context_tokens, description.most_input_tokens)
         view = worker.view
         view.kind, view.kv_capacity_tokens = description.kind, description.kv_capacity_tokens
         view.tensor_parallel, view.profile = description.tensor_parallel, ""  # one predictor curve for all
