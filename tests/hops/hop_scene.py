@@ -14,6 +14,7 @@ from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.rooms import UsedRooms
 
 FIRST_TOKEN = 100
 
@@ -145,6 +146,7 @@ class HopScene:
             _engine_paused=False,
         )
         self.quarantine = Quarantine(lambda flags: flags, Faults())
+        self.used = UsedRooms()
         self.hops = Hops(
             self.scheduler,
             self.queue,
@@ -152,6 +154,7 @@ class HopScene:
             agree=lambda flags: flags,
             list_waiting=lambda: self.waiting,
             share=share,
+            used=self.used,
         )
         self._tickets = 0
         self._fake_host(monkeypatch)

@@ -19,7 +19,11 @@ from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
 
 AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
-NO_HOPS: Any = SimpleNamespace(holder=SimpleNamespace(abort=lambda matches: 0, list_growing=list, list_returning=list))
+NO_HOPS: Any = SimpleNamespace(
+    holder=SimpleNamespace(
+        abort=lambda matches: 0, list_growing=list, list_returning=list, knows_room=lambda room: False
+    )
+)
 ACCEPTING = SimpleNamespace(
     _set_or_validate_priority=lambda req: True, model_config=SimpleNamespace(think_end_ids=None)
 )
@@ -196,6 +200,9 @@ class FakeEnd:
             raise RuntimeError("broken again")
         return 0
 
+    def has_room(self, room: int) -> bool:
+        return False
+
     def fail(self, *args: Any) -> None:
         raise RuntimeError("broken")
 
@@ -266,12 +273,21 @@ def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("others", "status", "faults"), [((False, True), 500, 1), ((True, False), 410, 0), ((False, False), 500, 1)]
+    ("others", "status", "faults"),
+    [
+        ((False, True, True), 500, 1),
+        ((True, False, True), 410, 0),
+        ((False, False, True), 500, 1),
+        ((True, True, False), 409, 0),
+    ],
 )
 def test_what_befell_another_rank_befalls_all(
-    monkeypatch: pytest.MonkeyPatch, others: tuple[bool, bool], status: int, faults: int
+    monkeypatch: pytest.MonkeyPatch, others: tuple[bool, bool, bool], status: int, faults: int
 ) -> None:
-    """Another rank could not take a leg over, or has heard that it was given up. Whole requests need no such vote."""
+    """Another rank could not take a leg over, has heard that it was given up, or knows its room.
+
+    Whole requests need no such vote.
+    """
     engine, answers, added = engine_of_fakes(), list[int](), list[str]()
     engine.refused = 0
     engine._scheduler, engine.book = ACCEPTING, PeerBook("127.0.0.1", 9000)
@@ -287,6 +303,44 @@ def test_what_befell_another_rank_befalls_all(
     assert forgotten == ["leg", "leg"], "by both ends"
     assert not engine.takes(FakeRequest("whole"))
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("end", ["prefill", "decode"])
+def test_a_leg_with_the_room_of_another_is_refused_and_the_other_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Two routers, or one before and after its restart, could not tell; the host would mix them up."""
+    engine, answers = engine_of_fakes(), list[int]()
+    engine.refused = 0
+    engine._scheduler, engine.book = ACCEPTING, PeerBook("127.0.0.1", 9000)
+    engine.book.tell(Told(None, (PEER,)))
+    if end == "prefill":
+        engine.hops = SimpleNamespace(holder=SimpleNamespace(knows_room={1}.__contains__))
+    else:
+        engine.receiver.has_room = {1}.__contains__  # type: ignore[assignment]
+    taken: list[int | None] = []
+    engine.sender.add = lambda req, now_s: taken.append(req.bootstrap_room)  # type: ignore[method-assign]
+    engine.receiver.add = lambda req, *now_s: taken.append(req.bootstrap_room)  # type: ignore[method-assign]
+    engine.sender.forget = engine.sender.fail  # type: ignore[method-assign]
+    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    for rid, room in (("again", 1), ("fresh", 2)):
+        leg = FakeRequest(rid, room=room)
+        leg.bootstrap_host, leg.bootstrap_port = ("127.0.0.1", 9000) if end == "prefill" else PEER.address
+        assert engine.takes(leg)
+    assert (answers, taken, engine.faults.count) == ([409], [2], 0)
+
+
+def test_rooms_of_legs_that_wait_for_kv_or_whose_pages_may_be_written_are_in_use(bench: ReceiveScene) -> None:
+    for room, rid in enumerate(("failed", "moving", "connecting"), start=1):
+        bench.add(rid).bootstrap_room = room
+        if rid != "connecting":
+            bench.transfers.queue, bench.queue.queue = [*bench.transfers.queue, *bench.queue.queue], []
+    bench.transfers.failing = {"failed"}
+    bench.receiver._take_failed(bench.transfers.take_failed())
+    assert [bench.receiver.has_room(room) for room in (1, 2, 3, 4)] == [True, True, True, False]
+    bench.acknowledged.add(1)
+    bench.quarantine.sweep(0.0)
+    assert not bench.receiver.has_room(1)
 
 
 def test_what_comes_back_to_the_queue_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.legs import SendState
 from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.rooms import UsedRooms
 from pla_sglang.engine.stateless.sending import GivenUpError, Sender
 
 
@@ -21,7 +22,10 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool, cap_tokens: int = 1000) -> None:
         self.scheduler, self.queue = FakeScheduler(overlap=overlap), FakeSendQueue()
         self.quarantine = Quarantine(lambda flags: flags, Faults())
-        self.sender = Sender(self.scheduler, self.queue, self.quarantine, cap_tokens=cap_tokens, cap_requests=4)
+        self.used = UsedRooms()
+        self.sender = Sender(
+            self.scheduler, self.queue, self.quarantine, used=self.used, cap_tokens=cap_tokens, cap_requests=4
+        )
         self.freed: list[str] = []
         self.answers: list[tuple[str, str]] = []
         monkeypatch.setattr(host, "poll_senders", lambda scheduler, senders: [one.outcome for one in senders])

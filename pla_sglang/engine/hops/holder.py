@@ -17,10 +17,10 @@ from pla_sglang.engine.hops.offers import Offers
 from pla_sglang.engine.hops.states import AT_REST, Hold, HoldState
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import split_joining
+from pla_sglang.engine.stateless.rooms import UsedRooms
 
 LATE = "Request running timeout reached."
 PAUSED = "The engine was paused for new weights while the KV of this request was on its way."
-MOST_USED_ROOMS = 10_000  # remembered; no clock says how long, as those of ranks differ
 
 
 class Holder:
@@ -28,13 +28,20 @@ class Holder:
 
     Args:
         agree: what all ranks say together about each flag.
+        used: rooms of holds that are over are told there.
     """
 
-    def __init__(self, scheduler: Any, offers: Offers, agree: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        offers: Offers,
+        agree: Callable[[Sequence[bool]], Sequence[bool]],
+        used: UsedRooms,
+    ) -> None:
         self._scheduler = scheduler
         self.offers = offers
         self._agree = agree
-        self._used: dict[int, None] = {}  # rooms of holds that are over, the latest last
+        self._used = used
         self.holds: dict[int, Hold] = {}  # by room
         # Each hold that was made ("held") ends once: committed, dropped, aborted, timed_out, ended_by_pause or
         # resumed_by_*. "finished", "refused", "kept_back": orders that made none.
@@ -49,14 +56,14 @@ class Holder:
         hold.move(HoldState.ENDED)
         del self.holds[hold.room]
         if hold.until_s is not None:  # else nobody was told that it is held
-            self._remember(hold.room)
+            self._used.add(hold.room)
 
     def change_room(self, hold: Hold, room: int, for_s: float, now_s: float) -> bool:
         """Offer a held request under another room, as after a pull that failed; False: there was no buffer for it."""
         self.offers.close(hold)
         if hold.state is not HoldState.HELD:
             hold.move(HoldState.HELD)
-        self._remember(hold.room)
+        self._used.add(hold.room)
         self.holds = {room if other is hold else key: other for key, other in self.holds.items()}
         hold.room, hold.for_s, hold.until_s = room, for_s, now_s + for_s
         return self.offers.open(hold)
@@ -183,8 +190,3 @@ class Holder:
 
     def _in(self, *states: HoldState) -> list[Hold]:
         return [hold for hold in self.holds.values() if hold.state in states]
-
-    def _remember(self, room: int) -> None:
-        self._used[room] = None
-        if len(self._used) > MOST_USED_ROOMS:
-            del self._used[next(iter(self._used))]

@@ -12,6 +12,7 @@ from pla_sglang.engine.hops.offers import Offers
 from pla_sglang.engine.hops.pulls import OpenRooms, is_pull, read_pull, send_refusal
 from pla_sglang.engine.hops.runner import CommandRunner
 from pla_sglang.engine.stateless.quarantine import Quarantine
+from pla_sglang.engine.stateless.rooms import UsedRooms
 
 
 class Hops:
@@ -22,6 +23,7 @@ class Hops:
         agree: what all ranks say together about each flag.
         list_waiting: requests that are here and do not run.
         share: of KV memory and of request rows that held requests may keep.
+        used: rooms of the sending end.
     """
 
     def __init__(
@@ -33,9 +35,10 @@ class Hops:
         agree: Callable[[Sequence[bool]], Sequence[bool]],
         list_waiting: Callable[[], Iterable[Any]],
         share: float,
+        used: UsedRooms,
     ) -> None:
         self.rooms = OpenRooms(functools.partial(send_refusal, queue.kv_manager))
-        self.holder = Holder(scheduler, Offers(scheduler, queue, quarantine, self.rooms), agree)
+        self.holder = Holder(scheduler, Offers(scheduler, queue, quarantine, self.rooms), agree, used)
         self.leaving = Leaving(
             scheduler,
             self.holder,

@@ -25,7 +25,7 @@ from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError
 from pla_sglang.engine.stateless.quarantine import Quarantine
 from pla_sglang.engine.stateless.receiving import Receiver
-from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms, UsedRoomError, UsedRooms
 from pla_sglang.engine.stateless.sending import GivenUpError, Sender
 from pla_sglang.engine.stateless.series import LegSeries
 from pla_sglang.engine.stateless.warming import Warmer
@@ -62,10 +62,12 @@ class StatelessEngine:
         self._agree = ends.receiving.agree = agree
         self.adapters = AdapterPlaces(scheduler)
         self.quarantine = Quarantine(agree, faults)
+        used = UsedRooms()
         self.sender = Sender(
             scheduler,
             ends.sending,
             self.quarantine,
+            used=used,
             cap_tokens=int(config.send_share * scheduler.max_total_num_tokens),
             cap_requests=max(1, int(config.send_share * scheduler.req_to_token_pool.size)),
         )
@@ -85,6 +87,7 @@ class StatelessEngine:
             agree=agree,
             list_waiting=self._list_waiting,
             share=config.hold_share,
+            used=used,
         )
         self.held_requests = self.hops.holder.list_growing
         ends.receiving.count_set_aside = lambda: len(self.held_requests())
@@ -115,23 +118,30 @@ class StatelessEngine:
         """Whether ``req`` was taken over as a leg (or refused); else the host queues it."""
         if kind_of(req) is not None:
             return False  # it comes back: retracted, or from a grammar's queue. A decode leg has become a whole request
-        taken, sound, wanted = True, True, True
+        taken, sound, wanted, fresh = True, True, True, True
         try:
             taken = self._route(req)
         except GivenUpError:
             wanted = False
+        except UsedRoomError:
+            fresh = False
         except Exception:
             logger.exception("pla_sglang: taking over request %s", req.rid)
             sound = False
         if req.bootstrap_host is not None:
             # What befell one rank, all do: a leg that some have and others not would hold them up in every later pass.
-            sound, wanted = self._agree([sound, wanted])
+            was_fresh = fresh
+            sound, wanted, fresh = self._agree([sound, wanted, fresh])
         if not sound:
             self.faults.count += 1
             self._let_go(req, "the leg could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
         elif not wanted:
             reason = f"room {req.bootstrap_room} is not known any more: its decode leg has given up"
             self._let_go(req, reason, HTTPStatus.GONE)
+        elif not fresh:
+            reason = f"room {req.bootstrap_room} was used here before"
+            refuse = self._let_go if was_fresh else self._refuse  # a room that others have is not forgotten
+            refuse(req, reason, HTTPStatus.CONFLICT)
         return taken
 
     def _let_go(self, req: Any, reason: str, status: HTTPStatus) -> None:
@@ -142,7 +152,7 @@ class StatelessEngine:
             self.faults.for_each([req], lambda req: self._refuse(req, reason, status), "refusing a leg")
 
     def _route(self, req: Any) -> bool:
-        """Raises GivenUpError."""
+        """Raises GivenUpError, UsedRoomError."""
         try:
             kind = self.book.kind_of(req.bootstrap_host, req.bootstrap_port)
         except UntoldPeerError as error:
@@ -164,11 +174,17 @@ class StatelessEngine:
             return begun is Begun.COMPLETE
         if not self._scheduler._set_or_validate_priority(req):
             return True
+        if self._is_room_used(req.bootstrap_room, kind):
+            raise UsedRoomError
         if kind is LegKind.PREFILL:
             self.sender.add(req, self.now_s())
         else:
             self.receiver.add(req)
         return True
+
+    def _is_room_used(self, room: int, kind: LegKind) -> bool:
+        """The host would take what it knows of another request under it for this one's."""
+        return self.receiver.has_room(room) if kind is LegKind.DECODE else self.hops.holder.knows_room(room)
 
     def receives(self, req: Any) -> bool:
         """Whether ``req`` was refused or waits for KV: it does not wait for a prefill here."""

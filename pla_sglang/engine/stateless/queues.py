@@ -13,10 +13,22 @@ from typing import Any
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.disaggregation.utils import MetadataBuffers
 
+from pla_sglang.engine.stateless.fingerprints import (
+    UNSAID,
+    Fingerprint,
+    Fingerprints,
+    find_misfit,
+    read_fingerprint,
+    write_fingerprint,
+)
+from pla_sglang.engine.stateless.legs import SOURCE_ATTRIBUTE
 from pla_sglang.engine.stateless.peers import FAILED, PeerBook, PeerState
 from pla_sglang.engine.stateless.quarantine import Agree
 from pla_sglang.engine.stateless.warming import Warmer
+
+SENT_ATTRIBUTE = "pla_sent"  # of a decode leg whose KV is here: the fingerprint that came with it
 
 
 class SendQueue(PrefillBootstrapQueue):
@@ -33,6 +45,26 @@ class SendQueue(PrefillBootstrapQueue):
     def take_metadata_buffer(self, req: Any) -> bool:
         """Whatever legs hold: the KV of a held request is counted elsewhere."""
         return bool(super().ensure_metadata_buffer(req))
+
+    def finalize_bootstrap(self, req: Any) -> bool:
+        """A receiver that has more of its prompt than there is of ``req`` is of another prompt. The host would send it
+        nothing, ever: it gets no KV, and the fingerprint that says so."""
+        prefixes, room = self.kv_manager.req_to_decode_prefix_len, req.bootstrap_room
+        if prefixes.get(room, 0) > len(req.origin_input_ids):
+            prefixes[room] = len(req.origin_input_ids)
+        return bool(super().finalize_bootstrap(req))
+
+
+class SendBuffers(MetadataBuffers):
+    """Metadata buffers of the sending end: they say of what the KV is that goes out with them."""
+
+    def __init__(self, fingerprints: Fingerprints, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fingerprints = fingerprints
+
+    def set_buf(self, req: Any) -> None:
+        super().set_buf(req)
+        write_fingerprint(self, req.metadata_buffer_index, self._fingerprints.of_kv(req, req.origin_input_ids))
 
 
 class ReceiveQueue(DecodePreallocQueue):
@@ -141,13 +173,25 @@ class ReceiveQueue(DecodePreallocQueue):
 class TransferQueue(DecodeTransferQueue):
     """Decode legs whose KV is on its way. Failed ones are not freed here: they are handed out with their pages."""
 
+    fingerprints: Fingerprints
     queue: list[Any]
     _failed: tuple[Any, ...] = ()
 
     def _poll_with_metadata_gate(self) -> list[int]:
         polls = super()._poll_with_metadata_gate()
         self._failed = tuple(entry for entry, poll in zip(self.queue, polls, strict=True) if poll == int(KVPoll.Failed))
+        for entry, poll in zip(self.queue, polls, strict=True):
+            if poll == int(KVPoll.Success):  # the host clears the buffer as it takes the KV over
+                sent = read_fingerprint(self.metadata_buffers, entry.metadata_buffer_index)
+                setattr(entry.req, SENT_ATTRIBUTE, sent)
         return [int(KVPoll.Transferring) if poll == int(KVPoll.Failed) else poll for poll in polls]
+
+    def find_misfit(self, req: Any) -> str | None:
+        """Why the KV that has come for ``req``, with one token, is not its own on this rank; None: it is."""
+        sent: Fingerprint = getattr(req, SENT_ATTRIBUTE, UNSAID)
+        wanted = self.fingerprints.of_kv(req, (req.origin_input_ids + req.output_ids)[:-1])
+        source = getattr(req, SOURCE_ATTRIBUTE, None)
+        return find_misfit(sent, wanted, ours=source is not None and bool(source.incarnation))
 
     def take_failed(self) -> tuple[Any, ...]:
         """Entries that the last poll found failed, all ranks agreeing. They leave the queue; the caller owns them."""

@@ -74,6 +74,11 @@ class Receiver:
         self._queue.queue = [entry for entry in self._queue.queue if entry.req is not req]
         self._queue.pending_reqs = [entry for entry in self._queue.pending_reqs if entry.req is not req]
 
+    def has_room(self, room: int) -> bool:
+        """Whether KV of it is on its way here, or may still be written."""
+        entries = (*self._queue.queue, *self._transfers.queue)
+        return room in self._quarantined_rooms or any(entry.req.bootstrap_room == room for entry in entries)
+
     def count_held(self) -> int:
         """Requests that hold memory here and do not run yet."""
         return len(self._transfers.queue) + len(self.ready)
@@ -107,15 +112,34 @@ class Receiver:
             self._take_failed(self._transfers.take_failed())
 
     def _take_done(self, reqs: list[Any]) -> None:
-        """Their KV is here, and no queue of the host has them any more."""
-        done = [req for req in reqs if came_with_its_kv(req)]
+        """KV is here for them, and no queue of the host has them any more.
+
+        It is looked at before it is used: a request that it does not belong to ends, on all ranks where one says so,
+        and nothing of it is cached.
+        """
+        if not reqs:
+            return
+        misfits = [self._find_misfit(req) for req in reqs]
+        fitting = self._agree([misfit is None for misfit in misfits])
+        done = [req for req, fits in zip(reqs, fitting, strict=True) if fits]
         self.ready += done
         self.received += len(done)
         self.pulled += sum(map(goes_on, done))
-        others = [req for req in reqs if not came_with_its_kv(req)]
+        others = [(req, why) for req, why, fits in zip(reqs, misfits, fitting, strict=True) if not fits]
         self.failed += len(others)
-        self._faults.for_each(others, self._answer_mismatched, "ending a request with the KV of another answer")
-        self._faults.for_each(others, self._free, "freeing its KV")
+        self._faults.for_each(others, lambda one: self._answer_misfit(*one), "ending a request with the KV of another")
+        self._faults.for_each(others, lambda one: self._free(one[0]), "freeing its KV")
+
+    def _find_misfit(self, req: Any) -> str | None:
+        """Why the KV that has come for ``req`` is not its own, on this rank."""
+        try:
+            if not came_with_its_kv(req):  # the held request has gone on since its tokens were counted
+                return "it is of another answer"
+            misfit: str | None = self._transfers.find_misfit(req)
+            return misfit
+        except Exception:
+            self._faults.note("comparing what KV is of")
+            return "what it is of could not be told"
 
     def admit(self, running_batch: Any, may_join: Callable[[Any], bool]) -> Any:
         """The running batch with as many of the ready requests as it has places for, of those that ``may_join``."""
@@ -145,9 +169,10 @@ class Receiver:
             if getattr(entry, "pla_since_s", before_s) < before_s:
                 entry.kv_receiver.abort()
 
-    def _answer_mismatched(self, req: Any) -> None:
-        """The held request has gone on since its tokens were counted: its KV is not that of this answer."""
-        reason = f"the KV of room {req.bootstrap_room} is of another answer"
+    def _answer_misfit(self, req: Any, misfit: str | None) -> None:
+        """``misfit`` None: another rank has said so."""
+        reason = f"the KV of room {req.bootstrap_room} does not fit: {misfit or 'another rank says so'}"
+        logger.warning("pla_sglang: %s: %s", req.rid, reason)
         host.end_with_error(self._scheduler, req, reason, HTTPStatus.CONFLICT)
 
     def _answer_aborted(self, req: Any) -> None:

@@ -18,7 +18,7 @@ from pla_sglang.engine.stateless.fence import Fence, place_fence
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.legs import SendLeg, SendState
 from pla_sglang.engine.stateless.quarantine import Quarantine
-from pla_sglang.engine.stateless.rooms import forget_room
+from pla_sglang.engine.stateless.rooms import UsedRooms, forget_room
 from pla_sglang.errors import PlaError
 
 logger = logging.getLogger(__name__)
@@ -39,15 +39,24 @@ class Sender:
 
     Args:
         queue: legs before their handshake; ``may_start`` is set here.
+        used: rooms of legs are told there when they come.
         cap_tokens, cap_requests: KV and request rows that legs may hold; a single leg may exceed the first.
     """
 
     def __init__(
-        self, scheduler: Any, queue: Any, quarantine: Quarantine, *, cap_tokens: int, cap_requests: int
+        self,
+        scheduler: Any,
+        queue: Any,
+        quarantine: Quarantine,
+        *,
+        used: UsedRooms,
+        cap_tokens: int,
+        cap_requests: int,
     ) -> None:
         self._scheduler = scheduler
         self._queue = queue
         self._quarantine = quarantine
+        self._used = used
         self._cap_tokens = cap_tokens
         self._cap_requests = cap_requests
         self._chunk: SendLeg | None = None  # its next chunk is due in the present pass
@@ -68,6 +77,7 @@ class Sender:
             return
         if host.has_failed(self._queue.kv_manager, req.bootstrap_room):
             raise GivenUpError
+        self._used.add(req.bootstrap_room)
         req.update_finish_state = _ends_with_its_transfer
         req.stream = False  # one answer, when the KV is gone
         self._queue.add(req, scheduler.model_config.num_key_value_heads)
