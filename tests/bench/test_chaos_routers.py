@@ -82,7 +82,7 @@ def test_routers_of_its_own_need_moves(flags: list[str], tmp_path: Path, capsys:
 def test_the_cluster_has_no_router_then() -> None:
     options = BENCHES["chaos"].parse("--moves", "--stateless", "3", "--routers", "2", "--policy", "least-tokens")
     assert launch_cluster.read_config(storm.cluster_arguments(options)).config.to_cluster().router == "none"
-    assert "--migration on --place-decode prefilled" in storm.router_flags(options)
+    assert "--migration on --relay-workers 1 --place-decode prefilled" in storm.router_flags(options)
     assert storm.name_of(options) == "chaos_routers"
 
 

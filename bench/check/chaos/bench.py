@@ -78,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def router_flags(options: argparse.Namespace) -> str:
     # The judge asks about each request that fails.
     moves = "--migration on " if options.moves else ""
-    late = "--place-decode prefilled " if has_own_routers(options) else ""  # so that each router moves requests
+    # So that each router moves requests, and has a control process that can be ended alone.
+    late = "--relay-workers 1 --place-decode prefilled " if has_own_routers(options) else ""
     return f"--explain-requests {2 * options.requests} {moves}{late}{options.router_args}"
 
 

@@ -49,20 +49,18 @@ class StatelessEngine:
         self._scheduler = scheduler
         self.faults = faults
         self.incarnation = secrets.token_hex(8)
-        ends = build_ends(scheduler)
+        ends, agree = build_ends(scheduler), functools.partial(host.all_ranks_agree, scheduler)
         self._sending_manager, manager = ends.sending.kv_manager, ends.receiving.kv_manager
         args = scheduler.server_args
         self.bootstrap_port = args.disaggregation_bootstrap_port
         self.book = PeerBook(args.host, self.bootstrap_port)
         self.warmer = Warmer(manager, host.class_of_receivers(scheduler), self.book)
-        ends.receiving.book, ends.receiving.warmer = self.book, self.warmer
+        ends.receiving.book, ends.receiving.warmer, ends.receiving.agree = self.book, self.warmer, agree
         ends.receiving.cap_tokens = int(config.receive_share * scheduler.max_total_num_tokens)
         ends.receiving.cap_requests = max(1, int(config.receive_share * scheduler.req_to_token_pool.size))
-        agree = functools.partial(host.all_ranks_agree, scheduler)
-        self._agree = ends.receiving.agree = agree
+        self._agree, used = agree, UsedRooms()
         self.adapters = AdapterPlaces(scheduler)
         self.quarantine = Quarantine(agree, faults)
-        used = UsedRooms()
         self.sender = Sender(
             scheduler,
             ends.sending,
