@@ -208,18 +208,25 @@ def test_only_a_source_that_is_none_of_ours_may_say_nothing(source: Peer, *, fit
     assert (queue.find_misfit(req) is None) == fits
 
 
-@pytest.mark.parametrize(("prefix_tokens", "kept"), [(0, 0), (62, 62), (63, 62), (500, 62)])
-def test_a_target_that_has_more_than_there_is_gets_the_fingerprint(
-    monkeypatch: pytest.MonkeyPatch, prefix_tokens: int, kept: int
+@pytest.mark.parametrize(
+    ("prefix_tokens", "pages", "kept"),
+    [(0, 62, 0), (60, 2, 60), (62, 0, 62), (63, 1, 62), (500, 0, 62), (59, 0, 62), (0, 59, 0)],
+    ids=["all", "a part", "none", "more", "much more", "shorter and there", "shorter"],
+)
+def test_a_target_that_can_be_sent_nothing_gets_the_fingerprint(
+    monkeypatch: pytest.MonkeyPatch, prefix_tokens: int, pages: int, kept: int
 ) -> None:
-    """The host would wait for ever to send less than nothing."""
+    """It has more than there is, or all of a shorter prompt: the host would send it nothing, ever."""
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 
     from pla_sglang.engine.stateless.queues import SendQueue
 
     monkeypatch.setattr(PrefillBootstrapQueue, "finalize_bootstrap", lambda queue, req: True)
     queue: Any = object.__new__(SendQueue)
-    queue.kv_manager = SimpleNamespace(req_to_decode_prefix_len={5: prefix_tokens} if prefix_tokens else {})
+    info = SimpleNamespace(dst_kv_indices=range(pages), is_dummy=lambda: False)
+    queue.kv_manager = SimpleNamespace(
+        req_to_decode_prefix_len={5: prefix_tokens} if prefix_tokens else {}, transfer_infos={5: {"agent": info}}
+    )
     assert queue.finalize_bootstrap(make_request())
     assert queue.kv_manager.req_to_decode_prefix_len.get(5, 0) == kept
 

@@ -47,11 +47,16 @@ class SendQueue(PrefillBootstrapQueue):
         return bool(super().ensure_metadata_buffer(req))
 
     def finalize_bootstrap(self, req: Any) -> bool:
-        """A receiver that has more of its prompt than there is of ``req`` is of another prompt. The host would send it
-        nothing, ever: it gets no KV, and the fingerprint that says so."""
-        prefixes, room = self.kv_manager.req_to_decode_prefix_len, req.bootstrap_room
-        if prefixes.get(room, 0) > len(req.origin_input_ids):
-            prefixes[room] = len(req.origin_input_ids)
+        """A receiver with more of its prompt than there is of ``req``, or that lacks nothing, is of another prompt.
+
+        The host would send it nothing, ever. It gets the fingerprint alone, which says so.
+        """
+        manager, room, tokens = self.kv_manager, req.bootstrap_room, len(req.origin_input_ids)
+        infos = list(manager.transfer_infos.get(room, {}).values())
+        pages = [len(info.dst_kv_indices) for info in infos if not info.is_dummy()]
+        has_all = bool(pages) and not any(pages)
+        if has_all or manager.req_to_decode_prefix_len.get(room, 0) > tokens:
+            manager.req_to_decode_prefix_len[room] = tokens
         return bool(super().finalize_bootstrap(req))
 
 
