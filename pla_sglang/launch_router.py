@@ -76,7 +76,9 @@ async def run_together(config: RouterConfig) -> int:
     plane = ControlPlane(config.control, router_key=make_router_key())
     stop = Stop(watch_stdin=False)
     await plane.start()
-    relay = Relay(config.relay, number=0, send_to_control=plane.on_message, rng=random.Random(), now_s=time.monotonic)
+    relay = Relay(
+        config.relay, number=0, send_to_control=plane.on_message, rng=random.SystemRandom(), now_s=time.monotonic
+    )
     try:
         await relay.start_serving()
         plane.attach_relay(0, relay)

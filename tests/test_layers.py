@@ -55,6 +55,7 @@ def files(*folders: str) -> list[str]:
 
 PRODUCT = files("pla_sglang", "kernels", "patches", "graphs")
 CODE = [*PRODUCT, *files("bench")]
+LAUNCHERS = [file for file in PRODUCT if file.startswith("pla_sglang/launch_")]
 
 
 @functools.cache
@@ -132,6 +133,17 @@ def test_the_environment_is_read_in_few_places() -> None:
         "pla_sglang/cluster/children.py",  # as testing/server.py
         "pla_sglang/testing/server.py",  # hands it to the processes it starts
     }
+
+
+def test_identifiers_are_not_drawn_from_a_seed() -> None:
+    """Rooms, keys and ids must differ from those of other routers, and of this one before a restart."""
+    seeded = {
+        file
+        for file in [*files("pla_sglang/router", "pla_sglang/engine", "pla_sglang/cluster"), *LAUNCHERS]
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Random", "random.Random", "random.seed")
+    }
+    assert seeded == {"pla_sglang/engine/graphs/build.py"}  # which lengths its graphs are chosen by
 
 
 @pytest.mark.parametrize("file", CODE + files("tests", "scripts", "examples"))

@@ -177,6 +177,7 @@ def test_a_storm_on_stateless_instances(
     assert status == 0, result
     assert (result["failed_not_in_flight_at_kill"], result["tokens_wrong"], result["killed"]) == (0, 0, KILLED)
     assert result["requests"] == 60
+    assert (result["cache_entries_wrong"], result["routers"], result["restarts"]) == (0, 1, 0)
     assert result["completed"] >= 20
     assert 0 < result["paired_s"]["stateless-0"] < 15
     assert any(fake.aborted for fake in fakes)

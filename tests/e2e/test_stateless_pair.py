@@ -316,6 +316,68 @@ def test_rooms_that_nobody_holds(pair: Pair, prompts: list[Prompt]) -> None:
     pair.assert_at_rest()
 
 
+FOREIGN: dict[str, Callable[[Prompt], dict[str, Any]]] = {
+    "3 shorter": lambda prompt: {"input_ids": prompt[:-3]},
+    "3 longer": lambda prompt: {"input_ids": [*prompt, 7, 8, 9]},
+    "500 longer": lambda prompt: {"input_ids": prompt + [7] * 500},
+    "of its length": lambda prompt: {"input_ids": [3 + token * 7 % 500 for token in prompt]},
+    "another salt": lambda prompt: {"input_ids": prompt, "extra_key": "tenant"},
+}
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("other", FOREIGN.values(), ids=FOREIGN)
+def test_kv_of_another_prompt_is_refused_and_stays_in_no_prefix_cache(
+    pair: Pair, prompts: list[Prompt], other: Callable[[Prompt], dict[str, Any]], *, warm: bool
+) -> None:
+    """As a pull of a held request, as a plain decode leg under its room, and as a decode leg of another prefill leg.
+
+    ``warm``: the target has all of the prompt in its own prefix cache, more of it than the source may have.
+    """
+    source, target = pair.first, pair.second
+    prompt, params = prompts[3], {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    asked = other(prompt) | {"sampling_params": params}
+    whole = source.client.ask(prompt, LONG_ANSWER)["output_ids"]
+    right = source.client.status("/generate", asked)[1]["output_ids"]
+    for way in ("pull", "leg of a held request", "leg"):
+        target.client.flush()
+        if warm:
+            target.client.status("/generate", asked)
+        if way == "leg":
+            prefill = source.client.submit(prompt, 1, **(fields := pair.leg_fields(source)))
+        else:
+            held, room, answer = hold(source, prompt)
+            fields = pair.leg_fields(source) | {"bootstrap_room": room}
+            if way == "pull":
+                fields = pull(source, room, whole[: answer["tokens"]])
+        status, refusal = target.client.status("/generate", asked | fields)
+        assert (status, "does not fit" in str(refusal)) == (409, True), (way, refusal)
+        assert target.client.status("/generate", asked)[1]["output_ids"] == right, "an innocent request, after a " + way
+        if way == "leg":
+            prefill.result()
+        else:
+            assert held.tell("resume", room) == {"status": "resumed"}
+            assert held.ended.result()["output_ids"] == whole
+    pair.assert_at_rest()
+
+
+def test_a_room_is_used_once(pair: Pair, prompts: list[Prompt]) -> None:
+    """By a leg or a hold, at either end, of whichever router."""
+    held, room, _ = hold(pair.first, prompts[3])
+    leg = {"input_ids": prompts[1], **pair.leg_fields(pair.first), "bootstrap_room": room}
+    assert pair.first.client.status("/generate", leg)[0] == 409
+    assert held.tell("resume", room) == {"status": "resumed"}
+    assert held.ended.result()["meta_info"]["finish_reason"]["type"] == "length", "what is held is not met by that"
+    assert pair.first.client.status("/generate", leg)[0] == 409, "also when it is over"
+    fields = pair.leg_fields(pair.first)
+    waits = pair.second.client.submit(prompts[1], 1, rid="waits", **fields)
+    until(lambda: any(stateless(pair.second.client)["receiving"]["legs"].values()), what="a decode leg that waits")
+    assert pair.second.client.status("/generate", {"input_ids": prompts[1], **fields})[0] == 409
+    pair.second.client.abort("waits")
+    assert aborted(waits)
+    pair.assert_at_rest()
+
+
 def test_an_abort_while_held_leaves_nothing(pair: Pair, prompts: list[Prompt]) -> None:
     for instance in (pair.first, pair.second):
         held, _, _ = hold(instance, prompts[3])

@@ -97,6 +97,18 @@ def test_a_request_with_an_adapter_is_held_pulled_and_computed_again(pair: Pair,
     pair.assert_at_rest()
 
 
+def test_kv_of_another_adapter_is_refused_on_all_ranks(pair: Pair, prompts: list[Prompt]) -> None:
+    source, target = pair.first, pair.second
+    right = source.client.ask(prompts[4], NEW_TOKENS, lora_path="red")["output_ids"]
+    fields = pair.leg_fields(source)
+    prefill = source.client.submit(prompts[4], 1, lora_path="blue", **fields)
+    status, refusal = target.client.status("/generate", {"input_ids": prompts[4], "lora_path": "red", **fields})
+    assert (status, "does not fit" in str(refusal)) == (409, True)
+    prefill.result()
+    assert target.client.ask(prompts[4], NEW_TOKENS, lora_path="red")["output_ids"] == right
+    pair.assert_at_rest()
+
+
 def test_requests_that_are_retracted_come_back(pair: Pair, prompts: list[Prompt]) -> None:
     """Whole requests and decode legs fill the pool of the instance that they decode at, which takes some out again."""
     bodies = BODIES[:2]

@@ -64,6 +64,7 @@ class FakeTransfers:
         self.failing: set[str] = set()
         self.metadata_buffers = SimpleNamespace(bootstrap_room={0: 1})
         self.freed_slots: list[int] = []
+        self.misfits: dict[str, str] = {}  # of what has arrived, by request
         self.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=self.freed_slots.append)
 
     def extend(self, entries: list[Any]) -> None:
@@ -73,6 +74,9 @@ class FakeTransfers:
         done = [entry.req for entry in self.queue if entry.req.rid in self.arrived]
         self.queue = [entry for entry in self.queue if entry.req.rid not in self.arrived]
         return done
+
+    def find_misfit(self, req: FakeRequest) -> str | None:
+        return self.misfits.get(req.rid)
 
     def take_failed(self) -> list[Any]:
         failed = [entry for entry in self.queue if entry.req.rid in self.failing]

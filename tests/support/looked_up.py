@@ -138,6 +138,14 @@ LOOKED_UP = {
         "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap",
         "self.ensure_metadata_buffer",
     ),
+    "queue.prefix": (
+        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped",
+        "self.finalize_bootstrap",
+    ),
+    "queue.said": (
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        "self.disagg_metadata_buffers.set_buf",
+    ),
     "queue.pop": (
         "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.process_decode_queue",
         "self.disagg_decode_prealloc_queue.pop_preallocated",

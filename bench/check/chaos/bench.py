@@ -6,25 +6,31 @@ started again, in turns prefill and decode ones. Afterwards every token of what 
 left: ledger, gauges, KV. With ``--stateless N`` all instances serve either phase: aborts go to all of them, they are
 killed in turns, and it is measured how soon one that comes back is paired with the others; a run in which that takes
 longer than ``PAIRED_S`` has failed. With ``--moves`` the router has ``--migration on``: then a kill is no reason to
-fail either, but only that no instance is left.
+fail either, but only that no instance is left. With ``--routers`` and ``--restarts`` several routers stand before one
+fleet and are ended themselves; each has to move requests after each restart. Prefix caches of stateless instances are
+compared with the oracle.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
 import random
+import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.check.chaos.caches import CacheAudit, audit_caches
 from bench.check.chaos.faults import GONE, Faults, Freed, Kill, Verdict, judge, measure_decode_free, rid_of
+from bench.check.chaos.routers import Routers, plan_restarts
 from bench.check.leftovers import ClusterLeftovers, read_series, wait_until_at_rest
 from bench.check.parity import workload
 from bench.harness.bench import Result, is_complete, measuring
@@ -32,9 +38,10 @@ from bench.harness.cli import add_emulated_device, add_output, add_quick, emulat
 from bench.harness.figures import panels
 from bench.harness.replay import Planned, Record, Replay, encode_planned, print_figures
 from bench.harness.report import device_conditions, emit, environment, markdown, progress_bar, say, yes_no
-from bench.harness.servers import running_cluster
+from bench.harness.servers import Router, running_cluster
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.latency import percentile
+from pla_sglang.testing.load_client import START_DELAY_S
 from pla_sglang.testing.server import fetch
 
 PAIRED_S = 15.0  # within which one that is started again has the others, and they it
@@ -51,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stateless", type=int, default=0, help="instances of either phase; 0: prefill and decode ones"
     )
     parser.add_argument("--moves", action="store_true", help="stateless instances, whose requests go on elsewhere")
+    parser.add_argument("--routers", type=int, default=1, help="before the same instances; needs --moves")
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="SIGKILL of control processes and routers in turns; needs --moves"
+    )
     parser.add_argument("--policy", default="minimal-load")
     parser.add_argument("--kills", type=int, default=2, help="of instances, evenly over the run")
     add_emulated_device(parser, time_scale=4.0)
@@ -64,14 +75,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_quick(parser)
 
 
-def cluster_arguments(options: argparse.Namespace) -> list[str]:
+def router_flags(options: argparse.Namespace) -> str:
     # The judge asks about each request that fails.
     moves = "--migration on " if options.moves else ""
-    router_flags = f"--explain-requests {2 * options.requests} {moves}{options.router_args}"
+    # So that each router moves requests, and has a control process that can be ended alone.
+    late = "--relay-workers 1 --place-decode prefilled " if has_own_routers(options) else ""
+    return f"--explain-requests {2 * options.requests} {moves}{late}{options.router_args}"
+
+
+def has_own_routers(options: argparse.Namespace) -> bool:
+    """Whether the routers are the bench's, to be ended by it, and not the cluster's one."""
+    return bool(options.routers > 1 or options.restarts)
+
+
+def cluster_arguments(options: argparse.Namespace) -> list[str]:
     pairs = ("--prefill", str(options.prefill), "--decode", str(options.decode))
+    one = ("--router", "pla", "--policy", options.policy, f"--router-args={router_flags(options)}")
     return [
         *(("--stateless", str(options.stateless)) if options.stateless else pairs),
-        *("--router", "pla", "--policy", options.policy, f"--router-args={router_flags}"),
+        *(("--router", "none") if has_own_routers(options) else one),
         *emulation_flags(options.profile, options.time_scale),
         *("--pla-emulate-kv-failures", str(options.transfer_failures), "--incremental-streaming-output"),
     ]
@@ -95,35 +117,52 @@ def encode_named(request: Planned, prompt_ids: list[int]) -> bytes:
 class DisconnectingClient(Replay):
     """Requests have ids of their own; some go away in the middle, after ``give_up_s`` by index."""
 
-    def __init__(self, base_url: str, *, give_up_s: Mapping[int, float]) -> None:
+    def __init__(self, base_url: str, *, give_up_s: Mapping[int, float], spans: dict[int, tuple[float, float]]) -> None:
         super().__init__(base_url, timeout_s=300, body=encode_named)
-        self._give_up_s = give_up_s
+        self._give_up_s, self._spans = give_up_s, spans
 
     async def send_body(self, record: Record, body: bytes, start_s: float) -> None:
+        began_s = time.monotonic()
         try:
             async with asyncio.timeout(self._give_up_s.get(record.planned.index)):
                 await super().send_body(record, body, start_s)
         except TimeoutError:
             record.error, record.done_s = GONE, time.perf_counter() - start_s
+        finally:
+            self._spans[record.planned.index] = began_s, time.monotonic()
 
 
-async def storm(described: dict[str, Any], state: Path, options: argparse.Namespace) -> tuple[list[Record], Faults]:
-    """All requests and all faults; of an interrupted storm the requests that ended."""
+async def storm(
+    described: dict[str, Any], state: Path, options: argparse.Namespace, routers: Routers | None = None
+) -> tuple[list[Record], Faults, dict[int, tuple[float, float]]]:
+    """All requests and all faults; of an interrupted storm the requests that ended. And when each began and ended.
+
+    With several ``routers`` they get requests in turns.
+    """
     rng = random.Random(options.seed)
     planned = workload(options.requests, options.rate, options.seed)
     give_up_s = {
         request.index: rng.uniform(0.01, 4.0) for request in planned if rng.random() < options.disconnect_share
     }
-    client = DisconnectingClient(described["url"], give_up_s=give_up_s)
+    urls, spans = [described["url"]] if routers is None else routers.urls, dict[int, tuple[float, float]]()
+    clients = [DisconnectingClient(url, give_up_s=give_up_s, spans=spans) for url in urls]
     others = [request for request in planned if request.index not in give_up_s]
     aborted = rng.sample(others, int(options.abort_share * len(planned)))
     aborts = {rid_of(request): request.at_s + rng.uniform(0.02, 1.0) for request in aborted}
     faults = Faults(described, state, aborts=aborts, kills=plan_kills(options, planned[-1].at_s))
     with measuring(), progress_bar("chaos", len(planned)) as advance:
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(client.run(planned, on_done=advance))
+            running = [
+                group.create_task(client.run(planned[place :: len(urls)], on_done=advance))
+                for place, client in enumerate(clients)
+            ]
             group.create_task(faults.run())
-    return running.result(), faults
+            if routers is not None:
+                step_s = KILL_SPAN * planned[-1].at_s / (options.restarts + 1)
+                restarts = plan_restarts(options.restarts, len(urls), step_s)
+                group.create_task(routers.restart_in_turn(restarts, time.monotonic() + START_DELAY_S))
+    records = sorted((record for run in running for record in run.result()), key=lambda record: record.planned.index)
+    return records, faults, spans
 
 
 def result_of(
@@ -161,6 +200,8 @@ def read_retry_counts(url: str) -> dict[str, float]:
 
 def name_of(options: argparse.Namespace) -> str:
     """Of the result."""
+    if has_own_routers(options):
+        return "chaos_routers"
     return "chaos_moves" if options.moves else "chaos_stateless" if options.stateless else "chaos"
 
 
@@ -171,33 +212,112 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.moves and options.stateless < 2:
         raise ConfigError(f"--moves --stateless {options.stateless}: allowed are 2 stateless instances and more")
+    if options.routers < 1 or options.restarts < 0 or (has_own_routers(options) and not options.moves):
+        text = f"--routers {options.routers} --restarts {options.restarts}"
+        raise ConfigError(f"{text}: allowed are 1 router and more, 0 restarts and more; others than these with --moves")
     if options.kills < 0:
         raise ConfigError(f"--kills {options.kills}: allowed are 0 and more")
     if options.quick:
         options.requests, options.abort_probes = 120, 3
     os.environ[TRANSFER_SWITCH] = str(options.poll_failures)
-    state = options.out / "chaos.state.json"
-    with running_cluster(cluster_arguments(options), options.out, "chaos") as described:
-        records, faults = asyncio.run(storm(described, state, options))
-        say("waiting until nothing is left")
-        rest = asyncio.run(wait_until_at_rest(described))
-        verdict = judge(records, faults, described, moves=options.moves)
-        retries = read_retry_counts(described["url"])
-        # A probe has to hold up one prefill instance, which no role of a stateless one forbids to decode.
-        probes = options.abort_probes if is_complete() and not options.stateless else 0
-        freed = asyncio.run(measure_decode_free(described, probes, options.seed))
-    result = result_of(verdict, rest, retries, freed, len(records))
-    print_figures(result, f"chaos, {len(records)} requests, policy {options.policy}")
+    with (
+        running_cluster(cluster_arguments(options), options.out, "chaos") as described,
+        own_routers(options, described) as routers,
+    ):
+        found = look_into(described, options, routers)
+    result = found.result()
+    print_figures(result, f"chaos, {len(found.records)} requests, policy {options.policy}")
     name = name_of(options)
-    plot(records, faults.kills, options.out / f"{name}.png")
+    plot(found.records, found.faults.kills, options.out / f"{name}.png")
     settings = {name: value for name, value in vars(options).items() if name != "out"}
-    about = {"bench": "chaos", **settings, "killed": [kill.name for kill in faults.kills], "paired_s": faults.paired_s}
+    killed, paired_s = [kill.name for kill in found.faults.kills], found.faults.paired_s
+    about = {"bench": "chaos", **settings, "killed": killed, "paired_s": paired_s}
     emit({**about, **result, "environment": environment()}, name, options.out)
-    late = late_to_pair(about["killed"], faults.paired_s) if options.stateless else []
+    late = late_to_pair(killed, paired_s) if options.stateless else []
     for instance in late:
         say(f"failed: {instance} was not paired within {PAIRED_S:g} s of the order to start it again")
-    wrongly_failed = verdict.wrongly_failed(moves=options.moves)
-    return 0 if not (wrongly_failed or verdict.tokens_wrong or rest.details or late) else 1
+    idle = 0 in result.get("moves_after_restart", [])
+    if idle:
+        say("failed: a router moved nothing after a restart")
+    wrong = found.verdict.tokens_wrong or result.get("cache_entries_wrong") or found.rest.details
+    return 0 if not (found.verdict.wrongly_failed(moves=options.moves) or wrong or late or idle) else 1
+
+
+@contextlib.contextmanager
+def own_routers(options: argparse.Namespace, described: dict[str, Any]) -> Iterator[Routers | None]:
+    """None where the cluster has its one router. The first is known as that of the cluster. Raises ServerError."""
+    if not has_own_routers(options):
+        yield None
+        return
+    router = Router("pla", options.policy, tuple(shlex.split(router_flags(options))))
+    with Routers(router, described, options.out, options.routers) as routers:
+        described["url"] = routers.urls[0]
+        yield routers
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What became of everything. ``caches``: of stateless instances; others keep no answers, or serve none alone."""
+
+    records: list[Record]
+    faults: Faults
+    verdict: Verdict
+    caches: CacheAudit | None
+    rest: ClusterLeftovers
+    retries: dict[str, float]
+    freed: list[Freed]
+    routers: Routers | None
+
+    def result(self) -> dict[str, Any]:
+        made = result_of(self.verdict, self.rest, self.retries, self.freed, len(self.records))
+        if self.caches is not None:
+            made |= dataclasses.asdict(self.caches)
+        if self.routers is not None:
+            made["pulls"] = self.routers.moves
+            made["restarted"] = [f"{one.what} {one.router}" for one in self.routers.restarts]
+            made["moves_after_restart"] = [one.moves for one in self.routers.restarts]
+        return made
+
+
+def look_into(described: dict[str, Any], options: argparse.Namespace, routers: Routers | None) -> Found:
+    """The storm, and what it has left."""
+    state = options.out / "chaos.state.json"
+    records, faults, spans = asyncio.run(storm(described, state, options, routers))
+    urls = [described["url"]] if routers is None else routers.urls
+    caches = None
+    if options.stateless:
+        say("comparing prefix caches with the oracle")
+        caches = asyncio.run(audit_caches(described, records))
+    say("waiting until nothing is left")
+    rest = add_up([asyncio.run(wait_until_at_rest(described | {"url": url})) for url in urls])
+
+    def is_excused(record: Record) -> bool:
+        index = record.planned.index
+        return routers is not None and routers.is_excused(index % len(urls), *spans[index])
+
+    verdict = judge(
+        records,
+        faults,
+        described,
+        moves=options.moves,
+        url_of=lambda record: urls[record.planned.index % len(urls)],
+        is_excused=is_excused,
+    )
+    counts = [read_retry_counts(url) for url in urls]
+    retries = {name: sum(of_one[name] for of_one in counts) for name in counts[0]}
+    if routers is not None:
+        for number in range(len(urls)):
+            routers.count_moves(number)
+    # A probe has to hold up one prefill instance, which no role of a stateless one forbids to decode.
+    probes = options.abort_probes if is_complete() and not options.stateless else 0
+    freed = asyncio.run(measure_decode_free(described, probes, options.seed))
+    return Found(records, faults, verdict, caches, rest, retries, freed, routers)
+
+
+def add_up(rests: Sequence[ClusterLeftovers]) -> ClusterLeftovers:
+    """As each router sees it."""
+    checks = {name: all(getattr(rest, name) for rest in rests) for name in CHAOS_CHECKS}
+    return ClusterLeftovers(**checks, details=[detail for rest in rests for detail in rest.details])
 
 
 def late_to_pair(killed: Sequence[str], paired_s: Mapping[str, float]) -> list[str]:

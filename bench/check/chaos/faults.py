@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +143,10 @@ async def wait_until_paired(described: Mapping[str, Any]) -> float:
     count = len(urls_of_kind(described, "stateless"))
     async with aiohttp.ClientSession(trust_env=False) as http:
         while True:
-            async with http.get(f"{described['url']}/workers") as answer:
-                if is_paired((await answer.json())["workers"], count):
-                    return time.monotonic()
+            with contextlib.suppress(aiohttp.ClientError, KeyError):  # the router may be down itself
+                async with http.get(f"{described['url']}/workers") as answer:
+                    if is_paired((await answer.json())["workers"], count):
+                        return time.monotonic()
             await asyncio.sleep(POLL_S)
 
 
@@ -174,8 +175,9 @@ class Verdict:
     completed: int = 0
     disconnected: int = 0
     aborted: int = 0
-    failed: int = 0  # neither of the last two; one of the next four
+    failed: int = 0  # neither of the last two; one of the next five
     failed_in_flight_at_kill: int = 0
+    failed_at_router_restart: int = 0
     failed_no_instance: int = 0  # only where requests move
     failed_by_transfer: int = 0
     failed_unexplained: int = 0
@@ -184,16 +186,29 @@ class Verdict:
 
     @property
     def unexplained(self) -> int:
-        """Failed, and neither at an instance that was killed nor without one."""
-        return self.failed - self.failed_in_flight_at_kill - self.failed_no_instance
+        """Failed, and neither at an instance that was killed, nor without one, nor with their router."""
+        return self.failed - self.failed_in_flight_at_kill - self.failed_no_instance - self.failed_at_router_restart
 
     def wrongly_failed(self, *, moves: bool) -> int:
         """What had no right to fail. ``moves``: requests go on elsewhere, so a kill is no reason."""
-        return self.failed - self.failed_no_instance if moves else self.unexplained
+        return self.unexplained + self.failed_in_flight_at_kill if moves else self.unexplained
 
 
-def judge(records: Sequence[Record], faults: Faults, described: dict[str, Any], *, moves: bool = False) -> Verdict:
-    """While the router is still there to be asked."""
+def judge(
+    records: Sequence[Record],
+    faults: Faults,
+    described: dict[str, Any],
+    *,
+    moves: bool = False,
+    url_of: Callable[[Record], str] | None = None,
+    is_excused: Callable[[Record], bool] = lambda record: False,
+) -> Verdict:
+    """While the router is still there to be asked.
+
+    Args:
+        url_of: the router that a request went to, where there are several.
+        is_excused: whether it could not but fail, as its router was ended.
+    """
     verdict = Verdict()
     hosts = {instance["name"]: instance["url"].removeprefix("http://") for instance in described["instances"]}
     for record in records:
@@ -205,9 +220,12 @@ def judge(records: Sequence[Record], faults: Faults, described: dict[str, Any], 
             verdict.disconnected += 1
         elif rid in faults.aborted:
             verdict.aborted += 1
+        elif is_excused(record):
+            verdict.failed += 1
+            verdict.failed_at_router_restart += 1
         else:
             verdict.failed += 1
-            story = explain_request(described["url"], rid)
+            story = explain_request(described["url"] if url_of is None else url_of(record), rid)
             if moves and any(mark in f"{record.error} {story.get('detail', '')}" for mark in NOBODY):
                 verdict.failed_no_instance += 1
             elif any(was_there(story, kill, hosts[kill.name]) for kill in faults.kills):

@@ -9,6 +9,7 @@ from pla_patches.seam import Group, Hook, Subscriber
 _PREALLOC = "sglang.srt.disaggregation.decode.DecodePreallocQueue."
 _OURS = "pla_sglang.engine.stateless.queues:"
 _TESTS = "tests/stateless/test_stateless_queues.py"
+_PRINTS = "tests/stateless/test_stateless_fingerprints.py"
 _PAIR = "tests/e2e/test_stateless_pair.py"
 
 _override = functools.partial(Subscriber, group=Group.STATELESS, hook=Hook.OVERRIDE)
@@ -21,6 +22,22 @@ QUEUES = (
         why="A prefill leg waits here until its end may hold more KV.",
         verify=_PAIR,
         next_host="Same body.",
+    ),
+    _override(
+        id="queue.prefix",
+        target="sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap",
+        handler=_OURS + "SendQueue.finalize_bootstrap",
+        why="A target that has more of its prompt than there is here gets what says so; the host sends it nothing, ever.",
+        verify=_PRINTS,
+        next_host="Same body.",
+    ),
+    _override(
+        id="queue.said",
+        target="sglang.srt.disaggregation.utils.MetadataBuffers.set_buf",
+        handler=_OURS + "SendBuffers.set_buf",
+        why="KV goes out with its length and a hash of its tokens, adapter, cache salt and layout.",
+        verify=_PRINTS,
+        next_host="The row of a room is alike. Its kv_checksum is of the bytes that travel, not of what they are of.",
     ),
     _override(
         id="queue.pop",
@@ -81,7 +98,8 @@ QUEUES = (
         id="queue.poll",
         target="sglang.srt.disaggregation.decode.DecodeTransferQueue._poll_with_metadata_gate",
         handler=_OURS + "TransferQueue._poll_with_metadata_gate",
-        why="Transfers that failed are handed out with their pages, and not freed while a source may still write.",
+        why="Transfers that failed are handed out with their pages, and not freed while a source may still write. What "
+        "came beside the room is read before the host clears it.",
         verify=_PAIR + ": a lost transfer",
         next_host="SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE keeps such pages there: compare.",
     ),

@@ -81,6 +81,8 @@ PARAMETERS = {
     _SCHEDULER + "publish_load_snapshot": "self, force",
     _SCHEDULER + "set_internal_state": "self, recv_req",
     "sglang.srt.disaggregation.utils.prepare_abort": "req, error_message, status_code",
+    _SEND_QUEUE + "finalize_bootstrap": "self, req",
+    "sglang.srt.disaggregation.utils.MetadataBuffers.set_buf": "self, req",
     "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph": (
         "model_runner, eager_runner, force_for_draft_worker"
     ),

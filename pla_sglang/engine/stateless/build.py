@@ -7,10 +7,13 @@ one set a receiver would find a stale room and take it for corruption.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from pla_sglang.engine.stateless.faults import Faults
+from pla_sglang.engine.stateless.fingerprints import Fingerprints
 from pla_sglang.engine.stateless.rooms import UsedRooms
 
 METADATA_PER_ROW = 2
@@ -27,33 +30,37 @@ class Ends:
 
 def build_ends(scheduler: Any, faults: Faults) -> Ends:
     """Both ends, registered at this instance's bootstrap server, which must run."""
-    from pla_sglang.engine.stateless.queues import ReceiveQueue, SendQueue, TransferQueue
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+
+    from pla_sglang.engine.stateless.queues import ReceiveQueue, SendBuffers, SendQueue, TransferQueue
 
     scheduler.enable_staging = False
     scheduler.token_to_kv_pool_allocator.need_sort = True  # contiguous pages: fewer descriptors in a transfer
-    allocator, buffers = _metadata(scheduler)
+    fingerprints = Fingerprints(scheduler)
+    allocator, buffers = _metadata(scheduler, functools.partial(SendBuffers, fingerprints))
     # Where the host's sending functions look; receivers have references of their own.
     scheduler.req_to_metadata_buffer_idx_allocator, scheduler.disagg_metadata_buffers = allocator, buffers
     common = _common(scheduler)
     sending = _construct(SendQueue, common, req_to_metadata_buffer_idx_allocator=allocator, metadata_buffers=buffers)
     sending.rooms = UsedRooms()
     scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_prefill_inflight_queue = sending, []
-    allocator, buffers = _metadata(scheduler)
+    allocator, buffers = _metadata(scheduler, MetadataBuffers)
     own = {"req_to_metadata_buffer_idx_allocator": allocator, "metadata_buffers": buffers}
     transfers = _construct(TransferQueue, common, **own)
+    transfers.fingerprints = fingerprints
     receiving = _construct(ReceiveQueue, common, transfer_queue=transfers, **own)
     receiving.faults = transfers.faults = faults
     scheduler.disagg_decode_transfer_queue, scheduler.disagg_decode_prealloc_queue = transfers, receiving
     return Ends(sending, receiving, transfers)
 
 
-def _metadata(scheduler: Any) -> tuple[Any, Any]:
+def _metadata(scheduler: Any, make_buffers: Callable[..., Any]) -> tuple[Any, Any]:
     import torch
-    from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator
+    from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
 
     size = METADATA_PER_ROW * scheduler.req_to_token_pool.size
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    buffers = MetadataBuffers(
+    buffers = make_buffers(
         size,
         hidden_size=16,  # as the host's without speculative decoding: the least that RDMA likes
         hidden_states_dtype=torch.float32,

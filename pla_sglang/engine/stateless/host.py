@@ -106,6 +106,19 @@ def release_kv(scheduler: Any, req: Any, *, keep_prefix: bool = True) -> None:
     release_kv_cache(req, scheduler.tree_cache, is_insert=keep_prefix)
 
 
+def describe_kv_layout(scheduler: Any) -> str:
+    """What must be alike where KV is copied byte by byte: pages, numbers, and the size of each layer's part."""
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    _, _, page_bytes = pool.get_contiguous_buf_infos()
+    return f"{pool.page_size} {pool.dtype} {page_bytes}"
+
+
+def name_adapter(scheduler: Any, lora_id: str) -> str | None:
+    """The name under which clients ask for it; None: it is not loaded."""
+    adapter = scheduler.tp_worker.model_runner.lora_manager.lora_refs.get(lora_id)
+    return None if adapter is None else adapter.lora_name
+
+
 def free_metadata(scheduler: Any, req: Any) -> None:
     """Free the sending end's metadata buffer of ``req``, if it has one."""
     from sglang.srt.disaggregation.prefill import maybe_release_metadata_buffer

@@ -13,13 +13,24 @@ from typing import Any
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.disaggregation.utils import MetadataBuffers
 
 from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.legs import FAULT_ATTRIBUTE
+from pla_sglang.engine.stateless.fingerprints import (
+    UNSAID,
+    Fingerprint,
+    Fingerprints,
+    find_misfit,
+    read_fingerprint,
+    write_fingerprint,
+)
+from pla_sglang.engine.stateless.legs import FAULT_ATTRIBUTE, SOURCE_ATTRIBUTE
 from pla_sglang.engine.stateless.peers import FAILED, PeerBook, PeerState
 from pla_sglang.engine.stateless.quarantine import Agree
 from pla_sglang.engine.stateless.rooms import UsedRooms
 from pla_sglang.engine.stateless.warming import Warmer
+
+SENT_ATTRIBUTE = "pla_sent"  # of a decode leg whose KV is here: the fingerprint that came with it
 
 
 class SendQueue(PrefillBootstrapQueue):
@@ -39,6 +50,31 @@ class SendQueue(PrefillBootstrapQueue):
     def take_metadata_buffer(self, req: Any) -> bool:
         """Whatever legs hold: the KV of a held request is counted elsewhere."""
         return bool(super().ensure_metadata_buffer(req))
+
+    def finalize_bootstrap(self, req: Any) -> bool:
+        """A receiver with more of its prompt than there is of ``req``, or that lacks nothing, is of another prompt.
+
+        The host would send it nothing, ever. It gets the fingerprint alone, which says so.
+        """
+        manager, room, tokens = self.kv_manager, req.bootstrap_room, len(req.origin_input_ids)
+        infos = list(manager.transfer_infos.get(room, {}).values())
+        pages = [len(info.dst_kv_indices) for info in infos if not info.is_dummy()]
+        has_all = bool(pages) and not any(pages)
+        if has_all or manager.req_to_decode_prefix_len.get(room, 0) > tokens:
+            manager.req_to_decode_prefix_len[room] = tokens
+        return bool(super().finalize_bootstrap(req))
+
+
+class SendBuffers(MetadataBuffers):
+    """Metadata buffers of the sending end: they say of what the KV is that goes out with them."""
+
+    def __init__(self, fingerprints: Fingerprints, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fingerprints = fingerprints
+
+    def set_buf(self, req: Any) -> None:
+        super().set_buf(req)
+        write_fingerprint(self, req.metadata_buffer_index, self._fingerprints.of_kv(req, req.origin_input_ids))
 
 
 class ReceiveQueue(DecodePreallocQueue):
@@ -212,6 +248,7 @@ class ReceiveQueue(DecodePreallocQueue):
 class TransferQueue(DecodeTransferQueue):
     """Decode legs whose KV is on its way. Failed ones are not freed here: they are handed out with their pages."""
 
+    fingerprints: Fingerprints
     queue: list[Any]
     faults: Faults
     _failed: tuple[Any, ...] = ()
@@ -228,7 +265,18 @@ class TransferQueue(DecodeTransferQueue):
     def _poll_with_metadata_gate(self) -> list[int]:
         polls = super()._poll_with_metadata_gate()
         self._failed = tuple(entry for entry, poll in zip(self.queue, polls, strict=True) if poll == int(KVPoll.Failed))
+        for entry, poll in zip(self.queue, polls, strict=True):
+            if poll == int(KVPoll.Success):  # the host clears the buffer as it takes the KV over
+                sent = read_fingerprint(self.metadata_buffers, entry.metadata_buffer_index)
+                setattr(entry.req, SENT_ATTRIBUTE, sent)
         return [int(KVPoll.Transferring) if poll == int(KVPoll.Failed) else poll for poll in polls]
+
+    def find_misfit(self, req: Any) -> str | None:
+        """Why the KV that has come for ``req``, with one token, is not its own on this rank; None: it is."""
+        sent: Fingerprint = getattr(req, SENT_ATTRIBUTE, UNSAID)
+        wanted = self.fingerprints.of_kv(req, (req.origin_input_ids + req.output_ids)[:-1])
+        source = getattr(req, SOURCE_ATTRIBUTE, None)
+        return find_misfit(sent, wanted, ours=source is not None and bool(source.incarnation))
 
     def take_failed(self) -> tuple[Any, ...]:
         """Entries that the last poll found failed, all ranks agreeing. They leave the queue; the caller owns them."""

@@ -117,7 +117,11 @@ class Receiver:
             self._take_failed(self._transfers.take_failed())
 
     def _take_done(self, reqs: list[Any]) -> None:
-        """Their KV is here, and no queue of the host has them any more."""
+        """KV is here for them, and no queue of the host has them any more.
+
+        It is looked at before it is used: a request that it does not belong to ends, on all ranks where one says so,
+        and nothing of it is cached.
+        """
         if not reqs:
             return
         sound = self._agree([not getattr(req, FAULT_ATTRIBUTE, False) for req in reqs])
@@ -126,14 +130,27 @@ class Receiver:
         self._faults.for_each(broken, self._answer_fault, "ending a request whose KV could not be taken over")
         self._faults.for_each(broken, self._free, "freeing its KV")
         reqs = [req for req, is_sound in zip(reqs, sound, strict=True) if is_sound]
-        done = [req for req in reqs if came_with_its_kv(req)]
+        misfits = [self._find_misfit(req) for req in reqs]
+        fitting = self._agree([misfit is None for misfit in misfits])
+        done = [req for req, fits in zip(reqs, fitting, strict=True) if fits]
         self.ready += done
         self.received += len(done)
         self.pulled += sum(map(goes_on, done))
-        others = [req for req in reqs if not came_with_its_kv(req)]
+        others = [(req, why) for req, why, fits in zip(reqs, misfits, fitting, strict=True) if not fits]
         self.failed += len(others)
-        self._faults.for_each(others, self._answer_mismatched, "ending a request with the KV of another answer")
-        self._faults.for_each(others, self._free, "freeing its KV")
+        self._faults.for_each(others, lambda one: self._answer_misfit(*one), "ending a request with the KV of another")
+        self._faults.for_each(others, lambda one: self._free(one[0]), "freeing its KV")
+
+    def _find_misfit(self, req: Any) -> str | None:
+        """Why the KV that has come for ``req`` is not its own, on this rank."""
+        try:
+            if not came_with_its_kv(req):  # the held request has gone on since its tokens were counted
+                return "it is of another answer"
+            misfit: str | None = self._transfers.find_misfit(req)
+            return misfit
+        except Exception:
+            self._faults.note("comparing what KV is of")
+            return "what it is of could not be told"
 
     def admit(self, running_batch: Any, may_join: Callable[[Any], bool]) -> Any:
         """The running batch with as many of the ready requests as it has places for, of those that ``may_join``."""
@@ -188,9 +205,10 @@ class Receiver:
             reason = f"Decode transfer failed for request {req.rid}: an exception in its instance"
             host.end_with_error(self._scheduler, req, reason, HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def _answer_mismatched(self, req: Any) -> None:
-        """The held request has gone on since its tokens were counted: its KV is not that of this answer."""
-        reason = f"the KV of room {req.bootstrap_room} is of another answer"
+    def _answer_misfit(self, req: Any, misfit: str | None) -> None:
+        """``misfit`` None: another rank has said so."""
+        reason = f"the KV of room {req.bootstrap_room} does not fit: {misfit or 'another rank says so'}"
+        logger.warning("pla_sglang: %s: %s", req.rid, reason)
         host.end_with_error(self._scheduler, req, reason, HTTPStatus.CONFLICT)
 
     def _answer_aborted(self, req: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,7 @@ class ControlPlane:
         self, knobs: ControlKnobs, *, router_key: str = "", clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.knobs = knobs
-        self.epoch = time.time_ns()  # differs from that of any earlier life
+        self.epoch = secrets.randbits(62)  # differs from that of any earlier life; a clock may be set back
         self._clock = clock
         self._tasks = Tasks()
         self._client: InstanceClient | None = None

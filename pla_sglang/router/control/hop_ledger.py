@@ -44,7 +44,7 @@ class HopLedger:
         assert hop is not None
         hop.move(PREFILL)
         hop.attempts += 1
-        hop.room = draw_room(self._ledger.rooms, self._ledger.rng, record.rid)
+        hop.room = draw_room(self._ledger.rooms, record.rid)
         hop.legs = [LegEntry(_WHOLE, worker, now_s, hop.attempts, hop.room, reached=hop.reached, executed=False)]
         return hop.room
 

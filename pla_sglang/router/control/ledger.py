@@ -17,9 +17,9 @@ Two rules keep work from being done twice or for nobody:
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections import Counter
 from collections.abc import Container, Sequence
-from random import Random
 
 from pla_sglang.errors import IllegalMoveError
 from pla_sglang.router.control.request_record import (
@@ -82,9 +82,9 @@ class Audit:
 
 
 class Ledger:
-    """See the module. Pure: time comes in, orders go out. ``rng`` gives rooms."""
+    """See the module. Pure but for rooms: time comes in, orders go out."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self) -> None:
         self.records: dict[str, RequestRecord] = {}  # not ended, or with a leg that is not closed
         self.batch_rids: set[str] = set()  # the clients' own names for the prompts of their batches, of ``records``
         self.rooms: dict[int, str] = {}
@@ -93,7 +93,6 @@ class Ledger:
         self.ended: Counter[Outcome] = Counter()
         self.late_events = 0  # after the end: normal where two processes see the same failure
         self.unknown_events = 0
-        self.rng = rng
 
     # -- the life of a request ---------------------------------------------------------------------------------------
 
@@ -132,7 +131,7 @@ class Ledger:
         if legs[0][0] is _WHOLE:
             room = None
         elif room is None:
-            room = draw_room(self.rooms, self.rng, record.rid)
+            room = draw_room(self.rooms, record.rid)
         else:
             self.rooms[room] = record.rid
         hop.room = room
@@ -335,11 +334,15 @@ def free_rooms(rooms: dict[int, str], record: RequestRecord, left: list[LegEntry
             rooms.pop(leg.room, None)
 
 
-def draw_room(rooms: dict[int, str], rng: Random, rid: str) -> int:
-    """A room that is not in ``rooms``, for ``rid``."""
+def draw_room(rooms: dict[int, str], rid: str) -> int:
+    """A room that is not in ``rooms``, for ``rid``.
+
+    Two ledgers may not draw the same, whatever their seeds: other routers, and this one before a restart, have rooms at
+    the same instances.
+    """
     room = -1
     while room < 0 or room in rooms:
-        drawn = rng.getrandbits(SLOT_BITS + PLACE_BITS)
+        drawn = secrets.randbits(SLOT_BITS + PLACE_BITS)
         room = (drawn >> PLACE_BITS) * ROOM_SPACING + (drawn & ((1 << PLACE_BITS) - 1))
     rooms[room] = rid
     return room

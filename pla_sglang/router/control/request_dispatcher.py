@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Container
-from random import Random
 from typing import TYPE_CHECKING
 
 from pla_sglang.load.prefix_index import PrefixIndex
@@ -75,7 +74,7 @@ class RequestDispatcher:
         self.health = health
         self.series = series
         self.policy = policy
-        self.ledger = Ledger(Random(knobs.seed))
+        self.ledger = Ledger()
         self.admission = Admission(knobs.admission)
         self.queue: FairQueue[RequestRecord] = FairQueue()
         self.index = PrefixIndex()

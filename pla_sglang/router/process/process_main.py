@@ -85,7 +85,7 @@ async def relay_main(settings: dict[str, Any]) -> int:
         config,
         number=settings["number"],
         send_to_control=wire.send_message,
-        rng=random.Random(),
+        rng=random.SystemRandom(),
         control_is_silent=wire.is_silent,
     )
     wire.start_wire(relay.on_message, relay.on_attached)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -11,6 +10,8 @@ from hypothesis import strategies as st
 from support.records import make_record
 
 from pla_sglang.errors import IllegalMoveError
+from pla_sglang.router.control.control_plane import ControlPlane
+from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.ledger import PLACE_BITS, ROOM_SPACING, AbortOrder, Ledger
 from pla_sglang.router.control.request_record import Hop, LegEntry, LegState, RequestRecord, Stage
 from pla_sglang.router.wire.messages import Leg, Outcome
@@ -35,7 +36,7 @@ LEGAL_LEGS = {
 
 
 def ledger() -> Ledger:
-    return Ledger(Random(1))
+    return Ledger()
 
 
 def opened(book: Ledger, rid: str) -> RequestRecord:
@@ -166,6 +167,19 @@ def test_rooms_are_far_apart_and_spread_over_ranks() -> None:
     for ranks in (2, 3, 4, 8):
         shares = [sum(room % ranks == rank for room in rooms) / len(rooms) for rank in range(ranks)]
         assert max(shares) < 1.4 / ranks
+
+
+@pytest.mark.parametrize("seeds", [(1, 1), (1, 2)])
+def test_no_two_routers_draw_a_room_twice(seeds: tuple[int, int]) -> None:
+    """Several stand before one instance, and one that was started again is another one: each has the same defaults."""
+    drawn = []
+    for seed in seeds:
+        plane = ControlPlane(ControlKnobs(seed=seed))
+        book = plane.dispatcher.ledger
+        for number in range(100):
+            book.assign(opened(book, f"r{number}"), PAIR, 0.0)
+        drawn.append(set(book.rooms))
+    assert not drawn[0] & drawn[1]
 
 
 def test_a_dead_instance_closes_its_legs() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from typing import Any
 
@@ -315,7 +314,7 @@ def next_hop(ledger: Ledger, record: RequestRecord, worker: int, *, executed: bo
 
 def test_each_leg_of_each_hop_is_closed_once() -> None:
     """Also where the same instance comes twice, under two ids."""
-    ledger, record = Ledger(random.Random(1)), make_record()
+    ledger, record = Ledger(), make_record()
     ledger.open(record)
     ledger.assign(record, [(m.Leg.PREFILL, 1), (m.Leg.DECODE, 2)], 0.0)
     ledger.first_token(record)
@@ -342,7 +341,7 @@ def test_each_leg_of_each_hop_is_closed_once() -> None:
 
 
 def test_a_dead_instance_hits_only_the_hop_that_the_client_sees() -> None:
-    ledger, record = Ledger(random.Random(1)), make_record()
+    ledger, record = Ledger(), make_record()
     ledger.open(record)
     ledger.assign(record, [(m.Leg.WHOLE, 1)], 0.0)
     next_hop(ledger, record, 2)

@@ -122,7 +122,7 @@ class OtlpTracing:
             channel_options=CHANNEL_OPTIONS,  # type: ignore[arg-type] # declared as text; gRPC wants a number
         )
         self._processor = BatchSpanProcessor(
-            _Unfolding(self._exporter, policy, random.Random()),
+            _Unfolding(self._exporter, policy, random.SystemRandom()),
             max_queue_size=QUEUE_REQUESTS,
             schedule_delay_millis=DELAY_MS,
             max_export_batch_size=BATCH_REQUESTS,

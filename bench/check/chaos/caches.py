@@ -1,0 +1,73 @@
+"""Prefix caches against the oracle: each instance goes on, as for anybody, with what it may have kept of a run.
+
+Its KV is what the next tokens are computed from, and in the chain model each token depends on all before it. So one
+entry under a prompt that is not its own shows in the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from bench.harness.replay import Record
+from pla_sglang import chain
+
+MOST_PROMPTS = 400  # the latest of a run
+ASKED_TOKENS = 4
+AT_ONCE = 8  # requests, at each instance
+SHOWN = 5
+
+
+@dataclasses.dataclass
+class CacheAudit:
+    """``cache_tokens``: prompt tokens that were in the caches, of all that were asked for."""
+
+    cache_entries: int = 0  # answers that had a part of their prompt in the cache
+    cache_entries_wrong: int = 0
+    cache_tokens: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)  # the first few
+
+
+async def audit_caches(described: dict[str, Any], records: Sequence[Record]) -> CacheAudit:
+    """While the caches are as the run has left them: before anybody flushes one."""
+    audit, at_once = CacheAudit(), {one["url"]: asyncio.Semaphore(AT_ONCE) for one in described["instances"]}
+
+    async def ask(http: aiohttp.ClientSession, url: str, prompt_ids: list[int]) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": ASKED_TOKENS}
+        async with at_once[url], http.post(f"{url}/generate", json=body_of(prompt_ids, sampling)) as answer:
+            _note_answer(audit, url, prompt_ids, answer.status, await answer.json())
+
+    async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as group:
+        for record in records[-MOST_PROMPTS:]:
+            for url in at_once:
+                group.create_task(ask(http, url, prompt_of(record)))
+    return audit
+
+
+def body_of(prompt_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+    return {"input_ids": prompt_ids, "sampling_params": sampling}
+
+
+def prompt_of(record: Record) -> list[int]:
+    """The longest that an instance may have kept: prompt and answer, and what asks for more. Of one without an answer
+    the prompt as it was."""
+    if record.error is not None or not record.output_ids:
+        return record.prompt_ids
+    return [*record.prompt_ids, *record.output_ids, *chain.ask_ids(ASKED_TOKENS)]
+
+
+def _note_answer(audit: CacheAudit, url: str, prompt_ids: list[int], status: int, answer: Any) -> None:
+    wanted = list(chain.expected(prompt_ids, ASKED_TOKENS).tokens)
+    ids = answer.get("output_ids") if status == 200 else None
+    cached = answer["meta_info"]["cached_tokens"] if status == 200 else 0
+    audit.cache_entries += cached > 0
+    audit.cache_tokens += cached
+    if ids != wanted:
+        audit.cache_entries_wrong += 1
+        if len(audit.wrong) < SHOWN:
+            text = answer if status != 200 else f"{ids}, not {wanted}"
+            audit.wrong.append(f"{url}: {len(prompt_ids)} tokens, {cached} cached: {text}"[:300])

@@ -1,0 +1,145 @@
+"""Several routers before one fleet, whose control processes and who themselves are ended by SIGKILL and started again.
+
+A control process is started again by its router: nothing may fail for that. With a router all its connections end: what
+was open there, or came while nobody listened, has a right to fail. Both must move requests again afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.check.leftovers import read_series
+from bench.harness import servers
+from bench.harness.report import say
+from bench.harness.servers import Router, is_healthy
+from pla_sglang.cluster.ports import free_port
+from pla_sglang.testing.server import ServerError, fetch
+
+CONTROL, WHOLE = "control", "router"
+BACK_S = 60.0  # within which one that was started again serves
+POLL_S = 0.1
+
+
+@dataclasses.dataclass(slots=True)
+class Restart:
+    """Of a router or of its control process. Times are CLOCK_MONOTONIC's."""
+
+    what: str
+    router: int
+    at_s: float
+    back_s: float
+    moves: int = 0  # that it has made since, until its next restart or the end of the run
+
+
+def plan_restarts(count: int, routers: int, step_s: float) -> list[tuple[str, int, float]]:
+    """What, of which router, and when: control processes and routers in turns, each router in turns too."""
+    return [
+        ((CONTROL, WHOLE)[number % 2], (number // 2 + number) % routers, step_s * (number + 1))
+        for number in range(count)
+    ]
+
+
+class Routers:
+    """Of one run, in a ``with``: each has a port of its own, over its restarts too."""
+
+    def __init__(self, router: Router, described: Mapping[str, Any], folder: Path, count: int) -> None:
+        self._router, self._described, self._folder = router, described, folder
+        self._ports = [free_port() for _ in range(count)]
+        self._stacks = [contextlib.ExitStack() for _ in range(count)]
+        self._pids = [0] * count
+        self.restarts: list[Restart] = []
+        self.moves = 0  # of all control processes that there were
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self._ports]
+
+    def __enter__(self) -> Routers:
+        try:
+            for number, url in enumerate(self.urls):
+                self._start(number)
+                wait_until_serving(url)
+                servers.wait_until_paired(url)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for stack in self._stacks:
+            stack.close()
+
+    def _start(self, number: int) -> None:
+        command = servers.router_command(self._router, self._described, self._ports[number])
+        log = self._folder / f"chaos.router-{number}.{len(self.restarts)}.log"
+        child = servers.running_child(command, log, stop_s=servers.ROUTER_STOP_S)
+        self._pids[number] = self._stacks[number].enter_context(child).pid
+
+    async def restart_in_turn(self, planned: Sequence[tuple[str, int, float]], start_s: float) -> None:
+        """``planned``: from ``plan_restarts``, in seconds since ``start_s``."""
+        for what, number, since_s in planned:
+            await asyncio.sleep(start_s + since_s - time.monotonic())
+            await asyncio.to_thread(self._restart, what, number)
+
+    def _restart(self, what: str, number: int) -> None:
+        """Raises ServerError where it does not serve again."""
+        self.count_moves(number)
+        at_s = time.monotonic()
+        if what == CONTROL:
+            os.kill(find_control(self._pids[number]), signal.SIGKILL)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pids[number], signal.SIGKILL)  # its relays and control process end with it
+            self._stacks[number].close()
+            self._start(number)
+        restart = Restart(what, number, at_s, 0.0)
+        wait_until_serving(self.urls[number])
+        restart.back_s = time.monotonic()
+        self.restarts.append(restart)
+        say(f"killed the {what} of router {number}; it serves again after {restart.back_s - at_s:.1f} s")
+
+    def count_moves(self, number: int) -> None:
+        """Before its next restart, and at the end: its control process takes the counts with it."""
+        series = read_series(fetch(f"{self.urls[number]}/metrics"))
+        moves = sum(
+            int(value) for name, value in series.items() if name.startswith('pla_router_moves_total{how="pull"')
+        )
+        self.moves += moves
+        mine = [restart for restart in self.restarts if restart.router == number]
+        if mine:
+            mine[-1].moves = moves
+
+    def is_excused(self, number: int, from_s: float, until_s: float) -> bool:
+        """Whether the router was ended, and not back, at some time of these."""
+        return any(
+            restart.what == WHOLE and restart.router == number and from_s < restart.back_s and until_s > restart.at_s
+            for restart in self.restarts
+        )
+
+
+def find_control(router_pid: int) -> int:
+    """The control process of a router. Raises ServerError."""
+    for child in psutil.Process(router_pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.cmdline()[-1:] == [CONTROL]:
+                return child.pid
+    raise ServerError(f"router {router_pid} has no control process")
+
+
+def wait_until_serving(url: str) -> None:
+    """Until it is healthy, which takes an instance that is ready. Raises ServerError."""
+    end_s = time.monotonic() + BACK_S
+    while not is_healthy(url):
+        if time.monotonic() > end_s:
+            raise ServerError(f"{url} does not serve {BACK_S:.0f} s after its start")
+        time.sleep(POLL_S)

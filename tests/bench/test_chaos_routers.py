@@ -1,0 +1,112 @@
+"""The chaos bench with routers of its own: when which is ended, what may fail for that, and the audit of caches."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from bench.check.chaos import bench as storm
+from bench.check.chaos.caches import CacheAudit, audit_caches, prompt_of
+from bench.check.chaos.faults import Faults, judge
+from bench.check.chaos.routers import CONTROL, WHOLE, Restart, Routers, plan_restarts
+from bench.harness.catalogue import BENCHES
+from bench.harness.replay import Planned, Record
+from bench.harness.servers import Router
+from pla_sglang import chain, launch_cluster
+
+
+def record(index: int, error: str | None = None) -> Record:
+    prompt = chain.prompt_of(20, 4, random.Random(index))
+    made = Record(Planned(index, 0.0, prompt, 4), 0.0, prompt_ids=prompt, error=error)
+    made.output_ids = tuple(chain.expected(prompt, 5).tokens) if error is None else ()
+    return made
+
+
+def test_control_processes_and_routers_are_ended_in_turns() -> None:
+    assert plan_restarts(5, 2, 10.0) == [
+        (CONTROL, 0, 10.0),
+        (WHOLE, 1, 20.0),
+        (CONTROL, 1, 30.0),
+        (WHOLE, 0, 40.0),
+        (CONTROL, 0, 50.0),
+    ]
+    assert plan_restarts(2, 1, 1.0) == [(CONTROL, 0, 1.0), (WHOLE, 0, 2.0)]
+
+
+def make_routers(restarts: list[Restart], count: int = 2) -> Routers:
+    routers = Routers(Router("pla", "least-tokens"), {"instances": []}, Path("unused"), count)
+    routers.restarts = restarts
+    return routers
+
+
+def test_only_the_end_of_their_router_excuses_requests() -> None:
+    routers = make_routers([Restart(WHOLE, 1, 10.0, 12.0), Restart(CONTROL, 0, 20.0, 21.0)])
+    assert routers.is_excused(1, 9.0, 10.5)
+    assert routers.is_excused(1, 11.0, 11.1)
+    assert not routers.is_excused(1, 9.0, 9.9)
+    assert not routers.is_excused(1, 12.1, 13.0)
+    assert not routers.is_excused(0, 9.0, 30.0), "another router's, and a control process has to come back unseen"
+
+
+def test_moves_count_for_the_latest_restart_of_their_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    series = {'pla_router_moves_total{how="pull",reason="prefilled"}': 3.0, 'pla_router_moves_total{how="redo"}': 5.0}
+    monkeypatch.setattr("bench.check.chaos.routers.fetch", lambda url: "")
+    monkeypatch.setattr("bench.check.chaos.routers.read_series", lambda text: series)
+    first, second, other = Restart(CONTROL, 0, 1.0, 2.0), Restart(WHOLE, 0, 3.0, 4.0), Restart(WHOLE, 1, 3.0, 4.0)
+    routers = make_routers([first, second, other])
+    routers.count_moves(0)
+    assert ([one.moves for one in routers.restarts], routers.moves) == ([0, 3, 0], 3)
+
+
+def test_the_verdict_with_a_router_that_was_ended() -> None:
+    described = {"url": "http://127.0.0.1:9", "instances": []}
+    faults = Faults(described, Path("unused"), aborts={}, kills=())
+    records = [record(0), record(1, "reset")]
+    verdict = judge(records, faults, described, moves=True, is_excused=lambda one: one.planned.index == 1)
+    assert (verdict.completed, verdict.failed, verdict.failed_at_router_restart) == (1, 1, 1)
+    assert (verdict.unexplained, verdict.wrongly_failed(moves=True)) == (0, 0)
+
+
+@pytest.mark.parametrize("flags", [["--routers", "2"], ["--restarts", "1"], ["--routers", "0"], ["--restarts", "-1"]])
+def test_routers_of_its_own_need_moves(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BENCHES["chaos"].main([*flags, "--stateless", "2", "--out", str(tmp_path)]) == 2
+    assert " ".join(flags) in capsys.readouterr().err
+
+
+def test_the_cluster_has_no_router_then() -> None:
+    options = BENCHES["chaos"].parse("--moves", "--stateless", "3", "--routers", "2", "--policy", "least-tokens")
+    assert launch_cluster.read_config(storm.cluster_arguments(options)).config.to_cluster().router == "none"
+    assert "--migration on --relay-workers 1 --place-decode prefilled" in storm.router_flags(options)
+    assert storm.name_of(options) == "chaos_routers"
+
+
+def test_an_entry_under_another_prompt_shows_in_the_audit() -> None:
+    """Of three requests at one instance: one right, one wrong, and one that failed, whose prompt is asked alone."""
+    records = [record(0), record(1), record(2, "reset")]
+    spoiled = prompt_of(records[1])
+    assert prompt_of(records[2]) == records[2].prompt_ids
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        tokens = list(chain.expected(body["input_ids"], body["sampling_params"]["max_new_tokens"]).tokens)
+        if body["input_ids"] == spoiled:
+            tokens[0] += 1
+        cached = 0 if body["input_ids"] == records[2].prompt_ids else len(body["input_ids"]) - 4
+        return web.json_response({"output_ids": tokens, "meta_info": {"cached_tokens": cached}})
+
+    async def audit() -> CacheAudit:
+        app = web.Application()
+        app.router.add_post("/generate", answer)
+        async with TestServer(app) as server:
+            described: dict[str, Any] = {"instances": [{"url": str(server.make_url("")).rstrip("/")}]}
+            return await audit_caches(described, records)
+
+    found = asyncio.run(audit())
+    assert (found.cache_entries, found.cache_entries_wrong, len(found.wrong)) == (2, 1, 1)
+    assert found.cache_tokens == len(prompt_of(records[0])) + len(spoiled) - 8
