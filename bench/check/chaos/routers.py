@@ -23,7 +23,7 @@ from bench.harness import servers
 from bench.harness.report import say
 from bench.harness.servers import Router, is_healthy
 from pla_sglang.cluster.ports import free_port
-from pla_sglang.testing.server import ServerError, fetch
+from pla_sglang.testing.server import HttpError, ServerError, fetch
 
 CONTROL, WHOLE = "control", "router"
 BACK_S = 60.0  # within which one that was started again serves
@@ -70,6 +70,7 @@ class Routers:
                 self._start(number)
                 wait_until_serving(url)
                 servers.wait_until_paired(url)
+                label_instances(url)
         except BaseException:
             self.__exit__()
             raise
@@ -105,6 +106,7 @@ class Routers:
         restart = Restart(what, number, at_s, 0.0)
         wait_until_serving(self.urls[number])
         restart.back_s = time.monotonic()
+        label_instances(self.urls[number])
         self.restarts.append(restart)
         say(f"killed the {what} of router {number}; it serves again after {restart.back_s - at_s:.1f} s")
 
@@ -134,6 +136,14 @@ def find_control(router_pid: int) -> int:
             if child.cmdline()[-1:] == [CONTROL]:
                 return child.pid
     raise ServerError(f"router {router_pid} has no control process")
+
+
+def label_instances(url: str) -> None:
+    """The first half prefill, the others decode: so requests move after their prefill. One that is down is left out."""
+    rows = fetch(f"{url}/workers")["workers"]
+    for place, row in enumerate(sorted(rows, key=lambda row: str(row["url"]))):
+        with contextlib.suppress(HttpError):
+            fetch(f"{url}/workers/{row['number']}/role", {"role": "prefill" if place < len(rows) / 2 else "decode"})
 
 
 def wait_until_serving(url: str) -> None:
