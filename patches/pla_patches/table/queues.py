@@ -27,7 +27,7 @@ QUEUES = (
         id="queue.prefix",
         target="sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap",
         handler=_OURS + "SendQueue.finalize_bootstrap",
-        why="A target that has more of its prompt than there is here gets what says so; the host sends it nothing, ever.",
+        why="A target that has more of its prompt than there is here gets what says so. The host sends it nothing.",
         verify=_PRINTS,
         next_host="Same body.",
     ),
