@@ -83,7 +83,6 @@ class Sender:
             return
         if host.has_failed(self._queue.kv_manager, req.bootstrap_room):
             raise GivenUpError
-        self._used.add(req.bootstrap_room)
         req.update_finish_state = _ends_with_its_transfer
         req.stream = False  # one answer, when the KV is gone
         self._queue.add(req, scheduler.model_config.num_key_value_heads)
