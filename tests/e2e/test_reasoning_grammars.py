@@ -87,7 +87,7 @@ def test_chats(server: Server) -> None:
     [choice] = server.post("/v1/chat/completions", body | {"tools": [tool], "tool_choice": "required"})["choices"]
     message = choice["message"]
     assert message["reasoning_content"].strip() == THOUGHT.removesuffix("</think>").strip()
-    # SGLang's grammar for tools allows members behind these, and this model goes on with them until its tokens are over.
+    # SGLang's grammar for tools allows members behind these, and this model goes on with them to its last token.
     assert re.match(r'\[\{"name":"f","parameters":\{"a":[12]\}', message["content"]), message
     deltas = [
         event["choices"][0]["delta"]
