@@ -73,7 +73,7 @@ def wait_until_idle(cluster: dict[str, Any]) -> None:
     """Nobody holds anything any more, and the ledger balances (or it is answered with an error)."""
 
     def idle() -> bool:
-        ledger = get(cluster["url"] + "/pla/ledger", timeout_s=PATIENCE_S)
+        ledger = fetch(cluster["url"] + "/pla/ledger", timeout_s=PATIENCE_S, headers=cluster.get("headers"))
         left = sum(ledger["live"].values()) + ledger["rooms"] + ledger["legs_aborting"]
         return left == held(cluster, "prefill") == held(cluster, "decode") == 0
 
@@ -233,9 +233,10 @@ def test_unknown_token_ids_end_nothing(cluster: dict[str, Any]) -> None:
     one, many = [99_999_999], [[5, 6], [5, -1]]
     ways = [("/generate", {"input_ids": ids}) for ids in (one, many)]
     ways += [("/v1/completions", {"model": "m", "prompt": ids, "max_tokens": 2}) for ids in (one, many)]
-    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 1}
+    rooms = random.SystemRandom()  # each is used once, however often this runs
     for url in (cluster["url"], *(instance["url"] for instance in cluster["instances"])):
         for path, body in ways:
+            room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": rooms.getrandbits(60)}
             with pytest.raises(HttpError) as refusal:
                 fetch(url + path, body if url == cluster["url"] else body | room)
             assert refusal.value.status == 400
@@ -264,6 +265,7 @@ def test_a_failed_transfer_is_not_seen_by_the_client(tmp_path: Path) -> None:
     fleet = ("--prefill", "1", "--decode", "1", "--pla-emulate-kv-failures", "0.25", "--admin-api-key", "admins")
     router = "--transfer-attempts 12 --worker-admin-key admins"
     with running(tmp_path, *fleet, "--router-args", router) as described:
+        described["headers"] = {"Authorization": "Bearer admins"}  # its router asks for what its engines ask for
         ask(described["url"], 40, seed=12, gap_s=0.03, timeout_s=2 * PATIENCE_S)
         wait_until_idle(described)
         series = fetch(described["url"] + "/metrics", timeout_s=PATIENCE_S)
