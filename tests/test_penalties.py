@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pla_sglang.engine.penalties import count_again, count_due_tokens, find_due_token
+from pla_sglang.engine.penalties import count_again, count_due_tokens, find_due_token, order_penalizers
 
 VOCABULARY, PROMPT, ANSWER = 8, [1, 6], (3, 3, 5, 3, 2)
 LEAST_TOKENS, END = 4, 7
@@ -135,3 +135,21 @@ def test_a_step_under_way_is_never_read_beyond_the_answer() -> None:
 def test_without_penalties_nothing_is_touched() -> None:
     info = SimpleNamespace(penalizer_orchestrator=SimpleNamespace(is_required=False))
     count_again(SimpleNamespace(sampling_info=info), steps_under_way=1)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_penalties_apply_in_one_order(turned: bool) -> None:
+    """By SGLang's own penalizers, in whatever order its set of classes has in this process."""
+    from sglang.srt.sampling import penaltylib
+
+    batch = Batch(overlap=False)
+    kinds = [penaltylib.BatchedRepetitionPenalizer, penaltylib.BatchedPresencePenalizer]
+    batch.req.sampling_params.repetition_penalty = 2.0
+    made = penaltylib.BatchedPenalizerOrchestrator(
+        vocab_size=VOCABULARY, batch=batch, penalizers=kinds[::-1] if turned else kinds
+    )
+    order_penalizers(made)
+    made.cumulate_output_tokens(torch.tensor([3]))
+    logits = torch.full((1, VOCABULARY), 4.0)
+    made.apply(logits)
+    assert logits[0, 3] == (4.0 - 0.25) / 2

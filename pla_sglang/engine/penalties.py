@@ -40,14 +40,25 @@ def count_due_tokens(original: Callable[[Any], None], batch: Any) -> None:
     batch.sampling_info.penalizer_orchestrator.cumulate_output_tokens(tokens)
 
 
+def order_penalizers(orchestrator: Any) -> None:
+    """What is subtracted first, then what is divided by, as the overlap schedule has it.
+
+    SGLang 0.5.17 keeps its penalizers in a set of classes, whose order is another one in each process: without the
+    overlap schedule two kinds of penalties together gave other tokens after a restart, or at another instance.
+    """
+    kinds = sorted(orchestrator.penalizers, key=lambda kind: (kind.is_multiplicative, kind.__name__))
+    orchestrator.penalizers = {kind: orchestrator.penalizers[kind] for kind in kinds}
+
+
 def count_again(batch: Any, *, steps_under_way: int) -> None:
-    """For a batch that was just built: what its requests had been counted before.
+    """For a batch that was just built: what its requests had been counted before, and in which order kinds apply.
 
     Args:
         steps_under_way: 1 for a batch whose pass samples the next token, 0 for one that decodes afterwards, as that
             decode step counts by itself.
     """
     orchestrator = batch.sampling_info.penalizer_orchestrator
+    order_penalizers(orchestrator)  # others may join that have penalties
     if not orchestrator.is_required:
         return
     for row, req in enumerate(batch.reqs):

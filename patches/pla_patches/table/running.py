@@ -30,7 +30,10 @@ RUNNING = (
     _subscribe(
         id="run.penalties_again",
         target=_BATCH + "prepare_for_extend",
-        why="Penalties of a request that is prefilled with a part of its answer: the host begins at nothing.",
+        why=(
+            "Penalties of a request that is prefilled with a part of its answer: the host begins at nothing. And their "
+            "order, which is by chance in each process where there are several."
+        ),
         verify="tests/test_penalties.py; " + _E2E + "; tests/e2e/test_stateless_pair.py: an answer computed again",
         next_host="sampling_info is still built in it.",
     ),
