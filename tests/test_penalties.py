@@ -133,7 +133,7 @@ def test_a_step_under_way_is_never_read_beyond_the_answer() -> None:
 
 
 def test_without_penalties_nothing_is_touched() -> None:
-    info = SimpleNamespace(penalizer_orchestrator=SimpleNamespace(is_required=False))
+    info = SimpleNamespace(penalizer_orchestrator=SimpleNamespace(is_required=False, penalizers={}))
     count_again(SimpleNamespace(sampling_info=info), steps_under_way=1)
 
 
