@@ -40,7 +40,8 @@ QUIET = {
 } | {
     "worker_errors",
     "worker_peers",
-    *("worker_legs", "worker_leg_kv_tokens", "worker_quarantined_requests", "worker_legs_refused", "worker_leg_faults"),
+    *("worker_legs", "worker_leg_kv_tokens", "worker_leg_ready", "worker_quarantined_requests"),
+    *("worker_legs_refused", "worker_leg_faults"),
     *("worker_request_rows", "worker_request_rows_age_seconds"),
     # the first requests of a pair are left out
     *("worker_first_tokens_total", "worker_ttft_seconds_total"),
