@@ -44,10 +44,10 @@ def live_groups() -> set[str]:
     ("knobs", "expected"),
     [
         (PlaConfig(telemetry="ipc:///x"), {"cli", "telemetry"}),
-        (PlaConfig(prefill_disagg="temporal", telemetry="ipc:///x"), {"cli", "scheduler", "telemetry"}),
-        (PlaConfig(prefill_disagg="spatial", role="short"), {"cli", "scheduler"}),
-        (POOLS, {"cli", "scheduler", "telemetry"}),
-        (POOLS.replace(emulate="x"), {"cli", "scheduler", "telemetry", "emulate"}),
+        (PlaConfig(prefill_disagg="temporal", telemetry="ipc:///x"), {"cli", "scheduler", "running", "telemetry"}),
+        (PlaConfig(prefill_disagg="spatial", role="short"), {"cli", "scheduler", "running"}),
+        (POOLS, {"cli", "scheduler", "running", "telemetry"}),
+        (POOLS.replace(emulate="x"), {"cli", "scheduler", "running", "telemetry", "emulate"}),
     ],
     ids=["telemetry only", "temporal", "member of a router's pool", "pools", "emulated"],
 )
@@ -70,7 +70,7 @@ def test_a_scheduler_that_is_forked_from_the_controller_is_no_controller() -> No
 
     groups, missing = in_fork(controller)
     assert missing == []
-    assert groups == {"cli", "controller", "guard, scheduler", "scheduler", "telemetry"}
+    assert groups == {"cli", "controller", "guard, scheduler", "scheduler", "running", "telemetry"}
 
 
 def test_the_front_process_starts_the_controller_through_us() -> None:

@@ -123,6 +123,7 @@ WORKER: Mapping[str, str] = {
 }
 MOVE: Mapping[str, str] = {  # of requests; policies have reasons of their own
     "survive": "The instance where it ran was lost.",
+    "aborted": "Its instance has given it up, and nobody had told it to.",
     "not_sent": "It could not be sent to its instance.",
     "full": "Its instance had no room.",
     "drain": "The instance where it ran is to be empty.",

@@ -88,21 +88,18 @@ class StatelessEngine:
             acknowledged=Acknowledged(manager.server_socket, channel),
             faults=faults,
         )
-        self.hops = Hops(
-            scheduler,
-            ends.sending,
-            self.quarantine,
-            faults=faults,
-            agree=agree,
-            list_waiting=self._list_waiting,
-            share=config.hold_share,
-        )
+        parts: dict[str, Any] = {
+            "faults": faults,
+            "agree": agree,
+            "list_waiting": self._list_waiting,
+            "share": config.hold_share,
+        }
+        self.hops = Hops(scheduler, ends.sending, self.quarantine, **parts)
         self.held_requests = self.hops.holder.list_growing
         ends.receiving.count_set_aside = lambda: len(self.held_requests())
         self._ends = ends
         self.used_rooms: UsedRooms = ends.sending.rooms
-        self._rooms = UnclaimedRooms()
-        self._tick_s = 0.0
+        self._rooms, self._tick_s = UnclaimedRooms(), 0.0
         self._series = None if series is None else LegSeries(series)
         self.refused = self.redone = 0
 
