@@ -26,7 +26,7 @@ from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError
 from pla_sglang.engine.stateless.quarantine import Quarantine
 from pla_sglang.engine.stateless.receiving import Receiver
-from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms, UsedRooms
+from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
 from pla_sglang.engine.stateless.sending import GivenUpError, Sender
 from pla_sglang.engine.stateless.series import LegSeries
 from pla_sglang.engine.stateless.side_channel import SideChannel
@@ -88,17 +88,13 @@ class StatelessEngine:
             acknowledged=Acknowledged(manager.server_socket, channel),
             faults=faults,
         )
-        parts: dict[str, Any] = {
-            "faults": faults,
-            "agree": agree,
-            "list_waiting": self._list_waiting,
-            "share": config.hold_share,
-        }
-        self.hops = Hops(scheduler, ends.sending, self.quarantine, **parts)
+        queue, share, waiting = ends.sending, config.hold_share, self._list_waiting
+        self.hops = Hops(
+            scheduler, queue, self.quarantine, faults=faults, agree=agree, list_waiting=waiting, share=share
+        )
         self.held_requests = self.hops.holder.list_growing
         ends.receiving.count_set_aside = lambda: len(self.held_requests())
-        self._ends = ends
-        self.used_rooms: UsedRooms = ends.sending.rooms
+        self._ends, self.used_rooms = ends, ends.sending.rooms
         self._rooms, self._tick_s = UnclaimedRooms(), 0.0
         self._series = None if series is None else LegSeries(series)
         self.refused = self.redone = 0
