@@ -56,8 +56,8 @@ class Scene:
         data = msgspec.json.encode(body or {"messages": [{"role": "user", "content": rid * 20}]})
         told = len(self.relay.told)
         values = {"input_tokens": 50, "body": data} | fields
-        endpoint = values.pop("endpoint", m.Endpoint.CHAT)
-        self.plane.on_message(m.Ask(rid, 0, endpoint, True, time.monotonic(), len(data), **values))
+        endpoint, relay = values.pop("endpoint", m.Endpoint.CHAT), values.pop("relay", 0)
+        self.plane.on_message(m.Ask(rid, relay, endpoint, True, time.monotonic(), len(data), **values))
         answers = [one for one in self.relay.told[told:] if isinstance(one, (m.Assign, m.Refuse))]
         return answers[0] if answers else None
 

@@ -94,6 +94,8 @@ class RequestDispatcher:
             self._open(ask, now_s)
         elif record is not None and _is_next_attempt(record, ask):
             self._retry(record, ask, now_s)
+        elif record is not None and _is_repeated(record, ask):
+            return
         else:  # also where an instance has not confirmed the abort of the former request of that id
             self._duplicates[ask.rid] += 1
             self._send_refusal(ask, ask.attempt, _DUPLICATE)
@@ -431,6 +433,12 @@ class RequestDispatcher:
 
 def _is_next_attempt(record: RequestRecord, ask: m.Ask) -> bool:
     return record.stage is not ENDED and ask.attempt > record.attempt and ask.relay == record.relay
+
+
+def _is_repeated(record: RequestRecord, ask: m.Ask) -> bool:
+    """A relay repeats what is unanswered once it has the table of a new control plane, which may have got some of it
+    before. The relay itself refuses a second request of one id."""
+    return record.stage is not ENDED and ask.attempt == record.attempt and ask.relay == record.relay
 
 
 def _choose_without_policy(record: RequestRecord, runner: PairRunner) -> Choice | None:
