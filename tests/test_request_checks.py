@@ -283,3 +283,26 @@ def test_the_host_still_gives_lists_there() -> None:
     original = getattr(original, "__wrapped__", original)
     result = original(OutputLogprobProcessor(), torch.zeros(2, 8), [0, 0], [None, [1, 2]], torch.tensor([0, 1]))
     assert [type(value) for value in result.token_ids_logprobs_val] == [list, torch.Tensor]
+
+
+@pytest.mark.parametrize("mode", [NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE])
+@pytest.mark.parametrize(
+    ("sampling", "fields", "problem"),
+    [
+        ({}, {"top_logprobs_num": 128, "return_logprob": True}, None),
+        ({}, {"top_logprobs_num": 129, "return_logprob": True}, "top_logprobs_num has 129; allowed: .* 0 to 128"),
+        ({"top_k": 4}, {"return_sampling_mask": True}, "return_sampling_mask with top_k 4 is not served"),
+    ],
+)
+def test_what_goes_beside_the_kv_has_room_there(
+    mode: DisaggregationMode, sampling: dict[str, Any], fields: dict[str, Any], problem: str | None
+) -> None:
+    """A leg of a stateless instance, too; a request that is served whole may have more."""
+    one = manager(mode=mode)
+    message = make(sampling=sampling, bootstrap_room=1, bootstrap_host="10.0.0.1", **fields)
+    if problem is None:
+        check_message(one, message)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        check_message(one, message)
+    check_message(manager(), make(sampling=sampling, **fields))

@@ -9,6 +9,7 @@ request was. A refusal is a ConfigError: SGLang answers a ValueError with status
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import re
 import types
@@ -101,6 +102,8 @@ def check_message(manager: Any, message: Any) -> None:
         _check_integer("logprob_start_len", message.logprob_start_len, (-1, INT32[1]))
         for token in message.token_ids_logprob or ():
             _check_integer("token_ids_logprob", token, (0, vocabulary - 1))
+        if message.bootstrap_host != NO_PEER and (message.bootstrap_host is not None or not _is_whole(manager)):
+            _check_handed_over(message)
         if not _is_whole(manager) and message.bootstrap_host != NO_PEER:
             _check_leg(manager, message)
 
@@ -118,6 +121,28 @@ def _check_kind(manager: Any, message: Any) -> None:
         if not _is_whole(manager):
             raise ConfigError("session_params are not served by a prefill and decode pair; send the whole conversation")
         _check_types(message.session_params, "session_params.")
+
+
+def _check_handed_over(message: Any) -> None:
+    """What goes beside the KV to a decode instance has places of a fixed number; more of it ends a scheduler."""
+    from sglang.srt.environ import envs
+
+    _check_integer("top_logprobs_num", message.top_logprobs_num, (0, _most_top_logprobs()))
+    most: int = envs.SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS.get()
+    if message.return_sampling_mask and not 0 < message.sampling_params.top_k <= most:
+        allowed = "SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS"
+        raise ConfigError(
+            f"return_sampling_mask with top_k {message.sampling_params.top_k} is not served by a prefill and decode "
+            f"pair; allowed: a top_k of 1 to {most} ({allowed})"
+        )
+
+
+@functools.cache
+def _most_top_logprobs() -> int:
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+
+    most: int = inspect.signature(MetadataBuffers).parameters["max_top_logprobs_num"].default
+    return most
 
 
 def _check_leg(manager: Any, message: Any) -> None:
