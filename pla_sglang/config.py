@@ -49,7 +49,7 @@ class PlaConfig:
     prefill_disagg: str = knob(
         "off",
         "--prefill-disagg {off,temporal,spatial,dopd}",
-        "Prefill-length-aware scheduling: 'temporal' keeps long and short prefills of one instance in separate batches "
+        "Prefill-length-aware scheduling: 'temporal' serves short prefills of one instance before long ones "
         "and lets shorts pass between the chunks of a long. 'dopd' gathers shorts up to the boundary and runs longs "
         "alone, in order of arrival (DOPD Algorithm 1). 'off' is stock SGLang.",
         allowed=Choice(("off", "temporal", "spatial", DOPD)),
@@ -142,10 +142,11 @@ class PlaConfig:
         allowed=Choice(LONG_ORDERS),
     )
     mixing: str = knob(
-        "never",
-        "--pla-mixing {never,allow}",
-        "For ablation: 'allow' lets shorts share a pass with a long's chunk, as stock SGLang does.",
-        allowed=Choice(("never", "allow")),
+        "auto",
+        "--pla-mixing {auto,never,allow}",
+        "Whether long and short prefills share a pass: where that takes fewer seconds of those in it and of those who "
+        "wait. For ablation: 'never', as in the paper, or 'allow', always with a long's chunk.",
+        allowed=Choice(("auto", "never", "allow")),
     )
     graph_layout: str = knob(
         "off",

@@ -8,7 +8,7 @@ from pla_sglang.config import PlaConfig
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.graphs.layouts import Layout
 from pla_sglang.policy.pla.longs import LongKnobs
-from pla_sglang.policy.pla.temporal import TemporalKnobs
+from pla_sglang.policy.pla.temporal import Mixing, TemporalKnobs
 
 AGE_MARGIN = 1.5  # the step model errs, and decode steps fall between the chunks of an aged long
 MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
@@ -60,7 +60,7 @@ def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> TemporalKnobs:
             grid_tokens=limits.grid_tokens,
             least_remaining=config.long_order == "least-remaining",
         ),
-        mix=config.mixing == "allow",
+        mixing=Mixing(config.mixing),
         decode_gap_s=config.decode_gap_ms / 1e3,
         batch_timeout_s=config.batch_timeout_ms / 1e3,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,9 +73,9 @@ def test_the_clock_runs_forward(scheduler: FakeScheduler) -> None:
 
 
 def test_a_model_travels_once(scheduler: FakeScheduler) -> None:
-    scheduler.pla.steps._new_model = dataclasses.astuple(GPU_START)
+    scheduler.pla.steps._new_model = GPU_START.to_floats()
     tick = scheduler.pla.make_tick()
-    assert StepModel(*tick.model) == GPU_START
+    assert StepModel.from_floats(tick.model) == GPU_START
     assert scheduler.pla.make_tick().model == ()
     assert scheduler.pla.policy.model == CPU_START, "rank 0 changes its own model with everybody else"
     scheduler.pla.on_tick(tick)

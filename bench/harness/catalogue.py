@@ -44,6 +44,7 @@ _ALL = (
     Bench("research.best_stock_live", "35 min", "engines, traces", results="emulated"),
     Bench("research.fleets.__main__", "hours", "nothing"),
     Bench("research.frontier", "5 min", "engines", results="emulated"),
+    Bench("research.pass_sharing", "2 min", "nothing", results="simulated"),
     Bench("research.papers.__main__", "27 min", "nothing"),
 )
 BENCHES = {bench.name: bench for bench in _ALL}

@@ -84,8 +84,10 @@ def enter_pass(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
         _park_chunk(context, scheduler)
     rides = decision.ride is not None and decision.ride.joins
     scheduler.is_mixed_chunk = rides
-    if decision.action is Action.SHORT and decision.chunk_tokens is not None:
+    if decision.shares_with_chunk:
         _mix_chunk(context, scheduler)
+        if rides:  # the host takes a token a rider off it
+            scheduler.chunked_prefill_size += view.running
     elif decision.chunk_tokens is None:
         scheduler.chunked_prefill_size = None  # whole requests only
     else:
@@ -97,7 +99,7 @@ def enter_pass(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
 
 
 def _mix_chunk(context: PassContext, scheduler: Any) -> None:
-    """Ablation: shorts and a shrunken chunk share the pass, within the chunk's token budget where that is possible."""
+    """The chunk gets what the others leave of the pass; the host adds it first."""
     decision, page = context.decision, scheduler.page_size
     assert decision is not None and decision.chunk_tokens is not None
     shorts = sum(-(-view.new_tokens // page) * page + page for view in decision.selected)

@@ -200,7 +200,7 @@ class Probe:
             "role": roles.role,
             "draining": bool(roles.draining(req.rid for req in backlog.iterate_unfinished(self.scheduler))),
             "boundary_tokens": adapter.policy.boundary.tokens(0),
-            "step_model": dataclasses.astuple(adapter.policy.model),
+            "step_model": adapter.policy.model.to_floats(),
             "short": backlog.sum_class_queue(classes[PrefillClass.SHORT]),
             "long": backlog.sum_class_queue(classes[PrefillClass.LONG]),
         }

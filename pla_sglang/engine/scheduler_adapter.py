@@ -7,7 +7,6 @@ Owned by the scheduler it is attached to; everything runs on the scheduler's thr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from typing import Any
@@ -91,7 +90,7 @@ class PrefillAdapter:
     def on_tick(self, tick: PlaTick) -> None:
         self.now_s, self.decode_step_s = tick.now_s, tick.decode_step_s
         if tick.model:
-            self.policy.set_model(StepModel(*tick.model))
+            self.policy.set_model(StepModel.from_floats(tick.model))
         if tick.ride:
             self.policy.set_ride(RideModel(*tick.ride))
 
@@ -273,7 +272,7 @@ class PrefillAdapter:
             "window_ms": policy.awd.window_s * 1e3,
             "depth": policy.awd.depth,
             "short_rate_per_s": policy.short_rate.per_second(self.now_s),
-            "step_model": dataclasses.asdict(policy.model),
+            "step_model": policy.model.to_dict(),
             "step_model_fits": self.steps.to_dict(),
             "queue": {cls: msgspec.structs.asdict(queue) for cls, queue in self._queue_by_class().items()},
             "chunk_remaining_tokens": (

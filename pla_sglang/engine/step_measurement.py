@@ -53,7 +53,7 @@ class StepMeasurement:
                 sum(batch.extend_lens), sum(batch.prefix_lens), float(attention_of(batch)), pass_s, host_s
             )
             if self.fit.observe(sample):
-                self._new_model = dataclasses.astuple(self.fit.model)
+                self._new_model = self.fit.model.to_floats()
                 if self.rides.on_step_model(self.fit.model):
                     self._new_ride = dataclasses.astuple(self.rides.model)
         elif batch.forward_mode.is_mixed():

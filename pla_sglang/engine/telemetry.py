@@ -29,7 +29,7 @@ class Telemetry:
         self.tokens: Counter[str] = Counter()
         self.rides: Counter[str] = Counter()  # passes beside running requests that may join, by ``Ride``
         self.riders = 0
-        self.mixed_batches = 0  # invariant: stays 0 unless --pla-mixing allow
+        self.mixed_batches = 0  # stays 0 with --pla-mixing never
         self.parks = 0
         self.overtakes = 0
         self.slo_misses = 0

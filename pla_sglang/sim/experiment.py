@@ -15,7 +15,7 @@ from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
 from pla_sglang.policy.dopd.forecast import Forecaster
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy
-from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.boundary import BEND_TOKENS, StepModel
 from pla_sglang.policy.pla.ride import RideModel
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PolicySet, Setup, policy_names
@@ -160,17 +160,19 @@ def length_predictor(lengths: str, seed: int) -> RemainingPredictor:
     return Noisy(mae_tokens, random.Random(seed))
 
 
-def step_model(profile: StepProfile) -> StepModel:
-    """The roofline that engine policies start from, out of a profile's terms."""
+def step_model(profile: StepProfile, pass_s: float = 0.0) -> StepModel:
+    """The roofline that engine policies start from, out of a profile's terms; ``pass_s``: what a pass costs besides."""
     terms = profile.prefill
     return StepModel(
         g0_s=terms.floor_s,
         gw_s=0.0,
         gr_s=terms.read_s,
         k0_s=terms.base_s,
+        bend=tuple(map(profile.prefill_correction, BEND_TOKENS)) if profile.prefill_correction.at else (),
         b_s=terms.token_s,
         a_s=terms.attention_s,
         kr_s=terms.read_s,
+        pass_s=pass_s,
     )
 
 
@@ -185,9 +187,11 @@ def ride_model(profile: StepProfile) -> RideModel:
     return RideModel(terms.base_s, terms.request_s, terms.read_s, error=max(0.0, slower - 1))
 
 
-def engine_policy(name: str, profile: StepProfile, knobs: EngineKnobs, *, decide: bool = False) -> EnginePolicy:
-    """A fresh engine policy by name; ``decide``: deadlines do."""
-    model = step_model(profile)
+def engine_policy(
+    name: str, profile: StepProfile, knobs: EngineKnobs, *, decide: bool = False, pass_s: float = 0.0
+) -> EnginePolicy:
+    """A fresh engine policy by name; ``decide``: deadlines do; ``pass_s``: what a pass costs beside its profile."""
+    model = step_model(profile, pass_s)
     if name == TEMPORAL:
         config = PlaConfig(prefill_disagg=TEMPORAL, deadlines="decide" if decide else "advise")
         limits = EngineLimits(knobs.chunk_tokens, knobs.chunk_tokens, depth_max=min(DEPTH_WITHOUT_GRAPHS, knobs.slots))
@@ -231,7 +235,9 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
     decide = experiment.deadlines == "decide"
     policies = Policies(
         chosen.dispatcher,
-        lambda its_profile, knobs: engine_policy(experiment.engine, its_profile, knobs, decide=decide),
+        lambda its_profile, knobs: engine_policy(
+            experiment.engine, its_profile, knobs, decide=decide, pass_s=experiment.host.step_s
+        ),
         chosen.controllers,
         # The truth; the predictor of the policy decides how much of it is seen.
         predict=None if experiment.lengths == "none" else lambda _input, _done, remaining: float(remaining),

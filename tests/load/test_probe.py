@@ -94,7 +94,7 @@ def test_what_waits_is_summed_up() -> None:
     assert (report.short, report.long) == (ClassQueue(1, 50), ClassQueue(1, 300))
     assert (report.prefill_age_s, report.received, report.key) == (1.5, 2, "here#1")
     assert (report.boundary_tokens, report.role) == (100, "mixed")
-    assert StepModel(*report.step_model) == probe.scheduler.pla.policy.model
+    assert StepModel.from_floats(report.step_model) == probe.scheduler.pla.policy.model
     assert (report.kv_used_tokens, report.kv_capacity_tokens) == (20_000, 120_000)
 
 

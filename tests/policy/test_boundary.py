@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -13,9 +14,11 @@ from pla_sglang.policy.pla.boundary import (
     BOUNDARY_MAX_TOKENS,
     BOUNDARY_MIN_TOKENS,
     CPU_START,
+    FAIR_SHARE,
     GPU_START,
     Boundary,
     StepModel,
+    find_boundary,
 )
 
 
@@ -158,7 +161,7 @@ def test_fixed_boundary_ignores_the_model() -> None:
     boundary.update(CPU_START)
     assert {boundary.tokens(0), boundary.tokens(10_000), boundary.tokens(10_000_000)} == {300}
     boundary.set_fixed(None, GPU_START)
-    assert boundary.tokens(0) == round(GPU_START.crossing_tokens(0))
+    assert boundary.tokens(0) == find_boundary(GPU_START, 0, BOUNDARY_MAX_TOKENS) == 438
     boundary.set_fixed(64, GPU_START)
     assert boundary.tokens(0) == 64
 
@@ -173,11 +176,12 @@ def test_a_request_at_the_boundary_is_long() -> None:
     ("name", "fixed", "cap", "coefficients", "expected"),
     [
         ("clipped from below", None, None, {"k0_s": 1.0, "b_s": 1.0}, BOUNDARY_MIN_TOKENS),
-        ("clipped from above", None, None, {"g0_s": 1.0}, BOUNDARY_MAX_TOKENS),
-        ("cap on the fitted", None, 256, {"g0_s": 1.0}, 256),
+        ("one time for all sizes: 10 % off a full pass", None, None, {"g0_s": 1.0, "b_s": 1e-4}, 3724),
+        ("cap on the fitted", None, 256, {"g0_s": 1.0, "b_s": 1e-9}, 233),  # 10 % off the cheapest that the cap allows
         ("cap on the fixed", 2000, 256, {}, 256),
         ("cap below the least", None, 16, {"k0_s": 1.0, "b_s": 1.0}, 16),
-        ("in range", None, 1024, {"g0_s": 10.0, "b_s": 0.1}, 100),
+        ("in range", None, 1024, {"g0_s": 10.0, "b_s": 0.1}, 91),
+        ("the cost of a pass", None, 100_000, {"pass_s": 5.0, "b_s": 0.1}, 441),
     ],
 )
 def test_range_and_cap(
@@ -186,10 +190,28 @@ def test_range_and_cap(
     assert Boundary(fixed_tokens=fixed, cap_tokens=cap, model=model(**coefficients)).tokens(0) == expected
 
 
-@given(history=st.integers(0, 400_000))
-def test_table_agrees_with_the_formula(history: int) -> None:
-    step = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-7, k0_s=0.0, kr_s=0.0, b_s=2e-5, a_s=4e-10)
-    boundary = Boundary(model=step)
-    index = min(history // Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1)
-    exact = step.crossing_tokens(index * Boundary.STEP_TOKENS)
-    assert boundary.tokens(history) == round(min(max(exact, BOUNDARY_MIN_TOKENS), BOUNDARY_MAX_TOKENS))
+@pytest.mark.parametrize("history", [0, 500, 8192, 65_536, 131_072, 300_000])
+def test_a_request_of_the_boundary_s_length_gains_little_from_company(history: int) -> None:
+    step = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-7, k0_s=0.0, kr_s=0.0, b_s=2e-5, a_s=4e-10, pass_s=5e-3)
+    tokens = Boundary(model=step).tokens(history)
+    at = min(history // Boundary.STEP_TOKENS, Boundary.TABLE_SIZE) * Boundary.STEP_TOKENS
+
+    def gain(size: float) -> float:
+        """Seconds alone over those of its part in a full pass."""
+        count, attention = BOUNDARY_MAX_TOKENS / size, size * (size + 2 * at)
+        return step.step_s(size, at) / (step.step_s(BOUNDARY_MAX_TOKENS, count * at, count * attention) / count)
+
+    assert gain(tokens * 1.02) <= 1 + FAIR_SHARE
+    assert tokens == BOUNDARY_MIN_TOKENS or gain(tokens * 0.98) >= 1 + FAIR_SHARE
+
+
+def test_a_pass_of_a_measured_size_takes_its_measured_time() -> None:
+    step = StepModel(0.0, 0.0, 0.0, 0.0, b_s=1e-4, a_s=0.0, pass_s=0.01, bend=(1.0,) * 4 + (1.5, 1.0) + (1.0,) * 5)
+    assert [step.step_s(size, 0) for size in (128, 256, 384, 512)] == pytest.approx([0.0228, 0.0484, 0.058, 0.0612])
+    assert step.chunked_s(512, 0, 256) == pytest.approx(2 * 0.01 + 1.5 * 0.0512)
+
+
+def test_a_model_travels_as_numbers() -> None:
+    bent = dataclasses.replace(GPU_START, pass_s=0.002, bend=tuple(1 + index / 10 for index in range(11)))
+    for step in (GPU_START, bent):
+        assert StepModel.from_floats(step.to_floats()) == step

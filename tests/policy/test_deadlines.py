@@ -440,7 +440,7 @@ def test_of_many_overdue_shorts_the_earliest_that_fit_run_and_few_are_looked_at(
 def test_who_has_a_target_is_aged_later_where_deadlines_decide() -> None:
     """At 9.3 s of 10 a long of 4000 tokens is aged; with a target it may be passed until that is lost, and until 20
     times its bound of 30 s; with a target that is later than its bound until that is over."""
-    both = LongKnobs(max_age_s=10.0, lost_age_s=30.0, share=0.5, chunk_max_tokens=1000)
+    both = LongKnobs(max_age_s=10.0, lost_age_s=30.0, share=0.5, chunk_max_tokens=1000, stretch=1000.0)
     alone = dataclasses.replace(both, lost_age_s=None)
     target, none = long(0.0, 4000, deadline_s=3.0), long(0.0, 4000)
     assert aged_at_s(target, MODEL, both) == pytest.approx(aged_at_s(none, MODEL, both) + 590)

@@ -12,10 +12,10 @@ from support.views import FLAT, long
 
 from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens, companions
+from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens
 
 # Under FLAT a long of 4000 tokens in chunks of 1000 takes 0.4 s: with half of the device it is aged after 9.2 s.
-KNOBS = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000)
+KNOBS = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000, stretch=1000.0)
 FCFS = dataclasses.replace(KNOBS, least_remaining=False)
 
 
@@ -147,67 +147,6 @@ def test_ages_are_not_remembered_beyond_a_change_of_knobs_or_model() -> None:
     assert queue.pick([view], None, 9.3, shorts=True, budget_tokens=8192)[1] is None
 
 
-# -- company in one pass -----------------------------------------------------------------------------------------------
-
-# A launch of 10 ms; a long of 200 tokens computes for 20 ms.
-PASS = StepModel(g0_s=0.010, gw_s=0.0, gr_s=0.0, k0_s=0.010, b_s=1e-4, a_s=0.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "waiting", "budget", "slots", "together"),
-    [
-        ("few wait: alone is soonest", 4, 1000, 9, 1),
-        ("2 more launches saved behind than computation before", 6, 1000, 9, 2),
-        ("many wait: the pass is filled", 40, 1000, 9, 5),
-        ("slots are the limit", 40, 1000, 3, 3),
-        ("no room", 40, 399, 9, 1),
-    ],
-)
-def test_companions(name: str, waiting: int, budget: int, slots: int, together: int) -> None:
-    longs = [long(float(index), 200) for index in range(waiting)]
-    found = companions(longs[0], longs, budget_tokens=budget, slots=slots, model=PASS, knobs=KNOBS)
-    assert found == tuple(longs[1:together])
-
-
-def test_companions_fit_whole_and_rank_no_worse() -> None:
-    pick = long(0.0, 200)
-    longs = [pick, long(1.0, 900), *(long(2.0, 200, priority_rank=1) for _ in range(40))]
-    assert companions(pick, longs, budget_tokens=1000, slots=9, model=PASS, knobs=KNOBS) == ()
-
-
-# -- longs that share a pass -------------------------------------------------------------------------------------------
-
-# A launch of 10 ms and 0.1 ms a token: 200 tokens cost 20 ms, so one joins when it saves a launch to three behind it.
-SHARED = StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.010, b_s=1e-4, a_s=0.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "changes", "expected"),
-    [
-        ("few behind: alone it gets its token soonest", [200, 200, 200, 200], {}, []),
-        ("three behind the first that joins", [200] * 5, {}, [1]),
-        ("more behind", [200] * 12, {}, [1, 2, 3]),
-        ("the least work joins first", [200, 400, 400, 400, 400, 100], {}, [5]),
-        ("in host order under first come first served", [200, 210, 200, 200, 200, 200], {"knobs": FCFS}, [1]),
-        ("what does not fit the pass stays out", [900] + [200] * 9, {}, []),
-        ("the pick fills the pass", [1000] + [1] * 9, {}, []),
-        ("slots", [200] * 12, {"slots": 2}, [1]),
-        ("no slot but its own", [200] * 12, {"slots": 1}, []),
-    ],
-)
-def test_who_shares_a_pass(name: str, sizes: list[int], changes: dict[str, Any], expected: list[int]) -> None:
-    longs = [long(index / 100, size) for index, size in enumerate(sizes)]
-    options: dict[str, Any] = {"budget_tokens": 1000, "slots": 64, "model": SHARED, "knobs": KNOBS} | changes
-    assert companions(longs[0], longs, **options) == tuple(longs[index] for index in expected)
-
-
-def test_who_shares_a_pass_has_no_worse_priority() -> None:
-    longs = [long(0.0, 200, priority_rank=1), *(long(1.0, 200, priority_rank=index % 3) for index in range(12))]
-    chosen = companions(longs[0], longs, budget_tokens=1000, slots=64, model=SHARED, knobs=KNOBS)
-    assert chosen
-    assert {view.priority_rank for view in chosen} <= {0, 1}
-
-
 # -- age bound ---------------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +159,8 @@ def test_who_shares_a_pass_has_no_worse_priority() -> None:
         ("a quarter of the device", 4000, 0.0, {"share": 0.25}, 8.272),
         ("too long for the bound: aged at once", 100_000, 3.0, {}, 3.0),
         ("without chunking", 4000, 0.0, {"chunk_max_tokens": None}, 9.2),
+        ("twenty times its own time", 4000, 3.0, {"stretch": 20.0}, 11.0),
+        ("the age bound is earlier than that", 6000, 0.0, {"stretch": 20.0}, 8.704),
     ],
 )
 def test_aged_at(name: str, tokens: int, arrival_s: float, changes: dict[str, Any], expected: float) -> None:

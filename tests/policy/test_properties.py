@@ -6,6 +6,7 @@ hold that never ends.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -18,7 +19,7 @@ from pla_sglang.policy.interface.prefill import Action, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.longs import LongKnobs
-from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.pla.temporal import Mixing, TemporalKnobs, TemporalPolicy
 
 MODEL = StepModel(g0_s=0.008, gw_s=0.0, gr_s=1e-8, k0_s=0.001, kr_s=0.0, b_s=5e-5, a_s=1e-9)
 KV_TOKENS = 8200  # the largest request fits, and little beside it
@@ -52,6 +53,7 @@ knobs = st.builds(
         least_remaining=st.booleans(),
     ),
     decode_gap_s=st.sampled_from((0.0, 0.03)),
+    mixing=st.sampled_from((Mixing.AUTO, Mixing.AUTO, Mixing.NEVER, Mixing.ALLOW)),
 )
 # Many longs of one pass each, with a launch that is worth sharing.
 crowd = st.lists(st.builds(Arrival, at_s=st.floats(0, 0.2), new_tokens=st.integers(100, 500)), min_size=30, max_size=60)
@@ -67,10 +69,10 @@ def engine(arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, f
 
 @EXAMPLES
 @given(workload, knobs, pool)
-def test_long_and_short_never_share_a_pass(
+def test_apart_long_and_short_never_share_a_pass(
     arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
 ) -> None:
-    run = engine(arrivals, settings, limits)
+    run = engine(arrivals, dataclasses.replace(settings, mixing=Mixing.NEVER), limits)
     run.run()
     for line in run.log:
         if line.action is Action.SHORT:
@@ -220,7 +222,7 @@ def test_a_permanent_stream_of_shorts_delays_a_long_by_its_bound(
     assert target.first_token_s is not None
     assert target.first_token_s - arrival_s <= longs.max_age_s + grain_s
     # And the other way round: while the long is aged, shorts go on at the border of each chunk or two.
-    starts = [line.now_s for line in run.log if line.action is Action.SHORT]
+    starts = [line.now_s for line in run.log if any(one.rid != target.rid for one in line.ran)]
     gaps = [after - before for before, after in itertools.pairwise(starts)]
     assert max(gaps) <= 2 * SLOW.step_s(1000, long_tokens) + short_pass_s
 
@@ -252,17 +254,20 @@ def test_a_stream_of_smaller_longs_delays_a_large_one_by_its_bound(
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(long_tokens=st.integers(1500, 8000), count=st.integers(2, 12), gap_s=st.floats(0.0, 0.3))
-def test_a_short_among_longs_waits_one_chunk(long_tokens: int, count: int, gap_s: float) -> None:
-    """Whatever waits of the long class, a lone short goes at the next border of a chunk."""
+@given(long_tokens=st.integers(1500, 8000), count=st.integers(2, 12), gap_s=st.floats(0.0, 0.3), apart=st.booleans())
+def test_a_short_among_longs_waits_one_chunk(long_tokens: int, count: int, gap_s: float, apart: bool) -> None:
+    """Whatever waits of the long class, a lone short goes at the next border of a chunk; with many longs behind it, and
+    not kept apart, with the chunk that follows."""
     longs = [Arrival(index * gap_s, long_tokens) for index in range(count)]
     shorts = [Arrival(0.05 + 0.5 * index, 20) for index in range(6)]
-    settings = TemporalKnobs(boundary_tokens=100, longs=LongKnobs(max_age_s=1e6, chunk_max_tokens=1000))
+    knobs = LongKnobs(max_age_s=1e6, stretch=1e6, chunk_max_tokens=1000)
+    settings = TemporalKnobs(boundary_tokens=100, longs=knobs, mixing=Mixing.NEVER if apart else Mixing.AUTO)
     requests = engine([*longs, *shorts], settings, {}).run()
     chunk_s = MODEL.step_s(1000, 8000)
+    own_s = MODEL.step_s(20, 0) if apart else chunk_s
     for request in requests[count:]:
         assert request.first_token_s is not None
-        assert request.first_token_s - request.arrival.at_s <= chunk_s + MODEL.step_s(20, 0) + 1e-9
+        assert request.first_token_s - request.arrival.at_s <= chunk_s + own_s + 1e-9
 
 
 def test_decode_goes_on_while_shorts_are_held() -> None:

@@ -119,7 +119,6 @@ CASES = [
         S,
         Reason.NO_GAIN,
         (0,),
-        park=True,
         make=lambda: policy(busy=True),
     ),
     Case(

@@ -10,7 +10,8 @@ from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
 
 from pla_sglang.policy.interface.prefill import Action, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
-from pla_sglang.policy.pla.boundary import GPU_START
+from pla_sglang.policy.pla.boundary import GPU_START, find_boundary
+from pla_sglang.policy.pla.temporal import Mixing
 
 # -- age: the share of the device --------------------------------------------------------------------------------------
 
@@ -89,22 +90,32 @@ def test_less_than_a_page_is_no_room_except_for_the_last_piece() -> None:
 # -- ablation, knobs, classes ------------------------------------------------------------------------------------------
 
 
-def test_mix_lets_due_shorts_share_the_chunks_pass() -> None:
+@pytest.mark.parametrize(
+    ("mixing", "busy", "shares"),
+    [
+        (Mixing.NEVER, True, False),
+        (Mixing.AUTO, False, False),  # the short would wait 90 ms for nobody else's sake
+        (Mixing.AUTO, True, True),  # many are expected while the long is worked off
+        (Mixing.ALLOW, False, True),
+    ],
+)
+def test_whether_a_chunk_shares_the_pass_of_due_shorts(mixing: Mixing, busy: bool, shares: bool) -> None:
     view = pass_view([lone_short()], long(RECENT_S))
-    decision = policy(mix=True).decide(view, NOW_S)
-    assert (decision.action, decision.park) == (Action.SHORT, False)
-    assert decision.chunk_tokens == 1000
+    decision = policy(mixing=mixing, busy=busy).decide(view, NOW_S)
+    assert (decision.action, decision.park) == (Action.SHORT, not shares)
+    assert decision.chunk_tokens == (1000 if shares else None)
+    assert decision.shares_with_chunk is shares
 
 
 def test_a_chunk_without_room_shares_no_pass() -> None:
     view = pass_view([lone_short()], long(RECENT_S), kv_room=0, running=4)
-    decision = policy(mix=True).decide(view, NOW_S)
+    decision = policy(mixing=Mixing.ALLOW).decide(view, NOW_S)
     assert (decision.action, decision.park, decision.chunk_tokens) == (Action.SHORT, True, None)
 
 
-def test_mix_without_a_chunk_changes_nothing() -> None:
+def test_always_mixing_without_a_chunk_changes_nothing() -> None:
     view = pass_view([lone_short(), long(RECENT_S)])
-    assert policy(mix=True).decide(view, NOW_S) == policy().decide(view, NOW_S)
+    assert policy(mixing=Mixing.ALLOW).decide(view, NOW_S) == policy().decide(view, NOW_S)
 
 
 def test_classes_are_by_new_tokens_not_by_prompt() -> None:
@@ -116,9 +127,9 @@ def test_classes_are_by_new_tokens_not_by_prompt() -> None:
 
 def test_fitted_boundary_follows_the_model() -> None:
     made = policy(boundary_tokens=None)
-    assert made.boundary.tokens(0) == 100
+    assert made.boundary.tokens(0) == 91
     made.set_model(GPU_START)
-    assert made.boundary.tokens(0) == round(GPU_START.crossing_tokens(0))
+    assert made.boundary.tokens(0) == find_boundary(GPU_START, 0, 4096)
 
 
 def test_new_knobs_take_effect() -> None:

@@ -14,7 +14,7 @@ from pla_sglang.config import PlaConfig
 from pla_sglang.engine.scheduler_adapter import PrefillAdapter
 
 CHUNK_TOKENS = 256
-TEMPORAL = PlaConfig(prefill_disagg="temporal", boundary_tokens=100)
+TEMPORAL = PlaConfig(prefill_disagg="temporal", boundary_tokens=100, mixing="never")  # so that chunks are parked
 
 
 class FakeReq:

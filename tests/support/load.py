@@ -20,6 +20,8 @@ FLAGS = (
     str(CHUNK_TOKENS),
     "--pla-boundary",
     str(BOUNDARY_TOKENS),
+    "--pla-mixing",  # classes apart: so that chunks are parked
+    "never",
 )
 
 _rng = random.Random(20)

@@ -209,19 +209,45 @@ class VirtualEngine:
         """Requests and new tokens of the pass, within memory and slots; refusal changes nothing."""
         by_view = {id(request.view): request for request in self.waiting}
         selected = [by_view[id(view)] for view in decision.selected]
+        if decision.shares_with_chunk:
+            assert self.chunk is not None, "a chunk shares the pass"
+            assert selected
+            assert not decision.park
+            assert decision.chunk_tokens is not None
+            piece = decision.chunk_tokens - sum(request.view.new_tokens for request in selected)
+            assert 0 < piece <= self.chunk.view.new_tokens, "the chunk gets what the others leave"
+            assert decision.chunk_tokens <= self.budget_tokens
+            whole = [(request, request.view.new_tokens) for request in self._fitting(selected)]
+            return [*whole, (self.chunk, piece)]
         if decision.action is Action.SHORT:
             assert selected, "a SHORT pass has requests"
             assert decision.park == (self.chunk is not None), "a chunk is parked exactly beside a SHORT pass"
+            assert len(selected) == 1 or sum(request.view.new_tokens for request in selected) <= self.budget_tokens
             return [(request, request.view.new_tokens) for request in self._fitting(selected)]
         if not selected:
             assert self.chunk is not None, "a LONG pass has a long"
             assert not decision.park
             return [(self.chunk, self._part(self.chunk, decision))]
         assert decision.park == (self.chunk is not None), "the host holds one chunk"
-        if decision.park or len(selected) > 1:
-            assert decision.chunk_tokens is None, "what shares a pass or overtakes is not cut"
-            assert sum(request.view.new_tokens for request in selected) <= self.budget_tokens
-        return [(request, self._part(request, decision)) for request in self._fitting(selected)]
+        if decision.park:
+            assert decision.chunk_tokens is None, "what overtakes is not cut"
+        if len(selected) > 1:
+            tokens = sum(request.view.new_tokens for request in selected)
+            assert min(tokens, decision.chunk_tokens or tokens) <= self.budget_tokens
+        return self._cut_last(self._fitting(selected), decision.chunk_tokens)
+
+    @staticmethod
+    def _cut_last(fitting: list[Request], most_tokens: int | None) -> list[tuple[Request, int]]:
+        """The host takes them in order, and cuts the one at which ``most_tokens`` of the pass are used up."""
+        parts: list[tuple[Request, int]] = []
+        left = sum(request.view.new_tokens for request in fitting) if most_tokens is None else most_tokens
+        for request in fitting:
+            part = min(request.view.new_tokens, left)
+            if part <= 0:
+                break
+            parts.append((request, part))
+            left -= part
+        return parts
 
     @staticmethod
     def _part(request: Request, decision: PassDecision) -> int:
@@ -257,7 +283,7 @@ class VirtualEngine:
             request.view.history_tokens += tokens
             request.kv_tokens = request.view.history_tokens
             if request.view.new_tokens:
-                assert decision.action is Action.LONG
+                assert decision.action is Action.LONG or decision.shares_with_chunk
                 assert self.chunk is None, "a second chunk was born"
                 self.chunk = request
             else:

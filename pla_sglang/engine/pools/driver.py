@@ -240,7 +240,7 @@ class Pools:
             "pressure": self.compute_pressures(),
             "boundary_tokens": self.boundary.tokens(0),
             "boundary_tokens_at_8k_history": self.boundary.tokens(8192),
-            "step_model": dataclasses.asdict(self._model),
+            "step_model": self._model.to_dict(),
             "external": self.external,
             **{name: dict(counter) for name, counter in self.count_decisions().items()},
             "last_moves": [

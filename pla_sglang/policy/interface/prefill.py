@@ -172,10 +172,11 @@ class PassDecision:
     Attributes:
         action: what runs.
         reason: why.
-        selected: SHORT: the requests to admit, in host order. LONG: the long to start or to let overtake, and others
-            that share its pass; empty when the running chunk continues. HOLD: empty.
-        chunk_tokens: LONG: new tokens this pass may take from the long; None: the whole rest in one pass. SHORT: None,
-            but with mixing allowed (an ablation) the token budget that the running chunk shares with the shorts.
+        selected: SHORT: the requests to admit whole. LONG: the long to start or to let overtake, and others that share
+            its pass whole; empty when the running chunk continues alone. HOLD: empty.
+        chunk_tokens: LONG: new tokens this pass may take from the long; None: the whole rest in one pass. With others
+            selected they are those of the whole pass, and the last one selected is cut to what the others leave. SHORT:
+            None, or the tokens of the whole pass, of which the running chunk gets what the others leave.
         park: a running chunk is parked in this pass.
         release_s: HOLD: latest time of the next decision; None: at the next change.
         expected_gain_s: HOLD for depth: request-seconds that waiting is expected to save.
@@ -190,6 +191,11 @@ class PassDecision:
     release_s: float | None = None
     expected_gain_s: float = 0.0
     ride: Ride | None = None
+
+    @property
+    def shares_with_chunk(self) -> bool:
+        """The running chunk goes on in the pass of others."""
+        return self.action is Action.SHORT and self.chunk_tokens is not None
 
 
 class EnginePolicy(Protocol):

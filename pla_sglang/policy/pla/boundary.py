@@ -1,22 +1,30 @@
-"""Where a prefill turns from memory-bound to compute-bound (PLA-Serve section 2.1).
+"""Step times of prefill passes, and from which length on batching stops to pay (PLA-Serve section 2.1).
 
 The step-time model that the scheduler uses for the boundary and for every prediction is a roofline:
 
     memory(L, H)  = g0 + gw*L + gr*H                   weights, launch, KV write, KV read
     compute(L, H) = k0 + kr*H + b*L + a*L*(L + 2*H)    launch, KV read, linear layers, causal attention
-    step(L, H)    = max(memory, compute)
+    step(L, H)    = pass + bend(L) * max(memory, compute)
 
-L is new tokens, H history tokens. The paper adds the two terms and has g0 = k0 = 0; measured step times have a floor
-below some 256 tokens that only the maximum reproduces, and the boundary (where the two cross) is the same idea in both.
+L is new tokens, H history tokens; ``pass`` is what a pass costs whatever it holds, and ``bend`` a table of measured
+over modelled times by the size of a pass: a real roofline bends where its lines meet, and has edges.
+
+The paper adds the two terms, has g0 = k0 = 0 and calls the crossing of the two the boundary: shorter prefills are
+memory-bound, so that more of them in a pass cost nothing. What that idea is about is the cost of a token, and a device
+shows it: the boundary here is the least length from which on a request is at most ``FAIR_SHARE`` cheaper in a full pass
+than alone. It counts what a pass costs besides, which the crossing does not.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
+from collections.abc import Sequence
 
 BOUNDARY_MIN_TOKENS = 32
 BOUNDARY_MAX_TOKENS = 4096
+BEND_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def _positive_root(square: float, linear: float, constant: float) -> float:
@@ -29,10 +37,11 @@ def _positive_root(square: float, linear: float, constant: float) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepModel:
-    """Coefficients of the roofline above: g0, k0 in s; gw, gr, kr, b in s/token; a in s/token^2. None is negative.
+    """Coefficients of the model above: g0, k0, pass in s; gw, gr, kr, b in s/token; a in s/token^2. None is negative.
 
     ``ridge`` times the crossing is where passes run at the compute term's speed. Real rooflines bend: a GPU's pass at
     the crossing takes up to a quarter longer than either term, so it is 2 until passes there were measured.
+    ``bend`` has a factor for each size of ``BEND_TOKENS``; empty: 1 everywhere.
     """
 
     g0_s: float
@@ -43,6 +52,33 @@ class StepModel:
     a_s: float
     kr_s: float = 0.0
     ridge: float = 2.0
+    pass_s: float = 0.0
+    bend: tuple[float, ...] = ()
+
+    def to_floats(self) -> tuple[float, ...]:
+        """Its coefficients in their order, then ``bend``: for messages."""
+        return (*dataclasses.astuple(dataclasses.replace(self, bend=()))[:-1], *self.bend)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for people and JSON."""
+        return dataclasses.asdict(self) | {"bend": list(self.bend)}
+
+    @classmethod
+    def from_floats(cls, floats: Sequence[float]) -> StepModel:
+        """What ``to_floats`` gave."""
+        names = [field.name for field in dataclasses.fields(cls)][:-1]
+        return cls(**dict(zip(names, floats, strict=False)), bend=tuple(floats[len(names) :]))
+
+    def factor(self, new_tokens: float) -> float:
+        """``bend`` of a pass with so many new tokens: linear between the sizes, constant outside."""
+        if not self.bend:
+            return 1.0
+        place = bisect.bisect_right(BEND_TOKENS, new_tokens)
+        if place == 0 or place == len(BEND_TOKENS):
+            return self.bend[max(0, place - 1)]
+        low = BEND_TOKENS[place - 1]
+        share = (new_tokens - low) / (BEND_TOKENS[place] - low)
+        return self.bend[place - 1] * (1 - share) + self.bend[place] * share
 
     def memory_s(self, new_tokens: float, history_tokens: float) -> float:
         return self.g0_s + self.gw_s * new_tokens + self.gr_s * history_tokens
@@ -55,7 +91,8 @@ class StepModel:
         """Predicted duration of one prefill pass. Without ``attention`` the batch is taken as one request."""
         if attention is None:
             attention = new_tokens * (new_tokens + 2 * history_tokens)
-        return max(self.memory_s(new_tokens, history_tokens), self.compute_s(new_tokens, history_tokens, attention))
+        step_s = max(self.memory_s(new_tokens, history_tokens), self.compute_s(new_tokens, history_tokens, attention))
+        return self.pass_s + (step_s * self.factor(new_tokens) if self.bend else step_s)
 
     def chunked_s(self, new_tokens: float, history_tokens: float, chunk_tokens: float) -> float:
         """Predicted device time of one long prefill of ``new_tokens`` in chunks of ``chunk_tokens``.
@@ -68,7 +105,9 @@ class StepModel:
         passes = max(1, math.ceil(new_tokens / max(1.0, chunk_tokens)))
         whole = self.b_s * new_tokens + self.a_s * new_tokens * (new_tokens + 2 * history_tokens)
         read = history_tokens + new_tokens * (passes - 1) / (2 * passes)
-        return max(whole + passes * (self.k0_s + self.kr_s * read), passes * self.memory_s(new_tokens / passes, read))
+        computed_s = whole + passes * (self.k0_s + self.kr_s * read)
+        step_s = max(computed_s, passes * self.memory_s(new_tokens / passes, read))
+        return step_s * self.factor(new_tokens / passes) + passes * self.pass_s
 
     def crossing_tokens(self, history_tokens: float) -> float:
         """New tokens at which compute overtakes memory, unclipped; infinite where it never does.
@@ -90,11 +129,46 @@ GPU_START = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-8, k0_s=1e-3, kr_s=1e-8, b_s=
 CPU_START = StepModel(g0_s=11e-3, gw_s=0.0, gr_s=1e-6, k0_s=6e-3, kr_s=4.5e-5, b_s=4.5e-5, a_s=1e-8)
 
 
+# By the profile of an H100 with Qwen2.5-7B, passes of 2,048 tokens and 5 ms besides, the boundary is 1,128 tokens; with
+# half of this share it would be 1,459, with twice as much 805. Who shares a pass (``sharing.py``) hardly depends on it.
+FAIR_SHARE = 0.1
+
+
+def find_boundary(model: StepModel, history_tokens: int, most_tokens: int) -> int:
+    """The least new tokens from which on a request alone takes at most ``FAIR_SHARE`` longer than in company.
+
+    In company: its part of a pass of ``most_tokens`` that is full of requests like it, new and history tokens alike.
+    """
+
+    def is_fair(tokens: int) -> bool:
+        count, attention = most_tokens / tokens, tokens * (tokens + 2 * history_tokens)
+        shared_s = model.step_s(most_tokens, count * history_tokens, count * attention) / count
+        return model.step_s(tokens, history_tokens, attention) <= (1 + FAIR_SHARE) * shared_s
+
+    sizes = [*(size for size in BEND_TOKENS if size < most_tokens), most_tokens]
+    high = next(size for size in sizes if is_fair(size))
+    low = max((size for size in sizes if size < high), default=0)  # not fair, or nothing
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_fair(middle) else (middle, high)
+    return high
+
+
 class Boundary:
     """Short or long by new tokens, given the history. Fixed, or from a step model, tabulated for the hot path."""
 
     STEP_TOKENS = 512  # histories are looked up in steps of this many tokens
     TABLE_SIZE = 512
+    SOLVED = (
+        0,
+        8,
+        16,
+        32,
+        64,
+        128,
+        256,
+        TABLE_SIZE,
+    )  # steps; the table is made with each fit, in an engine's loop
 
     def __init__(
         self, *, fixed_tokens: int | None = None, cap_tokens: int | None = None, model: StepModel = GPU_START
@@ -115,10 +189,12 @@ class Boundary:
             return
         high = min(BOUNDARY_MAX_TOKENS, cap)
         low = min(BOUNDARY_MIN_TOKENS, high)
-        self.table = [
-            round(min(max(model.crossing_tokens(step * self.STEP_TOKENS), low), high))
-            for step in range(self.TABLE_SIZE)
-        ]
+        solved = [find_boundary(model, step * self.STEP_TOKENS, high) for step in self.SOLVED]
+        self.table = []
+        for start, end, before, after in zip(self.SOLVED, self.SOLVED[1:], solved, solved[1:], strict=False):
+            for step in range(start, end):  # linear in between
+                tokens = before + (after - before) * (step - start) / (end - start)
+                self.table.append(round(min(max(tokens, low), high)))
 
     def tokens(self, history_tokens: int) -> int:
         """A request with fewer new tokens than this is short."""

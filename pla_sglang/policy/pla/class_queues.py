@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Sequence
 
-from pla_sglang.policy.interface.prefill import PrefillClass, WaitingView
+from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.deadlines import Deadlines
 
@@ -65,10 +65,12 @@ class ClassQueues:
             self._divide(waiting)
         return self._shorts, self._longs
 
-    def remove(self, cls: PrefillClass, admitted: Sequence[WaitingView]) -> None:
-        """These of one class have probably left the queue. If not, the next call of ``follow`` finds another order."""
-        mine = self._shorts if cls is PrefillClass.SHORT else self._longs
-        if not (_drop(self._order, admitted) and _drop(mine, admitted)):
+    def remove(self, admitted: Sequence[WaitingView]) -> None:
+        """These have probably left the queue. If not, the next call of ``follow`` finds another order."""
+        is_short = self._boundary.is_short
+        shorts = [view for view in admitted if is_short(view.new_tokens, view.history_tokens)]
+        longs = [view for view in admitted if not is_short(view.new_tokens, view.history_tokens)]
+        if not (_drop(self._order, admitted) and _drop(self._shorts, shorts) and _drop(self._longs, longs)):
             self._order, self._shorts, self._longs = [], [], []
 
     def any_is_late(self, now_s: float) -> bool:

@@ -30,17 +30,14 @@ and that is the dearest pass of all, as it reads the whole prompt again. There a
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
 import operator
 from collections.abc import Sequence
 
 from pla_sglang.checks import Range, check_fields, knob
 from pla_sglang.policy.interface.prefill import WaitingView
-from pla_sglang.policy.pla.awd import batch_step_s
 from pla_sglang.policy.pla.boundary import StepModel
 
-MOST_COMPANIONS = 16
 LOST_TIMES = 20.0  # a lost request counts as if it were not, after so many times the time that it gives way
 
 _PRIORITY_RANK = operator.attrgetter("priority_rank")
@@ -54,6 +51,8 @@ class LongKnobs:
 
     Attributes:
         max_age_s: a long gets its first token about this long after its arrival, however many shorts come.
+        stretch: it is aged, at the latest, after so many times its own device time. A long of two passes is not passed
+            for as long as one of fifty.
         lost_age_s: the same for requests with a TTFT target, where deadlines decide; None: they do not.
         share: device share of aged longs.
         margin: how much longer than predicted a long may take, for errors of the model and for decode steps between.
@@ -73,9 +72,14 @@ class LongKnobs:
     grid_tokens: int = knob(1, allowed=Range(1))
     overhead_max: float = knob(0.08, allowed=Range(0, above=True))
     least_remaining: bool = True
+    stretch: float = knob(20.0, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:
         check_fields(self, "long")
+
+    def is_protected(self, view: WaitingView) -> bool:
+        """Whether its TTFT target protects it, as deadlines decide."""
+        return self.lost_age_s is not None and view.deadline_s is not None
 
     def age_bound_s(self, view: WaitingView) -> float:
         """How long after its arrival ``view`` may be passed.
@@ -83,7 +87,7 @@ class LongKnobs:
         Where deadlines decide, a target protects its request until it is lost; what then made it early would be device
         time taken from those that can still be kept. From when on it is overdue it has a share of its own.
         """
-        if self.lost_age_s is None or view.deadline_s is None:
+        if not self.is_protected(view) or view.deadline_s is None:
             return self.max_age_s
         return self.give_way_s if view.deadline_s - view.arrival_s > self.give_way_s else self.lost_end_s
 
@@ -116,10 +120,14 @@ class LongPick:
 def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
     """When ``view`` becomes aged, in seconds on the shared clock."""
     chunk = knobs.chunk_max_tokens or view.new_tokens
-    service_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
+    alone_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
+    cut_s = alone_s
     if knobs.chunk_max_tokens is not None:
-        service_s *= 1 + knobs.overhead_max  # what cutting it smaller may cost
-    return view.arrival_s + max(0.0, knobs.age_bound_s(view) - knobs.margin * service_s / knobs.share)
+        cut_s *= 1 + knobs.overhead_max  # what cutting it smaller may cost
+    bound_s = max(0.0, knobs.age_bound_s(view) - knobs.margin * cut_s / knobs.share)
+    if not knobs.is_protected(view):
+        bound_s = min(bound_s, knobs.stretch * alone_s)
+    return view.arrival_s + bound_s
 
 
 class LongQueue:
@@ -247,47 +255,6 @@ class _Best:
         return None if first is self.next and not shorts else first
 
 
-def companions(
-    pick: WaitingView,
-    longs: Sequence[WaitingView],
-    *,
-    budget_tokens: int,
-    slots: int,
-    model: StepModel,
-    knobs: LongKnobs,
-) -> tuple[WaitingView, ...]:
-    """Other longs that share the pass of ``pick``, where it and they fit one pass whole.
-
-    Alone in its pass a long gets its token soonest, so the paper's one long at a time is right while few wait. With
-    many waiting, what a shared pass saves shortens the wait of all behind: one more joins if that, times those behind
-    it, outweighs what it adds to the pass times those it delays.
-    """
-    if pick.new_tokens >= budget_tokens:
-        return ()
-    room = budget_tokens - pick.new_tokens
-    fitting = [
-        view
-        for view in longs
-        if view is not pick and view.new_tokens <= room and view.priority_rank <= pick.priority_rank
-    ]
-    if knobs.least_remaining:
-        fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=by_order)
-    taken: list[WaitingView] = []
-    pass_s = batch_step_s((pick,), model)
-    for view in fitting[:MOST_COMPANIONS]:
-        if view.new_tokens > room or len(taken) + 1 >= slots:
-            break
-        behind = len(longs) - 2 - len(taken)
-        joint_s = batch_step_s((pick, *taken, view), model)
-        saved_s = pass_s + batch_step_s((view,), model) - joint_s
-        if saved_s * behind <= (joint_s - pass_s) * (1 + len(taken)):
-            break
-        taken.append(view)
-        room -= view.new_tokens
-        pass_s = joint_s
-    return tuple(taken)
-
-
 def chunk_tokens(
     view: WaitingView,
     *,
@@ -309,7 +276,7 @@ def chunk_tokens(
         return largest
     # Slope and launch of a chunk at the present history: the last tokens of a long prompt cost more than the first.
     token_s = model.b_s + 2 * model.a_s * view.history_tokens
-    launch_s = model.k0_s + model.kr_s * view.history_tokens
+    launch_s = model.pass_s + model.k0_s + model.kr_s * view.history_tokens
     if token_s <= 0:
         return largest
     # A chunk below the roofline's ridge is memory-bound: halving it would not make it shorter.

@@ -1,6 +1,6 @@
 """Whether running decodes join a prefill pass, and how much prefill a pass may hold for the sake of their next tokens.
 
-Long and short prefills never share a pass; running decodes join either. A pass with riding decodes costs
+Running decodes join any pass. One with riding decodes costs
 
     mixed(L, H, n, C) = max(step(L + n, H) + extra + rider*n + read*C, decode(n, C))
     decode(n, C)      = base + request*n + read*C
@@ -82,6 +82,8 @@ def model_beside(step: StepModel, ride: RideModel, riders: int, context_tokens: 
         a_s=step.a_s,
         kr_s=step.kr_s,
         ridge=step.ridge,
+        pass_s=step.pass_s,
+        bend=step.bend,
     )
 
 
@@ -132,16 +134,17 @@ def plan_ride(
     """
     cost = PassCost(view, step, ride)
     allowed_s = math.inf if view.token_slack_s is None else view.token_slack_s / (1 + ride.error)
-    if decision.action is Action.SHORT and decision.chunk_tokens is not None:
-        return dataclasses.replace(decision, ride=Ride.TOGETHER)  # the ablation that mixes classes mixes decodes too
-    if decision.action is Action.SHORT:
+    decision = _part_from_chunk(decision, view, cost, allowed_s)
+    if decision.shares_with_chunk:
+        planned, fits = decision, True
+    elif decision.action is Action.SHORT:
         planned, fits = _cut_shorts(decision, cost, step, allowed_s, now_s)
     else:
         planned, fits = _cut_long(decision, view, cost, step, allowed_s, grid_tokens)
     if not fits and view.decode_wait_s > 0:
         return PassDecision(Action.HOLD, Reason.TOKEN_DEADLINE, release_s=now_s)
     how = Ride.TOGETHER if planned is decision else Ride.TOKEN_DEADLINE
-    if fits and planned.action is Action.LONG and not planned.park and is_kv_short(view):
+    if fits and planned.action is Action.LONG and not planned.park and len(planned.selected) < 2 and is_kv_short(view):
         in_steps, _ = _cut_long(planned, view, cost, step, SHORT_STEPS * cost.decode_s, grid_tokens)
         if in_steps is not planned:
             planned, how = in_steps, Ride.KV_SHORT
@@ -155,6 +158,18 @@ def plan_ride(
     if not fits:
         return dataclasses.replace(planned, ride=Ride.LATE)
     return dataclasses.replace(planned, ride=how)
+
+
+def _part_from_chunk(decision: PassDecision, view: PassView, cost: PassCost, allowed_s: float) -> PassDecision:
+    """``decision`` without the piece of a long that shares the pass of others, where next tokens or KV forbid it."""
+    shared = decision.shares_with_chunk
+    if not shared and (decision.action is not Action.LONG or len(decision.selected) < 2 or not decision.chunk_tokens):
+        return decision
+    most_s = min(allowed_s, SHORT_STEPS * cost.decode_s) if is_kv_short(view) else allowed_s
+    if cost.is_in_time(_amounts(decision, view), most_s):
+        return decision
+    others = decision.selected if shared else decision.selected[:-1]
+    return PassDecision(Action.SHORT, decision.reason, others, park=view.chunk is not None)
 
 
 def _cut_shorts(
@@ -261,12 +276,16 @@ def _cut_chunk(
 
 def _amounts(decision: PassDecision, view: PassView) -> Amounts:
     """New tokens, history and attention of the pass that ``decision`` asks for."""
-    if len(decision.selected) > 1 or (decision.action is Action.SHORT and decision.chunk_tokens is None):
-        return _running_sums(decision.selected)[-1]
-    long = decision.selected[0] if decision.selected else view.chunk
-    assert long is not None, "a long pass has a long"
-    new = min(long.new_tokens, decision.chunk_tokens or long.new_tokens)
-    return new, long.history_tokens, new * (new + 2 * long.history_tokens)
+    members = list(decision.selected)
+    if decision.shares_with_chunk or not members:
+        assert view.chunk is not None, "a chunk goes on"
+        members.append(view.chunk)
+    new, history, attention = _running_sums(members)[-1]
+    excess = 0 if decision.chunk_tokens is None else max(0, new - decision.chunk_tokens)
+    last = members[-1]  # it is cut; its attention is not linear in its tokens
+    kept = last.new_tokens - excess
+    attention += kept * (kept + 2 * last.history_tokens) - last.new_tokens * (last.new_tokens + 2 * last.history_tokens)
+    return new - excess, history, attention
 
 
 def _running_sums(batch: Sequence[WaitingView]) -> list[Amounts]:

@@ -25,10 +25,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.pla.boundary import BEND_TOKENS, StepModel
 
 RIDGE_SAMPLES = 8  # passes near the crossing that say how sharp the roofline bends there
 RIDGE_TOLERANCE = 0.05
+BEND_SAMPLES = 4  # passes of about one size that say what such a pass takes
+BEND_LIMITS = (0.5, 2.0)
 
 
 Solve = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -127,12 +129,14 @@ class StepFit:
         if self._knobs.refit_every <= len(kept) < len(table):
             model = self._fit(kept, model)
             table = kept
-        self.error = float(np.mean(np.abs(_predict(table, model) / table[:, 3] - 1)))
+        bend = _bend(table, model)
+        bent = dataclasses.replace(model, bend=bend)
+        factors = np.array([bent.factor(tokens) for tokens in table[:, 0]])
+        self.error = float(np.mean(np.abs(_predict(table, model) * factors / table[:, 3] - 1)))
         self.fits += 1
         self._device = model
         host_s = float(np.median([sample.host_s for sample in self._samples]))
-        g0_s, k0_s, ridge = model.g0_s + host_s, model.k0_s + host_s, _ridge(table, model)
-        before, self.model = self.model, dataclasses.replace(model, g0_s=g0_s, k0_s=k0_s, ridge=ridge)
+        before, self.model = self.model, dataclasses.replace(bent, pass_s=host_s, ridge=_ridge(table, model))
         return self.model != before
 
     def _fit(self, table: np.ndarray, model: StepModel) -> StepModel:
@@ -172,8 +176,22 @@ def _ridge(table: np.ndarray, model: StepModel) -> float:
     return 1.0 if slower <= 1 + RIDGE_TOLERANCE else 2.0
 
 
+def _bend(table: np.ndarray, model: StepModel) -> tuple[float, ...]:
+    """``StepModel.bend``: the median of measured over modelled time of the passes near each size; 1 without enough."""
+    ratios = table[:, 3] / _predict(table, model)
+    nearest = np.clip(np.round(np.log2(table[:, 0])) - np.log2(BEND_TOKENS[0]), 0, len(BEND_TOKENS) - 1)
+    return tuple(
+        float(np.clip(np.median(near), *BEND_LIMITS)) if len(near := ratios[nearest == place]) >= BEND_SAMPLES else 1.0
+        for place in range(len(BEND_TOKENS))
+    )
+
+
 def _scaled(model: StepModel, factor: float) -> StepModel:
-    times = {name: factor * value for name, value in dataclasses.asdict(model).items() if name != "ridge"}
+    times = {
+        name: factor * value
+        for name, value in dataclasses.asdict(model).items()
+        if name not in ("ridge", "pass_s", "bend")
+    }
     return dataclasses.replace(model, **times)
 
 

@@ -1,4 +1,4 @@
-"""Temporal disaggregation on one instance (PLA-Serve section 3.2): long and short prefills never share a pass.
+"""Temporal disaggregation on one instance (PLA-Serve section 3.2): short prefills pass long ones.
 
 Order of the rules in ``decide``, first match wins:
 
@@ -16,6 +16,8 @@ Order of the rules in ``decide``, first match wins:
    (KV_HEADROOM);
 5. shorts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED), or may (RESERVE), or waits (EMPTY).
 
+Who shares the pass of those that these rules have chosen is decided by seconds (``sharing.py``); in the paper the
+classes never share one.
 Where the host can let running decodes join a pass, ``ride.py`` then says whether they do, and cuts the pass for the
 sake of their next tokens (TOKEN_DEADLINE) or of the memory that they will free (KV_SHORT).
 
@@ -26,19 +28,38 @@ exception is KV_DRAIN: without it a stream of shorts would take every freed toke
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import enum
+import heapq
+import operator
+from collections.abc import Iterable, Sequence
 
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
 from pla_sglang.policy.pla.arrival_rate import ArrivalRate
-from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice, batch_step_s
+from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice
 from pla_sglang.policy.pla.blocked import BlockedClasses
 from pla_sglang.policy.pla.boundary import Boundary, StepModel
 from pla_sglang.policy.pla.class_queues import ClassQueues, classify
 from pla_sglang.policy.pla.contenders import Contenders, Contest
 from pla_sglang.policy.pla.deadlines import Deadlines
-from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, chunk_tokens, companions, resume
+from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, by_order, chunk_tokens, resume
 from pla_sglang.policy.pla.overdue import OverdueShare, share_of, take_overdue
 from pla_sglang.policy.pla.ride import PROBE_PASSES, START, RideModel, model_beside, plan_ride
+from pla_sglang.policy.pla.sharing import PassContents, Sharing, contents_of
+
+MOST_COMPANIONS = 64  # of either class; more are not looked at in a pass
+_NEW_TOKENS = operator.attrgetter("new_tokens")
+
+
+def _new_tokens(views: Iterable[WaitingView]) -> int:
+    return sum(map(_NEW_TOKENS, views))
+
+
+class Mixing(enum.Enum):
+    """Whether long and short prefills share a pass: where that takes fewer seconds, never (the paper), or always."""
+
+    AUTO = "auto"
+    NEVER = "never"
+    ALLOW = "allow"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +74,7 @@ class TemporalKnobs:
         decode_gap_s: running requests get a decode step at least this often while prefills go on; 0: only when no
             prefill can run, as in SGLang.
         decode_share: of the device, at most, for these steps.
-        mix: let due shorts share the pass with the running chunk (ablation; what newer stock SGLang does).
+        mixing: who shares a pass.
         batch_timeout_s: of DOPD's batching alone (``policy/dopd/engine_policy.py``).
     """
 
@@ -64,7 +85,7 @@ class TemporalKnobs:
     headroom_requests: int = 4
     decode_gap_s: float = 0.0
     decode_share: float = 0.05
-    mix: bool = False
+    mixing: Mixing = Mixing.AUTO
     batch_timeout_s: float = 0.1
 
 
@@ -85,6 +106,7 @@ class TemporalPolicy:
         self.overdue = OverdueShare()
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
+        self.rate = ArrivalRate()
         self._blocked = BlockedClasses()
         # Predicted device seconds of aged longs and of all others since some long became aged; None while none is.
         self._aged_use_s: tuple[float, float] | None = None
@@ -117,6 +139,7 @@ class TemporalPolicy:
             self.short_rate.observe(now_s, view.new_tokens)
             weight = 0.1 if self._footprint_tokens else 1.0
             self._footprint_tokens += weight * (view.footprint_tokens - self._footprint_tokens)
+        self.rate.observe(now_s, view.new_tokens)
         largest = self.knobs.longs.chunk_max_tokens
         if largest is None or view.new_tokens <= largest:
             self.passing_rate.observe(now_s, view.new_tokens)
@@ -130,35 +153,54 @@ class TemporalPolicy:
         self._decodes_stayed_out = decision.ride is not None and not decision.ride.joins
         cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
         self._blocked.on_pass(cls, view, admitted=bool(admitted))
-        if not admitted:
+        if not admitted and not decision.shares_with_chunk:
             return
         if decision.selected:
-            self._queues.remove(cls, admitted)
-        if cls is PrefillClass.SHORT and decision.reason is not Reason.OVERDUE:
-            self.awd.on_dispatch(len(admitted), now_s - min(short.arrival_s for short in admitted))
-        step_s = self._pass_s(decision, admitted)
+            self._queues.remove(admitted)
+        shorts = [one for one in admitted if self.boundary.is_short(one.new_tokens, one.history_tokens)]
+        if shorts and cls is PrefillClass.SHORT and decision.reason is not Reason.OVERDUE:
+            self.awd.on_dispatch(len(shorts), now_s - min(short.arrival_s for short in shorts))
+        step_s = self._pass_s(decision, view, admitted)
         share = None
         if decision.reason is Reason.OVERDUE:
             share = share_of(self._list_overdue(view, now_s), self.model, self.knobs.longs.give_way_s)
         self.overdue.note(step_s, share=share)
         if self._aged_use_s is not None:
             aged_s, others_s = self._aged_use_s
-            mine = admitted[0] is self._aged
-            self._aged_use_s = (aged_s + step_s, others_s) if mine else (aged_s, others_s + step_s)
+            mine_s = step_s * self._share_of_aged(decision, view, admitted)
+            self._aged_use_s = (aged_s + mine_s, others_s + step_s - mine_s)
 
-    def _pass_s(self, decision: PassDecision, admitted: Sequence[WaitingView]) -> float:
-        if decision.action is Action.SHORT or len(admitted) > 1:
-            return batch_step_s(admitted, self.model)
-        long = admitted[0]
-        tokens = min(long.new_tokens, decision.chunk_tokens or long.new_tokens)
-        return self.model.step_s(tokens, long.history_tokens)
+    def _share_of_aged(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
+        """By the tokens of a pass, what of it is the aged long's."""
+        contents = self._contents(decision, view, admitted)
+        members = (*admitted, view.chunk) if decision.shares_with_chunk else admitted
+        mine = sum(tokens for tokens, one in zip(contents.lengths, members, strict=True) if one is self._aged)
+        return mine / max(1, sum(contents.lengths))
+
+    @staticmethod
+    def _contents(decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> PassContents:
+        """What the pass computes of those that it admitted, and of the chunk that goes on beside them."""
+        left = decision.chunk_tokens
+        if left is None:
+            return contents_of(admitted)
+        contents = PassContents()
+        for one in admitted:
+            tokens = max(1, min(one.new_tokens, left))
+            contents = contents.with_part(tokens, one.history_tokens)
+            left -= tokens
+        if decision.shares_with_chunk and view.chunk is not None:
+            contents = contents.with_part(min(view.chunk.new_tokens, max(1, left)), view.chunk.history_tokens)
+        return contents
+
+    def _pass_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
+        return self._contents(decision, view, admitted).step_s(self.model)
 
     def predict_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
         """Duration of the pass that admitted these; of a decode step where it admitted none."""
         if not admitted:
             return self.ride.decode_s(view.running, view.context_tokens)
         riders = view.running if decision.ride is not None and decision.ride.joins else 0
-        alone_s = self._pass_s(decision, admitted)
+        alone_s = self._pass_s(decision, view, admitted)
         return alone_s + self.ride.added_s(riders, view.context_tokens) + self.model.b_s * riders if riders else alone_s
 
     # -- the decision ------------------------------------------------------------------------------------------------
@@ -209,7 +251,7 @@ class TemporalPolicy:
         if pick is not None and stuck is None and field.shorts:
             rank = pick.view.priority_rank
             if all(short.priority_rank > rank for short in field.shorts):
-                return self._long(pick, view, field.longs, now_s, Reason.PRIORITY)
+                return self._long(pick, view, field, now_s, Reason.PRIORITY)
         if pick is not None and owed:
             if stuck is None and (field.shorts or pick is not field.pick):
                 return self._alone(pick, view, field.longs, now_s, Reason.AGE)
@@ -220,8 +262,8 @@ class TemporalPolicy:
             if overdue is not None:
                 return overdue
         if field.urgent is not None and self._stuck(field.urgent, view, now_s, owed=False, other=other) is None:
-            return self._long(field.urgent, view, field.longs, now_s, Reason.URGENT)
-        decision = self._by_shorts(view, field.shorts, field.longs, pick, now_s, stuck)
+            return self._long(field.urgent, view, field, now_s, Reason.URGENT)
+        decision = self._by_shorts(view, field, pick, now_s, stuck)
         if decision.reason is Reason.EMPTY and field.reserved:
             return PassDecision(Action.HOLD, Reason.RESERVE)
         if decision.reason is not Reason.NO_SHORT:
@@ -257,26 +299,20 @@ class TemporalPolicy:
         return self._alone(pick, view, longs, now_s, Reason.OVERDUE)
 
     def _by_shorts(
-        self,
-        view: PassView,
-        shorts: list[WaitingView],
-        longs: list[WaitingView],
-        pick: LongPick | None,
-        now_s: float,
-        stuck: Reason | None,
+        self, view: PassView, field: Contenders, pick: LongPick | None, now_s: float, stuck: Reason | None
     ) -> PassDecision:
-        choice = self._choose_shorts(view, shorts, pick, longs, now_s) if shorts else None
+        choice = self._choose_shorts(view, field.shorts, pick, field.longs, now_s) if field.shorts else None
         short_stuck = choice is not None and (
             view.slots <= 0 or self._blocked.is_blocked(PrefillClass.SHORT, view, other=pick is not None)
         )
         if choice is not None and choice.due and not short_stuck:
             # A chunk that is stuck cannot share the pass either: the host would allocate its piece without asking.
-            return self._short(choice, view, pick if stuck is None else None, longs, now_s)
+            return self._short(choice, view, field, None if stuck else pick, now_s)
         if pick is not None and stuck is None:
             reason = Reason.NO_SHORT
             if choice is not None:
                 reason = Reason.SHORT_BLOCKED if short_stuck else Reason.SHORT_HELD
-            return self._long(pick, view, longs, now_s, reason)
+            return self._long(pick, view, field, now_s, reason)
         if choice is not None and not short_stuck:
             return PassDecision(Action.HOLD, choice.reason, release_s=choice.release_s, expected_gain_s=choice.gain_s)
         if choice is None and pick is None:
@@ -307,23 +343,63 @@ class TemporalPolicy:
             alternative_s=alternative_s,
         )
 
-    def _long(
-        self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float, reason: Reason
-    ) -> PassDecision:
+    def _long(self, pick: LongPick, view: PassView, field: Contenders, now_s: float, reason: Reason) -> PassDecision:
+        """The long, and who shares its pass."""
+        long = pick.view
         if pick.running:
-            return PassDecision(Action.LONG, reason, chunk_tokens=self._piece(pick, view, longs, now_s))
-        others = companions(
-            pick.view,
-            longs,
-            budget_tokens=view.pass_budget_tokens,
-            slots=view.slots,
-            model=self._pass_model,
-            knobs=self.knobs.longs,
-        )
-        if pick.overtakes or others:
-            selected = (pick.view, *others)
-            return PassDecision(Action.LONG, reason, selected, chunk_tokens=None, park=view.chunk is not None)
-        return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=self._chunk(pick, longs, now_s))
+            tokens = self._piece(pick, view, field.longs, now_s)
+        else:
+            tokens = None if pick.overtakes else self._chunk(pick, field.longs, now_s)
+        if tokens is None and pick.running:
+            return PassDecision(Action.LONG, reason)
+        part = min(long.new_tokens, long.new_tokens if tokens is None else tokens, view.pass_budget_tokens)
+        shorts = () if reason in (Reason.SHORT_BLOCKED, Reason.SHORT_HELD) else field.shorts
+        contents = PassContents().with_part(part, long.history_tokens)
+        others = self._find_companions(contents, (long,), shorts, field.longs, view, now_s)
+        if pick.running:
+            if not others:
+                return PassDecision(Action.LONG, reason, chunk_tokens=tokens)
+            return PassDecision(Action.SHORT, reason, others, chunk_tokens=part + _new_tokens(others))
+        if part == long.new_tokens and (others or pick.overtakes):
+            return PassDecision(Action.LONG, reason, (long, *others), park=view.chunk is not None)
+        if others:
+            return PassDecision(Action.LONG, reason, (*others, long), chunk_tokens=part + _new_tokens(others))
+        return PassDecision(Action.LONG, reason, (long,), chunk_tokens=tokens)
+
+    def _find_companions(
+        self,
+        contents: PassContents,
+        first: Sequence[WaitingView],
+        shorts: Sequence[WaitingView],
+        longs: Sequence[WaitingView],
+        view: PassView,
+        now_s: float,
+    ) -> tuple[WaitingView, ...]:
+        """Who joins the pass of ``first`` whole: shorts in host order, then longs by theirs."""
+        room = view.pass_budget_tokens - sum(contents.lengths)
+        if self.knobs.mixing is Mixing.NEVER or room <= 0:
+            return ()
+        fitting = [one for one in longs if one.new_tokens <= room]
+        if self.knobs.longs.least_remaining:
+            fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=by_order)
+        others = [one for one in shorts[: len(first) + MOST_COMPANIONS] if one.new_tokens <= room] + fitting
+        if not others:
+            return ()
+        rank, mine = max(one.priority_rank for one in first), set(map(id, first))
+        others = [one for one in others if one.priority_rank <= rank and id(one) not in mine]
+        if not others:
+            return ()
+        sharing = self._sharing(view, now_s)
+        return tuple(sharing.take_companions(contents, others, budget_tokens=view.pass_budget_tokens, slots=view.slots))
+
+    def _sharing(self, view: PassView, now_s: float) -> Sharing:
+        count, tokens = len(view.waiting), _new_tokens(view.waiting)
+        if view.chunk is not None:
+            count, tokens = count + 1, tokens + view.chunk.new_tokens
+        model = self._pass_model
+        backlog_s = tokens * model.b_s + count * (model.pass_s + model.k0_s)
+        concerned = count + backlog_s * self.rate.usual_per_second(now_s)
+        return Sharing(concerned, model, self.knobs.awd.layout)
 
     def _alone(
         self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float, reason: Reason
@@ -335,17 +411,42 @@ class TemporalPolicy:
         return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=chunk, park=pick.overtakes)
 
     def _short(
+        self, choice: BatchChoice, view: PassView, field: Contenders, pick: LongPick | None, now_s: float
+    ) -> PassDecision:
+        """The batch of shorts, and who shares its pass. ``pick``: the next long, where one can run now."""
+        batch, parks = choice.batch, view.chunk is not None
+        longs = field.longs if pick is not None else ()
+        batch = (*batch, *self._find_companions(contents_of(batch), batch, field.shorts, longs, view, now_s))
+        held = _new_tokens(batch)
+        room = 0 if pick is None or pick.overtakes or pick.view in batch else self._room_beside(pick, batch, view)
+        if pick is None or room <= 0 or not self._takes_chunk(pick, batch, room, view, field.longs, now_s):
+            return PassDecision(Action.SHORT, choice.reason, batch, park=parks)
+        if pick.running:
+            return PassDecision(Action.SHORT, choice.reason, batch, chunk_tokens=held + room)
+        if room < pick.view.new_tokens:
+            return PassDecision(Action.LONG, choice.reason, (*batch, pick.view), chunk_tokens=held + room)
+        return PassDecision(Action.SHORT, choice.reason, batch, park=parks)
+
+    def _room_beside(self, pick: LongPick, batch: Sequence[WaitingView], view: PassView) -> int:
+        """Tokens that the long may take of the pass of ``batch``; the host allocates a chunk's without asking."""
+        grid = self.knobs.longs.grid_tokens
+        held = _new_tokens(batch) + (grid - 1) * len(batch)
+        room = min(view.pass_budget_tokens, view.kv_room_tokens) - held
+        return pick.view.new_tokens if pick.view.new_tokens <= room else room // grid * grid
+
+    def _takes_chunk(
         self,
-        choice: BatchChoice,
+        pick: LongPick,
+        batch: Sequence[WaitingView],
+        tokens: int,
         view: PassView,
-        pick: LongPick | None,
         longs: list[WaitingView],
         now_s: float,
-    ) -> PassDecision:
-        if self.knobs.mix and view.chunk is not None and pick is not None and pick.running:
-            piece = self._piece(pick, view, longs, now_s)
-            return PassDecision(Action.SHORT, choice.reason, choice.batch, chunk_tokens=piece)
-        return PassDecision(Action.SHORT, choice.reason, choice.batch, park=view.chunk is not None)
+    ) -> bool:
+        if self.knobs.mixing is not Mixing.AUTO or self.knobs.longs.chunk_max_tokens is None:
+            return self.knobs.mixing is Mixing.ALLOW and pick.running
+        usual = min(pick.view.new_tokens, self._chunk(pick, longs, now_s) or pick.view.new_tokens)
+        return self._sharing(view, now_s).takes_chunk(contents_of(batch), pick.view, tokens, usual)
 
     def _chunk(self, pick: LongPick, longs: list[WaitingView], now_s: float) -> int | None:
         """Cut for the sake of those that would pass it: shorts, and longs where they are typically half as long."""

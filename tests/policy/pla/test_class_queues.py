@@ -46,10 +46,10 @@ def test_arrivals_and_admissions_are_followed(divided: list[int]) -> None:
     followed = Followed()
     waiting = [short(), long(), short(), long(), short()]
     followed.check(waiting)
-    for cls, places in ((PrefillClass.SHORT, (0, 2)), (PrefillClass.LONG, (1,))):
+    for places in ((0, 2), (1,)):
         admitted = [waiting[place] for place in places]
         waiting = [view for view in waiting if view not in admitted] + [short(), long()]
-        followed.queues.remove(cls, admitted)
+        followed.queues.remove(admitted)
         followed.check(waiting)
     assert divided == []
 
@@ -93,7 +93,7 @@ def test_who_is_late_and_leaves_is_late_no_more() -> None:
     waiting = [short(deadline_s=NOW_S - 1.0), short(deadline_s=NOW_S + 1.0)]
     followed.check(waiting)
     assert followed.queues.any_is_late(NOW_S)
-    followed.queues.remove(PrefillClass.SHORT, waiting[:1])
+    followed.queues.remove(waiting[:1])
     followed.check(waiting[1:])
     assert not followed.queues.any_is_late(NOW_S)
 
@@ -120,7 +120,7 @@ def test_any_course_of_a_queue() -> None:
             )
             cls = rng.choice((PrefillClass.SHORT, PrefillClass.LONG))
             admitted = rng.sample(classes[cls], k=min(len(classes[cls]), rng.choice((0, 1, 2))))
-            followed.queues.remove(cls, admitted)
+            followed.queues.remove(admitted)
             if rng.random() < 0.9:
                 waiting = [view for view in waiting if view not in admitted]
             if rng.random() < 0.1:

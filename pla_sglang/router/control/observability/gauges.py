@@ -194,7 +194,7 @@ def _boundary(dispatcher: RequestDispatcher) -> dict[str, Any] | None:
     return {
         "boundary_tokens": policy.boundary.tokens(0),
         "boundary_tokens_at_8k_history": policy.boundary.tokens(8192),
-        "step_model": None if policy.boundary.fit is None else dataclasses.asdict(policy.boundary.model),
+        "step_model": None if policy.boundary.fit is None else policy.boundary.model.to_dict(),
     }
 
 
