@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
 from support.views import FLAT
 
+from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.ride import START, RideModel
 from pla_sglang.policy.pla.ride_fit import ERROR_MAX, RideFit, RideSample
 
@@ -61,9 +61,7 @@ def test_few_or_odd_samples_leave_a_careful_model() -> None:
 def test_a_rough_step_model_does_not_keep_riding_dear() -> None:
     """The first passes with riders were judged by a model that was ten times too quick; later nobody rode."""
     fit, rng = RideFit(START), random.Random(4)
-    quick = dataclasses.replace(
-        FLAT, **{field.name: getattr(FLAT, field.name) / 10 for field in dataclasses.fields(FLAT)}
-    )
+    quick = StepModel.from_floats([value / 10 for value in FLAT.to_floats()])
     for _ in range(RideFit.MIN_SAMPLES):
         riders, new = rng.randrange(1, 60), rng.randrange(200, 2000)
         pass_s = FLAT.step_s(new + riders, 0) + DEVICE.added_s(riders, 1000 * riders)
