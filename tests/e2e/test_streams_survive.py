@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -116,11 +117,17 @@ def aborts(url: str) -> int:
     return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("pla_router_aborts_total{")))
 
 
+def placements(url: str) -> Counter[str]:
+    """Decodes placed so far, by reason. The router outlives a test, and so do its counts."""
+    return Counter(call(f"{url}/pla/state")[1]["place_decode"]["placed"])
+
+
 def test_decodes_are_placed_when_the_prefill_is_done(cluster: dict[str, Any]) -> None:
     """Each stream begins at the instance that prefills, and goes on at the one that decodes."""
     scene = Scene(cluster, 0)
     asyncio.run(until(scene.is_paired, "both instances ready and paired"))
     numbers = [row["number"] for row in scene.workers()]
+    aborted, placed = aborts(scene.url), placements(scene.url)
     try:
         for number, role in zip(numbers, ("prefill", "decode"), strict=True):
             assert call(f"{scene.url}/workers/{number}/role", {"role": role})[0] == 200
@@ -133,12 +140,13 @@ def test_decodes_are_placed_when_the_prefill_is_done(cluster: dict[str, Any]) ->
     for story in scene.stories():
         assert (story["placement"], story["placed_on"]) == ("baseline.least_tokens", names[1])
         assert [hop["decode"] for hop in story["hops"]] == names
-    assert call(f"{scene.url}/pla/state")[1]["place_decode"]["placed"] == {"baseline.least_tokens": STREAMS}
-    assert aborts(scene.url) == 0
+    assert placements(scene.url) - placed == {"baseline.least_tokens": STREAMS}
+    assert aborts(scene.url) == aborted
 
 
 def test_a_drain_moves_all_streams_at_once(cluster: dict[str, Any]) -> None:
     scene = Scene(cluster, 1)
+    aborted = aborts(scene.url)
 
     def drain() -> tuple[int, int]:
         [row, _] = scene.workers()
@@ -156,18 +164,19 @@ def test_a_drain_moves_all_streams_at_once(cluster: dict[str, Any]) -> None:
     assert before > 0
     assert left > 0, "it was empty before the streams had ended"
     assert {(hop["how"], hop["why"]) for hop in scene.check()} == {("pull", "drain")}
-    assert aborts(scene.url) == 0
+    assert aborts(scene.url) == aborted
 
 
 def test_an_instance_that_is_restarted_hands_its_streams_over(cluster: dict[str, Any]) -> None:
     """SIGTERM, behind a router that moves requests."""
     scene = Scene(cluster, 2)
+    aborted = aborts(scene.url)
     [former, _] = scene.workers()
     name = next(row["name"] for row in cluster["instances"] if row["url"] == former["url"])
     assert asyncio.run(scene.run(lambda: send_command(scene.state, f"restart {name}"))) == "ok"
     hops = scene.check()
     assert {(hop["how"], hop["why"]) for hop in hops} == {("pull", "drain")}
-    assert aborts(scene.url) == 0
+    assert aborts(scene.url) == aborted
     asyncio.run(until(scene.is_paired, "the restarted one is back"))
     assert scene.workers()[0]["number"] != former["number"]
     [instance] = [row for row in json.loads(scene.state.read_text())["instances"] if row["name"] == name]
