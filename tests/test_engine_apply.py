@@ -246,6 +246,20 @@ def test_a_mixed_pass_splits_the_chunk_size() -> None:
     # Each short takes its 20 tokens and a page of rounding; the chunk gets what they leave of 256.
     assert given == [CHUNK_TOKENS - 63, 63]
     assert scheduler.chunked_prefill_size == CHUNK_TOKENS
+    assert scheduler.pla.telemetry.mixed_batches == 1
+
+
+@pytest.mark.parametrize(("reqs", "mixed"), [([long("a", 120), *shorts(2)], 1), (shorts(3), 0), ([long("a", 120)], 0)])
+def test_a_pass_of_both_classes_is_a_mixed_one(
+    reqs: list[FakeReq], mixed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take_all(view: PassView, now_s: float) -> PassDecision:
+        return PassDecision(Action.LONG, Reason.NO_SHORT, tuple(view.waiting))
+
+    scheduler = FakeScheduler(reqs)
+    monkeypatch.setattr(scheduler.pla.policy, "decide", take_all)
+    assert scheduler.run_pass() is not None
+    assert scheduler.pla.telemetry.mixed_batches == mixed
 
 
 def test_other_passes_leave_the_chunk_size_alone() -> None:

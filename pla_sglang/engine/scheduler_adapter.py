@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from pla_sglang.engine.telemetry import LONG, SHORT, Telemetry
 from pla_sglang.load.report import ClassQueue
 from pla_sglang.policy.device_clock import DeviceClock
 from pla_sglang.policy.dopd.engine_policy import LengthBatchedPolicy
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, WaitingView
+from pla_sglang.policy.interface.prefill import PassDecision, PassView, WaitingView
 from pla_sglang.policy.pla.boundary import CPU_START, GPU_START, StepModel
 from pla_sglang.policy.pla.ride import RideModel
 from pla_sglang.policy.pla.temporal import TemporalPolicy
@@ -212,22 +213,29 @@ class PrefillAdapter:
         if context.mixes:
             began_s = max(self.now_s, self._pass_end_s) if self.scheduler.enable_overlap else self.now_s
             self._pass_end_s = began_s + self.policy.predict_s(decision, view, admitted)
-        self.telemetry.on_pass(decision, admitted, batch, self.now_s)
+        begun = [one for one in admitted if one is not view.chunk]
+        mixed = self._is_mixed(begun, admitted, batch)
+        self.telemetry.on_pass(decision, begun, batch, self.now_s, mixed=mixed)
         if batch is None:
             self._hold = hold_after(decision, self.scheduler, view.running, self.now_s)
         elif batch.prefill_stats is not None:
             batch.prefill_stats.num_pending_tokens += context.held_tokens
 
+    def _is_mixed(self, begun: Sequence[WaitingView], admitted: Sequence[WaitingView], batch: Any) -> bool:
+        """Whether prefills of both classes ran, or one that nobody has chosen."""
+        if batch is None:
+            return False
+        shorts, longs = self.policy.classify(begun)
+        apart = not shorts or (not longs and len(begun) == len(admitted))  # a chunk that went on is a long
+        return not apart or snapshot.prefill_count(batch) > len(admitted)
+
     @staticmethod
     def _admitted_requests(decision: PassDecision, view: PassView, batch: Any) -> tuple[WaitingView, ...]:
-        """Whom of the chosen the host really admitted; a continued chunk is chosen without being selected."""
+        """Whom of the chosen the host really admitted, and the chunk that went on."""
         if batch is None:
             return ()
-        if decision.action is Action.LONG and not decision.selected:
-            assert view.chunk is not None, "only a chunk advances without being selected"
-            return (view.chunk,)
         ran = set(map(id, batch.reqs))
-        return tuple(chosen for chosen in decision.selected if id(chosen.handle) in ran)
+        return tuple(chosen for chosen, _ in decision.list_parts(view.chunk) if id(chosen.handle) in ran)
 
     # -- holding without spinning --------------------------------------------------------------------------------
 

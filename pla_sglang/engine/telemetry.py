@@ -62,8 +62,16 @@ class Telemetry:
                 self._series.queue_reqs.at(cls).set(waiting.reqs)
                 self._series.queue_tokens.at(cls).set(waiting.tokens)
 
-    def on_pass(self, decision: PassDecision, admitted: Sequence[WaitingView], batch: Any, now_s: float) -> None:
-        """Count one decided pass. ``batch`` is the host's batch, or None when nothing was admitted."""
+    def on_pass(
+        self, decision: PassDecision, begun: Sequence[WaitingView], batch: Any, now_s: float, *, mixed: bool = False
+    ) -> None:
+        """Count one decided pass.
+
+        Args:
+            begun: those that it admitted; a chunk that went on was counted when it began.
+            batch: the host's, or None when nothing ran.
+            mixed: prefills of both classes ran, or one that nobody has chosen.
+        """
         self.decisions[f"{decision.action.value}:{decision.reason.value}"] += 1
         self._count_hold(decision, now_s)
         if self._series is not None:
@@ -79,15 +87,15 @@ class Telemetry:
         self.tokens[cls] += new_tokens
         self.parks += decision.park
         self.overtakes += decision.action is Action.LONG and decision.park
-        self.mixed_batches += prefills > len(admitted)
-        missed = sum(v.deadline_s is not None and v.deadline_s < now_s for v in admitted)
+        self.mixed_batches += mixed
+        missed = sum(v.deadline_s is not None and v.deadline_s < now_s for v in begun)
         self.slo_misses += missed
-        if decision.selected and self.role not in (ROLES[0], cls):
-            self.strays[cls] += len(admitted)
+        if begun and self.role not in (ROLES[0], cls):
+            self.strays[cls] += len(begun)
             if self._series is not None:
-                self._series.strays.at(cls).inc(len(admitted))
+                self._series.strays.at(cls).inc(len(begun))
         if self._series is not None:
-            self._series.on_batch(cls, decision, admitted, new_tokens, now_s, missed=missed)
+            self._series.on_batch(cls, decision, begun, prefills, new_tokens, now_s, missed=missed)
 
     def _count_ride(self, decision: PassDecision, riders: int) -> None:
         self.riders += riders
@@ -152,18 +160,18 @@ class _Series:
         self,
         cls: str,
         decision: PassDecision,
-        admitted: Sequence[WaitingView],
+        begun: Sequence[WaitingView],
+        prefills: int,
         tokens: int,
         now_s: float,
         *,
         missed: int,
     ) -> None:
         self.dispatch.at(cls, decision.reason.value).inc()
-        self.batch_reqs.at(cls).observe(len(admitted))
+        self.batch_reqs.at(cls).observe(prefills)
         self.tokens.at(cls).inc(tokens)
-        if decision.selected:  # a continued chunk was counted when it started
-            for view in admitted:
-                self.wait_s.at(cls).observe(max(0.0, self._clock.wall_s(now_s - view.arrival_s)))
+        for view in begun:
+            self.wait_s.at(cls).observe(max(0.0, self._clock.wall_s(now_s - view.arrival_s)))
         if decision.park:
             self.parks.at().inc()
         if missed:

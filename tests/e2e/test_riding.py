@@ -41,9 +41,12 @@ def test_answers_are_those_of_stock(reference: Reference, temporal: Callable[...
         assert state["step_model_fits"]["riding_samples"] > 0
 
 
-@pytest.fixture
-def emulated(forked: Callable[..., Server], serving: Callable[..., Any]) -> Iterator[Server]:
-    server = forked(None, EMULATED, module="pla_sglang.launch_server", stop_timeout_s=2.0)
+@pytest.fixture(params=["never", "auto"])
+def emulated(
+    request: pytest.FixtureRequest, forked: Callable[..., Server], serving: Callable[..., Any]
+) -> Iterator[Server]:
+    flags = (*EMULATED, "--pla-mixing", request.param)
+    server = forked(None, flags, module="pla_sglang.launch_server", stop_timeout_s=2.0)
     with serving(server):
         yield server
 
@@ -63,7 +66,8 @@ def test_positions_of_riders_are_right(emulated: Server) -> None:
         if state["riders"] > 0:
             break
     assert state["riders"] > 0
-    assert state["mixed_batches"] == 0
+    if state["config"]["mixing"] == "never":
+        assert state["mixed_batches"] == 0
 
 
 def answer_load(emulated: Server, rng: random.Random) -> None:

@@ -107,6 +107,25 @@ def test_whether_a_chunk_shares_the_pass_of_due_shorts(mixing: Mixing, busy: boo
     assert decision.shares_with_chunk is shares
 
 
+def test_a_chunk_beside_shorts_counts_as_what_they_leave_of_the_pass() -> None:
+    made, chunk, first = policy(mixing=Mixing.ALLOW), long(RECENT_S, 40_000), lone_short()
+    view = pass_view([first], chunk)
+    decision = made.decide(view, NOW_S)
+    assert decision.list_parts(chunk) == [(first, first.new_tokens), (chunk, 1000 - first.new_tokens)]
+    for admitted in ([first, chunk], [chunk, first]):  # a host adds its chunk first
+        assert made.predict_s(decision, view, admitted) == pytest.approx(FLAT.step_s(1000, 0))
+    assert made.predict_s(decision, view, [chunk]) == pytest.approx(FLAT.step_s(1000 - first.new_tokens, 0))
+
+
+def test_a_pass_whose_chunk_alone_ran_has_blocked_its_shorts() -> None:
+    made = policy(mixing=Mixing.ALLOW)
+    view = pass_view([lone_short()], long(RECENT_S), running=4)
+    decision = made.decide(view, NOW_S)
+    assert decision.shares_with_chunk
+    made.on_pass(decision, view, [view.chunk], NOW_S)
+    assert made.decide(view, NOW_S).reason is Reason.SHORT_BLOCKED
+
+
 def test_a_chunk_without_room_shares_no_pass() -> None:
     view = pass_view([lone_short()], long(RECENT_S), kv_room=0, running=4)
     decision = policy(mixing=Mixing.ALLOW).decide(view, NOW_S)

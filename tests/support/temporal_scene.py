@@ -42,8 +42,7 @@ def lone_short() -> WaitingView:
 def run(made: TemporalPolicy, view: PassView, now_s: float = NOW_S) -> PassDecision:
     """Decide and report the pass as carried out."""
     decision = made.decide(view, now_s)
-    chunk = () if view.chunk is None else (view.chunk,)
-    made.on_pass(decision, view, decision.selected or chunk, now_s)
+    made.on_pass(decision, view, [one for one, _ in decision.list_parts(view.chunk)], now_s)
     return decision
 
 

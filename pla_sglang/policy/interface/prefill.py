@@ -197,6 +197,22 @@ class PassDecision:
         """The running chunk goes on in the pass of others."""
         return self.action is Action.SHORT and self.chunk_tokens is not None
 
+    def list_parts(self, chunk: WaitingView | None) -> list[tuple[WaitingView, int]]:
+        """Whom the pass computes, and how many new tokens of each. ``chunk``: the one under way.
+
+        All are whole but the last, which gets what the others leave of ``chunk_tokens``: the chunk, where it goes on.
+        """
+        members = list(self.selected)
+        if self.shares_with_chunk or (self.action is Action.LONG and not members):
+            assert chunk is not None, "a chunk goes on"
+            members.append(chunk)
+        parts = [(view, view.new_tokens) for view in members]
+        if self.chunk_tokens is not None and parts:
+            last, tokens = parts.pop()
+            left = self.chunk_tokens - sum(whole for _, whole in parts)
+            parts.append((last, max(1, min(tokens, left))))
+        return parts
+
 
 class EnginePolicy(Protocol):
     """Decides the prefill passes of one engine. Policies that keep no statistics inherit the two reports."""
@@ -208,5 +224,5 @@ class EnginePolicy(Protocol):
     def decide(self, view: PassView, now_s: float) -> PassDecision: ...
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
-        """The pass that ``decision`` asked for admitted these requests."""
+        """The pass that ``decision`` asked for admitted these requests, among them a chunk that went on in it."""
         return

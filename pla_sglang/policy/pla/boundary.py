@@ -159,16 +159,8 @@ class Boundary:
 
     STEP_TOKENS = 512  # histories are looked up in steps of this many tokens
     TABLE_SIZE = 512
-    SOLVED = (
-        0,
-        8,
-        16,
-        32,
-        64,
-        128,
-        256,
-        TABLE_SIZE,
-    )  # steps; the table is made with each fit, in an engine's loop
+    # Steps; those between are interpolated, as the table is made with each fit, in an engine's loop.
+    SOLVED = (0, 8, 16, 32, 64, 128, 256, TABLE_SIZE)
 
     def __init__(
         self, *, fixed_tokens: int | None = None, cap_tokens: int | None = None, model: StepModel = GPU_START

@@ -177,7 +177,7 @@ def _cut_shorts(
 ) -> tuple[PassDecision, bool]:
     """The first shorts of the batch that are done in time, and whether they are: one goes in any case."""
     batch = decision.selected
-    sums = _running_sums(batch)
+    sums = _running_sums([(one, one.new_tokens) for one in batch])
     if cost.is_in_time(sums[-1], allowed_s):
         return decision, True
     count = _count_in_time(sums, cost, allowed_s)
@@ -226,7 +226,7 @@ def _cut_long(
     if cost.is_in_time(amounts, allowed_s):
         return decision, True
     if len(decision.selected) > 1:
-        fitting = _count_in_time(_running_sums(decision.selected), cost, allowed_s)
+        fitting = _count_in_time(_running_sums(decision.list_parts(view.chunk)), cost, allowed_s)
         decision = dataclasses.replace(decision, selected=decision.selected[: max(1, fitting)])
         if fitting:
             return decision, True
@@ -276,24 +276,15 @@ def _cut_chunk(
 
 def _amounts(decision: PassDecision, view: PassView) -> Amounts:
     """New tokens, history and attention of the pass that ``decision`` asks for."""
-    members = list(decision.selected)
-    if decision.shares_with_chunk or not members:
-        assert view.chunk is not None, "a chunk goes on"
-        members.append(view.chunk)
-    new, history, attention = _running_sums(members)[-1]
-    excess = 0 if decision.chunk_tokens is None else max(0, new - decision.chunk_tokens)
-    last = members[-1]  # it is cut; its attention is not linear in its tokens
-    kept = last.new_tokens - excess
-    attention += kept * (kept + 2 * last.history_tokens) - last.new_tokens * (last.new_tokens + 2 * last.history_tokens)
-    return new - excess, history, attention
+    return _running_sums(decision.list_parts(view.chunk))[-1]
 
 
-def _running_sums(batch: Sequence[WaitingView]) -> list[Amounts]:
-    """New tokens, history and attention of each pass that holds the first of ``batch``, by how many they are."""
+def _running_sums(parts: Sequence[tuple[WaitingView, int]]) -> list[Amounts]:
+    """New tokens, history and attention of each pass that holds the first of ``parts``, by how many they are."""
     sums: list[Amounts] = []
     new = history = attention = 0
-    for view in batch:
-        tokens, past = view.new_tokens, view.history_tokens
+    for view, tokens in parts:
+        past = view.history_tokens
         new += tokens
         history += past
         attention += tokens * (tokens + 2 * past)

@@ -61,10 +61,15 @@ class PassContents:
 
 def contents_of(batch: Iterable[WaitingView]) -> PassContents:
     """A pass over these, whole."""
+    return contents_of_parts((view, view.new_tokens) for view in batch)
+
+
+def contents_of_parts(parts: Iterable[tuple[WaitingView, int]]) -> PassContents:
+    """A pass over so many new tokens of each."""
     lengths: list[int] = []
     history_tokens, attention = 0, 0.0
-    for view in batch:
-        tokens, past = view.new_tokens, view.history_tokens
+    for view, tokens in parts:
+        past = view.history_tokens
         lengths.append(tokens)
         history_tokens += past
         attention += tokens * (tokens + 2 * past)

@@ -44,7 +44,7 @@ from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, by_order, chunk_tokens, resume
 from pla_sglang.policy.pla.overdue import OverdueShare, share_of, take_overdue
 from pla_sglang.policy.pla.ride import PROBE_PASSES, START, RideModel, model_beside, plan_ride
-from pla_sglang.policy.pla.sharing import PassContents, Sharing, contents_of
+from pla_sglang.policy.pla.sharing import PassContents, Sharing, contents_of, contents_of_parts
 
 MOST_COMPANIONS = 64  # of either class; more are not looked at in a pass
 _NEW_TOKENS = operator.attrgetter("new_tokens")
@@ -52,6 +52,12 @@ _NEW_TOKENS = operator.attrgetter("new_tokens")
 
 def _new_tokens(views: Iterable[WaitingView]) -> int:
     return sum(map(_NEW_TOKENS, views))
+
+
+def _parts_of(decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> list[tuple[WaitingView, int]]:
+    """Of the parts that were asked for, those of the admitted."""
+    shown = set(map(id, admitted))
+    return [(one, tokens) for one, tokens in decision.list_parts(view.chunk) if id(one) in shown]
 
 
 class Mixing(enum.Enum):
@@ -145,62 +151,40 @@ class TemporalPolicy:
             self.passing_rate.observe(now_s, view.new_tokens)
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
-        """The pass that ``decision`` asked for admitted these requests; a continued chunk is one of them."""
+        """The pass that ``decision`` asked for admitted these requests, among them a chunk that went on in it."""
         if decision.action is Action.HOLD:
             return
         if decision.ride is not None:
             self._passes_alone = 0 if decision.ride.joins else self._passes_alone + 1
         self._decodes_stayed_out = decision.ride is not None and not decision.ride.joins
         cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
-        self._blocked.on_pass(cls, view, admitted=bool(admitted))
-        if not admitted and not decision.shares_with_chunk:
+        begun = [one for one in admitted if one is not view.chunk]
+        self._blocked.on_pass(cls, view, admitted=bool(begun if decision.selected else admitted))
+        if not admitted:
             return
-        if decision.selected:
-            self._queues.remove(admitted)
-        shorts = [one for one in admitted if self.boundary.is_short(one.new_tokens, one.history_tokens)]
+        if begun:
+            self._queues.remove(begun)
+        shorts = [one for one in begun if self.boundary.is_short(one.new_tokens, one.history_tokens)]
         if shorts and cls is PrefillClass.SHORT and decision.reason is not Reason.OVERDUE:
             self.awd.on_dispatch(len(shorts), now_s - min(short.arrival_s for short in shorts))
-        step_s = self._pass_s(decision, view, admitted)
+        parts = _parts_of(decision, view, admitted)
+        step_s = contents_of_parts(parts).step_s(self.model)
         share = None
         if decision.reason is Reason.OVERDUE:
             share = share_of(self._list_overdue(view, now_s), self.model, self.knobs.longs.give_way_s)
         self.overdue.note(step_s, share=share)
         if self._aged_use_s is not None:
             aged_s, others_s = self._aged_use_s
-            mine_s = step_s * self._share_of_aged(decision, view, admitted)
+            aged_tokens = sum(tokens for one, tokens in parts if one is self._aged)
+            mine_s = step_s * aged_tokens / max(1, sum(tokens for _, tokens in parts))
             self._aged_use_s = (aged_s + mine_s, others_s + step_s - mine_s)
-
-    def _share_of_aged(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
-        """By the tokens of a pass, what of it is the aged long's."""
-        contents = self._contents(decision, view, admitted)
-        members = (*admitted, view.chunk) if decision.shares_with_chunk else admitted
-        mine = sum(tokens for tokens, one in zip(contents.lengths, members, strict=True) if one is self._aged)
-        return mine / max(1, sum(contents.lengths))
-
-    @staticmethod
-    def _contents(decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> PassContents:
-        """What the pass computes of those that it admitted, and of the chunk that goes on beside them."""
-        left = decision.chunk_tokens
-        if left is None:
-            return contents_of(admitted)
-        contents = PassContents()
-        for one in admitted:
-            tokens = max(1, min(one.new_tokens, left))
-            contents = contents.with_part(tokens, one.history_tokens)
-            left -= tokens
-        if decision.shares_with_chunk and view.chunk is not None:
-            contents = contents.with_part(min(view.chunk.new_tokens, max(1, left)), view.chunk.history_tokens)
-        return contents
-
-    def _pass_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
-        return self._contents(decision, view, admitted).step_s(self.model)
 
     def predict_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
         """Duration of the pass that admitted these; of a decode step where it admitted none."""
         if not admitted:
             return self.ride.decode_s(view.running, view.context_tokens)
         riders = view.running if decision.ride is not None and decision.ride.joins else 0
-        alone_s = self._pass_s(decision, view, admitted)
+        alone_s = contents_of_parts(_parts_of(decision, view, admitted)).step_s(self.model)
         return alone_s + self.ride.added_s(riders, view.context_tokens) + self.model.b_s * riders if riders else alone_s
 
     # -- the decision ------------------------------------------------------------------------------------------------
@@ -414,18 +398,21 @@ class TemporalPolicy:
         self, choice: BatchChoice, view: PassView, field: Contenders, pick: LongPick | None, now_s: float
     ) -> PassDecision:
         """The batch of shorts, and who shares its pass. ``pick``: the next long, where one can run now."""
-        batch, parks = choice.batch, view.chunk is not None
+        batch = choice.batch
         longs = field.longs if pick is not None else ()
         batch = (*batch, *self._find_companions(contents_of(batch), batch, field.shorts, longs, view, now_s))
-        held = _new_tokens(batch)
-        room = 0 if pick is None or pick.overtakes or pick.view in batch else self._room_beside(pick, batch, view)
-        if pick is None or room <= 0 or not self._takes_chunk(pick, batch, room, view, field.longs, now_s):
-            return PassDecision(Action.SHORT, choice.reason, batch, park=parks)
+        alone = PassDecision(Action.SHORT, choice.reason, batch, park=view.chunk is not None)
+        if pick is None or pick.overtakes or pick.view in batch:
+            return alone
+        room = self._room_beside(pick, batch, view)
+        if room >= pick.view.new_tokens and not pick.running:
+            return alone  # whole, it was refused as one of the batch
+        if room <= 0 or not self._takes_chunk(pick, batch, room, view, field.longs, now_s):
+            return alone
+        tokens = _new_tokens(batch) + room
         if pick.running:
-            return PassDecision(Action.SHORT, choice.reason, batch, chunk_tokens=held + room)
-        if room < pick.view.new_tokens:
-            return PassDecision(Action.LONG, choice.reason, (*batch, pick.view), chunk_tokens=held + room)
-        return PassDecision(Action.SHORT, choice.reason, batch, park=parks)
+            return PassDecision(Action.SHORT, choice.reason, batch, chunk_tokens=tokens)
+        return PassDecision(Action.LONG, choice.reason, (*batch, pick.view), chunk_tokens=tokens)
 
     def _room_beside(self, pick: LongPick, batch: Sequence[WaitingView], view: PassView) -> int:
         """Tokens that the long may take of the pass of ``batch``; the host allocates a chunk's without asking."""
