@@ -22,9 +22,11 @@ _NO_WORD = re.compile(r"[^a-z0-9]+")
 
 # user:password@ of a URL
 _USER_OF_URL = re.compile(r"(://)[^/?#\s]*@")
-_VALUE = r"""(?P<value>"[^"]*"|'[^']*'|[^\s&;]+)"""
-_FLAG = re.compile(rf"(?P<name>--[A-Za-z][\w-]*)(?P<sign>=|\s+(?!--)){_VALUE}")
-_ASSIGNED = re.compile(rf"""(?<![\w-])(?P<name>[A-Za-z_][\w.-]*)(?P<sign>["']?\s*[=:]\s*){_VALUE}""")
+# A text may be long, and any instance's: no part of it is read again for each place in it. So a name is looked for at
+# its beginning only, and a value is read where its name is a secret's.
+_FLAG = re.compile(r"(?<![\w-])(?P<name>--[A-Za-z][\w-]*)(?:=|\s+(?!--))")
+_ASSIGNED = re.compile(r"""(?<![\w.-])(?P<name>[\w.][\w.-]*)["']?\s*[=:]\s*""")
+_VALUE = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s&;]+)""")
 _BEARER = re.compile(r"\b((?:bearer|basic)\s+)[^\s,;\"']+", re.IGNORECASE)
 
 
@@ -95,9 +97,9 @@ def _hide_values(text: str, named: re.Pattern[str]) -> str:
     """Where the name is none of a secret, its value is looked at too: it may be a URL with a query."""
     at = 0
     while (match := named.search(text, at)) is not None:
-        name = match["name"]
-        at = match.start("value")
-        if is_secret_flag(name) if name.startswith("--") else is_secret_name(name):
-            text = text[:at] + HIDDEN + text[match.end() :]
+        name, at = match["name"], match.end()
+        is_secret = is_secret_flag(name) if name.startswith("--") else is_secret_name(name)
+        if is_secret and (value := _VALUE.match(text, at)) is not None:
+            text = text[:at] + HIDDEN + text[value.end() :]
             at += len(HIDDEN)
     return text

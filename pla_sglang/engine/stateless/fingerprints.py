@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pla_sglang.engine.stateless import host
 
 TOKENS_PLACE, DIGEST_PLACE = 1, 2  # of the eight numbers that the host keeps with a room, which is the first
@@ -21,7 +23,10 @@ DIGEST_BYTES = 7  # some devices keep these numbers as signed 64-bit integers
 
 
 class Fingerprint(NamedTuple):
-    """Of the KV of some tokens: how many, and a hash of them with adapter, cache salt and layout."""
+    """Of the KV of some tokens: how many, and a hash of them with adapter, cache salt and layout.
+
+    Of a request with images: of its prompt without what stands for them, and without its answer.
+    """
 
     tokens: int
     digest: int
@@ -45,7 +50,9 @@ class Fingerprints:
         if req.multimodal_inputs is not None:  # what stands for an image may be numbers that each instance draws anew
             ids = req.origin_input_ids_unpadded
         hashed = hashlib.blake2b(array("q", ids).tobytes(), digest_size=DIGEST_BYTES)
-        hashed.update(repr((self._name_adapter(req), _salt_of(req), self._layout, req.input_embeds)).encode())
+        hashed.update(repr((self._name_adapter(req), _salt_of(req), self._layout)).encode())
+        if req.input_embeds is not None:
+            hashed.update(np.asarray(req.input_embeds, dtype=np.float32).tobytes())
         return Fingerprint(len(ids), int.from_bytes(hashed.digest(), "big"))
 
     def _name_adapter(self, req: Any) -> str | None:

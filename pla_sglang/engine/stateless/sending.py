@@ -218,6 +218,7 @@ class Sender:
             elif outcome is not Outcome.OPEN:  # nothing was sent of this leg yet
                 self._fail_transfer(leg, f"room {leg.req.bootstrap_room} is in use")
         elif outcome is Outcome.FAILED:
+            self._tell_receivers(leg)  # the host forgets who they are when it is asked what has failed
             self.give_up(leg, self._failure(leg))
         elif outcome is Outcome.DONE and leg.state is SendState.SENDING:
             self._complete(leg)
@@ -278,11 +279,8 @@ class Sender:
         elif leg.state is SendState.PREFILL and not req.output_ids:
             leg.given_up = leg.given_up or reason
             req.disagg_kv_sender.abort()
-        elif leg.state in (
-            SendState.PREFILL,
-            SendState.SENDING,
-        ):  # the former: an exception came when its pass was over
-            self._leave(leg, reason)
+        elif leg.state in (SendState.PREFILL, SendState.SENDING):
+            self._leave(leg, reason)  # of the former the pass was over when an exception came
 
     def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> int:
         """Client aborts: how many legs they meet. The host has dealt with its own queue already.
