@@ -48,6 +48,7 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
 }
 CLIENT_KEY = ("PLA_WORKER_API_KEY", "PLA_ROUTER_API_KEY")  # variables with the key of clients: of engines, of a router
+_KEY_FLAGS = frozenset({"--api-key", "--api-key-file"})
 ROUTER = "router"
 CHAIN_ANSWERS = "the chain model answers with made-up words: they are there to be checked, not to be read"
 Sink = Callable[[str, str], None]
@@ -156,7 +157,9 @@ class Supervisor:
         if front is None:
             return
         arguments = [*self.config.common, *self.config.router_extra]
-        has_key = "--api-key" in arguments or bool(self._environment.get(CLIENT_KEY[self.router is not None]))
+        has_key = any(word.split("=")[0] in _KEY_FLAGS for word in arguments) or bool(
+            self._environment.get(CLIENT_KEY[self.router is not None])
+        )
         url = front.url.replace("//0.0.0.0:", "//127.0.0.1:")
         self._log_line(f"try: {request_line(url, has_key=has_key)}")
         if any(engine.spec is not None and serves_chain(engine.spec.argv) for engine in self.engines):

@@ -112,7 +112,8 @@ class Columns:
             "output_tokens": np.array(self.output_tokens, dtype=np.int64),
         }
         for column, values in self.extra.items():
-            columns[column] = np.array(number_ids([values])[0], dtype=np.int64)
+            numbers = values if column == "turn" else number_ids([values])[0]
+            columns[column] = np.array(numbers, dtype=np.int64)
         columns["hash_ids"] = tuple(map(tuple, number_ids(self.hash_ids))) if self.hash_ids else None
         columns = sort_by_arrival(columns) if self.sort else columns
         if self.sort and self.arrival_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +17,17 @@ class FakeSender:
     def __init__(self) -> None:
         self.outcome = Outcome.OPEN
         self.aborted = self.cleared = False
+        self.forget: Callable[[], object] = lambda: None  # who has asked for its KV
 
     def abort(self) -> None:
         self.aborted, self.outcome = True, Outcome.FAILED
 
     def clear(self) -> None:
         self.cleared = True
+        self.forget()
 
     def failure_exception(self) -> None:
+        self.clear()
         raise ConnectionError("the link is down")
 
 

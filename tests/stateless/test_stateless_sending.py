@@ -57,6 +57,8 @@ class Bench:
 
     def add(self, rid: str, tokens: int = 100, *, connected: bool = True) -> FakeRequest:
         req = FakeRequest(rid, tokens)
+        asked = self.queue.kv_manager.transfer_infos
+        req.disagg_kv_sender.forget = lambda: asked.pop(req.bootstrap_room, None)
         self.sender.add(req, 0.0)
         if connected:
             req.disagg_kv_sender.outcome = Outcome.ASKED

@@ -24,6 +24,7 @@ from pla_sglang.router.control.ledger import AbortOrder
 from pla_sglang.router.control.load_booking import book_pending, close_pending
 from pla_sglang.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.router.control.request_record import LEAVING, STREAMING, Hop, RequestRecord
+from pla_sglang.router.control.workers.exclusions import find_unfit
 from pla_sglang.router.control.workers.instance_client import InstanceClient
 from pla_sglang.router.control.workers.table import Worker, WorkerState
 from pla_sglang.router.control.workers.tasks import Tasks
@@ -159,6 +160,8 @@ class Migration:
             return "its instance cannot be asked"
         if target is source or not target.is_ready() or target.description is None or not target.description.hops:
             return "the target cannot take it"
+        if target.view in find_unfit(record.ask, self._dispatcher.table):
+            return "the target cannot serve it"
         return None if self._is_connected(source.view, target.view) else "no KV cache can go to the target"
 
     def _is_resting(self, record: RequestRecord, source: Worker) -> bool:

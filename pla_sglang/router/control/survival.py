@@ -124,7 +124,8 @@ class Survival:
             shown = any(hop.first_token_s is not None for hop in record.hops)
             if not shown and self._may_be_to_blame(record.hop, worker, now_s):
                 continue
-            others = (other for other in dispatcher.table if other.is_ready())
+            unfit = find_unfit(record.ask, dispatcher.table)
+            others = (other for other in dispatcher.table if other.is_ready() and other.view not in unfit)
             if any(_can_go_on(other, {worker.number}, shown=shown) for other in others):
                 abort = m.Abort(record.rid, 502, "instance_silent", detail, worker.number, silent=True)
                 self._send_message(record.relay, abort)
@@ -173,15 +174,18 @@ class Survival:
         worker = self._choose(record, lost, now_s) or self._choose_last(record, lost, now_s)
         if worker is not None:
             self._assign(record, worker, now_s)
-        elif now_s - waiting.since_s <= self._dispatcher.knobs.pending_s and self._may_wait(lost):
+        elif now_s - waiting.since_s <= self._dispatcher.knobs.pending_s and self._may_wait(record, lost):
             self._waiting[record.rid] = waiting
         else:
             self._end(record, lost, NO_INSTANCE)
 
-    def _may_wait(self, lost: m.Lost) -> bool:
+    def _may_wait(self, record: RequestRecord, lost: m.Lost) -> bool:
         """Whether an instance that is full, or that starts or recovers, might take it; also one that is to follow a
         lost one at its address, which the table may not know to be gone yet."""
+        unfit = find_unfit(record.ask, self._dispatcher.table)
         for worker in self._dispatcher.table:
+            if worker.view in unfit:
+                continue
             if worker.number in lost.killed:
                 if worker.may_come_back() and lost.why in _LOSSES and worker.heard_s <= lost.at_s:
                     return True

@@ -63,7 +63,8 @@ def load_refusal(code: int | None, data: bytes) -> LoadRefusal | None:
 
 def given_up(data: bytes) -> bool:
     """Whether an event, or an answer whose status is 200, says that the instance has given the request up, and not
-    because of the request (4xx) or its load (429, 503). Whoever has ordered that reads no answer any more."""
+    because of the request (4xx) or its load (429, 503). An abort that was ordered at the instance itself counts too;
+    of one that the router has ordered nobody reads the answer any more."""
     code = _CODE.search(data)
     if ABORTED.search(data) is None and (code is None or ERROR.search(data) is None):
         return False

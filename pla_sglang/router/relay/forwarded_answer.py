@@ -145,16 +145,22 @@ class ForwardedAnswer:
         if marked.given_up:
             self._owner.on_given_up(marked.given_up)
 
-    def _take_body(self, data: bytes) -> None:
+    def _is_given_up(self, data: bytes) -> bool:
+        return self._may_give_up and data.rfind(ABORT_MARK) >= 0 and given_up(data)
+
+    def _take_body(self, data: bytes) -> bool:
+        """Returns whether it may go on: False, the instance has given the request up."""
         if self.first_s is None:
             assert self._head is not None
-            beginning = self._beginning = self._beginning + data if self._beginning else data
-            if ABORT_MARK in beginning and self._may_give_up and given_up(beginning):
+            self._beginning = beginning = self._beginning + data if self._beginning else data
+            if self._streams and b"\n\n" not in beginning and len(beginning) < EVENT_BYTES:
+                return True
+            if self._is_given_up(beginning):
                 self._owner.on_given_up(beginning)
-            elif not self._streams or b"\n\n" in beginning or len(beginning) >= EVENT_BYTES:
-                self._note_errors(self._head.status, beginning)
-                self._owner.on_beginning(self._head.status, beginning, whole=False)
-        elif self._streams and self._may_give_up and data.rfind(ABORT_MARK) >= 0 and given_up(data):
+                return False
+            self._note_errors(self._head.status, beginning)
+            self._owner.on_beginning(self._head.status, beginning, whole=False)
+        elif self._streams and self._is_given_up(data):
             begins = (_ABORT_EVENT if self._chunks or not self._client.understands_chunks else _ABORT_CHUNK).search(
                 data
             )
@@ -162,8 +168,10 @@ class ForwardedAnswer:
             if before:
                 self._forward_body(before)
             self._owner.on_given_up(data)
+            return False
         else:
             self._forward_body(data)
+        return True
 
     def _forward_body(self, data: bytes) -> None:
         self.last_s = self._now_s()
@@ -182,10 +190,13 @@ class ForwardedAnswer:
     def on_answer_done(self) -> None:
         head, rest = self._head, b"" if self.marked is None else self.marked.take_rest()
         assert head is not None
-        if rest:
-            self._take_body(rest)
+        if rest and not self._take_body(rest):
+            return
         if self.first_s is None:
             beginning = self._beginning
+            if self._is_given_up(beginning):
+                self._owner.on_given_up(beginning)
+                return
             self._note_errors(head.status, beginning)
             if not self._owner.on_beginning(head.status, beginning, whole=True):
                 return

@@ -27,10 +27,10 @@ class RequestMoves:
         """The present hop is over, because of ``worker``; asks where the request goes on. False: nowhere."""
         life = self._life
         hops, attempt = life.hops, life.attempt
-        hops.note_loss(why, worker)
-        shown = life.answer.first_s is not None
         if attempt is None or life.state not in (WAITING, FORWARDING, MOVING):
             return False
+        hops.note_loss(why, worker)
+        shown = life.answer.first_s is not None
         if not life.kept.is_kept or not hops.may_go_on(shown=shown):
             return False
         self.cancel_pull()

@@ -154,6 +154,8 @@ def test_what_kind_of_model_it_has(info: dict[str, Any], model: dict[str, Any], 
     [
         ({}, frozenset()),
         ({"enable_lora": False, "lora_paths": None}, None),
+        ({"enable_lora": None, "lora_paths": None}, None),  # as SGLang says it where nobody has set it
+        ({"enable_lora": False, "lora_paths": ["a=/x"]}, None),
         ({"enable_lora": True, "lora_paths": None}, frozenset()),
         ({"enable_lora": True, "lora_paths": [{"lora_name": "a", "lora_path": "/x"}]}, frozenset({"a"})),
         ({"enable_lora": True, "lora_paths": {"b": {"lora_path": "/x"}}}, frozenset({"b"})),

@@ -182,8 +182,11 @@ def _positive(value: Any) -> int | None:
 
 
 def _adapters(info: Mapping[str, Any]) -> frozenset[str] | None:
-    """Others may have been loaded since, so that a name which is not here is no reason to refuse."""
-    if info.get("enable_lora") is False and not info.get("lora_paths"):
+    """None: it serves none. Others may have been loaded since, so that a name which is not here is no reason to refuse.
+
+    SGLang keeps ``enable_lora`` unset where it is off, and loads no ``lora_paths`` where it is False.
+    """
+    if "enable_lora" in info and not info["enable_lora"]:
         return None
     paths = info.get("lora_paths") or ()
     names = (path.get("lora_name") for path in paths if isinstance(path, Mapping)) if isinstance(paths, list) else paths
