@@ -85,8 +85,8 @@ def composed(name: str, table: list[dict[str, str]]) -> StepProfile:
     base: dict[str, Any] = {
         "name": name,
         "source": f"{model} {dtype}, {tp} x {gpu}: composed from operator times that were measured for vLLM "
-        "(ai-dynamo/aiconfigurator 095f58a51c4c, Apache-2.0); GPU-busy time only, a served engine takes 1.2 to 1.4 "
-        "times as long in prefill. Eager launch floor: 0.375 ms a layer, from Splitwise's measured decode base (30 ms, "
+        "(ai-dynamo/aiconfigurator 095f58a51c4c, Apache-2.0); GPU-busy time only, without what a served pass costs "
+        "besides (5 ms on one H100). Eager launch floor: 0.375 ms a layer, from Splitwise's measured decode base (30 ms, "
         "80 layers). KV capacity: 0.88 of the memory minus weights and 2 GiB a GPU.",
         "launch_floor": LaunchFloor(eager_s=round(EAGER_S_PER_LAYER * geometry.layers, 6)),
         "gpus": tp,

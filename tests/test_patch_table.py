@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 from pla_patches import host
@@ -10,6 +12,7 @@ from pla_patches.hook import TargetHook
 from pla_patches.seam import Hook, Seam
 from pla_patches.table import SUBSCRIBERS, table
 
+ROOT = Path(__file__).parents[1]
 BY_ID = {subscriber.id: subscriber for subscriber in SUBSCRIBERS}
 
 
@@ -32,6 +35,8 @@ def test_every_subscriber_says_why_how_and_until_when() -> None:
     for subscriber in SUBSCRIBERS:
         assert all((subscriber.why, subscriber.verify, subscriber.goes_when, subscriber.host_versions)), subscriber.id
         assert set(host.SUPPORTED) <= set(subscriber.host_versions), subscriber.id
+        for name in re.findall(r"tests(?:/\w+)+(?:\.py)?", subscriber.verify):
+            assert (ROOT / name).exists(), f"{subscriber.id}: {name}"
 
 
 def recording(name: str, hook: Hook, calls: list[str]) -> Any:

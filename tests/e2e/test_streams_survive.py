@@ -50,8 +50,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         yield wait_ready(process, state, log) | {"process": process, "log": log, "state": state}
     finally:
         for number in (signal.SIGINT, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+            process.send_signal(number)
             with suppress(TimeoutExpired):
                 process.wait(40)
 

@@ -160,12 +160,29 @@ def test_one_whose_end_cannot_be_told_on_any_rank_ends_with_its_first_step(
 
     def agree(flags: Any) -> list[bool]:
         votes.append(list(flags))
-        return list(flags) if len(votes) == 1 else [False, True]
+        return [False, True] if len(votes) == 3 else list(flags)
 
     running = admission.admit_received(scene.scheduler, [bad, good], JoiningBatch([]), scene.faults, agree)
     assert [req.rid for req in running.reqs] == ["bad", "good"]
-    assert votes == [[True, True], [not here, True]]
+    assert votes == [[True, True], [True], [not here, True]]
     assert (bad.to_finish.status_code, good.to_finish) == (500, None)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_batch_that_one_rank_could_not_build_joins_on_none(monkeypatch: pytest.MonkeyPatch, here: bool) -> None:
+    """Every rank says as much as the others: one that is silent would leave them waiting."""
+    scene, votes = Admission(monkeypatch, "build" if here else ""), list[list[bool]]()
+
+    def agree(flags: Any) -> list[bool]:
+        votes.append(list(flags))
+        return [False] if len(votes) == 2 else list(flags)
+
+    reqs = [JoiningRequest(rid) for rid in "ab"]
+    running = admission.admit_received(scene.scheduler, reqs, scene.running, scene.faults, agree)
+    assert [req.rid for req in running.reqs] == ["running"]
+    assert votes == [[True, True], [not here]]
+    assert [req.finished_reason for req in reqs] == [500, 500]
+    assert scene.freed == ["a", "b"]
 
 
 # -- loops over what no queue has any more -----------------------------------------------------------------------------

@@ -250,8 +250,8 @@ def test_kv_that_does_not_fit_ends_its_request_and_is_not_cached(monkeypatch: py
 def test_kv_that_does_not_fit_on_another_rank_fits_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's part comes from another rank, by a transfer of its own."""
     bench = ReceiveScene(monkeypatch)
-    others = iter([(True, True), (True, False)])  # first on what could be taken over, then on whose KV it is
-    bench.receiver._agree = lambda flags: [mine and theirs for mine, theirs in zip(flags, next(others), strict=True)]
+    others = (True, True, True, False)  # what could be taken over, and whose KV it is
+    bench.receiver._agree = lambda flags: [mine and theirs for mine, theirs in zip(flags, others, strict=True)]
     for rid in ("good", "foreign there"):
         bench.add(rid)
     bench.transfers.arrived = {"good", "foreign there"}

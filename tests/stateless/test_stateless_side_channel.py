@@ -24,7 +24,6 @@ from pla_sglang.engine.stateless.side_channel import (
     NO_ROOM,
     PULL,
     REGISTERS,
-    STAGING,
     Drop,
     Inbox,
     SideChannel,
@@ -35,7 +34,8 @@ from pla_sglang.engine.stateless.side_channel import (
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # as they are closed
 
 RECEIVER = (b"10.0.0.2", b"5000")
-WORDS = (GUARD, ABORT, PULL, ACKNOWLEDGED, NO_ROOM, *sorted(STAGING))
+HOSTS = (b"STAGING_RSP", b"WATERMARK")  # the host reads and drops them where staging is off, as it is here
+WORDS = (GUARD, ABORT, PULL, ACKNOWLEDGED, NO_ROOM, *HOSTS)
 
 
 def ask(room: bytes = b"7", agent: bytes = b"agent") -> list[bytes]:
@@ -173,7 +173,7 @@ FOREIGN = [
     [b"hello"] * 50,
     [ACKNOWLEDGED, b"5"],
     [NO_ROOM, b"5"],
-    *([word] for word in sorted(STAGING)),
+    *([word] for word in HOSTS),
 ]
 
 

@@ -135,26 +135,31 @@ class ChainInstance(FakeInstance):
     def __init__(self, time_scale: float) -> None:
         super().__init__("stateless", disaggregation_bootstrap_port=free_port())
         self.device, self.wrong = make_device(time_scale), False
-        self._known: set[tuple[int, ...]] = set()
+        self._kept: list[list[int]] = []  # prompts with their answers
 
     async def _server_info(self, request: web.Request) -> web.Response:
         info = json.loads((await super()._server_info(request)).text or "")
         info["internal_states"][0]["pla_emulation"] = self.device.state()
         return web.json_response(info)
 
+    def _count_cached(self, prompt: list[int]) -> int:
+        """Of its longest beginning that is kept. The last token is computed always."""
+        beginnings = (os.path.commonprefix([prompt, kept]) for kept in self._kept)
+        return min(max(map(len, beginnings), default=0), len(prompt) - 1)
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if "input_ids" not in body:  # whether the router is ready
             return web.json_response({"text": "yes"})
         leg, prompt = self._leg_of(body), body["input_ids"]
-        cached_tokens = len(prompt) - 1 if tuple(prompt) in self._known else 0
-        self._known.add(tuple(prompt))
+        cached_tokens = self._count_cached(prompt)
         work_a_pass(self.device, 0.1)
         self.legs.append(leg)
         await asyncio.sleep(self.prefill_s if leg == "prefill" else 2 * self.prefill_s)
         if leg == "prefill":
             return web.json_response({"text": "", "meta_info": {}})
         tokens = chain.expected(prompt, body["sampling_params"]["max_new_tokens"]).tokens
+        self._kept.append([*prompt, *tokens])
         meta: dict[str, Any] = {"cached_tokens": cached_tokens, "finish_reason": None}
         if not body.get("stream"):
             return web.json_response({"output_ids": list(tokens), "meta_info": meta})

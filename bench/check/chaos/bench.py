@@ -239,8 +239,11 @@ def run(options: argparse.Namespace) -> int:
     idle = 0 in result.get("moves_after_restart", [])
     if idle:
         say("failed: a router moved nothing after a restart")
+    unseen = found.caches is not None and not found.caches.cache_entries
+    if unseen:
+        say("failed: no prefix cache had anything to compare with the oracle")
     wrong = found.verdict.tokens_wrong or result.get("cache_entries_wrong") or found.rest.details
-    return 0 if not (found.verdict.wrongly_failed(moves=options.moves) or wrong or late or idle) else 1
+    return 0 if not (found.verdict.wrongly_failed(moves=options.moves) or wrong or unseen or late or idle) else 1
 
 
 @contextlib.contextmanager

@@ -38,8 +38,13 @@ async def audit_caches(described: dict[str, Any], records: Sequence[Record]) -> 
 
     async def ask(http: aiohttp.ClientSession, url: str, prompt_ids: list[int]) -> None:
         sampling = {"temperature": 0, "max_new_tokens": ASKED_TOKENS}
-        async with at_once[url], http.post(f"{url}/generate", json=body_of(prompt_ids, sampling)) as answer:
-            _note_answer(audit, url, prompt_ids, answer.status, await answer.json())
+        async with at_once[url]:
+            try:
+                async with http.post(f"{url}/generate", json=body_of(prompt_ids, sampling)) as answer:
+                    status, said = answer.status, await answer.json()
+            except (aiohttp.ClientError, OSError, ValueError) as error:  # one that is gone shows below, others are asked
+                status, said = 0, f"{type(error).__name__}: {error}"
+            _note_answer(audit, url, prompt_ids, status, said)
 
     async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as group:
         for record in records[-MOST_PROMPTS:]:

@@ -1,1 +1,1 @@
-"""The bench ``chaos``: faults and the verdict on who failed because of them, probes of aborts."""
+"""The bench ``poison``: generated requests, the kinds of engine that get them, and which of them ended one."""

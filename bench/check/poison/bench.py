@@ -7,7 +7,8 @@ right. Where an engine ends, the requests of that moment are tried again one by 
     python -m bench poison --kinds temporal,pair --requests 2000
     python -m bench poison --kinds stock           # what ends SGLang alone on the same CPU platform; not judged
 
-The exit status is 1 where an engine of ours ended, or a request was never answered, or a neighbour's answer was wrong.
+The exit status is 1 where an engine of ours ended, or none was asked, or a request was never answered, or a
+neighbour's answer was wrong.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def show_and_emit(options: argparse.Namespace, found: dict[str, Found]) -> int:
     result["kinds"] = {name: each.as_json() for name, each in found.items()}
     report.emit(result | report.environment(), "poison", options.out)
     bad = any(result[column] for column in ("engines_ended", "hung", "neighbours_wrong"))
-    return int(bad or any(each.unfinished for each in ours))
+    return int(bad or any(each.unfinished or not each.requests for each in ours))
 
 
 def page(result: Result) -> str:

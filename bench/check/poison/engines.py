@@ -90,7 +90,7 @@ class Engines:
         self._folder, self._profile = folder, profile
         self._rooms = itertools.count(random.SystemRandom().getrandbits(40) + 1, ROOMS_APART)
         self._pool = ThreadPoolExecutor(48)
-        self._expected: Any = None
+        self._expected: list[Any] | None = None
 
     def start(self) -> None:
         """Raises ServerError."""
@@ -118,7 +118,10 @@ class Engines:
         for server in self.servers:
             server.wait_ready()
         if self._expected is None:
-            self._expected = self.ask_neighbour()
+            answer = self.ask_neighbour()
+            if not isinstance(answer, list):
+                raise ServerError(f"{self.kind.name}: a plain request to a fresh engine: {answer}")
+            self._expected = answer
 
     def stop(self) -> None:
         for server in self.servers:
@@ -137,7 +140,7 @@ class Engines:
             return _post(self.servers[0], sent.path, sent.content())
         if sent.path not in PAIR_PATHS:
             return _post(random.choice(self.servers), sent.path, sent.content())
-        room = _rooms_of(body, next(self._rooms), self.servers[0].bootstrap_port)
+        room = self._next_room()
         content = json.dumps({**room, **body}).encode()
         first, last = (self._pool.submit(_post, server, sent.path, content) for server in self.servers)
         end_s = time.monotonic() + WAITS_S
@@ -156,14 +159,19 @@ class Engines:
         body = {"input_ids": NEIGHBOUR, "sampling_params": params}
         if len(self.servers) == 1:
             return _answer(self.servers[0], "/generate", body, lambda answer: answer["output_ids"])
-        body |= _rooms_of(body, next(self._rooms), self.servers[0].bootstrap_port)
+        body |= self._next_room()
         self._pool.submit(_post, self.servers[0], "/generate", json.dumps(body).encode())
         return _answer(self.servers[1], "/generate", body, lambda answer: answer["output_ids"])
 
     def is_right(self, answer: Any) -> bool:
-        if self.kind.embeds and isinstance(answer, list):
-            return all(abs(one - other) < 1e-5 for one, other in zip(answer, self._expected, strict=True))
-        return bool(answer == self._expected)
+        expected = self._expected
+        if self.kind.embeds and isinstance(answer, list) and expected is not None:
+            return all(abs(one - other) < 1e-5 for one, other in zip(answer, expected, strict=True))
+        return bool(answer == expected)
+
+    def _next_room(self) -> dict[str, Any]:
+        port = self.servers[0].bootstrap_port
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": next(self._rooms)}
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -175,10 +183,6 @@ class Engines:
                 errors = [line for line in _LAST_ERROR.findall(text) if "sigquit" not in line.lower()]
                 return (errors[-1] if errors else "ended without a word")[:240]
         return None
-
-
-def _rooms_of(body: Mapping[str, Any], room: int, port: int | None) -> dict[str, Any]:
-    return {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": room}
 
 
 def _post(server: Server, path: str, content: bytes) -> str:

@@ -62,7 +62,7 @@ CLI = (
         target=_ARGS + "__repr__",
         module=_HIDDEN,
         why="SGLang logs its arguments with every key in them; the line goes without.",
-        verify="tests/test_hidden_keys.py; e2e/test_secrets.py: the log",
+        verify="tests/test_secret_names.py; tests/e2e/test_secrets.py: the log",
         exit="When SGLang hides its keys itself.",
     ),
     _subscribe(
@@ -71,7 +71,7 @@ CLI = (
         target=_MANAGER + "resolved_config_dict",
         module=_HIDDEN,
         why="/server_info shows all arguments to whoever holds the key of clients; keys are hidden there.",
-        verify="tests/test_hidden_keys.py; e2e/test_secrets.py",
+        verify="tests/test_secret_names.py; tests/e2e/test_secrets.py",
         exit="When SGLang hides its keys itself.",
     ),
     _subscribe(
@@ -81,7 +81,7 @@ CLI = (
         hook=Hook.AROUND,
         module=_HIDDEN,
         why="The schedulers' copies of the same arguments, in /server_info too.",
-        verify="tests/test_hidden_keys.py; e2e/test_secrets.py",
+        verify="tests/test_secret_names.py; tests/e2e/test_secrets.py",
         exit="When SGLang hides its keys itself.",
     ),
     _subscribe(

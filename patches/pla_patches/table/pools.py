@@ -19,7 +19,7 @@ POOLS = (
         hook=Hook.REPLACE,
         handler="pla_sglang.engine.pools.entry:ControllerProcess",
         why="SGLang 0.5.17 loads no plugins in the data-parallel controller; this entry does, then calls the host's.",
-        verify="tests/pools/test_entry.py; e2e: spatial server",
+        verify="tests/test_pool_patches.py; e2e: spatial server",
         exit="SGLang 0.5.23 loads plugins there.",
         next_host="It loads plugins: leave this row out.",
     ),
@@ -28,7 +28,7 @@ POOLS = (
         group=Group.CONTROLLER,
         target=_CONTROLLER + "DataParallelController.init_dispatcher",
         why="Verify the seams of the process, then dispatch by length; see role changes on their way to the ranks.",
-        verify="tests/pools/test_handlers.py; e2e: spatial server",
+        verify="tests/pools; e2e: spatial server",
         exit="When SGLang has pluggable load balancing.",
     ),
     _subscribe(
@@ -37,7 +37,7 @@ POOLS = (
         target=_CONTROLLER + "DataParallelController.event_loop",
         hook=Hook.BEFORE,
         why="Between two messages: read load reports, ask the pressure controller, wait without spinning.",
-        verify="tests/pools/test_handlers.py; e2e: spatial server",
+        verify="tests/pools; e2e: spatial server",
         exit="As dpc.dispatch.",
     ),
 )

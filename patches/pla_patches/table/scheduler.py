@@ -105,7 +105,7 @@ SCHEDULER = (
         target=_SCHEDULER + "run_batch",
         hook=Hook.AROUND,
         why="Launch time of a pass, for the step model.",
-        verify="tests/test_fit.py; e2e: step_model_fits in /pla/state",
+        verify="tests/policy/test_step_fit.py; e2e: step_model_fits in /pla/state",
         exit="When SGLang exports per-pass device times.",
     ),
     _subscribe(

@@ -34,10 +34,12 @@ def admit_received(
     reqs = [req for req, is_fit in zip(reqs, fit, strict=True) if is_fit]
     if not reqs:
         return running_batch
-    try:
-        return _join(scheduler, reqs, running_batch, faults, agree)
-    except Exception:
-        faults.note("admitting requests whose KV is here")
+    batch = _build_batch(scheduler, reqs, faults)
+    if agree([batch is not None])[0]:  # else a rank would be alone with what all say together about the batch
+        try:
+            return _join(scheduler, batch, running_batch, faults, agree)
+        except Exception:
+            faults.note("admitting requests whose KV is here")
     running = set(map(id, running_batch.reqs))
     _end_unjoined(scheduler, [req for req in reqs if id(req) not in running], faults)
     return running_batch
@@ -66,13 +68,23 @@ def _prepare(req: Any) -> None:
         req.grammar.current_token = req.output_ids[-1]
 
 
-def _join(scheduler: Any, reqs: Sequence[Any], running_batch: Any, faults: Faults, agree: Agree) -> Any:
+def _build_batch(scheduler: Any, reqs: Sequence[Any], faults: Faults) -> Any:
+    """None: that raised, on this rank."""
+    try:
+        batch = build_received_batch(scheduler, reqs)
+        count_again(batch, steps_under_way=0)
+    except Exception:
+        faults.note("building a batch of requests whose KV is here")
+        return None
+    return batch
+
+
+def _join(scheduler: Any, batch: Any, running_batch: Any, faults: Faults, agree: Agree) -> Any:
     """What SGLang's decode loop does in ``get_new_prebuilt_batch`` and ``process_batch_result_prebuilt``.
 
     These take the whole waiting queue and assert a decode instance.
     """
-    batch = build_received_batch(scheduler, reqs)
-    count_again(batch, steps_under_way=0)
+    reqs = list(batch.reqs)
     sound = agree(_try_each(reqs, lambda req: req.update_finish_state(), faults))
     for req, is_sound in zip(reqs, sound, strict=True):
         if not is_sound:
@@ -81,7 +93,7 @@ def _join(scheduler: Any, reqs: Sequence[Any], running_batch: Any, faults: Fault
         if req.finished():
             req.time_stats.set_completion_time()
             release_kv(scheduler, req)
-    shown = [req for req in batch.reqs if req.finished() or not goes_on(req)]
+    shown = [req for req in reqs if req.finished() or not goes_on(req)]
     scheduler.output_streamer.stream_output(shown, batch.return_logprob)
     batch.filter_batch()
     if batch.is_empty():

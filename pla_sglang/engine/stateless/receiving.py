@@ -124,22 +124,18 @@ class Receiver:
         """
         if not reqs:
             return
-        sound = self._agree([not getattr(req, FAULT_ATTRIBUTE, False) for req in reqs])
-        broken = [req for req, is_sound in zip(reqs, sound, strict=True) if not is_sound]
-        self.failed += len(broken)
-        self._faults.for_each(broken, self._answer_fault, "ending a request whose KV could not be taken over")
-        self._faults.for_each(broken, self._free, "freeing its KV")
-        reqs = [req for req, is_sound in zip(reqs, sound, strict=True) if is_sound]
-        misfits = [self._find_misfit(req) for req in reqs]
-        fitting = self._agree([misfit is None for misfit in misfits])
-        done = [req for req, fits in zip(reqs, fitting, strict=True) if fits]
+        whole = [not getattr(req, FAULT_ATTRIBUTE, False) for req in reqs]
+        misfits = [self._find_misfit(req) if is_whole else None for req, is_whole in zip(reqs, whole, strict=True)]
+        said = self._agree([*whole, *(misfit is None for misfit in misfits)])
+        judged = list(zip(reqs, misfits, said[: len(reqs)], said[len(reqs) :], strict=True))
+        done = [req for req, _, is_whole, fits in judged if is_whole and fits]
         self.ready += done
         self.received += len(done)
         self.pulled += sum(map(goes_on, done))
-        others = [(req, why) for req, why, fits in zip(reqs, misfits, fitting, strict=True) if not fits]
-        self.failed += len(others)
-        self._faults.for_each(others, lambda one: self._answer_misfit(*one), "ending a request with the KV of another")
-        self._faults.for_each(others, lambda one: self._free(one[0]), "freeing its KV")
+        over = [(req, misfit, is_whole) for req, misfit, is_whole, fits in judged if not (is_whole and fits)]
+        self.failed += len(over)
+        self._faults.for_each(over, lambda one: self._answer_useless(*one), "ending a request without KV of its own")
+        self._faults.for_each(over, lambda one: self._free(one[0]), "freeing its KV")
 
     def _find_misfit(self, req: Any) -> str | None:
         """Why the KV that has come for ``req`` is not its own, on this rank."""
@@ -205,8 +201,11 @@ class Receiver:
             reason = f"Decode transfer failed for request {req.rid}: an exception in its instance"
             host.end_with_error(self._scheduler, req, reason, HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def _answer_misfit(self, req: Any, misfit: str | None) -> None:
-        """``misfit`` None: another rank has said so."""
+    def _answer_useless(self, req: Any, misfit: str | None, is_whole: bool) -> None:
+        """``misfit`` None: another rank has said that it does not fit."""
+        if not is_whole:
+            self._answer_fault(req)
+            return
         reason = f"the KV of room {req.bootstrap_room} does not fit: {misfit or 'another rank says so'}"
         logger.warning("pla_sglang: %s: %s", req.rid, reason)
         host.end_with_error(self._scheduler, req, reason, HTTPStatus.CONFLICT)

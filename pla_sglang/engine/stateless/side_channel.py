@@ -21,7 +21,6 @@ ABORT = b"ABORT"
 PULL = b"PLA_PULL"
 ACKNOWLEDGED = b"PLA_ABORT_ACK"
 NO_ROOM = b"PLA_NO_ROOM"  # to a receiver that pulls a held request: its room is not held
-STAGING = frozenset({b"WATERMARK", b"STAGING_RSP"})  # the host reads and drops them where staging is off, as it is here
 REGISTERS = b"None"  # in place of a room
 LINE_S = 10.0  # between two lines on dropped messages
 MOST_SHOWN = 40  # bytes of a message's first frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -227,13 +228,14 @@ def test_an_instance_whose_hand_over_has_ended_gets_no_legs(tmp_path: Path, *, r
                 pusher, said = Pusher(address), worker.description
                 assert said is not None
                 report = Report(instance=said.report_key, sequence=1, clock_s=1.0, legs=LegLoad.of_state(state))
-                await one.until(lambda: pusher.send(report))
+                with contextlib.closing(pusher):
+                    await one.until(lambda: pusher.send(report))
             else:
                 was = fake.says_stateless()
                 fake.says_stateless = lambda: was | state  # type: ignore[method-assign]
             await one.until(lambda: not peering.is_connected(first, second))
             assert not peering.is_connected(second, first)
-            assert worker.is_ready
+            assert worker.is_ready()
             assign = one.ask("r1")
             assert isinstance(assign, m.Assign)
             assert assign.prefill is None, "served whole"
