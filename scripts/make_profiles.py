@@ -17,7 +17,7 @@ from typing import Any
 
 from pla_sglang.profiles.fit import DecodePoint, PrefillPoint, fit_profile
 from pla_sglang.profiles.load import FOLDER, write_profile
-from pla_sglang.profiles.step import DecodeTerms, LaunchFloor, PrefillTerms, StepProfile
+from pla_sglang.profiles.step import Curve, DecodeTerms, LaunchFloor, PrefillTerms, StepProfile
 
 GIB = 1 << 30
 GPU_BYTES = {"H100-SXM-80GB": int(79.1 * GIB), "H200-SXM-141GB": int(139.8 * GIB), "A100-SXM-80GB": int(79.1 * GIB)}
@@ -55,6 +55,10 @@ COMPOSED = {
     "h200-qwen2.5-14b-tp1": ("Qwen2.5-14B", "H200-SXM-141GB", 1, "bfloat16"),
     "h200-qwen2.5-32b-tp1": ("Qwen2.5-32B", "H200-SXM-141GB", 1, "bfloat16"),
 }
+# What one served H100 showed beside them (docs/benchmarks/gpu.md), by profile: seconds that a pass costs besides, and
+# measured over modelled at sizes that the table has no points of: just above 512 tokens the matrix products take one
+# more round of tiles.
+SERVED = {"h100-qwen2.5-7b-tp1": (5e-3, {513.0: 1.25, 569.0: 1.29})}
 MAX_DECODE_CONTEXT_TOKENS = 600_000  # per step; beyond it lie points that no engine reaches
 
 
@@ -86,13 +90,26 @@ def composed(name: str, table: list[dict[str, str]]) -> StepProfile:
         "name": name,
         "source": f"{model} {dtype}, {tp} x {gpu}: composed from operator times that were measured for vLLM "
         "(ai-dynamo/aiconfigurator 095f58a51c4c, Apache-2.0); GPU-busy time only, without what a served pass costs "
-        "besides (5 ms on one H100). Eager launch floor: 0.375 ms a layer, from Splitwise's measured decode base (30 ms, "
-        "80 layers). KV capacity: 0.88 of the memory minus weights and 2 GiB a GPU.",
+        "besides (5 ms on one H100). Eager launch floor: 0.375 ms a layer, from Splitwise's measured decode base "
+        "(30 ms, 80 layers). KV capacity: 0.88 of the memory minus weights and 2 GiB a GPU.",
         "launch_floor": LaunchFloor(eager_s=round(EAGER_S_PER_LAYER * geometry.layers, 6)),
         "gpus": tp,
         **memory_fields(geometry, gpu, tp, weight_bytes=1 if dtype == "fp8" else 2),
     }
-    return fit_profile(base, *points_of(rows))
+    return with_served(fit_profile(base, *points_of(rows)))
+
+
+def with_served(profile: StepProfile) -> StepProfile:
+    if profile.name not in SERVED:
+        return profile
+    pass_s, factors = SERVED[profile.name]
+    curve = profile.prefill_correction
+    at, factor = zip(*sorted({**dict(zip(curve.at, curve.factor, strict=True)), **factors}.items()), strict=True)
+    source = profile.source.replace(
+        "without what a served pass costs besides (5 ms on one H100)",
+        "but for the edge above 512 tokens and what a served pass costs besides, as one H100 showed them",
+    )
+    return dataclasses.replace(profile, pass_s=pass_s, prefill_correction=Curve(at, factor), source=source)
 
 
 def dopd(table: list[dict[str, str]]) -> StepProfile:

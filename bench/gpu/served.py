@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import json
 import random
 import statistics
 import sys
@@ -81,9 +82,16 @@ def make_sessions(seed: int, client: int, answer_tokens: int) -> Sequence[list[i
 
 
 async def send_load(
-    url: str, clients: int, seconds: float, make_prompts: Callable[[int], Sequence[list[int]]]
+    url: str,
+    clients: int,
+    seconds: float,
+    make_prompts: Callable[[int], Sequence[list[int]]],
+    note: Callable[[list[int], Any], None] = lambda prompt, answer: None,
 ) -> list[float]:
-    """Latencies in seconds of what ended in time. Raises aiohttp's errors where the server does not answer."""
+    """Latencies in seconds of what ended in time. ``note`` gets each prompt with its answer.
+
+    Raises aiohttp's errors where the server does not answer.
+    """
     latencies_s: list[float] = []
     end_s = time.perf_counter() + seconds
 
@@ -94,8 +102,9 @@ async def send_load(
                 return
             async with http.post(url + "/generate", json=greedy_body(prompt, 1)) as answer:
                 answer.raise_for_status()
-                await answer.read()
+                data = await answer.read()
             latencies_s.append(time.perf_counter() - sent_s)
+            note(prompt, json.loads(data))
 
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http, asyncio.TaskGroup() as group:

@@ -21,6 +21,7 @@ _ALL = (
     Bench("check.survive.bench", "20 min", "engines", results="emulated"),
     Bench("check.verified", "5 min/trace", "engines, traces"),
     Bench("compare.chat", "5 min", "engines"),
+    Bench("compare.fig6", "35 min", "engines", results="emulated"),
     Bench("compare.hol", "6 min", "engines"),
     Bench("compare.low_load", "10 min", "engines"),
     Bench("compare.overload", "3 min", "engines"),

@@ -16,7 +16,11 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 class Device:
-    """Launches return at once; results are ready at max(now, device free) + cost. All on the scheduler's thread."""
+    """Results are ready at max(now, device free) + cost. All on the scheduler's thread.
+
+    A launch returns at once where a graph is replayed. Without one the host is busy with it for the profile's launch
+    floor, whatever the device does.
+    """
 
     def __init__(self, profile: StepProfile, *, time_scale: float, prefill_graph: bool) -> None:
         self.profile = profile
@@ -28,11 +32,18 @@ class Device:
 
     def cost_s(self, shape: StepShape) -> float:
         """Seconds of this process's clock that a batch takes."""
-        graph = self._prefill_graph or shape.requests == 0
-        return self.time_scale * self.profile.step_s(**shape._asdict(), graph=graph)
+        return self.time_scale * self.profile.step_s(**shape._asdict(), graph=self._has_graph(shape))
+
+    def host_s(self, shape: StepShape) -> float:
+        """Seconds of this process's clock for which the host is busy with the launch."""
+        return self.time_scale * self.profile.launch_floor_s(graph=self._has_graph(shape))
+
+    def _has_graph(self, shape: StepShape) -> bool:
+        return self._prefill_graph or shape.requests == 0
 
     def launch(self, shape: StepShape, now_s: float) -> Span:
-        span = self.timeline.launch(self.cost_s(shape), now_s)
+        before_s = self.time_scale * self.profile.pass_s if shape.new_tokens else 0.0
+        span = self.timeline.launch(self.cost_s(shape) - before_s, now_s, before_s)
         if self.series is not None:
             self.series.on_step(span)
         return span
@@ -46,6 +57,8 @@ class Device:
             "steps": self.log.steps,
             "busy_s": self.timeline.busy_s,
             "host_gap_s": self.timeline.gap_s,
+            "pass_gap_s": self.timeline.between_s,
+            "pass_ms": self.profile.pass_s * 1e3,
             "host_overhead_share": self.timeline.overhead_share,
             "step_error_p50": p50,
             "step_error_p90": p90,

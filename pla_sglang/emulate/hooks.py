@@ -44,8 +44,11 @@ def around_forward(original: Callable[..., Any], worker: Any, batch: Any = None,
         return original(worker, batch, *args, **kwargs)
     launched_s, shape = time.perf_counter(), shape_of(batch)
     result = original(worker, batch, *args, **kwargs)
-    result.pla_ready = ResultReady(device().launch(shape, launched_s), device().log)
+    mine = device()
+    result.pla_ready = ResultReady(mine.launch(shape, launched_s), mine.log)
     result.copy_done = result.pla_ready  # where the host does not overlap, it waits for this one
+    if (left_s := launched_s + mine.host_s(shape) - time.perf_counter()) > 0:
+        time.sleep(left_s)
     return result
 
 

@@ -21,8 +21,11 @@ class Series:
         self._busy_s = series.total("pla_emulated_busy_seconds", "Time in which the emulated device worked.").at()
         waiting = "Time in which it had work but waited for its host."
         self._gap_s = series.total("pla_emulated_host_gap_seconds", waiting).at()
+        between = "Time that its passes cost beside their tokens, by its profile."
+        self._between_s = series.total("pla_emulated_pass_gap_seconds", between).at()
 
     def on_step(self, span: Span) -> None:
         self._steps.inc()
         self._busy_s.inc(span.cost_s)
         self._gap_s.inc(span.gap_s)
+        self._between_s.inc(span.before_s)

@@ -27,7 +27,7 @@ class StepLog:
         self._last_seen_s = seen_s
         self.steps += 1
         if span.cost_s > 0:
-            self._errors.append((seen_s - begin_s) / span.cost_s - 1)
+            self._errors.append((seen_s - begin_s) / (span.before_s + span.cost_s) - 1)
 
     def quantiles(self, shares: Sequence[float]) -> list[float | None]:
         """Quantiles of the absolute relative error over the window; None without steps (JSON has no nan)."""

@@ -3,10 +3,11 @@
 Prefill, with N new tokens, A = sum of L*(L + 2*H) over the requests (L new and H history tokens of each), H their
 summed history, R requests::
 
-    prefill = [max(floor, base + token*N + attention*A + request*R)] * correction(N) + read*H
+    prefill = [max(floor, base + token*N + attention*A + request*R)] * correction(N) + read*H + pass
 
 a roofline: below ``floor`` the step is bound by reading the weights, above it by computation (PLA-Serve section 2.1,
-with the floor that measured tables show). Decode, with B requests and C tokens of context in all::
+with the floor that measured tables show). A served engine adds ``pass`` to every pass with new tokens: the device waits
+between two of them, though there is work. Decode, with B requests and C tokens of context in all::
 
     decode = [base + request*B + read*C] * correction(B, C/B)
 
@@ -166,6 +167,8 @@ class Coverage:
 class StepProfile:
     """Step times of one model on one device. An instance has ``gpus`` GPUs.
 
+    ``pass_s``: what a served pass with new tokens costs beside its tokens, in seconds; 0 where nobody has measured it.
+
     Raises:
         ProfileError: a number is not finite, negative, or leaves a step without time.
     """
@@ -183,8 +186,10 @@ class StepProfile:
     fit_error: FitError = dataclasses.field(default_factory=FitError)
     coverage: Coverage = dataclasses.field(default_factory=Coverage)
     gpus: int = 1
+    pass_s: float = 0.0
 
     def __post_init__(self) -> None:
+        _check_number("pass_s", self.pass_s)
         if not self.name:
             raise ProfileError("a profile needs a name")
         for field, least in (("kv_bytes_per_token", 1), ("kv_capacity_tokens", 1), ("weights_bytes", 0), ("gpus", 1)):
@@ -201,9 +206,8 @@ class StepProfile:
         """
         if new_tokens <= 0:
             return 0.0
-        return self._floored(
-            self._dense_s(new_tokens, attention, requests) + self.prefill.read_s * history_tokens, graph
-        )
+        dense_s = self._dense_s(new_tokens, attention, requests) + self.prefill.read_s * history_tokens
+        return self.pass_s + self._floored(dense_s, graph)
 
     def decode_s(self, batch: float, context_tokens: float, *, graph: bool = True) -> float:
         """Seconds of one decode step of ``batch`` requests with ``context_tokens`` in all; 0 for an empty batch."""
@@ -235,7 +239,7 @@ class StepProfile:
             return self.prefill_s(new_tokens, attention, history_tokens, requests, graph=graph)
         dense = self._dense_s(new_tokens + batch, attention, requests)
         read = self.prefill.read_s * history_tokens + self.decode.read_s * context_tokens
-        return max(self._floored(dense + read, graph), self.decode_s(batch, context_tokens, graph=graph))
+        return self.pass_s + max(self._floored(dense + read, graph), self.decode_s(batch, context_tokens, graph=graph))
 
     def launch_floor_s(self, *, graph: bool) -> float:
         return self.launch_floor.graph_s if graph else self.launch_floor.eager_s
@@ -262,10 +266,13 @@ def _place(axis: Sequence[float], x: float) -> tuple[int, int, float]:
 
 def _check_numbers(owner: str, terms: object) -> None:
     for field in dataclasses.fields(terms):  # type: ignore[arg-type]
-        value = getattr(terms, field.name)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < 0:
-            raise ProfileError(f"{owner}: {field.name} {value!r} is out of range; allowed: finite numbers from 0")
+        _check_number(f"{owner}: {field.name}", getattr(terms, field.name))
+
+
+def _check_number(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type]
+        raise ProfileError(f"{name} {value!r} is out of range; allowed: finite numbers from 0")
 
 
 def _check_axis(owner: str, axis: Sequence[float]) -> None:

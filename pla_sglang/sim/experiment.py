@@ -161,18 +161,22 @@ def length_predictor(lengths: str, seed: int) -> RemainingPredictor:
 
 
 def step_model(profile: StepProfile, pass_s: float = 0.0) -> StepModel:
-    """The roofline that engine policies start from, out of a profile's terms; ``pass_s``: what a pass costs besides."""
-    terms = profile.prefill
+    """The roofline that engine policies start from, out of a profile's terms.
+
+    ``pass_s``: what a pass costs besides, and beside what the profile says of that.
+    """
+    terms, curve = profile.prefill, profile.prefill_correction
     return StepModel(
         g0_s=terms.floor_s,
         gw_s=0.0,
         gr_s=terms.read_s,
         k0_s=terms.base_s,
-        bend=tuple(map(profile.prefill_correction, BEND_TOKENS)) if profile.prefill_correction.at else (),
+        bend=tuple(map(curve, BEND_TOKENS)) if curve.at else (),
+        edge=tuple(curve(size + 1) for size in BEND_TOKENS) if curve.at else (),
         b_s=terms.token_s,
         a_s=terms.attention_s,
         kr_s=terms.read_s,
-        pass_s=pass_s,
+        pass_s=profile.pass_s + pass_s,
     )
 
 

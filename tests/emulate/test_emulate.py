@@ -42,6 +42,32 @@ def test_a_gap_is_the_hosts_unless_there_was_no_work() -> None:
     assert line.overhead_share == pytest.approx(1 / 6)
 
 
+def test_a_pass_may_cost_more_than_its_tokens() -> None:
+    """Its host is not to blame for that."""
+    line = Timeline()
+    line.launch(2.0, now_s=0.0)
+    assert line.launch(2.0, now_s=1.0, before_s=0.5) == Span(1.0, 2.5, 4.5, 0.0, 0.5)
+    assert (line.busy_s, line.between_s, line.gap_s, line.overhead_share) == (4.0, 0.5, 0.0, 0.0)
+    assert line.launch(1.0, now_s=5.0, before_s=0.5).gap_s == 0.5
+
+
+def test_a_pass_on_a_device_whose_passes_cost_more_than_their_tokens() -> None:
+    profile = load_profile("h100-qwen2.5-7b-tp1")
+    device, prefill = Device(profile, time_scale=2.0, prefill_graph=True), StepShape(new_tokens=500, requests=1)
+    span = device.launch(prefill, 10.0)
+    assert (span.before_s, span.ready_s) == pytest.approx((2 * profile.pass_s, 10.0 + 2 * profile.prefill_s(500, 0)))
+    assert device.launch(StepShape(batch=1, context_tokens=10), 11.0).before_s == 0.0
+    state = device.state()
+    assert (state["pass_ms"], state["pass_gap_s"]) == (profile.pass_s * 1e3, span.before_s)
+
+
+def test_the_host_is_busy_with_a_launch_where_there_is_no_graph() -> None:
+    profile, short = load_profile(PROFILE), StepShape(new_tokens=50, requests=1)
+    assert Device(profile, time_scale=2.0, prefill_graph=False).host_s(short) == 2 * profile.launch_floor.eager_s
+    assert Device(profile, time_scale=2.0, prefill_graph=True).host_s(short) == 0.0
+    assert Device(profile, time_scale=2.0, prefill_graph=False).host_s(StepShape(batch=4)) == 0.0
+
+
 def test_the_first_launch_has_no_gap_and_an_unused_line_no_share() -> None:
     assert Timeline().overhead_share == 0.0
     assert Timeline().launch(1.0, now_s=5.0).gap_s == 0.0

@@ -7,7 +7,7 @@ import random
 import pytest
 from support.views import waiting
 
-from pla_sglang.policy.pla.boundary import CPU_START, GPU_START, StepModel
+from pla_sglang.policy.pla.boundary import BEND_TOKENS, CPU_START, GPU_START, StepModel
 from pla_sglang.policy.pla.longs import LongKnobs, chunk_tokens
 from pla_sglang.policy.pla.step_fit import FitKnobs, StepFit, StepSample
 
@@ -218,6 +218,15 @@ def test_chunks_may_be_as_small_as_the_crossing_where_passes_there_were_seen_to_
     observed = [sample(new, 0) for new in (16, 32, 64, 100, 500, 800, 2000, 6000) for _ in range(12)]
     observed += [sample(170 + 5 * index, 0, factor=bend) for index in range(near)]
     assert fitted(observed).model.ridge == expected
+
+
+def test_an_edge_is_learned_where_passes_behind_it_take_longer() -> None:
+    slower = [sample(new, 0, factor=1.5 if new > 512 else 1.0) for new in (64, 300, 480, 512, 540, 600, 1000, 4000)]
+    model = fitted(slower * 12).model
+    place = BEND_TOKENS.index(512)
+    assert model.edge[place] / model.bend[place] == pytest.approx(1.5, rel=0.15)
+    assert model.step_s(513, 0) > 1.3 * model.step_s(512, 0)
+    assert fitted([sample(new, 0) for new in (64, 300, 480, 512, 540, 600, 1000, 4000)] * 12).model.edge == ()
 
 
 def test_scaling_the_start_model_leaves_the_ridge_alone() -> None:

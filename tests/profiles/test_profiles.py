@@ -69,6 +69,18 @@ def test_the_eager_floor_goes_with_a_graph() -> None:
     assert profile.step_s(batch=1, context_tokens=10, graph=False) == 12e-3
 
 
+def test_what_a_served_pass_costs_is_in_each_pass_with_new_tokens() -> None:
+    bare, served = (
+        plain(launch_floor=LaunchFloor(eager_s=12e-3)),
+        plain(launch_floor=LaunchFloor(eager_s=12e-3), pass_s=5e-3),
+    )
+    assert served.prefill_s(10, 100, graph=False) == pytest.approx(17e-3)
+    mixed = {"new_tokens": 500, "attention": 250_000, "requests": 1, "batch": 20, "context_tokens": 40_000}
+    assert served.step_s(**mixed) == pytest.approx(5e-3 + bare.step_s(**mixed))
+    assert served.step_s(batch=20, context_tokens=40_000) == bare.decode_s(20, 40_000)
+    assert served.prefill_s(0, 0) == 0.0
+
+
 def test_corrections_are_linear_between_points_and_constant_outside() -> None:
     curve = Curve((10.0, 20.0), (1.0, 2.0))
     assert [curve(x) for x in (0, 10, 15, 20, 99)] == [1.0, 1.0, 1.5, 2.0, 2.0]
@@ -172,6 +184,9 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         ({"kv_capacity_tokens": 0}, "kv_capacity_tokens 0 is out of range"),
         ({"kv_bytes_per_token": 1.5}, "kv_bytes_per_token 1.5 is out of range"),
         ({"name": ""}, "needs a name"),
+        ({"pass_s": -0.001}, "pass_s -0.001 is out of range; allowed: finite numbers from 0"),
+        ({"pass_s": "5 ms"}, "pass_s '5 ms' is out of range"),
+        ({"pass_s": float("inf")}, "pass_s inf is out of range"),
         ({"speed": 1}, "unknown field 'speed'"),
         ({"prefill": {"floor_s": -1, "base_s": 0, "token_s": 1, "attention_s": 0}}, "floor_s -1 is out of range"),
         ({"prefill": {"floor_s": 0, "base_s": 0, "token_s": 0, "attention_s": 0}}, "prefill takes no time"),

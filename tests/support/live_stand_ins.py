@@ -125,6 +125,12 @@ class LiveStandIns:
         return records
 
 
+def count_shared(one: list[int], other: list[int]) -> int:
+    """Tokens with which both begin."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (mine, its) in enumerate(pairs) if mine != its), min(len(one), len(other)))
+
+
 class ChainInstance(FakeInstance):
     """A stateless fake that answers as an engine with the chain model does, on a device that is idle between answers.
 
@@ -144,8 +150,8 @@ class ChainInstance(FakeInstance):
 
     def _count_cached(self, prompt: list[int]) -> int:
         """Of its longest beginning that is kept. The last token is computed always."""
-        beginnings = (os.path.commonprefix([prompt, kept]) for kept in self._kept)
-        return min(max(map(len, beginnings), default=0), len(prompt) - 1)
+        shared = (count_shared(prompt, kept) for kept in self._kept)
+        return min(max(shared, default=0), len(prompt) - 1)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

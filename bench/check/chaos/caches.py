@@ -42,7 +42,11 @@ async def audit_caches(described: dict[str, Any], records: Sequence[Record]) -> 
             try:
                 async with http.post(f"{url}/generate", json=body_of(prompt_ids, sampling)) as answer:
                     status, said = answer.status, await answer.json()
-            except (aiohttp.ClientError, OSError, ValueError) as error:  # one that is gone shows below, others are asked
+            except (
+                aiohttp.ClientError,
+                OSError,
+                ValueError,
+            ) as error:  # one that is gone shows below, others are asked
                 status, said = 0, f"{type(error).__name__}: {error}"
             _note_answer(audit, url, prompt_ids, status, said)
 

@@ -7,7 +7,8 @@ The step-time model that the scheduler uses for the boundary and for every predi
     step(L, H)    = pass + bend(L) * max(memory, compute)
 
 L is new tokens, H history tokens; ``pass`` is what a pass costs whatever it holds, and ``bend`` a table of measured
-over modelled times by the size of a pass: a real roofline bends where its lines meet, and has edges.
+over modelled times by the size of a pass: a real roofline bends where its lines meet, and has edges, behind which one
+more token costs a round of tiles.
 
 The paper adds the two terms, has g0 = k0 = 0 and calls the crossing of the two the boundary: shorter prefills are
 memory-bound, so that more of them in a pass cost nothing. What that idea is about is the cost of a token, and a device
@@ -41,7 +42,8 @@ class StepModel:
 
     ``ridge`` times the crossing is where passes run at the compute term's speed. Real rooflines bend: a GPU's pass at
     the crossing takes up to a quarter longer than either term, so it is 2 until passes there were measured.
-    ``bend`` has a factor for each size of ``BEND_TOKENS``; empty: 1 everywhere.
+    ``bend`` has a factor for each size of ``BEND_TOKENS``; empty: 1 everywhere. ``edge`` has one for what is a token
+    larger than each; empty: there are no edges.
     """
 
     g0_s: float
@@ -54,31 +56,37 @@ class StepModel:
     ridge: float = 2.0
     pass_s: float = 0.0
     bend: tuple[float, ...] = ()
+    edge: tuple[float, ...] = ()
 
     def to_floats(self) -> tuple[float, ...]:
-        """Its coefficients in their order, then ``bend``: for messages."""
-        return (*dataclasses.astuple(dataclasses.replace(self, bend=()))[:-1], *self.bend)
+        """Its coefficients in their order, then ``bend`` and ``edge``: for messages."""
+        return (*dataclasses.astuple(dataclasses.replace(self, bend=(), edge=()))[:-2], *self.bend, *self.edge)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for people and JSON."""
-        return dataclasses.asdict(self) | {"bend": list(self.bend)}
+        return dataclasses.asdict(self) | {"bend": list(self.bend), "edge": list(self.edge)}
 
     @classmethod
     def from_floats(cls, floats: Sequence[float]) -> StepModel:
         """What ``to_floats`` gave."""
-        names = [field.name for field in dataclasses.fields(cls)][:-1]
-        return cls(**dict(zip(names, floats, strict=False)), bend=tuple(floats[len(names) :]))
+        names = [field.name for field in dataclasses.fields(cls)][:-2]
+        table = tuple(floats[len(names) :])
+        bend, edge = table[: len(BEND_TOKENS)], table[len(BEND_TOKENS) :]
+        return cls(**dict(zip(names, floats, strict=False)), bend=bend, edge=edge)
 
     def factor(self, new_tokens: float) -> float:
-        """``bend`` of a pass with so many new tokens: linear between the sizes, constant outside."""
+        """``bend`` for so many new tokens: linear from one size, or its edge, to the next, constant outside."""
         if not self.bend:
             return 1.0
-        place = bisect.bisect_right(BEND_TOKENS, new_tokens)
-        if place == 0 or place == len(BEND_TOKENS):
-            return self.bend[max(0, place - 1)]
+        place = bisect.bisect_left(BEND_TOKENS, new_tokens)
+        if place == 0:
+            return self.bend[0]
+        behind = (self.edge or self.bend)[place - 1]
+        if place == len(BEND_TOKENS):
+            return behind
         low = BEND_TOKENS[place - 1]
         share = (new_tokens - low) / (BEND_TOKENS[place] - low)
-        return self.bend[place - 1] * (1 - share) + self.bend[place] * share
+        return behind * (1 - share) + self.bend[place] * share
 
     def memory_s(self, new_tokens: float, history_tokens: float) -> float:
         return self.g0_s + self.gw_s * new_tokens + self.gr_s * history_tokens

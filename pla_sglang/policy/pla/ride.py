@@ -84,6 +84,7 @@ def model_beside(step: StepModel, ride: RideModel, riders: int, context_tokens: 
         ridge=step.ridge,
         pass_s=step.pass_s,
         bend=step.bend,
+        edge=step.edge,
     )
 
 

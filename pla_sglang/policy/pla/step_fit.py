@@ -129,8 +129,8 @@ class StepFit:
         if self._knobs.refit_every <= len(kept) < len(table):
             model = self._fit(kept, model)
             table = kept
-        bend = _bend(table, model)
-        bent = dataclasses.replace(model, bend=bend)
+        bend, edge = _bend(table, model)
+        bent = dataclasses.replace(model, bend=bend, edge=edge)
         factors = np.array([bent.factor(tokens) for tokens in table[:, 0]])
         self.error = float(np.mean(np.abs(_predict(table, model) * factors / table[:, 3] - 1)))
         self.fits += 1
@@ -176,21 +176,34 @@ def _ridge(table: np.ndarray, model: StepModel) -> float:
     return 1.0 if slower <= 1 + RIDGE_TOLERANCE else 2.0
 
 
-def _bend(table: np.ndarray, model: StepModel) -> tuple[float, ...]:
-    """``StepModel.bend``: the median of measured over modelled time of the passes near each size; 1 without enough."""
+def _bend(table: np.ndarray, model: StepModel) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """``StepModel.bend`` and ``edge``: the median of measured over modelled time of the passes near each size.
+
+    Apart for those that are at most as large and those that are larger, where the two differ; 1 without enough passes.
+    """
     ratios = table[:, 3] / _predict(table, model)
-    nearest = np.clip(np.round(np.log2(table[:, 0])) - np.log2(BEND_TOKENS[0]), 0, len(BEND_TOKENS) - 1)
-    return tuple(
-        float(np.clip(np.median(near), *BEND_LIMITS)) if len(near := ratios[nearest == place]) >= BEND_SAMPLES else 1.0
-        for place in range(len(BEND_TOKENS))
-    )
+    exact = np.log2(table[:, 0] / BEND_TOKENS[0])
+    nearest = np.clip(np.round(exact), 0, len(BEND_TOKENS) - 1)
+
+    def median(near: np.ndarray) -> float | None:
+        return float(np.clip(np.median(near), *BEND_LIMITS)) if len(near) >= BEND_SAMPLES else None
+
+    bend, edge = [], []
+    for place in range(len(BEND_TOKENS)):
+        near, larger = nearest == place, exact > place
+        below, behind, both = median(ratios[near & ~larger]), median(ratios[near & larger]), median(ratios[near])
+        if below is None or behind is None or abs(behind / below - 1) <= RIDGE_TOLERANCE:
+            below = behind = 1.0 if both is None else both
+        bend.append(below)
+        edge.append(behind)
+    return tuple(bend), () if bend == edge else tuple(edge)
 
 
 def _scaled(model: StepModel, factor: float) -> StepModel:
     times = {
         name: factor * value
         for name, value in dataclasses.asdict(model).items()
-        if name not in ("ridge", "pass_s", "bend")
+        if name not in ("ridge", "pass_s", "bend", "edge")
     }
     return dataclasses.replace(model, **times)
 

@@ -160,7 +160,7 @@ class ForwardedAnswer:
                 return False
             self._note_errors(self._head.status, beginning)
             self._owner.on_beginning(self._head.status, beginning, whole=False)
-        elif self._streams and self._is_given_up(data):
+        elif self.marked is None and self._streams and data.rfind(ABORT_MARK) >= 0 and self._is_given_up(data):
             begins = (_ABORT_EVENT if self._chunks or not self._client.understands_chunks else _ABORT_CHUNK).search(
                 data
             )
