@@ -8,8 +8,8 @@ clients, the order turned from one to the next; all times are the device's. Ever
 
 ``by_clients``: requests/s and P90 of temporal scheduling over stock's. ``h100``: the emulated figures over those that
 one H100 gave the same load, single runs; its temporal figures are of a rule that only ``apart`` still resembles, so the
-largest errors are those of stock. ``gap_ms_a_pass``: what a pass cost the device beside its tokens. A row whose host was
-in the way for more than ``--max-overhead`` is not valid.
+largest errors are those of stock. ``gap_ms_a_pass``: what a pass cost the device beside its tokens. A row whose host
+was in the way for more than ``--max-overhead`` is not valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from bench.gpu.served import ANSWER_TOKENS, figures, make_sessions, send_load
 from bench.harness import report
-from bench.harness.arms import STOCK, STOCK_MODULE, Arm
+from bench.harness.arms import STOCK, Arm
 from bench.harness.bench import ROOT, Result, measuring
 from bench.harness.cli import add_budget, add_output, add_quick
 from bench.harness.engines import Setup, choose, server_of
@@ -46,8 +46,8 @@ TEMPORAL = "temporal"
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm(STOCK, module=STOCK_MODULE),
-        Arm("lpm", ("--schedule-policy", "lpm"), module=STOCK_MODULE),  # the prompt with most of it in the cache first
+        Arm(STOCK),
+        Arm("lpm", ("--schedule-policy", "lpm")),  # the prompt with most of it in the cache first
         Arm(TEMPORAL, _TEMPORAL),
         Arm("apart", (*_TEMPORAL, "--pla-mixing", "never", "--pla-boundary", "300")),  # about what that H100 ran
     )
