@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result["valid"] else 1
 
 
-def measure(arms: Sequence[Arm], keys: Sequence[dict[str, Any]], setup: Setup, steps: Steps) -> None:
+def measure(arms: Sequence[Arm], keys: list[dict[str, Any]], setup: Setup, steps: Steps) -> None:
     """Runs what is open: at each number of clients one arm after the other, while the others rest."""
     if not steps.open(keys) or not steps.has_time():
         return

@@ -22,6 +22,7 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Any
 
 from pla_sglang.errors import ConfigError
 
@@ -269,9 +270,9 @@ def _check_numbers(owner: str, terms: object) -> None:
         _check_number(f"{owner}: {field.name}", getattr(terms, field.name))
 
 
-def _check_number(name: str, value: object) -> None:
+def _check_number(name: str, value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type]
+    if not number or not math.isfinite(value) or value < 0:
         raise ProfileError(f"{name} {value!r} is out of range; allowed: finite numbers from 0")
 
 
