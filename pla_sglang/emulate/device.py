@@ -74,6 +74,11 @@ class ResultReady:
         self._log = log
         self._seen = False
 
+    @property
+    def idle_s(self) -> float:
+        """For how long the device waits before this pass although it has it to do."""
+        return self._span.gap_s + self._span.before_s
+
     def synchronize(self) -> None:
         wait_s = self._span.ready_s - time.perf_counter()
         if wait_s > 0:

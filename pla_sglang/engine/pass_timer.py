@@ -1,4 +1,9 @@
-"""How long forward passes take: from their launches to their processed results."""
+"""How long forward passes take, from their launches to their processed results, and what they cost beside that.
+
+A device that has work may wait for it all the same: between two passes. On a GPU two events on the forward stream say
+for how long, when the pass could begin and when the one before it was done. They are read once the result is there, so
+that no host waits for them. An emulated device says it itself.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from pla_sglang.config import PlaConfig
 
@@ -16,24 +21,53 @@ def computes_in_launch(device: object, config: PlaConfig) -> bool:
     return str(device).split(":")[0] == "cpu" and config.emulate is None
 
 
+class Mark(Protocol):
+    """A moment on the device's clock, as ``torch.cuda.Event`` with timing."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds to a later mark; both have passed."""
+
+
+def make_marks(scheduler: Any) -> Callable[[], Mark] | None:
+    """Puts a mark behind what the device has to do. None for a device that is no CUDA GPU."""
+    if str(scheduler.device).split(":")[0] != "cuda":
+        return None
+    import torch
+
+    def mark() -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(scheduler.forward_stream if scheduler.enable_overlap else torch.cuda.current_stream())
+        return event
+
+    return mark
+
+
 @dataclasses.dataclass(slots=True)
 class _Launch:
-    """A pass whose result has not been processed."""
+    """A pass whose result has not been processed. ``follows``: launched before the result of the one before it."""
 
     at_s: float
     note: Any
+    follows: bool
+    begin: Mark | None
+    end: Mark | None = None
     synchronous_s: float = 0.0
+    gap_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassTime:
-    """One pass: ``device_s`` of computing ended at ``end_s``; ``processing_s`` is the host's work after its launch."""
+    """One pass: ``device_s`` of computing ended at ``end_s``; ``processing_s`` is the host's work after its launch.
+
+    ``gap_s`` of ``device_s`` the device waited although it had this pass to do; 0 where that cannot be seen.
+    """
 
     note: Any
     launched_s: float
     end_s: float
     device_s: float
     processing_s: float
+    gap_s: float = 0.0
 
 
 class PassTimer:
@@ -43,23 +77,38 @@ class PassTimer:
         synchronous: as ``computes_in_launch``. Otherwise a pass computes from its launch, or from the end of the pass
             before, to its result.
         clock: monotonic.
+        marks: as ``make_marks``; None: gaps are those that an emulated device says.
     """
 
-    def __init__(self, *, synchronous: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        *,
+        synchronous: bool,
+        clock: Callable[[], float] = time.perf_counter,
+        marks: Callable[[], Mark] | None = None,
+    ) -> None:
         self.synchronous = synchronous
         self._clock = clock
+        self._marks = marks
         self._launched: deque[_Launch] = deque()
         self._last_done_s = 0.0
+        self._last_end: Mark | None = None  # of the pass whose result was processed last
+        self.passes = 0
+        self.gap_s = 0.0  # of all passes
 
     def begin_launch(self, note: Any = None) -> None:
         """``note`` comes back with the pass's time."""
-        self._launched.append(_Launch(self._clock(), note))
+        begin = None if self._marks is None else self._marks()
+        self._launched.append(_Launch(self._clock(), note, bool(self._launched), begin))
 
-    def end_launch(self) -> float:
-        """The host has launched what ``begin_launch`` was called for. Returns the time."""
+    def end_launch(self, result: Any = None) -> float:
+        """The host has launched what ``begin_launch`` was called for; ``result`` is to come. Returns the time."""
         now_s = self._clock()
         if self._launched:
-            self._launched[-1].synchronous_s = now_s - self._launched[-1].at_s
+            launch, ready = self._launched[-1], getattr(result, "pla_ready", None)
+            launch.synchronous_s = now_s - launch.at_s
+            launch.end = None if self._marks is None else self._marks()
+            launch.gap_s = 0.0 if ready is None else ready.idle_s
         return now_s
 
     def end_pass(self, now_s: float) -> PassTime | None:
@@ -72,7 +121,18 @@ class PassTimer:
         if self.synchronous:
             end_s = launch.at_s + launch.synchronous_s
             return PassTime(launch.note, launch.at_s, end_s, launch.synchronous_s, processing_s)
-        return PassTime(launch.note, launch.at_s, now_s, now_s - max(launch.at_s, before_s), processing_s)
+        device_s = now_s - max(launch.at_s, before_s)
+        gap_s = min(max(0.0, self._read_gap_s(launch)), device_s)
+        self.passes += 1
+        self.gap_s += gap_s
+        return PassTime(launch.note, launch.at_s, now_s, device_s, processing_s, gap_s)
+
+    def _read_gap_s(self, launch: _Launch) -> float:
+        """A pass that was launched when all before it was processed came late by itself: nobody can tell from why."""
+        before, self._last_end = self._last_end, launch.end
+        if before is None or launch.begin is None or not launch.follows:
+            return launch.gap_s
+        return before.elapsed_time(launch.begin) / 1e3
 
     def notes_in_flight(self) -> list[Any]:
         return [launch.note for launch in self._launched]

@@ -15,7 +15,7 @@ import msgspec
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import backlog
-from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch
+from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch, make_marks
 from pla_sglang.engine.request_rows import RowCadence
 from pla_sglang.engine.snapshot import attention_of, prefill_count, slo_s
 from pla_sglang.engine.stateless.legs import will_decode
@@ -64,7 +64,8 @@ class Probe:
         self.rows = RowCadence()
         self._decodes_here = identity.disaggregation != "prefill"
         self._clock = clock or time.perf_counter
-        self._timer = PassTimer(synchronous=computes_in_launch(scheduler.device, config), clock=self._clock)
+        synchronous = computes_in_launch(scheduler.device, config)
+        self._timer = PassTimer(synchronous=synchronous, clock=self._clock, marks=make_marks(scheduler))
         self._started_s = time.time()
         self._steps: list[PassTiming] = []  # since the last report
         self._last_extend = _ExtendRequests()
@@ -89,9 +90,9 @@ class Probe:
         self._last_extend = _ExtendRequests.of(batch)
         self._timer.begin_launch(_Launched(_work(batch), self._last_extend.prefills))
 
-    def on_launched(self) -> None:
-        """The host has launched what ``on_launch`` saw."""
-        now_s = self._timer.end_launch()
+    def on_launched(self, result: Any) -> None:
+        """The host has launched what ``on_launch`` saw, with this ``result`` to come."""
+        now_s = self._timer.end_launch(result)
         self._changed = True
         self.maybe_send(now_s)
 
@@ -227,6 +228,8 @@ class Probe:
             "instance": self.identity.instance,
             "reports": self.sequence,
             "report_s": self.report_s,
+            "passes": self._timer.passes,
+            "pass_gap_s": self._timer.gap_s,
             "rows": self.rows.to_dict(),
             "addresses": [pusher.address for pusher in self.pushers],
             "dropped": [pusher.dropped for pusher in self.pushers],

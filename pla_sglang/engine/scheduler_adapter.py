@@ -20,7 +20,7 @@ from pla_sglang.engine.backlog import sum_class_queue
 from pla_sglang.engine.clock import PlaTick
 from pla_sglang.engine.hold import Hold, hold_after
 from pla_sglang.engine.knobs import scheduler_knobs
-from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch
+from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch, make_marks
 from pla_sglang.engine.queue_views import QueueViews
 from pla_sglang.engine.riders import PassTimes, RiderClock, keeps_riders_out, may_ride
 from pla_sglang.engine.step_measurement import StepMeasurement
@@ -43,7 +43,7 @@ class PrefillAdapter:
     def __init__(self, scheduler: Any, config: PlaConfig) -> None:
         self.scheduler = scheduler
         self.config = config
-        timer = PassTimer(synchronous=computes_in_launch(scheduler.device, config))
+        timer = PassTimer(synchronous=computes_in_launch(scheduler.device, config), marks=make_marks(scheduler))
         start = CPU_START if timer.synchronous else GPU_START
         self.clock = DeviceClock(config.time_scale)
         kind = LengthBatchedPolicy if config.prefill_disagg == DOPD else TemporalPolicy

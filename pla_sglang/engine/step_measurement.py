@@ -38,29 +38,34 @@ class StepMeasurement:
         """Around the host's launch of a batch."""
         self._timer.begin_launch(self._scheduling_began_s)
         result = original(self._scheduler, *args, **kwargs)
-        self._timer.end_launch()
+        self._timer.end_launch(result)
         return result
 
-    def on_result(self, batch: Any) -> None:
-        """A batch's result has been processed: derive what the pass cost."""
+    def on_result(self, batch: Any) -> float:
+        """A batch's result has been processed: derive what the pass cost.
+
+        Returns the wall seconds for which the device waited before the pass although it had it to do.
+        """
         measured = self._timer.end_pass(time.perf_counter())
         if measured is None:
-            return
+            return 0.0
+        host_s = self._clock.device_s(self.host_s(measured))
+        pass_s = self._clock.device_s(measured.device_s) + host_s
         if batch.forward_mode.is_extend() and batch.extend_lens and not batch.forward_mode.is_mixed():
-            host_s = self._clock.device_s(self.host_s(measured))
-            pass_s = self._clock.device_s(measured.device_s) + host_s
+            waited_s = host_s + self._clock.device_s(measured.gap_s)
             sample = StepSample(
-                sum(batch.extend_lens), sum(batch.prefix_lens), float(attention_of(batch)), pass_s, host_s
+                sum(batch.extend_lens), sum(batch.prefix_lens), float(attention_of(batch)), pass_s, waited_s
             )
             if self.fit.observe(sample):
                 self._new_model = self.fit.model.to_floats()
                 if self.rides.on_step_model(self.fit.model):
                     self._new_ride = dataclasses.astuple(self.rides.model)
         elif batch.forward_mode.is_mixed():
-            self._on_mixed(batch, self._clock.device_s(measured.device_s + self.host_s(measured)))
+            self._on_mixed(batch, pass_s)
         elif batch.forward_mode.is_decode():
-            self._on_decode(batch, self._clock.device_s(measured.device_s + self.host_s(measured)))
+            self._on_decode(batch, pass_s)
             self.decode_step_s += DECODE_WEIGHT * (self._clock.device_s(measured.device_s) - self.decode_step_s)
+        return measured.gap_s
 
     def _on_mixed(self, batch: Any, pass_s: float) -> None:
         count = prefill_count(batch)
@@ -82,7 +87,8 @@ class StepMeasurement:
             self._new_ride = dataclasses.astuple(self.rides.model)
 
     def host_s(self, measured: PassTime) -> float:
-        """Wall time in which the device waited for its host: while it scheduled and, on a CPU, processed the result."""
+        """Wall time beside ``device_s`` in which the device waited for its host: while it scheduled and, on a CPU,
+        processed the result."""
         scheduling_s: float = measured.launched_s - measured.note
         overlap = self._scheduler.enable_overlap  # the host prepares a pass while the device computes the one before
         if self._timer.synchronous:
@@ -105,4 +111,6 @@ class StepMeasurement:
             "samples": len(self.fit),
             "mean_relative_error": self.fit.error,
             "riding_samples": len(self.rides),
+            "passes": self._timer.passes,
+            "pass_gap_s": self._clock.device_s(self._timer.gap_s),
         }

@@ -105,6 +105,11 @@ class Telemetry:
         if self._series is not None:
             self._series.rides.at(decision.ride.value).inc()
 
+    def on_gap(self, gap_s: float) -> None:
+        """A pass was over, for which the device had waited so long although it had it to do; wall time."""
+        if gap_s and self._series is not None:
+            self._series.pass_gap_s.at().inc(gap_s)
+
     def end_hold(self) -> None:
         """What was held is gone (aborted); the time since the last pass is no hold."""
         self._held_since_s = None
@@ -155,6 +160,7 @@ class _Series:
         self.role = gauge("pla_role", "1 for the role that this instance has in a spatial pool, else 0.", "role")
         self.strays = total("pla_strays", "Requests of the class that the role does not ask for.", "cls")
         self.hold_s = total("pla_hold_seconds", "Time in which prefills were held back.")
+        self.pass_gap_s = total("pla_pass_gap_seconds", "Time in which the device waited for a pass that it had to do.")
 
     def on_batch(
         self,

@@ -123,10 +123,10 @@ def test_a_pass_is_timed_from_the_one_before() -> None:
     """As on a GPU: the second was launched while the first ran."""
     probe, sink, clock = made()
     probe.on_launch(Batch([], [100]))
-    probe.on_launched()
+    probe.on_launched(None)
     clock.now_s += 0.010
     probe.on_launch(Batch([], [200], [50]))
-    probe.on_launched()
+    probe.on_launched(None)
     clock.now_s += 0.090
     probe.on_result(Batch([], [100]))
     clock.now_s += 0.300
@@ -144,7 +144,7 @@ def test_a_cpu_computes_in_the_launch() -> None:
     probe, sink, clock = made(emulate=False)
     probe.on_launch(Batch([], [100]))
     clock.now_s += 0.2
-    probe.on_launched()
+    probe.on_launched(None)
     clock.now_s += 0.5
     probe.on_result(Batch([], [100]))
     assert sink.reports[-1].passes.duration_s == pytest.approx(0.2)
@@ -370,7 +370,7 @@ def test_rows_of_running_requests_come_in_the_reports_of_their_cadence() -> None
     for _ in range(8):
         clock.now_s += 0.03
         probe.on_launch(Batch([first, second]))
-        probe.on_launched()
+        probe.on_launched(None)
     listed = [report.requests for report in sink.reports]
     assert [rows is not None for rows in listed] == [True, False, False, False, True, False, False, False]
     assert listed[0] == (RequestRow("a", 40, 3), RequestRow("b", 7, 0))

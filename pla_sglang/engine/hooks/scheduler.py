@@ -125,7 +125,7 @@ def around_run_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -
 
 
 def after_process_batch_result(result: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
-    scheduler.pla.steps.on_result(batch)
+    scheduler.pla.telemetry.on_gap(scheduler.pla.steps.on_result(batch))
 
 
 def after_publish_load(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
