@@ -1,12 +1,12 @@
-"""Everything that this project owes a GPU, in one command, within 8 minutes, keeping what it has if it is cut off.
+"""Everything that this project owes a GPU, in one command, within 7 minutes, keeping what it has if it is cut off.
 
     python -m bench gpu --out bench/results/gpu                 a GPU, Qwen2.5-7B first, then 14B and 32B
     python -m bench gpu --device cpu --out /tmp/out             the script proven on the demo model
 
 (a) step time by (tokens, requests, history) for eager, breakable, full, ours-varlen, ours-grid, with capture seconds
 and bytes; (b) PLA-Serve Fig. 6 in small; (c) hol; (d) kernels against their alternatives; (e) a timing profile for the
-emulator. Weights are random and the same in every server. Parts run in the order of their worth; ``results.json`` and
-the pictures are written anew after each.
+emulator; (f) decodes that ride in prefill passes. Weights are random and the same in every server. Parts run in the
+order of their worth; ``results.json`` and the pictures are written anew after each.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from bench.gpu.models import SIZES, model_for
 from bench.gpu.parts import Part, run_part, write_result
 from bench.gpu.steps import ARMS, TARGET
+from bench.harness.arms import OURS, RIDE, STOCK
 from bench.harness.bench import measuring
 from bench.harness.cli import add_dataset, dataset_of
 from bench.harness.figures import COLOURS, draw_bars, panels
@@ -32,7 +33,7 @@ from pla_sglang.errors import ConfigError
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sglang-kernel", "pla-sglang")
 LEAST_S = 15.0  # with less left, no part is started
 # Seconds of a part: on a GPU, where a server takes about 25 s to start, and in the reduced form.
-LIMITS_S = {"steps": 60, "fig6": 190, "hol": 90, "kernels": 40, "profile": 90}
+LIMITS_S = {"fig6": 330, "hol": 190, "mixed": 60, "steps": 60, "kernels": 40, "profile": 90}
 CPU_LIMIT_S = 240
 SECTIONS = tuple(LIMITS_S)
 
@@ -54,14 +55,16 @@ def list_parts(args: argparse.Namespace) -> list[Part]:
         for arm in ARMS[device]
     ]
     hol = ["bench", "hol", "--model-path", models[first], "--device", device, "--out", str(out), "--rounds", "1"]
-    hol += ["--server-flags", "--load-format dummy --dtype bfloat16"] if device == "cuda" else ["--quick"]
+    on_gpu = ["--server-flags", "--load-format dummy --dtype bfloat16", "--arms", f"{STOCK},{OURS},{RIDE}"]
+    hol += on_gpu if device == "cuda" else ["--quick"]
     served = {"model": models[first], "device": device}
     dataset = {"dataset": str(args.dataset)} if args.dataset else {}
     parts = [
-        *steps[: len(ARMS[device])],
-        make_part("kernels", "kernels.measure"),
         make_part("fig6", "served.measure_fig6", **served, **dataset),
         Part("hol", tuple(hol), limit_s["hol"], out / "hol.json"),
+        make_part("mixed", "mixed.measure", **served),
+        *steps[: len(ARMS[device])],
+        make_part("kernels", "kernels.measure"),
         make_part("profile", "served.fit_profile", f"profile.{first}", size=first, **served),
         *steps[len(ARMS[device]) :],
     ]
@@ -208,7 +211,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["7b", "14b", "32b"])
     parser.add_argument("--parts", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     add_dataset(parser)
-    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (default 8)")
+    parser.add_argument("--minutes", type=float, default=7.0, help="for everything (default 7)")
     parser.add_argument("--out", type=Path, default=Path("bench_out/gpu"), help="folder for JSON, pictures and logs")
 
 

@@ -12,9 +12,12 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench.harness.servers import running_child
 
@@ -39,15 +42,25 @@ def run_part(part: Part, *, limit_s: float, log: Path) -> dict[str, Any]:
     ``seconds`` and, where it did not end well, ``failed`` are added to what the part itself says.
     """
     part.output.unlink(missing_ok=True)  # of an earlier run
-    started_s, failed = time.monotonic(), ""
+    started_s, failed, servers = time.monotonic(), "", list[psutil.Process]()
     with running_child([sys.executable, "-m", *part.command], log, stop_s=STOP_S) as process:
         try:
             status = process.wait(limit_s)
             failed = f"exit {status}" if status else ""
         except subprocess.TimeoutExpired:
             failed = f"stopped after {limit_s:.0f} s"
+            servers = psutil.Process(process.pid).children(recursive=True)
+    end_left(servers)
     result = {**read_result(part.output), "seconds": round(time.monotonic() - started_s, 1)}
     return result | {"failed": failed} if failed else result
+
+
+def end_left(processes: Sequence[psutil.Process]) -> None:
+    """Those that a part has not ended itself. A server that lives on keeps the memory of the GPU from the next part."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=STOP_S)
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Parts (b) and (e): what the clients of a server see, and a timing profile fitted on a stock server.
 
-(b) is PLA-Serve Fig. 6 in small: short multi-turn requests at concurrency 1 to 64 on one prefill instance. Four arms,
+(b) is PLA-Serve Fig. 6 in small: short multi-turn requests at concurrency 1 to 64 on one prefill instance. Five arms,
 one server after the other: *stock* (best flags: SGLang captures prefill graphs by default on CUDA), *disaggregation*
-(temporal), *graphs* (variable length), *full* (both). Every client asks, waits for the one token that a prefill
+(temporal), *graphs* (variable length), *full* (both), and *observed*: stock's scheduling under our launcher, which only
+measures what passes cost beside their tokens. Every client asks, waits for the one token that a prefill
 instance gives, and asks the next turn: the history so far and a new message of LMSYS-like length. The same sessions in
 every arm. The file is written anew after each arm.
 """
@@ -33,7 +34,15 @@ from pla_sglang.workload import length_model
 from pla_sglang.workload.talks import Dataset, Talk, lengths_label
 
 _TEMPORAL, _GRAPHS = ("--prefill-disagg", "temporal"), ("--pla-graph-layout", "varlen")
-ARMS = {"stock": (), "disaggregation": _TEMPORAL, "graphs": _GRAPHS, "full": (*_TEMPORAL, *_GRAPHS)}
+_NOBODY = "tcp://127.0.0.1:9"  # takes no load reports
+ARMS = {
+    "stock": (),
+    "disaggregation": _TEMPORAL,
+    "full": (*_TEMPORAL, *_GRAPHS),
+    "graphs": _GRAPHS,
+    "observed": ("--pla-telemetry", _NOBODY),
+}
+SHOWN = ("boundary_tokens", "step_model", "step_model_fits", "decisions", "batches")  # of an engine's state
 CONCURRENCY = {"cuda": (1, 4, 16, 64), "cpu": (1, 4)}
 TURNS = 8
 LONGEST_TOKENS = 255  # of a message: short
@@ -132,7 +141,13 @@ def measure_arm(server: Server, device: str, make_prompts: Callable[[int], Seque
         by_clients[str(clients)] = figures(latencies_s, LOAD_S[device])
         print(f"  {clients:3} clients: {by_clients[str(clients)]}", file=sys.stderr, flush=True)
     state = server.get("/server_info")["internal_states"][0]
-    return {"concurrency": by_clients, "graphs": state.get("pla_graphs")}
+    own = state.get("pla", {})
+    found = {"concurrency": by_clients, "graphs": state.get("pla_graphs")}
+    found["scheduling"] = {name: own[name] for name in SHOWN if name in own}
+    passes = own.get("step_model_fits") or own.get("telemetry")
+    if passes:
+        found["gap_ms_a_pass"] = round(1e3 * passes["pass_gap_s"] / max(1, passes["passes"]), 3)
+    return found
 
 
 def ratios(arms: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ _ALL = (
     Bench("cost.sim_speed", "1 min", "nothing"),
     Bench("cost.star_decision", "1 min", "nothing"),
     Bench("cost.stateless", "35 min", "engines", results="emulated"),
-    Bench("gpu.gpu", "8 min", "a GPU"),
+    Bench("gpu.gpu", "7 min", "a GPU"),
     Bench("harness.publish", "seconds", "results"),
     Bench("research.arrow", "35 min", "engines, traces", results="emulated"),
     Bench("research.baselines", "35 min", "engines, traces", results="emulated"),

@@ -51,6 +51,7 @@ class Stepper:
         self.start_s = time.perf_counter() - started_s
         self._rng = random.Random(seed)
         self._made = 0
+        self._decodes: list[tuple[int, float]] = []  # requests and seconds of each decode step
         import torch
 
         self._device = torch.get_device_module(self.scheduler.device)
@@ -76,6 +77,12 @@ class Stepper:
         requests = [self._request(prompt, new_tokens) for prompt in prompts]
         self._serve(requests)
         return [list(request.output_ids) for request in requests]
+
+    def time_decodes(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[float]:
+        """Seconds of each decode step that all of ``prompts`` took together, until they have so many tokens each."""
+        self._decodes.clear()
+        self.answers(prompts, new_tokens)
+        return [seconds for requests, seconds in self._decodes if requests == len(prompts)]
 
     def _serve(self, requests: Sequence[Any]) -> list[Pass]:
         import torch
@@ -107,6 +114,8 @@ class Stepper:
                 first = tuple(int(token) for token in result.next_token_ids)
                 if batch.forward_mode == ForwardMode.EXTEND:
                     passes.append(Pass(seconds, requests, new_tokens, first))
+                elif batch.forward_mode == ForwardMode.DECODE:
+                    self._decodes.append((requests, seconds))
                 scheduler.process_batch_result(batch, result)
             scheduler.last_batch = batch
             idle = not batch and scheduler.running_batch.is_empty() and scheduler.chunked_req is None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
@@ -46,6 +47,23 @@ def test_a_part_never_takes_the_run_down(
     result = run_part(part, limit_s=limit_s, log=tmp_path / "log")
     assert result.pop("seconds") >= 0
     assert result == expected
+
+
+def test_a_part_that_is_stopped_takes_its_servers_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not listen, and its server in a session of its own: it would keep the memory of the GPU."""
+    monkeypatch.setattr("bench.gpu.parts.STOP_S", 1.0)
+    lines = (
+        "import json, signal, subprocess, sys",
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)",
+        "command = [sys.executable, '-c', 'import time; time.sleep(90)']",
+        "server = subprocess.Popen(command, start_new_session=True)",
+        "out.write_text(json.dumps({'pid': server.pid}))",
+        "time.sleep(90)",
+    )
+    result = run_part(part_of(tmp_path, monkeypatch, "; ".join(lines)), limit_s=6.0, log=tmp_path / "log")
+    assert result["failed"] == "stopped after 6 s"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(result["pid"]).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_result_of_an_earlier_run_is_not_that_of_a_part_that_fails(
@@ -103,9 +121,10 @@ def test_parts_come_in_the_order_of_their_worth(tmp_path: Path) -> None:
         device="cuda", sizes=["7b", "14b"], parts=list(run.SECTIONS), out=tmp_path, dataset=None
     )
     titles = [part.title for part in run.list_parts(args)]
-    assert titles[:5] == [f"steps 7b {arm}" for arm in steps.ARMS["cuda"]]
-    assert titles[5:9] == ["kernels", "fig6", "hol", "profile"]
-    assert titles[9:] == [f"steps 14b {arm}" for arm in steps.ARMS["cuda"]]
+    assert titles[:3] == ["fig6", "hol", "mixed"]
+    assert titles[3:8] == [f"steps 7b {arm}" for arm in steps.ARMS["cuda"]]
+    assert titles[8:10] == ["kernels", "profile"]
+    assert titles[10:] == [f"steps 14b {arm}" for arm in steps.ARMS["cuda"]]
 
 
 @pytest.mark.parametrize("size", SIZES)
