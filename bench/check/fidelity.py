@@ -165,7 +165,7 @@ def add_live_arguments(parser: argparse.ArgumentParser, *, layouts: str | None, 
     parser.set_defaults(profile="h100-llama70b-fp8-dopd", max_input_tokens=8192)
     parser.add_argument("--duration-s", type=float, default=duration_s, help="of arrivals, device time")
     parser.add_argument("--kv-gbps", type=float, default=400.0, help="of the link into a decode instance")
-    parser.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a case invalid")
+    cli.add_max_overhead(parser, "a case")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -290,7 +290,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=12.0, help="requests/s, device time")
     parser.add_argument("--chunk-tokens", type=int, default=2048, help="of prefill passes")
     parser.add_argument("--kv-gbps", type=float, default=400.0, help="of the link into an instance")
-    parser.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes the run invalid")
+    cli.add_max_overhead(parser, "the run")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
     cli.add_emulated_device(parser, time_scale=4.0)
     cli.add_output(parser)

@@ -385,7 +385,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reserve", type=float, default=0.02, help="share of SGLang's room for answers that grow")
     parser.add_argument("--instances", type=int, default=4, help="engines, at least 3")
     parser.add_argument("--kv-gbps", type=float, default=400.0, help="of the link into an instance")
-    parser.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a run invalid")
+    cli.add_max_overhead(parser, "a run")
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for one request")
     cli.add_quick(parser)
     cli.add_emulated_device(parser, time_scale=2.0)

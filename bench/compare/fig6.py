@@ -27,7 +27,7 @@ from bench.gpu.served import ANSWER_TOKENS, figures, make_sessions, send_load
 from bench.harness import report
 from bench.harness.arms import STOCK, Arm
 from bench.harness.bench import ROOT, Result, measuring
-from bench.harness.cli import add_budget, add_output, add_quick
+from bench.harness.cli import add_budget, add_max_overhead, add_output, add_quick
 from bench.harness.engines import Setup, choose, server_of
 from bench.harness.servers import flush_cache, host_overhead_share, read_device
 from bench.harness.steps import Row, Steps
@@ -38,7 +38,6 @@ from pla_sglang.testing.server import Server, ServerError
 PROFILE = "h100-qwen2.5-7b-tp1"
 CLIENTS = (1, 4, 16, 64)
 CHUNK_TOKENS = 2048
-MAX_OVERHEAD = 0.05
 WARM_SHARE = 0.25  # of the load, before it counts
 MEASURED = ROOT / "bench" / "results" / "gpu" / "h100_fig6.json"
 _TEMPORAL = ("--prefill-disagg", "temporal")
@@ -60,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-scale", type=float, default=8.0, help="how much slower the device is")
     parser.add_argument("--arms", help=f"comma-separated, from: {', '.join(ARMS)}; default: all")
     parser.add_argument("--load-s", type=float, default=5.0, help="seconds of device time at each number of clients")
-    parser.add_argument("--max-overhead", type=float, default=MAX_OVERHEAD, help="a host more in the way is not valid")
+    add_max_overhead(parser, "the result")
     add_quick(parser)
     add_budget(parser)
     add_output(parser)

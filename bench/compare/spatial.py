@@ -28,7 +28,7 @@ from bench.compare import spatial_arms as forms
 from bench.compare.spatial_arms import BOUNDARY_TOKENS, RANKS, ROUTER, SPATIAL, Setting, Work, running_engines
 from bench.harness import report
 from bench.harness.bench import Result, measuring
-from bench.harness.cli import add_budget, add_dataset, add_emulated_device, dataset_of
+from bench.harness.cli import MAX_OVERHEAD, add_budget, add_dataset, add_emulated_device, dataset_of
 from bench.harness.figures import panels
 from bench.harness.report import emit, emulated_conditions, environment, markdown, print_lines, scale_text, show, yes_no
 from bench.harness.steps import NoStepError, Row, Steps
@@ -37,7 +37,6 @@ from pla_sglang.metrics.goodput import quantile
 CHANGING, CONSTANT, SHIFTING = ("changing", "constant", "shifting")
 START_S, ROUTER_S, STOP_S = 60.0, 20.0, 15.0  # of engines and of a router before them, on two cores
 MAX_LAG_SHARE = 0.1  # of the target, by which the client may be late (99th percentile)
-MAX_OVERHEAD = 0.2
 SETTLE_SHARE = 0.25  # of a run, in which pools may take the sizes that the load asks for
 # The first two are PLA-Serve's, then better at all.
 AT_LEAST = {"fewer_than_dp": 0.28, "fewer_than_router": 0.12, "fewer_than_bucket": 0.0}

@@ -237,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full-rate", type=float, default=120.0, help="requests/s that they cannot serve")
     parser.add_argument("--eight", action="store_true", help="start time and memory of 8 stateless engines too")
     parser.add_argument("--kv-gbps", type=float, default=400.0, help="of the link into an instance")
-    parser.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a run invalid")
+    cli.add_max_overhead(parser, "a run")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
     cli.add_emulated_device(parser, time_scale=6.0)
     cli.add_output(parser)

@@ -167,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=200, help="requests per point")
     parser.add_argument("--duration-s", type=float, help="instead: requests of so many device seconds, per point")
     parser.add_argument("--max-lag-ms", type=float, default=50.0, help="a later client makes a point invalid")
-    parser.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a point invalid")
+    cli.add_max_overhead(parser, "a point")
     parser.add_argument("--retry-invalid", action="store_true", help="run points again that were not valid")
 
 

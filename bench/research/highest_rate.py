@@ -333,7 +333,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, requests: int | None, turn
     parser.add_argument("--kv-gbps", type=float, default=400.0, help="of the link into an instance")
     parser.add_argument("--step", type=float, default=1.06, help="from one rate to the next")
     parser.add_argument("--turns", type=int, default=turns, help="rates an arm on a workload, at most")
-    parser.add_argument("--max-overhead", type=float, default=0.2, help="a host more in the way makes a run invalid")
+    cli.add_max_overhead(parser, "a run")
     parser.add_argument("--retry-invalid", action="store_true", help="measure runs again that were not valid")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for one request")
     cli.add_emulated_device(parser, time_scale=4.0)
