@@ -89,7 +89,7 @@ def test_the_step_model_learns_it() -> None:
     taken_s: list[float] = []
 
     def end_pass(now_s: float) -> PassTime:
-        return PassTime(None, 0.0, now_s, 4 * (6e-3 + taken_s[-1]), 0.0, gap_s=4 * 6e-3)
+        return PassTime(0.0, 0.0, now_s, 4 * (6e-3 + taken_s[-1]), 0.0, gap_s=4 * 6e-3)
 
     timer: Any = SimpleNamespace(synchronous=False, end_pass=end_pass, passes=28, gap_s=28 * 4 * 6e-3)
     steps = StepMeasurement(SimpleNamespace(enable_overlap=True), GPU_START, timer, DeviceClock(4))
