@@ -14,11 +14,12 @@ from aiohttp.test_utils import TestServer
 from bench.check.chaos import bench as storm
 from bench.check.chaos.caches import CacheAudit, audit_caches, prompt_of
 from bench.check.chaos.faults import Faults, judge
-from bench.check.chaos.routers import CONTROL, WHOLE, Restart, Routers, plan_restarts
+from bench.check.chaos.routers import CONTROL, WHOLE, Restart, Routers, label_instances, plan_restarts
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
 from bench.harness.servers import Router
 from pla_sglang import chain, launch_cluster
+from pla_sglang.testing.server import HttpError
 
 
 def record(index: int, error: str | None = None) -> Record:
@@ -62,6 +63,27 @@ def test_moves_count_for_the_latest_restart_of_their_router(monkeypatch: pytest.
     routers = make_routers([first, second, other])
     routers.count_moves(0)
     assert ([one.moves for one in routers.restarts], routers.moves) == ([0, 3, 0], 3)
+
+
+def test_instances_are_labelled_once_a_new_control_process_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses at first, and one of four is down."""
+    roles, asked = dict.fromkeys("abcd", "unified"), list[int]()
+
+    def fetch(url: str, body: dict[str, str] | None = None) -> Any:
+        if body is None:
+            return {"workers": [{"number": n, "url": name, "role": roles[name]} for n, name in enumerate(roles)]}
+        number = int(url.split("/")[-2])
+        asked.append(number)
+        if len(asked) <= 3:
+            raise HttpError(url, 409, "it is not ready")
+        roles["abcd"[number]] = body["role"]
+        return {}
+
+    monkeypatch.setattr("bench.check.chaos.routers.fetch", fetch)
+    monkeypatch.setattr("bench.check.chaos.routers.is_healthy", lambda url: url != "d")
+    label_instances("http://router")
+    assert roles == {"a": "prefill", "b": "prefill", "c": "decode", "d": "unified"}
+    assert asked == [0, 1, 2, 0, 1, 2]
 
 
 def test_the_verdict_with_a_router_that_was_ended() -> None:

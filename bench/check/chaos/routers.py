@@ -97,7 +97,9 @@ class Routers:
         self.count_moves(number)
         at_s = time.monotonic()
         if what == CONTROL:
-            os.kill(find_control(self._pids[number]), signal.SIGKILL)
+            control = find_control(self._pids[number])
+            os.kill(control, signal.SIGKILL)
+            self._wait_for_control(number, control)
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pids[number], signal.SIGKILL)  # its relays and control process end with it
@@ -109,6 +111,16 @@ class Routers:
         label_instances(self.urls[number])
         self.restarts.append(restart)
         say(f"killed the {what} of router {number}; it serves again after {restart.back_s - at_s:.1f} s")
+
+    def _wait_for_control(self, number: int, before: int) -> None:
+        """Until the router has another one: its relay is well all the time. Raises ServerError."""
+        end_s = time.monotonic() + BACK_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(ServerError):
+                if find_control(self._pids[number]) != before:
+                    return
+            time.sleep(POLL_S)
+        raise ServerError(f"router {number} has no new control process {BACK_S:.0f} s after the end of the last")
 
     def count_moves(self, number: int) -> None:
         """Before its next restart, and at the end: its control process takes the counts with it."""
@@ -139,11 +151,24 @@ def find_control(router_pid: int) -> int:
 
 
 def label_instances(url: str) -> None:
-    """The first half prefill, the others decode: so requests move after their prefill. One that is down is left out."""
-    rows = fetch(f"{url}/workers")["workers"]
-    for place, row in enumerate(sorted(rows, key=lambda row: str(row["url"]))):
-        with contextlib.suppress(HttpError):
-            fetch(f"{url}/workers/{row['number']}/role", {"role": "prefill" if place < len(rows) / 2 else "decode"})
+    """The first half prefill, the others decode: so requests move after their prefill. One that is down is left out.
+
+    A control process that has just been started knows its instances a moment later. Raises ServerError where one that
+    is well cannot be labelled.
+    """
+    end_s = time.monotonic() + BACK_S
+    while True:
+        rows = sorted(fetch(f"{url}/workers")["workers"], key=lambda row: str(row["url"]))
+        wanted = {row["number"]: "prefill" if place < len(rows) / 2 else "decode" for place, row in enumerate(rows)}
+        left = [row for row in rows if row["role"] != wanted[row["number"]] and is_healthy(row["url"])]
+        if rows and not left:
+            return
+        if time.monotonic() > end_s:
+            raise ServerError(f"{url} labels {len(rows) - len(left)} of {len(rows)} instances within {BACK_S:.0f} s")
+        for row in left:
+            with contextlib.suppress(HttpError):
+                fetch(f"{url}/workers/{row['number']}/role", {"role": wanted[row["number"]]})
+        time.sleep(POLL_S)
 
 
 def wait_until_serving(url: str) -> None:
