@@ -76,13 +76,13 @@ def test_instances_are_labelled_once_a_new_control_process_knows_them(monkeypatc
         asked.append(number)
         if len(asked) <= 3:
             raise HttpError(url, 409, "it is not ready")
-        roles["abcd"[number]] = body["role"]
+        roles["abcd"[number]] = {"prefill": "decode_to_prefill"}.get(body["role"], body["role"])
         return {}
 
     monkeypatch.setattr("bench.check.chaos.routers.fetch", fetch)
     monkeypatch.setattr("bench.check.chaos.routers.is_healthy", lambda url: url != "d")
     label_instances("http://router")
-    assert roles == {"a": "prefill", "b": "prefill", "c": "decode", "d": "unified"}
+    assert roles == {"a": "decode_to_prefill", "b": "decode_to_prefill", "c": "decode", "d": "unified"}
     assert asked == [0, 1, 2, 0, 1, 2]
 
 

@@ -160,7 +160,9 @@ def label_instances(url: str) -> None:
     while True:
         rows = sorted(fetch(f"{url}/workers")["workers"], key=lambda row: str(row["url"]))
         wanted = {row["number"]: "prefill" if place < len(rows) / 2 else "decode" for place, row in enumerate(rows)}
-        left = [row for row in rows if row["role"] != wanted[row["number"]] and is_healthy(row["url"])]
+        # "decode_to_prefill" is on its way there.
+        unlabelled = [row for row in rows if not row["role"].endswith(wanted[row["number"]])]
+        left = [row for row in unlabelled if is_healthy(row["url"])]
         if rows and not left:
             return
         if time.monotonic() > end_s:
