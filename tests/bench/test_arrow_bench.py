@@ -134,7 +134,7 @@ def test_a_run_that_is_not_valid_says_nothing_and_can_be_measured_again(
     arms = len(spoiled["arms"])
     assert set(spoiled["rate_at_90"]["hol"].values()) == {None}
     assert (len(spoiled["rows"]), spoiled["arms_open"], len(live.clusters)) == (arms, arms, arms)
-    live.gap_share = 0.1
+    live.gap_share = 0.02
     assert run_bench(tmp_path, capsys, "--workloads", "hol", status=1)["rows"] == spoiled["rows"]
     again = run_bench(tmp_path, capsys, "--workloads", "hol", "--retry-invalid")
     assert (again["valid"], again["arms_open"]) == (True, 0)

@@ -37,7 +37,7 @@ class Servers:
     """
 
     def __init__(self, bears_per_s: float) -> None:
-        self.bears_per_s, self.gap_s, self.wrong = bears_per_s, 0.1, 0
+        self.bears_per_s, self.gap_s, self.wrong = bears_per_s, 0.04, 0
         self.clusters: list[Sequence[str]] = []
         self.routers: list[Any] = []
         self._busy_s = 0.0

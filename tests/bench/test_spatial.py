@@ -219,7 +219,7 @@ def record(due_s: float, first_s: float | None, *, tokens: int = 10, error: str 
 
 def row(*records: Record, moves: list[float] | None = None) -> dict[str, Any]:
     device = {"busy_s": 1.0, "host_gap_s": 0.0, "version": "x"}
-    made = row_of(records, {"a": device}, {"a": device | {"busy_s": 10.0, "host_gap_s": 1.0}}, 10.0)
+    made = row_of(records, {"a": device}, {"a": device | {"busy_s": 20.0, "host_gap_s": 1.0}}, 10.0)
     pools = (
         None
         if moves is None
@@ -234,7 +234,7 @@ def test_a_late_a_failed_and_a_missing_first_token_violate() -> None:
     assert rate([made], 0.4) == 0.75
     assert (rate([made], 0.4, short=True), rate([made], 0.4, short=False)) == (pytest.approx(2 / 3), 1.0)
     assert (made["failed"], made["tokens_wrong"], made["tokens_verified"]) == (2, 0, 4)
-    assert made["host_overhead_by_instance"] == {"a": pytest.approx(0.1)}
+    assert made["host_overhead_by_instance"] == {"a": pytest.approx(0.05)}
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_a_late_a_failed_and_a_missing_first_token_violate() -> None:
     [
         ({}, True),
         ({"client_lag_p99_s": 0.041}, False),
-        ({"host_overhead_by_instance": {"prefill-0": 0.21, "decode-0": 0.1}}, False),
-        ({"host_overhead_by_instance": {"prefill-0": 0.19, "decode-0": 0.9}}, True),
+        ({"host_overhead_by_instance": {"prefill-0": 0.051, "decode-0": 0.01}}, False),
+        ({"host_overhead_by_instance": {"prefill-0": 0.05, "decode-0": 0.9}}, True),
     ],
 )
 def test_a_disturbed_run_is_not_valid(changes: dict[str, Any], valid: bool) -> None:

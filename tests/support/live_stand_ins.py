@@ -64,7 +64,7 @@ class LiveStandIns:
     """
 
     def __init__(self, answer_times: AnswerTimes, *, time_scale: float, profile: str = DEFAULT_PROFILE) -> None:
-        self.gap_share, self.wrong, self.late_s, self.flips = 0.1, 0, 0.0, 3
+        self.gap_share, self.wrong, self.late_s, self.flips = 0.02, 0, 0.0, 3
         self.clusters: list[list[str]] = []
         self.engines: list[list[str]] = []
         self.routed: list[tuple[servers.Router, dict[str, str]]] = []
@@ -159,7 +159,7 @@ class ChainInstance(FakeInstance):
             return web.json_response({"text": "yes"})
         leg, prompt = self._leg_of(body), body["input_ids"]
         cached_tokens = self._count_cached(prompt)
-        work_a_pass(self.device, 0.1)
+        work_a_pass(self.device, 0.02)
         self.legs.append(leg)
         await asyncio.sleep(self.prefill_s if leg == "prefill" else 2 * self.prefill_s)
         if leg == "prefill":

@@ -370,6 +370,13 @@ def page(result: Result) -> str:
     rows = [[text, f"{result[name]:,.0f}"] for name, text in CHAOS_ROWS.items()]
     if result.get("moves"):
         rows += [[text, f"{result[name]:,.0f}"] for name, text in MOVE_ROWS.items()]
+    if "restarted" in result:
+        rows.append(["failed at a router that was ended, or was not back", f"{result['failed_at_router_restart']:,}"])
+        restarts = zip(result["restarted"], result["moves_after_restart"], strict=True)
+        rows.append(["moves after each restart", ", ".join(f"{what}: {moves}" for what, moves in restarts)])
+    if "cache_entries" in result:
+        found = f"{result['cache_entries_wrong']:,} of {result['cache_entries']:,}"
+        rows.append(["entries of prefix caches that differ from the oracle", found])
     rows.append(["share of dispatches whose KV transfer failed", f"{result['transfer_failure_share']:.1%}"])
     rows += [[text, yes_no(result[name])] for name, text in CHAOS_CHECKS.items()]
     for name, paired_s in result.get("paired_s", {}).items():
@@ -388,4 +395,4 @@ def page(result: Result) -> str:
     return f"{markdown(['what', 'count'], rows)}\n\n{work} · {device_conditions(result)}"
 
 
-PAGES = {"chaos": page, "chaos_stateless": page, "chaos_moves": page}
+PAGES = {"chaos": page, "chaos_stateless": page, "chaos_moves": page, "chaos_routers": page}
