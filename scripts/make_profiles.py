@@ -58,7 +58,7 @@ COMPOSED = {
 # What one served H100 showed beside them (docs/benchmarks/gpu.md), by profile: seconds that a pass costs besides, and
 # measured over modelled at sizes that the table has no points of: just above 512 tokens the matrix products take one
 # more round of tiles. With 4 ms the simulated requests/s of stock at 1 to 64 clients are within 15 % of the measured
-# ones, with 3 or 5 ms within 20 %.
+# ones, with 3 or 5 ms within 21 %.
 SERVED = {"h100-qwen2.5-7b-tp1": (4e-3, {513.0: 1.25, 569.0: 1.29})}
 MAX_DECODE_CONTEXT_TOKENS = 600_000  # per step; beyond it lie points that no engine reaches
 

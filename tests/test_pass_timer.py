@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,16 @@ from pla_sglang.profiles import load_profile
 
 @dataclasses.dataclass
 class FakeEvent:
-    """As ``torch.cuda.Event``: passed at a moment of the device's clock."""
+    """As ``torch.cuda.Event``: passed at a moment of the device's clock; infinite: not yet, and not to be read."""
 
     at_s: float
 
+    def query(self) -> bool:
+        return math.isfinite(self.at_s)
+
     def elapsed_time(self, end_event: FakeEvent) -> float:
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("device not ready")
         return 1e3 * (end_event.at_s - self.at_s)
 
 
@@ -71,6 +77,16 @@ def test_a_gap_is_no_more_than_the_pass_and_no_less_than_nothing() -> None:
         timer.end_launch()
     gaps_s = [measured.gap_s for now_s in (0.010, 0.020, 0.030) if (measured := timer.end_pass(now_s)) is not None]
     assert gaps_s == [0.0, 0.0, pytest.approx(0.010)]
+
+
+def test_a_result_that_came_without_the_device_has_no_gap_and_ends_nothing() -> None:
+    """SGLang makes a pass of requests whose KV has come, and waits for no event of it."""
+    timer = make_timer(*(0.0, 0.010), *(math.inf, math.inf), *(0.015, 0.020))
+    for _ in range(3):
+        timer.begin_launch()
+        timer.end_launch()
+    gaps_s = [measured.gap_s for now_s in (0.011, 0.012, 0.021) if (measured := timer.end_pass(now_s)) is not None]
+    assert gaps_s == [0.0, 0.0, 0.0]
 
 
 def test_an_emulated_device_says_it() -> None:

@@ -24,6 +24,9 @@ def computes_in_launch(device: object, config: PlaConfig) -> bool:
 class Mark(Protocol):
     """A moment on the device's clock, as ``torch.cuda.Event`` with timing."""
 
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds to a later mark; both have passed."""
 
@@ -128,11 +131,15 @@ class PassTimer:
         return PassTime(launch.note, launch.at_s, now_s, device_s, processing_s, gap_s)
 
     def _read_gap_s(self, launch: _Launch) -> float:
-        """A pass that was launched when all before it was processed came late by itself: nobody can tell from why."""
+        """A pass that was launched when all before it was processed came late by itself: nobody can tell from why.
+
+        Nor of one whose result the host takes without the device, as of requests whose KV has come: its mark may not
+        have been passed, and to read it then would raise, in the scheduler.
+        """
         before, self._last_end = self._last_end, launch.end
         if before is None or launch.begin is None or not launch.follows:
             return launch.gap_s
-        return before.elapsed_time(launch.begin) / 1e3
+        return before.elapsed_time(launch.begin) / 1e3 if before.query() and launch.begin.query() else 0.0
 
     def notes_in_flight(self) -> list[Any]:
         return [launch.note for launch in self._launched]
