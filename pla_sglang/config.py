@@ -149,11 +149,12 @@ class PlaConfig:
         allowed=Choice(("auto", "never", "allow")),
     )
     graph_layout: str = knob(
-        "off",
-        "--pla-graph-layout {off,varlen,grid}",
+        "auto",
+        "--pla-graph-layout {auto,off,varlen,grid}",
         "CUDA graphs of ours for short prefills: 'varlen' by tokens and request slots, 'grid' by length and batch size "
-        "in powers of two (PLA-Serve). Everything else runs in SGLang's own graphs.",
-        allowed=Choice(("off", "varlen", "grid")),
+        "in powers of two (PLA-Serve); 'auto': varlen with --prefill-disagg on a GPU, if a pass then takes the host "
+        "less time. Everything else runs in SGLang's own graphs.",
+        allowed=Choice(("auto", "off", "varlen", "grid")),
     )
     graph_budget_gb: float = knob(
         2.0,
@@ -317,7 +318,13 @@ class PlaConfig:
 
     @property
     def graphs(self) -> bool:
-        return self.graph_layout != "off"
+        """Whether there may be prefill graphs of ours."""
+        return self.graph_layout != "off" and (self.enabled or self.graph_layout != "auto")
+
+    def for_device(self, device: str) -> PlaConfig:
+        """With what is left to be decided by the device decided, as far as it can be before anything runs there."""
+        idle = self.graph_layout == "auto" and not (self.enabled and device == "cuda")
+        return self.replace(graph_layout="off") if idle else self
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

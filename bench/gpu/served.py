@@ -1,9 +1,10 @@
 """Parts (b) and (e): what the clients of a server see, and a timing profile fitted on a stock server.
 
-(b) is PLA-Serve Fig. 6 in small: short multi-turn requests at concurrency 1 to 64 on one prefill instance. Five arms,
+(b) is PLA-Serve Fig. 6 in small: short multi-turn requests at concurrency 1 to 64 on one prefill instance. Six arms,
 one server after the other: *stock* (best flags: SGLang captures prefill graphs by default on CUDA), *disaggregation*
-(temporal), *graphs* (variable length), *full* (both), and *observed*: stock's scheduling under our launcher, which only
-measures what passes cost beside their tokens. Every client asks, waits for the one token that a prefill
+(temporal), *full* (also with graphs of variable length), *graphs* alone, *observed*: stock's scheduling under our
+launcher, which only measures what passes cost beside their tokens, and *apart*: the paper's rule, classes never in one
+pass, at about the boundary that the first H100 had fitted. Every client asks, waits for the one token that a prefill
 instance gives, and asks the next turn: the history so far and a new message of LMSYS-like length. The same sessions in
 every arm. The file is written anew after each arm.
 """
@@ -33,14 +34,16 @@ from pla_sglang.testing.server import Server, greedy_body
 from pla_sglang.workload import length_model
 from pla_sglang.workload.talks import Dataset, Talk, lengths_label
 
-_TEMPORAL, _GRAPHS = ("--prefill-disagg", "temporal"), ("--pla-graph-layout", "varlen")
+_GRAPHS, _NO_GRAPHS = ("--pla-graph-layout", "varlen"), ("--pla-graph-layout", "off")
+_TEMPORAL = ("--prefill-disagg", "temporal")
 _NOBODY = "tcp://127.0.0.1:9"  # takes no load reports
 ARMS = {
     "stock": (),
-    "disaggregation": _TEMPORAL,
+    "disaggregation": (*_TEMPORAL, *_NO_GRAPHS),
     "full": (*_TEMPORAL, *_GRAPHS),
     "graphs": _GRAPHS,
     "observed": ("--pla-telemetry", _NOBODY),
+    "apart": (*_TEMPORAL, *_NO_GRAPHS, "--pla-mixing", "never", "--pla-boundary", "300"),
 }
 SHOWN = ("boundary_tokens", "step_model", "step_model_fits", "decisions", "batches")  # of an engine's state
 CONCURRENCY = {"cuda": (1, 4, 16, 64), "cpu": (1, 4)}
@@ -174,7 +177,7 @@ def measure_fig6(model: str, device: str, out: str, dataset: str | None = None) 
     result: dict[str, Any] = {"lengths": lengths, "arms": {}, "completed": False}
     for name, flags in ARMS.items():
         print(f"arm {name}", file=sys.stderr, flush=True)
-        budget = ("--pla-graph-capture-budget-s", str(CAPTURE_BUDGET_S[device])) if _GRAPHS[0] in flags else ()
+        budget = ("--pla-graph-capture-budget-s", str(CAPTURE_BUDGET_S[device])) if "varlen" in flags else ()
         server = make_server(model, device, "--chunked-prefill-size", "2048", *flags, *budget, stock=name == "stock")
         with server:
             result["arms"][name] = measure_arm(server, device, make_prompts)

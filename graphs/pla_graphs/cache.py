@@ -106,15 +106,16 @@ class GraphCache:
 
     # -- captures --------------------------------------------------------------------------------------------------
 
-    def capture_at_start(self) -> None:
-        """Capture shapes by expected use, until the time or the memory budget is used up."""
-        if not self._in_session(self._capture_expected):
+    def capture_at_start(self, most: int | None = None) -> None:
+        """Capture ``most`` shapes by expected use, None: all, until the time or the memory budget is used up."""
+        if not self._in_session(lambda: self._capture_expected(most)):
             self.stopped_by = CaptureReason.SESSION_FAILED
 
-    def _capture_expected(self) -> None:
+    def _capture_expected(self, most: int | None) -> None:
         self._shared.fixed_bytes = self._agreed_bytes(self._source.fixed_bytes())
-        spent_s = 0.0
-        while True:
+        spent_s, tried = self.counts.capture_s, 0
+        while most is None or tried < most:
+            tried += 1
             choice = self.plan.at_start(spent_s, self._slowest_s)
             if choice.bucket is None:
                 self.stopped_by = choice.reason
@@ -303,6 +304,10 @@ class GraphCache:
     @property
     def captured(self) -> list[Bucket]:
         return sorted(self._recordings)
+
+    def recording(self, bucket: Bucket) -> Recording:
+        """Of a captured shape. Counts as no use."""
+        return self._recordings[bucket]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the accounts are inconsistent."""

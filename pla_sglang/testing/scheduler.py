@@ -24,13 +24,15 @@ def build_scheduler(arguments: Sequence[str], config: PlaConfig) -> Any:
     from pla_patches.seam import Group
 
     load_plugins()
-    scheduling = (Group.SCHEDULER, Group.RUNNING) if config.enabled else ()
-    install_here(*scheduling, *((Group.GRAPHS,) if config.graphs else ()))
-    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
     server_args = prepare_server_args([*arguments, "--disable-overlap-schedule"])
+    config = config.for_device(str(server_args.device))
+    scheduling = (Group.SCHEDULER, Group.RUNNING) if config.enabled else ()
+    install_here(*scheduling, *((Group.GRAPHS,) if config.graphs else ()))
+    from sglang.srt.managers.scheduler import Scheduler
+
     pla_config.publish(config)  # parsing the arguments published what they say, and they do not name our flags
     port_args = PortArgs.init_new(server_args)
     publish(server_args, role="scheduler")

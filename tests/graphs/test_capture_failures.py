@@ -103,8 +103,8 @@ class Engine:
         self.cache = GraphCache(layout, plan, self.forward, budget_bytes=1 << 20, clock=lambda: 0.0)
         stock = Fake(can_run_graph=lambda batch: False)
         self.runner = GraphRunner(stock, self.forward, self.cache)
-        pretended = self.forward._pretended_batch
-        self.forward._pretended_batch = lambda bucket: fail.at("batch") or pretended(bucket)  # type: ignore[method-assign]
+        pretended = self.forward.pretended_batch
+        self.forward.pretended_batch = lambda bucket: fail.at("batch") or pretended(bucket)  # type: ignore[method-assign]
 
     def assert_host_untouched(self) -> None:
         theirs = (self.backend.full_cg_prefill_metadata, self.backend.full_cg_prefill_strided_indices)
@@ -193,7 +193,7 @@ def test_among_ranks_a_batch_that_cannot_be_planned_is_an_error() -> None:
     """The other ranks replay: a rank that took another way would leave them in their collectives."""
     engine = Engine(Failing("refresh", RuntimeError("no plan")))
     engine.cache.capture_at_start()
-    engine.forward._runner.tp_group.world_size = 2
+    engine.forward.runner.tp_group.world_size = 2
     with pytest.raises(CaptureError, match="no plan"):
         engine.runner.can_run_graph(live_batch())
 

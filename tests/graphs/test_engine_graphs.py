@@ -235,7 +235,8 @@ def test_a_server_whose_buffers_cannot_be_had_runs_without(monkeypatch: pytest.M
     runner = runner_of(tp_group=Fake(world_size=1))
     config = PlaConfig(graph_layout="varlen")
     monkeypatch.setattr("pla_sglang.config.current", lambda: config)
-    assert graph_hooks.after_capture_prefill_graph(Fake(runner=object()), model_runner=runner) is None
+    asked = {"model_runner": runner, "eager_runner": object()}
+    assert graph_hooks.after_capture_prefill_graph(Fake(runner=object()), **asked) is None
     (reason,) = graph_hooks._refused
     assert "out_of_memory" in reason
 

@@ -14,6 +14,8 @@ import pytest
 from support.forked_servers import ForkParent
 from support.tiny_model import make_tiny_model
 
+from pla_sglang.config import PlaConfig
+
 pytestmark = pytest.mark.e2e
 
 RunArm = Callable[..., dict[str, Any]]
@@ -61,6 +63,29 @@ def test_scheduling_and_graphs_together(run_arm: RunArm, stock: list[list[list[i
     result = run_arm(**options)
     assert result["answers"] == stock
     assert result["graphs"]["reasons"]["replayed"] > 0
+
+
+def test_auto_takes_graphs_that_pay(run_arm: RunArm, stock: list[list[list[int]]]) -> None:
+    result = run_arm(prefill_disagg="temporal", graph_capture_budget_s=1.0, pays=True)
+    assert result["answers"] == stock
+    state = result["graphs"]
+    assert state["reasons"]["replayed"] > 0
+    assert all(time_ms > 0 for time_ms in state["host_ms_a_pass"].values())
+
+
+def test_auto_leaves_graphs_that_do_not_pay(run_arm: RunArm, stock: list[list[list[int]]]) -> None:
+    result = run_arm(prefill_disagg="temporal", pays=False)
+    assert result["answers"] == stock
+    assert result["graphs"] == {}
+    (reason,) = result["refused"]
+    assert "a pass takes the host" in reason
+
+
+def test_auto_without_temporal_scheduling_or_a_gpu_is_off() -> None:
+    assert not PlaConfig().graphs
+    assert PlaConfig(prefill_disagg="temporal").for_device("cuda").graphs
+    assert not PlaConfig(prefill_disagg="temporal").for_device("cpu").graphs
+    assert PlaConfig(graph_layout="grid").for_device("cpu").graphs
 
 
 def test_grid_captures_what_is_missed_under_a_small_budget(run_arm: RunArm, stock: list[list[list[int]]]) -> None:

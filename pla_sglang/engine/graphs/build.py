@@ -11,6 +11,7 @@ from pla_graphs.recorder import CaptureError, capture_step
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.graphs import refusals
 from pla_sglang.engine.graphs.attention import AttentionState, state_of
+from pla_sglang.engine.graphs.compare import HostTimes, measure_host_times
 from pla_sglang.engine.graphs.host import GIB, CapturedForward, agree_over, allocated_bytes, free_bytes
 from pla_sglang.engine.graphs.runner import GraphRunner
 from pla_sglang.policy.pla.graphs.choose import LARGEST_TOKENS, LONGEST_TOKENS, LayoutKnobs, build_layout
@@ -20,6 +21,15 @@ from pla_sglang.policy.pla.graphs.plan import CaptureKnobs, CapturePlan
 from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 
 SEED = 0  # of the draws that estimate how often shapes are asked for; alike on all ranks
+AUTO, AUTO_LAYOUT = "auto", "varlen"  # what auto takes where graphs pay: less padding than the grid, see graphs.md
+
+
+class NoGainError(Exception):
+    """With ``--pla-graph-layout auto``: our graphs do not pay here. The message says why."""
+
+
+def layout_name(config: PlaConfig) -> str:
+    return AUTO_LAYOUT if config.graph_layout == AUTO else config.graph_layout
 
 
 def layout_of(runner: Any, config: PlaConfig) -> Layout:
@@ -29,7 +39,7 @@ def layout_of(runner: Any, config: PlaConfig) -> Layout:
     longest = LONGEST_TOKENS if config.boundary_tokens is None else min(config.boundary_tokens, largest)
     slots = max(1, min(64, runner.req_to_token_pool.size))
     pass_tokens = chunk if chunk > 0 else None
-    return build_layout(LayoutKnobs(config.graph_layout, largest, min(longest, largest), slots, pass_tokens))
+    return build_layout(LayoutKnobs(layout_name(config), largest, min(longest, largest), slots, pass_tokens))
 
 
 def reasons_against(runner: Any, config: PlaConfig) -> list[str]:
@@ -41,10 +51,14 @@ def reasons_against(runner: Any, config: PlaConfig) -> list[str]:
     return reasons
 
 
-def build_runner(runner: Any, stock: Any, config: PlaConfig) -> GraphRunner:
+def build_runner(runner: Any, stock: Any, eager: Any, config: PlaConfig) -> GraphRunner:
     """Our runner in front of ``stock``, with the most expected shapes captured. For a server with no reason against.
 
-    Raises CaptureError where the static buffers cannot be had, on all ranks if on one.
+    ``eager``: the host's runner for what ``stock`` does not take.
+
+    Raises, on all ranks if on one:
+        CaptureError: the static buffers cannot be had.
+        NoGainError: with ``auto``, our passes take the host as long as its own.
     """
     state = state_of(runner.attn_backend, lambda: allocated_bytes(runner))
     assert state is not None, "asked for a backend that cannot be captured"
@@ -64,8 +78,31 @@ def build_runner(runner: Any, stock: Any, config: PlaConfig) -> GraphRunner:
         clock=time.perf_counter,
         agree=agree,
     )
+    graphs = GraphRunner(stock, forward, cache)
+    if config.graph_layout == AUTO:
+        graphs.host_times = _judge(forward, cache, stock, eager, agree)
     cache.capture_at_start()
-    return GraphRunner(stock, forward, cache)
+    return graphs
+
+
+def _judge(forward: CapturedForward, cache: GraphCache, stock: Any, eager: Any, agree: Agree) -> HostTimes:
+    """By the most expected shape, which is captured for it. Raises NoGainError, with nothing left captured."""
+    cache.capture_at_start(most=1)
+    if not cache.captured:
+        raise NoGainError("no shape could be captured")
+    bucket, failure, times = cache.captured[0], "", HostTimes(0, 0)
+    try:
+        times = measure_host_times(forward, cache.recording(bucket), bucket, stock=stock, eager=eager)
+    except Exception as error:  # as for captures: a graph is never worth the server
+        failure = f"they could not be compared with SGLang's own: {type(error).__name__}: {error}"
+    failed, ours_s, stock_s = agree([float(bool(failure)), *times])
+    times = HostTimes(ours_s, stock_s)
+    if not failed and times.pays:
+        return times
+    cache.close()
+    ours_ms, theirs_ms = times.to_ms().values()
+    slow = f"a pass takes the host {ours_ms:g} ms with them and {theirs_ms:g} ms with SGLang's own"
+    raise NoGainError((failure or "another rank could not compare them with SGLang's own") if failed else slow)
 
 
 def _forward_of(runner: Any, state: AttentionState, layout: Layout, agree: Agree) -> CapturedForward:

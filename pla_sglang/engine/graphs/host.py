@@ -46,7 +46,7 @@ class CapturedForward:
     """
 
     def __init__(self, runner: Any, attention: AttentionState, buckets: Sequence[Bucket]) -> None:
-        self._runner = runner
+        self.runner = runner
         self._attention = attention
         self._body = decoder_body(runner.model)
         self._most_tokens = dict.fromkeys({bucket.slots for bucket in buckets}, 0)
@@ -57,7 +57,7 @@ class CapturedForward:
         self.recorder: Recorder = self._make_recorder(max(self._most_tokens.values()))
 
     def _make_recorder(self, most_tokens: int) -> Recorder:
-        runner = self._runner
+        runner = self.runner
         if runner.device == "cpu":
             return TapeRecorder(runner.tp_group)
 
@@ -80,11 +80,11 @@ class CapturedForward:
         attention = self._attention
         with attention.keep_metadata():
             with capture_step(CaptureFailure.BATCH):
-                batch = self._pretended_batch(largest)
+                batch = self.pretended_batch(largest)
             with capture_step(CaptureFailure.PREPARE):
                 attention.prepare(batch, bucket.slots)
             with capture_step(CaptureFailure.BATCH):
-                batch = self._pretended_batch(bucket)
+                batch = self.pretended_batch(bucket)
             with capture_step(CaptureFailure.PLAN):
                 attention.capture(batch, bucket)
             metadata = attention.metadata
@@ -92,19 +92,25 @@ class CapturedForward:
 
     def _record(self, bucket: Bucket, batch: ForwardBatch, metadata: Any) -> Recording:
         attention = self._attention
-        with attention.keep_metadata(), _kept_forward_flags():
+        with attention.keep_metadata():
             attention.metadata = metadata
-            context = ForwardContext(attn_backend=self.recorder.attention(self._runner.attn_backend))
+            context = ForwardContext(attn_backend=self.recorder.attention(self.runner.attn_backend))
 
             @torch.no_grad()
             def forward() -> torch.Tensor:
-                set_dp_buffer_len(None, bucket.tokens, False)
-                set_is_extend_in_batch(False)
-                with forward_context(context):
+                with self.as_plain_pass(bucket), forward_context(context):
                     hidden: torch.Tensor = self._body.forward(batch.input_ids, batch.positions, batch)
                 return hidden
 
             return self.recorder.record(forward)
+
+    @contextlib.contextmanager
+    def as_plain_pass(self, bucket: Bucket) -> Iterator[None]:
+        """The host's flags are those of a pass of this shape on one rank's own tokens; then as they were."""
+        with _kept_forward_flags():
+            set_dp_buffer_len(None, bucket.tokens, False)
+            set_is_extend_in_batch(False)
+            yield
 
     def fixed_bytes(self) -> int:
         return self.buffers.memory_bytes + self.recorder.result_bytes
@@ -118,7 +124,7 @@ class CapturedForward:
     def free_unused(self) -> None:
         self.recorder.free_unused()
 
-    def _pretended_batch(self, bucket: Bucket) -> ForwardBatch:
+    def pretended_batch(self, bucket: Bucket) -> ForwardBatch:
         """A full batch of prompts without history, written to KV slot 0, which the host keeps for padding."""
         share, more = divmod(bucket.tokens, bucket.slots)
         lengths = [share + (slot < more) for slot in range(bucket.slots)]
@@ -166,8 +172,8 @@ class CapturedForward:
     def replay(self, recording: Recording, batch: ForwardBatch, **kwargs: Any) -> Any:
         """Run ``batch``, which is loaded, through the recording, then the host's tail on it: what the model returns."""
         hidden = recording.replay()[: len(batch.input_ids)]
-        with self._body_returns(hidden), forward_context(ForwardContext(attn_backend=self._runner.attn_backend)):
-            return self._runner.model.forward(batch.input_ids, batch.positions, batch, **kwargs)
+        with self._body_returns(hidden), forward_context(ForwardContext(attn_backend=self.runner.attn_backend)):
+            return self.runner.model.forward(batch.input_ids, batch.positions, batch, **kwargs)
 
     @contextlib.contextmanager
     def _body_returns(self, hidden: torch.Tensor) -> Iterator[None]:
@@ -207,7 +213,7 @@ class CapturedForward:
     @property
     def ranks(self) -> int:
         """That run each pass together."""
-        return int(self._runner.tp_group.world_size)
+        return int(self.runner.tp_group.world_size)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from pla_graphs.cache import Found, GraphCache
 from pla_graphs.recorder import CaptureError
+from pla_sglang.engine.graphs.compare import HostTimes
 from pla_sglang.engine.graphs.host import CapturedForward
 from pla_sglang.engine.graphs.refusals import of_batch
 from pla_sglang.policy.pla.graphs.layouts import Layout
@@ -27,6 +28,7 @@ class GraphRunner:
         self.cache = cache
         self._forward = forward
         self._asked: tuple[Any, Found] | None = None  # the batch of the last yes of ours
+        self.host_times: HostTimes | None = None  # where the start has compared; owned by ``build``
 
     def __getattr__(self, name: str) -> Any:
         """Everything but replaying short batches, as votes among data-parallel ranks, is the host's."""
@@ -93,4 +95,5 @@ class GraphRunner:
             "buffer_bytes": self._forward.fixed_bytes(),
             "attention_bytes": cache.attention_bytes,
             "start_ended_by": None if cache.stopped_by is None else cache.stopped_by.value,
+            "host_ms_a_pass": None if self.host_times is None else self.host_times.to_ms(),
         }

@@ -34,22 +34,24 @@ def after_capture_prefill_graph(capture: Any, *args: Any, **kwargs: Any) -> Any:
     reasons = build.reasons_against(model_runner, config) if stock is not None else ["no prefill runner of the host"]
     if not reasons:
         try:
-            _runner = build.build_runner(model_runner, stock, config)
-        except CaptureError as error:
+            _runner = build.build_runner(model_runner, stock, kwargs["eager_runner"], config)
+        except (CaptureError, build.NoGainError) as error:
             reasons = [str(error)]
     if _runner is None:
         _refused = reasons
-        logger.warning("pla_sglang: no prefill graphs of ours, SGLang's own serve: %s", "; ".join(reasons))
+        level = logging.INFO if config.graph_layout == build.AUTO else logging.WARNING
+        logger.log(level, "pla_sglang: no prefill graphs of ours, SGLang's own serve: %s", "; ".join(reasons))
         return None
-    state = _runner.state()
+    state, times = _runner.state(), _runner.host_times
     logger.info(
-        "pla_sglang: prefill graphs %s: %d of %d shapes in %.2f s and %.3f GiB (%s), the rest when asked for",
-        config.graph_layout,
+        "pla_sglang: prefill graphs %s: %d of %d shapes in %.2f s and %.3f GiB (%s), the rest when asked for%s",
+        build.layout_name(config),
         len(state["captured"]),
         state["shapes"],
         state["capture_s"],
         state["memory_bytes"] / build.GIB,
         state["start_ended_by"],
+        "" if times is None else "; a pass takes the host {ours:g} ms, SGLang's own {sglang:g}".format(**times.to_ms()),
     )
     return type(capture)(
         runner=_runner,

@@ -39,6 +39,7 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         keys = pla_config.read_server_keys(args)
         args.api_key, args.admin_api_key = keys.api_key, keys.admin_api_key
         server_args = original(cls, args)
+        config = config.for_device(str(server_args.device))
         compat.check_flags(server_args, config)
         compat.check_start(server_args, config)
         check_stateless(server_args, config, pla_config.read_variables(VARIABLES))
