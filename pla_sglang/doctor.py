@@ -3,9 +3,10 @@
     pla-sglang doctor                 a table; SGLang is imported where it is installed, which takes a while
     pla-sglang doctor --for router    exit status 1 unless all that a command needs is there
     pla-sglang doctor --json          one JSON object
+    pla-sglang doctor --host-wheel sglang-X.whl    whether our hooks fit a version of SGLang that is not installed
 
-Exit status: 0, also where something is not installed; 1 when something that is installed does not work, or what
---for names lacks something; 2 for a bad value.
+Exit status: 0, also where something is not installed; 1 when something that is installed does not work, what
+--for names lacks something, or the wheel does not fit; 2 for a bad value or file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pla_patches import host, verify
-from pla_patches.table import table
+from pla_patches.hosts import HOSTS, Host, nearest
+from pla_patches.sources import Difference, Sources, compare
+from pla_patches.table import SUBSCRIBERS, table
 from pla_sglang import cli, terminal
 from pla_sglang.checks import Choice, Range, check_fields, knob
 from pla_sglang.errors import ConfigError
@@ -70,6 +73,11 @@ class DoctorConfig:
     )
     port: int = knob(DEFAULT_PORT, "--port", "that must be free", allowed=Range(1, 65_535))
     json: bool = knob(False, "--json", "one JSON object instead of the table")
+    host_wheel: Path | None = knob(
+        None,
+        "--host-wheel FILE",
+        "only this: which functions that we enter a wheel of SGLang, or a folder where one is unpacked, has otherwise",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -249,6 +257,55 @@ def print_table(findings: dict[str, Finding]) -> None:
     TableConsole().print(shown)
 
 
+def examine_wheel(file: Path, *, as_json: bool) -> int:
+    """Print what a host that is not installed has otherwise than the nearest recorded one; the exit status.
+
+    Raises ConfigError for a file that is no wheel of SGLang.
+    """
+    sources = Sources(file)
+    known = nearest(sources.version)
+    differences = compare(sources, known)
+    if as_json:
+        print(json.dumps(_describe_wheel(sources.version, known, differences)))
+        return EXIT_FAULTS if differences else 0
+    for one in differences:
+        print(f"{one.how:<10} {one.key} ({', '.join(_users_of(one.key, known))})\n{'':<10} {one}")
+    print(f"fits       {', '.join(_fitting(known, differences))}")
+    if known.absent:
+        print(f"left out   {', '.join(known.absent)}, as on {known.version}")
+    counts = [
+        f"{len(compare(sources, one))} of {len(one.signatures)} differ from {one.version}"
+        for one in sorted(HOSTS, key=lambda one: one != known)
+    ]
+    print(f"sglang {sources.version}: of the functions that we enter {'; '.join(counts)}")
+    return EXIT_FAULTS if differences else 0
+
+
+def _describe_wheel(version: str, known: Host, differences: list[Difference]) -> dict[str, object]:
+    return {
+        "works": not differences,
+        "host": version,
+        "supported": version in host.SUPPORTED,
+        "compared_with": known.version,
+        "fit": _fitting(known, differences),
+        "differ": [
+            {"key": one.key, "how": one.how, "subscribers": _users_of(one.key, known), "detail": str(one)}
+            for one in differences
+        ],
+    }
+
+
+def _fitting(known: Host, differences: list[Difference]) -> list[str]:
+    differing = {one.key for one in differences}
+    return [key for key in known.signatures if key not in differing]
+
+
+def _users_of(key: str, known: Host) -> list[str]:
+    """Subscribers; of a constructor that we call, ``less.ends``."""
+    users = [one.id for one in SUBSCRIBERS if one.key == key and one.id not in known.absent]
+    return users or ["less.ends"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     return terminal.run_to_end("doctor", functools.partial(run_command, argv))
 
@@ -256,6 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(argv: Sequence[str] | None) -> int:
     try:
         config = cli.parse(cli.make_parser(DoctorConfig, "doctor", __doc__), argv, DoctorConfig).config
+        if config.host_wheel is not None:
+            return examine_wheel(config.host_wheel, as_json=config.json)
     except ConfigError as error:
         return cli.report_error(error)
     if sys.stderr.isatty() and host.installed_version() is not None:

@@ -113,7 +113,7 @@ def test_kernels_import_torch_and_triton_only(file: str) -> None:
     assert {root_of(name) for name in imports_of(file)} <= STDLIB | {"torch", "triton", "pla_kernels"}
 
 
-@pytest.mark.parametrize("file", files("patches/pla_patches/table"))
+@pytest.mark.parametrize("file", files("patches/pla_patches/table", "patches/pla_patches/hosts"))
 def test_seams_are_declared_without_importing_the_host(file: str) -> None:
     """The table is read by tests, docs and benches, also where the host is another version."""
     assert {root_of(name) for name in imports_of(file)} <= STDLIB | {"pla_patches"}

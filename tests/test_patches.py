@@ -24,8 +24,7 @@ from support.looked_up import LOOKED_UP
 
 from pla_patches import host, install, verify
 from pla_patches.hook import HOOKS
-from pla_patches.hosts import HOSTS, Host
-from pla_patches.hosts.signature import Signature
+from pla_patches.hosts import HOSTS
 from pla_patches.seam import Group, Hook, Seam, Subscriber
 from pla_patches.table import seams_of, table
 from pla_sglang import config
@@ -287,85 +286,6 @@ def test_another_host_is_served_stock_when_scheduling_is_off(monkeypatch: pytest
 def test_no_host_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "installed_version", lambda: None)
     assert host.version_reasons() == ["sglang is not installed; supported: 0.5.17"]
-
-
-# -- a host that is allowed untested -----------------------------------------------------------------------------------
-
-ALLOWED = PlaConfig(prefill_disagg="temporal", untested_host="allow").for_device("cpu")
-
-
-def allowed_scheduler() -> Any:
-    """The groups of a scheduler process on another version with the functions of this one, and its line."""
-    from sglang.srt.plugins import load_plugins
-
-    config.publish(ALLOWED)
-    load_plugins()
-    return *live_groups(), install.verify_this_process()
-
-
-def next_version(monkeypatch: pytest.MonkeyPatch, **differs: Signature) -> Host:
-    """The installed host is one release later than it is; what is recorded of it but for what ``differs``."""
-    known = host.recorded()
-    changed = {key.replace("__", "."): there for key, there in differs.items()}
-    monkeypatch.setattr(host, "installed_version", lambda: "0.5.99")
-    recorded = Host(
-        known.version,
-        {key: changed.get(key, there) for key, there in known.targets.items()},
-        {key: changed.get(key, there) for key, there in known.constructed.items()},
-        known.absent,
-    )
-    monkeypatch.setattr(host, "recorded", lambda: recorded)
-    return recorded
-
-
-def test_an_untested_host_is_served_where_every_signature_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = next_version(monkeypatch)
-    groups, missing, line = in_fork(allowed_scheduler)
-    assert missing == []
-    assert groups - {"cpu"} == {"cli", "guard, scheduler", "scheduler", "running"}
-    assert line.endswith(f"sglang 0.5.99 (untested: its signatures are those of {recorded.version})")
-
-    def front() -> Any:
-        config.publish(ALLOWED)
-        install.install_frontend()
-        return live_groups()
-
-    groups, missing = in_fork(front, as_child=False)
-    assert missing == []
-    assert groups == {"guard", "frontend"}
-
-
-def test_an_untested_host_is_refused_with_all_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the process of the command line also for what it does not install itself, as what a stateless one calls."""
-    next_version(
-        monkeypatch,
-        scheduler__run_batch=Signature(_SCHEDULER + "run_batch", "self, batch"),
-        scheduler__on_idle=Signature(_SCHEDULER + "rests", "self"),
-        metadata_buffers__init=Signature("sglang.srt.disaggregation.utils.MetadataBuffers.__init__", "self"),
-    )
-
-    def front() -> Any:
-        config.publish(ALLOWED)
-        try:
-            install.install_frontend()
-        except HostMismatchError as error:
-            return error.reasons
-        return []
-
-    reasons = in_fork(front, as_child=False)
-    ids = {"emu.idle", "graph.idle", "tele.idle", "sched.launch", "tele.launch", "tele.launched"}
-    assert {reason.split(":")[0] for reason in reasons} == {*ids, "metadata_buffers.init"}
-    stop = in_fork(allowed_scheduler)
-    assert isinstance(stop, SystemExit)
-    assert "sched.launch: " + _SCHEDULER + "run_batch takes (self, batch, pp_proxy_tensors), recorded" in str(stop)
-
-
-def test_a_host_that_is_refused_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    next_version(monkeypatch, scheduler__run_batch=Signature(_SCHEDULER + "run_batch", "self, batch"))
-    stop = in_fork(lambda: load("temporal"))
-    assert isinstance(stop, SystemExit)
-    assert "sglang 0.5.99; supported: " in str(stop)
-    assert "sched.launch: " + _SCHEDULER + "run_batch takes (self, batch, pp_proxy_tensors), recorded" in str(stop)
 
 
 def ids_of(group: Group) -> set[str]:

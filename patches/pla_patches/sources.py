@@ -21,7 +21,7 @@ from pla_sglang.errors import ConfigError
 PACKAGE = "sglang"
 _OF_EVERY_CLASS = {"__repr__": "self"}  # also where it does not stand in the class
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_UNREADABLE = (OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, SyntaxError, ValueError)
+_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error)
 
 
 class Sources:
@@ -101,10 +101,18 @@ class Sources:
         file = folder / f"{parts[-1]}.py" if parts else self.package / "__init__.py"
         if not file.is_file():
             file = folder / parts[-1] / "__init__.py" if parts else file
+        if not file.is_file():
+            return None
         try:
-            return ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+            return ast.parse(self._text(file))
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"{self.file}: {module} is no Python that we can read: {error}") from None
+
+    def _text(self, file: Traversable) -> str:
+        try:
+            return file.read_bytes().decode("utf-8", errors="replace")
         except _UNREADABLE as error:
-            raise ConfigError(f"{self.file}: {module} cannot be read: {error}") from None
+            raise ConfigError(f"{self.file}: {file.name} cannot be read: {error}") from None
 
     def _class_and_bases(self, module: str, name: str) -> Iterator[str]:
         """Dotted paths of a class and of those that it inherits from, as far as imports by name lead."""
@@ -131,7 +139,7 @@ class Sources:
     def _modules_with(self, pattern: str) -> Iterator[str]:
         wanted = re.compile(rf"^{pattern}", re.MULTILINE)
         for module, file in _python_files(self.package, PACKAGE):
-            if wanted.search(file.read_text(encoding="utf-8", errors="replace")):
+            if wanted.search(self._text(file)):
                 yield module
 
 
@@ -178,9 +186,17 @@ class Difference:
         return "parameters" if self.found.target == self.recorded.target else "moved"
 
     def __str__(self) -> str:
-        if self.found is not None and self.found.target != self.recorded.target:
-            return f"{self.recorded.target} is {self.found.target}({self.found.parameters})"
-        return str(self.recorded.misfit(self.found and self.found.parameters))
+        if self.found is None:
+            return f"{self.recorded.target} not found"
+        before, now = self.recorded.parameters.split(", "), self.found.parameters.split(", ")
+        changes = [
+            *(f"with {name}" for name in now if name not in before),
+            *(f"without {name}" for name in before if name not in now),
+        ]
+        if not changes and now != before:
+            changes = [f"in another order: {self.found.parameters}"]
+        moved = f" is {self.found.target}" if self.found.target != self.recorded.target else ""
+        return f"{self.recorded.target}{moved}" + (f" {', '.join(changes)}" if changes else "")
 
 
 def compare(sources: Sources, recorded: Host) -> list[Difference]:

@@ -28,5 +28,11 @@ def after_resolved_config_dict(arguments: dict[str, Any], manager: Any, base: di
 
 
 async def around_get_internal_state(original: Any, manager: Any) -> list[dict[str, Any]]:
-    """``internal_states`` there: each scheduler repeats its arguments."""
-    return [hide_secrets(state) for state in await original(manager)]
+    """``internal_states`` there: each scheduler repeats its arguments. They also say that the host is untested."""
+    from pla_patches import host
+
+    states = [hide_secrets(state) for state in await original(manager)]
+    if note := host.untested_note():
+        for state in states:
+            state.setdefault("pla", {})["untested"] = note
+    return states
