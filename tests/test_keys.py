@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pla_sglang import cli, key_sources, launch_cluster, launch_router
@@ -178,7 +179,8 @@ def test_a_server_shows_its_arguments_without_keys() -> None:
     arguments = {"model_path": "/m", "api_key": KEY, "admin_api_key": None, "extra": f'{{"hf_token": "{KEY}"}}'}
     shown = after_resolved_config_dict(arguments, None, {})
     assert shown == {**arguments, "api_key": HIDDEN, "extra": f'{{"hf_token": "{HIDDEN}"}}'}
-    text = after_repr(repr(argparse.Namespace(**arguments)), argparse.Namespace(**arguments))
-    assert KEY not in text
-    assert f"api_key='{HIDDEN}'" in text
-    assert "admin_api_key=None" in text
+    for given in (argparse.Namespace(**arguments), msgspec.defstruct("Namespace", arguments, dict=True)(**arguments)):
+        text = after_repr(repr(given), given)
+        assert KEY not in text
+        assert f"api_key='{HIDDEN}'" in text
+        assert "admin_api_key=None" in text

@@ -20,7 +20,7 @@ from typing import Any
 import make_catalogue
 import pytest
 from support.forked import in_fork
-from support.looked_up import LOOKED_UP
+from support.looked_up import look_ups_on
 
 from pla_patches import host, install, verify
 from pla_patches.hook import HOOKS
@@ -33,6 +33,7 @@ from pla_sglang.errors import HostMismatchError
 
 CATALOGUE = Path(__file__).resolve().parent.parent / "patches" / "CATALOGUE.md"
 SEAMS = {seam.target: seam for seam in table()}
+LOOKED_UP = look_ups_on(host.recorded().version)
 SUBSCRIBERS = {subscriber.id: (seam, subscriber) for seam in table() for subscriber in seam.subscribers}
 
 QUEUES_MODULE = "pla_sglang.engine.stateless.queues"

@@ -1,6 +1,6 @@
 """Reads SGLang's scheduler; the only module of the engine driver that knows the host's field names for reading.
 
-Written against 0.5.17. What later versions rename is listed in ``patches/CATALOGUE.md``.
+Written against 0.5.17.
 """
 
 from __future__ import annotations

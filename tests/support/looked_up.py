@@ -7,7 +7,7 @@ _CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelControll
 _PREALLOC = "sglang.srt.disaggregation.decode.DecodePreallocQueue."
 _PASS = _SCHEDULER + "_get_new_batch_prefill_raw"
 
-# seam -> where the host looks the name up at run time, and how it is written there
+# subscriber -> where the host looks the name up at run time, and how it is written there; on the oldest host
 LOOKED_UP = {
     "cli.add": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.add_cli_args"),
     "cli.parse": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.from_cli_args"),
@@ -198,3 +198,34 @@ LOOKED_UP = {
     "hop.serve": ("sglang.srt.entrypoints.http_server.launch_server", "_setup_and_run_http_server"),
     "launch.ready": ("sglang.launch_server.run_server", "launch_server"),
 }
+
+# What differs on a newer host.
+LOOKED_UP_0_5_23 = {
+    "emu.kv_size": (_PREALLOC + "_send_kv_metadata", "decode_req.kv_receiver.send_metadata"),
+    "guard.arguments": ("sglang.srt.entrypoints.http_server.server_info", "build_server_info"),
+    "front.request": (
+        "sglang.srt.entrypoints.http_server.serve_generate_request",
+        "_global_state.tokenizer_manager.generate_request",
+    ),
+    "sched.reserve": (_SCHEDULER + "get_prefill_adder_class", "PrefillAdder"),
+    "sched.lora": (_PASS, "self.can_schedule_lora_req"),
+    "sched.enqueue": (_SCHEDULER + "_handle_generate_request", "self._add_request_to_queue"),
+    "less.enqueue": (_SCHEDULER + "_handle_generate_request", "self._add_request_to_queue"),
+    "less.reserve": (_SCHEDULER + "get_prefill_adder_class", "PrefillAdder"),
+    "less.lora": (_PASS, "self.can_schedule_lora_req"),
+    "less.lora_turn": (_PASS, "self.can_schedule_lora_req"),
+    "less.meet": ("sglang.srt.distributed.bootstrap.init_parallel_runtime", "_resolve_dist_init_method"),
+    "less.request": (
+        "sglang.srt.entrypoints.http_server.serve_generate_request",
+        "_global_state.tokenizer_manager.generate_request",
+    ),
+    "queue.said": (
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk",
+        "self.disagg_metadata_buffers.set_buf",
+    ),
+}
+
+
+def look_ups_on(version: str) -> dict[str, tuple[str, str]]:
+    """Of every subscriber on a recorded host."""
+    return {**LOOKED_UP, **(LOOKED_UP_0_5_23 if version == "0.5.23" else {})}

@@ -1,7 +1,7 @@
 """What each version of SGLang has at the places that we enter: one module of data a version, made by
 ``scripts/record_host.py``.
 
-Keys are ours and the same on all: the owner in the host, and the function without its outer underscores.
+Keys are ours and the same on all: mostly the owner in the host, and the function without its outer underscores.
 """
 
 from __future__ import annotations

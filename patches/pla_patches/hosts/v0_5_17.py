@@ -23,7 +23,7 @@ TARGETS = {
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "self, obj, request",
     ),
-    "tokenizer_manager.resolved_config_dict": Signature(
+    "server_info.arguments": Signature(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.resolved_config_dict",
         "self, base",
     ),

@@ -23,9 +23,9 @@ TARGETS = {
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "self, obj, request",
     ),
-    "tokenizer_manager.resolved_config_dict": Signature(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.resolved_config_dict",
-        "self, base",
+    "server_info.arguments": Signature(
+        "sglang.srt.utils.common.build_server_info",
+        "server_args, scheduler_info",
     ),
     "tokenizer_control.get_internal_state": Signature(
         "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",

@@ -65,7 +65,8 @@ CLI = (
     _subscribe(
         id="guard.arguments",
         group=Group.GUARD,
-        key="tokenizer_manager.resolved_config_dict",
+        key="server_info.arguments",
+        handler="after_resolved_config_dict",
         module=_HIDDEN,
         why="/server_info shows all arguments to whoever holds the key of clients; keys are hidden there.",
         verify="tests/test_secret_names.py; tests/e2e/test_secrets.py",

@@ -14,14 +14,16 @@ from pla_sglang.secret_names import hide_secrets
 
 def after_repr(text: str, server_args: Any) -> str:
     """The line ``server_args=ServerArgs(...)`` of the log."""
-    for name, value in vars(server_args).items():
+    # A record of msgspec, as from 0.5.20 on, has its fields not in its dictionary.
+    for name in getattr(server_args, "__struct_fields__", None) or vars(server_args):
+        value = getattr(server_args, name)
         hidden = hide_secrets({name: value})[name]
         if hidden != value:
             text = text.replace(f"{name}={value!r}", f"{name}={hidden!r}")
     return text
 
 
-def after_resolved_config_dict(arguments: dict[str, Any], manager: Any, base: dict[str, Any]) -> dict[str, Any]:
+def after_resolved_config_dict(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
     """The arguments in ``/server_info``."""
     hidden: dict[str, Any] = hide_secrets(arguments)
     return hidden
