@@ -30,6 +30,7 @@ DEADLINES = ("advise", "decide")
 LONG_ORDERS = ("least-remaining", "fcfs")
 ROLES = ("mixed", "short", "long")
 PRESSURE = ("auto", "off")
+REFUSE, ALLOW = UNTESTED_HOST = ("refuse", "allow")
 PAPER_SLO_TTFT_MS = 400.0  # PLA-Serve
 HOUR_MS = 3_600_000
 MILLISECONDS = Range(1, HOUR_MS, "ms")
@@ -287,6 +288,13 @@ class PlaConfig:
         "With --pla-stateless: share of KV memory and of request rows that held requests may keep. One request alone "
         "may keep more; a hold above it is refused.",
         allowed=SHARE,
+    )
+    untested_host: str = knob(
+        REFUSE,
+        "--pla-untested-host {refuse,allow}",
+        "A version of SGLang that is not supported: 'allow' starts on it where every function that we enter is as "
+        "recorded of the nearest version, and says so in the log and in /server_info.",
+        allowed=Choice(UNTESTED_HOST),
     )
     controller_folder: str | None = None  # sockets of a server's own pool controller; None: it has none
 

@@ -129,7 +129,7 @@ def check_seams() -> Finding:
     seams = table()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang tells on import what it cannot do without a GPU
-        reasons = verify.all_reasons(seams)
+        reasons = host.version_reasons() + verify.host_reasons(seams)
     if reasons:
         remedy = f"use sglang {' or '.join(host.SUPPORTED)}: this one differs from what the plugin was tested with"
         return Finding(Status.FAULTY, f"{len(reasons)} do not fit, such as {reasons[0]}", remedy)

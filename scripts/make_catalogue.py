@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from pla_patches import host
-from pla_patches.seam import Group, Seam, Subscriber
-from pla_patches.table import table
+from pla_patches.hosts import HOSTS, Host
+from pla_patches.seam import Group, Subscriber
+from pla_patches.table import SUBSCRIBERS
 
 WHEN = {
     Group.CLI: "always, in every process that loads plugins",
@@ -34,63 +34,64 @@ WHEN = {
 _INTRODUCTION = """\
 # Seams
 
-Every place where pla_sglang enters SGLang, made from the tables in `pla_patches/table/` by
-`scripts/make_catalogue.py`. Supported hosts: {hosts}.
+Every place where pla_sglang enters SGLang, made from the tables in `pla_patches/table/` and the recorded hosts in
+`pla_patches/hosts/` by `scripts/make_catalogue.py`. Supported hosts: {supported}. Recorded: {recorded}.
 
 One hook of ours stands at each target and calls the subscribers that are active in the process, in the order given
 here. Each is checked twice: before installation its target must exist with the parameters recorded here, and after it
 the live function must be our hook, and the hook must call it. Any "no" ends the process with all reasons.
 `tests/test_patches.py` checks the same against the installed host, and that the host still looks each name up where it
 is replaced. An "override" is a method of a class of ours that is derived from the host's: nothing is installed for it.
-
-What a port to sglang {next_host} has to know stands in each entry; `tests/test_next_host.py` compares the signatures
-with its sources where they are given (`PLA_NEXT_SGLANG`).
 """
 
 
-def render(seams: Iterable[Seam]) -> str:
-    """The page, with subscribers in the order of the table under a heading for each group."""
-    entries = [(seam, subscriber) for seam in seams for subscriber in seam.subscribers]
-    hosts = ", ".join(f"sglang {version}" for version in host.SUPPORTED)
-    parts = [_INTRODUCTION.format(hosts=hosts, next_host=host.NEXT)]
+def render() -> str:
+    """The page, with subscribers in the order of the record under a heading for each group."""
+    keys = list(dict.fromkeys(key for known in HOSTS for key in known.targets))
+    ordered = sorted(SUBSCRIBERS, key=lambda one: keys.index(one.key))
+    supported, recorded = (
+        ", ".join(f"sglang {version}" for version in versions)
+        for versions in (host.SUPPORTED, [known.version for known in HOSTS])
+    )
+    parts = [_INTRODUCTION.format(supported=supported, recorded=recorded)]
     for group in Group:
-        of_group = [entry for entry in entries if entry[1].group is group]
+        of_group = [one for one in ordered if one.group is group]
         if of_group:
-            parts.append(f"## {group.value}: {len(of_group)} of {len(entries)}\n\nInstalled when: {WHEN[group]}.\n")
-            parts += [_render_entry(*entry) for entry in of_group]
+            parts.append(f"## {group.value}: {len(of_group)} of {len(ordered)}\n\nInstalled when: {WHEN[group]}.\n")
+            parts += [_render_entry(one) for one in of_group]
     return "\n".join(parts)
 
 
-def _render_entry(seam: Seam, subscriber: Subscriber) -> str:
+def _render_entry(subscriber: Subscriber) -> str:
+    others = [one.id for one in SUBSCRIBERS if one.key == subscriber.key]
     lines = [
-        ("target", f"`{seam.target}({seam.parameters})`"),
+        ("key", f"`{subscriber.key}`"),
+        *((f"sglang {known.version}", _render_place(known, subscriber)) for known in HOSTS),
         ("hook", f"{subscriber.hook.value}, `{subscriber.handler}`"),
+        *([("order", ", ".join(others))] if len(others) > 1 else []),
         ("why", subscriber.why),
         ("verified by", subscriber.verify),
         ("can go", subscriber.goes_when),
-        ("recorded on", ", ".join(subscriber.host_versions)),
     ]
-    lines.append((f"in sglang {host.NEXT}", _render_next(seam, subscriber)))
-    if len(seam.subscribers) > 1:
-        lines.insert(2, ("order", ", ".join(other.id for other in seam.subscribers)))
     return f"### {subscriber.id}\n\n" + "\n".join(f"- {name}: {text}" for name, text in lines) + "\n"
 
 
-def _render_next(seam: Seam, subscriber: Subscriber) -> str:
-    there = seam.next_host
-    if there is None:
-        text = "nothing of this name."
-    elif there.target != seam.target:
-        text = f"`{there.target}({there.parameters})`."
-    elif there.parameters != seam.parameters:
-        text = f"same target, with `({there.parameters})`."
-    else:
-        text = "same target and parameters."
-    return text if subscriber.next_host is None else f"{text} {subscriber.next_host}"
+def _render_place(known: Host, subscriber: Subscriber) -> str:
+    """In full on the oldest host that has it; on a newer one only what differs from the host before."""
+    if reason := known.absent.get(subscriber.id):
+        return f"not installed. {reason}"
+    there = known.targets[subscriber.key]
+    older = [one.targets.get(subscriber.key) for one in HOSTS[: HOSTS.index(known)]]
+    before = older[-1] if older else None
+    if before == there:
+        return "the same"
+    if before is not None and before.target == there.target:
+        return f"there, with `({there.parameters})`"
+    return f"`{there.target}({there.parameters})`"
 
 
 def main(arguments: list[str]) -> None:
-    page = render(table())
+    page = render()
     if arguments:
         Path(arguments[0]).write_text(page, encoding="utf-8")
     else:

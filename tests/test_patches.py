@@ -24,9 +24,10 @@ from support.looked_up import LOOKED_UP
 
 from pla_patches import host, install, verify
 from pla_patches.hook import HOOKS
+from pla_patches.hosts import HOSTS, Host
+from pla_patches.hosts.signature import Signature
 from pla_patches.seam import Group, Hook, Seam, Subscriber
 from pla_patches.table import seams_of, table
-from pla_patches.table.targets import CONSTRUCTED
 from pla_sglang import config
 from pla_sglang.config import PlaConfig
 from pla_sglang.errors import HostMismatchError
@@ -52,14 +53,10 @@ def test_the_installed_host_is_supported() -> None:
     assert host.version_reasons() == []
 
 
-@pytest.mark.parametrize("seam", SEAMS.values(), ids=SEAMS)
-def test_parameters_are_as_recorded(seam: Seam) -> None:
-    assert verify.parameter_names(verify.raw_target(seam)) == seam.parameters
-
-
-@pytest.mark.parametrize("constructor", CONSTRUCTED)
-def test_constructors_that_we_call_are_as_recorded(constructor: str) -> None:
-    assert verify.parameter_names(pkgutil.resolve_name(constructor)) == CONSTRUCTED[constructor][0]
+@pytest.mark.parametrize("key", host.recorded().signatures)
+def test_parameters_are_as_recorded(key: str) -> None:
+    """Constructors that we call included."""
+    assert verify.misfit_here(host.recorded().signatures[key]) is None
 
 
 @pytest.mark.parametrize("ours", ["SendQueue", "ReceiveQueue", "TransferQueue"])
@@ -75,7 +72,16 @@ def test_every_method_that_we_override_has_its_row(ours: str) -> None:
     assert overridden == rows
 
 
-@pytest.mark.parametrize(("seam", "subscriber"), SUBSCRIBERS.values(), ids=SUBSCRIBERS)
+@pytest.mark.parametrize(
+    ("seam", "subscriber"),
+    [
+        pytest.param(seam, subscriber, id=f"{known.version} {subscriber.id}")
+        for known in HOSTS
+        if known.version in host.SUPPORTED
+        for seam in table(known)
+        for subscriber in seam.subscribers
+    ],
+)
 def test_handler_takes_what_the_hook_type_passes(seam: Seam, subscriber: Subscriber) -> None:
     """A handler that took other parameters would fail in the middle of a request."""
     names = [name for name in seam.parameters.split(", ") if name]
@@ -106,7 +112,7 @@ def names_used_in(path: str) -> frozenset[str]:
 
 
 def test_every_subscriber_has_its_look_up() -> None:
-    assert LOOKED_UP.keys() == SUBSCRIBERS.keys()
+    assert LOOKED_UP.keys() >= SUBSCRIBERS.keys()
 
 
 # -- installation ------------------------------------------------------------------------------------------------------
@@ -124,7 +130,7 @@ def load(mode: str, *, stateless: bool = False) -> Any:
     from sglang.srt.plugins import load_plugins
 
     assert install.installed() == ()
-    config.publish(PlaConfig(prefill_disagg=mode, stateless=stateless))
+    config.publish(PlaConfig(prefill_disagg=mode, stateless=stateless).for_device("cpu"))
     load_plugins()
     return live_groups()
 
@@ -283,6 +289,85 @@ def test_no_host_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.version_reasons() == ["sglang is not installed; supported: 0.5.17"]
 
 
+# -- a host that is allowed untested -----------------------------------------------------------------------------------
+
+ALLOWED = PlaConfig(prefill_disagg="temporal", untested_host="allow").for_device("cpu")
+
+
+def allowed_scheduler() -> Any:
+    """The groups of a scheduler process on another version with the functions of this one, and its line."""
+    from sglang.srt.plugins import load_plugins
+
+    config.publish(ALLOWED)
+    load_plugins()
+    return *live_groups(), install.verify_this_process()
+
+
+def next_version(monkeypatch: pytest.MonkeyPatch, **differs: Signature) -> Host:
+    """The installed host is one release later than it is; what is recorded of it but for what ``differs``."""
+    known = host.recorded()
+    changed = {key.replace("__", "."): there for key, there in differs.items()}
+    monkeypatch.setattr(host, "installed_version", lambda: "0.5.99")
+    recorded = Host(
+        known.version,
+        {key: changed.get(key, there) for key, there in known.targets.items()},
+        {key: changed.get(key, there) for key, there in known.constructed.items()},
+        known.absent,
+    )
+    monkeypatch.setattr(host, "recorded", lambda: recorded)
+    return recorded
+
+
+def test_an_untested_host_is_served_where_every_signature_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = next_version(monkeypatch)
+    groups, missing, line = in_fork(allowed_scheduler)
+    assert missing == []
+    assert groups - {"cpu"} == {"cli", "guard, scheduler", "scheduler", "running"}
+    assert line.endswith(f"sglang 0.5.99 (untested: its signatures are those of {recorded.version})")
+
+    def front() -> Any:
+        config.publish(ALLOWED)
+        install.install_frontend()
+        return live_groups()
+
+    groups, missing = in_fork(front, as_child=False)
+    assert missing == []
+    assert groups == {"guard", "frontend"}
+
+
+def test_an_untested_host_is_refused_with_all_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process of the command line also for what it does not install itself, as what a stateless one calls."""
+    next_version(
+        monkeypatch,
+        scheduler__run_batch=Signature(_SCHEDULER + "run_batch", "self, batch"),
+        scheduler__on_idle=Signature(_SCHEDULER + "rests", "self"),
+        metadata_buffers__init=Signature("sglang.srt.disaggregation.utils.MetadataBuffers.__init__", "self"),
+    )
+
+    def front() -> Any:
+        config.publish(ALLOWED)
+        try:
+            install.install_frontend()
+        except HostMismatchError as error:
+            return error.reasons
+        return []
+
+    reasons = in_fork(front, as_child=False)
+    ids = {"emu.idle", "graph.idle", "tele.idle", "sched.launch", "tele.launch", "tele.launched"}
+    assert {reason.split(":")[0] for reason in reasons} == {*ids, "metadata_buffers.init"}
+    stop = in_fork(allowed_scheduler)
+    assert isinstance(stop, SystemExit)
+    assert "sched.launch: " + _SCHEDULER + "run_batch takes (self, batch, pp_proxy_tensors), recorded" in str(stop)
+
+
+def test_a_host_that_is_refused_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_version(monkeypatch, scheduler__run_batch=Signature(_SCHEDULER + "run_batch", "self, batch"))
+    stop = in_fork(lambda: load("temporal"))
+    assert isinstance(stop, SystemExit)
+    assert "sglang 0.5.99; supported: " in str(stop)
+    assert "sched.launch: " + _SCHEDULER + "run_batch takes (self, batch, pp_proxy_tensors), recorded" in str(stop)
+
+
 def ids_of(group: Group) -> set[str]:
     return {subscriber.id for seam in seams_of(group) for subscriber in seam.subscribers}
 
@@ -381,7 +466,7 @@ def test_status_line_counts_what_is_in_effect() -> None:
 
 
 def test_catalogue_is_made_from_the_table() -> None:
-    wanted = make_catalogue.render(table())
+    wanted = make_catalogue.render()
     assert CATALOGUE.read_text(encoding="utf-8") == wanted, "run: python scripts/make_catalogue.py patches/CATALOGUE.md"
 
 

@@ -28,7 +28,7 @@ def load(knobs: PlaConfig, *, controller: bool = False) -> tuple[set[str], list[
     """As SGLang does in a process: groups of what is installed, and what of it is not in effect."""
     from sglang.srt.plugins import load_plugins
 
-    config.publish(knobs)
+    config.publish(knobs.for_device("cpu"))
     if controller:
         install.enter_controller()
     load_plugins()

@@ -49,12 +49,20 @@ def install_for_this_process(*, cpu_platform: bool = False) -> None:
     if cpu_platform:
         groups.append(Group.CPU)
     seams = seams_of(*groups)
-    reasons = verify.host_reasons(seams)
+    reasons = version_reasons()
     if set(groups) & HOST_SPECIFIC:
-        reasons = host.version_reasons() + reasons
+        reasons = reasons + verify.host_reasons(seams)
+    else:
+        reasons = verify.host_reasons(seams, names_only=bool(reasons))
     if reasons:
         raise SystemExit(f"error: {HostMismatchError(reasons)}")
     _register(seams)
+
+
+def version_reasons() -> list[str]:
+    """Why the installed host's version does not do for this server; empty where it does, or is allowed untested."""
+    allowed = config.current().untested_host == config.ALLOW and host.installed_version() is not None
+    return [] if allowed else host.version_reasons()
 
 
 def _groups(knobs: config.PlaConfig) -> list[Group]:
@@ -65,7 +73,7 @@ def _groups(knobs: config.PlaConfig) -> list[Group]:
     if _controller_pid == os.getpid():
         return [*groups, Group.CONTROLLER]
     wanted = (
-        (not host.version_reasons(), Group.GUARD_SCHEDULER),
+        (not version_reasons(), Group.GUARD_SCHEDULER),
         (knobs.emulate is not None, Group.EMULATE),
         (knobs.graphs, Group.GRAPHS),
         (knobs.enabled, Group.SCHEDULER),
@@ -89,7 +97,7 @@ def install_here(*groups: Group) -> None:
         HostMismatchError: with every reason.
     """
     seams = seams_of(*groups)
-    _install(seams, verify.all_reasons(seams))
+    _install(seams, version_reasons() + verify.host_reasons(seams))
 
 
 def install_frontend(
@@ -115,14 +123,22 @@ def install_frontend(
         (scheduling or stateless, Group.RUNNING),
         (stateless, Group.STATELESS),
     )
-    _install(seams_of(*here), verify.all_reasons(seams_of(*here, *(group for on, group in elsewhere if on))))
+    wanted_seams = seams_of(*here, *(group for on, group in elsewhere if on))
+    _install(seams_of(*here), version_reasons() + _seam_reasons(wanted_seams))
     verify_this_process()
+
+
+def _seam_reasons(seams: tuple[Seam, ...]) -> list[str]:
+    """What does not fit of ``seams``; on a host that is allowed untested, of all that is recorded."""
+    if not host.version_reasons() or version_reasons():
+        return verify.host_reasons(seams)
+    return verify.host_reasons(table()) + verify.constructor_reasons(host.recorded())
 
 
 def install_launcher() -> None:
     """Seams of our own launcher. Raises HostMismatchError."""
     seams = seams_of(Group.LAUNCHER)
-    _install(seams, verify.host_reasons(seams))
+    _install(seams, verify.host_reasons(seams, names_only=bool(version_reasons())))
     verify_this_process()
 
 
@@ -140,7 +156,8 @@ def verify_this_process() -> str:
     """One line for people and reports. Raises HostMismatchError when any installed seam is not in effect."""
     if reasons := verify.effect_reasons(installed()):
         raise HostMismatchError(reasons)
-    return f"{len(_installed)} seams verified on sglang {host.installed_version()}"
+    note = host.untested_note()
+    return f"{len(_installed)} seams verified on sglang {host.installed_version()}" + (f" ({note})" if note else "")
 
 
 def installed() -> tuple[Seam, ...]:

@@ -7,6 +7,8 @@ import enum
 from collections.abc import Collection
 from typing import Any
 
+from pla_patches.hosts.signature import Signature
+
 
 class Hook(enum.Enum):
     """How a subscriber enters its target; the first four are named as in SGLang's HookRegistry.
@@ -62,26 +64,22 @@ class Subscriber:
     Attributes:
         id: short name, unique.
         group: when it is active.
-        target: dotted path in the host.
+        key: our name of the host's function; ``pla_patches.hosts`` has where it is.
         hook: how it is called. REPLACE and OVERRIDE allow no other subscriber at the seam.
         handler: ``module:function`` of ours, or ``module:Class.method``.
         why: what it is for.
         verify: what tests prove that it works.
         exit: when it can go; None: with its group, see ``GROUP_EXITS``.
-        host_versions: hosts it was recorded on.
-        next_host: what a port to SGLang 0.5.23 has to know of the target beside its signature; None: no more is known.
     """
 
     id: str
     group: Group
-    target: str
+    key: str
     hook: Hook = Hook.AFTER
     handler: str
     why: str
     verify: str
     exit: str | None = None
-    host_versions: tuple[str, ...] = ("0.5.17",)
-    next_host: str | None = None
 
     @property
     def goes_when(self) -> str:
@@ -89,22 +87,14 @@ class Subscriber:
 
 
 def subscribe(
-    *, target: str, module: str, hook: Hook = Hook.AFTER, handler: str | None = None, **fields: Any
+    *, key: str, module: str, hook: Hook = Hook.AFTER, handler: str | None = None, **fields: Any
 ) -> Subscriber:
-    """A subscriber with a function of ``module`` as its handler: ``handler``, else named after the hook and the target.
+    """A subscriber with a function of ``module`` as its handler: ``handler``, else named after the hook and the key.
 
     So ``after_run_batch`` comes after the host's ``run_batch``. ``fields``: the others of ``Subscriber``.
     """
-    name = handler or f"{hook.value}_{target.rpartition('.')[2].strip('_')}"
-    return Subscriber(target=target, hook=hook, handler=f"{module}:{name}", **fields)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Signature:
-    """A function of the host: its dotted path, and the names of its parameters."""
-
-    target: str
-    parameters: str
+    name = handler or f"{hook.value}_{key.rpartition('.')[2]}"
+    return Subscriber(key=key, hook=hook, handler=f"{module}:{name}", **fields)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +102,21 @@ class Seam:
     """One function of the host that we enter, and who is called there.
 
     Attributes:
+        key: our name of it.
         target: dotted path in the host.
         parameters: names of the target's parameters as recorded from the host; a change means a drift.
-        next_host: what SGLang 0.5.23 has for it; None: nothing.
         subscribers: in the order in which they are called among those of their hook type: every "before" first, then
             the host's function inside every "around" (the first is the outermost), then every "after".
     """
 
+    key: str
     target: str
     parameters: str
-    next_host: Signature | None
     subscribers: tuple[Subscriber, ...]
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(self.target, self.parameters)
 
     def narrow_to(self, groups: Collection[Group]) -> Seam:
         """The same with the subscribers of ``groups`` only."""

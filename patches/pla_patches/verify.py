@@ -11,8 +11,9 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pla_patches import host
 from pla_patches.hook import HOOKS
+from pla_patches.hosts import Host
+from pla_patches.hosts.signature import Signature
 from pla_patches.seam import Hook, Seam, Subscriber
 
 
@@ -21,9 +22,9 @@ def resolve_handler(subscriber: Subscriber) -> Callable[..., Any]:
     return handler
 
 
-def raw_target(seam: Seam) -> Any:
+def raw_target(target: str) -> Any:
     """The host's function, without the class- or staticmethod around it. Raises AttributeError or ImportError."""
-    owner_path, _, name = seam.target.rpartition(".")
+    owner_path, _, name = target.rpartition(".")
     owner = pkgutil.resolve_name(owner_path)
     raw = owner.__dict__.get(name) if isinstance(owner, type) else None
     if isinstance(raw, (classmethod, staticmethod)):
@@ -36,15 +37,15 @@ def parameter_names(function: Any) -> str:
     return ", ".join(inspect.signature(inspect.unwrap(function)).parameters)
 
 
-def host_reasons(seams: Iterable[Seam]) -> list[str]:
+def host_reasons(seams: Iterable[Seam], *, names_only: bool = False) -> list[str]:
     """What keeps ``seams`` from fitting the installed host; empty when all fit. Changes nothing.
 
-    Parameters are compared on supported hosts only. On others nothing but the CPU platform and the flags is installed,
-    and there it is enough that the targets exist.
+    ``names_only``: it is enough that the targets exist. So it is on a host that is not supported, where nothing but the
+    CPU platform, the emulated device and the flags is installed.
     """
     reasons = []
     for seam in seams:
-        misfit = _target_misfit(seam)
+        misfit = misfit_here(seam.signature, names_only=names_only)
         for subscriber in seam.subscribers:
             if misfit is not None:
                 reasons.append(f"{subscriber.id}: {misfit}")
@@ -55,14 +56,19 @@ def host_reasons(seams: Iterable[Seam]) -> list[str]:
     return reasons
 
 
-def _target_misfit(seam: Seam) -> str | None:
+def constructor_reasons(recorded: Host) -> list[str]:
+    """Which constructors that we call are not as ``recorded`` on the installed host; empty when all are."""
+    misfits = {key: misfit_here(there) for key, there in recorded.constructed.items()}
+    return [f"{key}: {misfit}" for key, misfit in misfits.items() if misfit is not None]
+
+
+def misfit_here(recorded: Signature, *, names_only: bool = False) -> str | None:
+    """How the installed host differs from what is recorded of one function; None: not at all."""
     try:
-        parameters = parameter_names(raw_target(seam))
+        parameters = parameter_names(raw_target(recorded.target))
     except (ImportError, AttributeError, ValueError) as error:
-        return f"{seam.target} not found ({error})"
-    if parameters == seam.parameters or host.version_reasons():
-        return None
-    return f"{seam.target} takes ({parameters}), recorded ({seam.parameters})"
+        return f"{recorded.misfit(None)} ({error})"
+    return None if names_only else recorded.misfit(parameters)
 
 
 def effect_reasons(seams: Iterable[Seam]) -> list[str]:
@@ -70,7 +76,7 @@ def effect_reasons(seams: Iterable[Seam]) -> list[str]:
     reasons = []
     for seam in seams:
         try:
-            live = raw_target(seam)
+            live = raw_target(seam.target)
         except (ImportError, AttributeError) as error:
             reasons += [f"{subscriber.id}: {seam.target} not found ({error})" for subscriber in seam.subscribers]
             continue
@@ -107,7 +113,3 @@ def _wraps(function: Any, hook: Callable[..., Any]) -> bool:
                 return True
         function = getattr(function, "__wrapped__", None)
     return False
-
-
-def all_reasons(seams: Iterable[Seam]) -> list[str]:
-    return host.version_reasons() + host_reasons(seams)

@@ -1,13 +1,14 @@
 """The table of every place where pla_sglang enters SGLang. ``CATALOGUE.md`` is made from it.
 
-``targets`` has the host's functions, here and in the next version, the other modules who subscribes to them.
-Subscribers of one target are called in the order in which they stand here: the emulated device first, load reports
-last.
+The modules here say who subscribes to which key; where a host has it stands in ``pla_patches.hosts``.
+Subscribers of one key are called in the order in which they stand here: the emulated device first, load reports last.
 """
 
 from __future__ import annotations
 
-from pla_patches.seam import Group, Seam, Signature
+from pla_patches import host
+from pla_patches.hosts import Host
+from pla_patches.seam import Group, Seam
 from pla_patches.table.cli import CLI
 from pla_patches.table.graphs import GRAPHS
 from pla_patches.table.hop_front import HOP_FRONT
@@ -18,22 +19,23 @@ from pla_patches.table.reports import REPORTS
 from pla_patches.table.running import RUNNING
 from pla_patches.table.scheduler import SCHEDULER
 from pla_patches.table.stateless import STATELESS
-from pla_patches.table.targets import NEXT_HOST, PARAMETERS
 
 SUBSCRIBERS = (*CLI, *PLATFORM, *GRAPHS, *SCHEDULER, *REPORTS, *POOLS, *RUNNING, *STATELESS, *QUEUES, *HOP_FRONT)
 
 
-def table() -> tuple[Seam, ...]:
-    """All seams, one for each target."""
-    return tuple(
+def table(known: Host | None = None) -> tuple[Seam, ...]:
+    """All seams on a host, one for each target. ``known``: by default what is recorded for the installed one."""
+    recorded = known or host.recorded()
+    seams = (
         Seam(
-            target=target,
-            parameters=parameters,
-            next_host=NEXT_HOST.get(target, Signature(target, parameters)),
-            subscribers=tuple(subscriber for subscriber in SUBSCRIBERS if subscriber.target == target),
+            key=key,
+            target=there.target,
+            parameters=there.parameters,
+            subscribers=tuple(one for one in SUBSCRIBERS if one.key == key and one.id not in recorded.absent),
         )
-        for target, parameters in PARAMETERS.items()
+        for key, there in recorded.targets.items()
     )
+    return tuple(seam for seam in seams if seam.subscribers)
 
 
 def seams_of(*groups: Group) -> tuple[Seam, ...]:

@@ -6,9 +6,6 @@ import functools
 
 from pla_patches.seam import Group, Hook, Subscriber, subscribe
 
-_ARGS = "sglang.srt.server_args.ServerArgs."
-_HTTP = "sglang.srt.entrypoints.http_server."
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
 _HOOKS = "pla_sglang.engine.hooks.http_server"
 _HIDDEN = "pla_sglang.engine.hooks.hidden_keys"
 
@@ -18,14 +15,14 @@ CLI = (
     _subscribe(
         id="cli.add",
         group=Group.CLI,
-        target=_ARGS + "add_cli_args",
+        key="server_args.add_cli_args",
         why="Our flags in SGLang's own parser, so every launcher and --config file knows them.",
         verify="tests/test_config.py; e2e: flags through all three launchers",
     ),
     _subscribe(
         id="cli.parse",
         group=Group.CLI,
-        target=_ARGS + "from_cli_args",
+        key="server_args.from_cli_args",
         hook=Hook.AROUND,
         why="Check our values alone and against SGLang's resolved arguments; hand them to child processes.",
         verify="tests/test_config.py, tests/test_compat.py",
@@ -33,7 +30,7 @@ CLI = (
     _subscribe(
         id="guard.request",
         group=Group.GUARD,
-        target=_MANAGER + "generate_request",
+        key="tokenizer_manager.generate_request",
         hook=Hook.BEFORE,
         handler="refuse_bad_request",
         why="n copies the prompt before anything looks at it; mistakes that SGLang answers with 500 break a stream.",
@@ -42,7 +39,7 @@ CLI = (
     _subscribe(
         id="guard.message",
         group=Group.GUARD,
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        key="tokenizer_manager.create_tokenized_object",
         hook=Hook.AROUND,
         why="A scheduler ends with one message of other types or ranges than it expects; it is refused with 400.",
         verify="tests/test_request_checks.py; tests/e2e/test_poison.py: such requests end nothing; bench poison",
@@ -50,7 +47,7 @@ CLI = (
     Subscriber(
         id="guard.logprobs",
         group=Group.GUARD_SCHEDULER,
-        target="sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
+        key="logprob_processor.compute_logprobs",
         handler="pla_sglang.engine.hooks.guards:after_compute_logprobs",
         why="token_ids_logprob (/v1/score) beside a request without it ends the scheduler: a list has no tolist().",
         verify="tests/test_request_checks.py; tests/e2e/test_poison.py: /v1/score beside a stream",
@@ -59,7 +56,7 @@ CLI = (
     _subscribe(
         id="guard.repr",
         group=Group.GUARD,
-        target=_ARGS + "__repr__",
+        key="server_args.repr",
         module=_HIDDEN,
         why="SGLang logs its arguments with every key in them; the line goes without.",
         verify="tests/test_secret_names.py; tests/e2e/test_secrets.py: the log",
@@ -68,7 +65,7 @@ CLI = (
     _subscribe(
         id="guard.arguments",
         group=Group.GUARD,
-        target=_MANAGER + "resolved_config_dict",
+        key="tokenizer_manager.resolved_config_dict",
         module=_HIDDEN,
         why="/server_info shows all arguments to whoever holds the key of clients; keys are hidden there.",
         verify="tests/test_secret_names.py; tests/e2e/test_secrets.py",
@@ -77,7 +74,7 @@ CLI = (
     _subscribe(
         id="guard.states",
         group=Group.GUARD,
-        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state",
+        key="tokenizer_control.get_internal_state",
         hook=Hook.AROUND,
         module=_HIDDEN,
         why="The schedulers' copies of the same arguments, in /server_info too.",
@@ -87,7 +84,7 @@ CLI = (
     _subscribe(
         id="front.request",
         group=Group.FRONTEND,
-        target=_MANAGER + "generate_request",
+        key="tokenizer_manager.generate_request",
         hook=Hook.BEFORE,
         why="TTFT target from a header or custom_params; a bad one is refused as SGLang refuses bad parameters.",
         verify="e2e: SLO header tests",
@@ -96,7 +93,7 @@ CLI = (
     _subscribe(
         id="front.serve",
         group=Group.FRONTEND,
-        target=_HTTP + "_setup_and_run_http_server",
+        key="http_server.setup_and_run_http_server",
         hook=Hook.BEFORE,
         handler="before_run_http_server",
         why="Refuse to serve beside a scheduler without our seams; add /pla routes.",
@@ -106,7 +103,7 @@ CLI = (
     Subscriber(
         id="launch.ready",
         group=Group.LAUNCHER,
-        target=_HTTP + "launch_server",
+        key="http_server.launch_server",
         hook=Hook.BEFORE,
         handler="pla_sglang.launch_server:before_launch",
         why="Print a request that works once the server is ready.",

@@ -6,7 +6,6 @@ import functools
 
 from pla_patches.seam import Group, subscribe
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _HOOKS = "pla_sglang.engine.hooks.graphs"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.GRAPHS)
@@ -14,25 +13,25 @@ _subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.GRAPHS)
 GRAPHS = (
     _subscribe(
         id="graph.prefill",
-        target="sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph",
+        key="cuda_graph_setup.capture_prefill_graph",
         why="Our prefill graphs in front of SGLang's own, which serve everything outside our shapes.",
         verify="tests/graphs: token-identical answers, hits and fall-backs under the real scheduler",
     ),
     _subscribe(
         id="graph.idle",
-        target=_SCHEDULER + "on_idle",
+        key="scheduler.on_idle",
         why="Missed shapes are captured when nobody waits.",
         verify="tests/graphs: lazy captures under the real scheduler",
     ),
     _subscribe(
         id="graph.info",
-        target=_SCHEDULER + "get_init_info",
+        key="scheduler.get_init_info",
         why="Say in /server_info whether our graphs serve, and start their series.",
         verify="tests/graphs: series follow the totals",
     ),
     _subscribe(
         id="graph.state",
-        target=_SCHEDULER + "get_internal_state",
+        key="scheduler.get_internal_state",
         why="Hits, padding, captures and fall-backs by reason in /server_info.",
         verify="tests/graphs: state of the runner",
     ),

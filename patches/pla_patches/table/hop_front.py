@@ -6,8 +6,6 @@ import functools
 
 from pla_patches.seam import Group, Hook, subscribe
 
-_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager."
-_OPENAI = "sglang.srt.entrypoints.openai."
 _TESTS = "tests/hops/test_hop_splices.py"
 
 _subscribe = functools.partial(
@@ -20,40 +18,38 @@ _subscribe = functools.partial(
 HOP_FRONT = (
     _subscribe(
         id="hop.chat",
-        target=_OPENAI + "serving_chat.OpenAIServingChat._generate_chat_stream",
+        key="serving_chat.generate_chat_stream",
         hook=Hook.AROUND,
         why="Token ids before each event of a marked chat; old tokens run through its parsers where it goes on.",
         verify=_TESTS,
     ),
     _subscribe(
         id="hop.completions",
-        target=_OPENAI + "serving_completions.OpenAIServingCompletion._generate_completion_stream",
+        key="serving_completion.generate_completion_stream",
         hook=Hook.AROUND,
         why="The same for completions.",
         verify=_TESTS,
     ),
     _subscribe(
         id="hop.chunks",
-        target=_MANAGER + "generate_request",
+        key="tokenizer_manager.generate_request",
         hook=Hook.AROUND,
         why="The endpoint of a marked stream reads its chunks from us, so each event is known to be of certain tokens.",
         verify=_TESTS,
     ),
     _subscribe(
         id="hop.prompt",
-        target=_MANAGER + "_send_one_request",
+        key="tokenizer_manager.send_one_request",
         hook=Hook.BEFORE,
         why="After tokenization and before dispatch: the prompt must have the ids that it had where the answer began.",
         verify="tests/hops/test_hop_front_refusals.py: a chat template with the date",
-        next_host="A coroutine there, before whose first step the hook runs as well.",
     ),
     _subscribe(
         id="hop.serve",
-        target="sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        key="http_server.setup_and_run_http_server",
         hook=Hook.BEFORE,
         handler="before_run_http_server",
         why="Stand around the route /generate, whose events are made in a closure.",
         verify=_TESTS + "; tests/hops/test_hop_route.py",
-        next_host="The route's function checks the body, then calls serve_generate_request: stand there.",
     ),
 )

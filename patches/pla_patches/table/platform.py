@@ -6,20 +6,15 @@ import functools
 
 from pla_patches.seam import Group, Hook, Subscriber, subscribe
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
-_PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin."
-_NIXL = "sglang.srt.disaggregation.nixl.conn."
 _HOOKS = "pla_sglang.emulate.hooks"
-# A newer host is compared with on the same emulated device; its scheduling stays its own.
-_BOTH = ("0.5.17", "0.5.23")
 
-_on_cpu = functools.partial(Subscriber, group=Group.CPU, host_versions=_BOTH)
-_on_emulated = functools.partial(subscribe, module=_HOOKS, group=Group.EMULATE, host_versions=_BOTH)
+_on_cpu = functools.partial(Subscriber, group=Group.CPU)
+_on_emulated = functools.partial(subscribe, module=_HOOKS, group=Group.EMULATE)
 
 PLATFORM = (
     _on_cpu(
         id="cpu.nixl_rest",
-        target=_NIXL + "NixlKVManager.__init__",
+        key="kv_manager.init",
         hook=Hook.BEFORE,
         handler="pla_sglang.platform.host_fixes:let_nixl_rest",
         why="NIXL's progress thread polls without a pause, or spins for workers that nobody serves: most of a core.",
@@ -28,7 +23,7 @@ PLATFORM = (
     ),
     _on_cpu(
         id="cpu.nixl_dram",
-        target=_NIXL + "NixlKVManager.__init__",
+        key="kv_manager.init",
         hook=Hook.BEFORE,
         handler="pla_sglang.platform.host_fixes:announce_kv_as_dram",
         why="SGLang declares every KV pool but HiSparse's to NIXL as VRAM, and UCX refuses host memory as VRAM.",
@@ -37,37 +32,34 @@ PLATFORM = (
     ),
     _on_cpu(
         id="cpu.collectives",
-        target="sglang.srt.distributed.parallel_state.GroupCoordinator.__init__",
+        key="group_coordinator.init",
         hook=Hook.BEFORE,
         handler="pla_sglang.platform.host_fixes:without_gpu_communicators",
         why="With more than one rank the coordinator builds NCCL communicators on torch.cuda whatever the platform.",
         verify="a server with --tp-size 2 --device cpu answers; without the seam it stops in PyNcclCommunicator",
         exit="When GroupCoordinator asks the platform for its communicator (DeviceMixin.get_communicator_class).",
-        next_host="use_pymscclpp is called use_mscclpp, and is off by default.",
     ),
     _on_cpu(
         id="cpu.pd_early_send",
-        target=_PREFILL + "maybe_send_cached_prefix_chunk",
+        key="prefill_mixin.maybe_send_cached_prefix_chunk",
         hook=Hook.AROUND,
         handler="pla_sglang.platform.host_fixes:early_send_without_event",
         why="A prefill server with the overlap schedule records a torch.cuda.Event on the CPU forward stream.",
         verify="without it a prefill server stops at the second chunk of a prompt; tests/e2e/test_cpu_pd.py has such",
         exit="When SGLang takes the event from torch.get_device_module(device).",
-        next_host="The host gives allow_send by keyword; the event is recorded as before.",
     ),
     _on_cpu(
         id="cpu.reasoning",
-        target="sglang.srt.constrained.reasoner_grammar_backend.ReasonerGrammarBackend.__init__",
+        key="reasoner_grammar.init",
         hook=Hook.BEFORE,
         handler="pla_sglang.platform.host_fixes:offer_mask_functions",
         why="With --reasoning-parser the host asks a grammar backend for functions that only xgrammar's has.",
         verify="without it every grammar is refused: tests/e2e/test_reasoning_grammars.py",
         exit="When ReasonerGrammarBackend takes them from the grammar.",
-        next_host="It still reads the three from the backend, and llguidance's still lacks them.",
     ),
     _on_emulated(
         id="emu.forward",
-        target="sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        key="tp_worker.forward_batch_generation",
         hook=Hook.AROUND,
         handler="around_forward",
         why="Each forward pass occupies the emulated device for the time of its batch.",
@@ -75,50 +67,47 @@ PLATFORM = (
     ),
     _on_emulated(
         id="emu.ready",
-        target="sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+        key="batch_result.copy_to_cpu",
         why="A result is ready when the emulated device is done; the host waits for it where it waits for a GPU's.",
         verify="as emu.forward",
     ),
     _on_emulated(
         id="emu.idle",
-        target=_SCHEDULER + "on_idle",
+        key="scheduler.on_idle",
         why="Tell a device that waits for work from one that waits for the host.",
         verify="tests/emulate",
     ),
     _on_emulated(
         id="emu.kv_size",
-        target=_NIXL + "NixlKVReceiver.send_metadata",
+        key="kv_receiver.send_metadata",
         why="How many KV pages a transfer will bring.",
         verify="e2e: KV bandwidth",
-        host_versions=("0.5.17",),
     ),
     _on_emulated(
         id="emu.kv_poll",
-        target=_NIXL + "NixlKVReceiver.poll",
+        key="kv_receiver.poll",
         hook=Hook.AROUND,
         handler="around_receiver_poll",
         why="A transfer is complete once the emulated link has carried it, and fails where it is to.",
         verify="e2e: KV bandwidth, failed transfers",
-        host_versions=("0.5.17",),
     ),
     _on_emulated(
         id="emu.kv_send_poll",
-        target=_NIXL + "NixlKVSender.poll",
+        key="kv_sender.poll",
         hook=Hook.AROUND,
         handler="around_sender_poll",
         why="A transfer fails at the prefill instance where it is to.",
         verify="e2e: failed transfers",
-        host_versions=("0.5.17",),
     ),
     _on_emulated(
         id="emu.info",
-        target=_SCHEDULER + "get_init_info",
+        key="scheduler.get_init_info",
         why="Say in the log and in /server_info that this is no GPU.",
         verify="e2e: /server_info",
     ),
     _on_emulated(
         id="emu.state",
-        target=_SCHEDULER + "get_internal_state",
+        key="scheduler.get_internal_state",
         why="Step errors and host overhead in /server_info.",
         verify="e2e: /server_info",
     ),

@@ -9,7 +9,6 @@ import functools
 
 from pla_patches.seam import Group, Hook, subscribe
 
-_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
 _E2E = "tests/e2e/test_same_answers.py"
 
 _subscribe = functools.partial(subscribe, module="pla_sglang.engine.hooks.running", group=Group.RUNNING)
@@ -17,7 +16,7 @@ _subscribe = functools.partial(subscribe, module="pla_sglang.engine.hooks.runnin
 RUNNING = (
     _subscribe(
         id="run.penalties",
-        target=_BATCH + "cumulate_penalty_output_tokens",
+        key="batch.cumulate_penalty_output_tokens",
         hook=Hook.AROUND,
         handler="around_cumulate_penalties",
         why=(
@@ -25,27 +24,24 @@ RUNNING = (
             "one that it knows, which depends on what else runs, and on where the request began."
         ),
         verify="tests/test_penalties.py; " + _E2E,
-        next_host="Same body: the count is still that of the last token that the host knows.",
     ),
     _subscribe(
         id="run.penalties_again",
-        target=_BATCH + "prepare_for_extend",
+        key="batch.prepare_for_extend",
         why=(
             "Penalties of a request that is prefilled with a part of its answer: the host begins at nothing. And their "
             "order, which is by chance in each process where there are several."
         ),
         verify="tests/test_penalties.py; " + _E2E + "; tests/e2e/test_stateless_pair.py: an answer computed again",
-        next_host="sampling_info is still built in it.",
     ),
     _subscribe(
         id="run.processors",
-        target="sglang.srt.layers.sampler.apply_custom_logit_processor",
+        key="sampler.apply_custom_logit_processor",
         hook=Hook.AROUND,
         why=(
             "A custom logit processor reads the answer so far, which with the overlap schedule has a token more where "
             "a prefill of others, or a grammar of others, came between."
         ),
         verify="tests/test_logit_processors.py; " + _E2E,
-        next_host="Same parameters; the processors still get the request itself.",
     ),
 )

@@ -6,11 +6,6 @@ import functools
 
 from pla_patches.seam import Group, Hook, subscribe
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
-_POLICY = "sglang.srt.managers.schedule_policy."
-_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch."
-_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
-_PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin."
 _HOOKS = "pla_sglang.engine.hooks.scheduler"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.SCHEDULER, exit="As sched.pass.")
@@ -18,14 +13,14 @@ _subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.SCHEDULER, 
 SCHEDULER = (
     _subscribe(
         id="sched.init",
-        target=_SCHEDULER + "init_schedule_policy",
+        key="scheduler.init_schedule_policy",
         why="Verify all seams of the process, then attach the policy to its scheduler.",
         verify="tests/test_patches.py; e2e: hooks in /server_info",
         exit="With the scheduler seams.",
     ),
     _subscribe(
         id="sched.pass",
-        target=_SCHEDULER + "_get_new_batch_prefill_raw",
+        key="scheduler.get_new_batch_prefill_raw",
         hook=Hook.AROUND,
         handler="around_prefill_pass",
         why="Opens and closes a scheduling pass; every event loop makes its prefill batches here.",
@@ -34,14 +29,13 @@ SCHEDULER = (
     ),
     _subscribe(
         id="sched.order",
-        target=_POLICY + "SchedulePolicy.calc_priority",
+        key="schedule_policy.calc_priority",
         why="Decision point: queue ordered, prefix matches fresh, grammar-ready requests included.",
         verify="e2e: mixed load; tests/test_engine_apply.py",
-        next_host="It also counts processed tokens, for its own order hrrn.",
     ),
     _subscribe(
         id="sched.reserve",
-        target=_POLICY + "PrefillAdder.__init__",
+        key="prefill_adder.init",
         handler="after_adder_init",
         why="Keep the parked chunk's future KV out of what shorts may take; else the host runs out of memory.",
         verify="e2e: KV pressure",
@@ -49,7 +43,7 @@ SCHEDULER = (
     ),
     _subscribe(
         id="sched.mix",
-        target=_POLICY + "PrefillAdder.add_chunked_req",
+        key="prefill_adder.add_chunked_req",
         hook=Hook.AROUND,
         why="Ablation --pla-mixing allow: the chunk leaves room for shorts in its pass.",
         verify="e2e: ablation arms",
@@ -57,15 +51,14 @@ SCHEDULER = (
     ),
     _subscribe(
         id="sched.ride",
-        target=_BATCH + "mix_with_running",
+        key="batch.mix_with_running",
         why="A rider that sat out the pass before has no token under way; the host counts its prefix one too long.",
         verify="e2e: riding decodes on the chain model, which checks positions",
-        exit="SGLang 0.5.23 takes a rider's prefix from its sequence length.",
-        next_host="Fixed there: leave this row out.",
+        exit="With SGLang 0.5.17.",
     ),
     _subscribe(
         id="sched.lora",
-        target=_SCHEDULER + "_can_schedule_lora_req",
+        key="scheduler.can_schedule_lora_req",
         hook=Hook.AROUND,
         handler="around_can_schedule_lora",
         why="A parked chunk's LoRA adapter keeps its place in the adapter pool.",
@@ -73,36 +66,35 @@ SCHEDULER = (
     ),
     _subscribe(
         id="sched.enqueue",
-        target=_SCHEDULER + "_add_request_to_queue",
+        key="scheduler.add_request_to_queue",
         why="Stamp the arrival by the shared clock, for PD prefill before the handshake.",
         verify="e2e: mixed load, PD pair",
     ),
     _subscribe(
         id="sched.dispatch",
-        target=_SCHEDULER + "init_request_dispatcher",
+        key="scheduler.init_request_dispatcher",
         why="Handler of the clock message.",
         verify="e2e: mixed load",
         exit="When SGLang broadcasts a clock.",
     ),
     _subscribe(
         id="sched.clock",
-        target=_RECEIVER + "_pull_raw_reqs",
+        key="request_receiver.pull_raw_reqs",
         why="Rank 0's clock rides the request broadcast, so all ranks decide alike.",
         verify="e2e: TP=2 on the CPU",
         exit="When SGLang broadcasts a clock.",
     ),
     _subscribe(
         id="sched.pd_chunk",
-        target=_PREFILL + "process_prefill_chunk",
+        key="prefill_mixin.process_prefill_chunk",
         hook=Hook.AROUND,
         why="PD prefill would insert a parked chunk's whole prefix into the radix cache in every pass.",
         verify="e2e: PD pair with a parked chunk",
         exit="When SGLang leaves a chunk alone that has computed nothing since.",
-        next_host="It still checkpoints chunked_req in every pass, and sends or marks it for sending.",
     ),
     _subscribe(
         id="sched.launch",
-        target=_SCHEDULER + "run_batch",
+        key="scheduler.run_batch",
         hook=Hook.AROUND,
         why="Launch time of a pass, for the step model.",
         verify="tests/policy/test_step_fit.py; e2e: step_model_fits in /pla/state",
@@ -110,35 +102,35 @@ SCHEDULER = (
     ),
     _subscribe(
         id="sched.result",
-        target=_SCHEDULER + "process_batch_result",
+        key="scheduler.process_batch_result",
         why="End of a pass, for the step model.",
         verify="as sched.launch",
         exit="as sched.launch",
     ),
     _subscribe(
         id="sched.load",
-        target=_SCHEDULER + "publish_load_snapshot",
+        key="scheduler.publish_load_snapshot",
         handler="after_publish_load",
         why="Queue gauges by class, refreshed when the host publishes its load.",
         verify="e2e: metrics, abort storm",
     ),
     _subscribe(
         id="sched.info",
-        target=_SCHEDULER + "get_init_info",
+        key="scheduler.get_init_info",
         why="Tell the front process that the seams are in place; shown in /server_info.",
         verify="tests/test_patches.py; e2e: /server_info",
         exit="When SGLang reports failed hooks.",
     ),
     _subscribe(
         id="sched.state",
-        target=_SCHEDULER + "get_internal_state",
+        key="scheduler.get_internal_state",
         why="State and counters in /server_info and /pla/state.",
         verify="e2e: /pla/state",
         exit="When plugins may add to the internal state.",
     ),
     _subscribe(
         id="sched.control",
-        target=_SCHEDULER + "set_internal_state",
+        key="scheduler.set_internal_state",
         hook=Hook.AROUND,
         why="Run-time knobs, in one order on all ranks.",
         verify="e2e: knob change under load; tests/test_control.py",

@@ -30,7 +30,7 @@ def after_add_cli_args(result: Any, parser: argparse.ArgumentParser) -> None:
 def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.Namespace) -> Any:
     """Check our flags, alone and against SGLang's, then publish them to every process that will be started."""
     from pla_patches import host
-    from pla_patches.install import install_frontend
+    from pla_patches.install import install_frontend, version_reasons
 
     try:
         config = pla_config.from_namespace(args)
@@ -53,8 +53,10 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         if pools:
             config = config.replace(controller_folder=socket_folder())
         pla_config.publish(config)
-        if config.enabled or config.reports or config.stateless or not host.version_reasons():
+        if config.enabled or config.reports or config.stateless or not version_reasons():
             install_frontend(scheduling=config.enabled, pools=pools, reports=config.reports, stateless=config.stateless)
+            if note := host.untested_note():
+                print(f"warning: sglang {host.installed_version()} is {note}", file=sys.stderr, flush=True)
     except PlaError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
