@@ -4,9 +4,9 @@
 one server after the other, the most telling first: *stock* (best flags: SGLang captures prefill graphs by default on
 CUDA), *full* (temporal with graphs of variable length), *disaggregation* (temporal without), *observed*: stock's
 scheduling under our launcher, which only measures what passes cost beside their tokens, *apart*: the paper's rule,
-classes never in one pass, at about the boundary that the first H100 had fitted, and *graphs* alone. Every client asks, waits for the one token that a prefill
-instance gives, and asks the next turn: the history so far and a new message of LMSYS-like length. The same sessions in
-every arm. The file is written anew after each arm.
+classes never in one pass, at about the boundary that the first H100 had fitted, and *graphs* alone. Every client
+asks, waits for the one token that a prefill instance gives, and asks the next turn: the history so far and a new
+message of LMSYS-like length. The same sessions in every arm. The file is written anew after each arm.
 """
 
 from __future__ import annotations

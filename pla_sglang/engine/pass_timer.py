@@ -62,10 +62,10 @@ class _Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassTime:
-    """One pass: ``device_s`` from the end of the pass before it, or from its launch, to its own end; ``end_s``: when the
-    host knew of that; ``processing_s``: the host's work after its launch.
+    """One pass: ``device_s`` from the end of the pass before it, or from its launch, to its own end.
 
-    ``gap_s`` of ``device_s`` the device waited although it had this pass to do; 0 where that cannot be seen.
+    ``end_s``: when the host knew of that; ``processing_s``: the host's work after its launch. ``gap_s`` of ``device_s``
+    the device waited although it had this pass to do; 0 where that cannot be seen.
     """
 
     note: Any

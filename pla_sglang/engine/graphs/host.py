@@ -114,6 +114,13 @@ class CapturedForward:
             set_is_extend_in_batch(False)
             yield
 
+    @contextlib.contextmanager
+    def as_live_pass(self, bucket: Bucket) -> Iterator[None]:
+        """Likewise, with the host's attention backend, as the host runs a batch."""
+        context = ForwardContext(attn_backend=self.runner.attn_backend)
+        with torch.no_grad(), self.as_plain_pass(bucket), forward_context(context):
+            yield
+
     def fixed_bytes(self) -> int:
         return self.buffers.memory_bytes + self.recorder.result_bytes
 
