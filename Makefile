@@ -1,6 +1,7 @@
 # The commands of this repository. Each one sets up its environment first; that takes minutes once, then no time.
 PY := .venv/bin/python
 PORT ?= 30000
+HOST := # a version of SGLang. Not read from the environment, where shells keep a machine's name
 LINTED := pla_sglang kernels patches graphs scripts setup.py $(wildcard bench tests examples)
 
 .PHONY: help setup serve test demo lint constraints clean clean-cache
@@ -8,8 +9,8 @@ LINTED := pla_sglang kernels patches graphs scripts setup.py $(wildcard bench te
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-setup: ## make .venv (PYTHON=... chooses the interpreter)
-	@bash scripts/setup_venv.sh
+setup: ## make .venv (PYTHON=... chooses the interpreter, HOST=0.5.23 the version of SGLang, until another is named)
+	@bash scripts/setup_venv.sh $(if $(HOST),--host $(HOST))
 
 serve: setup ## serve the embedded demo model on this machine (PORT=30000)
 	@exec $(PY) -m pla_sglang.launch_server --prefill-disagg temporal --port $(PORT)
@@ -25,11 +26,11 @@ lint: setup ## style, format and types
 	$(PY) -m ruff format --check $(LINTED)
 	$(PY) -m mypy
 
-constraints: ## resolve the dependencies afresh into constraints.txt
-	bash scripts/make_constraints.sh
+constraints: ## resolve the dependencies afresh into constraints-HOST.txt
+	HOST=$(HOST) bash scripts/make_constraints.sh
 
 clean: ## remove .venv and everything that was built here
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench_out
+	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench_out
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 clean-cache: ## remove shared environments in the cache folder that this checkout does not use

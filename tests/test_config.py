@@ -71,7 +71,7 @@ def test_command_line(arguments: list[str], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "warning"),
     [
-        (["--pla-graph-layout", "ring"], "--pla-graph-layout 'ring' is not known; allowed: off, varlen, grid"),
+        (["--pla-graph-layout", "ring"], "--pla-graph-layout 'ring' is not known; allowed: auto, off, varlen, grid"),
         (
             ["--pla-graph-layout", "grid", "--pla-graph-budget-gb", "0"],
             "--pla-graph-budget-gb 0 is out of range; allowed: 0.001 to 1024 GiB",

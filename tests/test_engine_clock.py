@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.runtime_context import get_parallel
 from support.fake_scheduler import FakeReq, FakeScheduler, shorts, started
 
 from pla_sglang.engine.clock import PlaTick
@@ -13,8 +14,10 @@ from pla_sglang.engine.hooks import scheduler as handlers
 from pla_sglang.policy.pla.boundary import CPU_START, GPU_START, StepModel
 
 
-def receiver(pp_rank: int = 0) -> Any:
-    return SimpleNamespace(ps=SimpleNamespace(pp_rank=pp_rank))
+def pull(requests: list[Any] | None, *, pp_rank: int = 0) -> Any:
+    """What the hook does in a process of this rank."""
+    with get_parallel().override(pp_size=2, pp_rank=pp_rank):
+        return handlers.after_pull_raw_reqs(requests, None)
 
 
 @pytest.fixture
@@ -26,23 +29,23 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
 
 def test_the_clock_rides_in_front_of_what_rank_0_received(scheduler: FakeScheduler) -> None:
     pulled = ["a request"]
-    handlers.after_pull_raw_reqs(pulled, receiver())
+    pull(pulled)
     assert isinstance(pulled[0], PlaTick)
     assert pulled[1:] == ["a request"]
 
 
 def test_other_ranks_have_no_clock(scheduler: FakeScheduler) -> None:
     scheduler.waiting_queue = shorts(1)
-    assert handlers.after_pull_raw_reqs(None, receiver()) is None  # a rank that receives by broadcast
+    assert pull(None) is None  # a rank that receives by broadcast
     pulled: list[Any] = []
-    handlers.after_pull_raw_reqs(pulled, receiver(pp_rank=1))
+    pull(pulled, pp_rank=1)
     assert pulled == []
 
 
 def test_no_clock_before_the_policy_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "_adapter", None)
     pulled = ["a request"]
-    handlers.after_pull_raw_reqs(pulled, receiver())
+    pull(pulled)
     assert pulled == ["a request"]
 
 
@@ -61,7 +64,7 @@ def test_no_clock_before_the_policy_is_attached(monkeypatch: pytest.MonkeyPatch)
 def test_an_idle_server_broadcasts_nothing(scheduler: FakeScheduler, change: Any, wanted: bool) -> None:
     change(scheduler)
     pulled: list[Any] = []
-    handlers.after_pull_raw_reqs(pulled, receiver())
+    pull(pulled)
     assert bool(pulled) is wanted
 
 

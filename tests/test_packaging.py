@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import requirements
 from support.bare_environment import copy_sources
 
 from pla_sglang.demo import demo_model_path
@@ -75,13 +76,26 @@ def test_wheel_holds_the_four_packages_and_the_demo_model(tmp_path: Path) -> Non
     assert not [name for name in names if name.startswith(("kernels/", "patches/", "graphs/", "tests/", "bench/"))]
 
 
-def test_every_requirement_is_pinned() -> None:
-    pinned = {line.split("==")[0] for line in _constraints()}
+@pytest.mark.parametrize("host", requirements.known_hosts())
+def test_every_requirement_is_pinned(host: str) -> None:
+    pinned = _constraints(host)
+    names = {re.split(r"[=<>\[]", requirement)[0] for requirement in requirements.requirements(host)}
+    assert names - {line.split("==")[0] for line in pinned} == set()
+    assert f"sglang=={host}" in pinned
+    assert not [line for line in pinned if not re.fullmatch(r"[a-z0-9.-]+==[0-9][a-z0-9.]*", line)]
+
+
+def test_environments_of_hosts_differ_and_the_default_is_one_of_them() -> None:
+    hosts = requirements.known_hosts()
+    assert requirements.default_host() in hosts
+    assert len({requirements.environment_key(host) for host in hosts}) == len(hosts)
+
+
+def test_a_host_without_pins_is_refused_in_one_line() -> None:
     script = ROOT / "scripts" / "requirements.py"
-    wanted = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout.split()
-    names = {re.split(r"[=<>\[]", requirement)[0] for requirement in wanted}
-    assert names - pinned == set()
-    assert not [line for line in _constraints() if not re.fullmatch(r"[a-z0-9.-]+==[0-9][a-z0-9.]*", line)]
+    done = subprocess.run([sys.executable, script, "--key", "--host", "0.5.1"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"HOST=0.5.1: no constraints-0.5.1.txt. Known: {', '.join(requirements.known_hosts())}\n"
 
 
 def test_demo_model_is_small_and_complete() -> None:
@@ -137,8 +151,8 @@ def _python(script: str, *, cwd: Path) -> str:
     return subprocess.run([sys.executable, "-c", script], cwd=cwd, check=True, capture_output=True, text=True).stdout
 
 
-def _constraints() -> list[str]:
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+def _constraints(host: str) -> list[str]:
+    lines = requirements.pins(host).read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from pla_sglang.engine.pass_timer import PassTime, PassTimer, make_marks
 from pla_sglang.engine.step_measurement import StepMeasurement
 from pla_sglang.policy.device_clock import DeviceClock
 from pla_sglang.policy.pla.boundary import GPU_START
+from pla_sglang.policy.pla.step_fit import StepFit, StepSample
 from pla_sglang.profiles import load_profile
 
 
@@ -70,13 +72,41 @@ def test_a_pass_that_came_when_nothing_was_left_did_not_wait() -> None:
     assert last.gap_s == pytest.approx(0.002)
 
 
-def test_a_gap_is_no_more_than_the_pass_and_no_less_than_nothing() -> None:
-    timer = make_timer(*(0.0, 0.010), *(0.009, 0.020), *(9.0, 9.1))
+def test_a_gap_is_no_less_than_nothing() -> None:
+    timer = make_timer(*(0.0, 0.010), *(0.009, 0.020))
+    for _ in range(2):
+        timer.begin_launch()
+        timer.end_launch()
+    gaps_s = [measured.gap_s for now_s in (0.010, 0.020) if (measured := timer.end_pass(now_s)) is not None]
+    assert gaps_s == [0.0, 0.0]
+
+
+def test_a_pass_takes_what_the_device_says_and_not_when_the_host_looks() -> None:
+    """From the end of the pass before, the gap included; the first one from its launch."""
+    timer = make_timer(*(0.001, 0.010), *(0.012, 0.030), *(0.030, 0.045))
     for _ in range(3):
         timer.begin_launch()
         timer.end_launch()
-    gaps_s = [measured.gap_s for now_s in (0.010, 0.020, 0.030) if (measured := timer.end_pass(now_s)) is not None]
-    assert gaps_s == [0.0, 0.0, pytest.approx(0.010)]
+    late = [measured for now_s in (0.019, 0.031, 0.060) if (measured := timer.end_pass(now_s)) is not None]
+    assert [measured.device_s for measured in late] == pytest.approx([0.009, 0.020, 0.015])
+    assert [measured.gap_s for measured in late] == pytest.approx([0.0, 0.002, 0.0])
+
+
+def test_exact_times_show_what_a_pass_costs_beside_its_tokens_and_late_looks_do_not() -> None:
+    """Chunks of a long on a device that takes 20 us a token and 5.5 ms a pass, a host that looks up to 30 ms late."""
+    rng, end_s = random.Random(1), 0.0
+    exact, late = StepFit(GPU_START), StepFit(GPU_START)
+    seen_s = 0.0
+    for _ in range(200):
+        tokens = rng.choice((1000, 1500, 2000, 2500))
+        taken_s = 2e-5 * tokens + 5.5e-3
+        end_s += taken_s
+        looked_s = max(seen_s, end_s + abs(rng.gauss(0, 0.015)))
+        exact.observe(StepSample(tokens, 0, float(tokens**2), taken_s))
+        late.observe(StepSample(tokens, 0, float(tokens**2), looked_s - seen_s))
+        seen_s = looked_s
+    assert exact.model.k0_s == pytest.approx(5.5e-3, rel=0.2)
+    assert late.model.k0_s != pytest.approx(5.5e-3, rel=0.2), "the second timing would do as well"
 
 
 def test_a_result_that_came_without_the_device_has_no_gap_and_ends_nothing() -> None:

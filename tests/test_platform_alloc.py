@@ -258,12 +258,29 @@ def test_defaults_leave_the_user_alone() -> None:
         "mem_fraction_static": 0.3,
         "max_total_tokens": None,
         "tp_size": 1,
+        "dp_size": 1,
+        "pp_size": 1,
         "sampling_backend": None,
         "grammar_backend": "xgrammar",
     }
     args = SimpleNamespace(**chosen)
     CpuPlatform().apply_server_args_defaults(args)
     assert vars(args) == chosen | {"sampling_backend": "pytorch"}
+
+
+def test_retracted_kv_stays_out_of_memory_that_only_cuda_can_pin() -> None:
+    from pla_sglang.platform import cpu
+
+    def default(mode: str, given: str | None) -> object:
+        sizes = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "mem_fraction_static": 0.3, "chunked_prefill_size": 7}
+        names = {"dtype": "float32", "attention_backend": None, "grammar_backend": None, cpu.RETRACTED_KV: given}
+        args = SimpleNamespace(**sizes, **names, disaggregation_mode=mode)
+        cpu.CpuPlatform().apply_server_args_defaults(args)
+        return getattr(args, cpu.RETRACTED_KV)
+
+    assert default("decode", None) == "cpu_tensor"
+    assert default("decode", "host_pool") == "host_pool"
+    assert default("prefill", None) is None
 
 
 # Seams
@@ -277,14 +294,16 @@ def test_seams_fit_the_host() -> None:
     assert verify.host_reasons(seams_of(Group.CPU)) == []
 
 
-def test_communicator_flags_exist_in_the_host() -> None:
+def test_all_communicators_of_the_host_that_need_cuda_are_known() -> None:
     import inspect
 
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
     from pla_sglang.platform.host_fixes import GPU_COMMUNICATORS, without_gpu_communicators
 
-    assert set(GPU_COMMUNICATORS) <= set(inspect.signature(GroupCoordinator.__init__).parameters)
+    flags = {name for name in inspect.signature(GroupCoordinator.__init__).parameters if name.startswith("use_")}
+    others = {f"use_{device}_communicator" for device in ("hpu", "npu", "xpu")} | {"use_message_queue_broadcaster"}
+    assert flags - others <= set(GPU_COMMUNICATORS)
     _, keywords = without_gpu_communicators(None, use_pynccl=True, local_rank=1)
     assert keywords == {"local_rank": 1, "use_pynccl": False}
 

@@ -29,7 +29,7 @@ from bench.harness.arms import STOCK, Arm
 from bench.harness.bench import ROOT, Result, measuring
 from bench.harness.cli import add_budget, add_max_overhead, add_output, add_quick
 from bench.harness.engines import Setup, choose, server_of
-from bench.harness.servers import flush_cache, host_overhead_share, read_device
+from bench.harness.servers import count_passes, flush_cache, host_overhead_share, read_boundary, read_device
 from bench.harness.steps import Row, Steps
 from pla_sglang import chain
 from pla_sglang.reading import read_json
@@ -123,24 +123,16 @@ def load(server: Server, key: Mapping[str, Any]) -> Row:
     flush_cache(server.url)
     if not latencies_s:
         raise ServerError(f"{key['arm']}: no request of {key['clients']} clients ended within {key['load_s']:g} s")
-    passes, gap_s = after["steps"] - before["steps"], after["pass_gap_s"] - before["pass_gap_s"]
     row = figures([latency_s / scale for latency_s in latencies_s], key["load_s"])
     report.say(f"{key['clients']} clients, {key['arm']}: {row['rps']:.1f} requests/s, P90 {row['p90_ms']:.1f} ms")
     return row | {
         "tokens_wrong": wrong,
-        "passes": passes,
-        "gap_ms_a_pass": 1e3 * gap_s / scale / max(1, passes),
+        **count_passes(before, after, scale),
         "host_overhead_share": host_overhead_share(before, after),
-        "boundary": _read_boundary(server),
+        "boundary": read_boundary(server.url),
         "sglang": after["version"],
         "plugin_commit": report.environment()["plugin_commit"],
     }
-
-
-def _read_boundary(server: Server) -> int | None:
-    """As fitted; None for an engine without our scheduling."""
-    pla = server.get("/server_info")["internal_states"][0].get("pla")
-    return None if pla is None else pla["boundary_tokens"]
 
 
 def compare(rows: Mapping[tuple[int, str], Row], max_overhead: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ taken within a round.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from pla_sglang.metrics.latency import percentile, spread
 from pla_sglang.profiles import load_profile
 
 PROFILE = "h200-qwen2.5-14b-tp1"
+ALONE = 5  # longs that come one by one
 ARMS = {
     arm.name: arm
     for arm in (
@@ -76,6 +78,26 @@ def planned(shape: HolShape, key: Mapping[str, Any], work_s: float) -> list[Plan
         Planned(index, at_s * key["time_scale"], chain.prompt_of(tokens[kind], answer_tokens, rng), answer_tokens)
         for index, (at_s, kind) in enumerate(timed)
     ]
+
+
+def planned_alone(shape: HolShape, key: Mapping[str, Any], long_s: float) -> list[Planned]:
+    """Longs that find nobody: each comes when the one before it is long done. ``long_s``: device time of one."""
+    rng, answer_tokens = round_rng(key["seed"], 0, "alone"), shape.max_new_tokens
+    return [
+        Planned(
+            index,
+            index * 2 * long_s * key["time_scale"],
+            chain.prompt_of(shape.long_tokens, answer_tokens, rng),
+            answer_tokens,
+        )
+        for index in range(key["alone"])
+    ]
+
+
+def alone_ratios(rows: Mapping[str, Sequence[Row]]) -> dict[str, float]:
+    """By arm, over stock's; empty where stock has none."""
+    median_s = {arm: percentile([ttft_s for _, ttft_s, _ in row["requests"]], 50) for arm, (row, *_) in rows.items()}
+    return {arm: value_s / median_s["stock"] for arm, value_s in median_s.items()} if "stock" in median_s else {}
 
 
 def ttfts_s(row: Row, shape: HolShape, kind: str, *, last: bool = False) -> list[float]:
@@ -175,9 +197,17 @@ def run(args: argparse.Namespace) -> int:
     flags = ("--chunked-prefill-size", str(shape.chunk_tokens))
     setup = Setup(args.profile, args.time_scale, flags, args.out, "hol_emulated", args.peer_python)
     settings = {name: getattr(args, name) for name in ("profile", "scale", "pattern", "time_scale", "seed")}
-    keys = [settings | ({"quick": True} if args.quick else {}) | {"round": index} for index in range(args.rounds)]
+    settings_of_step = settings | ({"quick": True} if args.quick else {})
+    keys = [settings_of_step | {"round": index} for index in range(args.rounds)] + [settings_of_step | {"alone": ALONE}]
     work_s = long_work_s(shape, args.profile)
-    rows = engines.collect(chosen, keys, lambda key: planned(shape, key, work_s), setup=setup, budget_s=args.budget_s)
+
+    def plan_of(key: dict[str, Any]) -> list[Planned]:
+        alone = "alone" in key
+        return planned_alone(shape, key, work_s / shape.long_count) if alone else planned(shape, key, work_s)
+
+    every = engines.collect(chosen, keys, plan_of, setup=setup, budget_s=args.budget_s)
+    rows = {arm: found for arm, own in every.items() if (found := [row for row in own if "round" in row])}
+    alone = {arm: found for arm, own in every.items() if (found := [row for row in own if "alone" in row])}
     arms = {arm: arm_figures(own, shape) for arm, own in rows.items()}
     against = ratios(rows, shape)
     result = {
@@ -186,6 +216,10 @@ def run(args: argparse.Namespace) -> int:
         "shape": asdict(shape),
         **{name: {arm: own[name]["median"] for arm, own in against.items()} for name in RATIOS},
         "short_last_token_p50_vs_pure": last_token_vs_pure(arms),
+        "long_alone_ratio": alone_ratios(alone),
+        "gap_ms_a_pass": {arm: statistics.median(row["gap_ms_a_pass"] for row in own) for arm, own in rows.items()},
+        "passes": {arm: statistics.median(row["passes"] for row in own) for arm, own in rows.items()},
+        "boundary": {arm: own[-1]["boundary"] for arm, own in rows.items() if own[-1]["boundary"] is not None},
         "rounds": min(map(len, rows.values())),
         "ratios": against,
         "arms": arms,
@@ -196,6 +230,8 @@ def run(args: argparse.Namespace) -> int:
     title = f"{sizes}, {args.profile}"
     show(title, *arms_table(result), caption="median over rounds (lowest .. highest), device time")
     plot(rows, shape, args.out / "hol_emulated.png", title)
+    for arm, ratio in result["long_alone_ratio"].items():
+        report.say(f"{arm}: a lone long takes {ratio:.3f} of stock's time, {result['passes'][arm]:.0f} passes a round")
     emit(result, "hol_emulated", args.out)
     return 0 if result["valid"] else 1
 

@@ -1,12 +1,12 @@
 """Parts (b) and (e): what the clients of a server see, and a timing profile fitted on a stock server.
 
 (b) is PLA-Serve Fig. 6 in small: short multi-turn requests at concurrency 1 to 64 on one prefill instance. Six arms,
-one server after the other: *stock* (best flags: SGLang captures prefill graphs by default on CUDA), *disaggregation*
-(temporal), *full* (also with graphs of variable length), *graphs* alone, *observed*: stock's scheduling under our
-launcher, which only measures what passes cost beside their tokens, and *apart*: the paper's rule, classes never in one
-pass, at about the boundary that the first H100 had fitted. Every client asks, waits for the one token that a prefill
-instance gives, and asks the next turn: the history so far and a new message of LMSYS-like length. The same sessions in
-every arm. The file is written anew after each arm.
+one server after the other, the most telling first: *stock* (best flags: SGLang captures prefill graphs by default on
+CUDA), *full* (temporal with graphs of variable length), *disaggregation* (temporal without), *observed*: stock's
+scheduling under our launcher, which only measures what passes cost beside their tokens, *apart*: the paper's rule,
+classes never in one pass, at about the boundary that the first H100 had fitted, and *graphs* alone. Every client
+asks, waits for the one token that a prefill instance gives, and asks the next turn: the history so far and a new
+message of LMSYS-like length. The same sessions in every arm. The file is written anew after each arm.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _TEMPORAL = ("--prefill-disagg", "temporal")
 _NOBODY = "tcp://127.0.0.1:9"  # takes no load reports
 ARMS = {
     "stock": (),
-    "disaggregation": (*_TEMPORAL, *_NO_GRAPHS),
     "full": (*_TEMPORAL, *_GRAPHS),
-    "graphs": _GRAPHS,
+    "disaggregation": (*_TEMPORAL, *_NO_GRAPHS),
     "observed": ("--pla-telemetry", _NOBODY),
     "apart": (*_TEMPORAL, *_NO_GRAPHS, "--pla-mixing", "never", "--pla-boundary", "300"),
+    "graphs": _GRAPHS,
 }
 SHOWN = ("boundary_tokens", "step_model", "step_model_fits", "decisions", "batches")  # of an engine's state
 CONCURRENCY = {"cuda": (1, 4, 16, 64), "cpu": (1, 4)}

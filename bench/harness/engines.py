@@ -23,7 +23,7 @@ from bench.harness.bench import measuring
 from bench.harness.cli import add_budget, emulation_flags
 from bench.harness.replay import MAX_LAG_MS, Planned, Record, Replay, count_wrong, lag_s, require_answers, served
 from bench.harness.report import environment, say
-from bench.harness.servers import host_overhead_share, read_device
+from bench.harness.servers import count_passes, host_overhead_share, read_boundary, read_device
 from bench.harness.steps import Row, Steps
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import quantile
@@ -97,7 +97,8 @@ def collect(
 ) -> dict[str, list[Row]]:
     """Run what is open of every arm with every key, all arms together, key after key.
 
-    Returns by arm the rows of the keys that are finished, earlier runs included; no entry for an arm without any.
+    Returns by arm the rows of the keys that are finished, each with its key, earlier runs included; no entry for an arm
+    without any.
     Raises ServerError when an engine does not start or a request fails; NoStepError and ConfigError as ``Steps``.
     """
     steps = Steps(setup.out / f"{setup.bench}.steps.jsonl", budget_s)
@@ -112,7 +113,7 @@ def collect(
                         _run_step(left, key, plan_of(key), setup.time_scale, steps)
     rows: dict[str, list[Row]] = {}
     for key, row in steps.finished(every):
-        rows.setdefault(key["arm"], []).append(row)
+        rows.setdefault(key["arm"], []).append(key | row)
     return rows
 
 
@@ -142,7 +143,8 @@ def _run_step(
 
     before = {arm: read_device(server.url) for arm, server in servers.items()}
     for (arm, server), records in zip(servers.items(), asyncio.run(replay_all()), strict=True):
-        steps.add(key | {"arm": arm}, row_of(records, before[arm], read_device(server.url), time_scale))
+        row = row_of(records, before[arm], read_device(server.url), time_scale)
+        steps.add(key | {"arm": arm}, row | {"boundary": read_boundary(server.url)})
     say(f"{key}: {len(planned)} requests on {', '.join(servers)}")
 
 
@@ -162,6 +164,7 @@ def row_of(
         "output_tokens": sum(len(record.output_ids) for record in records),
         "tokens_wrong": sum(map(count_wrong, records)),
         "client_lag_p99_ms": quantile(lag_s(records) * 1e3, 99),
+        **count_passes(before, after, time_scale),
         "host_overhead_share": host_overhead_share(before, after),
         "step_error_p50": after["step_error_p50"],
         "step_error_p99": after["step_error_p99"],

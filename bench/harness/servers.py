@@ -201,6 +201,18 @@ def read_devices(described: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {engine["name"]: read_device(engine["url"]) for engine in described["instances"]}
 
 
+def count_passes(before: Mapping[str, Any], after: Mapping[str, Any], time_scale: float) -> dict[str, Any]:
+    """Forward passes between two ``read_device``, and what one of them cost beside its tokens, in device time."""
+    passes, gap_s = (after[name] - before[name] for name in ("steps", "pass_gap_s"))
+    return {"passes": passes, "gap_ms_a_pass": 1e3 * gap_s / time_scale / max(1, passes)}
+
+
+def read_boundary(engine_url: str) -> int | None:
+    """As fitted, tokens; None for an engine without our scheduling."""
+    pla = fetch(f"{engine_url}/server_info")["internal_states"][0].get("pla")
+    return None if pla is None else pla["boundary_tokens"]
+
+
 def host_overhead_share(before: Mapping[str, Any], after: Mapping[str, Any]) -> float:
     """Share of the time with work at hand in which a device waited for its host, between two ``read_device``."""
     busy_s, gap_s = (after[name] - before[name] for name in ("busy_s", "host_gap_s"))

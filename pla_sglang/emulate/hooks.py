@@ -161,13 +161,13 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
 
 
 def lighten(pool: Any) -> None:
-    """Replace the pool's table, [requests, context] int32, by one whose memory pages are allocated when written.
+    """Give the pool's table, [requests, context] int32, memory whose pages are allocated when written.
 
     SGLang's is filled with zeros: half a gigabyte for 512 requests of 262,144 tokens, of which few are used.
-    It is still empty, and all readers access it through the pool.
+    It is still empty. The tensor itself stays, for whoever has it beside the pool.
     """
     table = pool.req_to_token
-    pool.req_to_token = torch.from_numpy(np.zeros(tuple(table.shape), dtype=np.int32))
+    table.set_(torch.from_numpy(np.zeros(tuple(table.shape), dtype=np.int32)))
 
 
 def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from pla_sglang.engine.host.memory import reserve_kv
 from pla_sglang.engine.snapshot import chunk_remaining_tokens, output_tokens
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView
 from pla_sglang.policy.pla.class_queues import find_places
@@ -155,8 +156,7 @@ def reserve_for_parked(context: PassContext, adder: Any) -> None:
     if context.parked is None:
         return
     reserve = context.reserve_tokens + adder.page_size
-    adder.rem_total_token_offset += reserve
-    adder.cur_rem_token_offset += chunk_remaining_tokens(context.parked) + adder.page_size
+    reserve_kv(adder, reserve, chunk_remaining_tokens(context.parked) + adder.page_size)
 
 
 def add_chunk(original: Any, context: PassContext | None, adder: Any, req: Any) -> Any:

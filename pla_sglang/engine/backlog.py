@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pla_sglang.engine.host.requests import extend_end
 from pla_sglang.engine.snapshot import ARRIVAL_ATTRIBUTE
 from pla_sglang.engine.stateless.legs import will_decode
 from pla_sglang.load.report import Backlog, ClassQueue
@@ -38,7 +39,7 @@ def read_arrival_s(req: Any) -> float:
 def count_tokens(scheduler: Any, req: Any) -> tuple[int, int]:
     """New and history tokens of a request that waits or is under way."""
     if req is scheduler.chunked_req:
-        history = req.extend_range.end
+        history = extend_end(req) or 0
         return max(0, len(req.full_untruncated_fill_ids) - history), history
     adapter = getattr(scheduler, "pla", None)
     if adapter is not None:  # with fcfs the host matches no prefix before admission, we do

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pla_sglang.config import DOPD, PlaConfig
+from pla_sglang.engine.host.arguments import find_split_attention
 from pla_sglang.errors import ConfigError
 
 
@@ -32,6 +33,8 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
 
     chunk: int = getattr(args, "chunked_prefill_size", None) or -1
     chunking = chunk > 0
+    split = find_split_attention(args)
+    interval: int = getattr(args, "prefill_decode_interval", None) or 0
     boundary = config.boundary_tokens
     return [
         *_pool_rules(args, config),
@@ -41,7 +44,8 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
             "--pla-mixing allow (an ablation of the temporal policy)",
         ),
         (is_set("enable_prefill_delayer"), "--enable-prefill-delayer (two mechanisms that hold prefills back)"),
-        (is_set("enable_dp_attention"), "--enable-dp-attention (ranks must run the same class in each step)"),
+        (split is not None, f"{split} (ranks must run the same class in each step)"),
+        (interval > 0, f"--prefill-decode-interval {interval} (it skips passes in which ours decides)"),
         (is_set("enable_pdmux"), "--enable-pdmux (it has a prefill loop of its own)"),
         (is_set("enable_hisparse"), "--enable-hisparse (it hands prefills to decode in its own way)"),
         (is_set("dllm_algorithm"), "--dllm-algorithm (diffusion models have no chunked prefill to park)"),

@@ -7,6 +7,7 @@ from typing import Any
 from pla_graphs.captured import captured_depth
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import apply, snapshot
+from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.policy.pla.temporal import TemporalKnobs
 from pla_sglang.temporal_knobs import EngineLimits, temporal_knobs
 
@@ -19,7 +20,7 @@ def scheduler_knobs(scheduler: Any, config: PlaConfig) -> TemporalKnobs:
         chunk_tokens=chunk_tokens,
         page_tokens=scheduler.page_size,
         grid_tokens=apply.chunk_grid_tokens(scheduler),
-        depth_max=captured_depth(scheduler.server_args, scheduler.max_running_requests),
+        depth_max=captured_depth(resolve(scheduler.server_args), scheduler.max_running_requests),
         layout=snapshot.graph_layout(scheduler),
     )
     return temporal_knobs(config, limits)

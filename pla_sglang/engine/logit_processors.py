@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pla_sglang.engine.host.requests import kv_committed_len
+
 Early = tuple[Any, int]  # a request, and how many tokens of its answer the processor is to see
 
 
@@ -24,7 +26,7 @@ def find_early_tokens(info: Any, *, overlap: bool) -> list[Early]:
 def count_known_tokens(req: Any, *, overlap: bool) -> int:
     """Of the answer, before the pass under way samples its next token. A grammar of its own makes the host wait."""
     late = int(overlap and req.grammar is None)
-    return max(0, req.kv_committed_len - len(req.origin_input_ids) - late)
+    return max(0, kv_committed_len(req) - len(req.origin_input_ids) - late)
 
 
 @contextlib.contextmanager

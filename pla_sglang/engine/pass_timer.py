@@ -1,8 +1,10 @@
 """How long forward passes take, from their launches to their processed results, and what they cost beside that.
 
-A device that has work may wait for it all the same: between two passes. On a GPU two events on the forward stream say
-for how long, when the pass could begin and when the one before it was done. They are read once the result is there, so
-that no host waits for them. An emulated device says it itself.
+On a GPU two events on the forward stream say it, when the pass could begin and when it was done. The host would be a
+poor witness: it processes a result late and the next one early, by some milliseconds, and a fit to such times finds a
+fixed cost of a pass anywhere between nothing and twice of what it is. The events are read once the result is there, so
+that no host waits for them. They also say what a pass costs beside its time: a device that has work may wait for it all
+the same, between two passes. An emulated device says that itself.
 """
 
 from __future__ import annotations
@@ -60,9 +62,10 @@ class _Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassTime:
-    """One pass: ``device_s`` of computing ended at ``end_s``; ``processing_s`` is the host's work after its launch.
+    """One pass: ``device_s`` from the end of the pass before it, or from its launch, to its own end.
 
-    ``gap_s`` of ``device_s`` the device waited although it had this pass to do; 0 where that cannot be seen.
+    ``end_s``: when the host knew of that; ``processing_s``: the host's work after its launch. ``gap_s`` of ``device_s``
+    the device waited although it had this pass to do; 0 where that cannot be seen.
     """
 
     note: Any
@@ -78,9 +81,9 @@ class PassTimer:
 
     Args:
         synchronous: as ``computes_in_launch``. Otherwise a pass computes from its launch, or from the end of the pass
-            before, to its result.
+            before, to its end.
         clock: monotonic.
-        marks: as ``make_marks``; None: gaps are those that an emulated device says.
+        marks: as ``make_marks``; None: a pass ends with its result, and gaps are those that an emulated device says.
     """
 
     def __init__(
@@ -124,22 +127,26 @@ class PassTimer:
         if self.synchronous:
             end_s = launch.at_s + launch.synchronous_s
             return PassTime(launch.note, launch.at_s, end_s, launch.synchronous_s, processing_s)
-        device_s = now_s - max(launch.at_s, before_s)
-        gap_s = min(max(0.0, self._read_gap_s(launch)), device_s)
+        device_s, gap_s = self._read_marks(launch) or (now_s - max(launch.at_s, before_s), launch.gap_s)
+        gap_s = min(max(0.0, gap_s), device_s)
         self.passes += 1
         self.gap_s += gap_s
         return PassTime(launch.note, launch.at_s, now_s, device_s, processing_s, gap_s)
 
-    def _read_gap_s(self, launch: _Launch) -> float:
-        """A pass that was launched when all before it was processed came late by itself: nobody can tell from why.
+    def _read_marks(self, launch: _Launch) -> tuple[float, float] | None:
+        """``device_s`` and ``gap_s``; None where marks cannot say it.
 
-        Nor of one whose result the host takes without the device, as of requests whose KV has come: its mark may not
-        have been passed, and to read it then would raise, in the scheduler.
+        So for a pass whose result the host takes without the device, as of requests whose KV has come: its mark may not
+        have been passed, and to read it then would raise, in the scheduler. A pass that was launched when all before it
+        was processed came late by itself, nobody can tell from why: it has no gap.
         """
         before, self._last_end = self._last_end, launch.end
-        if before is None or launch.begin is None or not launch.follows:
-            return launch.gap_s
-        return before.elapsed_time(launch.begin) / 1e3 if before.query() and launch.begin.query() else 0.0
+        begin, end = launch.begin, launch.end
+        if begin is None or end is None or not (begin.query() and end.query()):
+            return None
+        if before is None or not launch.follows:
+            return begin.elapsed_time(end) / 1e3, 0.0
+        return (before.elapsed_time(end) / 1e3, before.elapsed_time(begin) / 1e3) if before.query() else None
 
     def notes_in_flight(self) -> list[Any]:
         return [launch.note for launch in self._launched]

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from pla_sglang.engine.host.requests import kv_committed_len
+
 _KINDS = ("frequency", "presence", "repetition")
 
 
 def find_due_token(req: Any, *, overlap: bool) -> int:
     """What is to be counted before the next decode step of ``req``."""
-    place = req.kv_committed_len - int(overlap) - len(req.origin_input_ids)
+    place = kv_committed_len(req) - int(overlap) - len(req.origin_input_ids)
     if place < 0 or not req.output_ids:
         return int(req.origin_input_ids[-1])
     return int(req.output_ids[min(place, len(req.output_ids) - 1)])
@@ -29,7 +31,7 @@ def find_due_token(req: Any, *, overlap: bool) -> int:
 def count_due_tokens(original: Callable[[Any], None], batch: Any) -> None:
     """In place of the host's ``cumulate_penalty_output_tokens``, which is left to count where it counts the same."""
     late = int(batch.enable_overlap)
-    if all(req.kv_committed_len - late == len(req.origin_input_ids) + len(req.output_ids) - 1 for req in batch.reqs):
+    if all(kv_committed_len(req) - late == len(req.origin_input_ids) + len(req.output_ids) - 1 for req in batch.reqs):
         original(batch)  # the last known token is the one that is due
         return
     import torch

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from pla_sglang.engine.host.requests import kv_committed_len
 from pla_sglang.engine.snapshot import tpot_target_s
 from pla_sglang.engine.stateless.host import fail_with_next_step
 from pla_sglang.policy.device_clock import DeviceClock
@@ -62,7 +63,7 @@ class RiderClock:
         first_due_s: float | None = None
         least_target_s: float | None = None
         for req in reqs:
-            committed = req.kv_committed_len
+            committed = kv_committed_len(req)
             context += committed
             new_pages += committed % page_tokens == 0
             given = committed - len(req.origin_input_ids) + 1  # what is under way included
@@ -113,4 +114,4 @@ def set_rider_prefixes(batch: Any, riders: Any) -> None:
     With overlap the host counts one token more than it knows of, the one under way. A request that sat out the pass
     before has none under way, and its prefix would be one too long: a wrong position, and KV read that is not written.
     """
-    batch.prefix_lens[-len(riders.reqs) :] = [req.kv_committed_len - 1 for req in riders.reqs]
+    batch.prefix_lens[-len(riders.reqs) :] = [kv_committed_len(req) - 1 for req in riders.reqs]

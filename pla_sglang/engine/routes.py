@@ -8,6 +8,7 @@ from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.engine import compat, control
+from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.engine.pools import query
 from pla_sglang.errors import ConfigError
 
@@ -22,7 +23,8 @@ def add_routes() -> None:
         return await answer_change(request, lambda body: (body, None))
 
     async def role_route(request: Request) -> Any:
-        return await answer_change(request, lambda body: control.role_change(body, _manager().server_args.dp_size))
+        ranks = resolve(_manager().server_args).dp_size
+        return await answer_change(request, lambda body: control.role_change(body, ranks))
 
     # Endpoints are functions of this scope, so their annotations must be real objects for FastAPI.
     for route in (config_route, role_route):
@@ -121,7 +123,7 @@ async def change_knobs(values: Any, rank: int | None) -> Any:
     manager = _manager()
     current = pla_config.PlaConfig.from_mapping((await read_states())[rank or 0]["config"])
     wire = control.encode_knobs(values, current)
-    compat.check_flags(manager.server_args, control.decode_knobs(wire, current))
+    compat.check_flags(resolve(manager.server_args), control.decode_knobs(wire, current))
     if rank is not None:
         wire[control.RANK] = rank
     if not all(await manager.set_internal_state(SetInternalStateReq(server_args=wire))):

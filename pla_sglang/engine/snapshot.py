@@ -1,6 +1,6 @@
 """Reads SGLang's scheduler; the only module of the engine driver that knows the host's field names for reading.
 
-Written against 0.5.17.
+What versions of SGLang name otherwise stands in ``engine/host/``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAwarePolicy, match_prefix_for_req
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS, CacheAwarePolicy
 
 from pla_sglang.checks import SLO_RANGE_MS, describe_bad_slo
+from pla_sglang.engine.host import memory
+from pla_sglang.engine.host.requests import extend_end
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.device_clock import DeviceClock
 from pla_sglang.policy.interface.prefill import PassView, WaitingView
@@ -84,7 +86,7 @@ def make_view(req: Any, now_s: float, default_slo_ms: float | None, clock: Devic
 
 def update_chunk_view(req: Any, view: WaitingView) -> None:
     """What the request whose prefill is under way still has to prefill."""
-    view.history_tokens = req.extend_range.end
+    view.history_tokens = extend_end(req) or 0
     view.new_tokens = chunk_remaining_tokens(req)
 
 
@@ -104,11 +106,11 @@ def tree_stamp(scheduler: Any) -> tuple[int, int]:
 
 def match_prefix(scheduler: Any, req: Any) -> None:
     """What the host's own ordering does to each request where it sorts by prefixes; admission repeats it anyway."""
-    match_prefix_for_req(scheduler.tree_cache, req, include_req=True)
+    memory.match_prefix(scheduler.tree_cache, req)
 
 
 def chunk_remaining_tokens(req: Any) -> int:
-    return len(req.full_untruncated_fill_ids) - req.extend_range.end
+    return len(req.full_untruncated_fill_ids) - (extend_end(req) or 0)
 
 
 def kv_room_tokens(scheduler: Any) -> int:

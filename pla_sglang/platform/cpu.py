@@ -6,6 +6,7 @@ arm on this platform with our features off.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ MAX_KV_TOKENS = 131_072
 MAX_KV_SHARE_OF_MEMORY = 1 / 16
 MAX_THREADS = 4
 THREADS_BIND_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
+RETRACTED_KV = "disaggregation_decode_retraction_backup"  # not in every version
 
 
 _ONLY_DENSE = "the CPU platform of pla_sglang serves dense models with multi-head attention only, not {what}"
@@ -62,9 +64,7 @@ class CpuPlatform(CpuKvPools, CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         """Set defaults. Values given on the command line are kept, except an AMX backend."""
-        # Hosts from 0.5.20 on cannot tell the model's shape yet at this point; there the user names dtype and KV size.
-        knows_model = hasattr(server_args, "get_model_config")
-        if server_args.dtype == "auto" and knows_model:
+        if server_args.dtype == "auto":
             keep_full_precision(server_args)
         if server_args.attention_backend in (None, "intel_amx"):
             # SGLang puts "intel_amx" on every x86 CPU; its kernels are not in the official wheel.
@@ -79,14 +79,17 @@ class CpuPlatform(CpuKvPools, CpuDeviceMixin, SRTPlatform):
         if server_args.mem_fraction_static is None:
             # A share of host memory would depend on whatever else runs here; a number of tokens does not.
             server_args.mem_fraction_static = 0.9
-            if server_args.max_total_tokens is None and knows_model:
+            if server_args.max_total_tokens is None:
                 server_args.max_total_tokens = default_kv_tokens(
-                    bytes_per_token(server_args.get_model_config()), self.get_device_total_memory()
+                    bytes_per_token(read_model(server_args)), self.get_device_total_memory()
                 )
                 logger.info("CPU platform: KV pool of %d tokens by default", server_args.max_total_tokens)
-        if server_args.tp_size > 1:
+        if (ranks := count_bound_ranks(server_args)) > 1:
             # Only SGLang's AMX build binds threads by this list, but every build checks that it fits the ranks.
-            os.environ.setdefault(THREADS_BIND_ENV, threads_bind(available_cores(), server_args.tp_size))
+            os.environ.setdefault(THREADS_BIND_ENV, threads_bind(available_cores(), ranks))
+        if getattr(server_args, RETRACTED_KV, "") is None and server_args.disaggregation_mode == "decode":
+            # SGLang would keep the KV of retracted requests in a pool of memory that it pins through CUDA.
+            setattr(server_args, RETRACTED_KV, "cpu_tensor")
 
     def init_backend(self) -> None:
         """Bound the threads of this worker, so that several servers share a few cores without thrashing."""
@@ -122,9 +125,24 @@ def keep_full_precision(server_args: ServerArgs) -> None:
     SGLang turns float32 models into float16, which saves memory on a GPU. On a CPU float16
     is slower, and greedy output then differs between batch shapes.
     """
-    if server_args.get_model_config().dtype != torch.bfloat16:
+    if read_model(server_args).dtype != torch.bfloat16:
         server_args.dtype = "float32"
-        del server_args.model_config  # cached with the old dtype; get_model_config makes a new one
+
+
+def read_model(server_args: ServerArgs) -> ModelConfig:
+    """What the model is with these arguments. A copy: SGLang keeps its own, and would keep the first one's dtype."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    return ModelConfig.from_server_args(server_args)
+
+
+def count_bound_ranks(server_args: ServerArgs) -> int:
+    """For how many ranks SGLang's check wants cores in its list: those of a replica, or of the whole server."""
+    from sglang.srt.utils.numa_utils import init_threads_binding
+
+    if "world_size" not in inspect.signature(init_threads_binding).parameters:
+        return server_args.tp_size
+    return server_args.tp_size * server_args.dp_size * server_args.pp_size
 
 
 def bytes_per_token(model: ModelConfig) -> int:
@@ -147,8 +165,8 @@ def available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def threads_bind(cores: list[int], tp_size: int) -> str:
+def threads_bind(cores: list[int], ranks: int) -> str:
     """One core list per rank, in SGLang's notation ``0|1``. Ranks share cores if there are too few."""
-    share = max(1, len(cores) // tp_size)
-    per_rank = [cores[(rank * share) % len(cores) :][:share] for rank in range(tp_size)]
+    share = max(1, len(cores) // ranks)
+    per_rank = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
     return "|".join(",".join(str(core) for core in own) for own in per_rank)

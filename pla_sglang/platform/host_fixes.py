@@ -6,7 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 # Communicators of GroupCoordinator that need CUDA. Without them it uses its gloo group.
-GPU_COMMUNICATORS = ("use_pynccl", "use_pymscclpp", "use_custom_allreduce", "use_torch_symm_mem_all_reduce")
+GPU_COMMUNICATORS = (
+    "use_pynccl",
+    "use_pymscclpp",
+    "use_mscclpp",
+    "use_custom_allreduce",
+    "use_torch_symm_mem_all_reduce",
+)
 REST_US = 10_000  # of NIXL's progress thread: events end the wait; this is only how often it looks without one
 ONE_WORKER = '{"num_threads": "0"}'  # of NIXL's UCX backend: none beside the one that its progress thread serves
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.config import PlaConfig
+from pla_sglang.engine.host.arguments import resolve
 
 
 def build_scheduler(arguments: Sequence[str], config: PlaConfig) -> Any:
@@ -24,18 +25,22 @@ def build_scheduler(arguments: Sequence[str], config: PlaConfig) -> Any:
     from pla_patches.seam import Group
 
     load_plugins()
-    from sglang.srt.runtime_context import publish
+    from sglang.srt import runtime_context
     from sglang.srt.server_args import PortArgs, prepare_server_args
 
     server_args = prepare_server_args([*arguments, "--disable-overlap-schedule"])
-    config = config.for_device(str(server_args.device))
+    config = config.for_device(str(resolve(server_args).device))
     scheduling = (Group.SCHEDULER, Group.RUNNING) if config.enabled else ()
     install_here(*scheduling, *((Group.GRAPHS,) if config.graphs else ()))
     from sglang.srt.managers.scheduler import Scheduler
 
     pla_config.publish(config)  # parsing the arguments published what they say, and they do not name our flags
     port_args = PortArgs.init_new(server_args)
-    publish(server_args, role="scheduler")
+    if hasattr(runtime_context, "SpawnRanks"):
+        ranks = runtime_context.SpawnRanks(world_rank=0, gpu_id=0)
+        runtime_context.publish(server_args, role="scheduler", ranks=ranks)
+        return Scheduler(server_args, port_args)
+    runtime_context.publish(server_args, role="scheduler")
     return Scheduler(server_args, port_args, 0, 0, 0, 0, 0, 0, None)
 
 
@@ -64,12 +69,12 @@ def keep_riders_out() -> None:
 
 def undo(scheduler: Any, batch: Any) -> None:
     """Undo the admission of a batch: its KV is freed and its requests return to the queue."""
-    from sglang.srt.mem_cache.common import release_kv_cache
+    from pla_sglang.engine.host.memory import release_kv
 
     if batch is None:
         return
     for req in batch.reqs:
-        release_kv_cache(req, scheduler.tree_cache, is_insert=False)
+        release_kv(req, scheduler.tree_cache, keep_prefix=False)
         req.reset_for_retract()
         req.retracted_stain = req.is_retracted = False
         req.inflight_middle_chunks = 0

@@ -31,8 +31,9 @@ from pla_sglang.testing.server import ServerError
 # -- one engine per arm ----------------------------------------------------------------------------------------------
 
 ARMS = {"stock": Arm("stock", ()), "peer": Arm("peer", ("--x",), peer=True)}
-BEFORE = {"busy_s": 10.0, "host_gap_s": 1.0}
-AFTER = {"busy_s": 19.0, "host_gap_s": 2.0, "step_error_p50": 0.001, "step_error_p99": 0.02, "version": "0.5.17"}
+BEFORE = {"busy_s": 10.0, "host_gap_s": 1.0, "steps": 100, "pass_gap_s": 0.5}
+AFTER = {"busy_s": 19.0, "host_gap_s": 2.0, "steps": 150, "pass_gap_s": 0.9}
+AFTER |= {"step_error_p50": 0.001, "step_error_p99": 0.02, "version": "0.5.17"}
 
 
 def record(tokens: int, due_s: float, first_s: float, *, error: str | None = None) -> Record:
@@ -54,6 +55,7 @@ def test_a_step_is_kept_in_device_time() -> None:
     assert kept["requests"] == [[200, 0.5, 1.0], [2400, 4.0, 4.5]]
     assert kept["span_s"] == pytest.approx(5.5)
     assert kept["host_overhead_share"] == pytest.approx(0.1)
+    assert (kept["passes"], kept["gap_ms_a_pass"]) == (50, pytest.approx(4.0))
     assert (kept["tokens_wrong"], kept["output_tokens"], kept["sglang"]) == (0, 2, "0.5.17")
     with pytest.raises(ServerError, match="a request failed: gone"):
         engines.row_of([record(200, 0.0, 1.0, error="gone")], BEFORE, AFTER, 1.0)
@@ -156,6 +158,10 @@ def test_hol_rounds_have_the_issues_sizes_and_meet() -> None:
     assert min(shorts) > 0.05 * work_s
     assert max(shorts) < 2 * work_s
     again = hol_emulated.planned(HOL, HOL_KEY | {"round": 1}, work_s)
+    alone = hol_emulated.planned_alone(HOL, HOL_KEY | {"alone": 3}, 5.0)
+    assert [(request.at_s, len(request.own_ids)) for request in alone] == [
+        (index * 10.0 * HOL_KEY["time_scale"], HOL.long_tokens) for index in range(3)
+    ]
     assert [one.own_ids for one in again] != [one.own_ids for one in requests]
 
 
@@ -172,6 +178,9 @@ def test_hol_ratios_are_taken_within_a_round(tmp_path: Path) -> None:
     arms = {arm: {"short_last_token_p50_s": {"median": last_s}} for arm, last_s in (("ours", 4.0), ("ride", 1.0))}
     assert hol_emulated.last_token_vs_pure(arms) == 0.25
     assert hol_emulated.last_token_vs_pure({"ours": arms["ours"]}) is None
+    alone = {"stock": [row((24_000, 4.0), (24_000, 6.0), (24_000, 5.0))], "ours": [row((24_000, 5.5), (24_000, 5.5))]}
+    assert hol_emulated.alone_ratios(alone) == {"stock": 1.0, "ours": pytest.approx(1.1)}
+    assert hol_emulated.alone_ratios({"ours": alone["ours"]}) == {}
     lasts = {kind: hol_emulated.ttfts_s(ours[0], HOL, kind, last=True) for kind in ("short", "long")}
     assert lasts == {"short": [ours[0]["requests"][0][2]], "long": [ours[0]["requests"][1][2]]}
     figures = hol_emulated.arm_figures(ours, HOL)

@@ -191,6 +191,7 @@ def test_a_plain_dense_model_is_accepted() -> None:
         ({"model": Fake(layers=4)}, "without decoder layers"),
         ({"server_args__enable_lora": True}, "--enable-lora"),
         ({"server_args__enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"server_args__attn_dp_size": 2}, "--attn-dp-size 2"),
         ({"server_args__pp_size": 2}, "--pipeline-parallel-size"),
         ({"server_args__attn_cp_size": 2}, "--attn-cp-size"),
         ({"server_args__enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),

@@ -161,7 +161,7 @@ def test_fixed_boundary_ignores_the_model() -> None:
     boundary.update(CPU_START)
     assert {boundary.tokens(0), boundary.tokens(10_000), boundary.tokens(10_000_000)} == {300}
     boundary.set_fixed(None, GPU_START)
-    assert boundary.tokens(0) == find_boundary(GPU_START, 0, BOUNDARY_MAX_TOKENS) == 438
+    assert boundary.tokens(0) == find_boundary(GPU_START, 0, BOUNDARY_MAX_TOKENS) == 1470
     boundary.set_fixed(64, GPU_START)
     assert boundary.tokens(0) == 64
 

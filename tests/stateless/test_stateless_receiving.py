@@ -361,7 +361,7 @@ def test_growth_of_received_requests_is_kept_out_of_prefills(monkeypatch: pytest
     long.sampling_params.max_new_tokens = 100_000
     engine.receiver.requests_with_memory = lambda: [long, short]  # type: ignore[method-assign]
     monkeypatch.setattr(host, "longest_answer_tokens", lambda: 4096)
-    adder = SimpleNamespace(rem_total_token_offset=10.0, new_token_ratio=0.5)
+    adder = SimpleNamespace(rem_total_token_offset=10.0, cur_rem_token_offset=0, new_token_ratio=0.5)
     engine.reserve_growth(adder)
     assert adder.rem_total_token_offset == 10 + 0.5 * (4096 + 100)
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,7 @@ class BareEnvironment:
         self.folder = folder
         self.python = folder / "venv" / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, capture_output=True)
-        pinned = ["--constraint", str(ROOT / "constraints.txt")]
+        pinned = ["--constraint", str(ROOT / f"constraints-{version('sglang')}.txt")]
         self.run("-m", "pip", "install", "--quiet", *options, *pinned, f"{copy_sources(folder)}[{extra}]")
 
     def run(self, *arguments: str) -> str:

@@ -14,6 +14,8 @@ from pla_sglang.engine.graphs.attention import AttentionState, state_of
 from pla_sglang.engine.graphs.compare import HostTimes, measure_host_times
 from pla_sglang.engine.graphs.host import GIB, CapturedForward, agree_over, allocated_bytes, free_bytes
 from pla_sglang.engine.graphs.runner import GraphRunner
+from pla_sglang.engine.host.arguments import resolve
+from pla_sglang.engine.host.ranks import tp_group
 from pla_sglang.policy.pla.graphs.choose import LARGEST_TOKENS, LONGEST_TOKENS, LayoutKnobs, build_layout
 from pla_sglang.policy.pla.graphs.expect import BatchPrior, expected_hits
 from pla_sglang.policy.pla.graphs.layouts import Layout
@@ -34,7 +36,7 @@ def layout_name(config: PlaConfig) -> str:
 
 def layout_of(runner: Any, config: PlaConfig) -> Layout:
     """The shapes for this server: bounded by its request slots, its longest prefill, and a fixed boundary."""
-    chunk = getattr(runner.server_args, "chunked_prefill_size", None) or -1
+    chunk = getattr(resolve(runner.server_args), "chunked_prefill_size", None) or -1
     largest = min(LARGEST_TOKENS, chunk) if chunk > 0 else LARGEST_TOKENS
     longest = LONGEST_TOKENS if config.boundary_tokens is None else min(config.boundary_tokens, largest)
     slots = max(1, min(64, runner.req_to_token_pool.size))
@@ -45,7 +47,7 @@ def layout_of(runner: Any, config: PlaConfig) -> Layout:
 def reasons_against(runner: Any, config: PlaConfig) -> list[str]:
     """Why this server runs without our graphs; empty when it can have them."""
     reasons = refusals.of_server(runner)
-    free = agree_over(runner.tp_group)([-free_bytes(runner)])[0] * -1
+    free = agree_over(tp_group(runner))([-free_bytes(runner)])[0] * -1
     if config.graph_budget_gb * GIB > free:
         reasons.append(f"--pla-graph-budget-gb {config.graph_budget_gb:g}, of which {free / GIB:.2f} are free")
     return reasons
@@ -68,7 +70,7 @@ def build_runner(runner: Any, stock: Any, eager: Any, config: PlaConfig) -> Grap
         budget_s=config.graph_capture_budget_s, busy_s_per_minute=config.graph_busy_capture_s_per_minute
     )
     plan = CapturePlan(expected_hits(layout, prior, random.Random(SEED)), knobs)
-    agree = agree_over(runner.tp_group)
+    agree = agree_over(tp_group(runner))
     forward = _forward_of(runner, state, layout, agree)
     cache = GraphCache(
         layout,

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from pla_graphs.recorder import Recording
 from pla_sglang.engine.graphs.host import CapturedForward
@@ -55,8 +54,7 @@ def measure_host_times(
     def run_stock() -> None:
         stock_runner.execute(batch)
 
-    context = ForwardContext(attn_backend=forward.runner.attn_backend)
-    with torch.no_grad(), forward.as_plain_pass(bucket), forward_context(context):
+    with forward.as_live_pass(bucket):
         times_s = [(time_launch(run_ours), time_launch(run_stock)) for _ in range(WARM_PASSES + TIMED_PASSES)]
     return HostTimes(*(statistics.median(of_runner) for of_runner in zip(*times_s[WARM_PASSES:], strict=True)))
 

@@ -33,6 +33,8 @@ from pla_kernels.pack_batch.buffers import BatchTensors, StaticBuffers, allocate
 from pla_kernels.pack_batch.op import pack_batch
 from pla_sglang.engine.graphs.attention import AttentionState
 from pla_sglang.engine.graphs.refusals import decoder_body
+from pla_sglang.engine.host.batches import make_forward_batch
+from pla_sglang.engine.host.ranks import tp_group
 from pla_sglang.policy.pla.graphs.layouts import Bucket
 from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 
@@ -59,7 +61,7 @@ class CapturedForward:
     def _make_recorder(self, most_tokens: int) -> Recorder:
         runner = self.runner
         if runner.device == "cpu":
-            return TapeRecorder(runner.tp_group)
+            return TapeRecorder(tp_group(runner))
 
         @contextlib.contextmanager
         def session() -> Iterator[torch.cuda.Stream]:
@@ -67,7 +69,7 @@ class CapturedForward:
                 yield context.stream
 
         pool = get_or_create_global_graph_memory_pool(torch.get_device_module(runner.device))
-        return CudaRecorder(pool, session, runner.tp_group.barrier, most_tokens)
+        return CudaRecorder(pool, session, tp_group(runner).barrier, most_tokens)
 
     # -- capture ---------------------------------------------------------------------------------------------------
 
@@ -112,6 +114,13 @@ class CapturedForward:
             set_is_extend_in_batch(False)
             yield
 
+    @contextlib.contextmanager
+    def as_live_pass(self, bucket: Bucket) -> Iterator[None]:
+        """Likewise, with the host's attention backend, as the host runs a batch."""
+        context = ForwardContext(attn_backend=self.runner.attn_backend)
+        with torch.no_grad(), self.as_plain_pass(bucket), forward_context(context):
+            yield
+
     def fixed_bytes(self) -> int:
         return self.buffers.memory_bytes + self.recorder.result_bytes
 
@@ -143,7 +152,8 @@ class CapturedForward:
         """The batch as captured kernels see it: views of the static buffers at the size of the shape."""
         buffers, tokens, slots = self.buffers, bucket.tokens, bucket.slots
         lengths = seq_lens_cpu.tolist()
-        return ForwardBatch(
+        return make_forward_batch(
+            tokens,
             forward_mode=ForwardMode.EXTEND,
             batch_size=slots,
             input_ids=buffers.input_ids[:tokens],
@@ -162,7 +172,6 @@ class CapturedForward:
             extend_prefix_lens_cpu=[0] * slots,
             extend_logprob_start_lens_cpu=lengths,
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            num_token_non_padded_cpu=tokens,
             global_forward_mode=ForwardMode.EXTEND,
             dp_padding_mode=DpPaddingMode.get_default_mode_in_cuda_graph(),
         )
@@ -213,7 +222,7 @@ class CapturedForward:
     @property
     def ranks(self) -> int:
         """That run each pass together."""
-        return int(self.runner.tp_group.world_size)
+        return int(tp_group(self.runner).world_size)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pla_sglang.engine.graphs.attention import state_of
+from pla_sglang.engine.host.arguments import find_split_attention, resolve
 from pla_sglang.policy.pla.graphs.reasons import GraphReason
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -17,7 +18,8 @@ def of_server(runner: Any) -> list[str]:
     A mixture of experts, quantised or latent-attention model may well be capturable; it is refused until that has been
     measured. The host's own graphs serve it as ever.
     """
-    args, model = runner.server_args, runner.model_config
+    args, model = resolve(runner.server_args), runner.model_config
+    split = find_split_attention(args)
     text = getattr(model, "hf_text_config", None)
     rules = [
         (runner.device not in _DEVICES, f"device {runner.device!r}, not one of {', '.join(_DEVICES)}"),
@@ -33,7 +35,7 @@ def of_server(runner: Any) -> list[str]:
         (_set(args, "quantization") or _set(model, "quantization"), "quantised weights"),
         (not hasattr(decoder_body(runner.model), "layers"), "a model without decoder layers of its own"),
         (_set(args, "enable_lora"), "--enable-lora"),
-        (_set(args, "enable_dp_attention"), "--enable-dp-attention"),
+        (split is not None, str(split)),
         ((getattr(args, "pp_size", 1) or 1) > 1, "--pipeline-parallel-size above 1"),
         ((getattr(args, "attn_cp_size", 1) or 1) > 1, "--attn-cp-size above 1"),
         (_set(args, "enable_two_batch_overlap"), "--enable-two-batch-overlap"),

@@ -10,6 +10,7 @@ import zmq
 
 from pla_sglang import config as pla_config
 from pla_sglang.engine import control
+from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.engine.pass_timer import computes_in_launch
 from pla_sglang.engine.pools.driver import Pools
 from pla_sglang.engine.pools.query import NAME, Answers
@@ -33,7 +34,7 @@ class Service:
 
     def __init__(self, controller: Any, config: pla_config.PlaConfig) -> None:
         self.controller = controller
-        args = controller.server_args
+        args = resolve(controller.server_args)
         chunk = args.chunked_prefill_size or -1
         self.pools = Pools(
             args.dp_size,

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from pla_sglang.engine.host.arguments import read_fields
 from pla_sglang.secret_names import hide_secrets
 
 
 def after_repr(text: str, server_args: Any) -> str:
     """The line ``server_args=ServerArgs(...)`` of the log."""
-    # A record of msgspec, as from 0.5.20 on, has its fields not in its dictionary.
-    for name in getattr(server_args, "__struct_fields__", None) or vars(server_args):
-        value = getattr(server_args, name)
+    for name, value in read_fields(server_args).items():
         hidden = hide_secrets({name: value})[name]
         if hidden != value:
             text = text.replace(f"{name}={value!r}", f"{name}={hidden!r}")

@@ -14,6 +14,7 @@ from typing import Any
 from pla_sglang import config as pla_config
 from pla_sglang.emulate import arguments as emulation
 from pla_sglang.engine import compat, request_checks
+from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.engine.routes import add_routes
 from pla_sglang.engine.stateless.checks import VARIABLES, check_port, check_stateless
 from pla_sglang.errors import ConfigError, HostMismatchError, PlaError
@@ -39,15 +40,16 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
         keys = pla_config.read_server_keys(args)
         args.api_key, args.admin_api_key = keys.api_key, keys.admin_api_key
         server_args = original(cls, args)
-        config = config.for_device(str(server_args.device))
-        compat.check_flags(server_args, config)
-        compat.check_start(server_args, config)
-        check_stateless(server_args, config, pla_config.read_variables(VARIABLES))
-        check_port(server_args, config)
-        emulation.check(server_args, config)
-        if hands_over_by_nixl(server_args, config):
-            pla_config.publish_address(server_args.host)
-        pools = compat.has_pools(server_args, config)
+        known = resolve(server_args)
+        config = config.for_device(str(known.device))
+        compat.check_flags(known, config)
+        compat.check_start(known, config)
+        check_stateless(known, config, pla_config.read_variables(VARIABLES))
+        check_port(known, config)
+        emulation.check(known, config)
+        if hands_over_by_nixl(known, config):
+            pla_config.publish_address(known.host)
+        pools = compat.has_pools(known, config)
         if pools:
             config = config.replace(controller_folder=socket_folder())
         pla_config.publish(config)
@@ -128,7 +130,7 @@ def before_run_http_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     scheduler_infos = kwargs.get("scheduler_infos") or (args[3] if len(args) > 3 else [])
     # A data-parallel controller passes on a digest of its schedulers: there each scheduler's own check must do. Where
     # the controller is ours, it speaks for itself.
-    speaks = server_args.dp_size == 1 or pla_config.current().controller_folder is not None
+    speaks = resolve(server_args).dp_size == 1 or pla_config.current().controller_folder is not None
     silent = [index for index, info in enumerate(scheduler_infos) if "pla" not in info]
     if silent and speaks:
         raise HostMismatchError([f"scheduler {index} runs without pla_sglang's seams" for index in silent])

@@ -7,6 +7,8 @@ import socket
 from typing import Any
 
 from pla_sglang import config as pla_config
+from pla_sglang.engine.host.arguments import resolve
+from pla_sglang.engine.host.ranks import dp_rank
 from pla_sglang.engine.probe import Identity, Probe
 from pla_sglang.load.push import Pusher
 
@@ -21,10 +23,12 @@ _received = 0  # before the probe was there
 def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """The scheduler is ready: verify our seams, then start to report. Raises HostMismatchError."""
     global _probe
+    from sglang.srt.runtime_context import get_parallel
+
     from pla_patches.install import verify_this_process
 
     verify_this_process()
-    ranks = scheduler.ps
+    ranks = get_parallel()
     if ranks.pp_rank == 0 and ranks.attn_tp_rank == 0 and ranks.attn_cp_rank == 0:
         _probe = build(scheduler, pla_config.current())
         _probe.on_received(_received)
@@ -40,10 +44,10 @@ def name_of(host: str, port: int) -> str:
 
 def build(scheduler: Any, config: pla_config.PlaConfig) -> Probe:
     """The probe that ``config`` asks for, connected."""
-    args = scheduler.server_args
+    args = resolve(scheduler.server_args)
     identity = Identity(
         instance=config.instance or name_of(args.host, args.port),
-        dp_rank=scheduler.ps.dp_rank or 0,
+        dp_rank=dp_rank(scheduler),
         dp_size=args.dp_size,
         disaggregation=args.disaggregation_mode,
     )

@@ -37,6 +37,6 @@ def around_apply_custom_logit_processor(original: Any, logits: Any, info: Any, *
 
 @faults.guard("hiding tokens from logit processors", otherwise=lambda info: [])
 def _find_early(info: Any) -> list[Early]:
-    from sglang.srt.runtime_context import get_server_args
+    from sglang.srt.runtime_context import get_schedule
 
-    return find_early_tokens(info, overlap=not get_server_args().disable_overlap_schedule)
+    return find_early_tokens(info, overlap=not get_schedule().disable_overlap_schedule)

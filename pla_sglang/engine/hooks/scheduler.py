@@ -11,6 +11,9 @@ from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.engine import apply, backlog, compat, control, riders
+from pla_sglang.engine.host.arguments import resolve
+from pla_sglang.engine.host.ranks import dp_rank
+from pla_sglang.engine.host.requests import extend_end, prefix_len
 from pla_sglang.engine.roles import RoleState
 from pla_sglang.engine.scheduler_adapter import PrefillAdapter
 from pla_sglang.engine.stateless.faults import Faults
@@ -58,7 +61,9 @@ def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:
 
 def after_pull_raw_reqs(requests: Any, receiver: Any) -> Any:
     """Rank 0 of the first pipeline stage puts its clock in front of what it is about to broadcast."""
-    if requests is None or receiver.ps.pp_rank != 0 or _adapter is None:
+    from sglang.srt.runtime_context import get_parallel
+
+    if requests is None or _adapter is None or get_parallel().pp_rank != 0:
         return None
     if requests or _adapter.wants_tick():
         requests.insert(0, _adapter.make_tick())
@@ -111,7 +116,7 @@ def around_can_schedule_lora(original: Any, scheduler: Any, req: Any, running_lo
 def around_process_prefill_chunk(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """PD prefill: a chunk that has been parked since its last result was cached and sent needs neither again."""
     chunk = scheduler.chunked_req
-    if chunk is None or chunk.extend_range.end > len(chunk.prefix_indices):
+    if chunk is None or (extend_end(chunk) or 0) > prefix_len(chunk):
         return original(scheduler, *args, **kwargs)
     scheduler.chunked_req = None  # hidden, the host only tidies up the batch before
     try:
@@ -142,7 +147,7 @@ def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: 
     output.internal_state.setdefault("pla", {}).update(
         scheduler.pla.state(),
         hooks=scheduler.pla_hooks,
-        dp_rank=scheduler.ps.dp_rank or 0,
+        dp_rank=dp_rank(scheduler),
         role=scheduler.pla_roles.to_dict(rids),
     )
     return output
@@ -155,7 +160,7 @@ def around_set_internal_state(original: Any, scheduler: Any, recv_req: Any) -> A
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     rank, quiet = knobs.pop(control.RANK, None), knobs.pop(control.QUIET, 0)
-    updated = rank not in (None, scheduler.ps.dp_rank or 0) or change_knobs(scheduler, knobs)
+    updated = rank not in (None, dp_rank(scheduler)) or change_knobs(scheduler, knobs)
     if quiet and pla_config.current().controller_folder is not None:
         return None  # the controller of this server's pools has asked; the front waits for nothing
     if updated and recv_req.server_args:
@@ -167,7 +172,7 @@ def change_knobs(scheduler: Any, wire: dict[str, float]) -> bool:
     """Take over run-time knobs, a role among them; False when they are refused, then nothing changes."""
     try:
         config = control.decode_knobs(wire, scheduler.pla.config)
-        compat.check_flags(scheduler.server_args, config)
+        compat.check_flags(resolve(scheduler.server_args), config)
         scheduler.pla.set_config(config)
     except ConfigError as error:
         logger.warning("pla_sglang: run-time change refused: %s", error)

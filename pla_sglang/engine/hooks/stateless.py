@@ -14,6 +14,7 @@ from pla_sglang import config as pla_config
 from pla_sglang.engine import riders
 from pla_sglang.engine.hooks.running import faults as _faults
 from pla_sglang.engine.hops.pulls import aborts_of_another, is_pull, refuses_receiver
+from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.fence import acknowledge_abort
@@ -36,8 +37,10 @@ _engine: StatelessEngine | None = None  # of this process, for seams whose host 
 # -- scheduler processes -----------------------------------------------------------------------------------------------
 
 
-def after_resolve_dist_init_method(method: str, server_args: Any, dist_port: int) -> str | None:
-    return keep_to_host(method, server_args)
+def after_resolve_dist_init_method(method: str, *args: Any, **kwargs: Any) -> str | None:
+    from sglang.srt.runtime_context import get_server_args
+
+    return keep_to_host(method, resolve(get_server_args()))
 
 
 def after_init_disaggregation(result: Any, scheduler: Any) -> None:
@@ -90,7 +93,7 @@ def after_process_batch_result(result: Any, scheduler: Any, batch: Any, *args: A
     scheduler.pla_stateless.on_result(batch)
 
 
-def after_is_fully_idle(idle: bool, scheduler: Any, for_health_check: bool = False) -> bool | None:
+def after_is_fully_idle(idle: bool, scheduler: Any, for_health_check: bool = False, **more: Any) -> bool | None:
     """Legs hold KV, so nothing may be flushed or checked for leaks. A health check asks for passes, which they lack."""
     return None if for_health_check else idle and not scheduler.pla_stateless.busy
 

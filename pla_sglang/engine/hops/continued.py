@@ -12,6 +12,7 @@ from pla_sglang.engine.hops.detokenize import Detokenizer, PieceEnds
 from pla_sglang.engine.hops.feed import Feed, RefusedAnswerError
 from pla_sglang.engine.hops.front_tags import FrontTags
 from pla_sglang.engine.hops.steps import Step, is_abort
+from pla_sglang.engine.host.arguments import resolve
 
 SLICE_TOKENS = 16  # that are replayed before others of this process get their turn
 
@@ -43,7 +44,7 @@ class Continuation:
     def __init__(self, manager: Any, feed: Feed, tags: FrontTags, *, replays: bool) -> None:
         assert tags.answer is not None
         self._manager = manager
-        self._incremental: bool = manager.server_args.incremental_streaming_output
+        self._incremental: bool = resolve(manager.server_args).incremental_streaming_output
         self._feed = feed
         self._tags = tags
         self._old_ids = tags.answer

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from pla_sglang.engine.host.arguments import resolve
+
 PROMPT_TAIL = 5  # tokens of the prompt before the answer, from which the host's detokenizer starts
 
 
@@ -27,7 +29,7 @@ class Detokenizer:
     def __init__(self, manager: Any, prompt_ids: Sequence[int], params: Any) -> None:
         from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 
-        args = manager.server_args
+        args = resolve(manager.server_args)
         self._params = params
         self._tail: list[int] = list(prompt_ids[-PROMPT_TAIL:])
         self._offset = len(self._tail)
@@ -60,7 +62,7 @@ class PieceEnds:
     def __init__(self, manager: Any, params: Any) -> None:
         from sglang.srt.managers.schedule_batch import Req
 
-        self._interval = params.stream_interval or manager.server_args.stream_interval
+        self._interval = params.stream_interval or resolve(manager.server_args).stream_interval
         self._req = Req.__new__(Req)  # what its check reads, and nothing else
         self._req.sampling_params, self._req.tokenizer = params, manager.tokenizer
         self._req.output_ids = array("q")

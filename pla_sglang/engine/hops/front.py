@@ -21,6 +21,7 @@ from pla_sglang.engine.hops.stream_marks import (
     MarkedStream,
     OpenAiAccount,
 )
+from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.errors import ConfigError
 
 _CANNOT_GO_ON = f"this answer cannot go on from custom_params.{TOKENS}: "
@@ -59,7 +60,8 @@ class OpenedStream:
             await stream.aclose()
 
     def _make_stream(self, events: AsyncGenerator[Any, None]) -> MarkedStream:
-        incremental = bool(self._manager.server_args.incremental_streaming_output)
+        args = resolve(self._manager.server_args)
+        incremental = bool(args.incremental_streaming_output)
         shown, keeps_created = self._tags.seen.copy(), self._kind is Kind.COMPLETIONS
         account: Account
         if self._kind is Kind.GENERATE:
@@ -73,7 +75,7 @@ class OpenedStream:
             steps = Continuation(self._manager, self.feed, self._tags, replays=replays).read_steps()
         else:
             steps = read_steps(self.feed, incremental=incremental)
-        if self._kind is Kind.CHAT and has_parser(self._manager.server_args):
+        if self._kind is Kind.CHAT and has_parser(args):
             steps = split_steps(steps, self._manager, self.feed, incremental=incremental)
         return MarkedStream(Endpoint(events), self.feed, steps, account)
 

@@ -10,6 +10,7 @@ from typing import Any
 from pla_sglang.engine.hops.holder import Holder
 from pla_sglang.engine.hops.replay import reason_against_moving
 from pla_sglang.engine.hops.states import Hold, HoldState
+from pla_sglang.engine.host.requests import kv_committed_len
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.legs import GOES_ON_ATTRIBUTE
@@ -104,7 +105,7 @@ class Leaving:
         elif req.to_finish is not None:
             holder.let_go(hold, functools.partial(host.end_as_ordered, self._scheduler, req))
             holder.totals["finished"] += 1
-        elif req.kv_committed_len != hold.kv_tokens or req.kv.kv_allocated_len != hold.kv_tokens:
+        elif kv_committed_len(req) != hold.kv_tokens or req.kv.kv_allocated_len != hold.kv_tokens:
             logger.error("pla_sglang: %s is not at a step boundary and goes on", req.rid)
             self._turn_back(hold, "it is not at a step boundary")
         elif host.holds_back_text(req):

@@ -14,6 +14,8 @@ from typing import Any
 
 from pla_sglang.engine.hops.pulls import OpenRooms
 from pla_sglang.engine.hops.states import Hold, HoldState
+from pla_sglang.engine.host.requests import set_extend
+from pla_sglang.engine.host.transfers import forget_sent
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Fence, place_fence
@@ -31,7 +33,7 @@ def make_shadow(req: Any, room: int) -> Any:
     shadow.bootstrap_room = room
     shadow.origin_input_ids = req.origin_input_ids + req.output_ids[:-1]
     shadow.output_ids = req.output_ids[-1:]
-    shadow.set_extend_range(0, len(shadow.origin_input_ids))
+    set_extend(shadow, 0, len(shadow.origin_input_ids))
     shadow.start_send_idx, shadow.metadata_buffer_index = 0, -1
     return shadow
 
@@ -137,7 +139,7 @@ class Offers:
         """Sender entry and metadata buffer of a shadow that no transfer reads."""
         manager = self._queue.kv_manager
         shadow.disagg_kv_sender.clear()
-        manager.exceptions.pop(shadow.bootstrap_room, None)
+        forget_sent(manager, shadow.bootstrap_room)
         forget_room(manager, shadow.bootstrap_room)
         host.free_metadata(self._scheduler, shadow)
 

@@ -1,4 +1,5 @@
-"""Gets us into SGLang's data-parallel controller process, which loads no plugins in 0.5.17.
+"""Gets us into SGLang's data-parallel controller process, which loads no plugins, or loads them by itself, and
+is ready before its ranks report.
 
 The server starts that process with a function as its target. A spawned process looks its target up by module and name,
 so a hook around the function, which keeps the host's name, would be gone on the other side. A class in its place is
@@ -34,6 +35,7 @@ class ControllerProcess:
         port_args: Any,
         pipe_writer: Any,
         run_scheduler_process_func: Callable[..., Any],
+        **more: Any,
     ) -> None:
         from sglang.srt.plugins import load_plugins
 
@@ -42,7 +44,7 @@ class ControllerProcess:
         run = host_entry()
         enter_controller()
         load_plugins()
-        run(server_args, port_args, _ReadyPipe(pipe_writer), run_scheduler_process_func)
+        run(server_args, port_args, _ReadyPipe(pipe_writer), run_scheduler_process_func, **more)
 
 
 class _ReadyPipe:

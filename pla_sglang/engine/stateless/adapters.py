@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from pla_sglang.engine.host.requests import may_load_adapter
+
 T = TypeVar("T")
 PATIENT_PASSES = 100  # that a request waits, while prefills of adapters in use are still admitted
 
@@ -46,7 +48,7 @@ class AdapterPlaces:
         """Whether ``req`` may join now; its adapter is in use then."""
         if not self._scheduler.enable_lora:
             return True
-        if self._scheduler._can_schedule_lora_req(req, set(self._used)):
+        if may_load_adapter(self._scheduler, req, set(self._used)):
             self._used.add(req.lora_id)
             return True
         if self._left_out is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pla_sglang.engine.host.requests import kv_committed_len, pool_row, prefix_len, refresh_fill_ids, set_extend
 from pla_sglang.engine.penalties import count_again
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import (
@@ -54,15 +55,15 @@ def _try_each(reqs: Sequence[Any], step: Callable[[Any], object], faults: Faults
 
 def _end_unjoined(scheduler: Any, unjoined: Sequence[Any], faults: Faults) -> None:
     faults.for_each(unjoined, lambda req: answer_unjoined(scheduler, req), "answering a request that could not join")
-    holding = [req for req in unjoined if req.req_pool_idx is not None]
+    holding = [req for req in unjoined if pool_row(req) is not None]
     faults.for_each(holding, lambda req: release_kv(scheduler, req, keep_prefix=False), "freeing its KV")
 
 
 def _prepare(req: Any) -> None:
     note_joining([req])
-    req._refresh_fill_ids()
+    refresh_fill_ids(req)
     # Without the last token: its KV is computed by the first decode step.
-    req.set_extend_range(len(req.prefix_indices), req.kv_committed_len)
+    set_extend(req, prefix_len(req), kv_committed_len(req))
     if req.grammar is not None and goes_on(req):
         # The host's word for "its grammar has this token"; of its backends only xgrammar says it by itself.
         req.grammar.current_token = req.output_ids[-1]

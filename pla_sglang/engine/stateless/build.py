@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from pla_sglang.engine.host.ranks import gpu_id
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fingerprints import Fingerprints
 from pla_sglang.engine.stateless.rooms import UsedRooms
@@ -73,7 +74,7 @@ def _common(scheduler: Any) -> dict[str, Any]:
     """Every argument that a constructor of the host's queues may ask for, by its name there."""
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
-    ranks, settings = scheduler.ps, get_disagg()
+    ranks, settings = get_parallel(), get_disagg()
     return {
         "token_to_kv_pool": scheduler.token_to_kv_pool_allocator.get_kvcache(),
         "token_to_kv_pool_allocator": scheduler.token_to_kv_pool_allocator,
@@ -86,8 +87,8 @@ def _common(scheduler: Any) -> dict[str, Any]:
         "tp_size": ranks.tp_size,
         "pp_rank": ranks.pp_rank,
         "pp_size": ranks.pp_size,
-        "dp_size": get_parallel().dp_size,
-        "gpu_id": ranks.gpu_id,
+        "dp_size": ranks.dp_size,
+        "gpu_id": gpu_id(scheduler),
         "bootstrap_port": settings.disaggregation_bootstrap_port,
         "max_total_num_tokens": scheduler.max_total_num_tokens,
         "num_reserved_decode_tokens": settings.num_reserved_decode_tokens,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pla_sglang.config import PlaConfig
+from pla_sglang.engine.host.arguments import find_split_attention
 from pla_sglang.errors import ConfigError
 
 # What SGLang reads of the environment and does not work here, and why.
@@ -51,6 +52,7 @@ def _role_rules(args: Any) -> list[tuple[bool, str]]:
     """How ranks, roles and transfers are laid out."""
     mode = _of(args, "disaggregation_mode", "null")
     backend = _of(args, "disaggregation_transfer_backend", "mooncake")
+    split = find_split_attention(args)
     return [
         (mode != "null", f"--disaggregation-mode {mode} (a stateless instance has both phases)"),
         (
@@ -61,7 +63,7 @@ def _role_rules(args: Any) -> list[tuple[bool, str]]:
         (_of(args, "dp_size", 1) > 1, f"--dp-size {_of(args, 'dp_size', 1)} (each rank would need peers of its own)"),
         (_of(args, "dcp_size", 1) > 1, f"--dcp-size {_of(args, 'dcp_size', 1)} (not tested)"),
         (_of(args, "nnodes", 1) > 1, f"--nnodes {_of(args, 'nnodes', 1)} (not tested)"),
-        (bool(_of(args, "enable_dp_attention")), "--enable-dp-attention (ranks would receive different requests)"),
+        (split is not None, f"{split} (ranks would receive different requests)"),
         (
             bool(_of(args, "enable_prefill_context_parallel")),
             "--enable-prefill-context-parallel (not tested)",
@@ -77,6 +79,7 @@ def _role_rules(args: Any) -> list[tuple[bool, str]]:
 def _feature_rules(args: Any) -> list[tuple[bool, str]]:
     """What holds KV or runs passes in another way."""
     speculative = _of(args, "speculative_algorithm")
+    interval = _of(args, "prefill_decode_interval", 0)
     return [
         (bool(speculative), f"--speculative-algorithm {speculative} (a draft's state does not travel)"),
         (
@@ -97,6 +100,16 @@ def _feature_rules(args: Any) -> list[tuple[bool, str]]:
             bool(_of(args, "disaggregation_decode_enable_offload_kvcache")),
             "--disaggregation-decode-enable-offload-kvcache (a decode instance's)",
         ),
+        (
+            _of(args, "disaggregation_decode_allocation_policy", "early") != "early",
+            "--disaggregation-decode-allocation-policy prefill_complete (a leg says where its KV goes before the "
+            "prefill, and both ends count on that)",
+        ),
+        (
+            _of(args, "disaggregation_decode_host_receive_threshold", 1) < 1,
+            "--disaggregation-decode-host-receive-threshold below 1 (received KV would not be on the device)",
+        ),
+        (interval > 0, f"--prefill-decode-interval {interval} (it skips passes in which legs are prefilled)"),
     ]
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
+from pla_sglang.engine.host import memory
+from pla_sglang.engine.host.batches import process_prebuilt
 from pla_sglang.engine.stateless.side_channel import REGISTERS, Drop, Inbox, SideChannel
 
 logger = logging.getLogger(__name__)
@@ -101,9 +103,7 @@ def tcp_address(host: str, port: int) -> tuple[str, bool]:
 
 def release_kv(scheduler: Any, req: Any, *, keep_prefix: bool = True) -> None:
     """Free the KV and the row of ``req``; with ``keep_prefix`` the radix cache keeps what it can."""
-    from sglang.srt.mem_cache.common import release_kv_cache
-
-    release_kv_cache(req, scheduler.tree_cache, is_insert=keep_prefix)
+    memory.release_kv(req, scheduler.tree_cache, keep_prefix=keep_prefix)
 
 
 def describe_kv_layout(scheduler: Any) -> str:
@@ -282,13 +282,15 @@ def build_received_batch(scheduler: Any, reqs: Sequence[Any]) -> Any:
         scheduler.spec_algorithm,
     )
     batch.prepare_for_prebuilt()
-    batch.process_prebuilt(scheduler.server_args, scheduler.future_map)
+    process_prebuilt(scheduler, batch)
     return batch
 
 
 def all_ranks_agree(scheduler: Any, flags: Sequence[bool]) -> Sequence[bool]:
     """True where every rank of this instance says so; ``flags`` is as long on each."""
-    if scheduler.ps.tp_size == 1:
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_size == 1:
         return flags
     import torch
     import torch.distributed as dist

@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransfer
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import MetadataBuffers
 
+from pla_sglang.engine.host.requests import extend_end, pool_row
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fingerprints import (
     UNSAID,
@@ -143,7 +144,7 @@ class ReceiveQueue(DecodePreallocQueue):
         """
         over = self.agree([entry.kv_receiver is None for entry in entries])
         begun = self.agree([bool(getattr(entry.kv_receiver, "started_transfer", False)) for entry in entries])
-        clean = self.agree([entry.kv_receiver is not None and entry.req.req_pool_idx is None for entry in entries])
+        clean = self.agree([entry.kv_receiver is not None and pool_row(entry.req) is None for entry in entries])
         self.queue = [entry for entry, fresh in zip(entries, clean, strict=True) if fresh]
         started = [entry for entry, is_begun in zip(entries, begun, strict=True) if is_begun]
         failed = [entry for entry, is_over in zip(entries, over, strict=True) if is_over]
@@ -207,9 +208,9 @@ class ReceiveQueue(DecodePreallocQueue):
         """As the host's, less what a prefill under way still needs, and never over the cap of this end."""
         budget = int(super()._allocatable_token_budgets(*args, **kwargs))
         chunk = self.scheduler.chunked_req
-        if chunk is not None and chunk.extend_range is not None:
+        if chunk is not None and (computed_tokens := extend_end(chunk)) is not None:
             page = self.token_to_kv_pool_allocator.page_size
-            budget -= max(0, len(chunk.origin_input_ids) - chunk.extend_range.end) + page
+            budget -= max(0, len(chunk.origin_input_ids) - computed_tokens) + page
         requests = self.held_requests() + self._fresh_requests
         if requests >= self.cap_requests:
             return -1

@@ -11,6 +11,8 @@ from typing import Any
 
 from pla_sglang.engine.hops.beginning import came_with_its_kv
 from pla_sglang.engine.hops.pulls import announce_pull
+from pla_sglang.engine.host.requests import pool_row
+from pla_sglang.engine.host.transfers import forget_received
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import split_joining
 from pla_sglang.engine.stateless.admission import admit_received
@@ -264,7 +266,7 @@ class Receiver:
         self._faults.run_all([functools.partial(step, entry) for step in steps], "freeing what a decode leg held")
 
     def _release_pages(self, entry: Any) -> None:
-        if entry.req.req_pool_idx is not None:
+        if pool_row(entry.req) is not None:
             host.release_kv(self._scheduler, entry.req, keep_prefix=False)
 
     def _release_slot(self, entry: Any) -> None:
@@ -277,7 +279,7 @@ class Receiver:
     def _forget_transfer(self, entry: Any) -> None:
         room, manager = entry.req.bootstrap_room, self._queue.kv_manager
         self._acknowledged.forget(room)
-        manager.transfer_statuses.pop(room, None)
+        forget_received(manager, room)
         manager.failure_records.pop(room, None)
         if entry.kv_receiver is not None:
             entry.kv_receiver.clear()

@@ -18,6 +18,8 @@ from http import HTTPStatus
 from typing import Any
 
 from pla_sglang.engine.hops.pulls import send_refusal
+from pla_sglang.engine.host.requests import extend_end, pool_row
+from pla_sglang.engine.host.transfers import forget_sent
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fence import Fence, place_fence
@@ -134,7 +136,7 @@ class Sender:
         chunked = self._scheduler.chunked_req
         self._chunk = None if chunked is None else self.legs.get(id(chunked))
         if self._chunk is not None:
-            self._chunk.launched_tokens = min(chunked.extend_range.end, len(chunked.origin_input_ids))
+            self._chunk.launched_tokens = min(extend_end(chunked) or 0, len(chunked.origin_input_ids))
         if last_batch is None or not last_batch.reqs or not last_batch.forward_mode.is_extend():
             return
         stay = [index for index, req in enumerate(last_batch.reqs) if id(req) not in self.legs or req is chunked]
@@ -156,7 +158,7 @@ class Sender:
             self._send(chunk, chunk.launched_tokens)  # its result is in; the host has cached it just now
 
     def _follow_queued(self, waiting: set[int], leg: SendLeg) -> None:
-        if leg.req.req_pool_idx is not None:
+        if pool_row(leg.req) is not None:
             leg.move(SendState.PREFILL)
         elif id(leg.req) not in waiting:  # aborted or timed out, and answered, by the host
             self._end(leg)
@@ -346,7 +348,7 @@ class Sender:
     def _release(self, leg: SendLeg) -> None:
         self._end(leg)
         steps = [functools.partial(self._give_back, leg)]
-        if leg.req.req_pool_idx is not None:
+        if pool_row(leg.req) is not None:
             steps.append(functools.partial(host.release_kv, self._scheduler, leg.req, keep_prefix=False))
         self._faults.run_all(steps, "freeing what a prefill leg holds")
 
@@ -381,7 +383,7 @@ class Sender:
 
     def _forget_room(self, room: int) -> None:
         manager = self._queue.kv_manager
-        manager.exceptions.pop(room, None)
+        forget_sent(manager, room)
         forget_room(manager, room)
 
     def _in(self, *states: SendState) -> list[SendLeg]:

@@ -129,11 +129,12 @@ class StepModel:
         return _positive_root(self.a_s, linear, gap)
 
 
-# Start values until the fit has samples, and afterwards for what the samples do not say: about a 7B model on a Hopper
-# GPU, and a toy model on two CPU cores. torch's attention on a CPU computes the rows of the history again in every
+# Start values until the fit has samples, and afterwards for what the samples do not say. On a GPU those of a 7B model
+# that an H100 serves: a pass takes 8 ms at least, and 5 ms more than its tokens do (docs/benchmarks/gpu.md). On a CPU
+# those of a toy model on two cores. torch's attention on a CPU computes the rows of the history again in every
 # pass: 64 new tokens take 12 ms without history and 166 ms with 3,276 tokens of it. A fit that starts from a small kr
 # finds that cost in whatever term it likes, and may then take cutting a long for free.
-GPU_START = StepModel(g0_s=5e-3, gw_s=0.0, gr_s=1e-8, k0_s=1e-3, kr_s=1e-8, b_s=2e-5, a_s=4e-10)
+GPU_START = StepModel(g0_s=8e-3, gw_s=0.0, gr_s=1e-8, k0_s=5e-3, kr_s=1e-8, b_s=2e-5, a_s=4e-10)
 CPU_START = StepModel(g0_s=11e-3, gw_s=0.0, gr_s=1e-6, k0_s=6e-3, kr_s=4.5e-5, b_s=4.5e-5, a_s=1e-8)
 
 
