@@ -28,7 +28,6 @@ PUBLIC_METHODS = 12
 LONGER_FILES: dict[str, str] = {
     "pla_sglang/policy/pla/temporal.py": "the rules of a pass in their order, to be read from top to bottom",
     "pla_sglang/config.py": "every flag of a server, one after the other",
-    "tests/test_patches.py": "what a host must have, and what is refused, on one page",
 }
 LONGER_FUNCTIONS: dict[str, str] = {}
 MORE_PARAMETERS = {
