@@ -275,8 +275,12 @@ class Instance:
         return True, None
 
     def _nothing_admitted(self, now_s: float) -> float | None:
-        """The pass came back empty. With nothing running, the policy is asked once more at once: it may try others."""
-        if self.decoding.running.members or self.view.waiting_decodes or self.pool.used_tokens:
+        """The pass came back empty. With nothing running, the policy is asked once more at once: it may try others.
+
+        So where a parked chunk holds the memory, too: nobody but the policy can give it back.
+        """
+        held_by_others = self.pool.used_tokens and self.queue.chunk is None
+        if self.decoding.running.members or self.view.waiting_decodes or held_by_others:
             return None
         self._fruitless += 1
         if self._fruitless > MAX_FRUITLESS:
