@@ -85,9 +85,9 @@ class DoctorConfig:
 
 def check_python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    if (3, 11) <= sys.version_info[:2] < (3, 13):
+    if (3, 11) <= sys.version_info[:2] < (3, 14):
         return Finding(Status.WORKS, version)
-    return Finding(Status.FAULTY, version, "use Python 3.11 or 3.12")
+    return Finding(Status.FAULTY, version, "use Python 3.11, 3.12 or 3.13")
 
 
 def check_packages(extra: str) -> Finding:

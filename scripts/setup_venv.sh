@@ -180,6 +180,7 @@ main() {
     make_shared "$python" "$shared" "$host"
     if [[ $action == --thin ]]; then
         thin=$CACHE/thin-$(key_of "$python" "${2:?a version of SGLang}")
+        [[ ${thin##*/thin-} != "${shared##*/venv-}" ]] || die ".venv has SGLang $2 already"
         make_thin "$shared/bin/python" "$thin" "$2"
         make_own "$VENV-$2" "$shared" "$thin"
     else

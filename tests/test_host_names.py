@@ -18,7 +18,7 @@ UNSHARED = {
     "ps", "_can_schedule_lora_req", "can_schedule_lora_req",
     "rem_total_token_offset", "cur_rem_token_offset", "memory_budget",
     "match_prefix_for_req", "match_kv_cache", "release_kv_cache", "process_prebuilt",
-    "transfer_statuses", "exceptions", "tool_close_token_ids",
+    "transfer_statuses", "exceptions", "is_dummy", "tool_close_token_ids",
     "get_model_config", "resolve_once", "resolved_view", "enable_dp_attention", "attn_dp_size",
     "tp_group", "num_token_non_padded_cpu", "kv_loc_plan",
 }  # fmt: skip

@@ -97,7 +97,8 @@ def test_acknowledgements_are_read_and_forgotten() -> None:
             raise ConnectionError("closed")
         return message
 
-    acknowledged = fence.Acknowledged(SimpleNamespace(recv_multipart=recv_multipart), SideChannel())
+    socket = SimpleNamespace(recv_multipart=recv_multipart)
+    acknowledged = fence.hear_senders(SimpleNamespace(server_socket=socket), SideChannel())
     for message in ([fence.ACKNOWLEDGED, b"5"], [b"OTHER", b"6"], [fence.ACKNOWLEDGED, b"x"], None):
         messages.put(message)
     assert read.wait(10)
@@ -117,7 +118,8 @@ def test_only_what_was_said_of_rooms_that_are_waited_for_is_kept() -> None:
             raise ConnectionError("closed")
         return messages.pop()
 
-    acknowledged = fence.Acknowledged(SimpleNamespace(recv_multipart=recv_multipart), SideChannel())
+    socket = SimpleNamespace(recv_multipart=recv_multipart)
+    acknowledged = fence.hear_senders(SimpleNamespace(server_socket=socket), SideChannel())
     assert read.wait(10)
     acknowledged.keep_only({5, 200})
     for said in (acknowledged.has, acknowledged.is_refused):

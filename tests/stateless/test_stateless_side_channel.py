@@ -245,7 +245,7 @@ def test_whatever_comes_is_dropped_and_counted_or_can_be_read_by_the_host(messag
 @given(messages=st.lists(ANY_MESSAGE, max_size=10))
 def test_the_receiving_end_counts_what_is_none_and_reads_on(messages: list[list[bytes]]) -> None:
     channel, socket = SideChannel(), Socket()
-    said = fence.Acknowledged(socket, channel)
+    said = fence.hear_senders(SimpleNamespace(server_socket=socket), channel)
     socket.send(*messages, [ACKNOWLEDGED, b"123456789"])
     until(lambda: said.has(123456789), what="the last word")
     words = [message for message in messages if message[0] in (ACKNOWLEDGED, NO_ROOM)]
@@ -254,6 +254,25 @@ def test_the_receiving_end_counts_what_is_none_and_reads_on(messages: list[list[
     assert channel.find_dead() == ""
     socket.close()
     until(lambda: channel.find_dead() != "", what="its end")
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=st.lists(ANY_MESSAGE, max_size=10))
+def test_a_thread_of_the_host_at_the_receiving_end_gets_its_own_words(messages: list[list[bytes]]) -> None:
+    channel, socket = SideChannel(), Socket()
+    inbox = fence.ReceiverInbox(socket, channel, {b"KV_STATUS"})
+    said = fence.hear_senders(SimpleNamespace(server_socket=inbox), channel)
+    socket.send(*messages, [ACKNOWLEDGED, b"123456789"], [b"KV_STATUS", b"7"])
+    while (message := inbox.recv_multipart()) != [b"KV_STATUS", b"7"]:
+        assert message[0] == b"KV_STATUS"
+    assert said.has(123456789)
+    assert channel.find_dead() == ""
+
+
+def test_a_receiver_may_count_its_aborts_of_a_room() -> None:
+    assert read_receiver([ABORT, b"5", *RECEIVER, b"12"]) == read_receiver([ABORT, b"5", *RECEIVER])
+    assert read_receiver([ABORT, b"5", *RECEIVER, b"x"]) is None
+    assert read_receiver([ABORT, b"5", *RECEIVER, b"1", b"2"]) is None
 
 
 @pytest.mark.parametrize("text", [b"", b" 5", b"+5", b"-5", b"1_0", b"5\n", b"0x5", "٥".encode(), b"9" * 20])

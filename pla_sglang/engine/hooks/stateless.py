@@ -17,7 +17,7 @@ from pla_sglang.engine.hops.pulls import aborts_of_another, is_pull, refuses_rec
 from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.fence import acknowledge_abort
+from pla_sglang.engine.stateless.fence import ReceiverInbox, acknowledge_abort
 from pla_sglang.engine.stateless.host import (
     all_ranks_agree,
     open_inbox,
@@ -134,6 +134,14 @@ def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
 def before_start_bootstrap_thread(manager: Any) -> None:
     """The thread that reads what receivers say is about to start."""
     manager.server_socket = open_inbox(manager, _channel)
+
+
+def before_start_decode_listener_thread(manager: Any) -> None:
+    """The thread that reads what senders say is about to start, in versions that have one: we read with it."""
+    from sglang.srt.disaggregation.common.conn import ABORT_ACK_TAG
+
+    words = {ABORT_ACK_TAG, manager.kv_status_msg_tag}
+    manager.server_socket = ReceiverInbox(manager.server_socket, _channel, words)
 
 
 def around_add_remote_peer(original: Any, manager: Any, receiver: Any) -> None:

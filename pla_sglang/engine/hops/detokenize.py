@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pla_sglang.engine.host.arguments import resolve
+from pla_sglang.engine.host.text import find_tool_close_ids
 
 PROMPT_TAIL = 5  # tokens of the prompt before the answer, from which the host's detokenizer starts
 
@@ -38,6 +39,7 @@ class Detokenizer:
         host.decode_status = {}
         host.disable_tokenizer_batch_decode = args.disable_tokenizer_batch_decode
         host.is_tool_call_parser_gpt_oss = args.tool_call_parser == "gpt-oss"
+        vars(host)["tool_close_token_ids"] = find_tool_close_ids(args.tool_call_parser, manager.tokenizer)
 
     def add_tokens(self, ids: Sequence[int], finish_reason: dict[str, Any] | None = None) -> str:
         """The text that ``ids`` add to what was returned before; ``finish_reason``: these are the last."""

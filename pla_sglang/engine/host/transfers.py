@@ -1,8 +1,29 @@
-"""What KV managers keep of a room that no transfer reads or writes for, beside what all versions keep."""
+"""KV managers: what they keep of a room that no transfer reads or writes for, beside what all versions keep; and the
+metadata that goes with KV."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
+
+from sglang.srt.disaggregation.utils import MetadataBuffers
+
+from pla_sglang.engine.host.arguments import resolve
+
+_MASK = inspect.signature(MetadataBuffers).parameters["max_sampling_mask_tokens"]
+
+
+def metadata_options(scheduler: Any) -> dict[str, Any]:
+    """What metadata buffers must be told and have no default for."""
+    if _MASK.default is not inspect.Parameter.empty:
+        return {}
+    return {_MASK.name: resolve(scheduler.server_args).sampling_mask_max_tokens}
+
+
+def wants_kv(info: Any) -> bool:
+    """Whether a receiver that has said where it listens takes KV itself; else another rank of its does."""
+    dummy = info.is_dummy
+    return not (dummy() if callable(dummy) else dummy)
 
 
 def forget_sent(manager: Any, room: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pla_sglang.engine.host.ranks import gpu_id
+from pla_sglang.engine.host.transfers import metadata_options
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fingerprints import Fingerprints
 from pla_sglang.engine.stateless.rooms import UsedRooms
@@ -45,6 +46,7 @@ def build_ends(scheduler: Any, faults: Faults) -> Ends:
     sending = _construct(SendQueue, common, req_to_metadata_buffer_idx_allocator=allocator, metadata_buffers=buffers)
     sending.rooms = UsedRooms()
     scheduler.disagg_prefill_bootstrap_queue, scheduler.disagg_prefill_inflight_queue = sending, []
+    scheduler.disagg_prefill_pending_chunk_rids = set()
     allocator, buffers = _metadata(scheduler, MetadataBuffers)
     own = {"req_to_metadata_buffer_idx_allocator": allocator, "metadata_buffers": buffers}
     transfers = _construct(TransferQueue, common, **own)
@@ -66,6 +68,7 @@ def _metadata(scheduler: Any, make_buffers: Callable[..., Any]) -> tuple[Any, An
         hidden_size=16,  # as the host's without speculative decoding: the least that RDMA likes
         hidden_states_dtype=torch.float32,
         custom_mem_pool=pool.maybe_get_custom_mem_pool(),
+        **metadata_options(scheduler),
     )
     return ReqToMetadataIdxAllocator(size), buffers
 
@@ -93,11 +96,12 @@ def _common(scheduler: Any) -> dict[str, Any]:
         "max_total_num_tokens": scheduler.max_total_num_tokens,
         "num_reserved_decode_tokens": settings.num_reserved_decode_tokens,
         "transfer_backend": scheduler.transfer_backend,
+        "scheduler_stage_metrics": getattr(scheduler, "scheduler_stage_metrics", None),
     }
 
 
 def _construct(cls: Any, common: dict[str, Any], **own: Any) -> Any:
-    """``cls`` with those of the arguments that it takes: 0.5.23 dropped the ranks and the group."""
+    """``cls`` with those of the arguments that it takes: not every version asks for ranks and group."""
     known = common | own
     names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
     return cls(**{name: known[name] for name in names})

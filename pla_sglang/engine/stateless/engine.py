@@ -21,7 +21,7 @@ from pla_sglang.engine.stateless.adapters import AdapterPlaces
 from pla_sglang.engine.stateless.admission import admit_received
 from pla_sglang.engine.stateless.build import build_ends
 from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.fence import Acknowledged
+from pla_sglang.engine.stateless.fence import hear_senders
 from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind, kind_of
 from pla_sglang.engine.stateless.message import PlaPeers
 from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError
@@ -86,7 +86,7 @@ class StatelessEngine:
             ends.transfers,
             quarantine=self.quarantine,
             book=self.book,
-            acknowledged=Acknowledged(manager.server_socket, channel),
+            acknowledged=hear_senders(manager, channel),
             faults=faults,
         )
         queue, share, waiting = ends.sending, config.hold_share, self._list_waiting

@@ -24,6 +24,7 @@ from pla_sglang.engine.stateless.side_channel import (
 
 logger = logging.getLogger(__name__)
 
+READER = "what senders say"
 FENCE_ROOM = -1  # no request has it: rooms are not negative
 
 
@@ -53,6 +54,8 @@ class Fence:
 
 class Mark:
     """Stands in a worker's queue in place of a chunk. Reading its room is how the worker says that it is there."""
+
+    staging_counted = True  # of versions whose workers ask: they have nothing to count
 
     def __init__(self, fence: Fence) -> None:
         self._fence = fence
@@ -97,32 +100,40 @@ def acknowledge_abort(manager: Any, message: list[bytes], channel: SideChannel) 
 class Acknowledged:
     """What senders have said of rooms: that they are through with an abort, or that they hold no such room.
 
-    Read by a thread from the receiver's own socket. Senders also speak of rooms that nobody waits for, such as those of
-    legs that were aborted before they had memory; others than senders may say anything.
+    One thread reads it from the receiver's own socket. Senders also speak of rooms that nobody waits for, such as those
+    of legs that were aborted before they had memory; others than senders may say anything.
     """
 
-    def __init__(self, socket: Any, channel: SideChannel) -> None:
-        self._socket, self._channel = socket, channel
+    def __init__(self, channel: SideChannel) -> None:
+        self._channel = channel
         self._rooms: set[int] = set()
         self._refused: set[int] = set()
-        threading.Thread(target=self._listen, name="pla-abort-acks", daemon=True).start()
 
-    def _listen(self) -> None:
-        self._channel.note_reader("what senders say")
+    def listen(self, socket: Any) -> None:
+        """By a thread of our own, until ``socket`` is closed: where the host reads nothing from it."""
+        threading.Thread(target=self._listen, args=(socket,), name="pla-abort-acks", daemon=True).start()
+
+    def _listen(self, socket: Any) -> None:
+        self._channel.note_reader(READER)
         while True:
             try:
-                message = self._socket.recv_multipart()
+                message = socket.recv_multipart()
             except Exception:
                 return  # the socket is closed: the process ends
-            self._take(message)
+            if not self.take(message):
+                self._channel.drop(Drop.FOREIGN, message[0])
 
-    def _take(self, message: list[bytes]) -> None:
+    def take(self, message: list[bytes]) -> bool:
+        """Whether ``message`` has a word of ours. What it says is noted; it is dropped where that cannot be read."""
         said = {ACKNOWLEDGED: self._rooms, NO_ROOM: self._refused}.get(message[0])
+        if said is None:
+            return False
         room = read_room(message[1]) if len(message) == 2 else None
-        if said is None or room is None:
-            self._channel.drop(Drop.FOREIGN if said is None else Drop.MALFORMED, message[0])
+        if room is None:
+            self._channel.drop(Drop.MALFORMED, message[0])
         else:
             said.add(room)
+        return True
 
     def has(self, room: int) -> bool:
         return room in self._rooms
@@ -138,3 +149,35 @@ class Acknowledged:
         """Forget what was said of all other rooms."""
         for said in (self._rooms, self._refused):
             said -= said - rooms  # in place: what the thread adds meanwhile stays
+
+
+class ReceiverInbox:
+    """The receiving end's socket where a thread of the host reads it, as that thread reads it.
+
+    Args:
+        words: those of the host that senders say.
+    """
+
+    def __init__(self, socket: Any, channel: SideChannel, words: Set[bytes]) -> None:
+        self._socket, self._channel, self._words = socket, channel, words
+        self.acknowledged = Acknowledged(channel)
+
+    def recv_multipart(self) -> list[bytes]:
+        """The next message that is the host's."""
+        self._channel.note_reader(READER)
+        while True:
+            message: list[bytes] = self._socket.recv_multipart()
+            if message[0] in self._words:
+                return message
+            if not self.acknowledged.take(message):
+                self._channel.drop(Drop.FOREIGN, message[0])
+
+
+def hear_senders(manager: Any, channel: SideChannel) -> Acknowledged:
+    """What senders say to the receiver ``manager``, from now on or since its host's thread started."""
+    socket = manager.server_socket
+    if isinstance(socket, ReceiverInbox):
+        return socket.acknowledged
+    acknowledged = Acknowledged(channel)
+    acknowledged.listen(socket)
+    return acknowledged

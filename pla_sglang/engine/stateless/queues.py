@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 from sglang.srt.disaggregation.utils import MetadataBuffers
 
 from pla_sglang.engine.host.requests import extend_end, pool_row
+from pla_sglang.engine.host.transfers import wants_kv
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.fingerprints import (
     UNSAID,
@@ -59,7 +60,7 @@ class SendQueue(PrefillBootstrapQueue):
         """
         manager, room, tokens = self.kv_manager, req.bootstrap_room, len(req.origin_input_ids)
         infos = list(manager.transfer_infos.get(room, {}).values())
-        pages = [len(info.dst_kv_indices) for info in infos if not info.is_dummy()]
+        pages = [len(info.dst_kv_indices) for info in infos if wants_kv(info)]
         has_all = bool(pages) and not any(pages)
         if has_all or manager.req_to_decode_prefix_len.get(room, 0) > tokens:
             manager.req_to_decode_prefix_len[room] = tokens

@@ -134,10 +134,11 @@ def read_room(text: bytes) -> int | None:
 
 
 def read_receiver(message: list[bytes]) -> tuple[Receiver, int] | None:
-    """Which receiver speaks of which room, in a message of four frames; None where that cannot be read."""
-    if len(message) != 4:
+    """Which receiver speaks of which room; None where that cannot be read. Four frames, and a fifth where it counts its
+    aborts of a room."""
+    if len(message) not in (4, 5) or (len(message) == 5 and read_room(message[4]) is None):
         return None
-    _, room_text, host, port_text = message
+    _, room_text, host, port_text = message[:4]
     room, port = read_room(room_text), read_room(port_text)
     if room is None or port is None or not 1 <= port <= 65_535 or _HOST.fullmatch(host) is None:
         return None
