@@ -326,4 +326,6 @@ CONSTRUCTED = {
 }
 
 # Subscribers that are not installed there, each with the reason.
-ABSENT: dict[str, str] = {}
+ABSENT: dict[str, str] = {
+    "less.answers": "No thread of the host reads what senders say; only ours does.",
+}

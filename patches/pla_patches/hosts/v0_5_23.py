@@ -227,6 +227,10 @@ TARGETS = {
         "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
         "self",
     ),
+    "kv_manager.start_decode_listener_thread": Signature(
+        "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_decode_listener_thread",
+        "self",
+    ),
     "kv_manager.add_remote_peer": Signature(
         "sglang.srt.disaggregation.nixl.conn.NixlKVManager._add_remote_peer",
         "self, decode_kv_args",

@@ -115,6 +115,14 @@ STATELESS = (
         exit="When SGLang drops what it cannot read there.",
     ),
     _subscribe(
+        id="less.answers",
+        key="kv_manager.start_decode_listener_thread",
+        hook=Hook.BEFORE,
+        why="The host's thread reads what senders say to this receiver, and only one may read a socket: both do.",
+        verify="tests/stateless/test_stateless_fence.py; tests/e2e/test_stateless_pair.py",
+        exit="When SGLang says by itself that a room is not held, and that an abort is over.",
+    ),
+    _subscribe(
         id="less.register",
         key="kv_manager.add_remote_peer",
         hook=Hook.AROUND,
