@@ -17,7 +17,8 @@ from pla_sglang.config import PlaConfig
 from pla_sglang.engine.stateless.checks import VARIABLES, check_stateless
 from pla_sglang.launch_server import FILE_FLAG
 
-# SGLang's flags of the arguments that the engine's check reads; the first of each has the argument's name.
+# SGLang's flags of the arguments that the engine's check reads, whichever version has them; the first of each has the
+# argument's name.
 NUMBERS = (
     ("--pp-size", "--pipeline-parallel-size"),
     ("--dp-size", "--data-parallel-size"),
@@ -25,8 +26,17 @@ NUMBERS = (
     ("--nnodes",),
     ("--tokenizer-worker-num",),
     ("--optimistic-prefill-attempts",),
+    ("--attn-dp-size",),
+    ("--prefill-decode-interval",),
 )
-TEXTS = (("--disaggregation-mode",), (TRANSFER_FLAG,), ("--speculative-algorithm",), ("--dllm-algorithm",))
+SHARES = (("--disaggregation-decode-host-receive-threshold",),)
+TEXTS = (
+    ("--disaggregation-mode",),
+    (TRANSFER_FLAG,),
+    ("--speculative-algorithm",),
+    ("--dllm-algorithm",),
+    ("--disaggregation-decode-allocation-policy",),
+)
 SWITCHES = (
     "--enable-dp-attention",
     "--enable-prefill-context-parallel",
@@ -59,8 +69,9 @@ def make_parser() -> Parser:
     """Of these flags alone; the others are left to the engine."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(FILE_FLAG, dest="config_file")
-    for names, kind in [*((names, int) for names in NUMBERS), *((names, str) for names in TEXTS)]:
-        parser.add_argument(*names, type=kind)
+    for kind, flags in ((int, NUMBERS), (float, SHARES), (str, TEXTS)):
+        for names in flags:
+            parser.add_argument(*names, type=kind)
     for name in SWITCHES:
         parser.add_argument(name, action="store_true")
     return parser
