@@ -80,11 +80,9 @@ def build_runner(runner: Any, stock: Any, eager: Any, config: PlaConfig) -> Grap
         clock=time.perf_counter,
         agree=agree,
     )
-    graphs = GraphRunner(stock, forward, cache)
-    if config.graph_layout == AUTO:
-        graphs.host_times = _judge(forward, cache, stock, eager, agree)
+    times = _judge(forward, cache, stock, eager, agree) if config.graph_layout == AUTO else None
     cache.capture_at_start()
-    return graphs
+    return GraphRunner(stock, forward, cache, times)
 
 
 def _judge(forward: CapturedForward, cache: GraphCache, stock: Any, eager: Any, agree: Agree) -> HostTimes:

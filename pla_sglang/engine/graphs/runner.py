@@ -20,15 +20,17 @@ class GraphRunner:
     """Answers what the host asks of its prefill graph runner; what is not ours is passed on to that one.
 
     The host asks ``can_run_graph`` and, after a yes, ``execute`` with the same batch. ``stock`` is its own prefill
-    runner, or its eager one, which never says yes.
+    runner, or its eager one, which never says yes. ``host_times``: where the start has compared.
     """
 
-    def __init__(self, stock: Any, forward: CapturedForward, cache: GraphCache) -> None:
+    def __init__(
+        self, stock: Any, forward: CapturedForward, cache: GraphCache, host_times: HostTimes | None = None
+    ) -> None:
         self.stock = stock
         self.cache = cache
         self._forward = forward
         self._asked: tuple[Any, Found] | None = None  # the batch of the last yes of ours
-        self.host_times: HostTimes | None = None  # where the start has compared; owned by ``build``
+        self.host_times = host_times
 
     def __getattr__(self, name: str) -> Any:
         """Everything but replaying short batches, as votes among data-parallel ranks, is the host's."""
