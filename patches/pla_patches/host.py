@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pla_patches.hosts import Host, nearest
 
 # Versions that a server starts on. A recorded one that is not here is refused as an unknown one is.
-SUPPORTED = ("0.5.17",)
+SUPPORTED = ("0.5.23", "0.5.17")
 
 
 def installed_version() -> str | None:
