@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from sglang.srt.runtime_context import get_parallel
+from support.fake_scheduler import FakeAdder
 
 from pla_sglang.engine.host import batches, memory, ranks, requests, transfers
 from pla_sglang.engine.host.arguments import find_split_attention, read_fields, resolve
@@ -44,12 +45,10 @@ def test_an_adapter_is_asked_for_by_the_hosts_own_name() -> None:
 
 
 def test_kv_is_withheld_from_what_a_pass_may_promise_and_take() -> None:
-    budget = SimpleNamespace(total_offset=1, current_offset=2)
-    adder = SimpleNamespace(memory_budget=budget, rem_total_token_offset=1, cur_rem_token_offset=2)
+    adder = FakeAdder()
     memory.reserve_kv(adder, 10, 20)
     memory.reserve_kv(adder, 100)
-    offsets = (budget.total_offset, budget.current_offset)
-    assert (111, 22) in (offsets, (adder.rem_total_token_offset, adder.cur_rem_token_offset))
+    assert adder.withheld_tokens == (110, 20)
 
 
 def test_a_forward_batch_can_be_made() -> None:
