@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from support.request_fields import RequestFields
-
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.host.requests import extend_end, set_extend
 from pla_sglang.engine.scheduler_adapter import PrefillAdapter
+from support.request_fields import RequestFields
 
 CHUNK_TOKENS = 256
 TEMPORAL = PlaConfig(prefill_disagg="temporal", boundary_tokens=100, mixing="never")  # so that chunks are parked
