@@ -77,6 +77,14 @@ def test_what_a_manager_keeps_of_a_room_is_forgotten_where_it_keeps_it() -> None
     assert told == [2]
 
 
+def test_sampling_masks_have_no_room_beside_kv_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(sampling_mask_max_tokens=7)
+    assert transfers.most_mask_tokens(args) == 0
+    monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "1")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS", "7")
+    assert transfers.most_mask_tokens(args) == 7
+
+
 def test_arguments_that_are_resolved_in_place_stay_as_they_are() -> None:
     args = SimpleNamespace(device="cpu")
     assert resolve(args) is args
