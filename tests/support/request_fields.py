@@ -12,7 +12,7 @@ class RequestFields:
     Set what a pass extends by ``engine/host/requests.py``'s ``set_extend``, and read it by its functions.
     """
 
-    kv_committed_len = 0
+    kv_committed_len = kv_allocated_len = 0
     req_pool_idx: int | None = None
     prefix_indices: range = range(0)
     prefix_len = 0
@@ -33,3 +33,8 @@ class RequestFields:
 
     def set_extend_range(self, start: int, end: int) -> None:
         self.extend_range = SimpleNamespace(start=start, end=end)
+
+    def refresh_fill_ids(self) -> None:
+        """Prompt and answer so far are the tokens of its next pass: a fake counts none."""
+
+    _refresh_fill_ids = refresh_fill_ids
