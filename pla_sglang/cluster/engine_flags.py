@@ -45,7 +45,11 @@ def check_engine_arguments(arguments: Sequence[str], others: Iterable[str]) -> N
 @cache
 def known_flags() -> frozenset[str]:
     """Flags of a server as the sources of SGLang and its plugins have them; empty where one cannot be read."""
-    arguments = [folder / "srt" / "server_args.py" for folder in _folders("sglang")]
+    arguments = [
+        path
+        for folder in _folders("sglang")
+        for path in (folder / "srt" / "server_args.py", *(folder / "srt" / "arg_groups").rglob("*.py"))
+    ]
     plugins = [
         path
         for point in entry_points(group="sglang.srt.plugins")
@@ -56,7 +60,7 @@ def known_flags() -> frozenset[str]:
         texts = [path.read_text(encoding="utf-8") for path in (*arguments, *plugins)]
     except OSError:
         return frozenset()
-    names = {name.replace("_", "-") for text in texts[:1] for name in FIELD.findall(text)}
+    names = {name.replace("_", "-") for text in texts[: len(arguments)] for name in FIELD.findall(text)}
     literal = {flag for text in texts for flag in FLAG.findall(text)}
     return frozenset({f"--{no}{name}" for name in names for no in ("", "no-")} | literal) if names else frozenset()
 
