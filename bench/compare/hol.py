@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
     }
     title = (
         f"Head-of-line blocking, {args.pattern}: {workload['longs']}, {workload['shorts']}, "
-        f"chunk {shape.chunk_tokens}, {comparison.rounds} rounds, {args.model_name}, SGLang {result['sglang_version']}"
+        f"chunk {shape.chunk_tokens}, {comparison.rounds} rounds, {args.model_name}, SGLang {result['sglang']}"
     )
     comparison.show_tables(title, result)
     print_starts_and_bounds(result)

@@ -56,7 +56,7 @@ def test_hol_shows_the_gain_of_shortest_first(model: Path, tmp_path: Path, capsy
     assert result["outputs_by_arm"]["ours"]["compared"] == 2 * 10 + LONE  # two rounds and the solo requests
     assert result["short_ttft_p99_gain"] > 1
     assert result["hooks"] == "3 seams verified"
-    assert result["sglang_version"] == "0.5.17"
+    assert result["sglang"] == "0.5.17"
     assert result["figures_of"] == "ours"
     assert set(result["workload"]) >= {"pattern", "scale", "burst_s", "spread_s", "chunk_tokens"}
     assert (tmp_path / "out" / "hol.png").stat().st_size > 10_000
