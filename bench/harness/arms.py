@@ -5,9 +5,11 @@ Everything that decides what "stock" and "ours" mean stands in this file.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.harness.bench import BenchError
+from bench.harness.report import installed_sglang, say
 
 STOCK = "stock"
 OURS = "ours"
@@ -26,13 +29,31 @@ RIDE = "ride"
 # The platform knows nothing of our scheduler. An empty value means "all", so a GPU host names one that is not there.
 STOCK_ENV = {"cpu": {"SGLANG_PLUGINS": "pla_cpu"}, "cuda": {"SGLANG_PLUGINS": "none"}}
 
-# Flags of SGLang 0.5.23's own length-aware orders, for peers.
+# What stock has since 0.5.19 to 0.5.23. Whether it is there is asked of the installed one: see ``find_lacking``.
 SPF = ("--schedule-policy", "shortest-prefill-first")
 HRRN = ("--schedule-policy", "hrrn")  # highest response ratio next
+MIXED = ("--enable-mixed-chunk",)
+# Decode steps after each prefill pass while at least so many requests decode: for a TPOT target.
+INTERVAL = ("--prefill-decode-interval", "2", "--prefill-decode-interval-min-bs", "8")
+# Of a pair: decode reserves memory when the prefill is done. Both sides must have it.
+COMPLETE = ("--disaggregation-decode-allocation-policy", "prefill_complete")
+
+# Arms of stock beyond its defaults.
+STOCK_PRESETS: dict[str, tuple[str, ...]] = {
+    "hrrn": HRRN,
+    "spf": SPF,
+    "spf-mix": (*SPF, *MIXED),
+    "interval": INTERVAL,
+}
+# Chunks just above the shorts, where the bench knows them: smaller ones cut the shorts, and with larger ones they wait
+# for longer passes of longs.
+TUNED = frozenset({"spf", "spf-mix"})
+BEST_STOCK = (STOCK, "hrrn", "spf", "spf-mix")  # without a TPOT target
 
 STOCK_MODULE = "sglang.launch_server"
 OUR_MODULE = "pla_sglang.launch_server"
 _TEMPORAL = ("--prefill-disagg", "temporal")
+OUR_FLAGS = ("--prefill-disagg", "--pla-")  # how they begin
 
 # Our arms beyond the default one, so that one sees which part brings what.
 OUR_PRESETS: dict[str, tuple[str, ...]] = {
@@ -46,7 +67,7 @@ OUR_PRESETS: dict[str, tuple[str, ...]] = {
     "fcfs-long": (*_TEMPORAL, "--pla-long-order", "fcfs"),  # longs first come, first served
 }
 ABLATION = ("interleave-mix", "no-window", "full", "fcfs-long")
-ARM_NAMES = (STOCK, *OUR_PRESETS)
+ARM_NAMES = (STOCK, *STOCK_PRESETS, *OUR_PRESETS)
 
 
 class ArmError(BenchError):
@@ -66,7 +87,7 @@ class Arm:
 
 
 def parse_peer(text: str, device: str) -> Arm:
-    """``NAME=PYTHON:FLAGS``, for example ``spf=/opt/v23/bin/python:--schedule-policy shortest-prefill-first``.
+    """``NAME=PYTHON:FLAGS``, for example ``spf9=/opt/new/bin/python:--schedule-policy shortest-prefill-first``.
 
     Raises ArmError: the text does not have this form, or there is no such Python.
     """
@@ -82,12 +103,54 @@ def parse_peer(text: str, device: str) -> Arm:
     return Arm(name, tuple(shlex.split(flags)), STOCK_MODULE, python, STOCK_ENV[device], elsewhere)
 
 
+@functools.cache
+def _read_flags_of_sglang() -> str:
+    """The sources that define the flags of the installed SGLang. It is not imported, which takes most of a minute."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise ArmError("sglang is not installed here")
+    folder = Path(spec.submodule_search_locations[0]) / "srt"
+    files = [folder / "server_args.py", *sorted(folder.glob("arg_groups/**/*.py"))]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def find_lacking(flags: Sequence[str]) -> list[str]:
+    """Those of ``flags`` that the installed SGLang does not have, or not with this value; ours are not its matter.
+
+    Raises ArmError where there is none.
+    """
+    lacking = []
+    for flag, value in zip(flags, (*flags[1:], ""), strict=False):
+        if not flag.startswith("--") or flag.startswith(OUR_FLAGS):
+            continue
+        known, has_order = _read_flags_of_sglang(), flag == SPF[0]
+        field = rf"^    {flag.removeprefix('--').replace('-', '_')}\s*:"
+        if not re.search(field, known, re.MULTILINE) or (has_order and f'"{value}"' not in known):
+            lacking.append(f"{flag} {value}" if has_order else flag)
+    return lacking
+
+
+def startable(names: Sequence[str]) -> list[str]:
+    """Without the arms of stock that the installed SGLang cannot be started as, which are said."""
+    left_out = {name: lacking for name in names if (lacking := find_lacking(STOCK_PRESETS.get(name, ())))}
+    for name, lacking in left_out.items():
+        say(f"without {name}: SGLang {installed_sglang()} has no {', '.join(lacking)}")
+    return [name for name in names if name not in left_out]
+
+
 def build_arms(
-    names: Sequence[str], peers: Sequence[str], *, device: str, our_flags: Sequence[str] = (), ablation: bool = False
+    names: Sequence[str],
+    peers: Sequence[str],
+    *,
+    device: str,
+    our_flags: Sequence[str] = (),
+    ablation: bool = False,
+    tuned_chunk_tokens: int | None = None,
 ) -> list[Arm]:
     """The arms by name, the ablation presets if asked for, then the peers. Stock is always first.
 
-    Raises ArmError: an arm is unknown or appears twice, or a peer cannot be parsed.
+    ``tuned_chunk_tokens``: chunk of the arms in ``TUNED``; None: that of all. Raises ArmError: an arm is unknown,
+    appears twice or cannot be started on the installed SGLang, or a peer cannot be parsed.
     """
     wanted = list(names) + [name for name in ABLATION if ablation and name not in names]
     if ablation and OURS in wanted and "full" in wanted:
@@ -96,6 +159,12 @@ def build_arms(
     for name in sorted(wanted, key=lambda name: name != STOCK):
         if name == STOCK:
             arms.append(Arm(STOCK, module=STOCK_MODULE, env=STOCK_ENV[device]))
+        elif name in STOCK_PRESETS:
+            if lacking := find_lacking(STOCK_PRESETS[name]):
+                raise ArmError(f"arm {name!r}: SGLang {installed_sglang()} has no {', '.join(lacking)}; give a --peer")
+            tuned = tuned_chunk_tokens is not None and name in TUNED
+            chunk = ("--chunked-prefill-size", str(tuned_chunk_tokens)) if tuned else ()
+            arms.append(Arm(name, (*STOCK_PRESETS[name], *chunk), STOCK_MODULE, env=STOCK_ENV[device]))
         elif name in OUR_PRESETS:
             extra = () if name == "off" else tuple(our_flags)
             arms.append(Arm(name, (*OUR_PRESETS[name], *extra), module=OUR_MODULE))

@@ -22,9 +22,10 @@ class NoStepError(BenchError):
 class Steps:
     """Rows by key in a JSON Lines file, and the time that this run may take.
 
-    A key is a mapping of everything that decides a step's result, so that a changed setting is another step; one that
-    another SGLang than the installed one has run is another step too. No step begins later than ``budget_s`` after the start. Raises ConfigError for a budget that is not above 0, and for a line
-    that is no row, unless it is the last one, which was cut short.
+    A key is a mapping of everything that decides a step's result, so that a changed setting is another step; so is what
+    was run on another SGLang than the installed one. No step begins later than ``budget_s`` after the start. Raises
+    ConfigError for a budget that is not above 0, and for a line that is no row, unless it is the last one, which was
+    cut short.
     """
 
     def __init__(self, path: Path, budget_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:

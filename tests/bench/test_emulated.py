@@ -30,7 +30,7 @@ from pla_sglang.testing.server import ServerError
 
 # -- one engine per arm ----------------------------------------------------------------------------------------------
 
-ARMS = {"stock": Arm("stock", ()), "peer": Arm("peer", ("--x",), peer=True)}
+ARMS = {"stock": Arm("stock", ()), "peer": Arm("peer", ("--x-y",), peer=True)}
 BEFORE = {"busy_s": 10.0, "host_gap_s": 1.0, "steps": 100, "pass_gap_s": 0.5}
 AFTER = {"busy_s": 19.0, "host_gap_s": 2.0, "steps": 150, "pass_gap_s": 0.9}
 AFTER |= {"step_error_p50": 0.001, "step_error_p99": 0.02, "version": "0.5.17"}
@@ -83,7 +83,7 @@ def test_a_peer_gets_our_emulation_and_nothing_is_installed(tmp_path: Path) -> N
     setup = Setup("linear", 2.0, ("--chunked-prefill-size", "820"), tmp_path, "test", str(interpreter))
     server = engines.server_of(ARMS["peer"], setup, tmp_path)
     assert server.command[:3] == [str(interpreter), "-m", "pla_sglang.launch_server"]
-    assert server.command[-1] == "--x", "an arm's own flags come last and win"
+    assert server.command[-1] == "--x-y", "an arm's own flags come last and win"
     entry_points = (tmp_path / "peer" / "pla_sglang-0.1.0.dist-info" / "entry_points.txt").read_text()
     assert "pla_sglang.plugin:register" in entry_points
     assert (tmp_path / "peer" / "pla_patches" / "install.py").is_file()
