@@ -5,11 +5,10 @@ Everything that decides what "stock" and "ours" mean stands in this file.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import itertools
 import json
 import os
-import re
 import shlex
 import sys
 from collections import Counter
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from bench.harness.bench import BenchError
 from bench.harness.report import installed_sglang, say
+from pla_sglang.cluster.engine_flags import flags_of_sglang, read_argument_sources
 
 STOCK = "stock"
 OURS = "ours"
@@ -30,8 +30,9 @@ RIDE = "ride"
 STOCK_ENV = {"cpu": {"SGLANG_PLUGINS": "pla_cpu"}, "cuda": {"SGLANG_PLUGINS": "none"}}
 
 # What stock has since 0.5.19 to 0.5.23. Whether it is there is asked of the installed one: see ``find_lacking``.
-SPF = ("--schedule-policy", "shortest-prefill-first")
-HRRN = ("--schedule-policy", "hrrn")  # highest response ratio next
+ORDER = "--schedule-policy"
+SPF = (ORDER, "shortest-prefill-first")
+HRRN = (ORDER, "hrrn")  # highest response ratio next
 MIXED = ("--enable-mixed-chunk",)
 # Decode steps after each prefill pass while at least so many requests decode: for a TPOT target.
 INTERVAL = ("--prefill-decode-interval", "2", "--prefill-decode-interval-min-bs", "8")
@@ -103,31 +104,20 @@ def parse_peer(text: str, device: str) -> Arm:
     return Arm(name, tuple(shlex.split(flags)), STOCK_MODULE, python, STOCK_ENV[device], elsewhere)
 
 
-@functools.cache
-def _read_flags_of_sglang() -> str:
-    """The sources that define the flags of the installed SGLang. It is not imported, which takes most of a minute."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        raise ArmError("sglang is not installed here")
-    folder = Path(spec.submodule_search_locations[0]) / "srt"
-    files = [folder / "server_args.py", *sorted(folder.glob("arg_groups/**/*.py"))]
-    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+def has_order(name: str) -> bool:
+    """Whether the installed SGLang has this ``--schedule-policy``; it is not imported for that."""
+    return f'"{name}"' in read_argument_sources()
 
 
 def find_lacking(flags: Sequence[str]) -> list[str]:
-    """Those of ``flags`` that the installed SGLang does not have, or not with this value; ours are not its matter.
-
-    Raises ArmError where there is none.
+    """Those of ``flags`` that the installed SGLang does not have, an order of prefills with its name. Ours count as
+    there: ``--prefill-disagg``, ``--pla-...``.
     """
-    lacking = []
-    for flag, value in zip(flags, (*flags[1:], ""), strict=False):
-        if not flag.startswith("--") or flag.startswith(OUR_FLAGS):
-            continue
-        known, has_order = _read_flags_of_sglang(), flag == SPF[0]
-        field = rf"^    {flag.removeprefix('--').replace('-', '_')}\s*:"
-        if not re.search(field, known, re.MULTILINE) or (has_order and f'"{value}"' not in known):
-            lacking.append(f"{flag} {value}" if has_order else flag)
-    return lacking
+    known = flags_of_sglang()
+    theirs = [flag for flag in flags if flag.startswith("--") and not flag.startswith(OUR_FLAGS)]
+    lacking = [flag for flag in theirs if flag not in known]
+    orders = [value for flag, value in itertools.pairwise(flags) if flag == ORDER]
+    return [*lacking, *(f"{ORDER} {name}" for name in orders if not has_order(name))]
 
 
 def startable(names: Sequence[str]) -> list[str]:

@@ -76,9 +76,9 @@ def test_arms_of_stock_are_stock_with_flags(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_sglang_without_an_arm_leaves_it_out_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sources = 'class ServerArgs:\n    schedule_policy: str = "fcfs"\n    enable_mixed_chunk: bool = False\n'
-    monkeypatch.setattr(arms_module, "_read_flags_of_sglang", lambda: sources)
-    assert find_lacking([*SPF, *MIXED, *COMPLETE, "--pla-mixing", "allow"]) == [" ".join(SPF), COMPLETE[0]]
+    monkeypatch.setattr(arms_module, "flags_of_sglang", lambda: {"--schedule-policy", "--enable-mixed-chunk"})
+    monkeypatch.setattr(arms_module, "has_order", lambda name: False)
+    assert find_lacking([*SPF, *MIXED, *COMPLETE]) == [COMPLETE[0], " ".join(SPF)]
     assert startable(["stock", "spf", "ours"]) == ["stock", "ours"]
     assert "has no --schedule-policy shortest-prefill-first" in capsys.readouterr().err
     with pytest.raises(ArmError, match=r"arm 'interval': SGLang .* has no --prefill-decode-interval, "):
@@ -87,7 +87,7 @@ def test_an_sglang_without_an_arm_leaves_it_out_and_says_so(
 
 def test_the_installed_sglang_is_asked() -> None:
     """Flags are named as SGLang parses them: it has all of the newer ones, or none."""
-    newer = [" ".join(SPF), " ".join(HRRN), *INTERVAL[::2], COMPLETE[0]]
+    newer = [*INTERVAL[::2], COMPLETE[0], " ".join(SPF), " ".join(HRRN)]
     assert find_lacking([*SPF, *HRRN, *MIXED, *INTERVAL, *COMPLETE]) in ([], newer)
     assert find_lacking(["--chunked-prefill-size", "512", "--no-such-flag"]) == ["--no-such-flag"]
 
