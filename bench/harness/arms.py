@@ -45,10 +45,17 @@ STOCK_PRESETS: dict[str, tuple[str, ...]] = {
     "spf": SPF,
     "spf-mix": (*SPF, *MIXED),
     "interval": INTERVAL,
+    "spf-mix-interval": (*SPF, *MIXED, *INTERVAL),
+}
+# Of prefill and decode instances: flags of both, then of prefill instances.
+PAIR_PRESETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "spf": ((), SPF),
+    "complete": (COMPLETE, ()),
+    "spf-complete": (COMPLETE, SPF),
 }
 # Chunks just above the shorts, where the bench knows them: smaller ones cut the shorts, and with larger ones they wait
 # for longer passes of longs.
-TUNED = frozenset({"spf", "spf-mix"})
+TUNED = frozenset({"spf", "spf-mix", "spf-mix-interval"})
 BEST_STOCK = (STOCK, "hrrn", "spf", "spf-mix")  # without a TPOT target
 
 STOCK_MODULE = "sglang.launch_server"
@@ -118,6 +125,27 @@ def find_lacking(flags: Sequence[str]) -> list[str]:
     lacking = [flag for flag in theirs if flag not in known]
     orders = [value for flag, value in itertools.pairwise(flags) if flag == ORDER]
     return [*lacking, *(f"{ORDER} {name}" for name in orders if not has_order(name))]
+
+
+def preset_arguments(preset: str, *, pairs: bool) -> tuple[str, ...]:
+    """Of ``launch_cluster``, so that its stock engines are of this preset; a chunk may follow, as in ``spf-mix-1024``.
+
+    ``pairs``: of prefill and decode instances. Raises ArmError for a preset that is not known.
+    """
+    presets = PAIR_PRESETS if pairs else STOCK_PRESETS
+    name, _, chunk = preset.rpartition("-") if preset not in presets else (preset, "", "")
+    if name not in presets or not (name == preset or chunk.isdigit()):
+        raise ArmError(f"stock {preset!r} is not known; allowed: {', '.join(presets)}, or such as spf-1024")
+    both, prefill = PAIR_PRESETS[name] if pairs else (STOCK_PRESETS[name], ())
+    chunks = ("--chunked-prefill-size", chunk) if chunk else ()
+    return (*both, *chunks, *(("--prefill-args", shlex.join(prefill)) if prefill else ()))
+
+
+def find_lacking_of_preset(preset: str, *, pairs: bool) -> list[str]:
+    """``find_lacking`` of the engines that ``preset_arguments`` starts. Raises ArmError."""
+    arguments = preset_arguments(preset, pairs=pairs)
+    flags = [part for argument in arguments for part in argument.split() if argument != "--prefill-args"]
+    return find_lacking(flags)
 
 
 def startable(names: Sequence[str]) -> list[str]:
