@@ -76,10 +76,9 @@ class Bench:
                 req.req_pool_idx = 1
                 set_extend(req, 0, len(req.origin_input_ids))
                 self.scheduler.waiting_queue = [one for one in self.scheduler.waiting_queue if one is not req]
-        self.scheduler.chunked_req = None
+        self.scheduler.chunked_req = None if chunk is None else chunk[0]
         if chunk is not None:
-            self.scheduler.chunked_req, end = chunk
-            set_extend(self.scheduler.chunked_req, 0, end)
+            set_extend(chunk[0], 0, chunk[1])
         self.sender.after_pass()
         self.quarantine.sweep(0.0)
 
