@@ -75,6 +75,13 @@ class _Pieces:
         return None
 
 
+class _Times(APIServerReqTimeStats):
+    """A client is told the same ones of each stream: streams are compared."""
+
+    def get_e2e_latency(self) -> float:
+        return 1.0
+
+
 def _fail_reader(reader: asyncio.Task[Any] | None, pump: asyncio.Task[None]) -> None:
     """Else one whose script has raised would wait for ever."""
     if reader is not None and not pump.cancelled() and (error := pump.exception()) is not None:
@@ -122,9 +129,9 @@ class ScriptedManager(TokenizerManager):
         ids = obj.input_ids or self.tokenizer.encode(obj.text, add_special_tokens=False)
         params = SamplingParams(**obj.sampling_params)
         params.normalize(self.tokenizer)
-        stats = APIServerReqTimeStats()
-        stats.response_sent_to_client_time = 1.0  # a client is told; two streams are compared
-        self.rid_to_state[obj.rid] = state = ReqState([], False, asyncio.Event(), obj, stats)
+        self.rid_to_state[obj.rid] = state = ReqState(
+            [], False, asyncio.Event(), obj, _Times(response_sent_to_client_time=1.0)
+        )
         tokenized = SimpleNamespace(rid=obj.rid, input_ids=array("q", ids), sampling_params=params)
         hop_front.before_send_one_request(self, tokenized)
         self.dispatched.append(obj.rid)

@@ -136,7 +136,7 @@ def test_one_that_cannot_be_answered_keeps_no_other_from_its_answer(monkeypatch:
 def test_one_that_raises_before_it_joins_ends_and_the_others_join(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Admission(monkeypatch, "")
     bad, good = JoiningRequest("bad"), JoiningRequest("good")
-    monkeypatch.setattr(bad, "_refresh_fill_ids", lambda: 1 / 0)
+    monkeypatch.setattr(admission, "refresh_fill_ids", lambda req: 1 / (req is not bad))
     running = admission.admit_received(scene.scheduler, [bad, good], JoiningBatch([]), scene.faults)
     assert [req.rid for req in running.reqs] == ["good"]
     assert (bad.finished_reason, scene.freed, scene.faults.count) == (500, ["bad"], 1)

@@ -130,7 +130,7 @@ def make_sendable(prompt: list[int] = PROMPT, answer: tuple[int, ...] = (7,)) ->
     req.output_ids = array("q", answer)
     req.cached_tokens = req.cached_tokens_device = req.cached_tokens_host = req.cached_tokens_storage = 0
     req.return_logprob = req.return_sampling_mask = False
-    req.hidden_states_tensor = None
+    req.hidden_states_tensor, req.get_mm_token_counts = None, lambda: (0, 0, 0)
     req.sampling_params = SimpleNamespace(max_new_tokens=9)
     return req
 

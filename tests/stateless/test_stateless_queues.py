@@ -44,6 +44,7 @@ def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held
         chunked_req=None,
         last_batch=None,
         enable_hisparse=False,
+        enable_lora=False,
         server_args=SimpleNamespace(disaggregation_decode_enable_radix_cache=False),
     )
     queue.num_reserved_decode_tokens, queue.retracted_queue, queue._prefill_dp_rank_queries = 10, [], {}
@@ -328,6 +329,24 @@ def test_one_leg_that_raises_ends_and_the_others_have_started(
     assert [leg.req.rid for leg in queue.take_broken()] == [bad]
     assert (failed, queue.queue, queue.pending_reqs, queue.take_broken()) == ([], [], [], ())
     assert queue.faults.count in (1, 2)
+
+
+def test_a_leg_gets_memory_whatever_adapters_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions would count the adapters of waiting prefills here. Its own has to fit when it joins."""
+    queue, leg, asked = queue_with(), entry(), list[str]()
+    scheduler = queue.scheduler
+    scheduler.enable_lora, scheduler.enable_priority_scheduling = True, False
+    for name in ("can_schedule_lora_req", "_can_schedule_lora_req"):
+        setattr(scheduler, name, lambda req, in_use: pytest.fail("prefills are asked for"))
+    leg.req.lora_id, leg.req.finished_reason, leg.waiting_for_input = "red", None, True
+    queue.queue, queue.pending_reqs, queue.transfer_queue, queue.pp_size = [leg], [], SimpleNamespace(queue=[]), 1
+    for name in ("_resolve_pending_reqs", "_hicache_pending_restore_tokens"):
+        monkeypatch.setattr(queue, name, lambda: 0)
+    monkeypatch.setattr(queue, "_update_handshake_waiters", lambda *args: None)
+    queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(available_size=lambda: 1)
+    queue.req_to_token_pool = SimpleNamespace(available_size=lambda: asked.append("a row") or 0)
+    assert queue.pop_preallocated() == ([], [])
+    assert (asked, queue.faults.count, scheduler.enable_lora) == (["a row"], 0, True)
 
 
 def test_kv_that_cannot_be_taken_over_leaves_no_leg_without_a_receiver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fakes import FakeBatch, FakeRequest
 from receive_scene import PEER, FakeReceiver, ReceiveScene
+from support.fake_scheduler import FakeAdder
 
 from pla_sglang.engine import backlog
 from pla_sglang.engine.hooks import stateless as hooks
@@ -361,9 +362,10 @@ def test_growth_of_received_requests_is_kept_out_of_prefills(monkeypatch: pytest
     long.sampling_params.max_new_tokens = 100_000
     engine.receiver.requests_with_memory = lambda: [long, short]  # type: ignore[method-assign]
     monkeypatch.setattr(host, "longest_answer_tokens", lambda: 4096)
-    adder = SimpleNamespace(rem_total_token_offset=10.0, cur_rem_token_offset=0, new_token_ratio=0.5)
+    adder: Any = FakeAdder()
+    adder.new_token_ratio = 0.5
     engine.reserve_growth(adder)
-    assert adder.rem_total_token_offset == 10 + 0.5 * (4096 + 100)
+    assert adder.withheld_tokens == (0.5 * (4096 + 100), 0)
 
 
 # -- what happens to one leg happens to no other -----------------------------------------------------------------------

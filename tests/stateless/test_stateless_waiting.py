@@ -48,6 +48,7 @@ def test_a_hold_of_a_request_that_waits(monkeypatch: pytest.MonkeyPatch, place: 
 
     scheduler = SimpleNamespace(
         waiting_queue=[],
+        processed_tokens_counter=0,
         grammar_manager=SimpleNamespace(grammar_queue=[]),
         disaggregation_mode=DisaggregationMode.NULL,
         _set_or_validate_priority=lambda req: True,

@@ -239,6 +239,7 @@ def manager_with_sglangs_check(monkeypatch: pytest.MonkeyPatch, other: dict[str,
     manager: Any = FakeManager()
     manager.kv_args, manager.kv_cache_dtype_str = SimpleNamespace(page_size=1, engine_rank=0), "auto"
     manager.attn_cp_size, manager.attn_cp_rank, manager.pp_size, manager.pp_rank, manager.dcp_size = 1, 0, 1, 0, 1
+    manager.kv_layout = manager.dsv41_spec_layout = None
     manager.is_mla_backend = manager.is_hybrid_mla_backend = manager.enable_all_cp_ranks_for_transfer = False
     manager._resolve_rank_mapping = lambda info: CommonKVManager._resolve_rank_mapping(manager, info)
     manager.try_ensure_parallel_info = lambda address: CommonKVManager.try_ensure_parallel_info(manager, address)

@@ -130,12 +130,20 @@ class ReceiveQueue(DecodePreallocQueue):
         return started, failed
 
     def _try_to_pop(self, *args: Any, **kwargs: Any) -> Any:
-        """None: the host has raised, on this rank."""
+        """None: the host has raised, on this rank.
+
+        Some versions look at adapters here, and count those of the waiting queue: prefills wait in it, and legs would
+        wait for them. Ours are looked at as they join the running batch (``AdapterPlaces``).
+        """
+        scheduler = self.scheduler
+        scheduler.enable_lora, enable_lora = False, scheduler.enable_lora
         try:
             return super().pop_preallocated(*args, **kwargs)
         except Exception:
             self.faults.note("reserving memory for decode legs")
             return None
+        finally:
+            scheduler.enable_lora = enable_lora
 
     def _settle(self, entries: list[Any]) -> tuple[list[Any], list[Any]]:
         """What became of ``entries`` on all ranks when one raised: who has started, and who has ended.
