@@ -52,3 +52,20 @@ def forget_received(manager: Any, room: int) -> None:
     getattr(manager, "transfer_statuses", {}).pop(room, None)
     if hasattr(manager, "clear_deferred_abort_state"):  # what the receiver's abort has armed
         manager.clear_deferred_abort_state(room)
+
+
+def acknowledges(manager: Any, message: list[bytes]) -> bool:
+    """Whether the host of the sender ``manager`` itself answers this abort of a receiver, once nothing writes to it.
+
+    It does where the receiver waits for that: such a one counts its aborts of a room, in a fifth frame.
+    """
+    return len(message) > 4 and getattr(manager, "enable_deferred_decode_kv_release", False)
+
+
+def is_acknowledged(receiver: Any) -> bool:
+    """Whether the hosts of all senders to ``receiver`` have answered its abort so."""
+    manager: Any = getattr(receiver, "kv_mgr", None)
+    if not getattr(manager, "enable_deferred_decode_kv_release", False):
+        return False
+    senders = getattr(receiver, "required_prefill_response_num", 1)
+    return bool(manager.is_abort_release_safe(receiver.bootstrap_room, senders))
