@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import requests
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, CommonKVReceiver
 from sglang.srt.environ import envs
 
@@ -27,11 +28,22 @@ _session = requests.Session()
 _session.trust_env = False
 
 
+@pytest.fixture(autouse=True)
+def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the decode side's process that later versions of SGLang compare with the prefill side's."""
+    disagg = SimpleNamespace(disaggregation_decode_allocation_policy="early")
+    monkeypatch.setattr(conn, "get_disagg", lambda: disagg, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
 class Receiver(CommonKVReceiver):
     """The common part of all backends, with what makes it a class that can be made."""
 
     def poll(self) -> int:
         return self.kv_mgr.check_status(self.bootstrap_room)
+
+    def _register_kv_args(self) -> bool:
+        return True  # nobody listens
 
 
 def prefill_side(port: int, rank_port: int) -> CommonKVBootstrapServer:
@@ -51,17 +63,21 @@ def prefill_side(port: int, rank_port: int) -> CommonKVBootstrapServer:
 
 
 def decode_side() -> CommonKVManager:
-    """A manager as a decode instance has it, without device and sockets. Its heartbeat runs."""
+    """A manager as a decode instance has it, without device and sockets, for any version. Its heartbeat runs."""
     manager = CommonKVManager.__new__(CommonKVManager)
     alone = {"attn_tp_size": 1, "attn_cp_size": 1, "attn_cp_rank": 0, "dcp_size": 1, "pp_size": 1, "pp_rank": 0}
     plain = ("is_mla_backend", "is_hybrid_mla_backend", "enable_all_cp_ranks_for_transfer", "enable_staging")
+    plain += ("defer_decode_allocation",)
     tables = ("connection_pool", "prefill_info_table", "heartbeat_failures", "request_status", "failure_records")
+    tables += ("_deferred_ack_targets", "_staging_outstanding")
     manager.__dict__ |= alone | dict.fromkeys(plain, False) | {name: {} for name in tables}
     manager.__dict__ |= {name: threading.Lock() for name in ("connection_lock", "session_pool_lock", "failure_lock")}
     manager.kv_args = SimpleNamespace(page_size=1, engine_rank=0)
     manager.kv_cache_dtype_str = "auto"
     manager.required_prefill_response_num_table = {}
     manager.session_pool, manager.addr_to_rooms_tracker = defaultdict(requests.Session), defaultdict(set)
+    manager.prefill_response_tracker, manager._heartbeat_shutdown = defaultdict(set), threading.Event()
+    manager._deferred_ack_poisoned_rooms = set()
     manager.heartbeat_interval = BEAT_S
     manager.max_failures = envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.default
     manager._start_heartbeat_checker_thread()
@@ -81,11 +97,8 @@ def port_for_next_request(manager: CommonKVManager, address: str) -> int:
 
 
 @pytest.mark.parametrize(("beats_down", "expected"), [(0, FORMER), (3, PRESENT)])
-def test_the_addresses_of_a_prefill_instance_outlive_it_for_two_heartbeats(
-    beats_down: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_addresses_of_a_prefill_instance_outlive_it_for_two_heartbeats(beats_down: int, expected: int) -> None:
     """One that comes back before that is written to at ports that nobody has any more, and this does not heal."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     port = free_port()
     address = f"127.0.0.1:{port}"
     server, manager = prefill_side(port, FORMER), decode_side()
@@ -102,9 +115,8 @@ def test_the_addresses_of_a_prefill_instance_outlive_it_for_two_heartbeats(
         server.close()
 
 
-def test_a_prefill_instance_at_a_new_bootstrap_port_is_paired_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_instance_at_a_new_bootstrap_port_is_paired_at_once() -> None:
     """What is kept is kept by its address."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     former, present = free_port(), free_port()
     server, manager = prefill_side(former, FORMER), decode_side()
     try:

@@ -16,6 +16,7 @@ from support.bad_requests import BAD, refusal
 from support.load import BOUNDARY_TOKENS, FEW, FLAGS, LONGS, SHORTS, SIBLINGS, Reference, prompt_of, run_mixed
 from support.serving import Client, aborted, finish, outputs, until
 
+from pla_patches import host
 from pla_sglang.testing.server import Server, greedy_body
 
 pytestmark = pytest.mark.e2e
@@ -314,7 +315,7 @@ def test_server_info_shows_flags_and_seams(client: Client) -> None:
     mine = info["internal_states"][0]["pla"]
     assert mine["config"]["prefill_disagg"] == "temporal"
     assert mine["config"]["boundary_tokens"] == BOUNDARY_TOKENS
-    assert mine["hooks"].endswith("seams verified on sglang 0.5.17")
+    assert mine["hooks"].endswith(f"seams verified on sglang {host.installed_version()}")
     assert info["pla"]["hooks"] == mine["hooks"], "what the scheduler said before serving"
 
 
@@ -347,7 +348,7 @@ def test_the_step_model_is_fitted(client: Client) -> None:
 
 
 # What tells two servers with the same flags apart, whoever starts them; states of schedulers are compared part by part.
-OWN = ("port", "random_seed", "startup_time", "internal_states", "pla")
+OWN = ("port", "launch_command", "random_seed", "startup_time", "internal_states", "pla")
 
 
 def test_a_forked_server_is_as_a_fresh_one(
@@ -378,7 +379,7 @@ def test_a_forked_server_is_as_a_fresh_one(
 
 def verified_seams(said: str) -> int:
     count, _, rest = said.partition(" ")
-    assert rest == "seams verified on sglang 0.5.17"
+    assert rest == f"seams verified on sglang {host.installed_version()}"
     return int(count)
 
 

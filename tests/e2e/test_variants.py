@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from support.load import LONGS, Reference, run_mixed
 
+from pla_patches import host
+
 pytestmark = pytest.mark.e2e
 MOST_LOADS = 8
 
@@ -56,7 +58,7 @@ def test_mixed_load(variant: Variant, reference: Reference, temporal: Callable[.
             # Whether a short meets a chunk that nobody else overtakes is a matter of luck.
             if load > 0 and (variant.mixes is None or (state["mixed_batches"] > 0) == variant.mixes):
                 break
-        assert state["hooks"].endswith("seams verified on sglang 0.5.17")
+        assert state["hooks"].endswith(f"seams verified on sglang {host.installed_version()}")
         assert state["batches"]["long"] > len(LONGS)
         if variant.mixes:
             assert state["mixed_batches"] > 0, "the ablation does nothing"

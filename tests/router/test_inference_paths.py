@@ -167,7 +167,7 @@ def test_the_tokenizers_work_is_any_instances(path: str) -> None:
 CLOSED = re.compile(
     r"/(get_|set_|dumper|flush|add_ext|remove_ext|list_ext|clear_|hicache|start_|stop_|freeze|dump_|update_|init_|send_"
     r"|remote_|destroy_|release_|resume_|weights_|weight_|slow_|load_|unload_|open_session|close_session|configure_"
-    r"|abort_|pause_|continue_|ping|api/tags|api/show|health|$)"
+    r"|abort_|pause_|continue_|begin_|end_|pd_role_switch|ping|api/tags|api/show|health|ready|$)"
 )
 
 

@@ -54,6 +54,8 @@ BY_ENDPOINT: dict[Endpoint, tuple[str, InferencePath]] = {path.endpoint: (name, 
 NOT_SERVED = {
     "/v1/responses/": "an answer is kept by the instance that gave it; ask with the whole conversation instead",
     "/v1/audio/transcriptions": "its body is a form with a recording, whose length in tokens the router cannot tell",
+    "/v1/decisions": "its questions become prompts in the instance, whose length the router cannot tell",
+    "/v1/systemone": "its questions become prompts in the instance, whose length the router cannot tell",
     "/v1/realtime": "it is a WebSocket",
     "/vertex_generate": "its parameters may steer an instance; send them to /generate",
 }
