@@ -94,7 +94,7 @@ async def scene(
     batches: bool = False,
     **knobs: Any,
 ) -> AsyncIterator[Scene]:
-    """Instances of these modes behind one plane, all ready; some may be made already. ``hops``: of the stateless ones."""
+    """Instances of these modes, or made already, behind one plane, all ready. ``hops``: of the stateless ones."""
     instances = [
         one if isinstance(one, FakeInstance) else FakeInstance(one, has_role=has_role, batches=batches) for one in modes
     ]

@@ -21,8 +21,8 @@ _MASK = inspect.signature(MetadataBuffers).parameters["max_sampling_mask_tokens"
 def name_protocol() -> str:
     """How both ends of a transfer speak to each other here; peers of another name are never pulled from.
 
-    In it are what a bootstrap server answers, what a receiver says of itself and of a room, and how it hears that its KV
-    is there: by a message of the sender, or by the transfer library. One that waits for the other word waits in vain.
+    In it are what a bootstrap server answers, what a receiver says of itself and of a room, and how it hears that its
+    KV is there: by a message of the sender, or by the transfer library. Who waits for the other word waits in vain.
     """
     from sglang.srt.disaggregation.nixl import conn
 

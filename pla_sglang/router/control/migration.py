@@ -1,7 +1,7 @@
 """Moves requests that run, from one stateless instance to another, exact to the token.
 
-Their KV cache is pulled. Where none can ever go to the target, as it runs another version of SGLang, the target computes
-prompt and answer so far again; all else is the same.
+Their KV cache is pulled. Where none can ever go to the target, as it runs another version of SGLang, the target
+computes prompt and answer so far again; all else is the same.
 
     HOLDING ──held──► PULLING ──first event of the next hop──► over: the one left is told to commit
        │                 │ the target cannot, or the request has gone on by itself
@@ -234,6 +234,7 @@ class Migration:
             worker.breaker.end_trial(record.rid)
         left.ended_s = now_s
         self._legs.join_pending(record, now_s)
+        assert move.hop.how is not None
         move.hop.gap_s = joined.gap_s
         move.target.load.start_request(record.key, now_s)
         dispatcher.index.insert_prompt(move.target.view.index, record.prompt.keys)

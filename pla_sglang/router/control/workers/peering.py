@@ -7,8 +7,8 @@ ready. Nobody waits for that: a request whose two instances are not connected ye
 A peer is whoever hands KV cache over: the other stateless instances, and prefill instances. A process that comes back
 is another worker here, with another number, and another incarnation for its peers.
 
-Whether two instances can ever be connected follows from what they say of themselves (``find_misfit``): in a fleet of two
-versions of SGLang some cannot. These are never paired, and a request that moves between them is computed again.
+Whether two instances can ever be connected follows from what they say of themselves (``find_misfit``): in a fleet of
+two versions of SGLang some cannot. These are never paired, and a request that moves between them is computed again.
 
 A list must lack nobody who is alive, as nobody exchanges KV with an instance that is not on it, even if it was before.
 So none is sent while somebody in the table may be alive and has not said yet what it is: after a start of the router
@@ -133,7 +133,7 @@ class Peering:
         return {**_peer_list(worker, peers), **self._key, **({} if rows is None else {"rows": rows})}
 
     def _note_states(self, worker: Worker, said: Mapping[Worker, str]) -> float | None:
-        """What it has ``said`` of its peers. How long until it is asked again; None: one has failed that may be well."""
+        """What it has ``said`` of its peers. When it is asked again; None: one has failed that may be well."""
         self._tells.inc("told")
         misfits = {peer: _describe_misfit(peer, worker) for peer in said}
         states = {peer: misfits[peer] or state for peer, state in said.items()}
