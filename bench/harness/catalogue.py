@@ -19,6 +19,7 @@ _ALL = (
     Bench("check.router_clients", "3 min", "engines"),
     Bench("check.star", "35 min", "engines", results="emulated"),
     Bench("check.survive.bench", "20 min", "engines", results="emulated"),
+    Bench("check.upgrade", "10 min", "engines, 2 SGLangs", results="emulated"),
     Bench("check.verified", "5 min/trace", "engines, traces"),
     Bench("compare.chat", "5 min", "engines"),
     Bench("compare.fig6", "35 min", "engines", results="emulated"),
