@@ -1,6 +1,6 @@
 """Connects to peers ahead of the first request, in a few threads of its own.
 
-SGLang 0.5.17 asks a peer's bootstrap server at the first request that names it: HTTP with a time-out of 5 s, in the
+SGLang asks a peer's bootstrap server at the first request that names it: HTTP with a time-out of 5 s, in the
 scheduler's thread. Here both questions (``try_ensure_parallel_info``, ``_setup_bootstrap_infos``) are asked as soon as
 a peer is told, so the scheduler only ever finds the answers.
 """
