@@ -43,6 +43,18 @@ def fork_parent() -> Iterator[ForkParent]:
     parent.close()
 
 
+@pytest.fixture
+def published() -> Iterator[None]:
+    """SGLang's arguments where its own functions look for them, until the test ends: those of a server of no model.
+
+    A test may publish others (``support.published``).
+    """
+    from sglang.srt.runtime_context import get_context
+
+    with get_context().override_server_args():
+        yield
+
+
 def pytest_configure() -> None:
     """A test run that is ended from outside ends as with Ctrl-C: fixtures stop their servers on the way."""
     signal.signal(signal.SIGTERM, _end)

@@ -6,12 +6,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_scheduler import CHUNK_TOKENS, TEMPORAL, FakeBatch, FakeReq, FakeScheduler, long, shorts, started
+from support.fake_scheduler import (
+    CHUNK_TOKENS,
+    TEMPORAL,
+    FakeAdder,
+    FakeBatch,
+    FakeReq,
+    FakeScheduler,
+    long,
+    shorts,
+    started,
+)
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import apply
 from pla_sglang.engine.clock import PlaTick
 from pla_sglang.engine.hooks import scheduler as handlers
+from pla_sglang.engine.host.requests import extend_end
 from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch
 from pla_sglang.engine.step_measurement import StepMeasurement
 from pla_sglang.policy.device_clock import DeviceClock
@@ -103,7 +114,7 @@ def test_the_chunk_goes_on_when_nobody_else_waits() -> None:
     batch = scheduler.run_pass()
     assert batch is not None
     assert batch.reqs == [chunk]
-    assert chunk.extend_range.end == 2 * CHUNK_TOKENS
+    assert extend_end(chunk) == 2 * CHUNK_TOKENS
     assert scheduler.chunked_req is chunk
 
 
@@ -186,24 +197,19 @@ def test_shorts_that_found_no_memory_leave_the_hosts_mark() -> None:
 # -- memory and adapters of the parked chunk ---------------------------------------------------------------------------
 
 
-def adder(page_size: int = 1) -> Any:
-    return SimpleNamespace(page_size=page_size, rem_total_token_offset=0, cur_rem_token_offset=0, rem_chunk_tokens=None)
-
-
 def test_the_parked_chunks_memory_is_reserved() -> None:
     chunk = started(3000, CHUNK_TOKENS, new_tokens=100)
     scheduler = FakeScheduler(shorts(1), chunk)
-    made = adder(page_size=16)
+    made = FakeAdder(page_size=16)
     scheduler.run_pass(lambda it: apply.reserve_for_parked(it.pla.context, made))
     # 2744 tokens to prefill, half of 100 tokens of output by the host's ratio, a page for rounding
-    assert made.rem_total_token_offset == 2744 + 50 + 16
-    assert made.cur_rem_token_offset == 2744 + 16
+    assert made.withheld_tokens == (2744 + 50 + 16, 2744 + 16)
 
 
 def test_nothing_is_reserved_for_a_chunk_that_runs() -> None:
-    made = adder()
+    made = FakeAdder()
     FakeScheduler([], started()).run_pass(lambda it: apply.reserve_for_parked(it.pla.context, made))
-    assert (made.rem_total_token_offset, made.cur_rem_token_offset) == (0, 0)
+    assert made.withheld_tokens == (0, 0)
 
 
 def test_a_parked_chunks_adapter_counts_as_running() -> None:
@@ -236,7 +242,7 @@ def test_a_mixed_pass_splits_the_chunk_size() -> None:
         made.rem_chunk_tokens -= made.rem_chunk_tokens  # the host takes all there is
 
     def during(it: FakeScheduler) -> None:
-        made = adder()
+        made = FakeAdder()
         made.rem_chunk_tokens = it.chunked_prefill_size
         apply.add_chunk(original, it.pla.context, made, chunk)
         given.append(made.rem_chunk_tokens)
@@ -263,7 +269,7 @@ def test_a_pass_of_both_classes_is_a_mixed_one(
 
 
 def test_other_passes_leave_the_chunk_size_alone() -> None:
-    made = adder()
+    made = FakeAdder()
     made.rem_chunk_tokens = 256
     for context in (None, apply.PassContext(FakeBatch(), False)):
         assert apply.add_chunk(lambda it, req: it.rem_chunk_tokens, context, made, None) == 256
@@ -326,9 +332,9 @@ def test_a_parked_pd_chunk_is_not_cached_and_sent_again() -> None:
     def original(it: Any, **_: Any) -> None:
         seen.append(it.chunked_req)
 
-    chunk.prefix_indices = range(CHUNK_TOKENS)  # what was computed is cached
+    chunk.set_cached(CHUNK_TOKENS)  # what was computed is cached
     handlers.around_process_prefill_chunk(original, scheduler, last_batch=None, running_batch=None)
-    chunk.prefix_indices = range(0)
+    chunk.set_cached(0)
     handlers.around_process_prefill_chunk(original, scheduler, last_batch=None, running_batch=None)
     assert seen == [None, chunk]
     assert scheduler.chunked_req is chunk

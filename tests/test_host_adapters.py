@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from support.fake_scheduler import FakeAdder
 
 from pla_sglang.engine.host import batches, memory, ranks, requests, transfers
 from pla_sglang.engine.host.arguments import find_split_attention, read_fields, resolve
@@ -44,26 +47,44 @@ def test_an_adapter_is_asked_for_by_the_hosts_own_name() -> None:
 
 
 def test_kv_is_withheld_from_what_a_pass_may_promise_and_take() -> None:
-    budget = SimpleNamespace(total_offset=1, current_offset=2)
-    adder = SimpleNamespace(memory_budget=budget, rem_total_token_offset=1, cur_rem_token_offset=2)
+    adder = FakeAdder()
     memory.reserve_kv(adder, 10, 20)
     memory.reserve_kv(adder, 100)
-    offsets = (budget.total_offset, budget.current_offset)
-    assert (111, 22) in (offsets, (adder.rem_total_token_offset, adder.cur_rem_token_offset))
+    assert adder.withheld_tokens == (110, 20)
+
+
+def make_batch(runner: Any, slots: Any) -> Any:
+    return batches.make_forward_batch(
+        runner, 4, forward_mode=ForwardMode.EXTEND, batch_size=1, input_ids=None, req_pool_indices=torch.tensor([5]),
+        seq_lens=torch.tensor([4]), out_cache_loc=slots, seq_lens_sum=4,
+    )  # fmt: skip
 
 
 def test_a_forward_batch_can_be_made() -> None:
-    batch = batches.make_forward_batch(
-        4, forward_mode=None, batch_size=1, input_ids=None, req_pool_indices=None, seq_lens=None, out_cache_loc=None,
-        seq_lens_sum=4,
+    slots = torch.tensor([3, 1, 2, 0])
+    batch = make_batch(
+        SimpleNamespace(kv_index_translator=SimpleNamespace(bind_runner_slots=lambda batch: None)), slots
+    )
+    assert (batch.out_cache_loc is slots, batch.seq_lens_sum) == (True, 4)
+
+
+def test_a_forward_batch_is_planned_over_its_own_buffers() -> None:
+    """Captured kernels read them."""
+    translators = pytest.importorskip("sglang.srt.mem_cache.kv_index_translator", reason="nothing is planned there")
+    translator = translators.KVIndexTranslator(
+        req_to_token=torch.zeros(8, 4, dtype=torch.int32), token_to_kv_pool_allocator=None, token_to_kv_pool=None,
+        page_size=1, device="cpu",
     )  # fmt: skip
-    assert batch.seq_lens_sum == 4
+    slots = torch.tensor([3, 1, 2, 0])
+    batch = make_batch(SimpleNamespace(kv_index_translator=translator), slots)
+    assert (batch.out_cache_loc is slots, batch.out_cache_loc_is_physical) == (True, True)
+    assert batch.kv_loc_plan.req_pool_indices is batch.req_pool_indices
+    assert translator.write_ids(batch) is slots
 
 
 def test_ranks_of_a_server_without_replicas() -> None:
     with get_parallel().override(**({"dp_rank": None} if hasattr(type(get_parallel()), "dp_rank") else {})):
         assert ranks.dp_rank(SimpleNamespace(ps=SimpleNamespace(dp_rank=None))) == 0
-    assert ranks.tp_group(SimpleNamespace(tp_group="group")) == "group"
 
 
 def test_what_a_manager_keeps_of_a_room_is_forgotten_where_it_keeps_it() -> None:
@@ -97,6 +118,14 @@ def test_an_abort_is_over_when_all_senders_have_answered() -> None:
     assert not transfers.is_acknowledged(receiver)
     assert not transfers.is_acknowledged(SimpleNamespace(kv_mgr=SimpleNamespace(), bootstrap_room=7))
     assert not transfers.is_acknowledged(None), "a leg that has failed before it was connected"
+
+
+def test_sampling_masks_have_no_room_beside_kv_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(sampling_mask_max_tokens=7)
+    assert transfers.most_mask_tokens(args) == 0
+    monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "1")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS", "7")
+    assert transfers.most_mask_tokens(args) == 7
 
 
 def test_arguments_that_are_resolved_in_place_stay_as_they_are() -> None:

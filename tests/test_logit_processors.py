@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.request_fields import RequestFields
 
 from pla_sglang.engine.hooks import running
 from pla_sglang.engine.logit_processors import find_early_tokens, hidden
@@ -17,7 +18,7 @@ def request(known: int, step: int, **fields: Any) -> Any:
     """Of which ``known`` tokens are there when its ``step``-th token after the first one is sampled."""
     committed = len(PROMPT) + step  # the host commits before the pass
     own = {"origin_input_ids": PROMPT, "output_ids": list(range(known)), "kv_committed_len": committed}
-    return SimpleNamespace(**own, **({"custom_logit_processor": "one", "grammar": None} | fields))
+    return RequestFields(**own, **({"custom_logit_processor": "one", "grammar": None} | fields))
 
 
 def info(*reqs: Any) -> Any:

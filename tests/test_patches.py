@@ -135,16 +135,21 @@ def load(mode: str, *, stateless: bool = False) -> Any:
     return live_groups()
 
 
+def found(*groups: Group) -> set[str]:
+    """Those of ``groups``, and of what every process has, that this host has a seam for."""
+    return {group.value for group in (Group.CLI, *groups) if seams_of(group)}
+
+
 def test_scheduler_process_with_scheduling_on() -> None:
     groups, missing = in_fork(lambda: load("temporal"))
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "guard, scheduler", "scheduler", "running"}
+    assert groups - {"cpu"} == found(Group.GUARD_SCHEDULER, Group.SCHEDULER, Group.RUNNING)
 
 
 def test_scheduler_process_with_scheduling_off() -> None:
     groups, missing = in_fork(lambda: load("off"))
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "guard, scheduler"}
+    assert groups - {"cpu"} == found(Group.GUARD_SCHEDULER)
 
 
 def test_processes_of_a_stateless_instance() -> None:
@@ -157,20 +162,20 @@ def test_processes_of_a_stateless_instance() -> None:
         return live_groups()
 
     cases = (
-        (scheduler, True, {"guard, scheduler", "stateless", "running"}),
-        (front, False, {"guard", "stateless front"}),
+        (scheduler, True, found(Group.GUARD_SCHEDULER, Group.STATELESS, Group.RUNNING)),
+        (front, False, found(Group.GUARD, Group.STATELESS_FRONT)),
     )
     for process, as_child, wanted in cases:
         groups, missing = in_fork(process, as_child=as_child)
         assert missing == []
-        assert groups - {"cpu"} == {"cli"} | wanted
+        assert groups - {"cpu"} == wanted
 
 
 def test_front_process_before_its_command_line_is_read() -> None:
     """An environment left over from elsewhere turns nothing on; only the command line does."""
     groups, missing = in_fork(lambda: load("temporal"), as_child=False)
     assert missing == []
-    assert groups - {"cpu"} == {"cli"}
+    assert groups - {"cpu"} == found()
 
 
 def test_front_process_with_scheduling_on() -> None:
@@ -181,7 +186,7 @@ def test_front_process_with_scheduling_on() -> None:
 
     groups, missing = in_fork(front, as_child=False)
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "frontend", "guard"}
+    assert groups - {"cpu"} == found(Group.FRONTEND, Group.GUARD)
 
 
 def test_untouched_targets_stay_the_hosts() -> None:
@@ -272,7 +277,7 @@ def test_another_host_is_refused_when_scheduling_is_on(monkeypatch: pytest.Monke
     unsupported(monkeypatch)
     stop = in_fork(lambda: load("temporal"))
     assert isinstance(stop, SystemExit)
-    assert "sglang 0.5.99; supported: 0.5.17" in str(stop)
+    assert f"sglang 0.5.99; supported: {', '.join(host.SUPPORTED)}" in str(stop)
     with pytest.raises(HostMismatchError, match=r"sglang 0\.5\.99"):
         install.install_frontend()
 
@@ -281,12 +286,12 @@ def test_another_host_is_served_stock_when_scheduling_is_off(monkeypatch: pytest
     unsupported(monkeypatch)
     groups, missing = in_fork(lambda: load("off"))
     assert missing == []
-    assert groups - {"cpu"} == {"cli"}
+    assert groups - {"cpu"} == found()
 
 
 def test_no_host_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "installed_version", lambda: None)
-    assert host.version_reasons() == ["sglang is not installed; supported: 0.5.17"]
+    assert host.version_reasons() == [f"sglang is not installed; supported: {', '.join(host.SUPPORTED)}"]
 
 
 def ids_of(group: Group) -> set[str]:
@@ -357,7 +362,7 @@ def test_groups_that_come_later_are_called_too() -> None:
 
     groups, missing = in_fork(later)
     assert missing == []
-    assert groups - {"cpu"} == {"cli", "guard, scheduler", "scheduler", "running", "telemetry"}
+    assert groups - {"cpu"} == found(Group.GUARD_SCHEDULER, Group.SCHEDULER, Group.RUNNING, Group.TELEMETRY)
 
 
 def test_a_scheduler_without_our_seams_is_not_served() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.request_fields import RequestFields
 
 from pla_sglang.engine.penalties import count_again, count_due_tokens, find_due_token, order_penalizers
 
@@ -28,8 +29,8 @@ class Batch:
             stop_token_ids={END},
         )
         tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=None)
-        self.req = SimpleNamespace(
-            sampling_params=params, origin_input_ids=PROMPT, output_ids=[], kv_committed_len=0, tokenizer=tokenizer
+        self.req: Any = RequestFields(
+            sampling_params=params, origin_input_ids=PROMPT, output_ids=[], tokenizer=tokenizer, eos_token_ids=None
         )
         self.reqs, self.device, self.enable_overlap = [self.req], "cpu", overlap
         kinds = {
@@ -128,7 +129,7 @@ def test_the_host_counts_where_it_counts_the_same() -> None:
 
 
 def test_a_step_under_way_is_never_read_beyond_the_answer() -> None:
-    req: Any = SimpleNamespace(origin_input_ids=PROMPT, output_ids=[3], kv_committed_len=9)
+    req: Any = RequestFields(origin_input_ids=PROMPT, output_ids=[3], kv_committed_len=9)
     assert find_due_token(req, overlap=True) == 3
 
 

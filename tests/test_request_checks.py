@@ -21,13 +21,13 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from pla_patches.host import recorded
 from pla_sglang.engine.hooks.guards import after_compute_logprobs
 from pla_sglang.engine.request_checks import ROOMS_KEPT, check_message, check_request, make_message, note_room
 from pla_sglang.errors import ConfigError
 
 VOCABULARY = 512
 NULL = DisaggregationMode.NULL
-SEED_RANGE = "9223372036854775807"
 
 
 def manager(*, generates: bool = True, mode: DisaggregationMode = NULL) -> SimpleNamespace:
@@ -99,7 +99,6 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "min_new_tokens beyond int32": (
         *({}, {"min_new_tokens": 2**31, "max_new_tokens": None}, "min_new_tokens has 2147483648; allowed"),
     ),
-    "seed beyond int64": ({}, {"sampling_seed": 2**63}, f"<= {SEED_RANGE} - at `sampling_params.sampling_seed`"),
     "repetition penalty of almost 0": (
         {},
         {"repetition_penalty": 1e-310},
@@ -120,6 +119,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "embeddings of no shape": ({"input_embeds": [[1.0] * 4, [2.0]]}, {}, "input_embeds has the shape"),
     "embeddings without end": ({"input_embeds": [[math.inf] * 4]}, {}, "input_embeds has the shape"),
     "what SGLang makes itself": ({"positional_embed_overrides": 5.0}, {}, "made by SGLang itself"),
+    "delimiters of no list": ({"multi_item_delimiter_indices": 3}, {}, "got `int` - at `multi_item_delimiter_indices`"),
     "delimiters beyond the prompt": ({"multi_item_delimiter_indices": [3]}, {}, "multi_item_delimiter_indices has 3"),
 }
 
@@ -129,6 +129,13 @@ def test_what_would_end_an_engine_is_refused(fields: dict[str, Any], sampling: d
     with pytest.raises(ConfigError, match=words):
         make_message(lambda *_: make(sampling=sampling, **fields), manager(), None)
     assert issubclass(ConfigError, ValueError), "which the host answers with 400"
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1])
+def test_a_seed_beyond_int64_is_refused(seed: int) -> None:
+    """By SGLang itself, where it looks at it."""
+    with pytest.raises(ValueError, match="sampling_seed"):
+        make_message(lambda *_: make(sampling={"sampling_seed": seed}), manager(), None)
 
 
 def test_an_embedding_model_generates_nothing() -> None:
@@ -275,14 +282,15 @@ def test_a_request_without_token_ids_beside_one_with_them_has_a_tensor_too() -> 
     assert nothing.token_ids_logprobs_val is None
 
 
-def test_the_host_still_gives_lists_there() -> None:
-    """Why the seam is there; when this fails, ``guard.logprobs`` can go."""
+def test_the_host_gives_a_list_there_where_it_has_our_seam() -> None:
     from sglang.srt.layers.logprob_processor import OutputLogprobProcessor
 
     original = OutputLogprobProcessor.compute_logprobs
     original = getattr(original, "__wrapped__", original)
     result = original(OutputLogprobProcessor(), torch.zeros(2, 8), [0, 0], [None, [1, 2]], torch.tensor([0, 1]))
-    assert [type(value) for value in result.token_ids_logprobs_val] == [list, torch.Tensor]
+    without, beside = result.token_ids_logprobs_val
+    assert isinstance(without, list) == ("guard.logprobs" not in recorded().absent)
+    assert isinstance(beside, torch.Tensor)
 
 
 @pytest.mark.parametrize("mode", [NULL, DisaggregationMode.PREFILL, DisaggregationMode.DECODE])

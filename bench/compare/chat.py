@@ -240,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
     result = comparison.make_result(workload_json(args, shape, planned), measured)
     title = (
         f"Chat, {result['workload']['lengths']}: {args.sessions} sessions at {args.rate:g}/s, {args.rounds} rounds, "
-        f"{args.model_name}, SGLang {result['sglang_version']}"
+        f"{args.model_name}, SGLang {result['sglang']}"
     )
     comparison.show_tables(title, result)
     return comparison.keep(result, measured.runs, title=title)

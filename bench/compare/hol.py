@@ -3,14 +3,19 @@
     python -m bench hol                      scaled to the machine
     python -m bench hol --scale 1            the issue's own lengths, for a GPU
     python -m bench hol --ablation           which part brings what
-    python -m bench hol --peer 'spf=/path/to/python:--schedule-policy shortest-prefill-first'
+    python -m bench hol --arms stock,ours    against SGLang's defaults only
+    python -m bench hol --peer 'spf9=/path/to/python:--schedule-policy shortest-prefill-first'
     python -m bench hol --device emulated    the issue's own lengths on an emulated H200, every other flag a default
 
 "short" in every figure means the issue's 2K prompts, "long" its 24K prompts, whatever class a boundary gives them.
 
-``--device emulated``: profile h200-qwen2.5-14b-tp1, all arms at once; with ``--peer-python`` of an SGLang 0.5.23 also
-its shortest-prefill-first with default chunks (``spf``) and with chunks just above the shorts (``spf2560``), and its
-hrrn likewise (``hrrn``, ``hrrn2560``).
+Arms of stock: its defaults (``stock``), its hrrn (``hrrn``), its shortest-prefill-first with chunks just above the
+shorts (``spf``), and that with mixed chunks (``spf-mix``), as far as the installed SGLang has them. ``best_stock`` is
+the one with the least p99 of shorts.
+
+``--device emulated``: profile h200-qwen2.5-14b-tp1, all arms at once: stock, ours, shortest-prefill-first with default
+chunks (``spf``), with chunks just above the shorts (``spf2560``) and mixed (``spf2560mix``), hrrn likewise (``hrrn``,
+``hrrn2560``). An SGLang without these, such as 0.5.17, needs ``--peer-python`` of a newer one for them.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.compare import hol_emulated
-from bench.harness.arms import OURS, RIDE, STOCK
+from bench.harness.arms import BEST_STOCK, OURS, RIDE, STOCK
 from bench.harness.bench import Result
 from bench.harness.comparison import Comparison, Measured, add_comparison, arms_page, prepare_comparison
 from bench.harness.fleet import Fleet, Solo, final_state, measure_last_chunk, measure_solo, run_request_rounds
@@ -38,7 +43,7 @@ GAIN = "times better than stock"  # its time over ours, our tokens/s over its; b
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_comparison(parser, rounds=5, starts=1, emulated=True)
+    add_comparison(parser, rounds=5, starts=1, arms=",".join((*BEST_STOCK, OURS)), emulated=True)
     work = parser.add_argument_group("workload")
     scale = f"divides prompt lengths and chunk; default: {CPU_SCALE:g} on a CPU, else 1"
     work.add_argument("--scale", type=float, help=scale)
@@ -109,9 +114,12 @@ def bounds(measured: Measured) -> dict[str, dict[str, Any]]:
     return by_arm
 
 
-def last_tokens(runs: Runs) -> dict[str, float | None]:
-    """Last tokens of shorts, ratios by round: ours over stock, and ``ride`` (where it ran) over ours without riding."""
+def last_tokens(runs: Runs, best_stock: str) -> dict[str, float | None]:
+    """Last tokens of shorts, ratios by round: ours over stock and over its best arm, and ``ride`` (where it ran) over
+    ours without riding.
+    """
     pairs = {"short_last_token_p50_ratio": (STOCK, OURS), "short_last_token_p50_vs_pure": (OURS, RIDE)}
+    pairs["short_last_token_p50_vs_best_stock"] = (best_stock, OURS)
     return {key: last_token_ratio(runs.get(base, ()), runs.get(arm, ()), "short") for key, (base, arm) in pairs.items()}
 
 
@@ -153,7 +161,8 @@ def run(args: argparse.Namespace) -> int:
     shape = shape_of(args)
     # Room for all of it twice: this bench is about time, not about memory (overload --kv-pressure is).
     kv_tokens = 2 * shape.total_input_tokens + 4096
-    comparison = Comparison("hol", args, chunk_tokens=shape.chunk_tokens, kv_tokens=kv_tokens)
+    sizes = {"chunk_tokens": shape.chunk_tokens, "tuned_chunk_tokens": shape.tuned_chunk_tokens}
+    comparison = Comparison("hol", args, kv_tokens=kv_tokens, **sizes)
     starts = comparison.measure_starts(lambda fleet, start: measure(args, shape, fleet, start))
     measured = Measured.together(starts)
     windows = windows_of(args, shape, starts[0].solo)
@@ -169,13 +178,13 @@ def run(args: argparse.Namespace) -> int:
         "starts": args.starts,
     }
     result = comparison.make_result(workload, measured)
-    result |= last_tokens(measured.runs) | {
+    result |= last_tokens(measured.runs, result.get("best_stock", STOCK)) | {
         "solo": bounds(measured),
         "by_start": [start_json(start) for start in starts],
     }
     title = (
         f"Head-of-line blocking, {args.pattern}: {workload['longs']}, {workload['shorts']}, "
-        f"chunk {shape.chunk_tokens}, {comparison.rounds} rounds, {args.model_name}, SGLang {result['sglang_version']}"
+        f"chunk {shape.chunk_tokens}, {comparison.rounds} rounds, {args.model_name}, SGLang {result['sglang']}"
     )
     comparison.show_tables(title, result)
     print_starts_and_bounds(result)
@@ -184,43 +193,63 @@ def run(args: argparse.Namespace) -> int:
 
 
 def headline_page(result: Result) -> str:
-    """Stock and ours; where ``ride`` ran, ours with riding decodes beside them, as figures without a ratio."""
-    arms = [STOCK, OURS, *([RIDE] if RIDE in result["figures"] else [])]
+    """Stock, its best arm for shorts where that is another one, and ours, with ratios to both; where ``ride`` ran, ours
+    with riding decodes beside them, as figures without a ratio.
+    """
+    best = result.get("best_stock", STOCK)
+    rivals = [] if best == STOCK else [best]
+    arms = [STOCK, *rivals, OURS, *([RIDE] if RIDE in result["figures"] else [])]
     of_arms = [result["figures"][arm] for arm in arms]
-    ratio, work = result["ratios"][OURS], result["workload"]
-    last = result["short_last_token_p50_ratio"]
+    work = result["workload"]
+    gains = [gains_of(result["ratios"][OURS], result["short_last_token_p50_ratio"])]
+    gains += [gains_of(result["vs_best_stock"], result["short_last_token_p50_vs_best_stock"]) for _ in rivals]
+    rows = [
+        [what, *(spread_text(of_arm[key][quantile], " s") for of_arm in of_arms), *(of[at] for of in gains)]
+        for at, (what, key, quantile) in enumerate(
+            (
+                ("short prompts, TTFT p99", "short_ttft_s", "p99"),
+                ("short prompts, TTFT p50", "short_ttft_s", "p50"),
+                ("short prompts, last token p50", "short_e2e_s", "p50"),
+                ("long prompts, TTFT p90", "long_ttft_s", "p90"),
+            )
+        )
+    ]
+    speeds = [spread_text(of_arm["tokens_per_s"], digits=4) for of_arm in of_arms]
+    rows.append(["tokens/s", *speeds, *(of[-1] for of in gains)])
+    what = f"longs {work['longs']}, shorts {work['shorts']}, chunk {work['chunk_tokens']}"
+    heads = ["stock SGLang", *(f"its `{rival}`" for rival in rivals), "pla_sglang"]
+    heads += ["and `--enable-mixed-chunk`"] if RIDE in arms else []
+    heads += [f"pla_sglang, {GAIN}" if RIDE in arms else GAIN, *(f"than `{rival}`" for rival in rivals)]
+    return f"{markdown([what, *heads], rows)}\n\n{conditions(result)} · command: `{command_of(result)}`"
+
+
+def gains_of(ratio: Mapping[str, Mapping[str, float]], last_token_ratio: float | None) -> list[str]:
+    """In the order of the rows: above 1 is better."""
 
     def times(name: str) -> str:
         return spread_text(inverse(ratio[name]), "x")
 
-    rows = [
-        [what, *(spread_text(of_arm[key][quantile], " s") for of_arm in of_arms), gain]
-        for what, key, quantile, gain in (
-            ("short prompts, TTFT p99", "short_ttft_s", "p99", spread_text(ratio["short_ttft_p99_gain"], "x")),
-            ("short prompts, TTFT p50", "short_ttft_s", "p50", times("short_ttft_p50_ratio")),
-            ("short prompts, last token p50", "short_e2e_s", "p50", f"{1 / last:.3g}x" if last else "-"),
-            ("long prompts, TTFT p90", "long_ttft_s", "p90", times("long_ttft_p90_ratio")),
-        )
+    return [
+        spread_text(ratio["short_ttft_p99_gain"], "x"),
+        times("short_ttft_p50_ratio"),
+        f"{1 / last_token_ratio:.3g}x" if last_token_ratio else "-",
+        times("long_ttft_p90_ratio"),
+        spread_text(ratio["throughput_ratio"], "x"),
     ]
-    speeds = [spread_text(of_arm["tokens_per_s"], digits=4) for of_arm in of_arms]
-    rows.append(["tokens/s", *speeds, spread_text(ratio["throughput_ratio"], "x")])
-    what = f"longs {work['longs']}, shorts {work['shorts']}, chunk {work['chunk_tokens']}"
-    heads = ["stock SGLang", "pla_sglang", "and `--enable-mixed-chunk`"][: len(arms)]
-    shown = markdown([what, *heads, f"pla_sglang, {GAIN}" if RIDE in arms else GAIN], rows)
-    return f"{shown}\n\n{conditions(result)} · command: `{command_of(result)}`"
 
 
 def command_of(result: Result) -> str:
-    """What measured it, with the flags that are not defaults."""
-    starts = result["workload"].get("starts", 1)
+    """What measured it, with the flags that are not defaults; before there were arms of stock, two arms were."""
+    starts, arms = result["workload"].get("starts", 1), list(result["figures"])
     flags = [f"--starts {starts} --rounds {result['rounds'] // starts}"] if starts > 1 else []
-    if RIDE in result["figures"]:
-        flags.append(f"--arms {STOCK},{OURS},{RIDE}")
+    if arms not in ([*BEST_STOCK, OURS], [STOCK, OURS]):
+        flags.append(f"--arms {','.join(arms)}")
     return f"make demo ARGS='{' '.join(flags)}'" if flags else "make demo"
 
 
 def page(result: Result) -> str:
-    return f"{headline_page(result)}\n\n{bound_text(result['solo']['ours'])}{starts_table(result)}"
+    parts = [headline_page(result), f"{bound_text(result['solo']['ours'])}{starts_table(result)}"]
+    return "\n\n".join([*parts, *(["All arms:", arms_page(result)] if "best_stock" in result else [])])
 
 
 def starts_table(result: Result) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import engines, report
-from bench.harness.arms import HRRN, SPF, Arm
+from bench.harness.arms import HRRN, MIXED, SPF, Arm
 from bench.harness.bench import Result
 from bench.harness.cli import add_budget
 from bench.harness.engines import Setup
@@ -31,16 +31,18 @@ from pla_sglang.profiles import load_profile
 
 PROFILE = "h200-qwen2.5-14b-tp1"
 ALONE = 5  # longs that come one by one
+CHUNK_2560 = ("--chunked-prefill-size", "2560")  # just above the shorts
 ARMS = {
     arm.name: arm
     for arm in (
         Arm("stock", ()),
         Arm("ours", ("--prefill-disagg", "temporal")),
         Arm("ride", ("--prefill-disagg", "temporal", "--enable-mixed-chunk")),
-        Arm("spf", SPF, peer=True),
-        Arm("spf2560", (*SPF, "--chunked-prefill-size", "2560"), peer=True),
-        Arm("hrrn", HRRN, peer=True),
-        Arm("hrrn2560", (*HRRN, "--chunked-prefill-size", "2560"), peer=True),
+        Arm("spf", SPF),
+        Arm("spf2560", (*SPF, *CHUNK_2560)),
+        Arm("spf2560mix", (*SPF, *MIXED, *CHUNK_2560)),
+        Arm("hrrn", HRRN),
+        Arm("hrrn2560", (*HRRN, *CHUNK_2560)),
     )
 }
 FIGURES = (
@@ -173,7 +175,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     emulated = parser.add_argument_group("--device emulated")
     emulated.add_argument("--profile", default=PROFILE, help="of the emulated device")
     emulated.add_argument("--time-scale", type=float, default=1.0, help="how much slower the device is")
-    emulated.add_argument("--peer-python", metavar="PYTHON", help="of an environment with a newer SGLang, for its arms")
+    engines.add_peer_python(emulated)
     add_budget(emulated)
 
 

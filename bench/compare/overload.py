@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bench.harness.arms import STOCK
+from bench.harness.arms import BEST_STOCK, OURS, STOCK
 from bench.harness.bench import BenchError, Result, is_complete
 from bench.harness.comparison import Comparison, Measured, add_comparison, prepare_comparison
 from bench.harness.fleet import Fleet, Solo, final_state, measure_solo, run_request_rounds
@@ -32,7 +32,7 @@ KV_POOL_LONGS = 2.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_comparison(parser, rounds=1)
+    add_comparison(parser, rounds=1, arms=",".join((*BEST_STOCK, OURS)))
     work = parser.add_argument_group("workload")
     work.add_argument("--scale", type=float, help="divides prompt lengths and chunk; default: 5 on a CPU, 1 on a GPU")
     work.add_argument("--durations-s", default="10,20", help="lengths of the streams, comma-separated")
@@ -107,7 +107,8 @@ async def run_streams(
 
 def overload(args: argparse.Namespace, shape: HolShape) -> int:
     kv_tokens = 4 * shape.total_input_tokens  # so that memory is no part of the question
-    comparison = Comparison("overload", args, chunk_tokens=shape.chunk_tokens, kv_tokens=kv_tokens)
+    sizes = {"chunk_tokens": shape.chunk_tokens, "tuned_chunk_tokens": shape.tuned_chunk_tokens}
+    comparison = Comparison("overload", args, kv_tokens=kv_tokens, **sizes)
 
     async def measure(fleet: Fleet, _: int) -> tuple[float, dict[str, Solo], Mapping[str, Runs], dict[str, Any]]:
         solo = await measure_solo(fleet, shape, args.vocabulary, seed=args.seed)
@@ -210,7 +211,8 @@ class ServerDiedError(BenchError):
 def kv_pressure(args: argparse.Namespace, shape: HolShape) -> int:
     kv_tokens = round(KV_POOL_LONGS * (shape.long_tokens + shape.max_new_tokens))
     args.kv_tokens = args.kv_tokens or kv_tokens  # on a GPU too: a small pool is the point
-    comparison = Comparison("kv_pressure", args, chunk_tokens=shape.chunk_tokens, kv_tokens=kv_tokens)
+    sizes = {"chunk_tokens": shape.chunk_tokens, "tuned_chunk_tokens": shape.tuned_chunk_tokens}
+    comparison = Comparison("kv_pressure", args, kv_tokens=kv_tokens, **sizes)
 
     def requests_of_round(index: int) -> list[Request]:
         return hol_requests(shape, args.vocabulary, seed=args.seed, round_index=index, pattern="burst", burst_s=1.0)

@@ -4,7 +4,8 @@ Emulated GPUs, the same requests for every arm, every token checked. Conversatio
 all the time, and with long ones at a rate that changes in the middle; later turns carry the history. A request violates
 its target when its first token comes later than ``--slo-ttft-s`` or it fails. ``--layout pd``: prefill and decode
 instances behind a router; ``--layout dp``: the ranks of one server. Arms, see ``bench.compare.spatial_arms``:
-``spatial``, ``temporal``, ``dp`` (stock, round robin), and ``router:POLICY``, stock behind SGLang's router.
+``spatial``, ``temporal``, ``dp`` (stock, round robin), and ``router:POLICY``, stock behind SGLang's router, either with
+the flags of a preset of stock behind a slash.
 
 More runs of ``spatial``: ``constant`` has the same rates throughout: there no instance may change pools once they have
 settled. ``shifting`` asks for the long pool, then for the short one, then for the long one again, and instances have to
@@ -30,7 +31,18 @@ from bench.harness import report
 from bench.harness.bench import Result, measuring
 from bench.harness.cli import MAX_OVERHEAD, add_budget, add_dataset, add_emulated_device, dataset_of
 from bench.harness.figures import panels
-from bench.harness.report import emit, emulated_conditions, environment, markdown, print_lines, scale_text, show, yes_no
+from bench.harness.report import (
+    emit,
+    emulated_conditions,
+    environment,
+    installed_sglang,
+    markdown,
+    print_lines,
+    say,
+    scale_text,
+    show,
+    yes_no,
+)
 from bench.harness.steps import NoStepError, Row, Steps
 from pla_sglang.metrics.goodput import quantile
 
@@ -100,7 +112,8 @@ def measure(keys: list[Row], steps: Steps, setting: Setting, works: Mapping[str,
                 if not steps.has_time(seconds_of(key)):
                     return
                 planned = works[key["load"]].planned(key["seed"], setting.time_scale)
-                name = f"{setting.layout}-{key['load']}-{key['seed']}-{key['arm'].replace(':', '-')}"
+                arm_name = key["arm"].replace(":", "-").replace("/", "-")
+                name = f"{setting.layout}-{key['load']}-{key['seed']}-{arm_name}"
                 steps.add(key, engines.run_step(name, key["arm"], planned, seed=key["seed"]))
 
 
@@ -160,6 +173,10 @@ def run(options: argparse.Namespace) -> int:
     arms = options.arms.split(",") if options.arms else list(forms.DEFAULT_ARMS[setting.layout])
     for arm in arms:
         forms.check_arm(arm, setting)
+    left_out = {arm: lacking for arm in arms if (lacking := forms.find_lacking(arm, setting))}
+    for arm, lacking in left_out.items():
+        say(f"without {arm}: SGLang {installed_sglang()} has no {', '.join(lacking)}")
+    arms = [arm for arm in arms if arm not in left_out]
     keys = keys_of(arms, works, setting, options)
     steps = Steps(options.out / f"spatial-{setting.layout}.steps.jsonl", options.budget_s)
     with measuring():
@@ -259,13 +276,17 @@ def figures(rows: Sequence[Row], slo_s: float, duration_s: float) -> dict[str, A
 
 
 def summary(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Rates by arm and what pools save. The router's is its best policy that was run, ``bucket`` aside."""
+    """Rates by arm and what pools save. The router's is the best of its policies and presets that was run, ``bucket``
+    aside; so is that of ``bucket``.
+    """
     rates = {arm: float(found["violation_rate"]) for arm, found in arms.items()}
-    routers = [value for arm, value in rates.items() if arm.startswith(ROUTER) and arm != forms.BUCKET]
+    buckets = [value for arm, value in rates.items() if forms.split_arm(arm)[0] == forms.BUCKET]
+    others_of_router = [arm for arm in rates if arm.startswith(ROUTER) and forms.split_arm(arm)[0] != forms.BUCKET]
+    routers = [rates[arm] for arm in others_of_router]
     if SPATIAL not in rates:
         return {"violation_rate": rates}
     others = {"dp": rates.get(forms.PLAIN), "temporal": rates.get(forms.TEMPORAL)}
-    others |= {"router": min(routers, default=None), "bucket": rates.get(forms.BUCKET)}
+    others |= {"router": min(routers, default=None), "bucket": min(buckets, default=None)}
     own = arms[SPATIAL]
     both = (SPATIAL, forms.CACHE_AWARE)
     computed = [arms[arm]["computed_tokens"] for arm in both if "computed_tokens" in arms.get(arm, {})]

@@ -9,7 +9,8 @@ arm                  layout dp: one server, N data-parallel ranks  layout pd: P 
 ``router:POLICY``    N stock servers, SGLang's router              stock, SGLang's router
 ===================  ============================================  =====================================================
 
-SGLang's router has ``bucket`` for prefill instances only.
+SGLang's router has ``bucket`` for prefill instances only. Stock engines with other flags, as far as the installed
+SGLang has them: ``dp/PRESET`` and ``router:POLICY/PRESET`` (``bench.harness.arms.preset_arguments``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from bench.harness import servers
+from bench.harness.arms import find_lacking_of_preset, preset_arguments
 from bench.harness.cli import PD_POLICIES, UNIFIED_POLICIES, device_flags
 from bench.harness.replay import Planned, Record, count_wrong, lag_s, plan, replay, served, text_body
 from bench.harness.report import environment, say, say_errors
@@ -50,9 +52,14 @@ SPATIAL, TEMPORAL, PLAIN, ROUTER = "spatial", "temporal", "dp", "router:"
 BUCKET, CACHE_AWARE = f"{ROUTER}bucket", f"{ROUTER}cache_aware"
 RANKS, PAIRS = "dp", "pd"
 LAYOUTS = (RANKS, PAIRS)
+# With chunks just above the shorts.
+BEST_STOCK = {
+    RANKS: (f"{CACHE_AWARE}/hrrn", f"{CACHE_AWARE}/spf-640", f"{CACHE_AWARE}/spf-mix-640"),
+    PAIRS: (f"{CACHE_AWARE}/complete", f"{CACHE_AWARE}/spf-complete", f"{BUCKET}/spf-complete"),
+}
 DEFAULT_ARMS = {
-    RANKS: (SPATIAL, TEMPORAL, PLAIN, "router:power_of_two", CACHE_AWARE),
-    PAIRS: (SPATIAL, TEMPORAL, PLAIN, "router:power_of_two", CACHE_AWARE, BUCKET),
+    RANKS: (SPATIAL, TEMPORAL, PLAIN, "router:power_of_two", CACHE_AWARE, *BEST_STOCK[RANKS]),
+    PAIRS: (SPATIAL, TEMPORAL, PLAIN, "router:power_of_two", CACHE_AWARE, BUCKET, *BEST_STOCK[PAIRS]),
 }
 REQUEST_TIMEOUT_S = 300.0
 SHOWN_ERRORS = 3
@@ -92,11 +99,31 @@ class Setting:
 
 
 def check_arm(arm: str, setting: Setting) -> None:
-    """Raises ConfigError for an arm that the layout does not have."""
+    """Raises ConfigError for an arm that the layout does not have, ArmError for an unknown preset of stock."""
     policies = PD_POLICIES if setting.layout == PAIRS else UNIFIED_POLICIES
     known = [SPATIAL, TEMPORAL, PLAIN, *(ROUTER + policy for policy in policies)]
-    if arm not in known:
+    base, preset = split_arm(arm)
+    if base not in known or (preset and is_ours(base)):
         raise ConfigError(f"arm {arm!r} is not known in layout {setting.layout}; allowed: {', '.join(known)}")
+    preset_of(arm, setting)
+
+
+def split_arm(arm: str) -> tuple[str, str]:
+    """Without and with what follows the slash: the preset of stock; empty: its defaults."""
+    base, _, preset = arm.partition("/")
+    return base, preset
+
+
+def preset_of(arm: str, setting: Setting) -> tuple[str, ...]:
+    """Arguments of ``launch_cluster`` that make the stock engines of ``arm``. Raises ArmError."""
+    preset = split_arm(arm)[1]
+    return preset_arguments(preset, pairs=setting.layout == PAIRS) if preset else ()
+
+
+def find_lacking(arm: str, setting: Setting) -> list[str]:
+    """What ``arm`` needs and the installed SGLang does not have. Raises ArmError."""
+    preset = split_arm(arm)[1]
+    return find_lacking_of_preset(preset, pairs=setting.layout == PAIRS) if preset else []
 
 
 def engine_arguments(arm: str, setting: Setting, telemetry: str) -> list[str]:
@@ -110,18 +137,18 @@ def engine_arguments(arm: str, setting: Setting, telemetry: str) -> list[str]:
     if setting.layout == PAIRS:
         fleet = ["--prefill", str(setting.prefill), "--decode", str(setting.decode)]
         if not is_ours(arm):
-            return [*fleet, *common]
+            return [*fleet, *common, *preset_of(arm, setting)]
         prefill = " ".join(["--prefill-disagg", "temporal", *ours])
         return [*fleet, *common, "--prefill-args", prefill, "--pla-telemetry", telemetry]
     ranks = str(setting.prefill)
     if arm.startswith(ROUTER):
-        return ["--unified", ranks, *common]
+        return ["--unified", ranks, *common, *preset_of(arm, setting)]
     server = ["--unified", "1", "--dp-size", ranks, "--load-balance-method", "round_robin"]
     if is_ours(arm):
         server += ["--prefill-disagg", arm, *ours]
     if arm == SPATIAL:
         server += setting.pressure_flags("--pla-")
-    return [*server, *common]
+    return [*server, *common, *preset_of(arm, setting)]
 
 
 def is_ours(arm: str) -> bool:
@@ -133,7 +160,8 @@ def router_of(arm: str, setting: Setting, telemetry: str) -> Router | None:
     if setting.layout == RANKS and not arm.startswith(ROUTER):
         return None
     if not is_ours(arm):
-        return Router("sglang", "round_robin" if arm == PLAIN else arm.removeprefix(ROUTER))
+        base = split_arm(arm)[0]
+        return Router("sglang", "round_robin" if base == PLAIN else base.removeprefix(ROUTER))
     flags = ["--slo-ttft-ms", setting.target_ms(), "--telemetry", telemetry]
     if arm == SPATIAL:
         return Router("pla", "pla", ("--boundary", str(BOUNDARY_TOKENS), *flags, *setting.pressure_flags("--")))

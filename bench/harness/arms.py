@@ -6,6 +6,7 @@ Everything that decides what "stock" and "ours" mean stands in this file.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.harness.bench import BenchError
+from bench.harness.report import installed_sglang, say
+from pla_sglang.cluster.engine_flags import flags_of_sglang, read_argument_sources
 
 STOCK = "stock"
 OURS = "ours"
@@ -26,13 +29,39 @@ RIDE = "ride"
 # The platform knows nothing of our scheduler. An empty value means "all", so a GPU host names one that is not there.
 STOCK_ENV = {"cpu": {"SGLANG_PLUGINS": "pla_cpu"}, "cuda": {"SGLANG_PLUGINS": "none"}}
 
-# Flags of SGLang 0.5.23's own length-aware orders, for peers.
-SPF = ("--schedule-policy", "shortest-prefill-first")
-HRRN = ("--schedule-policy", "hrrn")  # highest response ratio next
+# What stock has since 0.5.19 to 0.5.23. Whether it is there is asked of the installed one: see ``find_lacking``.
+ORDER = "--schedule-policy"
+SPF = (ORDER, "shortest-prefill-first")
+HRRN = (ORDER, "hrrn")  # highest response ratio next
+MIXED = ("--enable-mixed-chunk",)
+# Decode steps after each prefill pass while at least so many requests decode: for a TPOT target.
+INTERVAL = ("--prefill-decode-interval", "2", "--prefill-decode-interval-min-bs", "8")
+# Of a pair: decode reserves memory when the prefill is done. Both sides must have it.
+COMPLETE = ("--disaggregation-decode-allocation-policy", "prefill_complete")
+
+# Arms of stock beyond its defaults.
+STOCK_PRESETS: dict[str, tuple[str, ...]] = {
+    "hrrn": HRRN,
+    "spf": SPF,
+    "spf-mix": (*SPF, *MIXED),
+    "interval": INTERVAL,
+    "spf-mix-interval": (*SPF, *MIXED, *INTERVAL),
+}
+# Of prefill and decode instances: flags of both, then of prefill instances.
+PAIR_PRESETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "spf": ((), SPF),
+    "complete": (COMPLETE, ()),
+    "spf-complete": (COMPLETE, SPF),
+}
+# Chunks just above the shorts, where the bench knows them: smaller ones cut the shorts, and with larger ones they wait
+# for longer passes of longs.
+TUNED = frozenset({"spf", "spf-mix", "spf-mix-interval"})
+BEST_STOCK = (STOCK, "hrrn", "spf", "spf-mix")  # without a TPOT target
 
 STOCK_MODULE = "sglang.launch_server"
 OUR_MODULE = "pla_sglang.launch_server"
 _TEMPORAL = ("--prefill-disagg", "temporal")
+OUR_FLAGS = ("--prefill-disagg", "--pla-")  # how they begin
 
 # Our arms beyond the default one, so that one sees which part brings what.
 OUR_PRESETS: dict[str, tuple[str, ...]] = {
@@ -46,7 +75,7 @@ OUR_PRESETS: dict[str, tuple[str, ...]] = {
     "fcfs-long": (*_TEMPORAL, "--pla-long-order", "fcfs"),  # longs first come, first served
 }
 ABLATION = ("interleave-mix", "no-window", "full", "fcfs-long")
-ARM_NAMES = (STOCK, *OUR_PRESETS)
+ARM_NAMES = (STOCK, *STOCK_PRESETS, *OUR_PRESETS)
 
 
 class ArmError(BenchError):
@@ -66,7 +95,7 @@ class Arm:
 
 
 def parse_peer(text: str, device: str) -> Arm:
-    """``NAME=PYTHON:FLAGS``, for example ``spf=/opt/v23/bin/python:--schedule-policy shortest-prefill-first``.
+    """``NAME=PYTHON:FLAGS``, for example ``spf9=/opt/new/bin/python:--schedule-policy shortest-prefill-first``.
 
     Raises ArmError: the text does not have this form, or there is no such Python.
     """
@@ -82,12 +111,64 @@ def parse_peer(text: str, device: str) -> Arm:
     return Arm(name, tuple(shlex.split(flags)), STOCK_MODULE, python, STOCK_ENV[device], elsewhere)
 
 
+def has_order(name: str) -> bool:
+    """Whether the installed SGLang has this ``--schedule-policy``; it is not imported for that."""
+    return f'"{name}"' in read_argument_sources()
+
+
+def find_lacking(flags: Sequence[str]) -> list[str]:
+    """Those of ``flags`` that the installed SGLang does not have, an order of prefills with its name. Ours count as
+    there: ``--prefill-disagg``, ``--pla-...``.
+    """
+    known = flags_of_sglang()
+    theirs = [flag for flag in flags if flag.startswith("--") and not flag.startswith(OUR_FLAGS)]
+    lacking = [flag for flag in theirs if flag not in known]
+    orders = [value for flag, value in itertools.pairwise(flags) if flag == ORDER]
+    return [*lacking, *(f"{ORDER} {name}" for name in orders if not has_order(name))]
+
+
+def preset_arguments(preset: str, *, pairs: bool) -> tuple[str, ...]:
+    """Of ``launch_cluster``, so that its stock engines are of this preset; a chunk may follow, as in ``spf-mix-1024``.
+
+    ``pairs``: of prefill and decode instances. Raises ArmError for a preset that is not known.
+    """
+    presets = PAIR_PRESETS if pairs else STOCK_PRESETS
+    name, _, chunk = preset.rpartition("-") if preset not in presets else (preset, "", "")
+    if name not in presets or not (name == preset or chunk.isdigit()):
+        raise ArmError(f"stock {preset!r} is not known; allowed: {', '.join(presets)}, or such as spf-1024")
+    both, prefill = PAIR_PRESETS[name] if pairs else (STOCK_PRESETS[name], ())
+    chunks = ("--chunked-prefill-size", chunk) if chunk else ()
+    return (*both, *chunks, *(("--prefill-args", shlex.join(prefill)) if prefill else ()))
+
+
+def find_lacking_of_preset(preset: str, *, pairs: bool) -> list[str]:
+    """``find_lacking`` of the engines that ``preset_arguments`` starts. Raises ArmError."""
+    arguments = preset_arguments(preset, pairs=pairs)
+    flags = [part for argument in arguments for part in argument.split() if argument != "--prefill-args"]
+    return find_lacking(flags)
+
+
+def startable(names: Sequence[str]) -> list[str]:
+    """Without the arms of stock that the installed SGLang cannot be started as, which are said."""
+    left_out = {name: lacking for name in names if (lacking := find_lacking(STOCK_PRESETS.get(name, ())))}
+    for name, lacking in left_out.items():
+        say(f"without {name}: SGLang {installed_sglang()} has no {', '.join(lacking)}")
+    return [name for name in names if name not in left_out]
+
+
 def build_arms(
-    names: Sequence[str], peers: Sequence[str], *, device: str, our_flags: Sequence[str] = (), ablation: bool = False
+    names: Sequence[str],
+    peers: Sequence[str],
+    *,
+    device: str,
+    our_flags: Sequence[str] = (),
+    ablation: bool = False,
+    tuned_chunk_tokens: int | None = None,
 ) -> list[Arm]:
     """The arms by name, the ablation presets if asked for, then the peers. Stock is always first.
 
-    Raises ArmError: an arm is unknown or appears twice, or a peer cannot be parsed.
+    ``tuned_chunk_tokens``: chunk of the arms in ``TUNED``; None: that of all. Raises ArmError: an arm is unknown,
+    appears twice or cannot be started on the installed SGLang, or a peer cannot be parsed.
     """
     wanted = list(names) + [name for name in ABLATION if ablation and name not in names]
     if ablation and OURS in wanted and "full" in wanted:
@@ -96,6 +177,12 @@ def build_arms(
     for name in sorted(wanted, key=lambda name: name != STOCK):
         if name == STOCK:
             arms.append(Arm(STOCK, module=STOCK_MODULE, env=STOCK_ENV[device]))
+        elif name in STOCK_PRESETS:
+            if lacking := find_lacking(STOCK_PRESETS[name]):
+                raise ArmError(f"arm {name!r}: SGLang {installed_sglang()} has no {', '.join(lacking)}; give a --peer")
+            tuned = tuned_chunk_tokens is not None and name in TUNED
+            chunk = ("--chunked-prefill-size", str(tuned_chunk_tokens)) if tuned else ()
+            arms.append(Arm(name, (*STOCK_PRESETS[name], *chunk), STOCK_MODULE, env=STOCK_ENV[device]))
         elif name in OUR_PRESETS:
             extra = () if name == "off" else tuple(our_flags)
             arms.append(Arm(name, (*OUR_PRESETS[name], *extra), module=OUR_MODULE))

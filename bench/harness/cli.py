@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.harness.arms import find_lacking_of_preset, preset_arguments
 from pla_sglang.demo import demo_model_path
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import SLOS, Slo
@@ -80,18 +81,27 @@ class Layout:
     arguments: tuple[str, ...]
     engines: int
     policies: tuple[str, ...]
+    lacking: tuple[str, ...] = ()  # flags of its engines that the installed SGLang does not have
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """``unified-2`` or ``1+1``. Raises ConfigError."""
-        kind, _, count = text.partition("-")
+        """``unified-2`` or ``1+1``; of stock with other flags ``unified-2:spf-mix-1024`` or ``1+1:complete``, see
+        ``preset_arguments``. Raises ConfigError, ArmError.
+        """
+        shape, colon, preset = text.partition(":")
+        kind, _, count = shape.partition("-")
+        prefill, plus, decode = shape.partition("+")
         if kind == "unified" and count.isdigit() and int(count):
-            return cls(text, ("--unified", count), int(count), UNIFIED_POLICIES)
-        prefill, plus, decode = text.partition("+")
-        if plus and prefill.isdigit() and decode.isdigit() and int(prefill) and int(decode):
-            arguments = ("--prefill", prefill, "--decode", decode)
-            return cls(text, arguments, int(prefill) + int(decode), PD_POLICIES)
-        raise ConfigError(f"layout {text!r} is not known; allowed: unified-N, or P+D such as 1+1")
+            found = cls(text, ("--unified", count), int(count), UNIFIED_POLICIES)
+        elif plus and prefill.isdigit() and decode.isdigit() and int(prefill) and int(decode):
+            engines = ("--prefill", prefill, "--decode", decode)
+            found = cls(text, engines, int(prefill) + int(decode), PD_POLICIES)
+        else:
+            raise ConfigError(f"layout {text!r} is not known; allowed: unified-N, or P+D such as 1+1")
+        if not colon:
+            return found
+        further, lacking = (of(preset, pairs=bool(plus)) for of in (preset_arguments, find_lacking_of_preset))
+        return replace(found, arguments=(*found.arguments, *further), lacking=tuple(lacking))
 
 
 def add_trace_arguments(

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.harness import stats
-from bench.harness.arms import ARM_NAMES, OUR_PRESETS, OURS, STOCK, Arm, build_arms, shared_flags
+from bench.harness.arms import (
+    ARM_NAMES,
+    OUR_PRESETS,
+    OURS,
+    STOCK,
+    STOCK_PRESETS,
+    Arm,
+    build_arms,
+    shared_flags,
+    startable,
+)
 from bench.harness.bench import Result, is_complete
 from bench.harness.cli import add_output, add_quick
 from bench.harness.figures import arm_colours, draw_ecdf, format_seconds, log_seconds, panels
@@ -83,13 +93,16 @@ def prepare_comparison(args: argparse.Namespace) -> None:
     args.vocabulary = Vocabulary.of_model(args.model_path)
 
 
-def arms_of(args: argparse.Namespace) -> list[Arm]:
+def arms_of(args: argparse.Namespace, tuned_chunk_tokens: int | None = None) -> list[Arm]:
+    """Those of ``--arms``; else the default ones, as far as the installed SGLang has them. Raises ArmError."""
+    named = args.arms.split(",") if args.arms else startable(args.default_arms.split(","))
     return build_arms(
-        [name for name in (args.arms or args.default_arms).split(",") if name],
+        [name for name in named if name],
         args.peer,
         device=args.device,
         our_flags=shlex.split(args.our_flags),
         ablation=args.ablation,
+        tuned_chunk_tokens=tuned_chunk_tokens,
     )
 
 
@@ -129,10 +142,18 @@ class Comparison:
         kv_tokens: the bench's own choice for a CPU; a GPU decides by its memory unless the user names a size.
     """
 
-    def __init__(self, name: str, args: argparse.Namespace, *, chunk_tokens: int, kv_tokens: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: argparse.Namespace,
+        *,
+        chunk_tokens: int,
+        kv_tokens: int,
+        tuned_chunk_tokens: int | None = None,
+    ) -> None:
         self.name = name
         self.args = args
-        self.arms = arms_of(args)
+        self.arms = arms_of(args, tuned_chunk_tokens)
         self._flags = shared_flags(
             model_path=args.model_path,
             device=args.device,
@@ -192,6 +213,7 @@ class Comparison:
             "ratios": {
                 arm: {key: as_json(value) for key, value in of.items()} for arm, of in ratios_to_stock(runs).items()
             },
+            **best_stock(runs),
             "figures": {arm: stats.arm_figures(of_arm) for arm, of_arm in runs.items()},
             **measured.state,
             "device": self.args.device,
@@ -241,6 +263,22 @@ def ratios_to_stock(runs: Runs) -> dict[str, dict[str, Spread]]:
     if STOCK not in runs:
         return {}
     return {arm: stats.ratios(runs[STOCK], of_arm) for arm, of_arm in runs.items() if arm != STOCK}
+
+
+def best_stock(runs: Runs) -> dict[str, Any]:
+    """The arm of stock with the least p99 of shorts, and ours against it, paired by round; ``vs_best_stock`` is empty
+    where ours did not run. Nothing where stock ran with its defaults only: then it is all there is.
+    """
+    p99_s = {
+        arm: spread(of_rounds).median
+        for arm, of_arm in runs.items()
+        if arm in (STOCK, *STOCK_PRESETS) and (of_rounds := stats.per_round(of_arm, "short", "p99"))
+    }
+    if not STOCK_PRESETS.keys() & p99_s.keys():
+        return {}
+    best = min(p99_s, key=p99_s.__getitem__)
+    against = stats.ratios(runs[best], runs[OURS]) if OURS in runs else {}
+    return {"best_stock": best, "vs_best_stock": {key: as_json(value) for key, value in against.items()}}
 
 
 def headline_arm(arms: Iterable[str]) -> str | None:

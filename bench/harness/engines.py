@@ -14,15 +14,15 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.arms import Arm, platform_overlay
+from bench.harness.arms import Arm, find_lacking, platform_overlay
 from bench.harness.bench import measuring
 from bench.harness.cli import add_budget, emulation_flags
 from bench.harness.replay import MAX_LAG_MS, Planned, Record, Replay, count_wrong, lag_s, require_answers, served
-from bench.harness.report import environment, say
+from bench.harness.report import environment, installed_sglang, say
 from bench.harness.servers import count_passes, host_overhead_share, read_boundary, read_device
 from bench.harness.steps import Row, Steps
 from pla_sglang.errors import ConfigError
@@ -52,25 +52,38 @@ class Setup:
 
 def add_arguments(parser: argparse.ArgumentParser, arms: Mapping[str, Arm]) -> None:
     parser.add_argument("--arms", help=f"comma-separated, from: {', '.join(arms)}; default: all that can run")
-    parser.add_argument("--peer-python", metavar="PYTHON", help="of an environment with a newer SGLang, for its arms")
+    add_peer_python(parser)
     parser.add_argument("--time-scale", type=float, default=1.0)
     add_budget(parser)
     parser.add_argument("--out", type=Path, default=Path("bench_out"))
 
 
+def add_peer_python(parser: argparse._ActionsContainer) -> None:
+    text = "of an environment with a newer SGLang, for arms that the installed one cannot be started as"
+    parser.add_argument("--peer-python", metavar="PYTHON", help=text)
+
+
 def choose(named: str | None, arms: Mapping[str, Arm], peer_python: str | None) -> list[Arm]:
-    """The arms by name, or all that can run. Raises ConfigError for one that is not known or has no Python."""
-    if named is None:
-        return [arm for arm in arms.values() if peer_python is not None or not arm.peer]
-    names = [name for name in named.split(",") if name]
+    """The arms by name, or all that can run; those that the installed SGLang lacks are peers.
+
+    Raises ConfigError for one that is not known or has no Python.
+    """
+    names = list(arms) if named is None else [name for name in named.split(",") if name]
+    chosen = []
     for name in names:
         if name not in arms:
             raise ConfigError(f"--arms {name!r} is not known; allowed: {', '.join(arms)}")
-        if arms[name].peer and peer_python is None:
-            raise ConfigError(f"--arms {name!r} runs on a newer SGLang: give --peer-python")
+        if not (lacking := find_lacking(arms[name].flags)):
+            chosen.append(arms[name])
+        elif peer_python is not None:
+            chosen.append(replace(arms[name], peer=True))
+        elif named is None:
+            say(f"without {name}: SGLang {installed_sglang()} has no {', '.join(lacking)}")
+        else:
+            raise ConfigError(f"--arms {name!r} needs {', '.join(lacking)} of a newer SGLang: give --peer-python")
     if not names:
         raise ConfigError(f"--arms names no arm; allowed: {', '.join(arms)}")
-    return [arms[name] for name in names]
+    return chosen
 
 
 def server_of(arm: Arm, setup: Setup, overlay: Path) -> Server:

@@ -285,7 +285,7 @@ async def final_state(fleet: Fleet) -> dict[str, Any]:
             member.info = await asyncio.to_thread(member.server.get, "/server_info")
     versions = {member.name: str(member.info.get("version", "unknown")) for member in fleet.members}
     return {
-        "sglang_version": versions[fleet.members[0].name],
+        "sglang": versions[fleet.members[0].name],
         "versions": versions,
         "hooks": next((member.hooks for member in fleet.members if member.hooks is not None), None),
         "kv_tokens": {member.name: member.kv_tokens for member in fleet.members},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import platform
 import shutil
@@ -21,6 +22,8 @@ from pla_sglang import terminal
 from pla_sglang.console import TableConsole
 
 Cells = tuple[list[str], list[list[str]]]  # of a table, for the terminal and for the page: header, rows
+
+UNNAMED_SGLANG = "0.5.17"  # of every result without the key "sglang": none was kept that was measured on another one
 
 _STARTED_S = time.monotonic()
 _stderr = Console(stderr=True, highlight=False)
@@ -62,6 +65,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def installed_sglang() -> str:
+    """Version of the SGLang beside this Python, which engines of a bench run on, those of peers apart."""
+    return importlib.metadata.version("sglang")
+
+
 def _hardware() -> str:
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
@@ -85,9 +93,11 @@ def output_of(command: list[str]) -> str | None:
 def emit(result: Mapping[str, Any], name: str, out: Path | None = None) -> None:
     """Write the result to ``out`` beside the pictures, and print it as the last line of stdout unless people read it.
 
-    ``complete`` is false where the measuring was interrupted.
+    ``complete`` is false where the measuring was interrupted. ``sglang``: the version that was measured; a bench whose
+    servers have said it has it in its result.
     """
-    line = json.dumps({**result, "complete": is_complete()})
+    result = {"sglang": installed_sglang(), **result, "complete": is_complete()}
+    line = json.dumps(result)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{name}.json").write_text(line + "\n", encoding="utf-8")
@@ -96,7 +106,7 @@ def emit(result: Mapping[str, Any], name: str, out: Path | None = None) -> None:
         from pla_sglang.report.bench_page import write_bench_page  # numpy and the simulator, for pages only
 
         picture = (out or Path()) / f"{name}.png"
-        write_bench_page(wanted_page.path, name, {**result, "complete": is_complete()}, picture=picture)
+        write_bench_page(wanted_page.path, name, result, picture=picture)
         stdout.print(f"page: {wanted_page.path}", soft_wrap=True)
         wanted_page.path = None
     if terminal.output.wants_json():
@@ -169,17 +179,18 @@ def conditions(result: Result) -> str:
     """Of a comparison of whole servers."""
     return (
         f"{describe_rounds(result['rounds'])}, median (lowest .. highest) · {result['hardware']}, {result['device']} · "
-        f"{result['model']} · SGLang {result['sglang_version']} · commit {result['plugin_commit']} · "
+        f"{result['model']} · SGLang {result.get('sglang', UNNAMED_SGLANG)} · commit {result['plugin_commit']} · "
         f"seed {result['seed']} · greedy outputs token-identical: {str(result['outputs_identical']).lower()}"
     )
 
 
 def emulated_conditions(result: Result, *further: str, seed: str = "first seed") -> str:
-    """Of a bench on emulated engines: hardware, every commit that measured (by arm, row or run), seed."""
+    """Of a bench on emulated engines: hardware, SGLang, every commit that measured (by arm, row or run), seed."""
     by_arm = {commit for of_arm in result.get("arms", {}).values() for commit in of_arm["commits"]}
     by_row = {row["plugin_commit"] for row in result.get("rows", ()) if "plugin_commit" in row}
     commits = sorted(by_arm | by_row | set(result.get("commits", ()))) or [result["environment"]["plugin_commit"]]
-    where = [result["environment"]["hardware"], f"commit {', '.join(commits)}"]
+    host = [f"SGLang {result['sglang']}"] if "sglang" in result else []  # else docs/benchmarks.md says it once for all
+    where = [result["environment"]["hardware"], *host, f"commit {', '.join(commits)}"]
     return " · ".join([*further, *where, f"{seed} {result.get('seed', 1)}"])
 
 

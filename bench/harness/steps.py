@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.bench import BenchError, is_complete
-from bench.harness.report import say
+from bench.harness.report import UNNAMED_SGLANG, installed_sglang, say
 from pla_sglang.errors import ConfigError
 
 Row = dict[str, Any]
@@ -22,9 +22,10 @@ class NoStepError(BenchError):
 class Steps:
     """Rows by key in a JSON Lines file, and the time that this run may take.
 
-    A key is a mapping of everything that decides a step's result, so that a changed setting is another step. No step
-    begins later than ``budget_s`` after the start. Raises ConfigError for a budget that is not above 0, and for a line
-    that is no row, unless it is the last one, which was cut short.
+    A key is a mapping of everything that decides a step's result, so that a changed setting is another step; so is what
+    was run on another SGLang than the installed one. No step begins later than ``budget_s`` after the start. Raises
+    ConfigError for a budget that is not above 0, and for a line that is no row, unless it is the last one, which was
+    cut short.
     """
 
     def __init__(self, path: Path, budget_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,11 +35,14 @@ class Steps:
         self._clock = clock
         self._end_s = None if budget_s is None else clock() + budget_s
         self._rows: dict[str, Row] = {}
+        self._sglang = installed_sglang()
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
-                self._rows[_name(entry["key"])] = entry["row"]
+                name, row = _name(entry["key"]), entry["row"]
+                if entry.get("sglang", UNNAMED_SGLANG) == self._sglang:
+                    self._rows[name] = row
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 if number < len(lines):
                     raise ConfigError(f"{self._path}, line {number} is no finished step: {error!r}") from None
@@ -58,7 +62,7 @@ class Steps:
             raise KeyboardInterrupt
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": dict(key), "row": row}) + "\n")
+            file.write(json.dumps({"key": dict(key), "row": row, "sglang": self._sglang}) + "\n")
         self._rows[_name(key)] = row
 
     def open(self, keys: list[dict[str, Any]]) -> list[dict[str, Any]]:

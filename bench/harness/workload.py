@@ -72,6 +72,11 @@ class HolShape:
         )
 
     @property
+    def tuned_chunk_tokens(self) -> int:
+        """A chunk just above the shorts: 2,560 with the issue's lengths."""
+        return max(1, round(1.28 * self.short_tokens))
+
+    @property
     def total_input_tokens(self) -> int:
         return self.long_count * self.long_tokens + self.short_count * self.short_tokens
 

@@ -2,16 +2,20 @@
 
     python -m bench baselines --traces NAME=FILE ...
 
-Layouts: ``unified-N`` (N unified engines), ``P+D`` such as ``1+1`` (prefill and decode engines), each behind SGLang's
-own router with each policy asked for; prompts go as ids, and as text to policies that read them. Every request's tokens
-are checked. Each point (layout, policy, workload, rate) is a step; finished ones are kept in ``--out``, so that a long
-table can be measured in several runs (``--budget-s``). A table, also as Markdown, and a picture of SLO attainment
-against request rate; the last line of stdout is one JSON object.
+Layouts: ``unified-N`` (N unified engines), ``P+D`` such as ``1+1`` (prefill and decode engines), either with the flags
+of an arm of stock behind a colon, as far as the installed SGLang has them: ``unified-2:hrrn``,
+``unified-2:spf-mix-1024`` (shortest prefill first, mixed chunks of 1,024 tokens), ``...-interval`` (decode steps
+between prefills, for the TPOT target), ``1+1:spf-complete`` (decode memory when the prefill is done). Each stands
+behind SGLang's own router with each policy asked for; prompts go as ids, and as text to policies that read them. Every
+request's tokens are checked. Each point (layout, policy, workload, rate) is a step; finished ones are kept in
+``--out``, so that a long table can be measured in several runs (``--budget-s``). A table, also as Markdown, and a
+picture of SLO attainment against request rate; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +25,17 @@ from bench.harness.bench import Result, measuring
 from bench.harness.cli import PD_POLICIES, Layout
 from bench.harness.figures import COLOURS, panels
 from bench.harness.replay import figures, generate_body, plan, replay, text_body
-from bench.harness.report import environment, say, yes_no
+from bench.harness.report import environment, installed_sglang, say, yes_no
 from bench.harness.servers import flush_cache, host_overhead_share, read_devices, running_cluster
 from bench.harness.steps import Row, Steps
 from pla_sglang.errors import ConfigError
 from pla_sglang.workload import Trace
 
 POINT = ("layout", "policy", "workload", "rate_rps")
+LAYOUTS = (
+    *("unified-2", "unified-2:hrrn", "unified-2:spf-1024", "unified-2:spf-mix-1024", "unified-2:interval"),
+    *("unified-2:spf-mix-interval-1024", "1+1", "1+1:complete", "1+1:spf-complete"),
+)
 READING = ("cache_aware", "bucket")  # policies that look at the prompt, which SGLang's router can where it is text
 COUNTS = ("requests", "completed", "tokens_verified", "tokens_wrong")
 DRAIN_S = 30.0  # of real time, what a point takes beyond its arrivals; only to judge whether there is time for it
@@ -42,11 +50,18 @@ def arms_of(options: argparse.Namespace) -> list[tuple[Layout, str]]:
         if policy not in PD_POLICIES:
             raise ConfigError(f"--policies {policy!r} is not known; allowed: {', '.join(PD_POLICIES)}")
     for layout in map(Layout.parse, options.layouts.split(",")):
+        if layout.lacking:
+            say(f"without {layout.name}: SGLang {installed_sglang()} has no {', '.join(layout.lacking)}")
+            continue
         # One prefill and one decode engine leave a router nothing to choose.
-        chosen = policies[:1] if layout.name == "1+1" else [name for name in policies if name in layout.policies]
+        chosen = (
+            policies[:1] if layout.name.startswith("1+1") else [name for name in policies if name in layout.policies]
+        )
         if left_out := [name for name in policies if name not in chosen]:
             say(f"{layout.name}: not with {', '.join(left_out)}")
         arms += [(layout, policy) for policy in chosen]
+    if not arms:
+        raise ConfigError(f"--layouts {options.layouts}: none of them can be started")
     return arms
 
 
@@ -102,7 +117,7 @@ def run_arm(layout: Layout, policy: str, traces: dict[str, Trace], steps: Steps,
     if not left or not steps.has_time(options.start_s + DRAIN_S):
         return
     arguments = [*layout.arguments, "--policy", policy, *cli.device_flags(options.profile, options.time_scale)]
-    with running_cluster(arguments, options.out, f"{layout.name}-{policy}") as described:
+    with running_cluster(arguments, options.out, f"{layout.name.replace(':', '-')}-{policy}") as described:
         for key in left:
             measure(described, key, traces[key["workload"]], steps, options)
 
@@ -111,7 +126,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Attainment against rate, one panel per workload: colour by policy, line by layout; hollow where not valid."""
     names, policies, layouts = (list(dict.fromkeys(row[of] for row in rows)) for of in ("workload", "policy", "layout"))
     colours = dict(zip(policies, COLOURS, strict=False))
-    styles = dict(zip(layouts, ("o-", "s--", "^:", "d-."), strict=False))
+    styles = dict(zip(layouts, itertools.cycle(("o-", "s--", "^:", "d-.")), strict=False))
     with panels(path, len(names), size=(4.8 * len(names), 4)) as axes:
         for panel, name in zip(axes, names, strict=True):
             of_workload = sorted((row for row in rows if row["workload"] == name), key=lambda row: row["rate_rps"])
@@ -160,7 +175,7 @@ def summarise(rows: Sequence[Row], open_points: int, options: argparse.Namespace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cli.add_trace_arguments(parser, layouts="unified-2,1+1", time_scale=8.0, timeout_s=600.0)
+    cli.add_trace_arguments(parser, layouts=",".join(LAYOUTS), time_scale=8.0, timeout_s=600.0)
     parser.add_argument("--policies", default="round_robin,cache_aware", help=f"from: {', '.join(PD_POLICIES)}")
     parser.add_argument("--rates", nargs="+", default=["2,4,8"], help="per second: 2,4,8 or WORKLOAD=2,4,8 ...")
     parser.add_argument("--first", type=int, default=0, help="row of the trace to begin with")

@@ -3,10 +3,11 @@
     python -m bench best_stock_live --data FOLDER
 
 Stock: the best arm that this SGLang can be started as, by the simulator on the same requests (``startable.py``):
-unified, first come first served (0.5.17 has no other order of prefills). Ours: policy ``combined`` before temporal
-engines whose decodes ride and whose deadlines decide. The simulator names a rung of a ladder of rates for each arm; the
-arms take turns, up to ``--turns`` rungs each: up from one that is held, down from one that is missed. Every token is
-checked. Finished runs are kept in ``--out``.
+unified, with each order of prefills that it has; and the same arm with ``--prefill-decode-interval``, where it has
+that, as there is a TPOT target (the simulator does not know this flag, so it races live only). Ours: policy
+``combined`` before temporal engines whose decodes ride and whose deadlines decide. The simulator names a rung of a
+ladder of rates for each arm; the arms take turns, up to ``--turns`` rungs each: up from one that is held, down from one
+that is missed. Every token is checked. Finished runs are kept in ``--out``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from bench.harness import report
+from bench.harness.arms import INTERVAL, find_lacking
 from bench.harness.bench import Result, measuring
 from bench.harness.steps import Row, Steps
 from bench.research import highest_rate
@@ -27,6 +29,7 @@ from pla_sglang.sim.named_workloads import Workload, workload
 
 ANSWER_TOKENS = {"hol": 100}  # of workloads whose own answers are too short to have decodes beside prefills
 STOCK, OUR = "stock", "ours"
+PAUSED = "stock-interval"  # stock's arm, with decode steps after each prefill pass
 
 
 def load_workload(name: str, options: Options) -> Workload:
@@ -40,20 +43,30 @@ def load_workload(name: str, options: Options) -> Workload:
 
 
 def contests_of(options: Options) -> list[Contest]:
-    """Both arms of each workload. Raises ConfigError."""
-    contests = []
+    """The arms of each workload. Raises ConfigError."""
+    contests: list[Contest] = []
+    lacking = find_lacking(INTERVAL)
+    if lacking:
+        report.say(f"without {PAUSED}: SGLang {report.installed_sglang()} has no {', '.join(lacking)}")
     for name in options.workloads.split(","):
         load = load_workload(name, options)
-        for side, arm in ((STOCK, choose_startable(load, options)), (OUR, OURS)):
-            contests.append(Contest("best_stock_live", LiveArm(side, arm), load, options))
+        stock = choose_startable(load, options)
+        sides = [LiveArm(STOCK, stock), LiveArm(OUR, OURS)]
+        sides += [] if lacking else [LiveArm(PAUSED, stock, flags=INTERVAL)]
+        contests += [Contest("best_stock_live", side, load, options) for side in sides]
     return contests
 
 
 def ratios_of(result: Result) -> Row:
-    """From the rates. A ratio is stated where a rate above stock's was measured and missed; ours may bear more."""
+    """From the rates; stock's is that of its better arm. A ratio is stated where for each arm of stock a rate above its
+    own was measured and missed; ours may bear more.
+    """
     held, simulated, closed = (result[key] for key in ("rate_at_90", "sim_rate_at_90", "bracketed"))
+    rivals = {name: [side for side in of if side != OUR] for name, of in held.items()}
+    stock = {name: max(of[side] or 0.0 for side in rivals[name]) or None for name, of in held.items()}
+    known = {name: all(closed[name][side] for side in sides) for name, sides in rivals.items()}
     return {
-        "vs_best_stock": {n: ratio_of(of[OUR], of[STOCK]) if closed[n][STOCK] else None for n, of in held.items()},
+        "vs_best_stock": {n: ratio_of(of[OUR], stock[n]) if known[n] else None for n, of in held.items()},
         "sim_vs_best_stock": {name: ratio_of(of[OUR], of[STOCK]) for name, of in simulated.items()},
     }
 
@@ -69,6 +82,8 @@ def page(result: Result) -> str:
     for name, rates in result["rate_at_90"].items():
         ratios = [report.number(result[key][name], "x") for key in ("vs_best_stock", "sim_vs_best_stock")]
         stock, ours = (report.number(rates[side]) for side in (STOCK, OUR))
+        if PAUSED in rates:
+            stock += f"/s, with `{' '.join(INTERVAL)}` {report.number(rates[PAUSED])}"
         arm = read_arm(result["arms"][f"{name}/{STOCK}"]).name
         parts.append(f"{name}: `{arm}` {stock}/s, ours {ours}/s: {ratios[0]}; simulated {ratios[1]}.")
     return "\n\n".join([*parts, highest_rate.conditions(result, result["profile"])])

@@ -4,10 +4,10 @@ The workload of a published comparison of SGLang's prefill policies on issue 228
 profile ``linear`` (20 ms a pass and 1 ms a new token), prompts of 2,400 and 200 tokens +-10 %, one output token,
 Poisson arrivals for a minute at 90 % load, a quarter of the work short; arrivals are redrawn until the load is within
 3 %. Figures are pooled over the seeds. Arms: ``stock``; ``chunk820``, ours with whole chunks; ``adaptive``, ours by
-default; ``fcfs820``, as ``chunk820`` with the longs in order of arrival; with ``--peer-python`` of an SGLang 0.5.23 its
-own shortest-prefill-first with chunks of 820 (``spf820``) and of 256 tokens (``spf256``), its hrrn likewise, the same
-emulated device below. ``bounds`` is what the best order without a host reaches on the same arrivals: shortest remaining
-prefill first.
+default; ``fcfs820``, as ``chunk820`` with the longs in order of arrival; SGLang's own shortest-prefill-first with
+chunks of 820 (``spf820``) and of 256 tokens (``spf256``), its hrrn likewise. An SGLang without them, such as 0.5.17,
+needs ``--peer-python`` of a newer one for those. ``bounds`` is what the best order without a host reaches on the same
+arrivals: shortest remaining prefill first.
 The last line of stdout is one JSON object.
 """
 
@@ -60,10 +60,10 @@ ARMS = {
         Arm("chunk820", WHOLE_CHUNKS),
         Arm("adaptive", OURS),
         Arm("fcfs820", (*WHOLE_CHUNKS, *FCFS_LONGS)),
-        Arm("spf820", SPF, peer=True),
-        Arm("spf256", (*SPF, *CHUNK_256), peer=True),
-        Arm("hrrn820", HRRN, peer=True),
-        Arm("hrrn256", (*HRRN, *CHUNK_256), peer=True),
+        Arm("spf820", SPF),  # mixed chunks would change nothing: with one output token nobody decodes
+        Arm("spf256", (*SPF, *CHUNK_256)),
+        Arm("hrrn820", HRRN),
+        Arm("hrrn256", (*HRRN, *CHUNK_256)),
     )
 }
 KEYS = ("short_mean_s", "short_p99_s", "long_mean_s", "long_max_vs_fcfs")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import cli, report
+from bench.harness.arms import ORDER
 from bench.harness.bench import Result
 from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, running_fleet
@@ -21,7 +22,7 @@ from bench.harness.steps import NoStepError, Row, Steps
 from pla_sglang.metrics.goodput import goodput
 from pla_sglang.sim import fidelity
 from pla_sglang.sim.experiment import TEMPORAL, Experiment, run_experiment
-from pla_sglang.sim.fleet_arms import FleetArm
+from pla_sglang.sim.fleet_arms import STOCK_ORDER, FleetArm
 from pla_sglang.sim.halving import Ladder, RungSearch, search_rungs
 from pla_sglang.sim.host import NO_HOST, HostKnobs
 from pla_sglang.sim.named_workloads import Workload
@@ -44,6 +45,7 @@ class LiveArm:
         kind: of the engines: unified, stateless, or pairs (prefill and decode instances of stock).
         router: ``pla``, or ``sglang`` with its round robin.
         late: decodes are placed when their prefill is done (``--place-decode prefilled``), not at dispatch.
+        flags: further ones of the engines, which the simulator knows nothing of.
     """
 
     name: str
@@ -51,6 +53,7 @@ class LiveArm:
     kind: str = UNIFIED
     router: str = "pla"
     late: bool = False
+    flags: tuple[str, ...] = ()
 
     def counts(self, instances: int) -> dict[str, int]:
         """Engines by kind, as ``launch_cluster`` names it."""
@@ -64,8 +67,8 @@ class LiveArm:
         return self.fleet.policy if self.router == "pla" else "round-robin"
 
     def as_json(self) -> dict[str, Any]:
-        placed = {"place_decode": PREFILLED} if self.late else {}
-        return self.fleet.as_json() | {"kind": self.kind, "router": self.router} | placed
+        rest = ({"place_decode": PREFILLED} if self.late else {}) | ({"flags": self.flags} if self.flags else {})
+        return self.fleet.as_json() | {"kind": self.kind, "router": self.router} | rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +128,9 @@ class Contest:
         flags = [part for kind, count in counts.items() for part in (f"--{kind}", str(count))]
         flags += ["--pla-emulate-kv-gbps", f"{self.options.kv_gbps:g}"]
         flags += ["--chunked-prefill-size", str(fleet.chunk_tokens)]
-        flags += ["--enable-mixed-chunk"] if fleet.mixed else []
+        flags += [*(["--enable-mixed-chunk"] if fleet.mixed else []), *self.arm.flags]
         if fleet.order != TEMPORAL:
-            return flags
+            return flags if fleet.order == STOCK_ORDER else [*flags, ORDER, fleet.order]
         ours = ["--prefill-disagg", TEMPORAL, "--pla-deadlines", fleet.deadlines]
         return [*flags, *ours, *self.target_flags("--pla-slo-")]
 

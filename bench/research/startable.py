@@ -1,8 +1,8 @@
-"""The best stock arm that SGLang 0.5.17 can be started as, for the very requests that live engines get.
+"""The best stock arm that the installed SGLang can be started as, for the very requests that live engines get.
 
-The frontier's winners (``best_stock``) mostly have an order of prefills that 0.5.17 lacks, and were found for eight
-instances of one profile. So all unified arms that are first come first served, behind the two routers that win
-everywhere in the sweep, race in the simulator over the same requests, engines and targets, rate by rate.
+The frontier's winners (``best_stock``) were found for eight instances of one profile. So all unified arms behind the
+two routers that win everywhere in the sweep, with each order of prefills that this SGLang has, race in the simulator
+over the same requests, engines and targets, rate by rate.
 """
 
 from __future__ import annotations
@@ -10,23 +10,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.harness import report
+from bench.harness.arms import has_order
 from bench.research.highest_rate import TARGET, Contest, LiveArm, Options
 from pla_sglang.sim.experiment import run_experiment
-from pla_sglang.sim.fleet_arms import CHUNKS_TOKENS, FleetArm
+from pla_sglang.sim.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
 from pla_sglang.sim.halving import race_arms
 from pla_sglang.sim.named_workloads import Workload
 
 ROUTERS = ("least-tokens", "cache-aware")
-STARTABLE = tuple(
-    FleetArm(router, mixed=mixed, chunk_tokens=chunk_tokens)
-    for router in ROUTERS
-    for mixed in (True, False)
-    for chunk_tokens in CHUNKS_TOKENS
-)
 
 
-def choose_startable(load: Workload, options: Options, arms: Sequence[FleetArm] = STARTABLE) -> FleetArm:
-    """The arm that bears the highest rate; of those that stop at one rate the one with the most requests in target."""
+def startable_arms() -> list[FleetArm]:
+    """Orders of prefills that are not there are left out, and said."""
+    missing = [order for order in ORDERS if not has_order(order)]
+    if missing:
+        report.say(f"without {', '.join(missing)}: SGLang {report.installed_sglang()} has no such order of prefills")
+    return [
+        FleetArm(router, mixed=mixed, chunk_tokens=chunk_tokens, order=order)
+        for order in ORDERS
+        if order not in missing
+        for router in ROUTERS
+        for mixed in (True, False)
+        for chunk_tokens in CHUNKS_TOKENS
+    ]
+
+
+def choose_startable(load: Workload, options: Options, arms: Sequence[FleetArm] | None = None) -> FleetArm:
+    """Of ``arms``, or of all that this SGLang can be started as, the one that bears the highest rate; of those that
+    stop at one rate the one with the most requests in target.
+    """
+    arms = startable_arms() if arms is None else arms
 
     def contest_of(arm: FleetArm) -> Contest:
         return Contest("startable", LiveArm(arm.name, arm), load, options)

@@ -1,6 +1,6 @@
 """The host's captured prefill graphs as depth for AWD (PLA-Serve Algorithm 1, line 1).
 
-SGLang 0.5.17 captures prefill graphs by total token count (``cuda_graph_config.prefill``), so a captured shape holds
+SGLang captures prefill graphs by total token count (``cuda_graph_config.prefill``), so a captured shape holds
 any mix of lengths up to its size. D is the number of requests of a typical short length that fit the largest shape.
 """
 

@@ -45,11 +45,6 @@ def check_engine_arguments(arguments: Sequence[str], others: Iterable[str]) -> N
 @cache
 def known_flags() -> frozenset[str]:
     """Flags of a server as the sources of SGLang and its plugins have them; empty where one cannot be read."""
-    arguments = [
-        path
-        for folder in _folders("sglang")
-        for path in (folder / "srt" / "server_args.py", *(folder / "srt" / "arg_groups").rglob("*.py"))
-    ]
     plugins = [
         path
         for point in entry_points(group="sglang.srt.plugins")
@@ -57,12 +52,26 @@ def known_flags() -> frozenset[str]:
         for path in folder.rglob("*.py")
     ]
     try:
-        texts = [path.read_text(encoding="utf-8") for path in (*arguments, *plugins)]
+        of_plugins = {flag for path in plugins for flag in FLAG.findall(path.read_text(encoding="utf-8"))}
+        of_sglang = flags_of_sglang()
     except OSError:
         return frozenset()
-    names = {name.replace("_", "-") for text in texts[: len(arguments)] for name in FIELD.findall(text)}
-    literal = {flag for text in texts for flag in FLAG.findall(text)}
-    return frozenset({f"--{no}{name}" for name in names for no in ("", "no-")} | literal) if names else frozenset()
+    return of_sglang | of_plugins if of_sglang else frozenset()
+
+
+def flags_of_sglang() -> frozenset[str]:
+    """Those of SGLang alone; empty where there is none. Raises OSError for sources that cannot be read."""
+    text = read_argument_sources()
+    names = {name.replace("_", "-") for name in FIELD.findall(text)}
+    return frozenset({f"--{no}{name}" for name in names for no in ("", "no-")} | set(FLAG.findall(text)))
+
+
+@cache
+def read_argument_sources() -> str:
+    """SGLang's record of its arguments, and from 0.5.20 on the groups of them. Raises OSError."""
+    folders = [folder / "srt" for folder in _folders("sglang")]
+    files = [file for folder in folders for file in (folder / "server_args.py", *folder.glob("arg_groups/**/*.py"))]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def _folders(package: str) -> list[Path]:

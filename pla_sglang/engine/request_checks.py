@@ -94,8 +94,8 @@ def check_message(manager: Any, message: Any) -> None:
     """Raises ConfigError."""
     vocabulary: int = manager.model_config.vocab_size
     _check_kind(manager, message)
-    _check_prompt(message, vocabulary, manager.model_config.hidden_size)
     _check_types(message)
+    _check_prompt(message, vocabulary, manager.model_config.hidden_size)
     _check_sampling(message.sampling_params, vocabulary)
     if hasattr(message, "top_logprobs_num"):
         _check_integer("top_logprobs_num", message.top_logprobs_num, (0, vocabulary))
@@ -103,7 +103,7 @@ def check_message(manager: Any, message: Any) -> None:
         for token in message.token_ids_logprob or ():
             _check_integer("token_ids_logprob", token, (0, vocabulary - 1))
         if message.bootstrap_host != NO_PEER and (message.bootstrap_host is not None or not _is_whole(manager)):
-            _check_handed_over(message)
+            _check_handed_over(manager, message)
         if not _is_whole(manager) and message.bootstrap_host != NO_PEER:
             _check_leg(manager, message)
 
@@ -123,17 +123,16 @@ def _check_kind(manager: Any, message: Any) -> None:
         _check_types(message.session_params, "session_params.")
 
 
-def _check_handed_over(message: Any) -> None:
+def _check_handed_over(manager: Any, message: Any) -> None:
     """What goes beside the KV to a decode instance has places of a fixed number; more of it ends a scheduler."""
-    from sglang.srt.environ import envs
+    from pla_sglang.engine.host.transfers import MASK_SETTING, most_mask_tokens
 
     _check_integer("top_logprobs_num", message.top_logprobs_num, (0, _most_top_logprobs()))
-    most: int = envs.SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS.get()
+    most = most_mask_tokens(manager.server_args)
     if message.return_sampling_mask and not 0 < message.sampling_params.top_k <= most:
-        allowed = "SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS"
         raise ConfigError(
             f"return_sampling_mask with top_k {message.sampling_params.top_k} is not served by a prefill and decode "
-            f"pair; allowed: a top_k of 1 to {most} ({allowed})"
+            f"pair; allowed: a top_k of 1 to {most} ({MASK_SETTING})"
         )
 
 

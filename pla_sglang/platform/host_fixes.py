@@ -25,7 +25,7 @@ def without_gpu_communicators(coordinator: Any, *args: Any, **keywords: Any) -> 
     return (coordinator, *args), keywords | {name: False for name in GPU_COMMUNICATORS if name in keywords}
 
 
-def early_send_without_event(original: Callable[..., None], scheduler: Any, request: Any, **keywords: Any) -> None:
+def early_send_without_event(original: Callable[..., None], scheduler: Any, *args: Any, **keywords: Any) -> None:
     """Around ``maybe_send_cached_prefix_chunk``: send the cached prefix without a CUDA event.
 
     With the overlap schedule SGLang records an event on the forward stream first, for a transfer engine that wants to
@@ -35,7 +35,7 @@ def early_send_without_event(original: Callable[..., None], scheduler: Any, requ
     overlap = scheduler.enable_overlap
     scheduler.enable_overlap = False  # read here only to decide about the event
     try:
-        original(scheduler, request, **keywords)
+        original(scheduler, *args, **keywords)
     finally:
         scheduler.enable_overlap = overlap
 

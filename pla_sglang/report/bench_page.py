@@ -20,8 +20,8 @@ from pla_sglang.report.page import Heading, Page, Section, Table, render_page
 
 Rows = Mapping[str, Mapping[str, Any]]  # figures by name of row
 CONDITIONS = (
-    *("hardware", "device", "profile", "time_scale", "model", "sglang_version", "plugin_commit", "seed", "seeds"),
-    *("rounds", "load", "server_flags", "python"),
+    *("hardware", "device", "profile", "time_scale", "model", "sglang", "sglang_version", "plugin_commit"),
+    *("seed", "seeds", "rounds", "load", "server_flags", "python"),
 )
 COMPLAINTS = ("problems", "warnings", "targets_missed", "goals_missed", "errors", "first_errors")
 OVER = ("rate_rps", "rate_per_s", "load", "instances", "engines", "concurrency", "batch", "context")

@@ -5,14 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness import arms as arms_module
 from bench.harness.arms import (
     ABLATION,
+    COMPLETE,
+    HRRN,
+    INTERVAL,
+    MIXED,
+    SPF,
     ArmError,
     build_arms,
+    find_lacking,
     memory_flags,
     parse_peer,
     platform_overlay,
     shared_flags,
+    startable,
 )
 
 
@@ -41,7 +49,7 @@ def test_our_flags_reach_our_arms_but_not_off_and_stock() -> None:
 
 def test_peer_keeps_its_flags_and_python() -> None:
     peer = parse_peer(
-        f"spf={sys.executable}:--schedule-policy shortest-prefill-first --chunked-prefill-size 256", "cpu"
+        f"spf9={sys.executable}:--schedule-policy shortest-prefill-first --chunked-prefill-size 256", "cpu"
     )
     assert peer.flags[-1] == "256"
     assert peer.python == sys.executable
@@ -53,6 +61,35 @@ def test_peer_keeps_its_flags_and_python() -> None:
 def test_bad_peers(text: str) -> None:
     with pytest.raises(ArmError):
         parse_peer(text, "cpu")
+
+
+def test_arms_of_stock_are_stock_with_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms_module, "find_lacking", lambda flags: [])
+    arms = build_arms(["spf", "hrrn", "ours", "stock"], [], device="cpu", tuned_chunk_tokens=512)
+    assert [arm.name for arm in arms] == ["stock", "spf", "hrrn", "ours"]
+    assert arms[1].flags == ("--schedule-policy", "shortest-prefill-first", "--chunked-prefill-size", "512")
+    assert arms[2].flags == ("--schedule-policy", "hrrn")
+    assert {(arm.module, *arm.env.values()) for arm in arms[:3]} == {("sglang.launch_server", "pla_cpu")}
+    assert build_arms(["spf"], [], device="cpu")[0].flags == SPF, "the chunk of all, where the bench knows no shorts"
+
+
+def test_an_sglang_without_an_arm_leaves_it_out_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arms_module, "flags_of_sglang", lambda: {"--schedule-policy", "--enable-mixed-chunk"})
+    monkeypatch.setattr(arms_module, "has_order", lambda name: False)
+    assert find_lacking([*SPF, *MIXED, *COMPLETE]) == [COMPLETE[0], " ".join(SPF)]
+    assert startable(["stock", "spf", "ours"]) == ["stock", "ours"]
+    assert "has no --schedule-policy shortest-prefill-first" in capsys.readouterr().err
+    with pytest.raises(ArmError, match=r"arm 'interval': SGLang .* has no --prefill-decode-interval, "):
+        build_arms(["interval"], [], device="cpu")
+
+
+def test_the_installed_sglang_is_asked() -> None:
+    """Flags are named as SGLang parses them: it has all of the newer ones, or none."""
+    newer = [*INTERVAL[::2], COMPLETE[0], " ".join(SPF), " ".join(HRRN)]
+    assert find_lacking([*SPF, *HRRN, *MIXED, *INTERVAL, *COMPLETE]) in ([], newer)
+    assert find_lacking(["--chunked-prefill-size", "512", "--no-such-flag"]) == ["--no-such-flag"]
 
 
 def test_an_arm_twice_is_refused() -> None:

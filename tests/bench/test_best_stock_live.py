@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from bench.harness import live_fleet
+from bench.harness.arms import INTERVAL
 from bench.harness.bench import ROOT
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
@@ -77,6 +78,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Servers:
     monkeypatch.setattr(live_fleet.servers, "flush_cache", lambda url: None)
     monkeypatch.setattr(live_fleet.servers, "fetch", lambda url: {"flips": 0} if url.endswith("/pla/state") else {})
     monkeypatch.setattr(bench, "choose_startable", lambda load, options: STOCK)
+    monkeypatch.setattr(bench, "find_lacking", lambda flags: ["--prefill-decode-interval"])
     return made
 
 
@@ -157,6 +159,36 @@ def test_stock_is_the_arm_that_bears_most_of_those_that_can_be_started(capsys: p
     assert f"of 3 stock arms that can be started the best one simulated is {chosen.name}" in capsys.readouterr().err
 
 
-def test_all_arms_that_can_be_started_race() -> None:
-    assert len(startable.STARTABLE) == len(set(startable.STARTABLE)) == 20
-    assert {(arm.order, arm.prefills) for arm in startable.STARTABLE} == {("fcfs", 0)}
+@pytest.mark.parametrize("orders", [("fcfs",), ("fcfs", "shortest-prefill-first", "hrrn")])
+def test_all_arms_that_can_be_started_race(
+    orders: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(startable, "has_order", orders.__contains__)
+    arms = startable.startable_arms()
+    assert len(arms) == len(set(arms)) == 20 * len(orders)
+    assert {(arm.order, arm.prefills) for arm in arms} == {(order, 0) for order in orders}
+    assert ("without" in capsys.readouterr().err) == (len(orders) == 1)
+
+
+def test_stock_races_with_pauses_for_decodes_too_and_its_better_arm_counts(
+    servers: Servers, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "find_lacking", lambda flags: [])
+    result = run_bench(tmp_path, capsys, "--turns", "9")
+    assert list(result["rate_at_90"]["hol"]) == ["stock", "ours", "stock-interval"]
+    first, _, paused = servers.clusters[:3]
+    assert " ".join(INTERVAL) in " ".join(paused)
+    assert "--prefill-decode-interval" not in first
+    assert "with `--prefill-decode-interval 2" in bench.page(result)
+    held = {"stock": 2.0, "ours": 3.0, "stock-interval": 4.0}
+    figures = {"rate_at_90": {"hol": held}, "sim_rate_at_90": {"hol": held}}
+    closed = dict.fromkeys(held, True)
+    assert bench.ratios_of(figures | {"bracketed": {"hol": closed}})["vs_best_stock"] == {"hol": 0.75}
+    missing = closed | {"stock-interval": False}
+    assert bench.ratios_of(figures | {"bracketed": {"hol": missing}})["vs_best_stock"] == {"hol": None}
+    order = LiveArm("x", FleetArm("least-tokens", order="hrrn"))
+    options = BENCHES["best_stock_live"].parse()
+    assert Contest("x", order, bench.load_workload("hol", options), options).engine_flags()[-2:] == [
+        "--schedule-policy",
+        "hrrn",
+    ]

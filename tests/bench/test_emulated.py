@@ -15,8 +15,8 @@ import pytest
 from bench.check import emulation, verified
 from bench.compare import hol_emulated
 from bench.cost import cluster_start
-from bench.harness import engines
-from bench.harness.arms import Arm
+from bench.harness import arms, engines
+from bench.harness.arms import COMPLETE, MIXED, SPF, Arm, ArmError
 from bench.harness.catalogue import BENCHES
 from bench.harness.cli import DEFAULT_SLO, Layout, numbers_of, part, read_traces, slo_of
 from bench.harness.engines import Setup
@@ -30,7 +30,7 @@ from pla_sglang.testing.server import ServerError
 
 # -- one engine per arm ----------------------------------------------------------------------------------------------
 
-ARMS = {"stock": Arm("stock", ()), "peer": Arm("peer", ("--x",), peer=True)}
+ARMS = {"stock": Arm("stock", ()), "peer": Arm("peer", ("--x-y",), peer=True)}
 BEFORE = {"busy_s": 10.0, "host_gap_s": 1.0, "steps": 100, "pass_gap_s": 0.5}
 AFTER = {"busy_s": 19.0, "host_gap_s": 2.0, "steps": 150, "pass_gap_s": 0.9}
 AFTER |= {"step_error_p50": 0.001, "step_error_p99": 0.02, "version": "0.5.17"}
@@ -83,7 +83,7 @@ def test_a_peer_gets_our_emulation_and_nothing_is_installed(tmp_path: Path) -> N
     setup = Setup("linear", 2.0, ("--chunked-prefill-size", "820"), tmp_path, "test", str(interpreter))
     server = engines.server_of(ARMS["peer"], setup, tmp_path)
     assert server.command[:3] == [str(interpreter), "-m", "pla_sglang.launch_server"]
-    assert server.command[-1] == "--x", "an arm's own flags come last and win"
+    assert server.command[-1] == "--x-y", "an arm's own flags come last and win"
     entry_points = (tmp_path / "peer" / "pla_sglang-0.1.0.dist-info" / "entry_points.txt").read_text()
     assert "pla_sglang.plugin:register" in entry_points
     assert (tmp_path / "peer" / "pla_patches" / "install.py").is_file()
@@ -225,6 +225,11 @@ def test_layouts() -> None:
     assert Layout.parse("2+1").arguments == ("--prefill", "2", "--decode", "1")
     assert Layout.parse("2+1").engines == 3
     assert "bucket" not in Layout.parse("unified-2").policies
+    assert Layout.parse("unified-2:spf-mix-1024").arguments[2:] == (*SPF, *MIXED, "--chunked-prefill-size", "1024")
+    assert Layout.parse("1+1:spf-complete").arguments[4:] == (*COMPLETE, "--prefill-args", " ".join(SPF))
+    for text in ("unified-2:best", "unified-2:complete", "1+1:hrrn", "unified-2:spf-x", "unified-2:"):
+        with pytest.raises(ArmError, match="is not known; allowed"):
+            Layout.parse(text)
     for text in ("unified-x", "unified-0", "0+1", "3"):
         with pytest.raises(ConfigError, match=f"layout '{text}' is not known".replace("+", r"\+")):
             Layout.parse(text)
@@ -240,6 +245,19 @@ def test_arms_that_cannot_differ_are_left_out() -> None:
     ]
     with pytest.raises(ConfigError, match="--policies 'best' is not known"):
         baselines.arms_of(options("--policies", "best"))
+
+
+def test_layouts_that_the_installed_sglang_lacks_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(arms, "find_lacking", lambda flags: ["--x-y"] if "hrrn" in flags else [])
+    given = options("--layouts", "unified-2,unified-2:hrrn,1+1:complete", "--policies", "round_robin")
+    assert [layout.name for layout, _ in baselines.arms_of(given)] == ["unified-2", "1+1:complete"]
+    assert "without unified-2:hrrn: SGLang" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="none of them can be started"):
+        baselines.arms_of(options("--layouts", "unified-2:hrrn"))
+    for name in baselines.LAYOUTS:
+        assert Layout.parse(name).engines == 2
 
 
 def test_rates_are_the_same_for_all_or_by_workload() -> None:

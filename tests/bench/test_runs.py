@@ -56,16 +56,22 @@ def test_hol_shows_the_gain_of_shortest_first(model: Path, tmp_path: Path, capsy
     assert result["outputs_by_arm"]["ours"]["compared"] == 2 * 10 + LONE  # two rounds and the solo requests
     assert result["short_ttft_p99_gain"] > 1
     assert result["hooks"] == "3 seams verified"
-    assert result["sglang_version"] == "0.5.17"
+    assert result["sglang"] == "0.5.17"
     assert result["figures_of"] == "ours"
     assert set(result["workload"]) >= {"pattern", "scale", "burst_s", "spread_s", "chunk_tokens"}
     assert (tmp_path / "out" / "hol.png").stat().st_size > 10_000
-    assert len((tmp_path / "out" / "hol.requests.jsonl").read_text().splitlines()) == 40
+    assert list(result["figures"]) == [*arms.startable(arms.BEST_STOCK), "ours"]
+    assert len((tmp_path / "out" / "hol.requests.jsonl").read_text().splitlines()) == 20 * len(result["figures"])
+    shown = hol.page(result)
+    if result.get("best_stock", "stock") != "stock":
+        assert f"| its `{result['best_stock']}` | pla_sglang |" in shown
+        assert f"than `{result['best_stock']}` |" in shown
     assert json.loads((tmp_path / "out" / "hol.json").read_text()) == result
 
 
 def test_hol_over_several_starts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert BENCHES["hol"].main(common(model, tmp_path / "out", "--starts", "2", "--rounds", "1")) == 0
+    flags = ["--arms", "stock,ours", "--starts", "2", "--rounds", "1"]
+    assert BENCHES["hol"].main(common(model, tmp_path / "out", *flags)) == 0
     result = last_json(capsys)
     assert result["rounds"] == 2
     assert len(result["by_start"]) == 2
@@ -89,7 +95,8 @@ def test_different_answers_of_a_peer_are_reported(
 
 
 def test_failed_requests_make_the_run_invalid(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = BENCHES["hol"].main(common(model, tmp_path / "out", "--server-flags=--fake-fail-every 30"))
+    flags = ["--arms", "stock,ours", "--server-flags=--fake-fail-every 30"]
+    code = BENCHES["hol"].main(common(model, tmp_path / "out", *flags))
     result = last_json(capsys)
     assert code == 1
     assert result["valid"] is False
@@ -121,7 +128,15 @@ def test_low_load_reports_the_off_arm(model: Path, tmp_path: Path, capsys: pytes
 
 def test_overload_shows_starvation(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # A busy machine may serve less while the capacity is measured than later on: twice that is overload all the same.
-    flags = ["--long-max-age-s", "0.05", "--load", "2", "--server-flags=--fake-us-per-token 200"]
+    flags = [
+        "--arms",
+        "stock,ours",
+        "--long-max-age-s",
+        "0.05",
+        "--load",
+        "2",
+        "--server-flags=--fake-us-per-token 200",
+    ]
     assert BENCHES["overload"].main(common(model, tmp_path / "out", *flags)) == 0
     result = last_json(capsys)
     assert set(result["long_ttft_s"]) == {"1", "2"}
@@ -135,8 +150,9 @@ def test_kv_pressure_reports_every_arm(model: Path, tmp_path: Path, capsys: pyte
     assert BENCHES["overload"].main(common(model, tmp_path / "out", "--kv-pressure", "--kv-max-new-tokens", "4")) == 0
     result = last_json(capsys)
     assert result["crashed"] is False
-    assert set(result["worst_short_ttft_s"]) == {"stock", "ours"}
-    assert result["retractions"] == {"stock": 0, "ours": 0}
+    expected = [*arms.startable(arms.BEST_STOCK), "ours"]
+    assert set(result["worst_short_ttft_s"]) == set(expected)
+    assert result["retractions"] == dict.fromkeys(expected, 0)
 
 
 def test_kv_pressure_reports_a_crash(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,8 +203,8 @@ def _children(pid: int) -> list[int]:
     ("flags", "message"),
     [
         (["--arms", "stock,fast"], "arm 'fast' is not known"),
-        (["--peer", "spf"], "is not of the form NAME=PYTHON:FLAGS"),
-        (["--peer", "spf=/no/python:"], "is not an executable file"),
+        (["--peer", "newer"], "is not of the form NAME=PYTHON:FLAGS"),
+        (["--peer", "newer=/no/python:"], "is not an executable file"),
     ],
 )
 def test_bad_arms_are_named(

@@ -16,10 +16,12 @@ import pytest
 from bench.harness.bench import ROOT, Bench, BenchError, measuring
 from bench.harness.catalogue import BENCHES
 from bench.harness.figures import panels
-from bench.harness.report import cell_text, emit, markdown
+from bench.harness.report import cell_text, emit, installed_sglang, markdown
 from bench.harness.steps import NoStepError
 from pla_sglang.errors import ConfigError
 from pla_sglang.testing.server import ServerError
+
+SGLANG = installed_sglang()
 
 
 def bench_that(run: Callable[[], int]) -> Bench:
@@ -61,7 +63,7 @@ def test_a_signal_ends_the_measuring_and_what_there_is_is_shown(
         return 0
 
     assert bench_that(run).main([]) == status
-    assert json.loads(capsys.readouterr().out) == {"rows": [1], "complete": False}
+    assert json.loads(capsys.readouterr().out) == {"sglang": SGLANG, "rows": [1], "complete": False}
 
 
 def test_sigterm_ends_a_bench_that_a_script_runs_in_the_background(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +89,7 @@ def test_sigterm_ends_a_bench_that_a_script_runs_in_the_background(capsys: pytes
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "as it was"
     finally:
         signal.signal(signal.SIGINT, before)
-    assert json.loads(capsys.readouterr().out) == {"complete": False}
+    assert json.loads(capsys.readouterr().out) == {"sglang": SGLANG, "complete": False}
     assert ignored == ["False"]
 
 
@@ -178,7 +180,12 @@ def test_the_next_bench_is_complete_again(capsys: pytest.CaptureFixture[str]) ->
         return 0
 
     assert bench_that(run).main([]) == 0
-    assert json.loads(capsys.readouterr().out) == {"complete": True}
+    assert json.loads(capsys.readouterr().out) == {"sglang": SGLANG, "complete": True}
+
+
+def test_what_its_servers_said_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({"sglang": "9.9.9"}, "test")
+    assert json.loads(capsys.readouterr().out)["sglang"] == "9.9.9"
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -119,6 +119,22 @@ def test_prompts_are_sent_as_text_that_means_the_same_tokens() -> None:
             ["--dp-size"],
         ),
         ("pd", "router:bucket", ["--prefill 4 --decode 2"], ["--prefill-disagg", "--pla-telemetry"]),
+        (
+            "pd",
+            "router:bucket/spf-complete",
+            [
+                "--prefill 4 --decode 2",
+                "--disaggregation-decode-allocation-policy prefill_complete",
+                "--prefill-args --schedule-policy shortest-prefill-first",
+            ],
+            ["--prefill-disagg"],
+        ),
+        (
+            "dp",
+            "router:cache_aware/spf-mix-640",
+            ["--unified 4", "--schedule-policy shortest-prefill-first --enable-mixed-chunk --chunked-prefill-size 640"],
+            ["--dp-size"],
+        ),
     ],
 )
 def test_engines_of_an_arm(layout: str, arm: str, has: list[str], lacks: list[str]) -> None:
@@ -132,8 +148,11 @@ def test_engines_of_an_arm(layout: str, arm: str, has: list[str], lacks: list[st
 def test_arms_that_share_engines() -> None:
     pairs = Setting()
     stock = [arm for arm in DEFAULT_ARMS["pd"] if not is_ours(arm)]
-    assert len(stock) == 4
-    assert all(spatial.same_engines(arm, stock[0], pairs) for arm in stock)
+    with_defaults = [arm for arm in stock if "/" not in arm]
+    assert len(with_defaults) == 4
+    assert all(spatial.same_engines(arm, stock[0], pairs) for arm in with_defaults)
+    assert not any(spatial.same_engines(arm, stock[0], pairs) for arm in stock if "/" in arm)
+    assert spatial.same_engines("dp/spf-complete", "router:bucket/spf-complete", pairs)
     assert spatial.same_engines("spatial", "temporal", pairs)
     assert not spatial.same_engines("spatial", "dp", pairs)
     assert not spatial.same_engines("spatial", "temporal", Setting(layout="dp")), "pools are in the server there"
@@ -146,6 +165,8 @@ def test_arms_that_share_engines() -> None:
         ("pd", "temporal", "pla", "minimal-load"),
         ("pd", "dp", "sglang", "round_robin"),
         ("pd", "router:bucket", "sglang", "bucket"),
+        ("pd", "router:bucket/spf-complete", "sglang", "bucket"),
+        ("dp", "router:cache_aware/hrrn", "sglang", "cache_aware"),
         ("dp", "router:power_of_two", "sglang", "power_of_two"),
     ],
 )
@@ -197,6 +218,7 @@ def test_sglang_s_router_gets_the_pair_with_its_bootstrap_port() -> None:
     [
         (lambda: engine_arguments("fast", Setting(), TELEMETRY), "arm 'fast' is not known in layout pd"),
         (lambda: engine_arguments("router:bucket", Setting(layout="dp"), TELEMETRY), "not known in layout dp"),
+        (lambda: engine_arguments("spatial/hrrn", Setting(), TELEMETRY), "arm 'spatial/hrrn' is not known"),
         (lambda: Setting(layout="both"), "--layout 'both'"),
         (lambda: Setting(time_scale=0.0), "time_scale 0.0 is out of range"),
         (lambda: Setting(prefill=1), "--prefill 1"),

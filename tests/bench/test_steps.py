@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,25 @@ def test_a_line_cut_short_runs_again_and_a_broken_file_is_refused(tmp_path: Path
     path.write_text("{}\n" + whole)
     with pytest.raises(ConfigError, match="line 1 is no finished step"):
         Steps(path)
+
+
+def test_a_step_of_another_sglang_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "steps.jsonl"
+    Steps(path).add(KEYS[0], {"value": 1})
+    monkeypatch.setattr("bench.harness.steps.installed_sglang", lambda: "9.9.9")
+    newer = Steps(path)
+    assert newer.open(KEYS) == KEYS
+    newer.add(KEYS[0], {"value": 2})
+    monkeypatch.undo()
+    assert Steps(path).get(KEYS[0]) == {"value": 1}
+
+
+def test_a_step_that_names_no_sglang_is_one_of_0_5_17(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(json.dumps({"key": KEYS[0], "row": {"value": 1}}) + "\n")
+    for version, row in (("0.5.17", {"value": 1}), ("0.5.23", None)):
+        monkeypatch.setattr("bench.harness.steps.installed_sglang", lambda version=version: version)
+        assert Steps(path).get(KEYS[0]) == row
 
 
 def test_no_step_begins_after_the_budget(tmp_path: Path) -> None:

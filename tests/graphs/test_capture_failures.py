@@ -95,8 +95,12 @@ class Engine:
     def __init__(self, fail: Failing) -> None:
         self.backend = FlashAttentionBackend(fail)
         self.body = Body(fail)
-        group = Fake(world_size=1)
-        runner = Fake(device="cpu", model=Model(self.body), tp_group=group, attn_backend=self.backend)
+        runner = Fake(
+            device="cpu",
+            model=Model(self.body),
+            attn_backend=self.backend,
+            kv_index_translator=Fake(bind_runner_slots=lambda batch: None),
+        )
         self.forward = CapturedForward(runner, FlashAttentionState(self.backend), [SMALL, LARGE])
         plan = CapturePlan({SMALL: 0.5, LARGE: 0.4}, CaptureKnobs(idle_misses=1, retry_misses=4))
         layout = VariableLayout([8, 16], [2], 8)
@@ -143,7 +147,7 @@ ERRORS = [
 
 
 @pytest.fixture(autouse=True)
-def _in_a_live_prefill() -> None:
+def _in_a_live_prefill(ranks: Fake) -> None:
     set_is_extend_in_batch(True)
 
 
@@ -189,11 +193,11 @@ def test_a_batch_that_cannot_be_planned_is_the_host_s(error: Exception) -> None:
     assert engine.runner.execute(batch)[:, 0].tolist() == [2 * token for token in range(1, 8)]
 
 
-def test_among_ranks_a_batch_that_cannot_be_planned_is_an_error() -> None:
+def test_among_ranks_a_batch_that_cannot_be_planned_is_an_error(ranks: Fake) -> None:
     """The other ranks replay: a rank that took another way would leave them in their collectives."""
     engine = Engine(Failing("refresh", RuntimeError("no plan")))
     engine.cache.capture_at_start()
-    engine.forward.runner.tp_group.world_size = 2
+    ranks.world_size = 2
     with pytest.raises(CaptureError, match="no plan"):
         engine.runner.can_run_graph(live_batch())
 

@@ -159,7 +159,6 @@ def runner_of(**changes: Any) -> Fake:
         ),
         server_args=Fake(chunked_prefill_size=256),
         req_to_token_pool=Fake(size=20),
-        tp_group=Fake(world_size=1),
         gpu_id=0,
     )
     for path, value in changes.items():
@@ -207,6 +206,7 @@ def test_servers_that_are_refused(changes: dict[str, Any], reason: str) -> None:
     assert reason in found
 
 
+@pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(("budget_gb", "refused"), [(2.0, False), (5.0, True)])
 def test_an_impossible_budget_is_refused(monkeypatch: pytest.MonkeyPatch, budget_gb: float, refused: bool) -> None:
     monkeypatch.setattr(build, "free_bytes", lambda runner: 4 * build.GIB)
@@ -224,6 +224,7 @@ def test_shapes_follow_the_server() -> None:
     assert (grid.lengths[-1], grid.batches[-1]) == (256, 20)
 
 
+@pytest.mark.usefixtures("ranks")
 def test_a_server_whose_buffers_cannot_be_had_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pla_patches.install.verify_this_process", lambda: "")
     monkeypatch.setattr(build, "reasons_against", lambda runner, config: [])
@@ -233,7 +234,7 @@ def test_a_server_whose_buffers_cannot_be_had_runs_without(monkeypatch: pytest.M
 
     monkeypatch.setattr(build, "CapturedForward", allocate)
     monkeypatch.setattr(graph_hooks, "_refused", [])
-    runner = runner_of(tp_group=Fake(world_size=1))
+    runner = runner_of()
     config = PlaConfig(graph_layout="varlen")
     monkeypatch.setattr("pla_sglang.config.current", lambda: config)
     asked = {"model_runner": runner, "eager_runner": object()}

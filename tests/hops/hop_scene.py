@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.request_fields import RequestFields
 
 from pla_sglang.engine.hops.orders import Command
 from pla_sglang.engine.hops.parts import Hops
@@ -30,7 +31,7 @@ class FakeSender:
         self.cleared = True
 
 
-class HopRequest:
+class HopRequest(RequestFields):
     def __init__(self, rid: str, prompt_tokens: int = 10, new_tokens: int = 50) -> None:
         self.rid = rid
         self.origin_input_ids = list(range(prompt_tokens))
@@ -45,8 +46,6 @@ class HopRequest:
         self.stop_begins_with: set[int] = set()  # tokens whose text may begin a stop string
         self.finished_reason: Any = None
         self.to_finish: Any = None
-        self.kv_committed_len = 0
-        self.kv: Any = SimpleNamespace(kv_allocated_len=0)
         self.time_stats = SimpleNamespace(forward_entry_time=1.0, set_completion_time=lambda: None)
 
     def finished(self) -> bool:
@@ -55,12 +54,9 @@ class HopRequest:
     def check_match_stop_str_prefix(self) -> bool:
         return self.output_ids[-1] in self.stop_begins_with
 
-    def set_extend_range(self, start: int, end: int) -> None:
-        self.extend_range = SimpleNamespace(start=start, end=end)
-
     def commit(self, tokens: int) -> None:
         self.kv_committed_len += tokens
-        self.kv.kv_allocated_len += tokens
+        self.kv_allocated_len += tokens
 
     def __repr__(self) -> str:
         return self.rid

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from fastapi import Request
 from sglang.srt.entrypoints import http_server
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
@@ -23,12 +24,15 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.tokenizer_manager import ReqState, TokenizerManager
+from sglang.srt.observability.req_time_stats import APIServerReqTimeStats
 from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.sampling.sampling_params import SamplingParams
+from support.published import publish_arguments
 from transformers import AutoTokenizer
 
 from pla_sglang.engine.hooks import hop_front
 from pla_sglang.engine.hops import front
+from pla_sglang.engine.host.text import find_tool_close_ids
 
 GENERATE, COMPLETIONS, CHAT = "generate", "completions", "chat"
 CACHED_TOKENS = 3
@@ -71,25 +75,21 @@ class _Pieces:
         return None
 
 
+def _fail_reader(reader: asyncio.Task[Any] | None, pump: asyncio.Task[None]) -> None:
+    """Else one whose script has raised would wait for ever."""
+    if reader is not None and not pump.cancelled() and (error := pump.exception()) is not None:
+        reader.cancel(f"a script has raised {error!r}")
+
+
 class ScriptedManager(TokenizerManager):
     """The host's, without sockets; what it dispatches is answered by a script."""
 
     def __init__(self, tokenizer: Any, script: Script, **args: Any) -> None:
         self.script, self.tokenizer = script, tokenizer
         self.incremental_streaming_output = args["incremental_streaming_output"]
-        defaults = {
-            "tool_call_parser": None,
-            "reasoning_parser": None,
-            "default_chat_template_kwargs": None,
-            "stream_response_default_include_usage": False,
-            "enable_cache_report": True,
-            "disable_tokenizer_batch_decode": False,
-            "batch_notify_size": 16,
-            "speculative_algorithm": None,
-            "weight_version": "default",
-            "stream_interval": script.interval,
-        }
-        self.server_args = SimpleNamespace(**{**defaults, **args})
+        self.server_args = publish_arguments(
+            enable_cache_report=True, batch_notify_size=16, stream_interval=script.interval, **args
+        )
         self.model_config = SimpleNamespace(
             is_multimodal=False,
             get_default_sampling_params=dict,
@@ -110,6 +110,7 @@ class ScriptedManager(TokenizerManager):
         host.tokenizer, host.vocab_size = tokenizer, len(tokenizer)
         host.decode_status = {}
         host.disable_tokenizer_batch_decode, host.is_tool_call_parser_gpt_oss = False, False
+        vars(host)["tool_close_token_ids"] = find_tool_close_ids(args.get("tool_call_parser"), tokenizer)
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         return hop_front.around_generate_request(ScriptedManager._generate, self, obj, request)
@@ -121,19 +122,15 @@ class ScriptedManager(TokenizerManager):
         ids = obj.input_ids or self.tokenizer.encode(obj.text, add_special_tokens=False)
         params = SamplingParams(**obj.sampling_params)
         params.normalize(self.tokenizer)
-        stats = SimpleNamespace(
-            first_token_time=0.0,
-            set_first_token_time=lambda: None,
-            set_finished_time=lambda: None,
-            get_e2e_latency=lambda: 1.0,
-            trace_ctx=SimpleNamespace(tracing_enable=False),
-            response_sent_to_client_time=1.0,
-        )
+        stats = APIServerReqTimeStats()
+        stats.response_sent_to_client_time = 1.0  # a client is told; two streams are compared
         self.rid_to_state[obj.rid] = state = ReqState([], False, asyncio.Event(), obj, stats)
         tokenized = SimpleNamespace(rid=obj.rid, input_ids=array("q", ids), sampling_params=params)
         hop_front.before_send_one_request(self, tokenized)
         self.dispatched.append(obj.rid)
+        reader = asyncio.current_task()
         pump = asyncio.ensure_future(self._run_script(tokenized, state))
+        pump.add_done_callback(lambda pump: _fail_reader(reader, pump))
         try:
             async for out in self._wait_one_response(obj, request):
                 yield out
@@ -220,9 +217,10 @@ class Instance:
         if kind == GENERATE:
             http_server._global_state = SimpleNamespace(tokenizer_manager=self.manager)
             obj = GenerateReqInput(**body)
+            request = make_request(body)
             if not hooked:
-                return (await http_server.generate_request(obj, None)).body_iterator
-            return (await front.answer_generate(http_server.generate_request, self.manager, obj, None)).body_iterator
+                return (await http_server.generate_request(obj, request)).body_iterator
+            return (await front.answer_generate(http_server.generate_request, self.manager, obj, request)).body_iterator
         if kind == CHAT:
             request = ChatCompletionRequest(**body)
             serving, around = self.chat, hop_front.around_generate_chat_stream
@@ -235,6 +233,15 @@ class Instance:
         if not hooked:
             return original(serving, adapted, request, None)
         return around(original, serving, adapted, request, None)
+
+
+def make_request(body: dict[str, Any]) -> Request:
+    """As a client has sent it."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    return Request({"type": "http", "headers": []}, receive)
 
 
 def body_of(kind: str, rid: str, custom: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

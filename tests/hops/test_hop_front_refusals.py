@@ -12,6 +12,8 @@ from hops.splice_scene import CHAT, COMPLETIONS, GENERATE, Instance, Received, S
 
 from pla_sglang.chain import model_path
 
+pytestmark = pytest.mark.usefixtures("published")
+
 KINDS = [GENERATE, COMPLETIONS, CHAT]
 
 

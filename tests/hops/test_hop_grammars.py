@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.request_fields import RequestFields
 
 from pla_sglang.engine.stateless import admission
 from pla_sglang.engine.stateless.faults import Faults
@@ -24,13 +25,10 @@ class Grammar:
 def request(grammar: Grammar | None, *, goes_on: bool) -> Any:
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
-    req = SimpleNamespace(
+    req: Any = RequestFields(
         output_ids=[5, 6],
-        prefix_indices=[],
         kv_committed_len=11,
         grammar=grammar,
-        _refresh_fill_ids=lambda: None,
-        set_extend_range=lambda start, end: None,
         update_finish_state=lambda: None,
         time_stats=SchedulerReqTimeStats(),
         finished=lambda: False,

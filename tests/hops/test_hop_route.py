@@ -14,6 +14,8 @@ from sglang.srt.entrypoints import http_server
 from pla_sglang.chain import model_path
 from pla_sglang.engine.hops.front import replace_generate_route
 
+pytestmark = pytest.mark.usefixtures("published")
+
 TEXT = "ab 🚲 é"
 
 

@@ -17,6 +17,8 @@ from pla_sglang.engine.hops.front_tags import prompt_mark, read_front_tags
 from pla_sglang.engine.hops.shown import Shown, read_seen, write_seen
 from pla_sglang.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("published")
+
 KINDS = [GENERATE, COMPLETIONS, CHAT]
 MOVABLE = {"pla_movable": 1}
 TEXT = "ab 🚲 é"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -18,7 +19,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from pla_sglang.chain import model_path
+from pla_sglang.engine.host.text import find_tool_close_ids
 from pla_sglang.engine.stateless import host
+
+pytestmark = pytest.mark.usefixtures("published")
 
 PROMPT, ANSWER = "what was asked", "an answer"
 
@@ -37,17 +41,21 @@ class Instance:
         self.detokenizer.tokenizer, self.detokenizer.vocab_size = self.tokenizer, len(self.tokenizer)
         self.detokenizer.decode_status = {}
         self.detokenizer.disable_tokenizer_batch_decode = self.detokenizer.is_tool_call_parser_gpt_oss = False
+        vars(self.detokenizer)["tool_close_token_ids"] = find_tool_close_ids(None, self.tokenizer)
         to_tokenizer = SimpleNamespace(send_output=lambda message, req: self._take_abort(message))
-        streamer = output_streamer.SchedulerOutputStreamer(
-            send_to_detokenizer=SimpleNamespace(send_output=self._take_output),
-            tree_cache=None,
-            ps=SimpleNamespace(dp_rank=0, attn_tp_rank=0),
-            server_args=SimpleNamespace(),
-            is_generation=True,
-            spec_algorithm=SpeculativeAlgorithm.NONE,
-            disaggregation_mode=DisaggregationMode.NULL,
-            enable_hicache_storage=lambda: False,
-        )
+        parts = {
+            "send_to_detokenizer": SimpleNamespace(send_output=self._take_output),
+            "tree_cache": None,
+            "ps": SimpleNamespace(dp_rank=0, attn_tp_rank=0),
+            "server_args": SimpleNamespace(),
+            "is_generation": True,
+            "spec_algorithm": SpeculativeAlgorithm.NONE,
+            "disaggregation_mode": DisaggregationMode.NULL,
+            "enable_hicache_storage": lambda: False,
+        }
+        make = output_streamer.SchedulerOutputStreamer
+        asked = [field.name for field in dataclasses.fields(make)]  # not every version asks for ranks
+        streamer = make(**{name: part for name, part in parts.items() if name in asked})
         self.scheduler = SimpleNamespace(
             output_streamer=streamer, ipc_channels=SimpleNamespace(send_to_tokenizer=to_tokenizer)
         )

@@ -13,6 +13,7 @@ from support.fake_scheduler import FakeReq, FakeScheduler
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.backlog import list_held
 from pla_sglang.engine.hooks.load_report import name_of
+from pla_sglang.engine.host.requests import set_extend
 from pla_sglang.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Probe
 from pla_sglang.engine.request_rows import RowsWanted
 from pla_sglang.engine.roles import RoleState
@@ -112,7 +113,7 @@ def test_without_our_scheduling_the_hosts_matches_count() -> None:
 
 def test_the_rest_of_a_chunk_and_what_is_in_flight_count() -> None:
     chunk = waiting("long", 1000)
-    chunk.extend_range = SimpleNamespace(start=0, end=400)
+    set_extend(chunk, 0, 400)
     probe, _, clock = made(chunk=chunk)
     probe.on_launch(Batch([chunk], [300], [100]))
     report = probe.report(clock())
@@ -179,7 +180,7 @@ def running(rid: str, tokens: int, given: int) -> FakeReq:
 def test_decodes_that_ride_in_a_mixed_pass_are_running_and_no_prefills() -> None:
     """The host's running batch is empty while a mixed pass is under way."""
     long, riders = waiting("long", 400), [running("a", 100, 5), running("b", 50, 2)]
-    long.extend_range = SimpleNamespace(start=0, end=300)
+    set_extend(long, 0, 300)
     probe, sink, clock = made(chunk=long)
     batch = Batch([long], [300], riders=riders)
     probe.on_launch(batch)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from support.request_fields import RequestFields
+
+from pla_sglang.engine.host.requests import set_extend
 from pla_sglang.engine.stateless.host import Outcome
 from pla_sglang.engine.stateless.rooms import UsedRooms
 
@@ -31,7 +34,7 @@ class FakeSender:
         raise ConnectionError("the link is down")
 
 
-class FakeRequest:
+class FakeRequest(RequestFields):
     def __init__(self, rid: str, tokens: int = 100, room: int = 1) -> None:
         self.rid = rid
         self.origin_input_ids = list(range(tokens))
@@ -40,8 +43,7 @@ class FakeRequest:
         self.bootstrap_port: int | None = None
         self.bootstrap_room: int | None = room
         self.disagg_kv_sender = FakeSender()
-        self.extend_range = SimpleNamespace(end=0)
-        self.req_pool_idx: int | None = None
+        set_extend(self, 0, 0)
         self.to_finish: Any = None
         self.finished_reason: Any = None
         self.retracted_stain = self.is_retracted = False

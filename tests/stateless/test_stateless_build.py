@@ -39,6 +39,7 @@ def test_each_end_has_metadata_buffers_of_its_own(monkeypatch: pytest.MonkeyPatc
     pool = SimpleNamespace(maybe_get_custom_mem_pool=lambda: None)
     scheduler: Any = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(size=3),
+        server_args=SimpleNamespace(sampling_mask_max_tokens=0),
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool, need_sort=False),
     )
     monkeypatch.setattr(build, "_common", lambda scheduler: {"scheduler": scheduler, "tp_size": 1})

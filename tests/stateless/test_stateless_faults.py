@@ -27,17 +27,10 @@ class JoiningRequest(FakeRequest):
     def __init__(self, rid: str, *, ends: bool = False) -> None:
         super().__init__(rid)
         self.req_pool_idx, self.output_ids = 1, [7]
-        self.prefix_indices: list[int] = []
         self.kv_committed_len = len(self.origin_input_ids)
         self.grammar, self.return_logprob, self.shown = None, False, 0
         self.time_stats.set_completion_time = lambda: None
         self._ends = ends
-
-    def _refresh_fill_ids(self) -> None:
-        pass
-
-    def set_extend_range(self, start: int, end: int) -> None:
-        pass
 
     def update_finish_state(self) -> None:
         self.finished_reason = "length" if self._ends else None

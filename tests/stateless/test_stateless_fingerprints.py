@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from receive_scene import PEER, ReceiveScene
+from support.request_fields import RequestFields
 
 from pla_sglang.engine.hops.offers import make_shadow
+from pla_sglang.engine.host.transfers import metadata_options
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.fingerprints import (
     UNSAID,
@@ -38,7 +40,7 @@ def make_scheduler(*, adapters: dict[str, str] | None = None, page_tokens: int =
 
 
 def make_request(prompt: list[int] = PROMPT, *, salt: str | None = None, lora_id: str | None = None) -> Any:
-    return SimpleNamespace(
+    return RequestFields(
         rid="r",
         origin_input_ids=array("q", prompt),
         output_ids=array("q"),
@@ -116,9 +118,11 @@ def make_buffers(fingerprints: Fingerprints | None = None) -> Any:
 
     from pla_sglang.engine.stateless.queues import SendBuffers
 
+    options = metadata_options(SimpleNamespace(server_args=SimpleNamespace(sampling_mask_max_tokens=0)))
+    options |= {"hidden_size": 16, "hidden_states_dtype": torch.float32}
     if fingerprints is None:
-        return MetadataBuffers(4, hidden_size=16, hidden_states_dtype=torch.float32)
-    return SendBuffers(fingerprints, 4, hidden_size=16, hidden_states_dtype=torch.float32)
+        return MetadataBuffers(4, **options)
+    return SendBuffers(fingerprints, 4, **options)
 
 
 def make_sendable(prompt: list[int] = PROMPT, answer: tuple[int, ...] = (7,)) -> Any:
@@ -128,7 +132,6 @@ def make_sendable(prompt: list[int] = PROMPT, answer: tuple[int, ...] = (7,)) ->
     req.return_logprob = req.return_sampling_mask = False
     req.hidden_states_tensor = None
     req.sampling_params = SimpleNamespace(max_new_tokens=9)
-    req.set_extend_range = lambda start, end: None
     return req
 
 

@@ -6,9 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.request_fields import RequestFields
 
+from pla_sglang.engine.host.requests import set_extend
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
+
+pytestmark = pytest.mark.usefixtures("published")
 
 PEER = Peer("b", "10.0.0.2", 9001, "i1")
 
@@ -30,7 +34,7 @@ def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held
     from pla_sglang.engine.stateless.queues import ReceiveQueue
 
     queue: Any = object.__new__(ReceiveQueue)
-    pool = SimpleNamespace(available_size=lambda: free_tokens, page_size=1)
+    pool = SimpleNamespace(available_size=lambda: free_tokens, page_size=1, prealloc_fits_assumes_reclaim=lambda: False)
     queue.token_to_kv_pool_allocator = queue.token_to_kv_pool = pool
     params = SimpleNamespace(max_new_tokens=1)
     batch = SimpleNamespace(reqs=[SimpleNamespace(sampling_params=params, origin_input_ids=[])] * running)
@@ -42,7 +46,7 @@ def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held
         enable_hisparse=False,
         server_args=SimpleNamespace(disaggregation_decode_enable_radix_cache=False),
     )
-    queue.num_reserved_decode_tokens, queue.retracted_queue = 10, []
+    queue.num_reserved_decode_tokens, queue.retracted_queue, queue._prefill_dp_rank_queries = 10, [], {}
     queue.held_requests, queue.held_tokens = (lambda: held), (lambda: held_tokens)
     queue.cap_tokens, queue.cap_requests = 400, 8
     queue.book, queue.warmer = PeerBook("127.0.0.1", 9000), FakeWarmer()
@@ -61,7 +65,8 @@ def test_prefills_that_wait_are_not_counted_as_growing() -> None:
 
 def test_a_prefill_under_way_keeps_what_it_needs() -> None:
     queue = queue_with()
-    queue.scheduler.chunked_req = SimpleNamespace(origin_input_ids=[1] * 300, extend_range=SimpleNamespace(end=100))
+    queue.scheduler.chunked_req = chunk = RequestFields(origin_input_ids=[1] * 300)
+    set_extend(chunk, 0, 100)
     assert queue._allocatable_token_budgets() == 1000 - 200 - 1
 
 
@@ -74,7 +79,7 @@ def test_the_cap_binds_once_anything_is_held(held: int, held_tokens: int, budget
 
 
 def entry() -> Any:
-    req = SimpleNamespace(bootstrap_host=PEER.host, bootstrap_port=PEER.bootstrap_port, bootstrap_room=5)
+    req = RequestFields(bootstrap_host=PEER.host, bootstrap_port=PEER.bootstrap_port, bootstrap_room=5)
     receiver = SimpleNamespace(aborts=0)
     receiver.abort = lambda: setattr(receiver, "aborts", receiver.aborts + 1)
     return SimpleNamespace(req=req, kv_receiver=receiver)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fakes import FakeBatch, FakeRequest, FakeScheduler, FakeSendQueue
 
+from pla_sglang.engine.host.requests import set_extend
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.engine.stateless.host import Outcome
@@ -73,11 +74,12 @@ class Bench:
         if admitted is not None:
             for req in admitted.reqs:
                 req.req_pool_idx = 1
-                req.extend_range.end = len(req.origin_input_ids)
+                set_extend(req, 0, len(req.origin_input_ids))
                 self.scheduler.waiting_queue = [one for one in self.scheduler.waiting_queue if one is not req]
         self.scheduler.chunked_req = None
         if chunk is not None:
-            self.scheduler.chunked_req, chunk[0].extend_range.end = chunk
+            self.scheduler.chunked_req, end = chunk
+            set_extend(self.scheduler.chunked_req, 0, end)
         self.sender.after_pass()
         self.quarantine.sweep(0.0)
 
@@ -135,7 +137,7 @@ def test_chunks_go_out_once_their_result_is_in(bench: Bench) -> None:
     for number, end in enumerate((100, 200, 300)):
         chunk = (req, end) if end < 300 else None
         bench.turn(batches[number], batches[number - 1] if number else None, chunk)
-        req.extend_range.end = end
+        set_extend(req, 0, end)
         behind = number - overlap
         if behind >= 0:
             bench.result(FakeBatch(req), done=behind == 2)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.request_fields import RequestFields
 
 from pla_sglang.engine.stateless import admission, host
 from pla_sglang.engine.stateless.faults import Faults
@@ -17,14 +18,11 @@ def received_request() -> Any:
     from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
     stats = SchedulerReqTimeStats()
-    req = SimpleNamespace(
+    req: Any = RequestFields(
         time_stats=stats,
         output_ids=[5],
-        prefix_indices=[],
         kv_committed_len=11,
         grammar=None,
-        _refresh_fill_ids=lambda: None,
-        set_extend_range=lambda start, end: None,
         update_finish_state=lambda: None,
         finished=lambda: False,
     )

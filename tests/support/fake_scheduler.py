@@ -11,13 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from pla_sglang.config import PlaConfig
+from pla_sglang.engine.host.requests import extend_end, set_extend
 from pla_sglang.engine.scheduler_adapter import PrefillAdapter
+from support.request_fields import RequestFields
 
 CHUNK_TOKENS = 256
 TEMPORAL = PlaConfig(prefill_disagg="temporal", boundary_tokens=100, mixing="never")  # so that chunks are parked
 
 
-class FakeReq:
+class FakeReq(RequestFields):
     def __init__(self, rid: str, tokens: int, *, new_tokens: int = 8, lora_id: str | None = None) -> None:
         self.rid = rid
         self.origin_input_ids = [1] * tokens
@@ -31,8 +33,7 @@ class FakeReq:
         self.kv_committed_len = tokens
         self.lora_id = lora_id
         self.priority = 0
-        self.prefix_indices = range(0)
-        self.extend_range = SimpleNamespace(start=0, end=0)
+        set_extend(self, 0, 0)
 
     def finished(self) -> bool:
         return self.ended
@@ -55,6 +56,26 @@ class FakeBatch:
 
     def is_empty(self) -> bool:
         return not self.reqs
+
+
+class FakeAdder:
+    """Of requests to a pass: what is withheld from its budgets, by each version's name."""
+
+    rem_chunk_tokens: int | None = None
+
+    def __init__(self, page_size: int = 1) -> None:
+        self.page_size = page_size
+        self.rem_total_token_offset = self.cur_rem_token_offset = 0
+        self.memory_budget = SimpleNamespace(total_offset=0, current_offset=0)
+
+    @property
+    def withheld_tokens(self) -> tuple[float, float]:
+        """Of what requests take until they end, and of what the pass may take."""
+        budget = self.memory_budget
+        return (
+            self.rem_total_token_offset + budget.total_offset,
+            self.cur_rem_token_offset + budget.current_offset,
+        )
 
 
 class FakeScheduler:
@@ -120,12 +141,12 @@ class FakeScheduler:
         if self.chunked_req is not None:
             lengths.append(self._extend(self.chunked_req, size))
             chosen.append(self.chunked_req)
-            if self.chunked_req.extend_range.end == len(self.chunked_req.origin_input_ids):
+            if extend_end(self.chunked_req) == len(self.chunked_req.origin_input_ids):
                 self.chunked_req = None
         for req in self.waiting_queue[:fits]:
             lengths.append(self._extend(req, size))
             chosen.append(req)
-            if req.extend_range.end < len(req.origin_input_ids):
+            if extend_end(req) < len(req.origin_input_ids):
                 assert self.chunked_req is None
                 self.chunked_req = req
         if not chosen:
@@ -136,9 +157,9 @@ class FakeScheduler:
 
     @staticmethod
     def _extend(req: FakeReq, size: int) -> int:
-        start = req.extend_range.end
+        start = extend_end(req) or 0
         end = min(len(req.origin_input_ids), start + size)
-        req.extend_range = SimpleNamespace(start=start, end=end)
+        set_extend(req, start, end)
         return end - start
 
 
@@ -153,5 +174,5 @@ def long(name: str = "long", tokens: int = 3000, **fields: Any) -> FakeReq:
 def started(tokens: int = 3000, done: int = CHUNK_TOKENS, **fields: Any) -> FakeReq:
     """A long whose prefill is under way."""
     req = long("chunk", tokens, **fields)
-    req.extend_range = SimpleNamespace(start=0, end=done)
+    set_extend(req, 0, done)
     return req

@@ -214,6 +214,10 @@ LOOKED_UP_0_5_23 = {
     "less.reserve": (_SCHEDULER + "get_prefill_adder_class", "PrefillAdder"),
     "less.lora": (_PASS, "self.can_schedule_lora_req"),
     "less.lora_turn": (_PASS, "self.can_schedule_lora_req"),
+    "less.answers": (
+        "sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__",
+        "self._start_decode_listener_thread",
+    ),
     "less.meet": ("sglang.srt.distributed.bootstrap.init_parallel_runtime", "_resolve_dist_init_method"),
     "less.request": (
         "sglang.srt.entrypoints.http_server.serve_generate_request",

@@ -35,10 +35,6 @@ TARGETS = {
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
         "self, obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids",
     ),
-    "logprob_processor.compute_logprobs": Signature(
-        "sglang.srt.layers.logprob_processor.OutputLogprobProcessor.compute_logprobs",
-        "self, logprobs, top_logprobs_nums, token_ids_logprobs, batch_next_token_ids",
-    ),
     "http_server.setup_and_run_http_server": Signature(
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         "server_args, tokenizer_manager, template_manager, port_args, scheduler_infos, subprocess_watchdog, "
@@ -323,6 +319,7 @@ CONSTRUCTED = {
 
 # Subscribers that are not installed there, each with the reason.
 ABSENT: dict[str, str] = {
+    "guard.logprobs": "A request without ids has an empty tensor there.",
     "sched.ride": "The host takes a rider's prefix from its sequence length.",
     "less.ride": "As sched.ride.",
     "less.status": "Any status of 400 to 599 reaches the client.",

@@ -10,7 +10,7 @@ Backends and why others are left out:
   what a shape's longest request is for: it bounds the kernel's grid.
 * ``FlashInferAttnBackend``: ``plan()`` runs on the host before each replay and refreshes what captured kernels read.
 * ``TorchNativeAttnBackend``: reads its batch while it runs; the CPU double makes it one opaque step.
-* triton: its ``init_forward_metadata_out_graph`` raises for prefill on 0.5.17. The others do not offer it at all.
+* triton: its ``init_forward_metadata_out_graph`` raises for prefill. The others do not offer it at all.
 """
 
 from __future__ import annotations

@@ -6,16 +6,15 @@ import random
 import time
 from typing import Any
 
-from pla_graphs.cache import Agree, GraphCache
+from pla_graphs.cache import GraphCache
 from pla_graphs.recorder import CaptureError, capture_step
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.graphs import refusals
 from pla_sglang.engine.graphs.attention import AttentionState, state_of
 from pla_sglang.engine.graphs.compare import HostTimes, measure_host_times
-from pla_sglang.engine.graphs.host import GIB, CapturedForward, agree_over, allocated_bytes, free_bytes
+from pla_sglang.engine.graphs.host import GIB, CapturedForward, agree, allocated_bytes, free_bytes
 from pla_sglang.engine.graphs.runner import GraphRunner
 from pla_sglang.engine.host.arguments import resolve
-from pla_sglang.engine.host.ranks import tp_group
 from pla_sglang.policy.pla.graphs.choose import LARGEST_TOKENS, LONGEST_TOKENS, LayoutKnobs, build_layout
 from pla_sglang.policy.pla.graphs.expect import BatchPrior, expected_hits
 from pla_sglang.policy.pla.graphs.layouts import Layout
@@ -47,7 +46,7 @@ def layout_of(runner: Any, config: PlaConfig) -> Layout:
 def reasons_against(runner: Any, config: PlaConfig) -> list[str]:
     """Why this server runs without our graphs; empty when it can have them."""
     reasons = refusals.of_server(runner)
-    free = agree_over(tp_group(runner))([-free_bytes(runner)])[0] * -1
+    free = agree([-free_bytes(runner)])[0] * -1
     if config.graph_budget_gb * GIB > free:
         reasons.append(f"--pla-graph-budget-gb {config.graph_budget_gb:g}, of which {free / GIB:.2f} are free")
     return reasons
@@ -70,8 +69,7 @@ def build_runner(runner: Any, stock: Any, eager: Any, config: PlaConfig) -> Grap
         budget_s=config.graph_capture_budget_s, busy_s_per_minute=config.graph_busy_capture_s_per_minute
     )
     plan = CapturePlan(expected_hits(layout, prior, random.Random(SEED)), knobs)
-    agree = agree_over(tp_group(runner))
-    forward = _forward_of(runner, state, layout, agree)
+    forward = _forward_of(runner, state, layout)
     cache = GraphCache(
         layout,
         plan,
@@ -80,12 +78,12 @@ def build_runner(runner: Any, stock: Any, eager: Any, config: PlaConfig) -> Grap
         clock=time.perf_counter,
         agree=agree,
     )
-    times = _judge(forward, cache, stock, eager, agree) if config.graph_layout == AUTO else None
+    times = _judge(forward, cache, stock, eager) if config.graph_layout == AUTO else None
     cache.capture_at_start()
     return GraphRunner(stock, forward, cache, times)
 
 
-def _judge(forward: CapturedForward, cache: GraphCache, stock: Any, eager: Any, agree: Agree) -> HostTimes:
+def _judge(forward: CapturedForward, cache: GraphCache, stock: Any, eager: Any) -> HostTimes:
     """By the most expected shape, which is captured for it. Raises NoGainError, with nothing left captured."""
     cache.capture_at_start(most=1)
     if not cache.captured:
@@ -105,7 +103,7 @@ def _judge(forward: CapturedForward, cache: GraphCache, stock: Any, eager: Any, 
     raise NoGainError((failure or "another rank could not compare them with SGLang's own") if failed else slow)
 
 
-def _forward_of(runner: Any, state: AttentionState, layout: Layout, agree: Agree) -> CapturedForward:
+def _forward_of(runner: Any, state: AttentionState, layout: Layout) -> CapturedForward:
     forward, error = None, CaptureError(CaptureFailure.OTHER_RANK, "another rank could not allocate its buffers")
     try:
         with capture_step(CaptureFailure.BATCH):

@@ -1,7 +1,9 @@
 """Forward passes of the host under capture: padded batches, the decoder body that is captured, the tail that is not.
 
 As in SGLang's own full prefill graphs, a graph holds the decoder body, and logits are computed after it on the live
-batch: so any number of logits, logprobs and grammars work as ever. Written against 0.5.17.
+batch: so any number of logits, logprobs and grammars work as ever. Written against 0.5.17 and
+0.5.23; on 0.5.23 only the CPU double has run it, so nothing there is known of the CUDA recorder, of fa3 and flashinfer,
+and of what the host's own runner asks of a pretended batch.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from sglang.srt.layers.dp_attention import (
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_available_gpu_memory
 
 from pla_graphs.cuda import CudaRecorder
@@ -34,7 +37,6 @@ from pla_kernels.pack_batch.op import pack_batch
 from pla_sglang.engine.graphs.attention import AttentionState
 from pla_sglang.engine.graphs.refusals import decoder_body
 from pla_sglang.engine.host.batches import make_forward_batch
-from pla_sglang.engine.host.ranks import tp_group
 from pla_sglang.policy.pla.graphs.layouts import Bucket
 from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 
@@ -61,7 +63,7 @@ class CapturedForward:
     def _make_recorder(self, most_tokens: int) -> Recorder:
         runner = self.runner
         if runner.device == "cpu":
-            return TapeRecorder(tp_group(runner))
+            return TapeRecorder(get_parallel().tp_group)
 
         @contextlib.contextmanager
         def session() -> Iterator[torch.cuda.Stream]:
@@ -69,7 +71,7 @@ class CapturedForward:
                 yield context.stream
 
         pool = get_or_create_global_graph_memory_pool(torch.get_device_module(runner.device))
-        return CudaRecorder(pool, session, tp_group(runner).barrier, most_tokens)
+        return CudaRecorder(pool, session, get_parallel().tp_group.barrier, most_tokens)
 
     # -- capture ---------------------------------------------------------------------------------------------------
 
@@ -153,6 +155,7 @@ class CapturedForward:
         buffers, tokens, slots = self.buffers, bucket.tokens, bucket.slots
         lengths = seq_lens_cpu.tolist()
         return make_forward_batch(
+            self.runner,
             tokens,
             forward_mode=ForwardMode.EXTEND,
             batch_size=slots,
@@ -222,7 +225,7 @@ class CapturedForward:
     @property
     def ranks(self) -> int:
         """That run each pass together."""
-        return int(tp_group(self.runner).world_size)
+        return int(get_parallel().tp_group.world_size)
 
 
 @contextlib.contextmanager
@@ -247,14 +250,11 @@ def free_bytes(runner: Any) -> int:
     return int(get_available_gpu_memory(runner.device, runner.gpu_id, distributed=False) * GIB)
 
 
-def agree_over(group: Any) -> Any:
+def agree(values: Sequence[float]) -> list[float]:
     """``pla_graphs.cache.Agree`` over the ranks of the host's tensor-parallel group."""
-
-    def agree(values: Sequence[float]) -> list[float]:
-        if group.world_size == 1:
-            return list(values)
-        tensor = torch.tensor(list(values), dtype=torch.float64)
-        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-        return [float(value) for value in tensor]
-
-    return agree
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return list(values)
+    tensor = torch.tensor(list(values), dtype=torch.float64)
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return [float(value) for value in tensor]

@@ -94,7 +94,9 @@ def after_process_batch_result(result: Any, scheduler: Any, batch: Any, *args: A
     scheduler.pla_stateless.on_result(batch)
 
 
-def after_is_fully_idle(idle: bool, scheduler: Any, for_health_check: bool = False, **more: Any) -> bool | None:
+def after_is_fully_idle(
+    idle: bool, scheduler: Any, for_health_check: bool = False, *args: Any, **kwargs: Any
+) -> bool | None:
     """Legs hold KV, so nothing may be flushed or checked for leaks. A health check asks for passes, which they lack."""
     return None if for_health_check else idle and not scheduler.pla_stateless.busy
 

@@ -1,7 +1,7 @@
 """Chunks of several pieces, given to an endpoint piece by piece.
 
 SGLang's reasoning and tool parsers give another answer where two tokens come at once: they miss a mark that begins
-behind a letter in one chunk, as chunks come under load. An answer that moves goes through the parsers again, and has to
+behind a letter in one chunk, or lose the text before it, as chunks come under load. An answer that moves goes through the parsers again, and has to
 come out the same, so a marked chat that a parser reads is given as if each piece had come alone.
 """
 

@@ -20,8 +20,23 @@ else:
         batch.process_prebuilt(scheduler.future_map)
 
 
-def make_forward_batch(tokens: int, **fields: Any) -> ForwardBatch:
-    """A forward batch of ``tokens``, padding included; ``fields`` as the host names them."""
-    if "num_token_non_padded_cpu" in ForwardBatch.__dataclass_fields__:
-        fields["num_token_non_padded_cpu"] = tokens
-    return ForwardBatch(**fields)
+_FIELDS = ForwardBatch.__dataclass_fields__
+_REAL_TOKENS = next(name for name in ("global_num_token_non_padded_cpu", "num_token_non_padded_cpu") if name in _FIELDS)
+
+if "kv_loc_plan" in _FIELDS:
+
+    def make_forward_batch(runner: Any, tokens: int, **fields: Any) -> ForwardBatch:
+        """A forward batch over buffers of our own, as graphs are captured and replayed with, all of whose ``tokens``
+        count as real; ``fields`` as the host names them.
+
+        KV is written to the slots that ``out_cache_loc`` names, which are numbers of the pool of ``runner``, as a live
+        batch's are.
+        """
+        batch = ForwardBatch(**{_REAL_TOKENS: tokens}, **fields)
+        runner.kv_index_translator.bind_runner_slots(batch)
+        return batch
+
+else:
+
+    def make_forward_batch(runner: Any, tokens: int, **fields: Any) -> ForwardBatch:
+        return ForwardBatch(**{_REAL_TOKENS: tokens}, **fields)

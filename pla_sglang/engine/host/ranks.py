@@ -22,8 +22,3 @@ else:
 
     def gpu_id(scheduler: Any) -> int:
         return int(scheduler.ps.gpu_id)
-
-
-def tp_group(runner: Any) -> Any:
-    """The ranks that run each pass of this model runner together."""
-    return runner.tp_group if hasattr(runner, "tp_group") else runtime_context.get_parallel().tp_group

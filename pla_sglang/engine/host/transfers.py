@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from sglang.srt.disaggregation.utils import MetadataBuffers
+from sglang.srt.environ import envs
 
 from pla_sglang.engine.host.arguments import resolve
 
@@ -18,6 +19,21 @@ def metadata_options(scheduler: Any) -> dict[str, Any]:
     if _MASK.default is not inspect.Parameter.empty:
         return {}
     return {_MASK.name: resolve(scheduler.server_args).sampling_mask_max_tokens}
+
+
+if hasattr(envs, "SGLANG_ENABLE_DISAGG_SAMPLING_MASK"):
+    MASK_SETTING = "SGLANG_ENABLE_DISAGG_SAMPLING_MASK=1 and --sampling-mask-max-tokens"
+
+    def most_mask_tokens(server_args: Any) -> int:
+        """Tokens of a sampling mask that metadata have room for; 0: they have none for masks."""
+        enabled = envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get()
+        return int(resolve(server_args).sampling_mask_max_tokens) if enabled else 0
+
+else:
+    MASK_SETTING = "SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS"
+
+    def most_mask_tokens(server_args: Any) -> int:
+        return int(envs.SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS.get())
 
 
 def wants_kv(info: Any) -> bool:

@@ -29,14 +29,7 @@ def host_entry() -> Callable[..., Any]:
 class ControllerProcess:
     """``ControllerProcess(...)`` is a call of SGLang's entry function, plugins loaded, that reports our seams."""
 
-    def __init__(
-        self,
-        server_args: Any,
-        port_args: Any,
-        pipe_writer: Any,
-        run_scheduler_process_func: Callable[..., Any],
-        **more: Any,
-    ) -> None:
+    def __init__(self, server_args: Any, port_args: Any, pipe_writer: Any, *args: Any, **kwargs: Any) -> None:
         from sglang.srt.plugins import load_plugins
 
         from pla_patches.install import enter_controller
@@ -44,7 +37,7 @@ class ControllerProcess:
         run = host_entry()
         enter_controller()
         load_plugins()
-        run(server_args, port_args, _ReadyPipe(pipe_writer), run_scheduler_process_func, **more)
+        run(server_args, port_args, _ReadyPipe(pipe_writer), *args, **kwargs)
 
 
 class _ReadyPipe:

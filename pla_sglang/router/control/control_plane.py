@@ -266,6 +266,8 @@ class ControlPlane:
             "telemetry": {
                 "address": self.knobs.telemetry,
                 "polls": self._monitor.polls,
+                "published": self._monitor.published.received,
+                "published_malformed": self._monitor.published.malformed,
                 "reports_of_nobody": self._monitor.intake.unknown,
                 "reports_lost": sum(worker.load.lost_reports for worker in self.table.workers),
             },

@@ -28,6 +28,8 @@ HANDS_OVER = frozenset({InstanceKind.PREFILL, InstanceKind.STATELESS})
 SMALL_FIRST = frozenset({"temporal", "spatial"})  # of ``--prefill-disagg``
 CLASSES = {"short": PrefillClass.SHORT, "long": PrefillClass.LONG, "mixed": None}
 SCHEMES = ("http",)
+MOST_PORT = 65_535
+MOST_RANKS = 64  # of which loads are read as they are published, a connection each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ def parse_url(url: str) -> Address:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise WorkerError(f"worker {url!r}: {error}; {allowed}") from None
-    if parts.scheme not in SCHEMES or not host or port is None or not 1 <= port <= 65_535:
+    if parts.scheme not in SCHEMES or not host or port is None or not 1 <= port <= MOST_PORT:
         raise WorkerError(f"worker {url!r} is no address; {allowed}")
     host = check_host(url, host)
     if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
@@ -89,6 +91,7 @@ class Description:
         generates: False: its model embeds, scores or classifies; None: it does not say.
         most_input_tokens: a prompt must be shorter; None: it does not say, or cuts longer ones.
         adapters: names of the LoRA adapters that it began with; None: it serves none.
+        load_ports: at which its ranks publish their load, as stock SGLang can; empty: they do not.
     """
 
     kind: InstanceKind
@@ -116,6 +119,7 @@ class Description:
     generates: bool | None = None
     most_input_tokens: int | None = None
     adapters: frozenset[str] | None = frozenset()
+    load_ports: range = range(0)
 
 
 def describe(info: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Description:
@@ -157,6 +161,7 @@ def describe(info: Mapping[str, Any], model: Mapping[str, Any] | None = None) ->
             generates=_generates(info, model or {}),
             most_input_tokens=None if info.get("allow_auto_truncate") else _positive(info.get("max_req_input_len")),
             adapters=_adapters(info),
+            load_ports=_load_ports(info),
         )
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, msgspec.ValidationError) as error:
         # Its text may quote the instance's answer, which has secrets; that of a KeyError is the name that is missing.
@@ -191,6 +196,16 @@ def _adapters(info: Mapping[str, Any]) -> frozenset[str] | None:
     paths = info.get("lora_paths") or ()
     names = (path.get("lora_name") for path in paths if isinstance(path, Mapping)) if isinstance(paths, list) else paths
     return frozenset(str(name) for name in names if name)
+
+
+def _load_ports(info: Mapping[str, Any]) -> range:
+    """SGLang describes them beside its KV events. Those that cannot be are none: loads are polled then."""
+    said = info.get("kv_events")
+    said = said if isinstance(said, Mapping) else {}
+    first, ranks = _positive(said.get("load_endpoint_port_base")), _positive(said.get("dp_size"))
+    if first is None or ranks is None or ranks > MOST_RANKS or first + ranks > MOST_PORT + 1:
+        return range(0)
+    return range(first, first + ranks)
 
 
 def _riding_tokens(info: Mapping[str, Any], *, temporal: bool) -> int | None:

@@ -1,5 +1,6 @@
-"""Watches the instances: asks what they are, checks that they are well, takes their reports, polls those that send
-none, tells them their pool, and drops requests there. All effects of the control plane towards instances are here.
+"""Watches the instances: asks what they are, checks that they are well, takes their reports or the loads that they
+publish, polls those that send neither, tells them their pool, and drops requests there. All effects of the control
+plane towards instances are here.
 
 Each worker has at most one check and one poll under way. Tasks belong to the monitor and end with it.
 """
@@ -20,9 +21,10 @@ from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.router.control.ledger import AbortOrder
-from pla_sglang.router.control.workers.discovery import Description
+from pla_sglang.router.control.workers.discovery import Description, polled_load
 from pla_sglang.router.control.workers.health import Health, Probe
 from pla_sglang.router.control.workers.instance_client import InstanceClient
+from pla_sglang.router.control.workers.published_load import PublishedLoads
 from pla_sglang.router.control.workers.report_intake import NewReport, ReportIntake
 from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.router.control.workers.tasks import Tasks
@@ -64,6 +66,7 @@ class InstanceMonitor:
         on_aborted: Callable[[AbortOrder, str], None],
     ) -> None:
         self.intake = ReportIntake(table)
+        self.published = PublishedLoads()
         self.polls = 0
         self._table = table
         self._health = health
@@ -90,23 +93,27 @@ class InstanceMonitor:
             except zmq.ZMQError as error:
                 raise ConfigError(f"--telemetry {telemetry}: {error}") from None
             self._tasks.spawn(self._drain())
+        self._tasks.spawn(self._take_published())
         self._tasks.spawn(self._watch())
 
     async def stop(self) -> None:
         await self._tasks.close()
+        self.published.close()
         if self._puller is not None:
             self._puller.close()
 
     async def _watch(self) -> None:
         while True:
             now_s = self._clock()
+            self.published.follow(self._table)
             for worker in list(self._table):
                 if self._due(self._checked_s, worker, self._health.check_interval_s(worker), now_s):
                     worker.breaker.tick(now_s)
                     if self._health.needs_check(worker, now_s):
                         self._once(self._check, worker)
                 self._verify_doubted(worker, now_s)
-                quiet_s = QUIET_S if worker.load.reports else 0.0
+                is_pushed = bool(worker.load.reports) or self.published.is_heard(worker.number, now_s)
+                quiet_s = QUIET_S if is_pushed else 0.0
                 fresh = worker.load.is_fresh(now_s, max(quiet_s, 2 * self._poll_interval_s))
                 known = worker.state is not WorkerState.STARTING
                 if known and not fresh and self._due(self._polled_s, worker, self._poll_interval_s, now_s):
@@ -232,6 +239,17 @@ class InstanceMonitor:
                         await wake.wait()
         finally:
             loop.remove_reader(descriptor)
+
+    async def _take_published(self) -> None:
+        """Takes the loads that stock engines publish, as if they had been polled."""
+        while True:
+            now_s = self._clock()
+            for number, answer in self.published.drain(now_s):
+                worker = self._table.by_number[number]
+                if worker.state is not WorkerState.DEAD:
+                    worker.load.on_load(polled_load(answer, worker.view.kind), now_s)
+                    self._on_report(NewReport(worker, None))
+            await asyncio.sleep(DRAIN_TICK_S if self.published.is_following() else CHECK_TICK_S)
 
     async def _poll(self, worker: Worker) -> None:
         try:
