@@ -99,14 +99,6 @@ def test_what_a_manager_keeps_of_a_room_is_forgotten_where_it_keeps_it() -> None
     assert told == [2]
 
 
-def test_sampling_masks_have_no_room_beside_kv_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(sampling_mask_max_tokens=7)
-    assert transfers.most_mask_tokens(args) == 0
-    monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "1")
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS", "7")
-    assert transfers.most_mask_tokens(args) == 7
-
-
 def test_the_host_answers_an_abort_where_it_can_and_the_receiver_counts_them() -> None:
     counted = [b"ABORT", b"7", b"10.0.0.2", b"40", b"1"]
     later = SimpleNamespace(enable_deferred_decode_kv_release=True)
@@ -126,6 +118,14 @@ def test_an_abort_is_over_when_all_senders_have_answered() -> None:
     assert not transfers.is_acknowledged(receiver)
     assert not transfers.is_acknowledged(SimpleNamespace(kv_mgr=SimpleNamespace(), bootstrap_room=7))
     assert not transfers.is_acknowledged(None), "a leg that has failed before it was connected"
+
+
+def test_sampling_masks_have_no_room_beside_kv_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = SimpleNamespace(sampling_mask_max_tokens=7)
+    assert transfers.most_mask_tokens(args) == 0
+    monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "1")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS", "7")
+    assert transfers.most_mask_tokens(args) == 7
 
 
 def test_arguments_that_are_resolved_in_place_stay_as_they_are() -> None:
