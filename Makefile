@@ -4,7 +4,7 @@ PORT ?= 30000
 HOST := # a version of SGLang. Not read from the environment, where shells keep a machine's name
 LINTED := pla_sglang kernels patches graphs scripts setup.py $(wildcard bench tests examples)
 
-.PHONY: help setup serve test demo lint constraints clean clean-cache
+.PHONY: help setup serve test test-host demo lint constraints clean clean-cache
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -17,6 +17,10 @@ serve: setup ## serve the embedded demo model on this machine (PORT=30000)
 
 test: setup ## run every test (ARGS=... goes to pytest)
 	$(PY) -m pytest $(ARGS)
+
+test-host: ## tests that meet SGLang, on another version than .venv has (HOST=0.5.17, ARGS=...)
+	@bash scripts/setup_venv.sh --thin $(or $(HOST),0.5.17)
+	.venv-$(or $(HOST),0.5.17)/bin/python -m pytest -m host $(ARGS)
 
 demo: setup ## short requests behind long ones, stock SGLang against pla_sglang
 	$(PY) -m bench hol $(ARGS)

@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 from hypothesis import settings
 from support.forked_servers import ForkParent
+from support.host_imports import modules_that_meet_the_host
 
 TESTS = Path(__file__).parent
 
@@ -23,16 +24,24 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 # Folders whose tests drive real processes or sockets beside those marked e2e.
 LIVE_FOLDERS = {"bench", "cluster", "load", "router"}
 
+# Of those marked e2e, what CI runs on every version of SGLang.
+HOST_E2E = {"test_temporal_server", "test_riding", "test_cpu_pd", "test_stateless_pair", "test_spatial_server"}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test of real processes that fails runs once more: a shared machine may stand still for a moment.
 
     What failed at first is listed at the end of the run as RERUN. Tests of pure code get no second run.
+
+    Tests that meet SGLang are marked as such, by what their module imports.
     """
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
-        if folder in LIVE_FOLDERS or item.get_closest_marker("e2e") is not None:
+        is_e2e = item.get_closest_marker("e2e") is not None
+        if folder in LIVE_FOLDERS or is_e2e:
             item.add_marker(pytest.mark.flaky(reruns=1))
+        if item.path.stem in HOST_E2E if is_e2e else item.path in modules_that_meet_the_host():
+            item.add_marker(pytest.mark.host)
 
 
 @pytest.fixture(scope="session")

@@ -99,6 +99,27 @@ def test_what_a_manager_keeps_of_a_room_is_forgotten_where_it_keeps_it() -> None
     assert told == [2]
 
 
+def test_the_host_answers_an_abort_where_it_can_and_the_receiver_counts_them() -> None:
+    counted = [b"ABORT", b"7", b"10.0.0.2", b"40", b"1"]
+    later = SimpleNamespace(enable_deferred_decode_kv_release=True)
+    assert transfers.acknowledges(later, counted)
+    assert not transfers.acknowledges(later, counted[:4]), "a receiver of a version without"
+    assert not transfers.acknowledges(SimpleNamespace(enable_deferred_decode_kv_release=False), counted)
+    assert not transfers.acknowledges(SimpleNamespace(), counted), "a sender of a version without"
+
+
+def test_an_abort_is_over_when_all_senders_have_answered() -> None:
+    manager = SimpleNamespace(
+        enable_deferred_decode_kv_release=True, is_abort_release_safe=lambda room, senders: (room, senders) == (7, 2)
+    )
+    receiver = SimpleNamespace(kv_mgr=manager, bootstrap_room=7, required_prefill_response_num=2)
+    assert transfers.is_acknowledged(receiver)
+    receiver.required_prefill_response_num = 3
+    assert not transfers.is_acknowledged(receiver)
+    assert not transfers.is_acknowledged(SimpleNamespace(kv_mgr=SimpleNamespace(), bootstrap_room=7))
+    assert not transfers.is_acknowledged(None), "a leg that has failed before it was connected"
+
+
 def test_sampling_masks_have_no_room_beside_kv_until_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     args = SimpleNamespace(sampling_mask_max_tokens=7)
     assert transfers.most_mask_tokens(args) == 0

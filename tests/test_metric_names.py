@@ -39,6 +39,7 @@ from pla_sglang.engine.pools.series import Series as PoolSeries
 from pla_sglang.engine.stateless.series import LegSeries
 from pla_sglang.engine.telemetry import Telemetry
 from pla_sglang.metrics.series import LabelledSeries
+from support.published import publish_arguments
 
 class Touched(LabelledSeries):
     # each series has a sample
@@ -64,8 +65,9 @@ GraphSeries(series)
 PoolSeries(series)
 LegSeries(series)
 DeviceSeries(series, "h200", 1.0)
-arguments = SimpleNamespace(prompt_tokens_buckets=None, generation_tokens_buckets=None)
-ttft = TokenizerMetricsCollector(arguments, labels).histogram_time_to_first_token
+fields = {"prompt_tokens_buckets": None, "generation_tokens_buckets": None}
+publish_arguments(**fields)
+ttft = TokenizerMetricsCollector(SimpleNamespace(**fields), labels).histogram_time_to_first_token
 ttft.labels(*["any"] * len(ttft._labelnames)).observe(0.1)
 
 app = FastAPI()
@@ -85,7 +87,7 @@ print(json.dumps(asyncio.run(scrape())))
 def engine_scrapes(which: str = "new") -> dict[str, set[str]]:
     """Names of samples by scraper. SGLang's metrics need a folder before the first import, so a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder}
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder, "PYTHONPATH": str(ROOT / "tests")}
         command = [sys.executable, "-c", SCRAPE, json.dumps(ACCEPT), which]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

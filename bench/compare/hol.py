@@ -114,7 +114,7 @@ def bounds(measured: Measured) -> dict[str, dict[str, Any]]:
     return by_arm
 
 
-def last_tokens(runs: Runs, best_stock: str) -> dict[str, float | None]:
+def last_tokens(runs: Runs, best_stock: str = STOCK) -> dict[str, float | None]:
     """Last tokens of shorts, ratios by round: ours over stock and over its best arm, and ``ride`` (where it ran) over
     ours without riding.
     """

@@ -94,8 +94,11 @@ def prepare_comparison(args: argparse.Namespace) -> None:
 
 
 def arms_of(args: argparse.Namespace, tuned_chunk_tokens: int | None = None) -> list[Arm]:
-    """Those of ``--arms``; else the default ones, as far as the installed SGLang has them. Raises ArmError."""
-    named = args.arms.split(",") if args.arms else startable(args.default_arms.split(","))
+    """Those of ``--arms``; else the default ones, as far as the installed SGLang has them, those of stock's presets not
+    beside an ablation: so many servers are too many. Raises ArmError.
+    """
+    default = [name for name in args.default_arms.split(",") if not (args.ablation and name in STOCK_PRESETS)]
+    named = args.arms.split(",") if args.arms else startable(default)
     return build_arms(
         [name for name in named if name],
         args.peer,

@@ -36,8 +36,8 @@ def startable_arms() -> list[FleetArm]:
 
 
 def choose_startable(load: Workload, options: Options, arms: Sequence[FleetArm] | None = None) -> FleetArm:
-    """Of ``arms``, or of all that this SGLang can be started as, the one that bears the highest rate; of those that stop
-    at one rate the one with the most requests in target.
+    """Of ``arms``, or of all that this SGLang can be started as, the one that bears the highest rate; of those that
+    stop at one rate the one with the most requests in target.
     """
     arms = startable_arms() if arms is None else arms
 

@@ -115,7 +115,12 @@ class PairRunner(FleetRunner):
             return Choice(prefill, decode, answer.reason, placement, answer.predicted_ttft_s, actions)
         both = prefill if prefill.kind in SERVES_WHOLE else decode if takes else None
         if both is None or both.kind not in SERVES_WHOLE:
-            return None
+            pair = self._find_pair(prefill, decode) if takes and decode is not None else None
+            if pair is None:
+                return None
+            to, at = pair
+            predicted_s = answer.predicted_ttft_s if to is prefill else None
+            return Choice(to, at, answer.reason, FleetReason.OTHER_PAIR, predicted_s, actions)
         predicted_s = answer.predicted_ttft_s if both is prefill else None
         return Choice(both, both, answer.reason, _NOT_CONNECTED, predicted_s, actions)
 
@@ -192,29 +197,34 @@ class PairRunner(FleetRunner):
         return None if least is None else self._take(request, Choice(least, least, _KEEP_LOCAL, _KEEP_LOCAL, None))
 
     def choose_other(self, request: RequestView, prefill: InstanceView, decode: InstanceView) -> Choice | None:
-        """Instances other than these two, as far as there are others; None while no pair is ready.
+        """Instances other than these two, as far as there are others; None while no connected pair is ready.
 
         The least loaded, of the same pool and with the role of the phase if possible. The policy is not asked: it might
         answer as before.
         """
+        pair = self._find_pair(prefill, decode)
+        if pair is None:
+            return None
+        placement = _KEEP_LOCAL if pair[0] is pair[1] else FleetReason.OTHER_PAIR
+        return self._take(request, Choice(*pair, FleetReason.OTHER_PAIR, placement, None))
+
+    def _find_pair(self, prefill: InstanceView, decode: InstanceView) -> tuple[InstanceView, InstanceView] | None:
+        """As ``choose_other``: where a request is prefilled and decoded."""
         ready = self.visible().ready
 
         def prefill_cost(view: InstanceView) -> tuple[bool, bool, bool, int]:
             other_pool = view.length_class is not prefill.length_class
             return view is prefill, view.role in _FOR_DECODE, other_pool, view.queued_tokens
 
-        to = min((view for view in ready if view.kind in PREFILLS), key=prefill_cost, default=None)
-        if to is None:
-            return None
-        at = to if to.kind is _UNIFIED else None
-        if at is None:
-            takers = [view for view in ready if view.kind in TAKES_HANDOFFS]
+        takers = [view for view in ready if view.kind in TAKES_HANDOFFS]
+        for to in sorted((view for view in ready if view.kind in PREFILLS), key=prefill_cost):
+            if to.kind is _UNIFIED:
+                return to, to
             connected = [view for view in takers if view is to or self.is_connected(to, view)]
             at = min(connected, key=lambda v: (v is decode, v.role in _FOR_PREFILL, v.requests()), default=None)
-        if at is None:
-            return None
-        placement = _KEEP_LOCAL if to is at else FleetReason.OTHER_PAIR
-        return self._take(request, Choice(to, at, FleetReason.OTHER_PAIR, placement, None))
+            if at is not None:
+                return to, at
+        return None
 
     def _take(self, request: RequestView, choice: Choice) -> Choice:
         self.decisions[choice.reason] += 1

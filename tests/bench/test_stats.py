@@ -6,7 +6,7 @@ import pytest
 
 from bench.check.leftovers import errors_in, load_counts, request_gauges
 from bench.compare.hol import last_tokens
-from bench.harness.comparison import all_identical, headline_arm, identity_to_first
+from bench.harness.comparison import all_identical, best_stock, headline_arm, identity_to_first
 from bench.harness.stats import arm_figures, compare_outputs, per_round, problems, ratios, warnings
 from pla_sglang.testing.load_client import Answer, Outcome, Request, Run
 
@@ -185,3 +185,18 @@ def test_last_tokens_are_compared_by_round() -> None:
     )
     longs = [run_of(outcome("a", "long", 1.0))]
     assert set(last_tokens({"stock": longs, "ours": longs}).values()) == {None}
+
+
+def test_the_best_of_stock_is_the_arm_with_the_least_p99_of_shorts() -> None:
+    def rounds(short_s: float, long_s: float) -> list[Run]:
+        return [run_of(outcome("s", "short", short_s * at), outcome("l", "long", long_s)) for at in (1.0, 1.2)]
+
+    runs = {"stock": rounds(8.0, 4.0), "hrrn": rounds(2.0, 5.0), "spf": rounds(0.5, 6.0), "ours": rounds(1.0, 3.0)}
+    found = best_stock(runs | {"peer": rounds(0.1, 1.0)})
+    assert found["best_stock"] == "spf", "a peer is no arm of this SGLang"
+    against = found["vs_best_stock"]
+    assert against["short_ttft_p99_gain"]["median"] == pytest.approx(0.5)  # a loss stays one
+    assert against["long_ttft_p90_ratio"]["median"] == pytest.approx(0.5)
+    assert best_stock({name: runs[name] for name in ("stock", "ours")}) == {}
+    assert best_stock({name: runs[name] for name in ("stock", "spf")})["vs_best_stock"] == {}
+    assert best_stock(runs | {"stock": rounds(0.2, 4.0)})["best_stock"] == "stock"

@@ -39,8 +39,11 @@ TURN = [{"role": "user", "content": "a b c"}]
 
 
 def test_responses_and_messages(cluster: dict[str, Any]) -> None:
+    with open_url(f"{cluster['url']}/v1/models", timeout_s=PATIENCE_S) as answered:
+        [model] = json.loads(answered.read())["data"]
     for stream in (False, True):
-        body = MODEL | {"input": "a b c", "max_output_tokens": 4, "stream": stream}
+        # Later versions answer at this path, and only here, with 404 to another name than the model's.
+        body = {"model": model["id"], "input": "a b c", "max_output_tokens": 4, "stream": stream}
         status, rid, answer = post(cluster, "/v1/responses", body)
         assert status == 200, answer
         assert rid in answer, "the answer has the id that the router has given"

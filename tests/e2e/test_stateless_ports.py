@@ -79,7 +79,7 @@ def send_garbage(port: int, rng: random.Random, context: zmq.Context[Any]) -> No
         [b"PLA_PULL", b"5", b"127.0.0.1", b"1"],
     ]
     push = context.socket(zmq.PUSH)
-    push.setsockopt(zmq.LINGER, 300)
+    push.setsockopt(zmq.LINGER, 3000)  # ms to deliver, on a busy machine
     push.connect(f"tcp://127.0.0.1:{port}")
     for message in frames:
         with contextlib.suppress(zmq.Again):

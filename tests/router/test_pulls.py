@@ -77,6 +77,26 @@ def test_a_held_stream_goes_on_elsewhere() -> None:
     run(scenario)
 
 
+def test_a_held_stream_is_computed_again_elsewhere() -> None:
+    """Its instance is told nothing of where the KV cache is."""
+
+    async def scenario() -> None:
+        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct()) as here:
+            asked = await begin(here)
+            redo = m.Continue("r", 2, 1, m.Continuation.REDO, 1, "drain", HELD, source=0)
+            tell(here, redo)
+            check_text(await asked, CHAT)
+            [sent] = here.instances[1].bodies
+            assert sent.pop("custom_params")["pla_tokens"] == tokens_of(CHAT)[:HELD]
+            assert sent == CHAT | {"rid": "pla-2~r"}
+            here.instances[0].words.put_nowait("commit")
+            await here.until(lambda: not len(here.relay.context.lingering))
+            assert losses(here) == []
+            here.check_balance()
+
+    run(scenario)
+
+
 def test_nothing_is_sent_before_everything_before_the_hold_is_here() -> None:
     async def scenario() -> None:
         async with fleet(Conduct(holds=[end_of(2), end_of(HELD)]), Conduct()) as here:

@@ -263,6 +263,7 @@ HOOKS = [
     (running.after_prepare_for_extend, (None, Broken()), None),
     (hooks.after_get_internal_state, (OUTPUT, BROKEN), None),
     (hooks.around_handle_abort, (lambda manager, message: True, Broken(), ABORT), True),
+    (hooks.around_handle_abort, (lambda manager, message: True, Broken(), [*ABORT, b"1"]), True),
     (hooks.around_handle_abort, (lambda manager, message: False, Broken(), PULLED), True),
     (hooks.around_handle_abort, (lambda manager, message: False, Broken(), ASKED), False),
 ]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from support.serving import until
 
 from pla_sglang.engine.stateless import warming
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
 from pla_sglang.engine.stateless.warming import Warmer
 
+ANSWER: dict[str, Any] = {
+    field.name: None if field.default is dataclasses.MISSING else field.default
+    for field in dataclasses.fields(PrefillServerInfo)
+}
 PEER = Peer("b", "10.0.0.2", 9001, "i1")
 ADDRESS = "10.0.0.2:9001"
 
@@ -71,7 +77,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert not allow_redirects, "a peer is told, and leads nowhere else"
         if not up.is_set():
             raise ConnectionError("nobody listens")
-        return SimpleNamespace(status_code=200)
+        return SimpleNamespace(status_code=200, json=lambda: ANSWER)
 
     monkeypatch.setattr("requests.get", get)
     monkeypatch.setattr(warming, "RETRY_S", 0.01)
@@ -112,6 +118,25 @@ def test_a_peer_that_does_not_fit(answers: threading.Event, manager: FakeManager
     assert state is not None
     assert state[0] is PeerState.MISFIT
     assert not warmer.is_warm(*PEER.address)
+
+
+@pytest.mark.parametrize("answer", [ANSWER | {"of_a_later_version": 1}, dict(list(ANSWER.items())[1:])])
+def test_a_peer_of_another_transfer_protocol(
+    answers: threading.Event,
+    answer: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its host's own questions would find nothing, or would be asked for ever."""
+    said = SimpleNamespace(status_code=200, json=lambda: answer)
+    monkeypatch.setattr("requests.get", lambda *args, **options: said)
+    manager = FakeManager()
+    book, warmer = told(manager)
+    until(lambda: "another transfer protocol" in book.to_dict()["b"], what="a peer that does not fit")
+    warmer.warm_again()
+    assert book.state_of(*PEER.address) == (PeerState.MISFIT, book.to_dict()["b"].removeprefix("failed: "))
+    assert not manager.threads, "nobody of the host has asked"
+    assert caplog.text.count("does not fit") == 1
 
 
 def test_the_thread_ends_when_its_peer_is_forgotten(answers: threading.Event) -> None:
@@ -164,7 +189,7 @@ def test_many_silent_peers_take_few_threads_and_hold_up_nobody(
         asked.append(url)
         if ADDRESS not in url:
             raise ConnectionError("nobody listens")
-        return SimpleNamespace(status_code=200)
+        return SimpleNamespace(status_code=200, json=lambda: ANSWER)
 
     monkeypatch.setattr("requests.get", get)
     monkeypatch.setattr(warming, "RETRY_S", 0.05)
@@ -196,7 +221,7 @@ def test_a_peer_that_leads_elsewhere_or_is_not_well_is_asked_on(
 
     def get(url: str, timeout: float, *, allow_redirects: bool) -> Any:
         assert not allow_redirects
-        return SimpleNamespace(status_code=said.pop(0))
+        return SimpleNamespace(status_code=said.pop(0), json=lambda: ANSWER)
 
     monkeypatch.setattr("requests.get", get)
     book, _ = told(FakeManager())
@@ -233,7 +258,9 @@ def manager_with_sglangs_check(monkeypatch: pytest.MonkeyPatch, other: dict[str,
 
     said = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, "page_size": 1, "kv_cache_dtype": "auto"}
     answer = SimpleNamespace(
-        status_code=200, json=lambda: said | {"follow_bootstrap_room": True} | other, raise_for_status=lambda: None
+        status_code=200,
+        json=lambda: ANSWER | said | {"follow_bootstrap_room": True} | other,
+        raise_for_status=lambda: None,
     )
     monkeypatch.setattr("requests.get", lambda url, timeout, allow_redirects=True: answer)
     manager: Any = FakeManager()

@@ -72,6 +72,7 @@ class FakeInstance:
         self.stateless = mode == "stateless"
         self.info = {**INFO, "disaggregation_mode": "null" if self.stateless else mode, **info}
         self.hops = False
+        self.transfers: dict[str, str] = {}  # of a stateless one: what it says of its KV transfers
         self.commands: list[dict[str, Any]] = []  # of /pla/hops, in order
         self.streams_are_held = False  # whether commands are carried out on its streams
         self.streams: list[HeldStream] = []
@@ -162,7 +163,7 @@ class FakeInstance:
     def says_stateless(self) -> dict[str, Any]:
         port = self.info["disaggregation_bootstrap_port"]
         said = {"bootstrap_port": port, "incarnation": f"{self.starts:016x}", "transfer_backend": "nixl"}
-        return said | ({"hops": True} if self.hops else {})
+        return said | self.transfers | ({"hops": True} if self.hops else {})
 
     def peers_told(self) -> dict[str, str]:
         """Incarnations by name, as it was told last."""

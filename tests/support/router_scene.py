@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -87,12 +87,20 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    modes: list[str], *, has_role: bool = False, hops: bool = False, batches: bool = False, **knobs: Any
+    modes: Sequence[str | FakeInstance],
+    *,
+    has_role: bool = False,
+    hops: bool = False,
+    batches: bool = False,
+    **knobs: Any,
 ) -> AsyncIterator[Scene]:
-    """Instances of these modes behind one plane, all ready. ``hops``: of the stateless ones."""
-    instances = [await FakeInstance(mode, has_role=has_role, batches=batches).start() for mode in modes]
+    """Instances of these modes, or made already, behind one plane, all ready. ``hops``: of the stateless ones."""
+    instances = [
+        one if isinstance(one, FakeInstance) else FakeInstance(one, has_role=has_role, batches=batches) for one in modes
+    ]
     for one in instances:
         one.hops = hops
+        await one.start()
     values = {"health": QUICK, "poll_interval_s": 0.05, "workers": tuple(one.url for one in instances)} | knobs
     plane = ControlPlane(ControlKnobs(**values))
     await plane.start()

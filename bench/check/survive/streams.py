@@ -56,7 +56,7 @@ SCHEMA = {
 class Stream:
     """One request and what has come of it. ``wanted``: of a chat, the text or the arguments of the call.
 
-    ``event_s``: when each event came, by ``time.monotonic``.
+    ``event_s``: when each event came, by ``time.monotonic``. ``stray_bytes``: of what is no event.
     """
 
     rid: str
@@ -68,6 +68,7 @@ class Stream:
     calls_tool: bool = False
     events: list[bytes] = dataclasses.field(default_factory=list)
     event_s: list[float] = dataclasses.field(default_factory=list)
+    stray_bytes: int = 0
     error: str | None = None
     is_over: bool = False
 
@@ -157,7 +158,9 @@ async def send_stream(http: aiohttp.ClientSession, url: str, stream: Stream) -> 
                 *lines, rest = (rest + data).split(b"\n")
                 new = [line[len(EVENT) :].strip() for line in lines if line.startswith(EVENT)]
                 stream.events += new
+                stream.stray_bytes += sum(len(line) for line in lines if line.strip() and not line.startswith(EVENT))
                 stream.event_s += [time.monotonic()] * len(new)
+            stream.stray_bytes += len(rest)
             if answer.status != 200:
                 stream.error = f"status {answer.status}: {rest[:300].decode(errors='replace')}"
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

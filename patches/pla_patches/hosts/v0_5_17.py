@@ -327,5 +327,6 @@ CONSTRUCTED = {
 
 # Subscribers that are not installed there, each with the reason.
 ABSENT: dict[str, str] = {
+    "guard.logged": "It logs what its arguments say of themselves.",
     "less.answers": "No thread of the host reads what senders say; only ours does.",
 }

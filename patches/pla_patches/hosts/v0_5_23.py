@@ -19,6 +19,10 @@ TARGETS = {
         "sglang.srt.server_args.ServerArgs.__repr__",
         "self",
     ),
+    "engine.server_args_for_logging": Signature(
+        "sglang.srt.entrypoints.engine._server_args_for_logging",
+        "server_args",
+    ),
     "tokenizer_manager.generate_request": Signature(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "self, obj, request",

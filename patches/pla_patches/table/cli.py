@@ -63,6 +63,16 @@ CLI = (
         exit="When SGLang hides its keys itself.",
     ),
     _subscribe(
+        id="guard.logged",
+        group=Group.GUARD,
+        key="engine.server_args_for_logging",
+        handler="after_resolved_config_dict",
+        module=_HIDDEN,
+        why="Later versions log what they have resolved instead, again with every key.",
+        verify="tests/test_keys.py; tests/e2e/test_secrets.py: the log",
+        exit="When SGLang hides its keys itself.",
+    ),
+    _subscribe(
         id="guard.arguments",
         group=Group.GUARD,
         key="server_info.arguments",

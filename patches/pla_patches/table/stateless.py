@@ -136,9 +136,9 @@ STATELESS = (
         hook=Hook.AROUND,
         handler="around_handle_abort",
         why=(
-            "A receiver frees its pages only when the sender says that no transfer writes to them any more; and a "
-            "receiver that asks for a held request says so, to be refused where it is not held. One that asks for the "
-            "room of another, or gives it up, is not listened to."
+            "A receiver frees its pages only when the sender says that no transfer writes to them any more: where the "
+            "host does not say it (0.5.17), we do. A receiver that asks for a held request says so, to be refused "
+            "where it is not held. One that asks for the room of another, or gives it up, is not listened to."
         ),
         verify=(
             "tests/stateless/test_stateless_fence.py; tests/hops/test_hop_pulling.py; " + _E2E + ": quarantine "

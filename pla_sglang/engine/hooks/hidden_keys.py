@@ -23,7 +23,7 @@ def after_repr(text: str, server_args: Any) -> str:
 
 
 def after_resolved_config_dict(arguments: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments in ``/server_info``."""
+    """The arguments in ``/server_info``, and in the log of versions that log them as resolved."""
     hidden: dict[str, Any] = hide_secrets(arguments)
     return hidden
 

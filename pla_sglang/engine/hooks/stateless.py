@@ -15,6 +15,7 @@ from pla_sglang.engine import riders
 from pla_sglang.engine.hooks.running import faults as _faults
 from pla_sglang.engine.hops.pulls import aborts_of_another, is_pull, refuses_receiver
 from pla_sglang.engine.host.arguments import resolve
+from pla_sglang.engine.host.transfers import acknowledges
 from pla_sglang.engine.stateless import checks
 from pla_sglang.engine.stateless.engine import StatelessEngine
 from pla_sglang.engine.stateless.fence import ReceiverInbox, acknowledge_abort
@@ -152,16 +153,17 @@ def around_add_remote_peer(original: Any, manager: Any, receiver: Any) -> None:
 
 
 def around_handle_abort(original: Any, manager: Any, message: list[bytes]) -> bool:
-    """A receiver has given up: tell it when this sender is through with its room. Or it asks for a held request.
+    """A receiver has given up: tell it when this sender is through with its room, unless the host will. Or it asks for
+    a held request.
 
     Of the thread that reads what receivers say; ``Inbox`` has let nothing in that nobody takes. What a receiver says of
     a room that is another's is not given to the host, which would not look who says it.
     """
     if _is_kept_from_host(manager, message):
-        _acknowledge_abort(manager, message)
+        _acknowledge_abort(manager, message, has_host=False)
         return True
     if original(manager, message):
-        _acknowledge_abort(manager, message)
+        _acknowledge_abort(manager, message, has_host=True)
         return True
     if not is_pull(message):
         return False
@@ -170,8 +172,10 @@ def around_handle_abort(original: Any, manager: Any, message: list[bytes]) -> bo
 
 
 @_faults.guard("acknowledging an abort")
-def _acknowledge_abort(manager: Any, message: list[bytes]) -> None:
-    acknowledge_abort(manager, message, _channel)
+def _acknowledge_abort(manager: Any, message: list[bytes], *, has_host: bool) -> None:
+    """``has_host``: the host has got the message."""
+    if not (has_host and acknowledges(manager, message)):
+        acknowledge_abort(manager, message, _channel)
 
 
 @_faults.guard("looking whose room it is", otherwise=lambda manager, message: False)

@@ -16,6 +16,7 @@ from pla_sglang.engine.hops.beginning import Begun, begin
 from pla_sglang.engine.hops.holder import Holder
 from pla_sglang.engine.hops.parts import Hops
 from pla_sglang.engine.host.memory import reserve_kv
+from pla_sglang.engine.host.transfers import name_protocol
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import AdapterPlaces
 from pla_sglang.engine.stateless.admission import admit_received
@@ -319,6 +320,8 @@ class StatelessEngine:
             "bootstrap_port": self.bootstrap_port,
             "incarnation": self.incarnation,
             "transfer_backend": self._scheduler.transfer_backend.value,
+            "transfer_protocol": name_protocol(),
+            "kv_layout": self._ends.transfers.fingerprints.layout,
             "peers": self.book.to_dict(),
             **self._count_legs(),
         }

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pla_sglang.engine.host.transfers import name_protocol
 from pla_sglang.engine.stateless import host
 
 TOKENS_PLACE, DIGEST_PLACE = 1, 2  # of the eight numbers that the host keeps with a room, which is the first
@@ -23,7 +24,7 @@ DIGEST_BYTES = 7  # some devices keep these numbers as signed 64-bit integers
 
 
 class Fingerprint(NamedTuple):
-    """Of the KV of some tokens: how many, and a hash of them with adapter, cache salt and layout.
+    """Of the KV of some tokens: how many, and a hash of them with adapter, cache salt, layout and transfer protocol.
 
     Of a request with images: of its prompt without what stands for them, and without its answer.
     """
@@ -42,7 +43,8 @@ class Fingerprints:
         self._scheduler = scheduler
 
     @functools.cached_property
-    def _layout(self) -> str:
+    def layout(self) -> str:
+        """Of the KV here."""
         return host.describe_kv_layout(self._scheduler)
 
     def of_kv(self, req: Any, ids: Sequence[int]) -> Fingerprint:
@@ -50,7 +52,7 @@ class Fingerprints:
         if req.multimodal_inputs is not None:  # what stands for an image may be numbers that each instance draws anew
             ids = req.origin_input_ids_unpadded
         hashed = hashlib.blake2b(array("q", ids).tobytes(), digest_size=DIGEST_BYTES)
-        hashed.update(repr((self._name_adapter(req), _salt_of(req), self._layout)).encode())
+        hashed.update(repr((self._name_adapter(req), _salt_of(req), self.layout, name_protocol())).encode())
         if req.input_embeds is not None:
             hashed.update(np.asarray(req.input_embeds, dtype=np.float32).tobytes())
         return Fingerprint(len(ids), int.from_bytes(hashed.digest(), "big"))
@@ -85,5 +87,5 @@ def find_misfit(sent: Fingerprint, wanted: Fingerprint, *, ours: bool) -> str | 
     if sent.tokens != wanted.tokens:
         return f"it is of {sent.tokens} tokens, and {wanted.tokens} are wanted"
     if sent.digest != wanted.digest:
-        return "it is of another prompt, adapter, cache salt or layout"
+        return "it is of another prompt, adapter, cache salt, layout or transfer protocol"
     return None

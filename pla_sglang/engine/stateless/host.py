@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -110,7 +111,8 @@ def describe_kv_layout(scheduler: Any) -> str:
     """What must be alike where KV is copied byte by byte: pages, numbers, and the size of each layer's part."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     _, _, page_bytes = pool.get_contiguous_buf_infos()
-    return f"{pool.page_size} {pool.dtype} {page_bytes}"
+    parts = " ".join(f"{len(list(alike))}x{size}" for size, alike in itertools.groupby(page_bytes))
+    return f"pages of {pool.page_size}, {pool.dtype}, bytes {parts}"
 
 
 def name_adapter(scheduler: Any, lora_id: str) -> str | None:

@@ -1,9 +1,9 @@
 """Pages of a transfer that was given up stay allocated until nobody can read or write them any more.
 
-SGLang 0.5.17 frees a receiver's pages at once when a request is aborted, while the sender may still write into them
-(its NIXL connection says so in a comment), and a sender's while its worker still reads. Whoever gets the pages next
-would then read foreign KV. Here pages are freed once the sender is known to be through: it has acknowledged the abort,
-its process is gone, or a time-out has passed.
+SGLang frees a sender's pages at once when a request is aborted, while its worker still reads, and 0.5.17 a receiver's
+while the sender may still write into them (its NIXL connection says so in a comment). Whoever gets the pages next would
+then read foreign KV. Here pages are freed once the sender is known to be through: it has acknowledged the abort, its
+process is gone, or a time-out has passed.
 """
 
 from __future__ import annotations

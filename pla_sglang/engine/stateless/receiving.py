@@ -12,7 +12,7 @@ from typing import Any
 from pla_sglang.engine.hops.beginning import came_with_its_kv
 from pla_sglang.engine.hops.pulls import announce_pull
 from pla_sglang.engine.host.requests import pool_row
-from pla_sglang.engine.host.transfers import forget_received
+from pla_sglang.engine.host.transfers import forget_received, is_acknowledged
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import split_joining
 from pla_sglang.engine.stateless.admission import admit_received
@@ -246,18 +246,18 @@ class Receiver:
             host.end_with_error(self._scheduler, req, reason, status)
 
     def _keep_pages(self, entry: Any) -> None:
-        req = entry.req
+        req, source = entry.req, getattr(entry.req, SOURCE_ATTRIBUTE)
         self._quarantined_rooms.add(req.bootstrap_room)
         self._quarantine.hold(
             _count_tokens(req),
-            is_through=functools.partial(self._is_through, req.bootstrap_room, getattr(req, SOURCE_ATTRIBUTE)),
+            is_through=functools.partial(self._is_through, entry.kv_receiver, req.bootstrap_room, source),
             release=functools.partial(self._release, entry),
             now_s=time.monotonic(),
         )
 
-    def _is_through(self, room: int, source: Peer) -> bool:
-        """The sender has said so, or its process is not there any more."""
-        return self._acknowledged.has(room) or self._book.is_replaced(source)
+    def _is_through(self, receiver: Any, room: int, source: Peer) -> bool:
+        """The sender has said so, by its host or by us, or its process is not there any more."""
+        return self._acknowledged.has(room) or is_acknowledged(receiver) or self._book.is_replaced(source)
 
     def _release(self, entry: Any) -> None:
         """The end of an entry that failed: pages, row, metadata buffer, and what the host's manager has of its room."""

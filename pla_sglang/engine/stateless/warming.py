@@ -16,6 +16,7 @@ import time
 from http import HTTPStatus
 from typing import Any
 
+from pla_sglang.engine.host.transfers import is_bootstrap_answer
 from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
 PATIENCE_S = 3.0  # a peer that does not answer for so long is called failed; it is asked on
 ASK_S = 5.0  # time-out of one question
+OF_ALL_RANKS = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
 
 class MisfitError(Exception):
@@ -161,9 +163,11 @@ class Warmer:
         import requests
 
         address = address_text(peer)
-        status = requests.get(f"http://{address}/health", timeout=ASK_S, allow_redirects=False).status_code
-        if status != HTTPStatus.OK:
-            raise ConnectionError(f"it answers {status}")
+        said = requests.get(f"http://{address}/route?{OF_ALL_RANKS}", timeout=ASK_S, allow_redirects=False)
+        if said.status_code != HTTPStatus.OK:
+            raise ConnectionError(f"it answers {said.status_code}")
+        if not is_bootstrap_answer(said.json()):  # the host would not find out, and wait for KV in vain
+            raise MisfitError("it has another transfer protocol, as another version of SGLang has")
         try:
             if not self._manager.try_ensure_parallel_info(address):
                 raise ConnectionError("it is not registered at its bootstrap server yet")

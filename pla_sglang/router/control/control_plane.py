@@ -136,6 +136,7 @@ class ControlPlane:
             send_message=self._relays.send_message,
             order_abort=self._monitor.abort,
             is_connected=self._peering.is_connected,
+            never_connects=self._peering.never_connects,
             clock=self._clock,
         )
         orders = self.policy.orders

@@ -17,6 +17,7 @@ from pla_sglang.router.control.request_record import MoveReason, RequestRecord
 from pla_sglang.router.control.workers.instance_client import InstanceClient
 from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.router.control.workers.tasks import Tasks
+from pla_sglang.router.wire.messages import Continuation
 
 MOVES_AT_ONCE = 16  # out of one instance
 
@@ -54,12 +55,18 @@ class Drains:
                 places[source.number] -= 1
 
     def _choose_target(self, record: RequestRecord) -> Worker | None:
-        """The one with the fewest requests of those that can take it. One that is held is not booked there yet."""
-        migration = self._migration
+        """The one with the fewest requests of those that can take it, where its KV cache can go if there is such a one.
+        A request that is held is not booked there yet."""
+        migration, source = self._migration, record.hop.decode
         targets = [worker for worker in self._dispatcher.table if migration.find_obstacle(record, worker) is None]
-        if not targets:
+        if not targets or source is None:
             return None
-        return min(targets, key=lambda worker: worker.view.requests() + migration.count_unbooked(worker))
+
+        def cost(worker: Worker) -> tuple[bool, int]:
+            redoes = migration.find_way(source, worker) is not Continuation.PULL
+            return redoes, worker.view.requests() + migration.count_unbooked(worker)
+
+        return min(targets, key=cost)
 
     # -- instances that end ------------------------------------------------------------------------------------------
 

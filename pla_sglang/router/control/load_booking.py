@@ -6,8 +6,10 @@ from pla_sglang.load.tracker import Phase, TrackedRequest
 from pla_sglang.router.control.pair_limits import decodes_after
 from pla_sglang.router.control.request_record import RequestRecord
 from pla_sglang.router.control.workers.table import Worker
+from pla_sglang.router.wire.messages import Continuation
 
 _QUEUED, _COMING = Phase.QUEUED, Phase.COMING  # named once: see ``fast_enum``
+_REDO = Continuation.REDO
 
 
 def book_request(record: RequestRecord, prefill: Worker, decode: Worker, now_s: float) -> None:
@@ -32,10 +34,14 @@ def close_bookings(record: RequestRecord, now_s: float) -> None:
 
 
 def book_pending(record: RequestRecord, target: Worker, tokens: int, now_s: float) -> None:
-    """``target`` is about to receive the KV cache of prompt and answer, ``tokens`` in all."""
+    """``target`` is about to receive the KV cache of prompt and answer, ``tokens`` in all, or to compute it again."""
     assert record.pending is not None
-    coming = TrackedRequest(tokens, 0, now_s, _COMING, decodes_here=True)
-    target.load.add_request(record.pending.key, coming)
+    if record.pending.how is _REDO:
+        history = record.view.history_tokens(target.view)
+        booked = TrackedRequest(tokens - history, history, now_s, _QUEUED, decodes_here=True)
+    else:
+        booked = TrackedRequest(tokens, 0, now_s, _COMING, decodes_here=True)
+    target.load.add_request(record.pending.key, booked)
 
 
 def close_pending(record: RequestRecord, now_s: float) -> None:

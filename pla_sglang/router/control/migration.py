@@ -1,5 +1,8 @@
 """Moves requests that run, from one stateless instance to another, exact to the token.
 
+Their KV cache is pulled. Where none can ever go to the target, as it runs another version of SGLang, the target
+computes prompt and answer so far again; all else is the same.
+
     HOLDING ──held──► PULLING ──first event of the next hop──► over: the one left is told to commit
        │                 │ the target cannot, or the request has gone on by itself
        └─► failed ◄──────┘   over: the one that holds it is told to resume, and the request rests
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 HOLD_S = 10.0  # at most; then a held request goes on by itself
 REST_S = 10.0  # of device time, after a move that came to nothing
 DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
-_PULL = m.Continuation.PULL
+_PULL, _REDO = m.Continuation.PULL, m.Continuation.REDO
 _RESUMED = m.LossReason.RESUMED
 # Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
 _OVER = frozenset({m.LossReason.NOT_SENT, m.LossReason.FULL, m.LossReason.REFUSED, m.LossReason.ABORTED})
@@ -77,7 +80,7 @@ class Migration:
     Args:
         send_message: to a relay by its number.
         order_abort: at an instance.
-        is_connected: whether KV cache can go from the first instance to the second now.
+        is_connected, never_connects: whether KV cache can go from the first instance to the second now, or never can.
 
     Attributes:
         on_failed: called with the request's id when a move that was under way has come to nothing.
@@ -91,6 +94,7 @@ class Migration:
         send_message: Callable[[int, m.FromControl], None],
         order_abort: Callable[[AbortOrder], None],
         is_connected: Callable[[InstanceView, InstanceView], bool],
+        never_connects: Callable[[InstanceView, InstanceView], bool],
         clock: Callable[[], float],
     ) -> None:
         self.on_failed: Callable[[str], None] = lambda rid: None
@@ -98,7 +102,7 @@ class Migration:
         self._dispatcher = dispatcher
         self._legs = HopLedger(dispatcher.ledger)
         self._send_message, self._order_abort = send_message, order_abort
-        self._is_connected, self._clock = is_connected, clock
+        self._is_connected, self._never_connects, self._clock = is_connected, never_connects, clock
         self._client: InstanceClient | None = None
         self._tasks = Tasks()
         self._moves: dict[str, Move] = {}
@@ -118,7 +122,9 @@ class Migration:
             return why_not
         source = record.hop.decode
         assert source is not None
-        hop = start_pending(record, how=_PULL, why=reason)
+        how = self.find_way(source, target)
+        assert how is not None
+        hop = start_pending(record, how=how, why=reason)
         hop.prefill = hop.decode = target
         room = self._legs.open_pending(record, target.number, self._clock())
         move = Move(record, source, target, rid_at_instance(rid, record.reached), room, hop)
@@ -162,7 +168,13 @@ class Migration:
             return "the target cannot take it"
         if target.view in find_unfit(record.ask, self._dispatcher.table):
             return "the target cannot serve it"
-        return None if self._is_connected(source.view, target.view) else "no KV cache can go to the target"
+        return "no KV cache can go to the target" if self.find_way(source, target) is None else None
+
+    def find_way(self, source: Worker, target: Worker) -> m.Continuation | None:
+        """How a request goes from the one to the other, both being well; None: not now."""
+        if self._is_connected(source.view, target.view):
+            return _PULL
+        return _REDO if self._never_connects(source.view, target.view) else None
 
     def _is_resting(self, record: RequestRecord, source: Worker) -> bool:
         failed = self._failed.get(record.rid)
@@ -190,21 +202,23 @@ class Migration:
         assert description is not None
         move.state = PULLING
         hop = move.hop
-        hop.tokens, hop.kv_tokens, hop.assigned_s = int(answer["tokens"]), int(answer["kv_tokens"]), now_s
-        book_pending(record, move.target, hop.kv_tokens + 1, now_s)
+        assert hop.how is not None
+        pulls, tokens = hop.how is _PULL, int(answer["kv_tokens"]) + 1
+        hop.tokens, hop.kv_tokens, hop.assigned_s = int(answer["tokens"]), tokens - 1 if pulls else 0, now_s
+        book_pending(record, move.target, tokens, now_s)
         self._legs.send_pending(record)
         order = m.Continue(
             record.rid,
             hop.number,
             move.target.number,
-            _PULL,
+            hop.how,
             hop.reached,
             hop.why,
             hop.tokens,
             source=move.source.number,
-            bootstrap_host=move.source.address.host,
-            bootstrap_port=description.bootstrap_port or 0,
-            bootstrap_room=move.room,
+            bootstrap_host=move.source.address.host if pulls else "",
+            bootstrap_port=description.bootstrap_port or 0 if pulls else 0,
+            bootstrap_room=move.room if pulls else 0,
         )
         self._send_message(record.relay, order)
 
@@ -220,10 +234,11 @@ class Migration:
             worker.breaker.end_trial(record.rid)
         left.ended_s = now_s
         self._legs.join_pending(record, now_s)
+        assert move.hop.how is not None
         move.hop.gap_s = joined.gap_s
         move.target.load.start_request(record.key, now_s)
         dispatcher.index.insert_prompt(move.target.view.index, record.prompt.keys)
-        dispatcher.series.hops.inc(_PULL.label, move.hop.why)
+        dispatcher.series.hops.inc(move.hop.how.label, move.hop.why)
         dispatcher.series.hop_gap_s.observe(joined.gap_s)
         self._tasks.spawn(self._commit(move, left))
         dispatcher.dispatch_pending(now_s)

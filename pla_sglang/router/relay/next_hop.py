@@ -72,7 +72,7 @@ class NextHop:
             ask.rid,
             ask.attempt,
             order.target,
-            order.source,
+            order.source if order.how is m.Continuation.PULL else None,  # else its KV cache is computed here again
             bootstrap_host=order.bootstrap_host,
             bootstrap_port=order.bootstrap_port,
             bootstrap_room=order.bootstrap_room,

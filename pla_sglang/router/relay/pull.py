@@ -1,4 +1,5 @@
 """A hop to another instance while the present one holds the request: the client notices nothing, whatever comes of it.
+The other one pulls the KV cache, or computes prompt and answer so far again.
 
 The held stream stays open. When everything before the hold has come, the other instance is asked to go on; from its
 first event on it is the answer, and the held stream is read on and thrown away until its instance ends it. Tokens that

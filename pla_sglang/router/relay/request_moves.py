@@ -11,7 +11,6 @@ from pla_sglang.router.relay.request_state import FORWARDING, MOVING, WAITING
 from pla_sglang.router.wire import messages as m
 
 _DEAD, _REFUSED = m.LossReason.DEAD, m.LossReason.REFUSED
-_PULL = m.Continuation.PULL
 STILL_S = 1.0  # a stream that has got something within that time is not given up for its instance's silence
 
 
@@ -66,8 +65,8 @@ class RequestMoves:
         """Returns an assignment where the client has seen nothing: then it is dispatched as for the first time."""
         life = self._life
         hops, answer = life.hops, life.answer
-        if order.how is _PULL:
-            self._pull(order)
+        if order.source is not None:  # it is held there: a move
+            self._take_over(order)
             return None
         if hops.question is None or order.hop <= hops.number:
             return None  # too late
@@ -83,7 +82,7 @@ class RequestMoves:
         hop.start()
         return None
 
-    def _pull(self, order: m.Continue) -> None:
+    def _take_over(self, order: m.Continue) -> None:
         """Where the request is not what the control plane takes it for, nothing changes."""
         life = self._life
         hops, now_s = life.hops, life.context.now_s()

@@ -334,7 +334,8 @@ class Continue(Message, frozen=True):
         reached: as in ``Ask``: under which id it goes on there.
         reason: why there, as in ``Assign``.
         tokens: of the answer, that the request is held behind: the relay waits until it has them.
-        source, bootstrap_host, bootstrap_port, bootstrap_room: where it is held, and under which room.
+        source: where it is held, of one that moves.
+        bootstrap_host, bootstrap_port, bootstrap_room: of that, and the room, where its KV cache is pulled.
     """
 
     rid: str

@@ -78,6 +78,8 @@ class Description:
         report_key: its name in its load reports.
         bootstrap_port: where others ask it for the KV cache that it has computed; None: it hands none over.
         incarnation: of a stateless instance, another one for each process.
+        transfer_protocol, kv_layout: of a stateless instance, what others must have in common with it that KV cache is
+            to go to or come from; empty: it does not say.
         length_class: of the requests it asks for; None: both classes.
         has_role: whether it knows ``/pla/role``.
         profile, time_scale: of an emulated device; empty and 1 on real ones.
@@ -105,6 +107,8 @@ class Description:
     version: str
     bootstrap_port: int | None = None
     incarnation: str = ""
+    transfer_protocol: str = ""
+    kv_layout: str = ""
     length_class: PrefillClass | None = None
     has_role: bool = False
     profile: str = ""
@@ -147,6 +151,8 @@ def describe(info: Mapping[str, Any], model: Mapping[str, Any] | None = None) ->
             version=str(info.get("version") or ""),
             bootstrap_port=_bootstrap_port(info, stateless) if kind in HANDS_OVER else None,
             incarnation=incarnation,
+            transfer_protocol=str(stateless.get("transfer_protocol") or ""),
+            kv_layout=str(stateless.get("kv_layout") or ""),
             length_class=CLASSES.get(str(role)),
             has_role=role is not None,
             profile=str(emulation.get("profile") or ""),

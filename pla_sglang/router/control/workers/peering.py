@@ -7,6 +7,9 @@ ready. Nobody waits for that: a request whose two instances are not connected ye
 A peer is whoever hands KV cache over: the other stateless instances, and prefill instances. A process that comes back
 is another worker here, with another number, and another incarnation for its peers.
 
+Whether two instances can ever be connected follows from what they say of themselves (``find_misfit``): in a fleet of
+two versions of SGLang some cannot. These are never paired, and a request that moves between them is computed again.
+
 A list must lack nobody who is alive, as nobody exchanges KV with an instance that is not on it, even if it was before.
 So none is sent while somebody in the table may be alive and has not said yet what it is: after a start of the router
 such an answer may wait for a long pass.
@@ -17,17 +20,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
 from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.router.control.observability.series import Tally
+from pla_sglang.router.control.workers.discovery import Description
 from pla_sglang.router.control.workers.instance_client import InstanceClient
 from pla_sglang.router.control.workers.journal import PeerJournal
 from pla_sglang.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.router.control.workers.tasks import Tasks
 
 READY, WARMING = "ready", "warming"  # anything else that an instance says of a peer is a failure
+MISFIT = "failed"  # as an instance says it, too
 WARMING_S = 0.2  # until it is asked again how far it is
 RETRY_S = (0.5, 30.0)  # first and longest wait after a failure
 REFRESH_S = 10.0  # it may have lost a peer that was ready
@@ -64,6 +70,8 @@ class Peering:
     def is_connected(self, prefill: InstanceView, decode: InstanceView) -> bool:
         """Whether KV cache can go from the first to the second now. Stock instances connect by themselves."""
         source, target = self._table.of(prefill), self._table.of(decode)
+        if self.never_connects(prefill, decode):
+            return False
         if any(worker.legs is not None and not worker.legs.ready for worker in (source, target)):
             return False  # a thread of it has ended: each would wait for the other in vain
         if prefill.kind is InstanceKind.STATELESS and source.peers is None:  # it does not know which address is its own
@@ -71,6 +79,11 @@ class Peering:
         if decode.kind is not InstanceKind.STATELESS:
             return True
         return target.peers is not None and target.peers.get(source.number) == READY
+
+    def never_connects(self, prefill: InstanceView, decode: InstanceView) -> bool:
+        """Whether no KV cache can go from the first to the second, as long as both live."""
+        source, target = self._table.of(prefill).description, self._table.of(decode).description
+        return source is not None and target is not None and find_misfit(source, target) is not None
 
     def update_peers(self) -> None:
         """The table has changed."""
@@ -105,8 +118,7 @@ class Peering:
                 self._note_untold(worker, error)
                 wait_s = None
             else:
-                self._note_states(worker, {peer: states.get(name, WARMING) for name, peer in peers.items()})
-                wait_s = _next_look_s(worker)
+                wait_s = self._note_states(worker, {peer: states.get(name, WARMING) for name, peer in peers.items()})
             if wait_s is None:
                 wait_s, retry_s = retry_s, min(2 * retry_s, RETRY_S[1])
             else:
@@ -120,9 +132,11 @@ class Peering:
         rows = self.wanted_rows()
         return {**_peer_list(worker, peers), **self._key, **({} if rows is None else {"rows": rows})}
 
-    def _note_states(self, worker: Worker, states: Mapping[Worker, str]) -> None:
-        """What it says of its peers."""
+    def _note_states(self, worker: Worker, said: Mapping[Worker, str]) -> float | None:
+        """What it has ``said`` of its peers. When it is asked again; None: one has failed that may be well."""
         self._tells.inc("told")
+        misfits = {peer: _describe_misfit(peer, worker) for peer in said}
+        states = {peer: misfits[peer] or state for peer, state in said.items()}
         worker.peers = {peer.number: state for peer, state in states.items()}
         if worker.detail.startswith(UNTOLD):
             worker.detail = ""
@@ -131,6 +145,7 @@ class Peering:
             self._journal.note_failed(worker, failed)
         elif states and set(states.values()) == {READY}:
             self._journal.note_ready(worker, states)
+        return _next_look_s({state for peer, state in states.items() if misfits[peer] is None})
 
     def _note_untold(self, worker: Worker, error: Exception) -> None:
         """What it said before stays true of the peers that it has; a new one of them is not in there."""
@@ -145,9 +160,35 @@ def _is_awaited(worker: Worker) -> bool:
     return worker.description is None and not worker.refused and worker.misses < MOST_SILENCES
 
 
-def _next_look_s(worker: Worker) -> float | None:
+def find_misfit(source: Description, target: Description) -> str | None:
+    """Why no KV cache can go from the one to the other, whatever else they say; None: nothing is known against it.
+
+    One that does not say by which protocol it transfers has that of its version of SGLang.
+    """
+    one, other = source.transfer_protocol, target.transfer_protocol
+    if one and other:
+        if one != other:
+            return f"its transfer protocol is {one}, not {other}"
+    elif source.version and target.version and source.version != target.version:
+        return f"it has SGLang {source.version}, not {target.version}: their transfer protocols may not fit"
+    if source.kv_layout and target.kv_layout:
+        if source.kv_layout != target.kv_layout:
+            return f"its KV layout is {source.kv_layout}; not {target.kv_layout}"
+        if source.tensor_parallel != target.tensor_parallel:
+            return f"it has --tp-size {source.tensor_parallel}, not {target.tensor_parallel}"
+    return None
+
+
+def _describe_misfit(source: Worker, target: Worker) -> str | None:
+    """As a state of the peer ``source`` of ``target``; None: they may fit."""
+    if source.description is None or target.description is None:
+        return None
+    misfit = find_misfit(source.description, target.description)
+    return None if misfit is None else f"{MISFIT}: {misfit}"
+
+
+def _next_look_s(states: AbstractSet[str]) -> float | None:
     """None: it says that a peer has failed."""
-    states = set((worker.peers or {}).values())
     if states <= {READY}:
         return REFRESH_S
     return WARMING_S if states <= {READY, WARMING} else None

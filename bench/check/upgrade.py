@@ -1,0 +1,436 @@
+"""A fleet is upgraded to another SGLang under load, engine by engine, and rolled back: does any client notice?
+
+    python -m bench upgrade --old-python .venv-0.5.17/bin/python
+
+Emulated stateless engines of the old version behind our router with ``--migration on``. They are replaced one by one:
+an engine of the new version is started and joins, then the old one is drained, which moves its streams, and stopped.
+Then the same back. A version is an interpreter: ``--old-python``, ``--new-python`` (the one that runs this).
+
+For each replacement the same number of streams is opened, half of them before the newcomer joins; all have begun when
+the old engine is drained. A fourth each are chats, completions, chats with a JSON schema, and calls of a tool. Every
+answer is known: ``tokens_wrong`` counts tokens (letters here) that are wrong, missing or too many, ``bytes_wrong``
+bytes of the answers, and what stands in a stream beside its events. ``longest_gap_s`` is the longest time between two
+events of any stream, of this machine's time: its cores, and engines that start, are a part of that.
+``moved_by_pull``: of requests whose KV cache went with them; ``moved_by_redo``: that the other version computed again.
+The exit status is 1 where a stream failed or anything was wrong; 2 for interpreters that cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import aiohttp
+
+from bench.check.leftovers import read_series
+from bench.check.survive.acts import BEGUN_S, OPENED_GAP_S, OVER_S, make_session, until
+from bench.check.survive.streams import (
+    ANSWER_TOKENS,
+    FILLER_LETTERS,
+    TOOL_PARSER,
+    Stream,
+    draw_letters,
+    make_chat,
+    normalize,
+    read_chat,
+    send_stream,
+)
+from bench.harness import cli, report, servers
+from bench.harness.bench import Result, measuring
+from bench.harness.live_fleet import SLOTS
+from bench.harness.servers import Router
+from pla_sglang import chain
+from pla_sglang.cluster.ports import free_port
+from pla_sglang.errors import ConfigError
+from pla_sglang.testing.server import Server, ServerError, fetch
+
+SETTINGS = ("instances", "policy", "profile", "time_scale", "seed")
+KINDS = ("chat", "completion", "schema", "tool")
+MODEL = {"chain_answers": "text", "chain_check_prefixes": True}
+ASK_VERSION = "import importlib.metadata as m, pla_sglang; print(m.version('sglang'))"
+ASK_S, JOIN_S, EMPTY_S, POLL_S = 60.0, 60.0, 120.0, 0.1
+MOVES = re.compile(r'pla_router_moves_total\{how="(\w+)"')
+Options = argparse.Namespace
+Row = dict[str, Any]
+
+
+# -- the two versions --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """An interpreter and the SGLang that it has."""
+
+    flag: str
+    python: str
+    version: str
+
+
+def find_hosts(options: Options) -> tuple[Host, Host]:
+    """Raises ConfigError for an interpreter that is missing or has no SGLang, and for two of one version."""
+    old, new = (
+        ask_host(flag, getattr(options, flag[2:].replace("-", "_"))) for flag in ("--old-python", "--new-python")
+    )
+    if old.version == new.version:
+        raise ConfigError(f"{old.flag} and {new.flag} both have SGLang {old.version}: there is nothing to upgrade")
+    return old, new
+
+
+def ask_host(flag: str, python: str) -> Host:
+    """Raises ConfigError."""
+    path = os.path.abspath(python)  # not resolved: the link says which environment it is
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):
+        raise ConfigError(f"{flag} {python!r} is not an executable file")
+    try:
+        done = subprocess.run([path, "-c", ASK_VERSION], capture_output=True, text=True, timeout=ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{flag} {python!r} does not run: {type(error).__name__}") from None
+    if done.returncode != 0 or not done.stdout.strip():
+        why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise ConfigError(f"{flag} {python!r} has no SGLang with this plugin: {why[:200]}")
+    return Host(flag, path, done.stdout.strip())
+
+
+def check_engine(name: str, host: Host, info: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an engine of another version than its interpreter had when it was asked."""
+    if info.get("version") != host.version:
+        raise ConfigError(f"{name} runs SGLang {info.get('version')}, and {host.flag} was checked as {host.version}")
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def make_stream(number: int, rid: str, rng: random.Random) -> Stream:
+    """The kinds take turns."""
+    kind = KINDS[number % len(KINDS)]
+    if kind in ("schema", "tool"):
+        return make_chat(rid, rng, calls_tool=kind == "tool")
+    wanted = draw_letters(rng, rng.randint(*ANSWER_TOKENS))
+    tokens = len(wanted) + 1  # of one letter each, and the end
+    text = draw_letters(rng, rng.randint(*FILLER_LETTERS)) + wanted + chain.ask_text(tokens)
+    asked: Row = {"prompt": text} if kind == "completion" else {"messages": [{"role": "user", "content": text}]}
+    common = {"rid": rid, "model": "chain", "temperature": 0, "max_tokens": tokens + 8, "stream": True}
+    path = "/v1/completions" if kind == "completion" else "/v1/chat/completions"
+    body = {**common, "stream_options": {"include_usage": True}, **asked}
+    return Stream(rid, path, body, tokens, wanted=wanted)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a stream says. ``frame``: what there must be exactly one of, or as many as stand in ``Answer.wanted``."""
+
+    text: str
+    tokens: int
+    frame: tuple[Any, ...]
+
+
+def read_answer(stream: Stream) -> Answer:
+    """Raises ValueError or KeyError for events that are none of the protocol's."""
+    if stream.path == "/v1/chat/completions":
+        said = read_chat(stream.events)
+        text = said.arguments if stream.calls_tool else said.content
+        return Answer(text, said.tokens, (said.ids, said.roles, said.finishes, said.names))
+    chunks = [json.loads(event) for event in stream.events if event != b"[DONE]"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    finishes = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    text = "".join(choice["text"] for choice in choices)
+    ids = len({chunk["id"] for chunk in chunks})
+    return Answer(text, usages[-1]["completion_tokens"] if usages else 0, (ids, 0, finishes, []))
+
+
+def count_wrong(stream: Stream) -> tuple[int, int]:
+    """Tokens and bytes, of a stream without ``error``. Raises ValueError, KeyError: not the stream of one answer."""
+    answer = read_answer(stream)
+    roles = int(stream.path == "/v1/chat/completions")
+    finish, names = ("tool_calls", ["look_up"]) if stream.calls_tool else ("stop", [])
+    if answer.frame != (1, roles, [finish], names) or stream.events[-1] != b"[DONE]":
+        raise ValueError(f"not the stream of one answer: {answer.frame}, at last {stream.events[-1][:40]!r}")
+    said, wanted = answer.text, stream.wanted
+    if stream.calls_tool:  # its parser puts spaces in
+        said, wanted = normalize(said), normalize(wanted)
+    tokens = sum(one != other for one, other in zip_longest(said, wanted)) + abs(answer.tokens - stream.tokens)
+    return tokens, sum(a != b for a, b in zip_longest(said.encode(), wanted.encode())) + stream.stray_bytes
+
+
+def describe_streams(streams: Sequence[Stream]) -> Row:
+    tokens = wrong_tokens = wrong_bytes = completed = 0
+    errors = [f"{stream.rid}: {stream.error}" for stream in streams if stream.error is not None]
+    for stream in streams:
+        if stream.error is not None:
+            continue
+        try:
+            wrong = count_wrong(stream)
+        except (ValueError, KeyError) as error:
+            errors.append(f"{stream.rid}: {error!r}"[:400])
+            wrong = (stream.tokens, len(stream.wanted))
+        else:
+            completed += 1
+        tokens += stream.tokens
+        wrong_tokens, wrong_bytes = wrong_tokens + wrong[0], wrong_bytes + wrong[1]
+    gaps_s = [later - sooner for stream in streams for sooner, later in pairwise(stream.event_s)]
+    return {
+        "streams": len(streams),
+        "completed": completed,
+        "tokens": tokens,
+        "tokens_wrong": wrong_tokens,
+        "bytes_wrong": wrong_bytes,
+        "longest_gap_s": round(max(gaps_s), 3) if gaps_s else None,
+        "errors": errors[:10],
+    }
+
+
+# -- the fleet ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Engine:
+    name: str
+    host: Host
+    server: Server
+
+    def start(self) -> None:
+        report.say(f"starting {self.name}: SGLang {self.host.version}")
+        self.server.start()
+
+    def wait_ready(self) -> None:
+        """Raises ServerError, ConfigError."""
+        self.server.wait_ready()
+        check_engine(self.name, self.host, fetch(f"{self.server.url}/server_info"))
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Engines that serve, oldest first, those that were started, and the router before them."""
+
+    options: Options
+    serving: list[Engine] = field(default_factory=list)
+    started: list[Engine] = field(default_factory=list)
+    url: str = ""
+
+    def make_engine(self, host: Host) -> Engine:
+        options, name = self.options, f"engine-{len(self.started)}"
+        flags = [
+            *cli.device_flags(options.profile, options.time_scale),
+            *("--pla-stateless", "--disaggregation-transfer-backend", "nixl"),
+            *("--disaggregation-bootstrap-port", str(free_port()), "--nccl-port", str(free_port())),
+            *("--dtype", "float32", "--max-running-requests", str(SLOTS), "--tool-call-parser", TOOL_PARSER),
+            *("--json-model-override-args", json.dumps(MODEL)),
+        ]
+        server = Server(
+            None,
+            flags,
+            module="pla_sglang.launch_server",
+            python=host.python,
+            env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            log_path=options.out / f"upgrade-{name}.log",
+        )
+        engine = Engine(name, host, server)
+        self.started.append(engine)
+        return engine
+
+    def start_first(self, host: Host) -> None:
+        self.serving = [self.make_engine(host) for _ in range(self.options.instances)]
+        for engine in self.serving:
+            engine.start()
+        for engine in self.serving:
+            engine.wait_ready()
+
+    def workers(self) -> list[Row]:
+        return [row for row in fetch(f"{self.url}/workers")["workers"] if row["state"] != "dead"]
+
+    def worker_of(self, engine: Engine) -> Row | None:
+        return next((row for row in self.workers() if row["url"] == engine.server.url), None)
+
+    async def join(self, engine: Engine) -> None:
+        """Until it serves, and all of a version are connected. Raises TimeoutError."""
+        await asyncio.to_thread(fetch, f"{self.url}/workers", {"url": engine.server.url})
+        self.serving.append(engine)
+        await self.wait_connected()
+
+    async def wait_connected(self) -> None:
+        """Raises TimeoutError."""
+        end_s = time.monotonic() + JOIN_S
+        while not await asyncio.to_thread(self._are_connected):
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"not ready and connected within {JOIN_S:g} s: {self.workers()}"[:600])
+            await asyncio.sleep(POLL_S)
+
+    def _are_connected(self) -> bool:
+        rows = {row["url"]: row for row in self.workers()}
+        here = [rows.get(engine.server.url) for engine in self.serving]
+        alike = [sum(other.host is engine.host for other in self.serving) - 1 for engine in self.serving]
+        return all(
+            row is not None
+            and row["state"] == "ready"
+            and row["peers"] is not None
+            and list(row["peers"].values()).count("ready") == count
+            for row, count in zip(here, alike, strict=True)
+        )
+
+    async def retire(self, engine: Engine) -> Row:
+        """Drains it, and stops it once the router has nothing there; how long that took. Raises TimeoutError."""
+        row = await asyncio.to_thread(self.worker_of, engine)
+        assert row is not None, "it serves"
+        start_s = time.monotonic()
+        await asyncio.to_thread(fetch, f"{self.url}/workers/{row['number']}/drain", {})
+        while (left := await asyncio.to_thread(self.worker_of, engine)) is not None and left["open_requests"]:
+            if time.monotonic() > start_s + EMPTY_S:
+                raise TimeoutError(f"{engine.name} has requests {EMPTY_S:g} s after it was drained")
+            await asyncio.sleep(POLL_S)
+        empty_s = time.monotonic() - start_s
+        await asyncio.to_thread(fetch, f"{self.url}/workers/{row['number']}", method="DELETE")
+        self.serving.remove(engine)
+        await asyncio.to_thread(engine.server.stop)
+        return {"here": row["open_requests"], "empty_s": round(empty_s, 3)}
+
+    def count_moves(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for name, value in read_series(fetch(f"{self.url}/metrics")).items():
+            if (found := MOVES.match(name)) is not None:
+                counts[found[1]] = counts.get(found[1], 0) + round(value)
+        return counts
+
+
+@contextlib.contextmanager
+def running_fleet(host: Host, options: Options) -> Iterator[Fleet]:
+    """Raises ServerError, ConfigError."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    fleet = Fleet(options)
+    try:
+        fleet.start_first(host)
+        described = {
+            "instances": [
+                {"name": engine.name, "kind": "stateless", "url": engine.server.url} for engine in fleet.serving
+            ]
+        }
+        router = Router("pla", options.policy, ("--migration", "on"))
+        with servers.running_router(router, described, options.out / "upgrade-router.log", first_request=False) as url:
+            fleet.url = url
+            yield fleet
+    finally:
+        for engine in fleet.started:
+            engine.server.stop()
+
+
+async def replace_engine(fleet: Fleet, newcomer: Engine, streams: list[Stream]) -> Row:
+    """Starts ``newcomer``; it takes the place of the oldest engine while ``streams`` run."""
+    leaving = fleet.serving[0]
+    newcomer.start()
+    await asyncio.to_thread(newcomer.wait_ready)
+    half = len(streams) // 2
+    async with make_session() as http, asyncio.TaskGroup() as group:
+        await open_streams(group, http, fleet.url, streams[:half])
+        await fleet.join(newcomer)
+        await open_streams(group, http, fleet.url, streams[half:])
+        begun = "first tokens of all streams"
+        await until(lambda: all(stream.event_s or stream.is_over for stream in streams), limit_s=BEGUN_S, what=begun)
+        running = sum(not stream.is_over for stream in streams)
+        row = await fleet.retire(leaving)
+    what = row | {"leaves": leaving.name, "from": leaving.host.version, "to": newcomer.host.version, "running": running}
+    report.say(f"{leaving.name} -> {newcomer.name}: {what}")
+    return what
+
+
+async def open_streams(group: asyncio.TaskGroup, http: aiohttp.ClientSession, url: str, streams: list[Stream]) -> None:
+    for stream in streams:
+        group.create_task(send_stream(http, url, stream))
+        await asyncio.sleep(OPENED_GAP_S)
+
+
+async def run_rounds(fleet: Fleet, hosts: Sequence[Host], streams: list[Stream], rows: list[Row]) -> None:
+    """All engines become the second of ``hosts``, then the first again. Raises TimeoutError, ServerError."""
+    await fleet.wait_connected()
+    plan = [host for host in (hosts[1], hosts[0]) for _ in range(fleet.options.instances)]
+    share = len(streams) // len(plan)
+    for place, host in enumerate(plan):
+        wave = streams[place * share : (place + 1) * share if place + 1 < len(plan) else None]
+        rows.append(await replace_engine(fleet, fleet.make_engine(host), wave))
+
+
+# -- result ------------------------------------------------------------------------------------------------------------
+
+
+def is_right(result: Result) -> bool:
+    wrong = result["tokens_wrong"] or result["bytes_wrong"] or result["errors"]
+    return not wrong and result["completed"] == result["streams"] and result["replaced"] == 2 * result["instances"]
+
+
+ROWS = (
+    *("streams", "completed", "tokens", "tokens_wrong", "bytes_wrong", "longest_gap_s"),
+    *("replaced", "running_at_drain", "moved_by_pull", "moved_by_redo", "longest_drain_s"),
+)
+
+
+def table(result: Result) -> report.Cells:
+    return ["figure", "value"], [[f"`{name}`", report.number(result.get(name))] for name in ROWS]
+
+
+def page(result: Result) -> str:
+    where = f"{result['instances']} stateless engines, SGLang {' to '.join(result['hosts'])} and back, "
+    where += f"policy `{result['policy']}`"
+    return f"{report.markdown(*table(result), right=True)}\n\n{where} · {report.device_conditions(result)}"
+
+
+PAGES = {"upgrade": page}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--old-python", default=".venv-0.5.17/bin/python", metavar="PYTHON", help="of the old SGLang")
+    parser.add_argument("--new-python", default=sys.executable, metavar="PYTHON", help="of the new one")
+    parser.add_argument("--streams", type=int, default=500, help="in both directions together")
+    parser.add_argument("--instances", type=int, default=4, help="engines, at least 2")
+    parser.add_argument("--policy", default="least-tokens")
+    cli.add_emulated_device(parser, time_scale=4.0)
+    cli.add_output(parser)
+    cli.add_quick(parser)
+
+
+def run(options: Options) -> int:
+    """Raises ConfigError, ServerError, TimeoutError."""
+    if options.quick:
+        options.streams, options.instances = 32, 2
+    if options.instances < 2 or options.streams < 4 * options.instances:
+        given = f"--instances {options.instances} --streams {options.streams}"
+        raise ConfigError(f"{given}: allowed are 2 instances and more, and 4 streams and more for each")
+    hosts = find_hosts(options)
+    rng = random.Random(options.seed)
+    streams = [make_stream(number, f"u{number:04d}", rng) for number in range(options.streams)]
+    rows: list[Row] = []
+    moves: dict[str, int] = {}
+    failure = None
+    with measuring(), running_fleet(hosts[0], options) as fleet:
+        try:
+            asyncio.run(asyncio.wait_for(run_rounds(fleet, hosts, streams, rows), OVER_S * len(hosts) * 2))
+        except (ServerError, TimeoutError) as error:
+            failure = str(error) or type(error).__name__
+        moves = fleet.count_moves()
+    result: Row = {"bench": "upgrade", **{name: getattr(options, name) for name in SETTINGS}}
+    result |= describe_streams(streams)
+    result["errors"] = [*([failure] if failure is not None else []), *result["errors"]][:10]
+    result |= {
+        "hosts": [host.version for host in hosts],
+        "sglang": hosts[1].version,
+        "replaced": len(rows),
+        "running_at_drain": sum(row["running"] for row in rows),
+        "moved_by_pull": moves.get("pull", 0),
+        "moved_by_redo": moves.get("redo", 0),
+        "longest_drain_s": max((row["empty_s"] for row in rows), default=None),
+        "replacements": rows,
+        "environment": report.environment(),
+    }
+    report.show("A fleet that is upgraded and rolled back", *table(result))
+    report.emit(result, "upgrade", options.out)
+    return 0 if is_right(result) else 1
