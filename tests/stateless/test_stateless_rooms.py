@@ -109,9 +109,14 @@ def test_a_room_is_given_up_by_whom_its_kv_goes_to(monkeypatch: pytest.MonkeyPat
     manager.asked(7, "f")
     assert aborts_of_another(manager, gives_up("s"))
     assert not aborts_of_another(manager, gives_up("f"))
-    given, acknowledged = [], []
+    given: list[list[bytes]] = []
+    acknowledged: list[tuple[list[bytes], bool]] = []
+
+    def acknowledge(manager: Any, message: list[bytes], *, has_host: bool) -> None:
+        acknowledged.append((message, has_host))
+
     monkeypatch.setattr(hooks, "_engine", SimpleNamespace(used_rooms=UsedRooms()))
-    monkeypatch.setattr(hooks, "_acknowledge_abort", lambda manager, message: acknowledged.append(message))
+    monkeypatch.setattr(hooks, "_acknowledge_abort", acknowledge)
 
     def original(manager: Any, message: list[bytes]) -> bool:
         given.append(message)
@@ -120,7 +125,7 @@ def test_a_room_is_given_up_by_whom_its_kv_goes_to(monkeypatch: pytest.MonkeyPat
     for message in (gives_up("s"), gives_up("f")):
         assert hooks.around_handle_abort(original, manager, message)
     assert given == [gives_up("f")]
-    assert acknowledged == [gives_up("s"), gives_up("f")], "both wait for that"
+    assert acknowledged == [(gives_up("s"), False), (gives_up("f"), True)], "both wait for that"
     assert hooks.around_handle_abort(original, manager, asks("s")), "not listened to"
     assert not hooks.around_handle_abort(original, manager, asks("s", 8)), "the host's to take"
 
