@@ -21,6 +21,7 @@ import make_catalogue
 import pytest
 from support.forked import in_fork
 from support.looked_up import look_ups_on
+from support.seam_groups import names_of
 
 from pla_patches import host, install, verify
 from pla_patches.hook import HOOKS
@@ -136,8 +137,8 @@ def load(mode: str, *, stateless: bool = False) -> Any:
 
 
 def found(*groups: Group) -> set[str]:
-    """Those of ``groups``, and of what every process has, that this host has a seam for."""
-    return {group.value for group in (Group.CLI, *groups) if seams_of(group)}
+    """Those of ``groups``, and of what every process has."""
+    return names_of(Group.CLI, *groups)
 
 
 def test_scheduler_process_with_scheduling_on() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.forked import in_fork
+from support.seam_groups import names_of
 
 from pla_patches import install, verify
 from pla_patches.seam import Group
@@ -52,7 +53,7 @@ def live_groups() -> set[str]:
     ids=["telemetry only", "temporal", "member of a router's pool", "pools", "emulated"],
 )
 def test_scheduler_process(knobs: PlaConfig, expected: set[str]) -> None:
-    assert in_fork(lambda: load(knobs)) == (expected | {"guard, scheduler"}, [])
+    assert in_fork(lambda: load(knobs)) == (expected | names_of(Group.GUARD_SCHEDULER), [])
 
 
 def test_controller_process() -> None:
@@ -70,7 +71,8 @@ def test_a_scheduler_that_is_forked_from_the_controller_is_no_controller() -> No
 
     groups, missing = in_fork(controller)
     assert missing == []
-    assert groups == {"cli", "controller", "guard, scheduler", "scheduler", "running", "telemetry"}
+    scheduler = {"scheduler", "running", "telemetry"} | names_of(Group.GUARD_SCHEDULER)
+    assert groups == {"cli", "controller"} | scheduler
 
 
 def test_the_front_process_starts_the_controller_through_us() -> None:
