@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -161,3 +162,28 @@ def test_arguments_that_are_resolved_apart_are_asked_for(monkeypatch: pytest.Mon
 )
 def test_which_flag_splits_the_requests_of_a_replica(given: dict[str, Any], flag: str | None) -> None:
     assert find_split_attention(SimpleNamespace(**given)) == flag
+
+
+def test_a_transfer_protocol_is_named_by_what_both_ends_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.common import conn as common
+    from sglang.srt.disaggregation.nixl import conn
+
+    name = transfers.name_protocol.__wrapped__
+    here = name()
+    assert transfers.name_protocol() == here
+    says_status = getattr(conn.NixlKVManager, "kv_status_msg_tag", None) is not None
+    assert here.startswith("nixl-status-" if says_status else "nixl-notification-")
+    monkeypatch.setattr(conn.NixlKVManager, "kv_status_msg_tag", None if says_status else b"KV_STATUS", raising=False)
+    other = name()
+    longer = dataclasses.make_dataclass("Longer", ["more"], bases=(common.PrefillServerInfo,), kw_only=True)
+    monkeypatch.setattr(common, "PrefillServerInfo", longer)
+    assert len({here, other, name()}) == 3
+
+
+def test_which_answers_of_a_bootstrap_server_are_understood() -> None:
+    from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+
+    answer = {field.name: 0 for field in dataclasses.fields(PrefillServerInfo)}
+    assert transfers.is_bootstrap_answer(answer)
+    assert not transfers.is_bootstrap_answer(answer | {"of_a_later_version": 0})
+    assert not transfers.is_bootstrap_answer(dict(list(answer.items())[1:]))
