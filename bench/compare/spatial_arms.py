@@ -55,7 +55,7 @@ LAYOUTS = (RANKS, PAIRS)
 # With chunks just above the shorts.
 BEST_STOCK = {
     RANKS: (f"{CACHE_AWARE}/hrrn", f"{CACHE_AWARE}/spf-640", f"{CACHE_AWARE}/spf-mix-640"),
-    PAIRS: (f"{CACHE_AWARE}/complete", f"{CACHE_AWARE}/spf-complete", f"{BUCKET}/spf-complete"),
+    PAIRS: (f"{CACHE_AWARE}/hrrn", f"{CACHE_AWARE}/spf-640", f"{BUCKET}/spf-640"),
 }
 DEFAULT_ARMS = {
     RANKS: (SPATIAL, TEMPORAL, PLAIN, "router:power_of_two", CACHE_AWARE, *BEST_STOCK[RANKS]),

@@ -36,8 +36,6 @@ HRRN = (ORDER, "hrrn")  # highest response ratio next
 MIXED = ("--enable-mixed-chunk",)
 # Decode steps after each prefill pass while at least so many requests decode: for a TPOT target.
 INTERVAL = ("--prefill-decode-interval", "2", "--prefill-decode-interval-min-bs", "8")
-# Of a pair: decode reserves memory when the prefill is done. Both sides must have it.
-COMPLETE = ("--disaggregation-decode-allocation-policy", "prefill_complete")
 
 # Arms of stock beyond its defaults.
 STOCK_PRESETS: dict[str, tuple[str, ...]] = {
@@ -47,12 +45,9 @@ STOCK_PRESETS: dict[str, tuple[str, ...]] = {
     "interval": INTERVAL,
     "spf-mix-interval": (*SPF, *MIXED, *INTERVAL),
 }
-# Of prefill and decode instances: flags of both, then of prefill instances.
-PAIR_PRESETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "spf": ((), SPF),
-    "complete": (COMPLETE, ()),
-    "spf-complete": (COMPLETE, SPF),
-}
+# Of pairs: flags of the prefill instances. ``prefill_complete`` (0.5.22) is none of them: SGLang takes it with Mooncake
+# only, and emulated pairs send over NIXL.
+PAIR_PRESETS: dict[str, tuple[str, ...]] = {"spf": SPF, "hrrn": HRRN}
 # Chunks just above the shorts, where the bench knows them: smaller ones cut the shorts, and with larger ones they wait
 # for longer passes of longs.
 TUNED = frozenset({"spf", "spf-mix", "spf-mix-interval"})
@@ -136,9 +131,8 @@ def preset_arguments(preset: str, *, pairs: bool) -> tuple[str, ...]:
     name, _, chunk = preset.rpartition("-") if preset not in presets else (preset, "", "")
     if name not in presets or not (name == preset or chunk.isdigit()):
         raise ArmError(f"stock {preset!r} is not known; allowed: {', '.join(presets)}, or such as spf-1024")
-    both, prefill = PAIR_PRESETS[name] if pairs else (STOCK_PRESETS[name], ())
-    chunks = ("--chunked-prefill-size", chunk) if chunk else ()
-    return (*both, *chunks, *(("--prefill-args", shlex.join(prefill)) if prefill else ()))
+    flags = (*presets[name], *(("--chunked-prefill-size", chunk) if chunk else ()))
+    return ("--prefill-args", shlex.join(flags)) if pairs else flags
 
 
 def find_lacking_of_preset(preset: str, *, pairs: bool) -> list[str]:

@@ -85,7 +85,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """``unified-2`` or ``1+1``; of stock with other flags ``unified-2:spf-mix-1024`` or ``1+1:complete``, see
+        """``unified-2`` or ``1+1``; of stock with other flags ``unified-2:spf-mix-1024`` or ``1+1:spf``, see
         ``preset_arguments``. Raises ConfigError, ArmError.
         """
         shape, colon, preset = text.partition(":")

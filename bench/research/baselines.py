@@ -5,7 +5,7 @@
 Layouts: ``unified-N`` (N unified engines), ``P+D`` such as ``1+1`` (prefill and decode engines), either with the flags
 of an arm of stock behind a colon, as far as the installed SGLang has them: ``unified-2:hrrn``,
 ``unified-2:spf-mix-1024`` (shortest prefill first, mixed chunks of 1,024 tokens), ``...-interval`` (decode steps
-between prefills, for the TPOT target), ``1+1:spf-complete`` (decode memory when the prefill is done). Each stands
+between prefills, for the TPOT target), ``1+1:spf`` (of prefill instances). Each stands
 behind SGLang's own router with each policy asked for; prompts go as ids, and as text to policies that read them. Every
 request's tokens are checked. Each point (layout, policy, workload, rate) is a step; finished ones are kept in
 ``--out``, so that a long table can be measured in several runs (``--budget-s``). A table, also as Markdown, and a
@@ -34,7 +34,7 @@ from pla_sglang.workload import Trace
 POINT = ("layout", "policy", "workload", "rate_rps")
 LAYOUTS = (
     *("unified-2", "unified-2:hrrn", "unified-2:spf-1024", "unified-2:spf-mix-1024", "unified-2:interval"),
-    *("unified-2:spf-mix-interval-1024", "1+1", "1+1:complete", "1+1:spf-complete"),
+    *("unified-2:spf-mix-interval-1024", "1+1", "1+1:hrrn", "1+1:spf"),
 )
 READING = ("cache_aware", "bucket")  # policies that look at the prompt, which SGLang's router can where it is text
 COUNTS = ("requests", "completed", "tokens_verified", "tokens_wrong")

@@ -8,7 +8,6 @@ import pytest
 from bench.harness import arms as arms_module
 from bench.harness.arms import (
     ABLATION,
-    COMPLETE,
     HRRN,
     INTERVAL,
     MIXED,
@@ -78,7 +77,7 @@ def test_an_sglang_without_an_arm_leaves_it_out_and_says_so(
 ) -> None:
     monkeypatch.setattr(arms_module, "flags_of_sglang", lambda: {"--schedule-policy", "--enable-mixed-chunk"})
     monkeypatch.setattr(arms_module, "has_order", lambda name: False)
-    assert find_lacking([*SPF, *MIXED, *COMPLETE]) == [COMPLETE[0], " ".join(SPF)]
+    assert find_lacking([*SPF, *MIXED, INTERVAL[0]]) == [INTERVAL[0], " ".join(SPF)]
     assert startable(["stock", "spf", "ours"]) == ["stock", "ours"]
     assert "has no --schedule-policy shortest-prefill-first" in capsys.readouterr().err
     with pytest.raises(ArmError, match=r"arm 'interval': SGLang .* has no --prefill-decode-interval, "):
@@ -87,8 +86,8 @@ def test_an_sglang_without_an_arm_leaves_it_out_and_says_so(
 
 def test_the_installed_sglang_is_asked() -> None:
     """Flags are named as SGLang parses them: it has all of the newer ones, or none."""
-    newer = [*INTERVAL[::2], COMPLETE[0], " ".join(SPF), " ".join(HRRN)]
-    assert find_lacking([*SPF, *HRRN, *MIXED, *INTERVAL, *COMPLETE]) in ([], newer)
+    newer = [*INTERVAL[::2], " ".join(SPF), " ".join(HRRN)]
+    assert find_lacking([*SPF, *HRRN, *MIXED, *INTERVAL]) in ([], newer)
     assert find_lacking(["--chunked-prefill-size", "512", "--no-such-flag"]) == ["--no-such-flag"]
 
 

@@ -16,7 +16,7 @@ from bench.check import emulation, verified
 from bench.compare import hol_emulated
 from bench.cost import cluster_start
 from bench.harness import arms, engines
-from bench.harness.arms import COMPLETE, MIXED, SPF, Arm, ArmError
+from bench.harness.arms import MIXED, SPF, Arm, ArmError
 from bench.harness.catalogue import BENCHES
 from bench.harness.cli import DEFAULT_SLO, Layout, numbers_of, part, read_traces, slo_of
 from bench.harness.engines import Setup
@@ -226,8 +226,8 @@ def test_layouts() -> None:
     assert Layout.parse("2+1").engines == 3
     assert "bucket" not in Layout.parse("unified-2").policies
     assert Layout.parse("unified-2:spf-mix-1024").arguments[2:] == (*SPF, *MIXED, "--chunked-prefill-size", "1024")
-    assert Layout.parse("1+1:spf-complete").arguments[4:] == (*COMPLETE, "--prefill-args", " ".join(SPF))
-    for text in ("unified-2:best", "unified-2:complete", "1+1:hrrn", "unified-2:spf-x", "unified-2:"):
+    assert Layout.parse("1+1:spf").arguments[4:] == ("--prefill-args", " ".join(SPF))
+    for text in ("unified-2:best", "1+1:spf-mix", "unified-2:spf-x", "unified-2:"):
         with pytest.raises(ArmError, match="is not known; allowed"):
             Layout.parse(text)
     for text in ("unified-x", "unified-0", "0+1", "3"):
@@ -251,8 +251,8 @@ def test_layouts_that_the_installed_sglang_lacks_are_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(arms, "find_lacking", lambda flags: ["--x-y"] if "hrrn" in flags else [])
-    given = options("--layouts", "unified-2,unified-2:hrrn,1+1:complete", "--policies", "round_robin")
-    assert [layout.name for layout, _ in baselines.arms_of(given)] == ["unified-2", "1+1:complete"]
+    given = options("--layouts", "unified-2,unified-2:hrrn,1+1:spf", "--policies", "round_robin")
+    assert [layout.name for layout, _ in baselines.arms_of(given)] == ["unified-2", "1+1:spf"]
     assert "without unified-2:hrrn: SGLang" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="none of them can be started"):
         baselines.arms_of(options("--layouts", "unified-2:hrrn"))

@@ -121,11 +121,10 @@ def test_prompts_are_sent_as_text_that_means_the_same_tokens() -> None:
         ("pd", "router:bucket", ["--prefill 4 --decode 2"], ["--prefill-disagg", "--pla-telemetry"]),
         (
             "pd",
-            "router:bucket/spf-complete",
+            "router:bucket/spf-640",
             [
                 "--prefill 4 --decode 2",
-                "--disaggregation-decode-allocation-policy prefill_complete",
-                "--prefill-args --schedule-policy shortest-prefill-first",
+                "--prefill-args --schedule-policy shortest-prefill-first --chunked-prefill-size 640",
             ],
             ["--prefill-disagg"],
         ),
@@ -152,7 +151,7 @@ def test_arms_that_share_engines() -> None:
     assert len(with_defaults) == 4
     assert all(spatial.same_engines(arm, stock[0], pairs) for arm in with_defaults)
     assert not any(spatial.same_engines(arm, stock[0], pairs) for arm in stock if "/" in arm)
-    assert spatial.same_engines("dp/spf-complete", "router:bucket/spf-complete", pairs)
+    assert spatial.same_engines("dp/spf-640", "router:bucket/spf-640", pairs)
     assert spatial.same_engines("spatial", "temporal", pairs)
     assert not spatial.same_engines("spatial", "dp", pairs)
     assert not spatial.same_engines("spatial", "temporal", Setting(layout="dp")), "pools are in the server there"
@@ -165,7 +164,7 @@ def test_arms_that_share_engines() -> None:
         ("pd", "temporal", "pla", "minimal-load"),
         ("pd", "dp", "sglang", "round_robin"),
         ("pd", "router:bucket", "sglang", "bucket"),
-        ("pd", "router:bucket/spf-complete", "sglang", "bucket"),
+        ("pd", "router:bucket/spf-640", "sglang", "bucket"),
         ("dp", "router:cache_aware/hrrn", "sglang", "cache_aware"),
         ("dp", "router:power_of_two", "sglang", "power_of_two"),
     ],
