@@ -185,5 +185,7 @@ def test_which_answers_of_a_bootstrap_server_are_understood() -> None:
 
     answer = {field.name: 0 for field in dataclasses.fields(PrefillServerInfo)}
     assert transfers.is_bootstrap_answer(answer)
+    optional = {field.name for field in dataclasses.fields(PrefillServerInfo) if field.default is None}
+    assert transfers.is_bootstrap_answer({name: value for name, value in answer.items() if name not in optional})
     assert not transfers.is_bootstrap_answer(answer | {"of_a_later_version": 0})
     assert not transfers.is_bootstrap_answer(dict(list(answer.items())[1:]))

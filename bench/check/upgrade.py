@@ -414,8 +414,11 @@ def run(options: Options) -> int:
     with measuring(), running_fleet(hosts[0], options) as fleet:
         try:
             asyncio.run(asyncio.wait_for(run_rounds(fleet, hosts, streams, rows), OVER_S * len(hosts) * 2))
-        except (ServerError, TimeoutError) as error:
-            failure = str(error) or type(error).__name__
+        except (ServerError, TimeoutError, ExceptionGroup) as error:  # the group: of the streams' tasks
+            first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            if isinstance(first, ConfigError):
+                raise first from None
+            failure = str(first) or type(first).__name__
         moves = fleet.count_moves()
     result: Row = {"bench": "upgrade", **{name: getattr(options, name) for name in SETTINGS}}
     result |= describe_streams(streams)

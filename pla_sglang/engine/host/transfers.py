@@ -34,8 +34,14 @@ def name_protocol() -> str:
 
 
 def is_bootstrap_answer(answer: Mapping[str, Any]) -> bool:
-    """Whether a bootstrap server that answers so is of this protocol, as far as that can be seen by its answer."""
-    return sorted(answer) == _bootstrap_fields()
+    """Whether a bootstrap server that answers so is of this protocol, as far as that can be seen by its answer.
+
+    A host may leave out what is None.
+    """
+    from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+
+    always = {field.name for field in dataclasses.fields(PrefillServerInfo) if field.default is not None}
+    return always <= set(answer) <= set(_bootstrap_fields())
 
 
 def _bootstrap_fields() -> list[str]:
