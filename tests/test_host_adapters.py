@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from support.fake_scheduler import FakeAdder
 
+from pla_sglang.engine import snapshot
 from pla_sglang.engine.host import batches, memory, ranks, requests, transfers
 from pla_sglang.engine.host.arguments import find_split_attention, read_fields, resolve
 from pla_sglang.testing.scheduler import make_request
@@ -127,6 +129,17 @@ def test_sampling_masks_have_no_room_beside_kv_until_it_is_made(monkeypatch: pyt
     monkeypatch.setenv("SGLANG_ENABLE_DISAGG_SAMPLING_MASK", "1")
     monkeypatch.setenv("SGLANG_DISAGGREGATION_SAMPLING_MASK_MAX_TOKENS", "7")
     assert transfers.most_mask_tokens(args) == 7
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_growth_is_what_the_host_expects_of_a_running_request(ignore_eos: bool) -> None:
+    params = SimpleNamespace(max_new_tokens=10, ignore_eos=ignore_eos)
+    req = SimpleNamespace(sampling_params=params, output_ids=[1, 2])
+    adder = SimpleNamespace(new_token_ratio=0.25)
+    expected = PrefillAdder._get_running_request_total_token_offset(adder, req)
+    assert 8 * memory.growth_ratio(req, 0.25) == expected
+    scheduler = SimpleNamespace(new_token_ratio_tracker=SimpleNamespace(current=0.25))
+    assert snapshot.expected_growth_tokens(scheduler, SimpleNamespace(reqs=[req])) == expected
 
 
 def test_arguments_that_are_resolved_in_place_stay_as_they_are() -> None:

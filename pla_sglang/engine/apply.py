@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pla_sglang.engine.host.memory import reserve_kv
+from pla_sglang.engine.host.memory import growth_ratio, reserve_kv
 from pla_sglang.engine.snapshot import chunk_remaining_tokens, output_tokens
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView
 from pla_sglang.policy.pla.class_queues import find_places
@@ -111,9 +111,8 @@ def _mix_chunk(context: PassContext, scheduler: Any) -> None:
 def _park_chunk(context: PassContext, scheduler: Any) -> None:
     chunk = scheduler.chunked_req
     context.parked = chunk
-    context.reserve_tokens = chunk_remaining_tokens(chunk) + int(
-        output_tokens(chunk) * scheduler.new_token_ratio_tracker.current
-    )
+    ratio = growth_ratio(chunk, scheduler.new_token_ratio_tracker.current)
+    context.reserve_tokens = chunk_remaining_tokens(chunk) + int(output_tokens(chunk) * ratio)
     context.lora_id = chunk.lora_id
     scheduler.chunked_req = None
 

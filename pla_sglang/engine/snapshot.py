@@ -120,13 +120,18 @@ def kv_room_tokens(scheduler: Any) -> int:
 
 def expected_growth_tokens(scheduler: Any, running_batch: Any) -> int:
     """KV tokens that the running requests will still take, by the host's own estimate."""
-    ratio = scheduler.new_token_ratio_tracker.current
-    tokens = 0
-    for req in running_batch.reqs:  # the sum of their ``output_tokens``, without its calls: this runs in every pass
-        left = req.sampling_params.max_new_tokens - len(req.output_ids)
+    guessed = certain = 0
+    # The sum of their ``output_tokens`` by ``growth_ratio``, without the calls: this runs in every pass.
+    for req in running_batch.reqs:
+        params = req.sampling_params
+        left = params.max_new_tokens - len(req.output_ids)
         if left > 0:
-            tokens += left if left < CLIP_MAX_NEW_TOKENS else CLIP_MAX_NEW_TOKENS
-    return math.ceil(tokens * ratio)
+            left = left if left < CLIP_MAX_NEW_TOKENS else CLIP_MAX_NEW_TOKENS
+            if memory.CERTAIN_GROWTH_IN_FULL and params.ignore_eos:
+                certain += left
+            else:
+                guessed += left
+    return certain + math.ceil(guessed * scheduler.new_token_ratio_tracker.current)
 
 
 def device_idle(scheduler: Any, running_batch: Any) -> bool:

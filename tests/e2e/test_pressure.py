@@ -26,8 +26,8 @@ def client(reference: Reference, temporal: Callable[..., Any]) -> Iterator[Clien
         "--disable-overlap-schedule",
         "--enable-priority-scheduling",
     )
-    # SGLang's guess of how long outputs get; far too low, so that the pool runs out while decoding.
-    env = {"SGLANG_INIT_NEW_TOKEN_RATIO": "0.05", "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": "0.1"}
+    # What SGLang expects of an answer at most; far too low, so that the pool runs out while decoding.
+    env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "6"}
     with temporal(*flags, "--max-total-tokens", str(POOL_TOKENS), admin_key=KEY, env=env) as client:
         yield client
         assert client.state()["mixed_batches"] == 0

@@ -36,7 +36,9 @@ class HopRequest(RequestFields):
         self.rid = rid
         self.origin_input_ids = list(range(prompt_tokens))
         self.output_ids: list[int] = []
-        self.sampling_params = SimpleNamespace(max_new_tokens=new_tokens, custom_params=None, stream_interval=None)
+        self.sampling_params = SimpleNamespace(
+            max_new_tokens=new_tokens, custom_params=None, ignore_eos=False, stream_interval=None
+        )
         self.return_logprob = self.return_sampling_mask = self.return_hidden_states = False
         self.return_routed_experts = self.return_indexer_topk = self.is_retracted = False
         self.session = self.session_id = self.multimodal_inputs = self.input_embeds = None

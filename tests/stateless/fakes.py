@@ -49,7 +49,7 @@ class FakeRequest(RequestFields):
         self.retracted_stain = self.is_retracted = False
         self.metadata_buffer_index = -1
         self.stream = True
-        self.sampling_params = SimpleNamespace(max_new_tokens=100, custom_params=None)
+        self.sampling_params = SimpleNamespace(max_new_tokens=100, custom_params=None, ignore_eos=False)
         self.vocab_size = 1000
         nothing = lambda: None  # noqa: E731
         self.time_stats = SimpleNamespace(

@@ -25,7 +25,7 @@ class FakeReq(RequestFields):
         self.origin_input_ids = [1] * tokens
         self.full_untruncated_fill_ids = self.origin_input_ids
         self.output_ids: list[int] = []
-        self.sampling_params = SimpleNamespace(max_new_tokens=new_tokens, custom_params=None)
+        self.sampling_params = SimpleNamespace(max_new_tokens=new_tokens, custom_params=None, ignore_eos=False)
         self.num_matched_prefix_tokens = 0
         self.retracted_stain = self.is_retracted = False
         self.ended = self.return_logprob = False

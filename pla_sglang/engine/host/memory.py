@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.managers import schedule_policy
@@ -11,6 +12,20 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 
 # Whether the prefix cache keeps what it can of a request that ends.
 _KEEP = "checkpoint" if "checkpoint" in inspect.signature(common.release_kv_cache).parameters else "is_insert"
+
+# Whether admission counts all that a running request may still generate where that is certain, as it ignores its end:
+# the host itself is asked, of two tokens at a ratio of nothing.
+CERTAIN_GROWTH_IN_FULL = bool(
+    schedule_policy.PrefillAdder._get_running_request_total_token_offset(
+        SimpleNamespace(new_token_ratio=0.0),
+        SimpleNamespace(output_ids=(), sampling_params=SimpleNamespace(max_new_tokens=2, ignore_eos=True)),
+    )
+)
+
+
+def growth_ratio(req: Any, ratio: float) -> float:
+    """Of what ``req`` may still generate, the part that admission counts where it counts ``ratio`` of most requests."""
+    return 1.0 if CERTAIN_GROWTH_IN_FULL and req.sampling_params.ignore_eos else ratio
 
 
 def release_kv(req: Any, tree_cache: Any, *, keep_prefix: bool) -> None:
