@@ -47,7 +47,8 @@ def test_responses_and_messages(cluster: dict[str, Any]) -> None:
         status, rid, answer = post(cluster, "/v1/responses", body)
         assert status == 200, answer
         assert rid in answer, "the answer has the id that the router has given"
-        assert ("response.completed" in answer) is stream
+        # An answer that ends at max_output_tokens is "incomplete" for later versions.
+        assert any(f'"response.{how}"' in answer for how in ("completed", "incomplete")) is stream
         body = MODEL | {"messages": TURN, "max_tokens": 4, "stream": stream}
         status, _, answer = post(cluster, "/v1/messages", body)
         assert status == 200, answer
