@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -106,8 +107,9 @@ def test_a_bench_says_where_its_result_is(tmp_path: Path, as_json: bool) -> None
     assert status == 0
     where, *rest = shown.splitlines()
     assert where == f"result: {tmp_path}/some.json"  # longer than the line, and whole
-    assert [json.loads(line) for line in rest] == [{"seed": 1, "complete": True}] * as_json
-    assert json.loads((tmp_path / "some.json").read_text()) == {"seed": 1, "complete": True}
+    result = {"sglang": version("sglang"), "seed": 1, "complete": True}
+    assert [json.loads(line) for line in rest] == [result] * as_json
+    assert json.loads((tmp_path / "some.json").read_text()) == result
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

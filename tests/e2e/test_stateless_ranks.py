@@ -111,12 +111,13 @@ def test_kv_of_another_adapter_is_refused_on_all_ranks(pair: Pair, prompts: list
 
 def test_requests_that_are_retracted_come_back(pair: Pair, prompts: list[Prompt]) -> None:
     """Whole requests and decode legs fill the pool of the instance that they decode at, which takes some out again."""
+    # Mostly legs: of whole requests that ignore their end later SGLang admits no more than fit to the end.
     bodies = BODIES[:2]
     for source, target in ((pair.first, pair.second), (pair.second, pair.first)):
         alone = [target.client.ask(prompts[3], CROWD_TOKENS, **body)["output_ids"] for body in bodies]
-        whole = [target.client.submit(prompts[3], CROWD_TOKENS, **body) for body in bodies * 5]
-        legs = [pair.submit(source, target, prompts[3], CROWD_TOKENS, **body)[1] for body in bodies * 4]
-        assert (outputs(whole), outputs(legs)) == (alone * 5, alone * 4)
+        whole = [target.client.submit(prompts[3], CROWD_TOKENS, **body) for body in bodies * 3]
+        legs = [pair.submit(source, target, prompts[3], CROWD_TOKENS, **body)[1] for body in bodies * 10]
+        assert (outputs(whole), outputs(legs)) == (alone * 3, alone * 10)
         retracted = sum(request.result()["meta_info"]["num_retractions"] for request in (*whole, *legs))
         assert retracted > 0, "the pool was never full"
     pair.assert_at_rest()
