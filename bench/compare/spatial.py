@@ -35,10 +35,9 @@ from bench.harness.report import (
     emit,
     emulated_conditions,
     environment,
-    installed_sglang,
     markdown,
     print_lines,
-    say,
+    say_left_out,
     scale_text,
     show,
     yes_no,
@@ -175,7 +174,7 @@ def run(options: argparse.Namespace) -> int:
         forms.check_arm(arm, setting)
     left_out = {arm: lacking for arm in arms if (lacking := forms.find_lacking(arm, setting))}
     for arm, lacking in left_out.items():
-        say(f"without {arm}: SGLang {installed_sglang()} has no {', '.join(lacking)}")
+        say_left_out(arm, lacking)
     arms = [arm for arm in arms if arm not in left_out]
     keys = keys_of(arms, works, setting, options)
     steps = Steps(options.out / f"spatial-{setting.layout}.steps.jsonl", options.budget_s)

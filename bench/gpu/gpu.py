@@ -12,11 +12,9 @@ order of their worth; ``results.json`` and the pictures are written anew after e
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from bench.harness.arms import OURS, RIDE, STOCK
 from bench.harness.bench import measuring
 from bench.harness.cli import add_dataset, dataset_of
 from bench.harness.figures import COLOURS, draw_bars, panels
-from bench.harness.report import emit, environment
+from bench.harness.report import emit, environment, installed_version
 from pla_sglang.errors import ConfigError
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sglang-kernel", "pla-sglang")
@@ -95,12 +93,6 @@ def count_differing(wanted: Mapping[str, Any], seen: Mapping[str, Any]) -> list[
     passes = zip(wanted["first_tokens"], seen["first_tokens"], strict=False)
     differ = [one != other for of_pass in passes for one, other in zip(*of_pass, strict=True)]
     return [sum(differ), len(differ)]
-
-
-def installed_version(package: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
 
 
 def write(result: dict[str, Any], out: Path) -> None:

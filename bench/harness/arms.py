@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.harness.bench import BenchError
-from bench.harness.report import installed_sglang, say
+from bench.harness.report import installed_sglang, say_left_out
 from pla_sglang.cluster.engine_flags import flags_of_sglang, read_argument_sources
 
 STOCK = "stock"
@@ -146,7 +146,7 @@ def startable(names: Sequence[str]) -> list[str]:
     """Without the arms of stock that the installed SGLang cannot be started as, which are said."""
     left_out = {name: lacking for name in names if (lacking := find_lacking(STOCK_PRESETS.get(name, ())))}
     for name, lacking in left_out.items():
-        say(f"without {name}: SGLang {installed_sglang()} has no {', '.join(lacking)}")
+        say_left_out(name, lacking)
     return [name for name in names if name not in left_out]
 
 

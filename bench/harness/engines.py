@@ -22,7 +22,7 @@ from bench.harness.arms import Arm, find_lacking, platform_overlay
 from bench.harness.bench import measuring
 from bench.harness.cli import add_budget, emulation_flags
 from bench.harness.replay import MAX_LAG_MS, Planned, Record, Replay, count_wrong, lag_s, require_answers, served
-from bench.harness.report import environment, installed_sglang, say
+from bench.harness.report import environment, say, say_left_out
 from bench.harness.servers import count_passes, host_overhead_share, read_boundary, read_device
 from bench.harness.steps import Row, Steps
 from pla_sglang.errors import ConfigError
@@ -78,7 +78,7 @@ def choose(named: str | None, arms: Mapping[str, Arm], peer_python: str | None) 
         elif peer_python is not None:
             chosen.append(replace(arms[name], peer=True))
         elif named is None:
-            say(f"without {name}: SGLang {installed_sglang()} has no {', '.join(lacking)}")
+            say_left_out(name, lacking)
         else:
             raise ConfigError(f"--arms {name!r} needs {', '.join(lacking)} of a newer SGLang: give --peer-python")
     if not names:

@@ -65,9 +65,20 @@ def environment() -> dict[str, Any]:
     }
 
 
-def installed_sglang() -> str:
+def installed_version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def installed_sglang() -> str | None:
     """Version of the SGLang beside this Python, which engines of a bench run on, those of peers apart."""
-    return importlib.metadata.version("sglang")
+    return installed_version("sglang")
+
+
+def say_left_out(arm: str, lacking: Sequence[str]) -> None:
+    """That the installed SGLang cannot be started as ``arm``."""
+    say(f"without {arm}: SGLang {installed_sglang()} has no {', '.join(lacking)}")
 
 
 def _hardware() -> str:

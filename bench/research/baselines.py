@@ -25,7 +25,7 @@ from bench.harness.bench import Result, measuring
 from bench.harness.cli import PD_POLICIES, Layout
 from bench.harness.figures import COLOURS, panels
 from bench.harness.replay import figures, generate_body, plan, replay, text_body
-from bench.harness.report import environment, installed_sglang, say, yes_no
+from bench.harness.report import environment, say, say_left_out, yes_no
 from bench.harness.servers import flush_cache, host_overhead_share, read_devices, running_cluster
 from bench.harness.steps import Row, Steps
 from pla_sglang.errors import ConfigError
@@ -51,7 +51,7 @@ def arms_of(options: argparse.Namespace) -> list[tuple[Layout, str]]:
             raise ConfigError(f"--policies {policy!r} is not known; allowed: {', '.join(PD_POLICIES)}")
     for layout in map(Layout.parse, options.layouts.split(",")):
         if layout.lacking:
-            say(f"without {layout.name}: SGLang {installed_sglang()} has no {', '.join(layout.lacking)}")
+            say_left_out(layout.name, layout.lacking)
             continue
         # One prefill and one decode engine leave a router nothing to choose.
         chosen = (

@@ -47,7 +47,7 @@ def contests_of(options: Options) -> list[Contest]:
     contests: list[Contest] = []
     lacking = find_lacking(INTERVAL)
     if lacking:
-        report.say(f"without {PAUSED}: SGLang {report.installed_sglang()} has no {', '.join(lacking)}")
+        report.say_left_out(PAUSED, lacking)
     for name in options.workloads.split(","):
         load = load_workload(name, options)
         stock = choose_startable(load, options)

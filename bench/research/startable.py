@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.harness import report
-from bench.harness.arms import has_order
+from bench.harness.arms import ORDER, has_order
 from bench.research.highest_rate import TARGET, Contest, LiveArm, Options
 from pla_sglang.sim.experiment import run_experiment
 from pla_sglang.sim.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
@@ -23,8 +23,8 @@ ROUTERS = ("least-tokens", "cache-aware")
 def startable_arms() -> list[FleetArm]:
     """Orders of prefills that are not there are left out, and said."""
     missing = [order for order in ORDERS if not has_order(order)]
-    if missing:
-        report.say(f"without {', '.join(missing)}: SGLang {report.installed_sglang()} has no such order of prefills")
+    for order in missing:
+        report.say_left_out(order, [f"{ORDER} {order}"])
     return [
         FleetArm(router, mixed=mixed, chunk_tokens=chunk_tokens, order=order)
         for order in ORDERS

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fakes import FakeBatch, FakeRequest
 from receive_scene import PEER, FakeReceiver, ReceiveScene
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from support.fake_scheduler import FakeAdder
 
 from pla_sglang.engine import backlog
@@ -356,16 +357,15 @@ def test_idle_means_without_legs(idle: bool, busy: bool, wanted: bool) -> None:
     assert hooks.after_is_fully_idle(idle, scheduler, True) is None, "a health check asks for passes"
 
 
-def test_growth_of_received_requests_is_kept_out_of_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growth_of_received_requests_is_kept_out_of_prefills() -> None:
     engine = engine_of_fakes()
     long, short = FakeRequest("a"), FakeRequest("b")
     long.sampling_params.max_new_tokens = 100_000
     engine.receiver.requests_with_memory = lambda: [long, short]  # type: ignore[method-assign]
-    monkeypatch.setattr(host, "longest_answer_tokens", lambda: 4096)
     adder: Any = FakeAdder()
     adder.new_token_ratio = 0.5
     engine.reserve_growth(adder)
-    assert adder.withheld_tokens == (0.5 * (4096 + 100), 0)
+    assert adder.withheld_tokens == (0.5 * (CLIP_MAX_NEW_TOKENS + 100), 0)
 
 
 # -- what happens to one leg happens to no other -----------------------------------------------------------------------

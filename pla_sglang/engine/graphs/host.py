@@ -1,9 +1,8 @@
 """Forward passes of the host under capture: padded batches, the decoder body that is captured, the tail that is not.
 
 As in SGLang's own full prefill graphs, a graph holds the decoder body, and logits are computed after it on the live
-batch: so any number of logits, logprobs and grammars work as ever. Written against 0.5.17 and
-0.5.23; on 0.5.23 only the CPU double has run it, so nothing there is known of the CUDA recorder, of fa3 and flashinfer,
-and of what the host's own runner asks of a pretended batch.
+batch: so any number of logits, logprobs and grammars work as ever. Written against 0.5.17 and 0.5.23, each of which has
+run it on an H100 with fa3 (docs/benchmarks/gpu.md); flashinfer has not.
 """
 
 from __future__ import annotations

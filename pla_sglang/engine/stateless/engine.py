@@ -17,6 +17,7 @@ from pla_sglang.engine.hops.holder import Holder
 from pla_sglang.engine.hops.parts import Hops
 from pla_sglang.engine.host.memory import growth_ratio, reserve_kv
 from pla_sglang.engine.host.transfers import name_protocol
+from pla_sglang.engine.snapshot import output_tokens
 from pla_sglang.engine.stateless import host
 from pla_sglang.engine.stateless.adapters import AdapterPlaces
 from pla_sglang.engine.stateless.admission import admit_received
@@ -309,10 +310,8 @@ class StatelessEngine:
 
     def reserve_growth(self, adder: Any) -> None:
         """Take the growth of requests that will soon decode off what a prefill pass may admit."""
-        clip_tokens = host.longest_answer_tokens()
         for req in (*self.receiver.requests_with_memory(), *self.hops.holder.list_growing()):
-            left = min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), clip_tokens)
-            reserve_kv(adder, left * growth_ratio(req, adder.new_token_ratio))
+            reserve_kv(adder, output_tokens(req) * growth_ratio(req, adder.new_token_ratio))
 
     def state(self) -> dict[str, Any]:
         """Plain values only (it travels as msgpack). The first three are agreed with the router."""

@@ -324,10 +324,3 @@ def start_bootstrap_server(server_args: Any) -> Any:
     backend = TransferBackend(server_args.disaggregation_transfer_backend)
     server_class = get_kv_class(backend, KVClassType.BOOTSTRAP_SERVER)
     return server_class(host=server_args.host, port=server_args.disaggregation_bootstrap_port)
-
-
-def longest_answer_tokens() -> int:
-    """More answer tokens than these the host does not expect of anybody when it admits prefills."""
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
-    return int(CLIP_MAX_NEW_TOKENS)
