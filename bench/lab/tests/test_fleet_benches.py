@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from bench.check.consistency import unfit_capacities
 from bench.harness.bench import ROOT
 from bench.harness.catalogue import BENCHES
 from bench.harness.publish import page_of, replace
@@ -18,6 +17,7 @@ from bench.harness.steps import Steps
 from bench.lab.cells import CellRunner, data_folder, files_behind
 from bench.lab.fleets import by_request, policies
 from bench.lab.fleets.__main__ import COMMANDS, RESULTS, page_texts
+from bench.lab.kept import unfit_capacities
 from bench.lab.named_workloads import available, workload
 from pla_sglang.errors import ConfigError
 
