@@ -33,12 +33,12 @@ from bench.harness.bench import Result
 from bench.harness.comparison import Comparison, Measured, add_comparison, arms_page, prepare_comparison
 from bench.harness.figures import panels
 from bench.harness.fleet import Fleet, Solo, final_state, measure_last_chunk, measure_solo, run_request_rounds
+from bench.harness.latency import spread
+from bench.harness.load_client import Request
 from bench.harness.report import conditions, describe_rounds, inverse, markdown, spread_text, stdout
 from bench.harness.stats import Runs, last_token_ratio, per_round
 from bench.harness.workload import PATTERNS, HolShape, hol_requests
 from pla_sglang.legend.colours import CLASS_COLOURS
-from pla_sglang.metrics.latency import spread
-from pla_sglang.testing.load_client import Request
 
 # On the demo model and one core: a long takes 0.7 to 1.0 s alone, a comparison of two arms under six minutes.
 CPU_SCALE = 5.0
