@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.policy.dopd.load import LoadSample
+from pla_sglang.policy.common.load_meter import LoadSample
 from pla_sglang.policy.dopd.planner import Planner
 from pla_sglang.sim.named_workloads import WORKLOADS, workload
 from pla_sglang.workload import Trace

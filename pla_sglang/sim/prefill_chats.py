@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from pla_sglang.metrics.goodput import Slo
-from pla_sglang.policy.baselines.dispatch import CacheAware, RoundRobin, least_tokens
+from pla_sglang.policy.baselines.dispatch import CacheAware, RoundRobin
+from pla_sglang.policy.common.dispatch import least_tokens
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.graphs.choose import LARGEST_TOKENS

@@ -15,8 +15,8 @@ from support.traces import write_plain
 from bench.research.fleets import by_request, forecast
 from bench.research.fleets.forecast import Cell, forecast_gpu_hours, measure_cell, winner
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.dopd.forecast import LastValue
-from pla_sglang.policy.dopd.load import LoadMeter, LoadSample
+from pla_sglang.policy.common.forecast import LastValue
+from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.sim.interval_plans import (
     STARTUP_S,

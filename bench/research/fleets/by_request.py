@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.harness.steps import Row
-from pla_sglang.policy.dopd.forecast import Forecaster, LastValue, Oracle
+from pla_sglang.policy.common.forecast import Forecaster, LastValue, Oracle
 from pla_sglang.sim.experiment import Experiment, ExperimentResult, run_experiment
 from pla_sglang.sim.named_workloads import WORKLOADS, Workload, workload
 

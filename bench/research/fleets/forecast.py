@@ -26,9 +26,9 @@ from bench.research.cells import CellRunner, data_folder
 from bench.research.fleets import by_request
 from bench.research.fleets.tables import Table, mark_best
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.dopd.arima import ArimaForecaster
-from pla_sglang.policy.dopd.forecast import Forecaster, HoltWinters, HoltWintersKnobs, LastValue, RecentPeak
-from pla_sglang.policy.dopd.load import LoadSample
+from pla_sglang.policy.common.arima import ArimaForecaster
+from pla_sglang.policy.common.forecast import Forecaster, HoltWinters, HoltWintersKnobs, LastValue, RecentPeak
+from pla_sglang.policy.common.load_meter import LoadSample
 from pla_sglang.policy.registry import FORECASTERS as CANDIDATES  # what ``Setup.forecaster`` knows by name
 from pla_sglang.sim import interval_plans
 from pla_sglang.sim.interval_plans import Forecasts, History, cheapest, fixed_fleet, planner_for

@@ -16,9 +16,9 @@ from bench.research.papers.context import Context, describe, trace_named
 from bench.research.papers.finding import Claim, Finding, Point, Row, listed, number, ordered, points_of
 from pla_sglang.metrics.goodput import goodput
 from pla_sglang.policy.baselines.dispatch import MinimalLoad
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.concurrency import Device, decode_concurrency
 from pla_sglang.policy.dopd.ratio import optimal_ratio
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles import load_profile
