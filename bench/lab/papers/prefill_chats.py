@@ -16,7 +16,8 @@ import numpy as np
 from bench.harness.talks import Dataset
 from bench.lab.world import MakeEngine, Steady, World, steady
 from pla_sglang.metrics.goodput import Slo
-from pla_sglang.policy.baselines.dispatch import CacheAware, RoundRobin, least_tokens
+from pla_sglang.policy.baselines.dispatch import CacheAware, RoundRobin
+from pla_sglang.policy.common.dispatch import least_tokens
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.graphs.choose import LARGEST_TOKENS
