@@ -142,7 +142,7 @@ def _load(point: EntryPoint) -> FleetPolicy:
     """Imports the package. Raises ConfigError."""
     try:
         offered = point.load()
-    except Exception as error:  # as in ``build``
+    except Exception as error:  # of others, as in ``build``
         raise ConfigError(f"{_subject(point)} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(offered, FleetPolicy):
         raise ConfigError(f"{_subject(point)} is a {type(offered).__name__}; allowed: a registry.FleetPolicy")

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from pla_sglang.errors import PlaError
 from pla_sglang.policy.pla.graphs.layouts import Bucket
 from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 
 
-class CaptureError(RuntimeError):
+class CaptureError(PlaError, RuntimeError):
     """A forward pass cannot be recorded. ``failure``: at which step; the message gives the cause."""
 
     def __init__(self, failure: CaptureFailure, cause: str) -> None:

@@ -199,8 +199,8 @@ class RequestDispatcher:
         try:
             return self._choose(record, now_s)
         except Exception:
-            # The one place that catches everything. A policy's mistake on one request must end that one alone: passed
-            # on, it would end the relay's connection, and so every request of that relay, or stop the queue.
+            # A policy's mistake on one request must end that one alone: passed on, it would end the relay's
+            # connection, and so every request of that relay, or stop the queue.
             logger.exception("request %s cannot be dispatched", record.rid)
             self._drop(record, Verdict(False, AdmissionReason.FAULT))
             return True

@@ -260,9 +260,7 @@ class Survival:
                 record.arrived_at_policy = True
                 runner.arrive(record.view, now_s)
             choice = runner.choose(record.view, now_s)
-        except (
-            Exception
-        ):  # as in ``RequestDispatcher._dispatch``: a policy's mistake must not end the relay's connection
+        except Exception:  # a policy's mistake must not end the relay's connection
             logger.exception("request %s cannot go on", record.rid)
             return None
         if not isinstance(choice, Choice):

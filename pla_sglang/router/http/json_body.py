@@ -12,6 +12,7 @@ import re
 
 import msgspec
 
+from pla_sglang.errors import PlaError
 from pla_sglang.reserved import describe_reserved, is_reserved_param
 from pla_sglang.router.wire.inference import PATHS, InferencePath
 from pla_sglang.router.wire.messages import Endpoint
@@ -36,7 +37,7 @@ _INNER = re.compile(rb"\[[^][{}]*\]|\{[^][{}]*\}")
 _FIRST = re.compile(rb"[ \t\r\n]*[^ \t\r\n]").match  # up to the first byte that is no blank
 
 
-class BadBody(Exception):
+class BadBody(PlaError):
     """The client is told, with ``status``. ``code`` is a word for counters and the answer's type."""
 
     def __init__(self, code: str, message: str, status: int = 400) -> None:
