@@ -1,8 +1,8 @@
 """The configuration of a server: one frozen, self-checking dataclass, and its way into child processes.
 
-The only place where our flags are read from the command line and the environment. A checked config travels from the
-process that parsed the command line to every process SGLang spawns as JSON in one environment variable, because
-SGLang's own ``ServerArgs`` takes no foreign fields.
+The flags of a server are read here alone. A checked config travels from the process that parsed the command line to
+every process SGLang spawns as JSON in one environment variable, because SGLang's own ``ServerArgs`` takes no foreign
+fields.
 """
 
 from __future__ import annotations

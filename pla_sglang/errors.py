@@ -41,7 +41,7 @@ from http import HTTPStatus
 
 
 class PlaError(Exception):
-    """Root of every error that pla_sglang raises on purpose."""
+    """Root of our exception classes, but for those that FastAPI must know as its own."""
 
 
 class ConfigError(PlaError, ValueError):
