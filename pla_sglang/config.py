@@ -207,11 +207,6 @@ class PlaConfig:
         "tests of routers.",
         allowed=Range(0, 1, "of all transfers"),
     )
-    metrics_old_names: bool = knob(
-        False,
-        "--pla-metrics-old-names",
-        "Our series at /metrics are named pla:*, as in 0.1, in place of pla_*. For one release.",
-    )
     role: str = knob(
         "mixed",
         "--pla-role {mixed,short,long}",

@@ -154,7 +154,7 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     )
     if scheduler.metrics_collector_context.enable_metrics:
         labels = dict(scheduler.metrics_collector.labels)
-        series = LabelledSeries(labels, old_names=pla_config.current().metrics_old_names)
+        series = LabelledSeries(labels)
         mine.series = Series(series, profile.name, mine.time_scale)
     info["pla_emulation"] = {"profile": profile.name, "time_scale": mine.time_scale, "source": profile.source}
     return info

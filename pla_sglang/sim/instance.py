@@ -187,7 +187,6 @@ class Instance:
         self._looking = False
         if self.queue.under_way is not None or self.decoding.segment is not None or not self.alive:
             return
-        self._take_in()
         self._part()
         self._join()
         self._admit_incoming()
@@ -202,9 +201,6 @@ class Instance:
         else:
             self._rest(release_s)
         self.report.update()
-
-    def _take_in(self) -> None:
-        """Who has arrived: here they are in the queue from their submission on."""
 
     def _rest(self, release_s: float | None) -> None:
         """Nothing to run; the policy is asked again at ``release_s`` at the latest."""

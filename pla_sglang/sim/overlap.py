@@ -79,7 +79,12 @@ class OverlappedInstance(Instance):
         super()._look()
         self.queue.share_ended()
 
+    def _part(self) -> None:
+        self._take_in()
+        super()._part()
+
     def _take_in(self) -> None:
+        """Who has arrived since the host last looked joins the queue; what it was told of is begun."""
         now_s = self._kernel.now_s
         for request in self.queue.take_seen(self._seen_s()):
             if not request.waiting.seen:

@@ -132,12 +132,8 @@ class Migration:
         self._tasks.spawn(self._hold(move))
         return None
 
-    def count_moves(self) -> int:
-        """Those under way."""
-        return len(self._moves)
-
     def count_leaving(self, source: Worker) -> int:
-        """Those under way that leave ``source``."""
+        """Moves under way that leave ``source``."""
         return sum(move.source is source for move in self._moves.values())
 
     def count_unbooked(self, target: Worker) -> int:

@@ -104,7 +104,6 @@ class Continuation(enum.IntEnum):
         member._value_, member.label = number, label
         return member
 
-    RESUME = 0, "resume"  # where it is held
     PULL = 1, "pull"  # another instance receives the KV of the held request
     REDO = 2, "redo"  # another instance computes prompt and answer so far again
 
