@@ -316,12 +316,12 @@ class PlaConfig:
 
     @property
     def reports(self) -> bool:
-        """Whether schedulers push load reports."""
+        """True if schedulers push load reports."""
         return self.telemetry is not None or self.controller_folder is not None
 
     @property
     def graphs(self) -> bool:
-        """Whether there may be prefill graphs of ours."""
+        """True if there may be prefill graphs of ours."""
         return self.graph_layout != "off" and (self.enabled or self.graph_layout != "auto")
 
     def for_device(self, device: str) -> PlaConfig:
@@ -371,7 +371,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def read_server_keys(args: argparse.Namespace) -> ServerKeys:
-    """Of a command line that SGLang's parser has read. Raises ConfigError."""
+    """Reads them from a command line that SGLang's parser has read. Raises ConfigError."""
     options = argparse.Namespace(**vars(args))
     for field in dataclasses.fields(ServerKeys):
         if (typed := getattr(args, field.name, None)) is not None:

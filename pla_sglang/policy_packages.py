@@ -101,7 +101,7 @@ def find_live_policy(name: str, knobs: Sequence[str] = ()) -> FleetPolicy:
 
 
 def moves_requests(name: str, *, migrates: bool) -> bool:
-    """Whether the policy orders moves of running requests in a fleet of stateless instances; ``migrates``: the router
+    """True if the policy orders moves of running requests in a fleet of stateless instances; ``migrates``: the router
     can move them. Raises ConfigError as ``build``."""
     return build(name, _trial_setup(stateless=True, migrates=migrates, scales=False)).moves_requests()
 

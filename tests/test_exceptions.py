@@ -1,4 +1,4 @@
-"""What is said about exceptions: the tree in ``errors.py``, and the list in CONTRIBUTING.md of where everything is caught."""
+"""The tree of exceptions in ``errors.py``, and the list in CONTRIBUTING.md of where everything is caught."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ NODE = re.compile(r"^(?P<lines>[│├└─ ]*)(?P<name>\w+)(?: {2,}(?P<meaning
 def catches_everything(node: ast.AST) -> bool:
     """True for an ``except`` without a class, or with one that has nearly all others below it, and for ``suppress``."""
     if isinstance(node, ast.ExceptHandler):
-        return node.type is None or bool(BROAD & {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)})
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress") and bool(
-        BROAD & {ast.unparse(arg) for arg in node.args}
+        return node.type is None or bool(
+            BROAD & {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
+        )
+    return (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("suppress")
+        and bool(BROAD & {ast.unparse(arg) for arg in node.args})
     )
 
 

@@ -46,7 +46,7 @@ class MemoryUse(NamedTuple):
     scratch_bytes: int
 
 
-class Recording(Protocol):
+class RecordedPass(Protocol):
     """One recorded forward pass. It reads and writes the addresses that it was recorded with."""
 
     memory: MemoryUse
@@ -65,7 +65,7 @@ class Recorder(Protocol):
 
     @property
     def result_bytes(self) -> int:
-        """Of the buffer of results that recordings share."""
+        """Size of the buffer of results that recordings share."""
         ...
 
     def session(self) -> AbstractContextManager[None]:
@@ -76,7 +76,7 @@ class Recorder(Protocol):
         """The host's attention backend as forward passes under ``record`` are to use it."""
         ...
 
-    def record(self, forward: Callable[[], torch.Tensor]) -> Recording:
+    def record(self, forward: Callable[[], torch.Tensor]) -> RecordedPass:
         """Record ``forward``, [tokens, hidden size]; may run it several times. Raises CaptureError."""
         ...
 
@@ -92,7 +92,7 @@ class ShapeSource(Protocol):
         """``prepare`` and what it returns are called inside one; recordings are replayed after it."""
         ...
 
-    def prepare(self, bucket: Bucket) -> Callable[[], Recording]:
+    def prepare(self, bucket: Bucket) -> Callable[[], RecordedPass]:
         """Everything up to the warm-up, without collectives; the result records. Either raises CaptureError."""
         ...
 
@@ -101,7 +101,7 @@ class ShapeSource(Protocol):
         ...
 
     def attention_bytes(self, slots: int) -> int:
-        """Of the attention buffers for so many request slots; where there are none yet, about what they will take."""
+        """Size of the attention buffers for so many request slots; without any yet, about what they will take."""
         ...
 
     def release(self, slots: int) -> None:

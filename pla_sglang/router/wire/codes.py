@@ -94,7 +94,7 @@ class RetryReason(enum.IntEnum):
     INSTANCE_FULL = 2  # an instance refused it for load, before it did anything; all instances hold nothing
 
 
-class Continuation(enum.IntEnum):
+class MoveKind(enum.IntEnum):
     """How a request goes on."""
 
     label: str

@@ -80,7 +80,7 @@ def test_a_request_is_placed_and_moved_when_its_prefill_is_done() -> None:
             first_token(one, "r")
             await one.until(lambda: orders(one))
             [order] = orders(one)
-            assert (order.source, order.target, order.how) == (prefill.number, decode.number, m.Continuation.PULL)
+            assert (order.source, order.target, order.how) == (prefill.number, decode.number, m.MoveKind.PULL)
             assert order.reason == "baseline.minimal_load"
             one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.01))
             await one.until(lambda: done(one, prefill) == ["hold", "commit"])
