@@ -1,4 +1,4 @@
-"""Reads SGLang's scheduler; the only module of the engine driver that knows the host's field names for reading.
+"""What a pass is decided on, read from SGLang's scheduler.
 
 What versions of SGLang name otherwise stands in ``engine/host/``.
 """

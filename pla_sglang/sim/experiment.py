@@ -24,7 +24,7 @@ from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPredi
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
 from pla_sglang.sim.config import Flip, InstanceSpec, Policies, SimConfig
-from pla_sglang.sim.engine_knobs import Answers, EngineKnobs
+from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.host import NO_HOST, HostKnobs
 from pla_sglang.sim.network import NetworkKnobs
 from pla_sglang.sim.simulation import Progress, RunResult, Simulation
@@ -89,8 +89,8 @@ class Experiment:
         allowed=Choice(DEADLINES),
     )
     slots: int = knob(1024, "--slots", "requests that run in an engine at once", allowed=COUNT)
-    answers: Answers = knob(
-        Answers.DROPPED, "--answers {dropped,kept,returned}", "what becomes of the KV of answers in conversations"
+    answers: AnswerCaching = knob(
+        AnswerCaching.DROPPED, "--answers {dropped,kept,returned}", "what becomes of the KV of answers in conversations"
     )
     kv_capacity_tokens: int | None = knob(None, "--kv-capacity-tokens", "default: the profile's", allowed=COUNT)
     bandwidth_bytes_per_s: float = knob(

@@ -53,7 +53,7 @@ class Service:
         self._series: Series | None = None
         if args.enable_metrics:
             labels = {"model_name": args.served_model_name}
-            self._series = Series(LabelledSeries(labels, old_names=config.metrics_old_names))
+            self._series = Series(LabelledSeries(labels))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

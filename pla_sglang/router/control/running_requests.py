@@ -28,7 +28,7 @@ LEAST_INTERVAL_S = 0.02  # of wall time; instances refuse less
 
 
 class RunningRequests:
-    """See the module.
+    """Joins the rows of load reports with the router's own records.
 
     Args:
         orders: knows which requests rest.

@@ -131,7 +131,7 @@ class Worker:
         return max(self.heard_s, self.unasked_s)
 
     def may_come_back(self) -> bool:
-        """Whether another process at its address would be served, if this one is gone."""
+        """True if another process at its address would be served, if this one is gone."""
         drained = self.state is WorkerState.DRAINING and self.reason is not WorkerReason.ENDING
         return not (self.leaves or drained or (self.wants_drain and self.expected_identity))
 
@@ -262,7 +262,7 @@ class WorkerTable:
         raise WorkerError(f"no worker {name!r}", status=404)
 
     def can_serve(self, excluded: Container[InstanceView] = ()) -> bool:
-        """Whether a request could be sent somewhere now, other than to those ``excluded``."""
+        """True if a request could be sent somewhere now, other than to those ``excluded``."""
         kinds = {view.kind for view in self.fleet.ready if view not in excluded}
         return bool(kinds & {InstanceKind.UNIFIED, InstanceKind.STATELESS}) or kinds >= {
             InstanceKind.PREFILL,
