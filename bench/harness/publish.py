@@ -71,9 +71,10 @@ def publish(name: str, source: Path, root: Path, pages: dict[str, tuple[Bench, M
     kept = root / bench.results_folder / (bench.results or ("emulated" if "profile" in result else measured_on))
     kept.mkdir(parents=True, exist_ok=True)
     (kept / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    picture = source.with_suffix(".png")
-    if picture.exists() and picture.resolve() != (kept / f"{name}.png").resolve():
-        shutil.copy(picture, kept / f"{name}.png")
+    for ending in (".png", "-queue.png"):
+        picture, copy = source.with_name(f"{source.stem}{ending}"), kept / f"{name}{ending}"
+        if picture.exists() and picture.resolve() != copy.resolve():
+            shutil.copy(picture, copy)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
