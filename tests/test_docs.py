@@ -44,7 +44,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or there.suffix != ".md" or anchor in anchors(there), target
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/policies/*.md")), ids=named)
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/reference/policies/*.md")), ids=named)
 def test_tables_of_the_papers_name_code_that_exists(page: Path) -> None:
     """Where a line of a paper is, as ``Class.method`` or ``module.function``."""
     text = FENCED.sub("", page.read_text(encoding="utf-8"))

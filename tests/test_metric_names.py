@@ -19,7 +19,7 @@ from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+OPERATIONS = (ROOT / "docs/reference/server.md").read_text(encoding="utf-8")
 
 SCRAPE = """
 import asyncio, json, sys
@@ -157,5 +157,5 @@ def test_a_query_finds_its_series(where: str, query: str, scraper: str) -> None:
 
 def router_names() -> set[str]:
     """As documented; tests/router holds the router to them."""
-    page = (ROOT / "docs/router.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/router.md").read_text(encoding="utf-8")
     return {stored_name(name, kind) for name, kind in documented_names(page, "pla_router_").items()}

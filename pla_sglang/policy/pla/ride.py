@@ -36,7 +36,7 @@ from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, 
 from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.reserve import is_kv_short
 
-SHORT_STEPS = 2  # with 3, half as many again were thrown out on mooncake (docs/policies/temporal.md)
+SHORT_STEPS = 2  # with 3, half as many again were thrown out on mooncake (docs/reference/policies/temporal.md)
 
 PROBE_PASSES = 256  # where riding takes twice as long as not, the probes take 0.4 % of the device
 
