@@ -21,7 +21,7 @@ from pla_sglang.profile import ProfileConfig
 from pla_sglang.simulate import SimulateConfig
 
 COMMANDS: dict[str, tuple[type, str]] = {
-    "serve": (PlaConfig, "Besides every flag of SGLang. [What they do together](server.md#flags)"),
+    "serve": (PlaConfig, "Besides every flag of SGLang. [What they do together](../guide/one-server.md#which-flags)"),
     "router": (RouterConfig, "[The router](router.md), [its control plane](control.md)"),
     "cluster": (LaunchConfig, "What it does not know goes to every engine. [A cluster](cluster.md)"),
     "simulate": (SimulateConfig, "[The simulator](simulator.md)"),
