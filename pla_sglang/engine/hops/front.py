@@ -1,4 +1,4 @@
-"""Which streams the HTTP process marks, and what stands around them. See docs/reference/migration.md."""
+"""Which streams the HTTP process marks, and what stands around them. See docs/protocol.md."""
 
 from __future__ import annotations
 
