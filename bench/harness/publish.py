@@ -1,9 +1,9 @@
-"""Write the tables of README.md, docs/ and bench/lab/docs/ from the JSON files that benches left behind.
+"""Write the tables of docs/ and bench/lab/docs/ from the JSON files that benches left behind.
 
     python -m bench publish hol=bench_out/hol.json overload=bench_out/overload.json ...
 
 NAME is a pair of markers on one page, ``<!-- results:NAME -->`` and ``<!-- /results:NAME -->``; what stands between
-them is replaced. ``hol`` fills the headline of README.md as well. The JSON files are copied to
+them is replaced. ``hol`` fills the headline as well. The JSON files are copied to
 ``bench/results/FOLDER/NAME.json``, those of the lab to ``bench/lab/results``, pictures beside them too, so that every
 figure on a page can be looked up.
 """
@@ -22,7 +22,7 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.reading import read_json
 
 FOLDERS = ("docs", "bench/lab/docs")  # of the pages
-HEADLINE = "headline"  # the marker in README.md, filled from the same file as ``hol``
+HEADLINE = "headline"  # the marker in docs/results.md, filled from the same file as ``hol``
 
 
 def all_pages() -> dict[str, tuple[Bench, MakePage]]:

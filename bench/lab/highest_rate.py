@@ -102,7 +102,7 @@ class Contest:
         return settings | {"load": self.load.name, "arm": self.arm.as_json(), "rung": rung}
 
     def experiment(self) -> Experiment:
-        """Arms that hand KV cache over place decodes as the router does (docs/simulator.md)."""
+        """Arms that hand KV cache over place decodes as the router does (docs/reference/simulator.md)."""
         apart = self.arm.kind != UNIFIED
         return dataclasses.replace(
             self.arm.fleet.experiment(self.load.slo),

@@ -1,6 +1,6 @@
 """The named workloads: requests, their targets, and what a search for a fleet's limits needs to know of them.
 
-Recorded traces are not part of this repository. A data folder holds them as plain CSV files (docs/workloads.md) with
+Recorded traces are not part of this repository. A data folder holds them as plain CSV files (see workloads.md) with
 the names in ``WORKLOADS``; what is missing there cannot be had, and is not replaced. The others are generated.
 """
 

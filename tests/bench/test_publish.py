@@ -29,7 +29,7 @@ def test_a_page_shows_what_its_result_says(name: str) -> None:
 
 def test_the_headline_is_that_of_the_kept_result() -> None:
     result = json.loads((RESULTS / "hol.json").read_text(encoding="utf-8"))
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = page_of("headline", ROOT).read_text(encoding="utf-8")
     assert between(page, "headline") == PAGES["headline"][1](result), "run python -m bench publish hol=... again"
 
 

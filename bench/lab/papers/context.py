@@ -63,7 +63,7 @@ class Context:
         if self.jobs < 1:
             raise ConfigError(f"jobs is {self.jobs}; allowed: 1 and more")
         if self.data is not None and not self.data.is_dir():
-            raise ConfigError(f"--data {self.data} is not a folder; allowed: a folder with traces (docs/workloads.md)")
+            raise ConfigError(f"--data {self.data} is not a folder of traces (docs/reference/workloads.md)")
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"progress": ignore_progress, "points": [], "kept": None}

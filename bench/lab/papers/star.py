@@ -217,7 +217,7 @@ SIZES = [(8, 1.0)], [(8, 1.0), (16, 1.0), (32, 1.0), (8, STRESS)], [*itertools.p
 COMPARED = {"variance": ("variance", "ms^2"), "P99 TPOT": ("p99_tpot_ms", "ms")}  # field of runs, unit
 DECISION_LIMIT_MS = {256: 10.0, 1024: 60.0}
 BARS_ONLY = "the paper shows bars without numbers"
-WHY_DECISION = "The paper gives a bound for its scheduler; ours sums what workers report (docs/policies/star.md)."
+WHY_DECISION = "The paper gives a bound for its scheduler; ours sums what workers report (page of STAR)."
 
 
 def fig13(context: Context) -> Finding:
