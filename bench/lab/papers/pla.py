@@ -37,7 +37,7 @@ from pla_sglang.policy.baselines.dispatch import CacheAware
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import EngineKnobs
+from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.workload import Arrivals, LengthModel, generated_trace
 from pla_sglang.workload.generate import LONG, SHORT, short_and_long_trace
 from pla_sglang.workload.lengths import fixed
