@@ -32,12 +32,13 @@ MORE_PARAMETERS = {
 STDLIB = frozenset(sys.stdlib_module_names)
 OURS = ("pla_sglang", "pla_patches", "pla_graphs", "pla_kernels")
 POLICY_EXTRA = {
-    "pla_sglang/policy/pla/ride_fit.py": {"numpy"},
-    "pla_sglang/policy/pla/step_fit.py": {"numpy", "scipy"},
-    "pla_sglang/policy/client_gain.py": {"numpy"},
+    "pla_sglang/policy/slo/decode_fit.py": {"numpy"},
+    "pla_sglang/policy/common/step_fit.py": {"numpy", "scipy"},
+    "pla_sglang/policy/common/client_gain.py": {"numpy"},
     "pla_sglang/policy/interface/fleet.py": {"numpy"},
-    "pla_sglang/policy/arrow/curve.py": {"numpy"},
-    "pla_sglang/policy/dopd/arima.py": {"numpy", "statsmodels"},
+    "pla_sglang/policy/interface/remaining_length.py": {"numpy"},
+    "pla_sglang/policy/common/curve.py": {"numpy"},
+    "pla_sglang/policy/common/arima.py": {"numpy", "statsmodels"},
     "pla_sglang/policy/star/horizon.py": {"numpy"},
     "pla_sglang/policy/star/select.py": {"numpy"},
     "pla_sglang/policy/star/predictors.py": {"numpy"},

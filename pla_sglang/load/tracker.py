@@ -27,7 +27,7 @@ import enum
 from pla_sglang.load.instance_load import InstanceLoad, combine_ranks
 from pla_sglang.load.report import Report
 from pla_sglang.load.window import SIGNAL_WINDOW_S, WindowMean
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import InstanceView, LoadAmounts
 
 

@@ -206,7 +206,7 @@ class Mock(asyncio.Protocol):
 
 class StatelessMock(Mock):
     """Takes prefill legs, decode legs and whole requests. Each event of a stream that the router has marked has a token
-    id in a comment line in front of it, in the same write (docs/hops.md). It can reach whatever peer it is told."""
+    id in a comment line in front of it, in the same write (protocol.md). It can reach whatever peer it is told."""
 
     _tokens: int | None = None  # said of the present stream so far; None: it is not marked
 

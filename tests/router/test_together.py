@@ -26,7 +26,7 @@ from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.relay.server import Relay
 
 PAIRS = ["prefill", "prefill", "decode", "decode"]
-PAGE = (Path(__file__).parents[2] / "docs/router.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
 # Nothing of the kind happens in the test of names, and nobody reports errors: see ``test_router_plane``.
 QUIET = {
     "actions_total",

@@ -19,7 +19,7 @@ from pla_sglang.engine.snapshot import slo_s
 from pla_sglang.errors import ConfigError, HostMismatchError
 from pla_sglang.load.pull import Puller
 from pla_sglang.metrics.series import LabelledSeries
-from pla_sglang.policy.pla.boundary import CPU_START, GPU_START
+from pla_sglang.policy.common.step_model import CPU_START, GPU_START
 
 logger = logging.getLogger(__name__)
 

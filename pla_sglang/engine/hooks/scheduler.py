@@ -46,7 +46,7 @@ def after_init_schedule_policy(result: Any, scheduler: Any) -> None:
         "pla_sglang: prefill-disagg %s, %s, boundary %s tokens",
         config.prefill_disagg,
         hooks,
-        config.boundary_tokens or f"auto (start {_adapter.policy.boundary.tokens(0)})",
+        config.boundary_tokens or f"auto (start {_adapter.policy.prefills.boundary.tokens(0)})",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the process that serves HTTP reads of the tags of a request that may move. Pure; the names are in docs/hops.md.
+"""What the HTTP process reads of the tags of a request that may move. Pure; names: docs/protocol.md.
 
 Only a router may set them: whoever else does is refused before they are looked at (``stateless.front``).
 """

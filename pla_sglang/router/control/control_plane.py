@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.router.control.admin import AdminRoutes

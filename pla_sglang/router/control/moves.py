@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pla_sglang.checks import MILLI, Choice, Range, check_fields, knob
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.runner import Refusal

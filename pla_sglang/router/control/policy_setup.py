@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.arrow.curve import profile_curve
-from pla_sglang.policy.arrow.pools import PoolEvent
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.curve import profile_curve
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.pools import PoolEvent
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.interface.decisions import Migrate, PolicySet, PrefillSample, SetLengthClass, SetRole

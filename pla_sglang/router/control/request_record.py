@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from pla_sglang.errors import IllegalMoveError
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import RequestView
 from pla_sglang.policy.pairs import Choice

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pla_sglang.load.report import MOST_ROWS, RequestRow
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import DecodeBatch, InstanceKind, InstanceView
 from pla_sglang.router.control.moves import STATED, MoveKnobs, MoveOrders
 from pla_sglang.router.control.request_record import ENDED, STREAMING, RequestRecord

@@ -244,7 +244,7 @@ class Survival:
 
     def _choose(self, record: RequestRecord, lost: m.Lost, now_s: float) -> Worker | None:
         """The one that would prefill it, as it does the rest, too: no leg of a pair can prefill an answer that has
-        begun and hand it over (docs/hops.md, "Moves in the router")."""
+        begun and hand it over (docs/reference/migration.md, "Moves in the router")."""
         dispatcher, runner = self._dispatcher, self._dispatcher.policy.runner
         if runner is None:
             return None

@@ -1,7 +1,7 @@
 """A stream whose events carry their token ids: what the relay takes from it, and what it passes on.
 
 An engine's front writes comment lines of SSE in front of the events of a stream that the router has marked
-(``pla_movable``, docs/hops.md):
+(``pla_movable``, docs/protocol.md):
 
     : pla-prompt 812:9f3ab2c41d      once: length and hash of the prompt's token ids
     : pla 17,4095,3 c120.r0.a33      token ids of the event that follows, and what of the answer was shown so far

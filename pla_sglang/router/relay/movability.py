@@ -1,6 +1,6 @@
 """Which requests can go on at another instance, by their bodies, and how the router's tags get into these. Pure.
 
-Tags are members of ``custom_params`` (docs/hops.md): on /generate inside ``sampling_params``, at OpenAI's paths beside
+Tags are members of ``custom_params`` (protocol.md): on /generate inside ``sampling_params``, at OpenAI's paths beside
 the other members. A client's own members stay as it wrote them.
 """
 

@@ -13,7 +13,7 @@ from support.router_scene import Scene, run, scene
 from pla_sglang.errors import ConfigError
 from pla_sglang.load.report import Report, RequestRow
 from pla_sglang.parity import replay_file
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason

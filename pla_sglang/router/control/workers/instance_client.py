@@ -119,7 +119,7 @@ class InstanceClient:
         return {name: str(state) for name, state in states.items()}
 
     async def order_hops(self, worker: Worker, commands: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """``commands``: of ``POST /pla/hops`` (docs/hops.md). Returns an answer for each, in order.
+        """``commands``: of ``POST /pla/hops`` (docs/protocol.md). Returns an answer for each, in order.
 
         Raises NobodyListensError, NoAnswerError, WorkerError.
         """

@@ -24,11 +24,10 @@ from pla_sglang.errors import IllegalMoveError
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.report import Report, RequestRow
 from pla_sglang.load.tracker import LoadTracker
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.joining import join_pools, join_role
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, InstanceView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
-from pla_sglang.policy.pla.length_classes import join_pools
-from pla_sglang.policy.start_split import join_role
 from pla_sglang.router.control.errors import WorkerError
 from pla_sglang.router.control.state_file import SavedWorker
 from pla_sglang.router.control.workers.breaker import Breaker, BreakerKnobs
