@@ -25,7 +25,7 @@ SCRAPE = """
 import asyncio, json, sys
 from types import SimpleNamespace
 
-accepted, old_names = json.loads(sys.argv[1]), sys.argv[2] == "old"
+accepted = json.loads(sys.argv[1])
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
@@ -33,7 +33,7 @@ from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 from sglang.srt.utils.common import add_prometheus_middleware
 
 from pla_sglang.emulate.metrics import Series as DeviceSeries
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.engine.graphs.metrics import GraphSeries
 from pla_sglang.engine.pools.series import Series as PoolSeries
 from pla_sglang.engine.stateless.series import LegSeries
@@ -59,7 +59,7 @@ class Touched(LabelledSeries):
         return made
 
 labels = {"model_name": "tiny"}
-series = Touched(labels, old_names=old_names)
+series = Touched(labels)
 Telemetry(DeviceClock(1.0)).attach(series)
 GraphSeries(series)
 PoolSeries(series)
@@ -90,11 +90,11 @@ def documented_series() -> dict[str, str]:
 
 
 @functools.cache
-def engine_scrapes(which: str = "new") -> dict[str, set[str]]:
+def engine_scrapes() -> dict[str, set[str]]:
     """Names of samples by scraper. SGLang's metrics need a folder before the first import, so a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder, "PYTHONPATH": str(ROOT / "tests")}
-        command = [sys.executable, "-c", SCRAPE, json.dumps(ACCEPT), which]
+        command = [sys.executable, "-c", SCRAPE, json.dumps(ACCEPT)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: sample_names(text) for name, text in json.loads(done.stdout.splitlines()[-1]).items()}
@@ -114,12 +114,6 @@ def test_every_series_of_an_engine_is_documented(scraper: str) -> None:
     ours = {name for name in engine_scrapes()[scraper] if name.startswith("pla") and not name.endswith("_created")}
     unknown = {re.sub("_(bucket|count|sum)$", "", name) for name in ours} - documented.keys()
     assert {name for name in unknown if name not in {re.sub("_total$", "", one) for one in documented}} == set()
-
-
-def test_the_old_names_are_one_flag_away() -> None:
-    found = engine_scrapes("old")["any"]
-    assert {"pla:queue_reqs", "pla:decisions_total", "pla:wait_seconds_bucket", "pla:graph_bytes"} <= found
-    assert not any(name.startswith("pla_") for name in found)
 
 
 # -- queries -----------------------------------------------------------------------------------------------------------

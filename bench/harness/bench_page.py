@@ -16,7 +16,7 @@ from typing import Any
 
 from pla_sglang.report.columns import NOTHING
 from pla_sglang.report.figures import Line, colour_names, draw_lines
-from pla_sglang.report.page import Heading, Page, Section, Table, render_page
+from pla_sglang.report.page import Heading, Page, PageTable, Section, render_page
 
 Rows = Mapping[str, Mapping[str, Any]]  # figures by name of row
 CONDITIONS = (
@@ -149,7 +149,7 @@ def _make_table(title: str, rows: Rows, first: str) -> Section:
     cells = [[label, *(show_cell(row.get(name)) for name in kept)] for label, row in rows.items()]
     note = f" {len(names) - len(kept)} further columns stand in the setting below." if len(names) > len(kept) else ""
     return Section(
-        title.replace("_", " "), f"A click on a column's name sorts by it.{note}", table=Table(headings, cells)
+        title.replace("_", " "), f"A click on a column's name sorts by it.{note}", table=PageTable(headings, cells)
     )
 
 

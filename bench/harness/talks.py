@@ -14,7 +14,7 @@ from typing import Any
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.reading import parse_json, read_json, read_lines
-from pla_sglang.workload.generate import Arrivals, Turn, conversation_trace
+from pla_sglang.workload.generate import Arrivals, ChatTurn, conversation_trace
 from pla_sglang.workload.json_formats import LARGEST_DATASET, read_parquet
 from pla_sglang.workload.trace import Trace
 
@@ -55,11 +55,11 @@ class Dataset:
         """At most so many conversations. Raises DatasetError."""
         return read_talks(self.path, load_tokenizer(self.model_path), limit=limit)
 
-    def draw_turns(self, count: int, rng: random.Random) -> list[list[Turn]]:
+    def draw_turns(self, count: int, rng: random.Random) -> list[list[ChatTurn]]:
         """Lengths of ``count`` conversations in random order, over and over where the file has fewer."""
         talks = self.read_talks(count)
         rng.shuffle(talks)
-        turns = [[Turn(len(turn.prompt_ids), max(1, turn.answer_tokens)) for turn in talk] for talk in talks]
+        turns = [[ChatTurn(len(turn.prompt_ids), max(1, turn.answer_tokens)) for turn in talk] for talk in talks]
         return [turns[place % len(turns)] for place in range(count)]
 
     def draw_prompts(

@@ -143,7 +143,7 @@ class Mock(asyncio.Protocol):
             self._write_whole(msgspec.json.encode(self._describe()))
 
     def _keep(self, body: bytes) -> bytes:
-        """Of a body what the answer depends on."""
+        """Keeps what the answer depends on of a body."""
         return keep_edges(body)
 
     def _generate(self) -> None:
@@ -166,7 +166,7 @@ class Mock(asyncio.Protocol):
         self._ticker.add(self, events)
 
     def _is_prefill(self) -> bool:
-        """Whether the request is a prefill leg."""
+        """True if the request is a prefill leg."""
         return self._kind == "prefill"
 
     def write_event(self, *, last: bool) -> None:

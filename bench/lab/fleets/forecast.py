@@ -28,9 +28,9 @@ from bench.lab.fleets.interval_plans import Forecasts, History, cheapest, fixed_
 from bench.lab.fleets.load_series import LoadSeries, read_series
 from bench.lab.fleets.tables import Table, mark_best
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.dopd.arima import ArimaForecaster
-from pla_sglang.policy.dopd.forecast import Forecaster, HoltWinters, HoltWintersKnobs, LastValue, RecentPeak
-from pla_sglang.policy.dopd.load import LoadSample
+from pla_sglang.policy.common.arima import ArimaForecaster
+from pla_sglang.policy.common.forecast import Forecaster, HoltWinters, HoltWintersKnobs, LastValue, RecentPeak
+from pla_sglang.policy.common.load_meter import LoadSample
 from pla_sglang.policy.registry import FORECASTERS as CANDIDATES  # what ``Setup.forecaster`` knows by name
 
 BUSY_INSTANCES = 12.0  # the mean load keeps so many busy, so that one more or less is a matter of per cent

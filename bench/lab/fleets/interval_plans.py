@@ -13,10 +13,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pla_sglang.policy.dopd.forecast import Forecaster
-from pla_sglang.policy.dopd.load import LoadSample
+from pla_sglang.policy.common.forecast import Forecaster
+from pla_sglang.policy.common.load_meter import LoadSample
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.planner import DopdController, FleetPlan, Planner, PlannerKnobs
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import FleetAction, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceState, InstanceView, Role
 from pla_sglang.profiles import load_profile

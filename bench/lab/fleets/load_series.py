@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.lab.named_workloads import WORKLOADS, workload
-from pla_sglang.policy.dopd.load import LoadSample
+from pla_sglang.policy.common.load_meter import LoadSample
 from pla_sglang.policy.dopd.planner import Planner
 from pla_sglang.workload import Trace
 

@@ -32,8 +32,8 @@ from bench.lab.papers.finding import Claim, Finding, Point, Row, listed, number,
 from bench.lab.world import Steady, World, rate_of_ends, steady
 from pla_sglang.metrics.goodput import goodput
 from pla_sglang.policy.baselines.dispatch import MinimalLoad
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.ratio import optimal_ratio
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles import load_profile

@@ -13,9 +13,10 @@ from typing import Any
 
 from bench.lab.world import World
 from pla_sglang.metrics.goodput import Slo
-from pla_sglang.policy.arrow.curve import profile_curve
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.baselines.dispatch import MinimalLoad, RoundRobin, least_tokens
+from pla_sglang.policy.baselines.dispatch import MinimalLoad, RoundRobin
+from pla_sglang.policy.common.curve import profile_curve
+from pla_sglang.policy.common.dispatch import least_tokens
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.interface.fleet import InstanceKind, Role

@@ -37,7 +37,7 @@ from pla_sglang.policy.baselines.dispatch import CacheAware
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import Answers, EngineKnobs
+from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.workload import Arrivals, LengthModel, generated_trace
 from pla_sglang.workload.generate import LONG, SHORT, short_and_long_trace
 from pla_sglang.workload.lengths import fixed
@@ -300,7 +300,7 @@ def chats(arm: str, instances: int, users: int, *, dataset: str | Dataset, reque
     fleet = [InstanceSpec(profile, count=instances * (2 if arm == ARMS[2] else 1))]
     if arm == "P/D":
         fleet = [InstanceSpec(profile, count=instances, role=role) for role in (Role.PREFILL, Role.DECODE)]
-    answers = Answers.RETURNED if arm == "P/D" else Answers.KEPT
+    answers = AnswerCaching.RETURNED if arm == "P/D" else AnswerCaching.KEPT
     knobs = EngineKnobs(chunk_tokens=CHUNK_TOKENS, mixed=arm != "P/D", answers=answers)
     config = {"users": {0: users}, "prefill_graph_tokens": GRAPH_TOKENS}
     world = World(fleet, CacheAware(), engine=temporal(), knobs=knobs, config=config)
@@ -357,7 +357,7 @@ def offline_s(mode: str, dataset: str, *, recorded: Dataset | None, requests: in
         [InstanceSpec(PROFILES[TABLE2_MODEL], count=count, role=role) for role, count in counts.items()],
         CacheAware(),
         engine=engine_of(mode),
-        knobs=EngineKnobs(chunk_tokens=CHUNK_TOKENS, answers=Answers.RETURNED),
+        knobs=EngineKnobs(chunk_tokens=CHUNK_TOKENS, answers=AnswerCaching.RETURNED),
         config={"users": {0: TABLE2_USERS}, "prefill_graph_tokens": graph_tokens(mode)},
     )
     return requests * steady(fleet.run(trace).served, TABLE2_USERS, SLO).e2e_mean_s / TABLE2_USERS

@@ -16,7 +16,8 @@ import numpy as np
 from bench.harness.talks import Dataset
 from bench.lab.world import MakeEngine, Steady, World, steady
 from pla_sglang.metrics.goodput import Slo
-from pla_sglang.policy.baselines.dispatch import CacheAware, RoundRobin, least_tokens
+from pla_sglang.policy.baselines.dispatch import CacheAware, RoundRobin
+from pla_sglang.policy.common.dispatch import least_tokens
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.graphs.choose import LARGEST_TOKENS
@@ -25,7 +26,7 @@ from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import Answers, EngineKnobs
+from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.experiment import step_model
 from pla_sglang.workload import Arrivals, Trace, chat_trace, length_model
 
@@ -71,7 +72,7 @@ def deploy(
     """
     profile = PROFILES[model]
     config = {"users": users, "prefill_graph_tokens": graph_tokens(mode), "ttft_slo_s": TTFT_SLO_S, "tpot_slo_s": 1.0}
-    knobs = EngineKnobs(chunk_tokens=CHUNK_TOKENS, answers=Answers.RETURNED)
+    knobs = EngineKnobs(chunk_tokens=CHUNK_TOKENS, answers=AnswerCaching.RETURNED)
     engine = engine or engine_of(mode)
     if mode not in SPLIT or instances == 1:
         fleet = [InstanceSpec(profile, count=instances, role=Role.PREFILL)]

@@ -26,17 +26,10 @@ from bench.lab.world import World
 from pla_sglang.metrics.goodput import Slo, quantile
 from pla_sglang.policy.baselines.dispatch import least_tokens, split_roles
 from pla_sglang.policy.interface.decisions import Controller
+from pla_sglang.policy.interface.remaining_length import RemainingPredictor
 from pla_sglang.policy.star.horizon import HorizonKnobs
 from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
-from pla_sglang.policy.star.predictors import (
-    FIGURE_7_SHARES,
-    PAPER_BINS,
-    Binned,
-    NoPrediction,
-    Oracle,
-    Refining,
-    RemainingPredictor,
-)
+from pla_sglang.policy.star.predictors import FIGURE_7_SHARES, PAPER_BINS, Binned, NoPrediction, Oracle, Refining
 from pla_sglang.policy.star.select import SelectKnobs
 from pla_sglang.profiles import StepProfile, load_profile
 from pla_sglang.sim.config import InstanceSpec

@@ -34,7 +34,7 @@ _FINISHED = re.compile(rb'"finish_reason":\s*["{]')
 _USAGE = re.compile(rb'"choices":\s*\[\]')
 
 
-class MarkedStream:
+class MarkedStreamReader:
     """One answer over all its hops.
 
     Args:
@@ -84,7 +84,7 @@ class MarkedStream:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another instance could go on with it, as far as is known."""
+        """True if another instance could go on with the stream, as far as is known."""
         return self.is_good and self.prompt != ""
 
     def take_events(self, data: bytes) -> bytes:
@@ -190,7 +190,7 @@ class MarkedStream:
         return True
 
     def _note_comment(self, line: bytes) -> bool:
-        """Whether it says the tokens of an event."""
+        """True if the comment has the tokens of an event."""
         if line.startswith(_TOKENS):
             self._note_tokens(line[len(_TOKENS) :])
             return True

@@ -14,8 +14,8 @@ from support.fleets import LinearSteps
 from support.paper_formulas import expected_cost_s, pareto_moments, prefill_latency_s
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 
 LENGTHS = [100, 200, 700, 1200, 1700]
 TTFT = PrefillTable(LENGTHS, [0.036, 0.046, 0.125, 0.193, 0.269])

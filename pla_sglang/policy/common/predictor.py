@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from pla_sglang.checks import Range, check_fields, knob, require_order
-from pla_sglang.policy.arrow.curve import PrefillCurve
+from pla_sglang.policy.common.curve import PrefillCurve
 from pla_sglang.policy.interface.decisions import Observer, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 

@@ -41,12 +41,12 @@ class PrefillCurve:
             raise ConfigError("prefill curve is zero everywhere; at least one of c0_s, c1_s, c2_s must be above 0")
 
     def time_s(self, new_tokens: float, history_tokens: float = 0.0) -> float:
-        """Of one request alone."""
+        """What one request takes alone."""
         attention = new_tokens * (new_tokens + 2 * history_tokens)
         return self.c0_s + self.c1_s * new_tokens + self.c2_s * attention + self.c3_s * history_tokens
 
     def batch_s(self, requests: float, new_tokens: float, attention: float, history_tokens: float) -> float:
-        """Of a backlog, from its sums. Each request pays c0: prefills run one by one (section 4.1)."""
+        """What a backlog takes, from its sums. Each request pays c0: prefills run one by one (section 4.1)."""
         return self.c0_s * requests + self.c1_s * new_tokens + self.c2_s * attention + self.c3_s * history_tokens
 
 

@@ -1,4 +1,4 @@
-"""Whether the client of a request that moves gains by it (beyond STAR, whose objective is the balance of instances).
+"""A request moves only where its client gains by it (beyond STAR, whose objective is the balance of instances).
 
     pause_s = base_s + tokens * s_per_token
     gain_s  = remaining * interval_s * (1 - step(target, the request with it) / step(source))
@@ -67,7 +67,7 @@ class ClientGain:
         *,
         interval_s: float,
     ) -> npt.NDArray[np.bool_]:
-        """Whether the move pays for its client, by target and request; shape [targets, requests].
+        """True where the move pays for its client, by target and request; shape [targets, requests].
 
         Args:
             tokens, remaining: KV tokens, and tokens still to come, of requests of the source; shape [requests].

@@ -2,15 +2,19 @@
 
 A pool is the ``role`` of an instance: PREFILL, DECODE, and the two transitional ones, PREFILL_TO_DECODE (gets decodes,
 still finishes prefills) and DECODE_TO_PREFILL. Every move is one of four events; ``transition`` is the only place that
-knows which are legal.
+knows which are legal. Below it are choices within a pool that several policies make.
 """
 
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Iterable, Sequence
 
 from pla_sglang.errors import IllegalMoveError
+from pla_sglang.policy.interface.decisions import SetRole
 from pla_sglang.policy.interface.fleet import InstanceView, Role
+from pla_sglang.policy.interface.reasons import FleetReason
 
 
 class PoolEvent(enum.Enum):
@@ -51,9 +55,39 @@ def after(instance: InstanceView, event: PoolEvent) -> Role:
 
 
 def can_settle(instance: InstanceView) -> bool:
-    """Whether SETTLE is legal now."""
+    """SETTLE is legal now."""
     if instance.role is Role.PREFILL_TO_DECODE:
         return instance.queued_prefills == 0
     if instance.role is Role.DECODE_TO_PREFILL:
         return instance.running == 0 and instance.waiting_decodes == 0
     return False
+
+
+def movable(pool: Iterable[InstanceView]) -> list[InstanceView]:
+    """Those whose role can change; live, instances of a fixed kind may stand beside stateless ones."""
+    return [instance for instance in pool if not instance.fixed_role]
+
+
+def flip(instance: InstanceView, event: PoolEvent, reason: FleetReason) -> SetRole:
+    """The move along the transition diagram, from the role that the instance has now."""
+    return SetRole(instance, after(instance, event), reason, instance.role_epoch)
+
+
+def least_running(pool: Iterable[InstanceView]) -> InstanceView | None:
+    """Least decode tokens, the first of equals; None for an empty pool. Hot path."""
+    best: InstanceView | None = None
+    best_tokens = math.inf
+    for instance in pool:
+        tokens = instance.context_tokens + instance.waiting_decode_tokens  # decode_tokens(), without the call
+        if tokens < best_tokens:
+            best, best_tokens = instance, tokens
+    return best
+
+
+def least_loaded(members: Sequence[InstanceView], count: int) -> tuple[InstanceView, ...]:
+    """The ``count`` instances with the least unfinished work, the newest of equals first."""
+
+    def load(instance: InstanceView) -> tuple[int, int]:
+        return instance.queued_tokens + instance.decode_tokens(), -instance.index
+
+    return tuple(sorted(members, key=load)[:count])

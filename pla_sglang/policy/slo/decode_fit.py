@@ -13,9 +13,9 @@ from collections import deque
 
 import numpy as np
 
-from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.ride import RideModel
-from pla_sglang.policy.pla.step_fit import Solve, scipy_solver
+from pla_sglang.policy.common.step_fit import Solve, scipy_solver
+from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.slo.mixed_batches import RideModel
 
 PERCENTILE = 99.0
 ERROR_MAX = 1.0  # of the first passes some are compiled or captured; a plan for twice the prediction is careful enough

@@ -2,12 +2,11 @@
 
 Of jobs with deadlines on one machine the fewest are late where they run by their deadlines, and where each time that
 one would be late the largest of those up to it is given up (Moore 1968, with Hodgson's algorithm). A prefill takes more
-of the device than it would alone, ``SLOWER`` times as much: decode steps fall between, and passes end early for next
-tokens.
+of the device than it would alone (``SloKnobs.slower``).
 
 The plan says who is kept, not who is next. The usual order (shorts, then the least work) stays as long as it makes
-nobody late that the plan keeps, not even if others arrive meanwhile so that all takes ``ARRIVING`` times as long: it
-answers sooner. Otherwise the first of the plan is next. Measured on azure_code, burst and hol: docs/fleets.md.
+nobody late that the plan keeps, not even if others arrive meanwhile (``SloKnobs.arriving``): it answers sooner.
+Otherwise the first of the plan is next. Measured on azure_code, burst and hol: docs/benchmarks/rules.md.
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from pla_sglang.policy.interface.prefill import WaitingView
-
-SLOWER, ARRIVING = 1.2, 1.7
-MOST_PLANNED = 128  # requests; a plan over more would take longer than a pass may wait for it
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -52,13 +48,15 @@ class Plan:
     given_up: frozenset[int]
 
     def keeps(self, view: WaitingView) -> bool:
-        """Whether ``view``, which was planned, is kept."""
+        """``view``, which was planned, is kept."""
         return id(view) not in self.given_up
 
-    def bears(self, first: Iterable[WaitingView], now_s: float) -> bool:
-        """Whether these may go before all others, and others arrive, and still nobody that is kept is late."""
+    def bears(self, first: Iterable[WaitingView], now_s: float, slower: float) -> bool:
+        """These may go before all others, and still nobody that is kept is late.
+
+        ``slower``: all takes so many times as long as planned, as others arrive.
+        """
         ahead = {id(view) for view in first}
-        slower = ARRIVING / SLOWER
         at_s = now_s + slower * sum(turn.service_s for turn in self.turns if id(turn.view) in ahead)
         for turn in self.turns:
             if id(turn.view) in ahead:

@@ -1,6 +1,6 @@
-"""Whether running decodes join a prefill pass, and how much prefill a pass may hold for the sake of their next tokens.
+"""Mixed batches: running decodes join a prefill pass, which is cut for the sake of their next tokens or of KV cache.
 
-Running decodes join any pass. One with riding decodes costs
+They join the pass of any policy that decides prefills. One with riding decodes costs
 
     mixed(L, H, n, C) = max(step(L + n, H) + extra + rider*n + read*C, decode(n, C))
     decode(n, C)      = base + request*n + read*C
@@ -12,15 +12,16 @@ what it loses: a captured graph, for example.
 The rule, for a pass that was chosen without regard to decodes:
 
 1. The decodes join if that takes less device time than the pass and a decode step of their own (TOGETHER), else they
-   step alone after it (ALONE), by rule 0 of ``temporal.py``. Once in ``PROBE_PASSES`` of these they join all the same
+   step alone after it (ALONE), before the next prefill. Once in ``SloKnobs.probe_passes`` they join all the same
    (PROBE), if that makes no token late: only passes with riders show what riders cost, and the first ones may have
    been slow because something was compiled.
 2. The pass is cut until it ends, by the model and its error, before the first next-token deadline of those that run
    (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last shorts of a batch wait. A chunk is not cut
    below the crossing of the roofline, where it would be no faster, and shorts that must start now are kept.
-3. Where KV cache is short, a long is cut to the time of ``SHORT_STEPS`` decode steps (KV_SHORT): what starts next waits
-   for memory, not for this prefill, and only those that run free any. With large chunks they step seldom, then often
-   without a prefill to share the step with; and more prompts are in the cache at once, and are thrown out again.
+3. Where KV cache is short, a long is cut to the time of ``SloKnobs.short_steps`` decode steps (KV_SHORT): what starts
+   next waits for memory, not for this prefill, and only those that run free any. With large chunks they step seldom,
+   then often without a prefill to share the step with; and more prompts are in the cache at once, and are thrown out
+   again.
 4. Where even rule 2 is too late (LATE), running requests that have sat out a pass decode first, alone (HOLD). After a
    decode step it is the prefill's turn whatever it costs: targets that no pass can keep must not starve prefills.
 """
@@ -32,13 +33,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, Ride, WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.reserve import is_kv_short
-
-SHORT_STEPS = 2  # with 3, half as many again were thrown out on mooncake (docs/reference/policies/temporal.md)
-
-PROBE_PASSES = 256  # where riding takes twice as long as not, the probes take 0.4 % of the device
+from pla_sglang.policy.pla.temporal import TemporalPolicy
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
+from pla_sglang.policy.slo.reserve import is_kv_short
 
 Amounts = tuple[int, int, int]  # new tokens, history tokens and attention of a pass
 
@@ -110,11 +109,71 @@ class PassCost:
         return min(self.mixed_s(new, history, attention), self.apart_s(new, history, attention))
 
     def is_in_time(self, amounts: Amounts, allowed_s: float) -> bool:
-        """Whether ``least_s`` is within ``allowed_s``."""
+        """``least_s`` is within ``allowed_s``."""
         return self.mixed_s(*amounts) <= allowed_s or self.apart_s(*amounts) <= allowed_s
 
     def joins(self, new: float, history: float, attention: float) -> bool:
         return self.mixed_s(new, history, attention) <= self.apart_s(new, history, attention)
+
+
+class MixedBatches:
+    """A policy for prefills, whose passes running decodes may join where the host can let them.
+
+    Attributes:
+        prefills: decides the passes as if nothing joined them, by step times that count the decodes in.
+        ride: what decodes cost.
+    """
+
+    def __init__(self, prefills: TemporalPolicy, knobs: SloKnobs, ride: RideModel = START) -> None:
+        self.prefills = prefills
+        self.ride = ride
+        self._knobs = knobs
+        self._decodes_stayed_out = False  # of the last pass, which they might have joined
+        self._passes_alone = 0  # since decodes joined one
+
+    def set_knobs(self, knobs: EnginePolicyKnobs) -> None:
+        self._knobs = knobs.slo
+        self.prefills.set_knobs(knobs)
+
+    def set_model(self, model: StepModel) -> None:
+        self.prefills.set_model(model)
+
+    def set_ride(self, ride: RideModel) -> None:
+        self.ride = ride
+
+    def on_arrival(self, view: WaitingView, now_s: float) -> None:
+        self.prefills.on_arrival(view, now_s)
+
+    def decide(self, view: PassView, now_s: float) -> PassDecision:
+        """As ``TemporalPolicy.decide``. Decodes that stayed out of the last pass, as that was cheaper, step first."""
+        if not view.can_ride or view.running == 0:
+            return self.prefills.decide(view, now_s)
+        if self._decodes_stayed_out and view.decode_wait_s > 0 and (view.waiting or view.chunk):
+            return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
+        step = self.prefills.model
+        decision = self.prefills.decide(view, now_s, model_beside(step, self.ride, view.running, view.context_tokens))
+        if decision.action is Action.HOLD:
+            return decision
+        grid = self.prefills.knobs.longs.grid_tokens
+        probe = self._passes_alone >= self._knobs.probe_passes
+        return plan_ride(decision, view, step, self.ride, self._knobs, now_s=now_s, grid_tokens=grid, probe=probe)
+
+    def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
+        if decision.action is not Action.HOLD:
+            self._decodes_stayed_out = decision.ride is not None and not decision.ride.joins
+            if decision.ride is not None:
+                self._passes_alone = 0 if decision.ride.joins else self._passes_alone + 1
+        self.prefills.on_pass(decision, view, admitted, now_s)
+
+    def predict_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
+        """Duration of the pass that admitted these; of a decode step where it admitted none."""
+        if not admitted:
+            return self.ride.decode_s(view.running, view.context_tokens)
+        alone_s = self.prefills.predict_s(decision, view, admitted)
+        if decision.ride is None or not decision.ride.joins or not view.running:
+            return alone_s
+        added_s = self.ride.added_s(view.running, view.context_tokens)
+        return alone_s + added_s + self.prefills.model.b_s * view.running
 
 
 def plan_ride(
@@ -122,6 +181,7 @@ def plan_ride(
     view: PassView,
     step: StepModel,
     ride: RideModel,
+    knobs: SloKnobs,
     *,
     now_s: float,
     grid_tokens: int,
@@ -135,7 +195,9 @@ def plan_ride(
     """
     cost = PassCost(view, step, ride)
     allowed_s = math.inf if view.token_slack_s is None else view.token_slack_s / (1 + ride.error)
-    decision = _part_from_chunk(decision, view, cost, allowed_s)
+    is_short = is_kv_short(view, knobs)
+    short_s = knobs.short_steps * cost.decode_s
+    decision = _part_from_chunk(decision, view, cost, min(allowed_s, short_s) if is_short else allowed_s)
     if decision.shares_with_chunk:
         planned, fits = decision, True
     elif decision.action is Action.SHORT:
@@ -145,8 +207,8 @@ def plan_ride(
     if not fits and view.decode_wait_s > 0:
         return PassDecision(Action.HOLD, Reason.TOKEN_DEADLINE, release_s=now_s)
     how = Ride.TOGETHER if planned is decision else Ride.TOKEN_DEADLINE
-    if fits and planned.action is Action.LONG and not planned.park and len(planned.selected) < 2 and is_kv_short(view):
-        in_steps, _ = _cut_long(planned, view, cost, step, SHORT_STEPS * cost.decode_s, grid_tokens)
+    if fits and planned.action is Action.LONG and not planned.park and len(planned.selected) < 2 and is_short:
+        in_steps, _ = _cut_long(planned, view, cost, step, short_s, grid_tokens)
         if in_steps is not planned:
             planned, how = in_steps, Ride.KV_SHORT
     amounts = _amounts(planned, view)
@@ -161,12 +223,11 @@ def plan_ride(
     return dataclasses.replace(planned, ride=how)
 
 
-def _part_from_chunk(decision: PassDecision, view: PassView, cost: PassCost, allowed_s: float) -> PassDecision:
+def _part_from_chunk(decision: PassDecision, view: PassView, cost: PassCost, most_s: float) -> PassDecision:
     """``decision`` without the piece of a long that shares the pass of others, where next tokens or KV forbid it."""
     shared = decision.shares_with_chunk
     if not shared and (decision.action is not Action.LONG or len(decision.selected) < 2 or not decision.chunk_tokens):
         return decision
-    most_s = min(allowed_s, SHORT_STEPS * cost.decode_s) if is_kv_short(view) else allowed_s
     if cost.is_in_time(_amounts(decision, view), most_s):
         return decision
     others = decision.selected if shared else decision.selected[:-1]

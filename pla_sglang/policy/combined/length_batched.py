@@ -1,8 +1,8 @@
 """DOPD's length-aware batching in an engine that decodes beside its prefills.
 
-Algorithm 1 says which prefills run. What it leaves open is that of the temporal policy: running requests get their
-decode steps in between, a chunk under way takes no more than there is room for, and riding decodes cut a pass for the
-sake of their next tokens. The boundary between short and long is the threshold i_next.
+Algorithm 1 says which prefills run. What it leaves open is that of PLA-Serve's temporal policy: running requests get
+their decode steps in between, and a chunk under way takes no more than there is room for. The boundary between short
+and long is the threshold i_next.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.ride import START, RideModel
-from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.pla.temporal import TemporalPolicy
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 
 
 class LengthBatchedPolicy(TemporalPolicy):
-    """Of the temporal knobs, those of waits, ageing and deadlines have no effect."""
+    """Algorithm 1 on one engine. The knobs of waits and ageing have no effect."""
 
-    def __init__(self, knobs: TemporalKnobs, model: StepModel, ride: RideModel = START) -> None:
-        super().__init__(knobs, model, ride)
+    knobs: EnginePolicyKnobs
+
+    def __init__(self, knobs: EnginePolicyKnobs, model: StepModel) -> None:
+        super().__init__(knobs, model)
         self._batching = LengthAwareBatching(self._batching_knobs())
 
-    def set_knobs(self, knobs: TemporalKnobs) -> None:
+    def set_knobs(self, knobs: EnginePolicyKnobs) -> None:  # type: ignore[override]  # as it was made from
         super().set_knobs(knobs)
         self._batching.knobs = self._batching_knobs()
 
@@ -39,7 +41,7 @@ class LengthBatchedPolicy(TemporalPolicy):
         super().on_pass(decision, view, admitted, now_s)
         self._batching.on_pass(decision, view, admitted, now_s)
 
-    def _choose(self, view: PassView, now_s: float) -> PassDecision:
+    def decide(self, view: PassView, now_s: float, pass_model: StepModel | None = None) -> PassDecision:
         if self._decode_is_due(view):
             return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
         if view.chunk is not None and not self._has_room_for_piece(view.chunk, view):

@@ -2,12 +2,12 @@
 
 If they went before everything from then on, a load that is too large would be served late as a whole: device time that
 goes to requests that nobody can keep any more is missing for those that can be kept, which are then lost in their turn.
-So the overdue ones get ``SHARE`` of the predicted prefill time, the earliest first, and all that is left while nobody
-can be kept. With W seconds of prefills overdue before it, a request ends about W / ``SHARE`` after its bound at the
-latest, so within twice its bound while W is no more than ``SHARE`` of that bound. Where W is more, as under overload
-that lasts, that promise cannot be kept whatever the share is, and they get ``LASTING_SHARE``. ``LOST_TIMES`` the bound
-after its arrival a request counts as if it were not lost (``longs.py``): what has no room in the KV cache gets it then,
-too.
+So the overdue ones get ``SloKnobs.overdue_share`` of the predicted prefill time, the earliest first, and all that is
+left while nobody can be kept. With W seconds of prefills overdue before it, a request ends about W / share after its
+bound at the latest, so within twice its bound while W is no more than that share of the bound. Where W is more, as
+under overload that lasts, that promise cannot be kept whatever the share is, and they get ``lasting_share``.
+``lost_times`` the bound after its arrival a request counts as if it were not lost: what has no room in the KV cache
+gets it then, too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import PassView, WaitingView
 from pla_sglang.policy.pla.awd import take_batch
-from pla_sglang.policy.pla.boundary import Boundary, StepModel
+from pla_sglang.policy.pla.boundary import Boundary
+from pla_sglang.policy.slo.knobs import SloKnobs
 
-SHARE = 0.05
-LASTING_SHARE = 0.02  # with 0.05 half a point less is kept, and P99 TTFT is no better (docs/fleets.md)
 _ARRIVAL_S = operator.attrgetter("arrival_s")
 
 
 class OverdueShare:
-    """Whether it is the turn of an overdue request.
+    """Says when it is the turn of an overdue request.
 
     Attributes:
         pause_s: predicted prefill time that the others get before it is.
@@ -50,14 +50,14 @@ class OverdueShare:
             self.pause_s = max(0.0, self.pause_s - pass_s)
 
 
-def share_of(overdue: Iterable[WaitingView], model: StepModel, bound_s: float) -> float:
-    """What the overdue requests get: ``SHARE`` while that serves all of them within their bound."""
+def share_of(overdue: Iterable[WaitingView], model: StepModel, bound_s: float, knobs: SloKnobs) -> float:
+    """What the overdue requests get: ``overdue_share`` while that serves all of them within their bound."""
     work_s = 0.0
     for one in overdue:
         work_s += model.step_s(one.new_tokens, one.history_tokens)
-        if work_s > SHARE * bound_s:
-            return LASTING_SHARE
-    return SHARE
+        if work_s > knobs.overdue_share * bound_s:
+            return knobs.lasting_share
+    return knobs.overdue_share
 
 
 def take_overdue(

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from pla_sglang.policy.pla.boundary import BEND_TOKENS, StepModel
+from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
 
 RIDGE_SAMPLES = 8  # passes near the crossing that say how sharp the roofline bends there
 RIDGE_TOLERANCE = 0.05
@@ -102,7 +102,7 @@ class StepFit:
         return len(self._samples)
 
     def is_young(self) -> bool:
-        """Whether it is still refitted after every few samples."""
+        """It is still refitted after every few samples."""
         return len(self._samples) <= self._knobs.refit_every
 
     def observe(self, sample: StepSample) -> bool:
