@@ -22,7 +22,7 @@ from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
 from pla_sglang.policy.star.fleet import make_controller as make_star
 
 BOUNDARY_TOKENS = 256
-IN_PLACE_TOKENS = 2048  # what it costs decides, and its own guard on the stall (docs/fleets.md)
+IN_PLACE_TOKENS = 2048  # what it costs decides, and its own guard on the stall (bench/lab/docs/fleets.md)
 
 
 def _colocation(setup: Setup, arrow: ArrowPolicy) -> ColocationMode:

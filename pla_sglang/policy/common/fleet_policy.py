@@ -31,7 +31,7 @@ FORECASTERS: Mapping[str, Callable[[], Forecaster]] = {
     "arima": ArimaForecaster,
 }
 Knobs = TypeVar("Knobs")
-DEFAULT_FORECASTER = "arima"  # DOPD's; others need as few GPU-hours: docs/fleets.md, "Forecasts"
+DEFAULT_FORECASTER = "arima"  # DOPD's; others need as few GPU-hours: bench/lab/docs/fleets.md, "Forecasts"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,12 +23,12 @@ class SloKnobs:
         most_planned: a plan over more requests would take longer than a pass may wait for it.
         overdue_share: of prefill time for overdue requests, while that serves all of them within their bound.
         lasting_share: what they get where it cannot, as under overload that lasts. With 0.05 half a point less is kept,
-            and P99 TTFT is no better (docs/fleets.md).
+            and P99 TTFT is no better (bench/lab/docs/fleets.md).
         kv_share: of the KV cache, which lost requests leave free for those that can be kept.
         decode_share: of the TPOT target, which decode steps must leave for lost requests to start. Steps get longer by
             those that start, and by the prefills that they share passes with.
         short_steps: where KV cache is short, a prefill is cut to the time of so many decode steps. With 3, half as many
-            again were thrown out on mooncake (docs/policies/temporal.md).
+            again were thrown out on mooncake (docs/benchmarks/rules.md).
         probe_passes: after so many passes without decodes, they join one to measure what they cost. Where joining takes
             twice as long as not, this takes 0.4 % of the device.
     """
