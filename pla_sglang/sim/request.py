@@ -155,6 +155,7 @@ class SimRequest:
         waiting.resumed = self.done_tokens > 0
         waiting.output_tokens = self.limit_left
         waiting.aged_stamp = waiting.latest_stamp = -1
+        waiting.rematched = True
         self.private_tokens = self.shared_blocks = 0
         self.match_version = -1
         self.home = self.target = self.planned = None

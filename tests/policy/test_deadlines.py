@@ -361,12 +361,9 @@ def test_with_targets_every_request_ends(arrivals: list[Arrival], settings: Temp
 def test_a_lost_request_ends_within_twice_its_bound_under_overload(requests: int, lost_every: int) -> None:
     """Longs at 1.2 times what the device can do for 7 and 14 s, some of them lost from the start."""
     bound_s = 2.0
+    longs, slo = LongKnobs(max_age_s=1.0, chunk_max_tokens=1000), SloKnobs(lost_age_s=bound_s)
     settings = EnginePolicyKnobs(
-        boundary_tokens=100,
-        boundary_cap_tokens=1000,
-        awd=AwdKnobs(depth_max=64),
-        longs=LongKnobs(max_age_s=1.0, chunk_max_tokens=1000),
-        slo=SloKnobs(lost_age_s=bound_s),
+        boundary_tokens=100, boundary_cap_tokens=1000, awd=AwdKnobs(depth_max=64), longs=longs, slo=slo
     )
     step_s = MODEL.step_s(900, 0)
     arrivals = [
@@ -448,6 +445,5 @@ def test_who_has_a_target_is_aged_later_where_deadlines_decide() -> None:
     assert decide.find_age_s(none) == aged_at_s(none, MODEL, longs)
     assert decide.find_age_s(target) == pytest.approx(decide.find_age_s(none) + 590)
     assert alone.find_age_s(target) == decide.find_age_s(none)
-    assert SloKnobs(lost_age_s=30.0).age_bound_s(target, longs) == 600.0
-    assert SloKnobs(lost_age_s=30.0).age_bound_s(long(0.0, 4000, deadline_s=31.0), longs) == 30.0
-    assert SloKnobs(lost_age_s=5.0).age_bound_s(target, longs) == 200.0
+    bounds = [(30.0, target), (30.0, long(0.0, 4000, deadline_s=31.0)), (5.0, target)]
+    assert [SloKnobs(lost_age_s=age_s).age_bound_s(one, longs) for age_s, one in bounds] == [600.0, 30.0, 200.0]

@@ -94,7 +94,7 @@ class WaitingView:
         handle: the driver's own object for this request, not used by policies.
         seen: reported to the policy as an arrival already.
         aged_at_s, aged_stamp: cache of the long policy, valid for the stamp it was computed under.
-        class_stamp: the class queue that holds it (``pla/class_queues.py``) knows its class; -1: it may have changed.
+        rematched: its prefix match has changed since its class was last looked up (``pla/class_queues.py``).
         latest_s, latest_stamp: cache, when the prefill must begin to keep the target.
     """
 
@@ -110,7 +110,7 @@ class WaitingView:
     seen: bool = False
     aged_at_s: float = 0.0
     aged_stamp: int = -1
-    class_stamp: int = -1
+    rematched: bool = False
     latest_s: float = 0.0
     latest_stamp: int = -1
 
@@ -118,7 +118,8 @@ class WaitingView:
         """The prefix match has changed; the sum of new and history tokens has not."""
         self.new_tokens += self.history_tokens - history_tokens
         self.history_tokens = history_tokens
-        self.aged_stamp = self.class_stamp = self.latest_stamp = -1
+        self.aged_stamp = self.latest_stamp = -1
+        self.rematched = True
 
     @property
     def footprint_tokens(self) -> int:

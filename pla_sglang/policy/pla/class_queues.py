@@ -37,12 +37,11 @@ class ClassQueues:
     """Remembers what ``classify`` says of the queue.
 
     Invariant, once ``follow(waiting)`` has returned: ``classify(waiting, boundary)`` would give what it returned. A
-    view whose class may have changed lacks the queue's stamp, which ``set_history`` takes from it.
+    view whose class may have changed is ``rematched``.
     """
 
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
-        self._stamp = 0
         self._table = boundary.table  # under which the classes hold
         self._order: list[WaitingView] = []
         self._shorts: list[WaitingView] = []
@@ -71,9 +70,8 @@ class ClassQueues:
         return self._table is self._boundary.table and head == self._order
 
     def _bring_up_to_date(self) -> bool:
-        """Views with new matches, or all with a new stamp; False where a class has changed, or it is too much."""
-        stamp = self._stamp
-        changed = [view for view in self._order if view.class_stamp != stamp]
+        """Views with new matches; False where a class has changed, or they are too many."""
+        changed = [view for view in self._order if view.rematched]
         if len(changed) > MOST_CHANGED:
             return False
         for view in changed:
@@ -91,13 +89,13 @@ class ClassQueues:
 
     def _note(self, view: WaitingView) -> None:
         """The class of ``view`` is known, until its prefix match changes."""
-        view.class_stamp = self._stamp
+        view.rematched = False
 
     def _divide(self, waiting: Sequence[WaitingView]) -> None:
         self._table, self._order = self._boundary.table, list(waiting)
         self._shorts, self._longs = classify(waiting, self._boundary)
-        for view in waiting:
-            self._note(view)
+        for view in [view for view in waiting if view.rematched]:
+            view.rematched = False
 
 
 def find_places(views: list[WaitingView], wanted: Sequence[WaitingView]) -> list[int]:

@@ -142,11 +142,15 @@ class DeadlineQueues(ClassQueues):
     def __init__(self, boundary: Boundary, deadlines: Deadlines) -> None:
         super().__init__(boundary)
         self._deadlines = deadlines
+        self._stamp = deadlines.stamp  # under which the latest starts hold
         self._first_latest_s = math.inf
 
     def follow(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
-        self._stamp = self._deadlines.stamp  # new knobs or a new model change every latest start
-        return super().follow(waiting)
+        if self._stamp == self._deadlines.stamp:
+            return super().follow(waiting)
+        self._stamp = self._deadlines.stamp
+        self._divide(waiting)
+        return self._shorts, self._longs
 
     def any_is_late(self, now_s: float) -> bool:
         """The latest start of somebody has passed."""
@@ -162,8 +166,8 @@ class DeadlineQueues(ClassQueues):
         self._first_latest_s = min(self._first_latest_s, self._deadlines.latest_start_s(view))
 
     def _divide(self, waiting: Sequence[WaitingView]) -> None:
-        self._first_latest_s = math.inf
         super()._divide(waiting)
+        self._first_latest_s = min(map(self._deadlines.latest_start_s, waiting), default=math.inf)
 
 
 class TargetLongs(LongQueue):

@@ -25,7 +25,7 @@ from pla_sglang.policy.pla.longs import LongPick
 from pla_sglang.policy.pla.sharing import contents_of_parts
 from pla_sglang.policy.pla.temporal import Candidates, TemporalPolicy, parts_of
 from pla_sglang.policy.slo.deadlines import DeadlineQueues, Deadlines, TargetLongs
-from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.overdue import OverdueShare, share_of, take_overdue
 from pla_sglang.policy.slo.plan import Plan
 from pla_sglang.policy.slo.reserve import leave_reserve
@@ -50,110 +50,24 @@ class Contenders(Candidates):
     urgent: LongPick | None = None
 
 
-class Contest:
-    """Leaves out who gives way. ``queues`` have been followed up to the pass that is asked for."""
-
-    def __init__(self, knobs: SloKnobs, deadlines: Deadlines, longs: TargetLongs, queues: DeadlineQueues) -> None:
-        self._knobs = knobs
-        self._deadlines = deadlines
-        self._longs = longs
-        self._queues = queues
-
-    def set_knobs(self, knobs: SloKnobs) -> None:
-        self._knobs = knobs
-
-    def choose(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
-        """Takes out of ``field`` who gives way. ``model``: step times of a pass, with what decodes add."""
-        self._leave_lost_out(field, view, now_s)
-        self._keep_most(field, view, now_s, model)
-
-    def _leave_lost_out(self, field: Contenders, view: PassView, now_s: float) -> None:
-        """Shorts that are lost give way to longs too, longs only among themselves: shorts go first."""
-        deadlines, shorts, longs = self._deadlines, field.shorts, field.longs
-        kept_shorts, kept = shorts, longs
-        if self._queues.any_is_late(now_s):
-            kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
-        field.lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
-        can_keep = len(kept_shorts) + len(kept)
-        field.some_give_way = field.lost_chunk or can_keep < len(view.waiting)
-        if kept and (field.lost_chunk or len(kept) < len(longs)):
-            self._pick_among(field, kept, view, now_s, yields=field.lost_chunk)
-        if len(kept_shorts) < len(shorts) and (kept_shorts or kept):
-            field.why = field.why if kept_shorts or field.why else Reason.LOST_SHORT
-            field.shorts = kept_shorts
-        if not kept and can_keep < len(view.waiting):
-            self._leave_reserve(field, view, now_s, shorts_lost=not kept_shorts)
-
-    def _leave_reserve(self, field: Contenders, view: PassView, now_s: float, *, shorts_lost: bool) -> None:
-        """All longs are lost, and the shorts that are left too, or none of them."""
-        if shorts_lost:
-            field.shorts = leave_reserve(field.shorts, view, self._knobs)
-        longs = leave_reserve(field.longs, view, self._knobs)
-        if len(longs) < len(field.longs):
-            self._pick_among(field, longs, view, now_s, yields=False)
-            field.why = None
-        field.reserved = not field.shorts and not longs
-
-    def _keep_most(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
-        chunk = view.chunk
-        candidates = field.longs if chunk is None or field.lost_chunk else [chunk, *field.longs]
-        plan = self._deadlines.plan(candidates, field.shorts, now_s, model)
-        if plan is None or not plan.turns:
-            return
-        if plan.given_up:
-            field.some_give_way = True
-            field.shorts = [short for short in field.shorts if plan.keeps(short)]
-            chunk_gives_way = chunk is not None and (field.lost_chunk or not plan.keeps(chunk))
-            kept = [long for long in field.longs if plan.keeps(long)]
-            self._pick_among(field, kept, view, now_s, yields=chunk_gives_way)
-        first = field.shorts or (() if field.pick is None else (field.pick.view,))
-        fits = sum(turn.view.footprint_tokens for turn in plan.turns) <= view.kv_free_tokens
-        if fits and not plan.bears(first, now_s, self._knobs.arriving / self._knobs.slower):
-            field.urgent = self._find_first_long(plan, field.shorts, view)
-
-    def _pick_among(
-        self, field: Contenders, longs: list[WaitingView], view: PassView, now_s: float, *, yields: bool
-    ) -> None:
-        """The next long is one of these."""
-        before, field.longs = field.pick, longs
-        field.pick = self._longs.pick(
-            longs, view.chunk, now_s, shorts=False, budget_tokens=view.pass_budget_tokens, yields=yields
-        )[0]
-        if before is None or field.pick is None or before.view is not field.pick.view:
-            field.why = Reason.LOST_LONG
-
-    def _find_first_long(self, plan: Plan, shorts: Sequence[WaitingView], view: PassView) -> LongPick | None:
-        """The first of the plan that can run now; None where that is a short."""
-        chunk, among_shorts = view.chunk, {id(short) for short in shorts}
-        limit = min(self._longs.knobs.chunk_max_tokens or 0, view.pass_budget_tokens)
-        for turn in plan.turns:
-            if id(turn.view) in among_shorts:
-                return None
-            if chunk is None or turn.view is chunk or turn.view.new_tokens <= limit:
-                running = turn.view is chunk
-                return LongPick(turn.view, running=running, overtakes=chunk is not None and not running)
-        return None
-
-
 class SloPolicy(TemporalPolicy):
     """PLA-Serve's temporal policy, in which TTFT targets decide who competes for a pass."""
 
     knobs: EnginePolicyKnobs
     longs: TargetLongs
+    _queues: DeadlineQueues
 
     def __init__(self, knobs: EnginePolicyKnobs, model: StepModel) -> None:
         super().__init__(knobs, model)
         self.deadlines = Deadlines(knobs.longs, knobs.slo, model)
         self.overdue = OverdueShare()
         self.longs = TargetLongs(knobs.longs, knobs.slo, model)
-        self._queues = queues = DeadlineQueues(self.boundary, self.deadlines)
-        self._contest = Contest(knobs.slo, self.deadlines, self.longs, queues)
+        self._queues = DeadlineQueues(self.boundary, self.deadlines)
 
     def set_knobs(self, knobs: EnginePolicyKnobs) -> None:  # type: ignore[override]  # as it was made from
         self.longs.set_slo(knobs.slo)
         super().set_knobs(knobs)
         self.deadlines.set(knobs.longs, knobs.slo, self.model)
-        self._contest.set_knobs(knobs.slo)
 
     def set_model(self, model: StepModel) -> None:
         super().set_model(model)
@@ -179,7 +93,7 @@ class SloPolicy(TemporalPolicy):
         if self.knobs.slo.lost_age_s is None:
             return super()._choose(field, view, now_s)
         left = Contenders(field.pick, field.shorts, field.longs, field.aged)
-        self._contest.choose(left, view, now_s, self._pass_model)
+        self._leave_out(left, view, now_s, self._pass_model)
         long = self._find_next_long(left, view, now_s)
         decision = self._choose_by_right(left, long, view, now_s) or self._choose_by_target(left, view, now_s)
         if decision is not None:
@@ -233,3 +147,77 @@ class SloPolicy(TemporalPolicy):
         if self._find_obstacle(pick, view, now_s, owed=False, other=True) is not None:
             return None
         return self._alone(pick, view, longs, now_s, Reason.OVERDUE)
+
+    # -- who gives way -----------------------------------------------------------------------------------------------
+
+    def _leave_out(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
+        """Takes out of ``field`` who gives way. ``model``: step times of a pass, with what decodes add."""
+        self._leave_lost_out(field, view, now_s)
+        self._keep_most(field, view, now_s, model)
+
+    def _leave_lost_out(self, field: Contenders, view: PassView, now_s: float) -> None:
+        """Shorts that are lost give way to longs too, longs only among themselves: shorts go first."""
+        deadlines, shorts, longs = self.deadlines, field.shorts, field.longs
+        kept_shorts, kept = shorts, longs
+        if self._queues.any_is_late(now_s):
+            kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
+        field.lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
+        can_keep = len(kept_shorts) + len(kept)
+        field.some_give_way = field.lost_chunk or can_keep < len(view.waiting)
+        if kept and (field.lost_chunk or len(kept) < len(longs)):
+            self._pick_among(field, kept, view, now_s, yields=field.lost_chunk)
+        if len(kept_shorts) < len(shorts) and (kept_shorts or kept):
+            field.why = field.why if kept_shorts or field.why else Reason.LOST_SHORT
+            field.shorts = kept_shorts
+        if not kept and can_keep < len(view.waiting):
+            self._leave_reserve(field, view, now_s, shorts_lost=not kept_shorts)
+
+    def _leave_reserve(self, field: Contenders, view: PassView, now_s: float, *, shorts_lost: bool) -> None:
+        """All longs are lost, and the shorts that are left too, or none of them."""
+        if shorts_lost:
+            field.shorts = leave_reserve(field.shorts, view, self.knobs.slo)
+        longs = leave_reserve(field.longs, view, self.knobs.slo)
+        if len(longs) < len(field.longs):
+            self._pick_among(field, longs, view, now_s, yields=False)
+            field.why = None
+        field.reserved = not field.shorts and not longs
+
+    def _keep_most(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
+        chunk = view.chunk
+        candidates = field.longs if chunk is None or field.lost_chunk else [chunk, *field.longs]
+        plan = self.deadlines.plan(candidates, field.shorts, now_s, model)
+        if plan is None or not plan.turns:
+            return
+        if plan.given_up:
+            field.some_give_way = True
+            field.shorts = [short for short in field.shorts if plan.keeps(short)]
+            chunk_gives_way = chunk is not None and (field.lost_chunk or not plan.keeps(chunk))
+            kept = [long for long in field.longs if plan.keeps(long)]
+            self._pick_among(field, kept, view, now_s, yields=chunk_gives_way)
+        first = field.shorts or (() if field.pick is None else (field.pick.view,))
+        fits = sum(turn.view.footprint_tokens for turn in plan.turns) <= view.kv_free_tokens
+        if fits and not plan.bears(first, now_s, self.knobs.slo.arriving / self.knobs.slo.slower):
+            field.urgent = self._find_first_long(plan, field.shorts, view)
+
+    def _pick_among(
+        self, field: Contenders, longs: list[WaitingView], view: PassView, now_s: float, *, yields: bool
+    ) -> None:
+        """The next long is one of these."""
+        before, field.longs = field.pick, longs
+        field.pick = self.longs.pick(
+            longs, view.chunk, now_s, shorts=False, budget_tokens=view.pass_budget_tokens, yields=yields
+        )[0]
+        if before is None or field.pick is None or before.view is not field.pick.view:
+            field.why = Reason.LOST_LONG
+
+    def _find_first_long(self, plan: Plan, shorts: Sequence[WaitingView], view: PassView) -> LongPick | None:
+        """The first of the plan that can run now; None where that is a short."""
+        chunk, among_shorts = view.chunk, {id(short) for short in shorts}
+        limit = min(self.longs.knobs.chunk_max_tokens or 0, view.pass_budget_tokens)
+        for turn in plan.turns:
+            if id(turn.view) in among_shorts:
+                return None
+            if chunk is None or turn.view is chunk or turn.view.new_tokens <= limit:
+                running = turn.view is chunk
+                return LongPick(turn.view, running=running, overtakes=chunk is not None and not running)
+        return None
