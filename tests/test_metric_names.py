@@ -19,21 +19,21 @@ from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+METRICS = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
 
 SCRAPE = """
 import asyncio, json, sys
 from types import SimpleNamespace
 
-accepted, old_names = json.loads(sys.argv[1]), sys.argv[2] == "old"
+accepted = json.loads(sys.argv[1])
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 from sglang.srt.utils.common import add_prometheus_middleware
 
-from pla_sglang.emulate.metrics import Series as DeviceSeries
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.emulate.metrics import DeviceSeries
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.engine.graphs.metrics import GraphSeries
 from pla_sglang.engine.pools.series import Series as PoolSeries
 from pla_sglang.engine.stateless.transfer.series import LegSeries
@@ -59,7 +59,7 @@ class Touched(LabelledSeries):
         return made
 
 labels = {"model_name": "tiny"}
-series = Touched(labels, old_names=old_names)
+series = Touched(labels)
 Telemetry(DeviceClock(1.0)).attach(series)
 GraphSeries(series)
 PoolSeries(series)
@@ -83,12 +83,18 @@ print(json.dumps(asyncio.run(scrape())))
 """
 
 
+def documented_series() -> dict[str, str]:
+    """Type by name, of an engine; the page has those of the router too."""
+    named = documented_names(METRICS, "pla_")
+    return {name: kind for name, kind in named.items() if not name.startswith("pla_router_")}
+
+
 @functools.cache
-def engine_scrapes(which: str = "new") -> dict[str, set[str]]:
+def engine_scrapes() -> dict[str, set[str]]:
     """Names of samples by scraper. SGLang's metrics need a folder before the first import, so a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder, "PYTHONPATH": str(ROOT / "tests")}
-        command = [sys.executable, "-c", SCRAPE, json.dumps(ACCEPT), which]
+        command = [sys.executable, "-c", SCRAPE, json.dumps(ACCEPT)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return {name: sample_names(text) for name, text in json.loads(done.stdout.splitlines()[-1]).items()}
@@ -96,7 +102,7 @@ def engine_scrapes(which: str = "new") -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("scraper", ACCEPT)
 def test_every_documented_series_of_an_engine_has_its_name(scraper: str) -> None:
-    documented = documented_names(OPERATIONS, "pla_")
+    documented = documented_series()
     assert len(documented) > 25
     found = engine_scrapes()[scraper]
     assert {stored_name(name, kind) for name, kind in documented.items()} - found == set()
@@ -104,16 +110,10 @@ def test_every_documented_series_of_an_engine_has_its_name(scraper: str) -> None
 
 @pytest.mark.parametrize("scraper", ACCEPT)
 def test_every_series_of_an_engine_is_documented(scraper: str) -> None:
-    documented = documented_names(OPERATIONS, "pla_")
+    documented = documented_series()
     ours = {name for name in engine_scrapes()[scraper] if name.startswith("pla") and not name.endswith("_created")}
     unknown = {re.sub("_(bucket|count|sum)$", "", name) for name in ours} - documented.keys()
     assert {name for name in unknown if name not in {re.sub("_total$", "", one) for one in documented}} == set()
-
-
-def test_the_old_names_are_one_flag_away() -> None:
-    found = engine_scrapes("old")["any"]
-    assert {"pla:queue_reqs", "pla:decisions_total", "pla:wait_seconds_bucket", "pla:graph_bytes"} <= found
-    assert not any(name.startswith("pla_") for name in found)
 
 
 # -- queries -----------------------------------------------------------------------------------------------------------
@@ -157,5 +157,4 @@ def test_a_query_finds_its_series(where: str, query: str, scraper: str) -> None:
 
 def router_names() -> set[str]:
     """As documented; tests/router holds the router to them."""
-    page = (ROOT / "docs/router.md").read_text(encoding="utf-8")
-    return {stored_name(name, kind) for name, kind in documented_names(page, "pla_router_").items()}
+    return {stored_name(name, kind) for name, kind in documented_names(METRICS, "pla_router_").items()}

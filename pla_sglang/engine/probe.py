@@ -197,8 +197,8 @@ class Probe:
         return {
             "role": roles.role,
             "draining": bool(roles.draining(req.rid for req in backlog.iterate_unfinished(self.scheduler))),
-            "boundary_tokens": adapter.policy.boundary.tokens(0),
-            "step_model": adapter.policy.model.to_floats(),
+            "boundary_tokens": adapter.policy.prefills.boundary.tokens(0),
+            "step_model": adapter.policy.prefills.model.to_floats(),
             "short": backlog.sum_class_queue(classes[PrefillClass.SHORT]),
             "long": backlog.sum_class_queue(classes[PrefillClass.LONG]),
         }

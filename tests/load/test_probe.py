@@ -18,7 +18,7 @@ from pla_sglang.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Pro
 from pla_sglang.engine.request_rows import RowsWanted
 from pla_sglang.engine.roles import RoleState
 from pla_sglang.load.report import Backlog, ClassQueue, PassTiming, Report, RequestRow
-from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.common.step_model import StepModel
 
 
 class Sink:
@@ -95,7 +95,7 @@ def test_what_waits_is_summed_up() -> None:
     assert (report.short, report.long) == (ClassQueue(1, 50), ClassQueue(1, 300))
     assert (report.prefill_age_s, report.received, report.key) == (1.5, 2, "here#1")
     assert (report.boundary_tokens, report.role) == (100, "mixed")
-    assert StepModel.from_floats(report.step_model) == probe.scheduler.pla.policy.model
+    assert StepModel.from_floats(report.step_model) == probe.scheduler.pla.policy.prefills.model
     assert (report.kv_used_tokens, report.kv_capacity_tokens) == (20_000, 120_000)
 
 

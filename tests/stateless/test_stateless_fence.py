@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from pla_sglang.engine.faults import Faults
 from pla_sglang.engine.stateless.host.side_channel import SideChannel
@@ -94,7 +95,7 @@ def test_acknowledgements_are_read_and_forgotten() -> None:
         message = messages.get()
         if message is None:
             read.set()
-            raise ConnectionError("closed")
+            raise zmq.ContextTerminated
         return message
 
     socket = SimpleNamespace(recv_multipart=recv_multipart)
@@ -115,7 +116,7 @@ def test_only_what_was_said_of_rooms_that_are_waited_for_is_kept() -> None:
     def recv_multipart() -> list[bytes]:
         if not messages:
             read.set()
-            raise ConnectionError("closed")
+            raise zmq.ContextTerminated
         return messages.pop()
 
     socket = SimpleNamespace(recv_multipart=recv_multipart)

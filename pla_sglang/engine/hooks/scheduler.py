@@ -42,12 +42,12 @@ def after_init_schedule_policy(result: Any, scheduler: Any) -> None:
     _adapter.telemetry.set_role(config.role)
     if scheduler.metrics_collector_context.enable_metrics:
         labels = dict(scheduler.metrics_collector.labels)
-        _adapter.telemetry.attach(LabelledSeries(labels, old_names=config.metrics_old_names))
+        _adapter.telemetry.attach(LabelledSeries(labels))
     logger.info(
         "pla_sglang: prefill-disagg %s, %s, boundary %s tokens",
         config.prefill_disagg,
         hooks,
-        config.boundary_tokens or f"auto (start {_adapter.policy.boundary.tokens(0)})",
+        config.boundary_tokens or f"auto (start {_adapter.policy.prefills.boundary.tokens(0)})",
     )
 
 

@@ -2,7 +2,7 @@
 
 SGLang's aggregated loop runs as it is. Beside it stand both ends of SGLang's PD protocol on one KV pool: a sender for
 requests whose prefill is wanted here, and a receiver for those whose decode is. A running request can be paused, and
-migrates to another instance or is computed again there. See docs/stateless.md and docs/hops.md.
+migrates to another instance or is computed again there. See docs/reference/stateless.md and docs/protocol.md.
 
 Read downwards; nothing imports what stands above it:
 

@@ -49,7 +49,7 @@ def after_init_disaggregation(result: Any, scheduler: Any) -> None:
     config = pla_config.current()
     series = None
     if scheduler.metrics_collector_context.enable_metrics:
-        series = LabelledSeries(dict(scheduler.metrics_collector.labels), old_names=config.metrics_old_names)
+        series = LabelledSeries(dict(scheduler.metrics_collector.labels))
     _engine = StatelessEngine(scheduler, config, _faults, _channel, series)
     join(scheduler, _engine)
 

@@ -73,6 +73,16 @@ def is_registered(manager: Any, host: str, port: int) -> bool:
     return any((receiver.endpoint, receiver.dst_port) == (host, port) for receiver in receivers)
 
 
+def explain_failure(end: Any, what: str) -> str:
+    """``what``, and why the transfer of ``end``, a sender or a receiver, has failed. Asked for it, the host raises it,
+    each transfer library an exception of its own; the end is cleared with that."""
+    try:
+        end.failure_exception()
+    except Exception as error:
+        return f"{what}: {error}"
+    return what
+
+
 def open_inbox(manager: Any, channel: SideChannel) -> Inbox:
     """The socket of the sender ``manager`` for its thread, which would end with the first message it cannot read."""
     from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, TransferInfo

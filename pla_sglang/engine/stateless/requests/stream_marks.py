@@ -1,4 +1,4 @@
-"""A stream that carries, before each event, the ids of its new tokens and what it has shown. See docs/hops.md.
+"""A stream with the ids of its new tokens and what it has shown before each event: docs/protocol.md.
 
     : pla-prompt 812:9f3ab2c41d0e55aa
     : pla 17,4095,3 c12.R

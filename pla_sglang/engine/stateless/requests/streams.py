@@ -1,4 +1,4 @@
-"""Of the process that serves HTTP: which streams are marked, and what stands around them. See docs/hops.md."""
+"""Which streams the HTTP process marks, and what stands around them. See docs/protocol.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the router asks of a request that may move: ``pla_*`` members of its ``custom_params``. Pure; see docs/hops.md.
+"""What the router asks of a request that may move: ``pla_*`` members of its ``custom_params``. Pure.
+
+Names: docs/protocol.md.
 
 The process that serves HTTP reads all of them, a scheduler the answer so far alone. Only a router may set them: whoever
 else does is refused before they are looked at (``http_front``).

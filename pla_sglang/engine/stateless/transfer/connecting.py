@@ -18,6 +18,7 @@ from typing import Any
 
 from pla_sglang.engine.host.transfers import is_bootstrap_answer
 from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, PeerState
+from pla_sglang.errors import PlaError
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ ASK_S = 5.0  # time-out of one question
 OF_ALL_RANKS = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
 
-class MisfitError(Exception):
+class MisfitError(PlaError):
     """A peer that answers and cannot be paired with; it is not asked again."""
 
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Set
 from typing import Any
 
+import zmq
+
 from pla_sglang.engine.stateless.host.calls import is_registered, mark_failed, tcp_address
 from pla_sglang.engine.stateless.host.side_channel import (
     ABORT,
@@ -118,7 +120,7 @@ class Acknowledged:
         while True:
             try:
                 message = socket.recv_multipart()
-            except Exception:
+            except zmq.ZMQError:
                 return  # the socket is closed: the process ends
             if not self.take(message):
                 self._channel.drop(Drop.FOREIGN, message[0])

@@ -1,6 +1,6 @@
 """The host's three PD queues with the budgets and the ownership of a stateless instance.
 
-Subclasses of SGLang's: what they override is named in docs/stateless.md.
+Subclasses of SGLang's: what they override is named in docs/protocol.md.
 """
 
 from __future__ import annotations

@@ -236,11 +236,7 @@ class Receiver:
     def _answer_failed(self, entry: Any, is_served: bool) -> None:
         """``is_served``: no rank has heard that the room is not held."""
         req, receiver = entry.req, entry.kv_receiver
-        reason = f"Decode transfer failed for request {req.rid}"
-        try:
-            receiver.failure_exception()
-        except Exception as error:
-            reason += f": {error}"
+        reason = calls.explain_failure(receiver, f"Decode transfer failed for request {req.rid}")
         logger.warning("pla_sglang: %s", reason)
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         if not is_served and goes_on(req):

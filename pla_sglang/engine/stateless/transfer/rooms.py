@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Any
 
+import zmq
+
 from pla_sglang.engine.stateless.host import calls
 from pla_sglang.engine.stateless.host.calls import is_registered, tcp_address
 from pla_sglang.engine.stateless.host.side_channel import ABORT, NO_ROOM, PULL
@@ -165,7 +167,7 @@ def send_refusal(manager: Any, puller: Puller, room: int) -> None:
     endpoint, is_ipv6 = tcp_address(*puller)
     try:
         manager._send_multipart_locked(endpoint, [NO_ROOM, str(room).encode("ascii")], is_ipv6=is_ipv6)
-    except Exception:
+    except zmq.ZMQError:
         logger.exception("pla_sglang: telling %s that room %d is not held", endpoint, room)
 
 
@@ -179,5 +181,5 @@ def announce_pull(receiver: Any) -> None:
             socket, lock = receiver._connect_to_bootstrap_server(peer)
             with lock:
                 socket.send_multipart(message)
-        except Exception:
+        except zmq.ZMQError:
             logger.exception("pla_sglang: announcing the pull of room %s", receiver.bootstrap_room)

@@ -259,11 +259,7 @@ class Sender:
         self._faults.run_all(steps, "ending a prefill leg whose KV is gone")
 
     def _failure(self, leg: SendLeg) -> str:
-        try:
-            leg.req.disagg_kv_sender.failure_exception()
-        except Exception as error:
-            return f"Prefill transfer failed for request {leg.req.rid}: {error}"
-        return f"Prefill transfer failed for request {leg.req.rid}"
+        return calls.explain_failure(leg.req.disagg_kv_sender, f"Prefill transfer failed for request {leg.req.rid}")
 
     # -- giving up ---------------------------------------------------------------------------------------------------
 
