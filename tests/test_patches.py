@@ -66,7 +66,7 @@ def test_every_method_that_we_override_has_its_row(ours: str) -> None:
     [base] = derived.__bases__
     overridden = {
         f"{QUEUES_MODULE}:{ours}.{name}"
-        for name in vars(derived).keys() & set(dir(base))
+        for name in vars(derived).keys() & set(dir(base)) - {"__init__"}  # which takes what is ours, and calls theirs
         if callable(vars(derived)[name])
     }
     rows = {one.handler for _, one in SUBSCRIBERS.values() if one.handler.startswith(f"{QUEUES_MODULE}:{ours}.")}

@@ -107,7 +107,7 @@ class Offers:
     """Owned by the scheduler thread.
 
     Args:
-        queue: the sending end's (stateless.queues.SendQueue).
+        queue: the sending end's (transfer.queues.SendQueue).
         rooms: which are open; told here.
     """
 

@@ -285,7 +285,7 @@ class Receiver:
             manager.addr_to_rooms_tracker[entry.kv_receiver.bootstrap_addr].discard(room)
 
     def forget_said(self) -> None:
-        """What senders have said of rooms whose transfer is neither under way nor in quarantine."""
+        """What senders have said of rooms whose transfer is neither under way nor over with pages kept."""
         under_way = {entry.req.bootstrap_room for entry in self._transfers.queue}
         self._acknowledged.keep_only(under_way | self._deferred_rooms)
 
