@@ -4,11 +4,9 @@ PlaError
 ├── ConfigError              a flag, knob or request field has a value that is not allowed
 │   ├── ProfileError         a step profile is not valid
 │   ├── SimConfigError       a simulation is not described correctly
-│   ├── TraceError           a trace file cannot be read
-│   └── DatasetError         a data set cannot be used
+│   └── TraceError           a trace file cannot be read
 ├── RowError                 a row of a trace file is not a request: it is skipped and counted
 ├── RecordError              a recording cannot be read
-├── PointsError              a result cannot be made from these points
 ├── IllegalMoveError         a state machine was asked for a move that it does not have
 ├── SimError                 a simulation stopped making progress or broke a rule
 ├── MeasureError             an engine could not be measured

@@ -32,7 +32,7 @@ from httpx import ASGITransport, AsyncClient
 from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 from sglang.srt.utils.common import add_prometheus_middleware
 
-from pla_sglang.emulate.metrics import Series as DeviceSeries
+from pla_sglang.emulate.metrics import DeviceSeries
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.engine.graphs.metrics import GraphSeries
 from pla_sglang.engine.pools.series import Series as PoolSeries
