@@ -36,7 +36,7 @@ from pla_sglang.emulate.metrics import DeviceSeries
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.engine.graphs.metrics import GraphSeries
 from pla_sglang.engine.pools.series import Series as PoolSeries
-from pla_sglang.engine.stateless.series import LegSeries
+from pla_sglang.engine.stateless.transfer.series import LegSeries
 from pla_sglang.engine.telemetry import Telemetry
 from pla_sglang.metrics.series import LabelledSeries
 from support.published import publish_arguments

@@ -10,9 +10,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from pla_sglang.engine.host.requests import kv_committed_len
+from pla_sglang.engine.host.requests import fail_with_next_step, kv_committed_len
 from pla_sglang.engine.snapshot import tpot_target_s
-from pla_sglang.engine.stateless.host import fail_with_next_step
 from pla_sglang.policy.common.device_clock import DeviceClock
 
 TOKENS_ATTRIBUTE = "pla_tokens"
