@@ -1,4 +1,4 @@
-"""Requests that are paused here: they leave their batch at a step boundary, and go on, or go. See docs/hops.md.
+"""Requests that are paused here: they leave their batch at a step boundary, and go on, or go. See docs/protocol.md.
 
 A *held* request is in no batch of the host. Its KV, its request row and its open stream are kept, and it goes on by
 itself when its time is over: a hold expires here, even if router and target are dead. All ranks hold the same requests
