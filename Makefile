@@ -4,7 +4,7 @@ PORT ?= 30000
 HOST := # a version of SGLang. Not read from the environment, where shells keep a machine's name
 LINTED := pla_sglang kernels patches graphs scripts setup.py $(wildcard bench tests examples)
 
-.PHONY: help setup serve test test-host demo lint constraints clean clean-cache
+.PHONY: help setup serve test test-host test-lab demo lint constraints clean clean-cache
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -15,8 +15,11 @@ setup: ## make .venv (PYTHON=... chooses the interpreter, HOST=0.5.23 the versio
 serve: setup ## serve the embedded demo model on this machine (PORT=30000)
 	@exec $(PY) -m pla_sglang.launch_server --prefill-disagg temporal --port $(PORT)
 
-test: setup ## run every test (ARGS=... goes to pytest)
+test: setup ## test the product and the benches that users run (ARGS=... goes to pytest)
 	$(PY) -m pytest $(ARGS)
+
+test-lab: setup ## test bench/lab: papers, fleets, baselines (ARGS=...)
+	$(PY) -m pytest bench/lab/tests $(ARGS)
 
 test-host: ## tests that meet SGLang, on another version than .venv has (HOST=0.5.17, ARGS=...)
 	@bash scripts/setup_venv.sh --thin $(or $(HOST),0.5.17)

@@ -13,8 +13,8 @@ ROOMS = {
     "check": "the exit status is the result",
     "cost": "what a part costs",
     "gpu": "on a GPU",
-    "research": "papers, fleets, baselines",
     "harness": "tools",
+    "lab": "papers, fleets, baselines; a user needs none of them",
 }
 
 

@@ -17,7 +17,7 @@ BENCH = "bench"
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-class Command(NamedTuple):
+class Subcommand(NamedTuple):
     """``module`` of this package whose ``main`` it is, and the ``extra`` that brings what this imports."""
 
     module: str
@@ -26,15 +26,15 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("launch_server", "engine", "an SGLang server with the plugin"),
-    "router": Command("launch_router", "router", "one HTTP address in front of SGLang instances"),
-    "cluster": Command("launch_cluster", "engine,router,pd,bench", "engines and a router on this machine"),
-    "simulate": Command("simulate", "sim", "a trace through a simulated fleet; find-capacity, find-instances"),
-    "parity": Command("parity", "sim", "a recording of the router, decided again"),
-    "view": Command("view_recording", "", "a recording of the router as a page that draws the fleet over time"),
-    "profile": Command("profile", "sim", "step times of a running server"),
-    BENCH: Command("", "", "the benches of a checkout"),
-    "doctor": Command("doctor", "", "what works on this machine, and what to do about the rest"),
+    "serve": Subcommand("launch_server", "engine", "an SGLang server with the plugin"),
+    "router": Subcommand("launch_router", "router", "one HTTP address in front of SGLang instances"),
+    "cluster": Subcommand("launch_cluster", "engine,router,pd,bench", "engines and a router on this machine"),
+    "simulate": Subcommand("simulate", "sim", "a trace through a simulated fleet; find-capacity, find-instances"),
+    "parity": Subcommand("parity", "sim", "a recording of the router, decided again"),
+    "view": Subcommand("view_recording", "", "a recording of the router as a page that draws the fleet over time"),
+    "profile": Subcommand("profile", "sim", "step times of a running server"),
+    BENCH: Subcommand("", "", "the benches of a checkout"),
+    "doctor": Subcommand("doctor", "", "what works on this machine, and what to do about the rest"),
 }
 
 

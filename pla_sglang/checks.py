@@ -255,7 +255,7 @@ def read_host(host: str) -> str:
 
 
 def describe_bad_slo(where: str, value: Any) -> str:
-    """Of a target outside of ``SLO_RANGE_MS``, in one wording for instances and the router."""
+    """The message on a target outside of ``SLO_RANGE_MS``, in one wording for instances and the router."""
     low, high = SLO_RANGE_MS
     return f"{where} must be a number of milliseconds from {low:.0f} to {high:.0f}, got {value!r}"
 

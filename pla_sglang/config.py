@@ -1,8 +1,8 @@
 """The configuration of a server: one frozen, self-checking dataclass, and its way into child processes.
 
-The only place where our flags are read from the command line and the environment. A checked config travels from the
-process that parsed the command line to every process SGLang spawns as JSON in one environment variable, because
-SGLang's own ``ServerArgs`` takes no foreign fields.
+The flags of a server are read here alone. A checked config travels from the process that parsed the command line to
+every process SGLang spawns as JSON in one environment variable, because SGLang's own ``ServerArgs`` takes no foreign
+fields.
 """
 
 from __future__ import annotations
@@ -207,11 +207,6 @@ class PlaConfig:
         "tests of routers.",
         allowed=Range(0, 1, "of all transfers"),
     )
-    metrics_old_names: bool = knob(
-        False,
-        "--pla-metrics-old-names",
-        "Our series at /metrics are named pla:*, as in 0.1, in place of pla_*. For one release.",
-    )
     role: str = knob(
         "mixed",
         "--pla-role {mixed,short,long}",
@@ -321,12 +316,12 @@ class PlaConfig:
 
     @property
     def reports(self) -> bool:
-        """Whether schedulers push load reports."""
+        """True if schedulers push load reports."""
         return self.telemetry is not None or self.controller_folder is not None
 
     @property
     def graphs(self) -> bool:
-        """Whether there may be prefill graphs of ours."""
+        """True if there may be prefill graphs of ours."""
         return self.graph_layout != "off" and (self.enabled or self.graph_layout != "auto")
 
     def for_device(self, device: str) -> PlaConfig:
@@ -376,7 +371,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def read_server_keys(args: argparse.Namespace) -> ServerKeys:
-    """Of a command line that SGLang's parser has read. Raises ConfigError."""
+    """Reads them from a command line that SGLang's parser has read. Raises ConfigError."""
     options = argparse.Namespace(**vars(args))
     for field in dataclasses.fields(ServerKeys):
         if (typed := getattr(args, field.name, None)) is not None:

@@ -25,7 +25,7 @@ class TableConsole(Console):
         raise BrokenPipeError
 
     def fits(self, table: Table) -> bool:
-        """Whether no cell has to be folded."""
+        """True if no cell has to be folded."""
         needed = self.measure(table, options=self.options.update(width=_NO_LIMIT)).maximum
         return needed <= self.width
 

@@ -56,7 +56,7 @@ class Status(Enum):
     FAULTY = "faulty"
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """``remedy``: what to do; empty where nothing is to be done."""
 
     status: Status
@@ -83,26 +83,26 @@ class DoctorConfig:
         check_fields(self)
 
 
-def check_python() -> Finding:
+def check_python() -> Diagnosis:
     version = ".".join(map(str, sys.version_info[:3]))
     if (3, 11) <= sys.version_info[:2] < (3, 14):
-        return Finding(Status.WORKS, version)
-    return Finding(Status.FAULTY, version, "use Python 3.11, 3.12 or 3.13")
+        return Diagnosis(Status.WORKS, version)
+    return Diagnosis(Status.FAULTY, version, "use Python 3.11, 3.12 or 3.13")
 
 
-def check_packages(extra: str) -> Finding:
+def check_packages(extra: str) -> Diagnosis:
     """Those that ``extra`` of our own metadata names."""
     remedy = f"pip install '{OURS}[{extra}]'"
     try:
         requirements = metadata.requires(OURS) or []
     except metadata.PackageNotFoundError:
-        return Finding(Status.FAULTY, f"{OURS} is importable, but not installed", remedy)
+        return Diagnosis(Status.FAULTY, f"{OURS} is importable, but not installed", remedy)
     wanted = [text for text in requirements if "extra ==" not in text or re.search(rf"extra == .{extra}\b", text)]
     names = [re.split(r"[\s;=<>!~\[]", text)[0] for text in wanted]
     missing = [name for name in names if installed_version(name) is None]
     if missing:
-        return Finding(Status.LACKING, f"missing: {', '.join(missing)}", remedy)
-    return Finding(Status.WORKS, f"all {len(names)} installed")
+        return Diagnosis(Status.LACKING, f"missing: {', '.join(missing)}", remedy)
+    return Diagnosis(Status.WORKS, f"all {len(names)} installed")
 
 
 def installed_version(package: str) -> str | None:
@@ -112,102 +112,102 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_sglang() -> Finding:
+def check_sglang() -> Diagnosis:
     reasons = host.version_reasons()
     if not reasons:
-        return Finding(Status.WORKS, str(host.installed_version()))
+        return Diagnosis(Status.WORKS, str(host.installed_version()))
     status = Status.LACKING if host.installed_version() is None else Status.FAULTY
-    return Finding(status, reasons[0], f"pip install '{OURS}[engine]'")
+    return Diagnosis(status, reasons[0], f"pip install '{OURS}[engine]'")
 
 
-def check_plugin() -> Finding:
+def check_plugin() -> Diagnosis:
     """SGLang finds us by our entry point, and only there."""
     group, name = PLUGIN
     if any(point.name == name for point in metadata.entry_points(group=group)):
-        return Finding(Status.WORKS, f"entry point {name} of {group}")
-    return Finding(
+        return Diagnosis(Status.WORKS, f"entry point {name} of {group}")
+    return Diagnosis(
         Status.FAULTY, f"no entry point {name} of {group}", f"pip install {OURS}, or make setup in a checkout"
     )
 
 
-def check_seams() -> Finding:
+def check_seams() -> Diagnosis:
     """Imports what the seam table names, of SGLang and of ours."""
     if host.installed_version() is None:
-        return Finding(Status.LACKING, "SGLang is not installed")
+        return Diagnosis(Status.LACKING, "SGLang is not installed")
     seams = table()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang tells on import what it cannot do without a GPU
         reasons = host.version_reasons() + verify.host_reasons(seams)
     if reasons:
         remedy = f"use sglang {' or '.join(host.SUPPORTED)}: this one differs from what the plugin was tested with"
-        return Finding(Status.FAULTY, f"{len(reasons)} do not fit, such as {reasons[0]}", remedy)
-    return Finding(Status.WORKS, f"{len(seams)} functions of SGLang are as recorded")
+        return Diagnosis(Status.FAULTY, f"{len(reasons)} do not fit, such as {reasons[0]}", remedy)
+    return Diagnosis(Status.WORKS, f"{len(seams)} functions of SGLang are as recorded")
 
 
-def check_gpu() -> Finding:
+def check_gpu() -> Diagnosis:
     if util.find_spec("torch") is None:
-        return Finding(Status.LACKING, "torch is not installed")
+        return Diagnosis(Status.LACKING, "torch is not installed")
     import torch
 
     if not torch.cuda.is_available():
         remedy = "none needed: --pla-emulate PROFILE takes the time of a GPU; small models run on the CPU"
-        return Finding(Status.LACKING, f"torch {torch.__version__} finds none", remedy)
+        return Diagnosis(Status.LACKING, f"torch {torch.__version__} finds none", remedy)
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     names = [f"{device.name} {device.total_memory / 2**30:.0f} GiB" for device in devices]
-    return Finding(Status.WORKS, ", ".join(names))
+    return Diagnosis(Status.WORKS, ", ".join(names))
 
 
-def check_platform() -> Finding:
+def check_platform() -> Diagnosis:
     """Who runs models in a server that is started without further flags."""
     if host.installed_version() is None:
-        return Finding(Status.LACKING, "SGLang is not installed")
+        return Diagnosis(Status.LACKING, "SGLang is not installed")
     try:
         ours = is_active()
     except ConfigError as error:
-        return Finding(Status.FAULTY, str(error), "unset the variable")
-    return Finding(Status.WORKS, f"{PLATFORM_NAME}, ours for the CPU" if ours else "SGLang's own choice")
+        return Diagnosis(Status.FAULTY, str(error), "unset the variable")
+    return Diagnosis(Status.WORKS, f"{PLATFORM_NAME}, ours for the CPU" if ours else "SGLang's own choice")
 
 
-def check_nixl() -> Finding:
+def check_nixl() -> Diagnosis:
     """What moves KV between prefill and decode instances; its libraries must load."""
     version, remedy = installed_version("nixl"), f"pip install '{OURS}[pd]'"
     if version is None:
-        return Finding(Status.LACKING, "not installed: no prefill and decode instances", remedy)
+        return Diagnosis(Status.LACKING, "not installed: no prefill and decode instances", remedy)
     try:
         import nixl._api  # noqa: F401
     except (ImportError, OSError) as error:
-        return Finding(Status.FAULTY, f"{version} cannot be imported: {error}", remedy)
-    return Finding(Status.WORKS, version)
+        return Diagnosis(Status.FAULTY, f"{version} cannot be imported: {error}", remedy)
+    return Diagnosis(Status.WORKS, version)
 
 
-def check_port(port: int) -> Finding:
+def check_port(port: int) -> Diagnosis:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
         try:
             probe.bind(("", port))
         except OSError as error:
-            return Finding(Status.LACKING, f"{port}: {error.strerror}", "start with another --port")
-    return Finding(Status.WORKS, f"{port} is free")
+            return Diagnosis(Status.LACKING, f"{port}: {error.strerror}", "start with another --port")
+    return Diagnosis(Status.WORKS, f"{port} is free")
 
 
-def check_memory(file: Path = MEMORY_FILE) -> Finding:
+def check_memory(file: Path = MEMORY_FILE) -> Diagnosis:
     """``file``: as Linux writes it, in KiB."""
     try:
         rows = dict(re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(encoding="ascii"), re.MULTILINE))
         available_gib, total_gib = (int(rows[name]) / 2**20 for name in ("MemAvailable", "MemTotal"))
     except (OSError, KeyError):
-        return Finding(Status.LACKING, f"{file} does not say", "")
+        return Diagnosis(Status.LACKING, f"{file} does not say", "")
     detail = f"{available_gib:.1f} of {total_gib:.1f} GiB available"
     if available_gib >= LEAST_MEMORY_GIB:
-        return Finding(Status.WORKS, detail)
-    return Finding(
+        return Diagnosis(Status.WORKS, detail)
+    return Diagnosis(
         Status.LACKING, detail, f"free some: four emulated engines with a router take {LEAST_MEMORY_GIB:g} GiB"
     )
 
 
-def examine_machine(config: DoctorConfig) -> dict[str, Finding]:
+def examine_machine(config: DoctorConfig) -> dict[str, Diagnosis]:
     """Every row, in the order in which one depends on the other."""
-    rows: dict[str, Callable[[], Finding]] = {
+    rows: dict[str, Callable[[], Diagnosis]] = {
         "Python": check_python,
         "packages of router": lambda: check_packages("router"),
         "packages of sim": lambda: check_packages("sim"),
@@ -224,7 +224,7 @@ def examine_machine(config: DoctorConfig) -> dict[str, Finding]:
     return {name: check() for name, check in rows.items()}
 
 
-def list_lacking(findings: dict[str, Finding], command: str | None) -> list[str]:
+def list_lacking(findings: dict[str, Diagnosis], command: str | None) -> list[str]:
     """Rows that make the exit status 1."""
     needed = NEEDS[command] if command else ()
     return [
@@ -234,7 +234,7 @@ def list_lacking(findings: dict[str, Finding], command: str | None) -> list[str]
     ]
 
 
-def print_table(findings: dict[str, Finding]) -> None:
+def print_table(findings: dict[str, Diagnosis]) -> None:
     """With rich where it is installed; the extra of the router does not bring it."""
     if util.find_spec("rich") is None:
         for name, finding in findings.items():

@@ -1,31 +1,45 @@
-"""Exception tree of pla_sglang.
+"""Exception tree of pla_sglang: each class that it defines, and below it those that are kinds of it.
 
 PlaError
-├── ConfigError            a flag, knob or request field has a value that is not allowed
-│   ├── ProfileError       profiles.step: a step profile is not valid
-│   ├── SimConfigError     sim.errors: a simulation is not described correctly
-│   └── TraceError         workload.trace: a trace file cannot be read
-├── RefusedRequestError    an instance does not serve a request; with a status
-├── HostMismatchError      the installed SGLang does not fit the seam table; lists every reason
-├── IllegalMoveError       a state machine was asked for a move that it does not have
-├── TelemetryError         a load report is malformed
-├── RecordError            recording.rows: a recording cannot be read
-├── SimError               sim.errors: a simulation stopped making progress or broke a rule
-├── ControlError           router.control.errors
-│   ├── WorkerError        an order that does not fit the worker table
-│   ├── NobodyListensError an instance refused the connection
-│   └── NoAnswerError      an instance gave no valid answer in time
-├── ClusterError           cluster.children: a process of a cluster did not start
-├── MeasureError           profile: an engine could not be measured
-└── ServerError            testing.server: a server did not start or stopped on its own
-    └── HttpError          testing.server: a server answered with status 400 or above
+├── ConfigError              a flag, knob or request field has a value that is not allowed
+│   ├── ProfileError         a step profile is not valid
+│   ├── SimConfigError       a simulation is not described correctly
+│   └── TraceError           a trace file cannot be read
+├── RowError                 a row of a trace file is not a request: it is skipped and counted
+├── RecordError              a recording cannot be read
+├── IllegalMoveError         a state machine was asked for a move that it does not have
+├── SimError                 a simulation stopped making progress or broke a rule
+├── MeasureError             an engine could not be measured
+├── HostMismatchError        the installed SGLang does not fit the seam table; lists every reason
+├── CaptureError             a forward pass cannot be recorded
+├── NoGainError              graphs are possible and do not pay
+├── RefusedRequestError      an instance does not serve a request; with a status
+├── RefusedAnswerError       an answer that began elsewhere cannot go on here; with a status
+├── UntoldPeerError          a request names an instance that its router has not announced, or that does not fit
+├── MisfitError              an instance answers and cannot be paired with
+├── GivenUpError             the decode side of a request gave up before its prefill side came
+├── KeysFullError            an instance has no room for the key of another router
+├── BadMessage               a client or an instance does not speak HTTP/1.x as it should; with a status
+├── BadBody                  a client's body cannot be dispatched; with a status
+├── TelemetryError           a load report is malformed
+├── ControlError             what the router's control process asks of others
+│   ├── WorkerError          an order that does not fit the worker table
+│   ├── NobodyListensError   an instance refused the connection
+│   └── NoAnswerError        an instance gave no valid answer in time
+├── ClusterError             a process of a cluster did not start
+└── ServerError              a server of a test or bench did not start or stopped on its own
+    └── HttpError            it answered with status 400 or above
+
+HTTPException                FastAPI's, as SGLang's HTTP server turns it into a response
+└── RefusedLegError          an instance does not take its part of a request; with a status
+    └── RefusedStreamError   the same for a stream
 """
 
 from http import HTTPStatus
 
 
 class PlaError(Exception):
-    """Root of every error that pla_sglang raises on purpose."""
+    """Root of our exception classes, but for those that FastAPI must know as its own."""
 
 
 class ConfigError(PlaError, ValueError):

@@ -161,7 +161,7 @@ def check_members(config: ClusterConfig) -> None:
 
 
 def read_router_knobs(config: ClusterConfig) -> ControlKnobs:
-    """Of our router, as it will read its command line. Raises ConfigError."""
+    """The knobs of our router, as it will read its command line. Raises ConfigError."""
     from pla_sglang.launch_router import read_config as read_router_config
 
     return read_router_config(router_arguments(config, [], port=1, metrics_port=1))[0].control

@@ -10,7 +10,7 @@ import ipaddress
 
 
 def is_foreign_page(origin: str | None, host: str | None) -> bool:
-    """Whether a page of another address than the server's own has made the browser send a request.
+    """True if a page of another address than the server's own has made the browser send a request.
 
     Args:
         host: the header: under which address the request was sent.
@@ -19,7 +19,7 @@ def is_foreign_page(origin: str | None, host: str | None) -> bool:
 
 
 def is_unsafe_name(origin: str | None, host: str | None, own: str) -> bool:
-    """Whether a page has named the server by a name that somebody else may have made lead to it (DNS rebinding): then
+    """True if a page has named the server by a name that somebody else may have made lead to it (DNS rebinding): then
     the page's origin is the server's address too. An IP address, ``localhost``, or ``own`` is safe: where it listens.
     """
     if origin is None:

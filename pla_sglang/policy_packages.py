@@ -101,7 +101,7 @@ def find_live_policy(name: str, knobs: Sequence[str] = ()) -> FleetPolicy:
 
 
 def moves_requests(name: str, *, migrates: bool) -> bool:
-    """Whether the policy orders moves of running requests in a fleet of stateless instances; ``migrates``: the router
+    """True if the policy orders moves of running requests in a fleet of stateless instances; ``migrates``: the router
     can move them. Raises ConfigError as ``build``."""
     return build(name, _trial_setup(stateless=True, migrates=migrates, scales=False)).moves_requests()
 
@@ -142,7 +142,7 @@ def _load(point: EntryPoint) -> FleetPolicy:
     """Imports the package. Raises ConfigError."""
     try:
         offered = point.load()
-    except Exception as error:  # as in ``build``
+    except Exception as error:  # of others, as in ``build``
         raise ConfigError(f"{_subject(point)} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(offered, FleetPolicy):
         raise ConfigError(f"{_subject(point)} is a {type(offered).__name__}; allowed: a registry.FleetPolicy")

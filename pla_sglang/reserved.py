@@ -21,7 +21,7 @@ def make_router_key() -> str:
 
 
 def is_reserved_param(name: str) -> bool:
-    """Whether only a router may set this member of custom_params."""
+    """True if only a router may set this member of custom_params."""
     return name.startswith(RESERVED_PARAMS) and name not in PARAMS_OF_USERS
 
 

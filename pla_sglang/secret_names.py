@@ -31,7 +31,7 @@ _BEARER = re.compile(r"\b((?:bearer|basic)\s+)[^\s,;\"']+", re.IGNORECASE)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what bears this name (a member, a flag, a variable, a header) is a key, token, password or the like."""
+    """True if what bears this name (a member, a flag, a variable, a header) is a key, token, password or the like."""
     plain = _NO_WORD.sub("_", _CAMEL.sub("_", name).lower()).strip("_")
     if _ANYWHERE.search(plain.replace("_", "")):
         return True
@@ -68,7 +68,7 @@ def hide_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def is_secret_flag(flag: str) -> bool:
-    """Whether the next word of a command line is a secret. SGLang takes the beginning of a flag for the flag."""
+    """True if the next word of a command line is a secret. SGLang takes the beginning of a flag for the flag."""
     return is_secret_name(flag) or any(
         whole.startswith(flag) and len(flag) > len(short) for whole, short in _SHORTENED.items()
     )

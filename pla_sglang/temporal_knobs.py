@@ -8,7 +8,8 @@ from pla_sglang.config import PlaConfig
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.graphs.layouts import Layout
 from pla_sglang.policy.pla.longs import LongKnobs
-from pla_sglang.policy.pla.temporal import Mixing, TemporalKnobs
+from pla_sglang.policy.pla.temporal import Mixing
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 
 AGE_MARGIN = 1.5  # the step model errs, and decode steps fall between the chunks of an aged long
 MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
@@ -36,13 +37,13 @@ class EngineLimits:
     layout: Layout | None = None
 
 
-def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> TemporalKnobs:
+def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> EnginePolicyKnobs:
     """What ``config`` says, within ``limits``."""
     chunk_tokens = config.long_chunk_tokens or limits.chunk_tokens
     if chunk_tokens is not None and limits.chunk_tokens is not None:
         chunk_tokens = min(chunk_tokens, limits.chunk_tokens)
     smallest_tokens = config.long_chunk_min_tokens or (chunk_tokens or 0) // MOST_CUTS
-    return TemporalKnobs(
+    return EnginePolicyKnobs(
         boundary_tokens=config.boundary_tokens,
         boundary_cap_tokens=limits.pass_tokens,
         awd=AwdKnobs(
@@ -53,7 +54,6 @@ def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> TemporalKnobs:
         ),
         longs=LongKnobs(
             max_age_s=config.long_max_age_ms / 1e3,
-            lost_age_s=config.lost_max_age_ms / 1e3 if config.deadlines == "decide" else None,
             margin=AGE_MARGIN,
             chunk_max_tokens=chunk_tokens,
             chunk_min_tokens=max(limits.page_tokens, smallest_tokens, 1),
@@ -62,5 +62,6 @@ def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> TemporalKnobs:
         ),
         mixing=Mixing(config.mixing),
         decode_gap_s=config.decode_gap_ms / 1e3,
+        slo=SloKnobs(lost_age_s=config.lost_max_age_ms / 1e3 if config.deadlines == "decide" else None),
         batch_timeout_s=config.batch_timeout_ms / 1e3,
     )

@@ -30,7 +30,7 @@ class Output:
     as_json: bool = False
 
     def wants_json(self) -> bool:
-        """Whether the JSON line is printed: where nobody reads along, or --json asks for it."""
+        """True if the JSON line is printed: where nobody reads along, or --json asks for it."""
         return self.as_json or not sys.stdout.isatty()
 
 
@@ -74,7 +74,7 @@ def outlive_reader() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Interruption:
-    """Whether Ctrl-C has ended a block."""
+    """Says whether Ctrl-C has ended a block."""
 
     happened: bool = False
 

@@ -1,6 +1,6 @@
 """Every flag of our commands as a page. ``python scripts/make_flags.py [FILE]`` prints it, or writes it to FILE.
 
-``docs/flags.md`` is this script's output; a test keeps the two equal.
+``docs/reference/flags.md`` is this script's output; a test keeps the two equal.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pla_sglang.profile import ProfileConfig
 from pla_sglang.simulate import SimulateConfig
 
 COMMANDS: dict[str, tuple[type, str]] = {
-    "serve": (PlaConfig, "Besides every flag of SGLang. [What they do together](operations.md#flags)"),
+    "serve": (PlaConfig, "Besides every flag of SGLang. [What they do together](../guide/one-server.md#which-flags)"),
     "router": (RouterConfig, "[The router](router.md), [its control plane](control.md)"),
     "cluster": (LaunchConfig, "What it does not know goes to every engine. [A cluster](cluster.md)"),
     "simulate": (SimulateConfig, "[The simulator](simulator.md)"),
     "profile": (ProfileConfig, "[Profiles](emulation.md#profiles)"),
-    "doctor": (DoctorConfig, "[Commands](operations.md#commands)"),
+    "doctor": (DoctorConfig, "[Commands](server.md#commands)"),
 }
 INTRODUCTION = """\
 # Flags
 
-Every flag of our [commands](operations.md#commands), made from their configurations by `scripts/make_flags.py`.
+Every flag of our [commands](server.md#commands), made from their configurations by `scripts/make_flags.py`.
 Values are in the unit that is typed. Each may stand in a file of `--config` (of the cluster: `--cluster-config`),
 without its dashes; `--print-config` prints such a file. "needed": there is no default. "-": not set.
 """

@@ -15,7 +15,7 @@ import pytest
 from pla_patches import host, verify
 from pla_sglang import __main__ as commands
 from pla_sglang import doctor
-from pla_sglang.doctor import Finding, Status
+from pla_sglang.doctor import Diagnosis, Status
 
 SCRIPT = Path(sys.executable).parent / "pla-sglang"
 
@@ -70,8 +70,8 @@ def test_benches_need_a_checkout(
 
 
 def test_every_seam_fits_the_sglang_that_is_installed() -> None:
-    assert doctor.check_sglang() == Finding(Status.WORKS, host.installed_version())
-    assert doctor.check_seams() == Finding(Status.WORKS, f"{len(doctor.table())} functions of SGLang are as recorded")
+    assert doctor.check_sglang() == Diagnosis(Status.WORKS, host.installed_version())
+    assert doctor.check_seams() == Diagnosis(Status.WORKS, f"{len(doctor.table())} functions of SGLang are as recorded")
 
 
 def test_another_sglang_is_faulty_and_none_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ def test_packages_are_those_of_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     requirements = ["numpy", 'pla-nowhere>=2; extra == "router"', 'pla-elsewhere; extra == "simulate"']
     monkeypatch.setattr(metadata, "requires", lambda name: requirements)
     remedy = "pip install 'pla-sglang[router]'"
-    assert doctor.check_packages("router") == Finding(Status.LACKING, "missing: pla-nowhere", remedy)
-    assert doctor.check_packages("sim") == Finding(Status.WORKS, "all 1 installed")
+    assert doctor.check_packages("router") == Diagnosis(Status.LACKING, "missing: pla-nowhere", remedy)
+    assert doctor.check_packages("sim") == Diagnosis(Status.WORKS, "all 1 installed")
     monkeypatch.undo()
     assert doctor.check_packages("router").status is Status.WORKS
 
@@ -103,7 +103,7 @@ def test_a_port_that_is_taken() -> None:
         holder.listen()
         port = holder.getsockname()[1]
         finding = doctor.check_port(port)
-    assert finding == Finding(Status.LACKING, f"{port}: Address already in use", "start with another --port")
+    assert finding == Diagnosis(Status.LACKING, f"{port}: Address already in use", "start with another --port")
     assert doctor.check_port(port).status is Status.WORKS
 
 
@@ -111,7 +111,7 @@ def test_memory(tmp_path: Path) -> None:
     file = tmp_path / "meminfo"
     assert doctor.check_memory(file).status is Status.LACKING
     file.write_text("MemTotal:       8388608 kB\nMemAvailable:   4194304 kB\n")
-    assert doctor.check_memory(file) == Finding(Status.WORKS, "4.0 of 8.0 GiB available")
+    assert doctor.check_memory(file) == Diagnosis(Status.WORKS, "4.0 of 8.0 GiB available")
     file.write_text("MemTotal:       8388608 kB\nMemAvailable:   2097152 kB\n")
     assert doctor.check_memory(file).status is Status.LACKING
 
@@ -138,7 +138,7 @@ def test_the_exit_status_says_whether_all_is_in_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     names = ["Python", "packages of router", "packages of sim", *doctor.NEEDS["cluster"], "port"]
-    findings = {name: Finding(Status.WORKS, "fine") for name in names} | {row: Finding(status, "bad", "mend it")}
+    findings = {name: Diagnosis(Status.WORKS, "fine") for name in names} | {row: Diagnosis(status, "bad", "mend it")}
     monkeypatch.setattr(doctor, "examine_machine", lambda config: findings)
     if form == "plain":
         monkeypatch.setattr(doctor.util, "find_spec", lambda name: None)
@@ -155,7 +155,7 @@ def test_the_exit_status_says_whether_all_is_in_order(
 
 def test_rows_that_commands_need_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_seams", "check_gpu", "check_platform", "check_nixl"):  # these import SGLang
-        monkeypatch.setattr(doctor, name, lambda: Finding(Status.WORKS, ""))
+        monkeypatch.setattr(doctor, name, lambda: Diagnosis(Status.WORKS, ""))
     rows = doctor.examine_machine(doctor.DoctorConfig())
     assert {name for needed in doctor.NEEDS.values() for name in needed} <= set(rows)
     assert set(doctor.NEEDS) <= set(commands.COMMANDS)

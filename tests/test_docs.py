@@ -13,6 +13,7 @@ from pla_sglang.launch_router import RouterConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/*.md")])
+LINES = ROOT / "docs" / "papers-line-by-line.md"
 FOLDERS = ("pla_sglang", "patches", "graphs", "kernels", "bench", "scripts", "tests")
 FILES = [
     str(path) for path in [*ROOT.glob("*"), *(path for name in FOLDERS for path in sorted((ROOT / name).rglob("*")))]
@@ -44,7 +45,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or there.suffix != ".md" or anchor in anchors(there), target
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/policies/*.md")), ids=named)
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("docs/reference/policies/*.md")), LINES], ids=named)
 def test_tables_of_the_papers_name_code_that_exists(page: Path) -> None:
     """Where a line of a paper is, as ``Class.method`` or ``module.function``."""
     text = FENCED.sub("", page.read_text(encoding="utf-8"))

@@ -25,9 +25,9 @@ from pla_sglang.engine.hooks import scheduler as handlers
 from pla_sglang.engine.host.requests import extend_end
 from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch
 from pla_sglang.engine.step_measurement import StepMeasurement
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
-from pla_sglang.policy.pla.boundary import GPU_START
 
 EMPTY_VIEW = PassView([], None, CHUNK_TOKENS, 1, 1000, 1000, 1000, 0)
 
@@ -296,7 +296,7 @@ def test_only_what_was_admitted_counts() -> None:
     scheduler = FakeScheduler(shorts(5))
     scheduler.run_pass(fits=2)
     assert scheduler.pla.telemetry.requests == {"short": 2}
-    assert scheduler.pla.policy.awd.depth == 2
+    assert scheduler.pla.policy.prefills.awd.depth == 2
 
 
 def test_a_decode_turn_lets_the_host_decode() -> None:

@@ -11,7 +11,7 @@ from support.fake_scheduler import FakeReq, FakeScheduler, shorts, started
 
 from pla_sglang.engine.clock import PlaTick
 from pla_sglang.engine.hooks import scheduler as handlers
-from pla_sglang.policy.pla.boundary import CPU_START, GPU_START, StepModel
+from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
 
 
 def pull(requests: list[Any] | None, *, pp_rank: int = 0) -> Any:
@@ -80,11 +80,11 @@ def test_a_model_travels_once(scheduler: FakeScheduler) -> None:
     tick = scheduler.pla.make_tick()
     assert StepModel.from_floats(tick.model) == GPU_START
     assert scheduler.pla.make_tick().model == ()
-    assert scheduler.pla.policy.model == CPU_START, "rank 0 changes its own model with everybody else"
+    assert scheduler.pla.policy.prefills.model == CPU_START, "rank 0 changes its own model with everybody else"
     scheduler.pla.on_tick(tick)
-    assert scheduler.pla.policy.model == GPU_START
+    assert scheduler.pla.policy.prefills.model == GPU_START
     scheduler.pla.on_tick(PlaTick(now_s=1.0))
-    assert scheduler.pla.policy.model == GPU_START
+    assert scheduler.pla.policy.prefills.model == GPU_START
 
 
 def test_arrivals_are_stamped_with_the_shared_clock(scheduler: FakeScheduler) -> None:

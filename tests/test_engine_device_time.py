@@ -15,9 +15,9 @@ from pla_sglang.engine.pass_timer import PassTimer
 from pla_sglang.engine.scheduler_adapter import PrefillAdapter
 from pla_sglang.engine.step_measurement import StepMeasurement
 from pla_sglang.engine.telemetry import Telemetry
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.policy.interface.prefill import Action, PassDecision, Reason, WaitingView
-from pla_sglang.policy.pla.boundary import GPU_START
 
 SCALE = 4.0
 SLOW = PlaConfig(prefill_disagg="temporal", boundary_tokens=100, emulate="linear", time_scale=SCALE, slo_ttft_ms=1000.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("pla_sglang/engine", "pla_sglang/testing", "pla_sglang/emulate", "graphs/pla_graphs")
 ADAPTERS = Path("pla_sglang/engine/host")
-SNAPSHOTS = {Path("pla_sglang/engine/snapshot.py"), Path("pla_sglang/engine/stateless/host.py")}
+SNAPSHOTS = {Path("pla_sglang/engine/snapshot.py"), Path("pla_sglang/engine/stateless/host/calls.py")}
 
 # Of a request, a scheduler, an adder of prefills, a batch, a KV manager and the arguments.
 UNSHARED = {

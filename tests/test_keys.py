@@ -11,7 +11,7 @@ import pytest
 
 from pla_sglang import cli, key_sources, launch_cluster, launch_router
 from pla_sglang.cluster.instance import Instance
-from pla_sglang.cluster.spec import InstanceSpec
+from pla_sglang.cluster.spec import EngineSpec
 from pla_sglang.config import add_cli_args, read_server_keys
 from pla_sglang.engine.hooks.hidden_keys import after_repr, after_resolved_config_dict
 from pla_sglang.errors import ConfigError
@@ -171,7 +171,7 @@ def test_a_cluster_has_keys_for_our_router_alone() -> None:
 
 def test_the_state_file_has_no_key_that_was_typed_for_an_engine() -> None:
     argv = ("--port", "1", "--api-key", KEY, f"--admin-api-key={KEY}")
-    shown = Instance("a", "http://a:1", InstanceSpec("a", "unified", "a", 1, None, argv)).to_dict()["argv"]
+    shown = Instance("a", "http://a:1", EngineSpec("a", "unified", "a", 1, None, argv)).to_dict()["argv"]
     assert shown == ["--port", "1", "--api-key", HIDDEN, f"--admin-api-key={HIDDEN}"]
 
 

@@ -1,4 +1,4 @@
-"""Who may import what, and how large files, functions and classes may get.
+"""Who may import what, and how long functions may get.
 
 Which package may import which stands in ``pyproject.toml`` as contracts of import-linter; here they are run, with what
 such contracts cannot say. Imports count wherever they stand, inside functions and under TYPE_CHECKING too.
@@ -19,16 +19,10 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE_LINES = 450
 FUNCTION_LINES = 50
 PARAMETERS = 8
-PUBLIC_METHODS = 12
 
-# file or function -> why it may be larger
-LONGER_FILES: dict[str, str] = {
-    "pla_sglang/policy/pla/temporal.py": "the rules of a pass in their order, to be read from top to bottom",
-    "pla_sglang/config.py": "every flag of a server, one after the other",
-}
+# function -> why it may be longer, or take more
 LONGER_FUNCTIONS: dict[str, str] = {}
 MORE_PARAMETERS = {
     "kernels/pla_kernels/pack_batch/kernel.py:_pack": "a kernel takes every tensor of both sides as an argument",
@@ -38,12 +32,13 @@ MORE_PARAMETERS = {
 STDLIB = frozenset(sys.stdlib_module_names)
 OURS = ("pla_sglang", "pla_patches", "pla_graphs", "pla_kernels")
 POLICY_EXTRA = {
-    "pla_sglang/policy/pla/ride_fit.py": {"numpy"},
-    "pla_sglang/policy/pla/step_fit.py": {"numpy", "scipy"},
-    "pla_sglang/policy/client_gain.py": {"numpy"},
+    "pla_sglang/policy/slo/decode_fit.py": {"numpy"},
+    "pla_sglang/policy/common/step_fit.py": {"numpy", "scipy"},
+    "pla_sglang/policy/common/client_gain.py": {"numpy"},
     "pla_sglang/policy/interface/fleet.py": {"numpy"},
-    "pla_sglang/policy/arrow/curve.py": {"numpy"},
-    "pla_sglang/policy/dopd/arima.py": {"numpy", "statsmodels"},
+    "pla_sglang/policy/interface/remaining_length.py": {"numpy"},
+    "pla_sglang/policy/common/curve.py": {"numpy"},
+    "pla_sglang/policy/common/arima.py": {"numpy", "statsmodels"},
     "pla_sglang/policy/star/horizon.py": {"numpy"},
     "pla_sglang/policy/star/select.py": {"numpy"},
     "pla_sglang/policy/star/predictors.py": {"numpy"},
@@ -150,9 +145,7 @@ def test_identifiers_are_not_drawn_from_a_seed() -> None:
 
 
 @pytest.mark.parametrize("file", CODE + files("tests", "scripts", "examples"))
-def test_sizes_of_files_and_functions(file: str) -> None:
-    lines = len((ROOT / file).read_text(encoding="utf-8").splitlines())
-    assert lines <= FILE_LINES or file in LONGER_FILES, f"{lines} lines"
+def test_sizes_of_functions(file: str) -> None:
     for node in ast.walk(tree_of(file)):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -161,16 +154,6 @@ def test_sizes_of_files_and_functions(file: str) -> None:
         assert length <= FUNCTION_LINES or name in LONGER_FUNCTIONS, f"{name}: {length} lines"
         parameters = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
         assert parameters <= PARAMETERS or name in MORE_PARAMETERS, f"{name}: {parameters} parameters"
-
-
-@pytest.mark.parametrize("file", CODE)
-def test_classes_have_one_idea(file: str) -> None:
-    """A class with more public methods than this has two; cut it by idea."""
-    for node in ast.walk(tree_of(file)):
-        if isinstance(node, ast.ClassDef):
-            methods = [part.name for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))]
-            public = [name for name in methods if not name.startswith("_")]
-            assert len(public) <= PUBLIC_METHODS, f"{node.name}: {public}"
 
 
 @pytest.mark.parametrize("file", CODE)
@@ -183,8 +166,6 @@ def test_calls_are_not_packed(file: str) -> None:
 
 
 def test_exceptions_are_still_needed() -> None:
-    for file in LONGER_FILES:
-        assert len((ROOT / file).read_text(encoding="utf-8").splitlines()) > FILE_LINES
     for name in (*LONGER_FUNCTIONS, *MORE_PARAMETERS, *POLICY_EXTRA):
         assert (ROOT / name.split(":")[0]).exists()
 

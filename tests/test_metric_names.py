@@ -19,10 +19,10 @@ from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-OPERATIONS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+METRICS = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
 
 SCRAPE = """
-import asyncio, json, os, sys
+import asyncio, json, sys
 from types import SimpleNamespace
 
 accepted = json.loads(sys.argv[1])
@@ -32,11 +32,11 @@ from httpx import ASGITransport, AsyncClient
 from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 from sglang.srt.utils.common import add_prometheus_middleware
 
-from pla_sglang.emulate.metrics import Series as DeviceSeries
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.emulate.metrics import DeviceSeries
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.engine.graphs.metrics import GraphSeries
 from pla_sglang.engine.pools.series import Series as PoolSeries
-from pla_sglang.engine.stateless.series import LegSeries
+from pla_sglang.engine.stateless.transfer.series import LegSeries
 from pla_sglang.engine.telemetry import Telemetry
 from pla_sglang.metrics.series import LabelledSeries
 from support.published import publish_arguments
@@ -58,78 +58,62 @@ class Touched(LabelledSeries):
         made.at(*["any"] * len(extra)).observe(0.1)
         return made
 
-def show(which):
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] += f"/{which}"
-    os.mkdir(os.environ["PROMETHEUS_MULTIPROC_DIR"])
-    labels = {"model_name": "tiny"}
-    series = Touched(labels, old_names=which == "old")
-    Telemetry(DeviceClock(1.0)).attach(series)
-    GraphSeries(series)
-    PoolSeries(series)
-    LegSeries(series)
-    DeviceSeries(series, "h200", 1.0)
-    fields = {"prompt_tokens_buckets": None, "generation_tokens_buckets": None}
-    publish_arguments(**fields)
-    ttft = TokenizerMetricsCollector(SimpleNamespace(**fields), labels).histogram_time_to_first_token
-    ttft.labels(*["any"] * len(ttft._labelnames)).observe(0.1)
+labels = {"model_name": "tiny"}
+series = Touched(labels)
+Telemetry(DeviceClock(1.0)).attach(series)
+GraphSeries(series)
+PoolSeries(series)
+LegSeries(series)
+DeviceSeries(series, "h200", 1.0)
+fields = {"prompt_tokens_buckets": None, "generation_tokens_buckets": None}
+publish_arguments(**fields)
+ttft = TokenizerMetricsCollector(SimpleNamespace(**fields), labels).histogram_time_to_first_token
+ttft.labels(*["any"] * len(ttft._labelnames)).observe(0.1)
 
-    app = FastAPI()
-    add_prometheus_middleware(app)
+app = FastAPI()
+add_prometheus_middleware(app)
 
-    async def scrape():
-        async with AsyncClient(transport=ASGITransport(app), base_url="http://engine") as client:
-            answers = {name: await client.get("/metrics", headers={"accept": text}) for name, text in accepted.items()}
-        assert all(answer.status_code == 200 for answer in answers.values())
-        return {name: answer.text for name, answer in answers.items()}
-    return asyncio.run(scrape())
+async def scrape():
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://engine") as client:
+        answers = {name: await client.get("/metrics", headers={"accept": text}) for name, text in accepted.items()}
+    assert all(answer.status_code == 200 for answer in answers.values())
+    return {name: answer.text for name, answer in answers.items()}
 
-reading, writing = os.pipe()
-if os.fork() == 0:  # a process has each series once
-    with open(writing, "w") as answer:
-        json.dump(show("old"), answer)
-    os._exit(0)
-os.close(writing)
-with open(reading) as answer:
-    old = json.load(answer)
-print(json.dumps({"old": old, "new": show("new")}))
+print(json.dumps(asyncio.run(scrape())))
 """
 
 
+def documented_series() -> dict[str, str]:
+    """Type by name, of an engine; the page has those of the router too."""
+    named = documented_names(METRICS, "pla_")
+    return {name: kind for name, kind in named.items() if not name.startswith("pla_router_")}
+
+
 @functools.cache
-def engine_scrapes() -> dict[str, dict[str, set[str]]]:
-    """Names of samples by scraper, with our old and new names. SGLang's metrics need a folder before the first import,
-    so a process of its own."""
+def engine_scrapes() -> dict[str, set[str]]:
+    """Names of samples by scraper. SGLang's metrics need a folder before the first import, so a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder, "PYTHONPATH": str(ROOT / "tests")}
         command = [sys.executable, "-c", SCRAPE, json.dumps(ACCEPT)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    shown = json.loads(done.stdout.splitlines()[-1])
-    return {which: {name: sample_names(text) for name, text in texts.items()} for which, texts in shown.items()}
+    return {name: sample_names(text) for name, text in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
 @pytest.mark.parametrize("scraper", ACCEPT)
 def test_every_documented_series_of_an_engine_has_its_name(scraper: str) -> None:
-    documented = documented_names(OPERATIONS, "pla_")
+    documented = documented_series()
     assert len(documented) > 25
-    found = engine_scrapes()["new"][scraper]
+    found = engine_scrapes()[scraper]
     assert {stored_name(name, kind) for name, kind in documented.items()} - found == set()
 
 
 @pytest.mark.parametrize("scraper", ACCEPT)
 def test_every_series_of_an_engine_is_documented(scraper: str) -> None:
-    documented = documented_names(OPERATIONS, "pla_")
-    ours = {
-        name for name in engine_scrapes()["new"][scraper] if name.startswith("pla") and not name.endswith("_created")
-    }
+    documented = documented_series()
+    ours = {name for name in engine_scrapes()[scraper] if name.startswith("pla") and not name.endswith("_created")}
     unknown = {re.sub("_(bucket|count|sum)$", "", name) for name in ours} - documented.keys()
     assert {name for name in unknown if name not in {re.sub("_total$", "", one) for one in documented}} == set()
-
-
-def test_the_old_names_are_one_flag_away() -> None:
-    found = engine_scrapes()["old"]["any"]
-    assert {"pla:queue_reqs", "pla:decisions_total", "pla:wait_seconds_bucket", "pla:graph_bytes"} <= found
-    assert not any(name.startswith("pla_") for name in found)
 
 
 # -- queries -----------------------------------------------------------------------------------------------------------
@@ -166,12 +150,11 @@ def test_there_are_queries() -> None:
 @pytest.mark.parametrize("scraper", ["prometheus 2", "prometheus 3", "prometheus 3 legacy"])
 @pytest.mark.parametrize(("where", "query"), queries())
 def test_a_query_finds_its_series(where: str, query: str, scraper: str) -> None:
-    stored = engine_scrapes()["new"][scraper] | router_names()
+    stored = engine_scrapes()[scraper] | router_names()
     for pattern in series_of(query):
         assert any(pattern.fullmatch(name) for name in stored), (where, pattern.pattern)
 
 
 def router_names() -> set[str]:
     """As documented; tests/router holds the router to them."""
-    page = (ROOT / "docs/router.md").read_text(encoding="utf-8")
-    return {stored_name(name, kind) for name, kind in documented_names(page, "pla_router_").items()}
+    return {stored_name(name, kind) for name, kind in documented_names(METRICS, "pla_router_").items()}

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from pla_sglang.emulate.batch import StepShape
-from pla_sglang.emulate.device import Device, ResultReady
+from pla_sglang.emulate.device import EmulatedDevice, ResultReady
 from pla_sglang.engine.pass_timer import PassTime, PassTimer, make_marks
 from pla_sglang.engine.step_measurement import StepMeasurement
-from pla_sglang.policy.device_clock import DeviceClock
-from pla_sglang.policy.pla.boundary import GPU_START
-from pla_sglang.policy.pla.step_fit import StepFit, StepSample
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_fit import StepFit, StepSample
+from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.profiles import load_profile
 
 
@@ -121,7 +121,7 @@ def test_a_result_that_came_without_the_device_has_no_gap_and_ends_nothing() -> 
 
 def test_an_emulated_device_says_it() -> None:
     profile = dataclasses.replace(load_profile("h100-qwen2.5-7b-tp1"), pass_s=6e-3)
-    device, timer = Device(profile, time_scale=4.0, prefill_graph=True), PassTimer(synchronous=False)
+    device, timer = EmulatedDevice(profile, time_scale=4.0, prefill_graph=True), PassTimer(synchronous=False)
     timer.begin_launch()
     span = device.launch(StepShape(new_tokens=100, attention=1e4, requests=1), 0.0)
     timer.end_launch(SimpleNamespace(pla_ready=ResultReady(span, device.log)))

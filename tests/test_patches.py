@@ -37,7 +37,7 @@ SEAMS = {seam.target: seam for seam in table()}
 LOOKED_UP = look_ups_on(host.recorded().version)
 SUBSCRIBERS = {subscriber.id: (seam, subscriber) for seam in table() for subscriber in seam.subscribers}
 
-QUEUES_MODULE = "pla_sglang.engine.stateless.queues"
+QUEUES_MODULE = "pla_sglang.engine.stateless.transfer.queues"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _PASS = _SCHEDULER + "_get_new_batch_prefill_raw"
 

@@ -80,7 +80,7 @@ def test_the_front_process_starts_the_controller_through_us() -> None:
         load(PlaConfig())
         install.install_frontend(pools=True, reports=True)
         engine = importlib.import_module("sglang.srt.entrypoints.engine")
-        entry = importlib.import_module("pla_sglang.engine.pools.entry")
+        entry = importlib.import_module("pla_sglang.engine.hooks.dp_entry")
         target = engine.run_data_parallel_controller_process
         return (
             target is entry.ControllerProcess,

@@ -11,7 +11,7 @@ from support.request_fields import RequestFields
 
 from pla_patches.host import recorded
 from pla_sglang.engine.riders import PassTimes, RiderClock, set_rider_prefixes
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.prefill import Ride
 
 TIMES = PassTimes(begin_s=10.0, last_token_s=10.0)

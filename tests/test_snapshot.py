@@ -12,9 +12,9 @@ from pla_sglang.engine import snapshot
 from pla_sglang.engine.pass_timer import PassTime
 from pla_sglang.engine.step_measurement import StepMeasurement
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.device_clock import DeviceClock
-from pla_sglang.policy.pla.boundary import GPU_START
-from pla_sglang.policy.pla.step_fit import StepSample
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_fit import StepSample
+from pla_sglang.policy.common.step_model import GPU_START
 
 
 @pytest.mark.parametrize("value", [1, 250, 3_600_000, 99.5, "250", "1e3", " 20 "], ids=repr)

@@ -19,8 +19,8 @@ from bench.harness.arms import OURS
 from bench.harness.bench import BenchError, Result, measuring
 from bench.harness.comparison import Comparison, add_comparison, prepare_comparison
 from bench.harness.fleet import Fleet, Member, final_state
+from bench.harness.load_client import START_DELAY_S, Client, Outcome, Request, encode_body, sleep_until
 from bench.harness.workload import round_rng
-from pla_sglang.testing.load_client import START_DELAY_S, Client, Outcome, Request, encode_body, sleep_until
 
 FATES = {"finish": 0.65, "abort": 0.18, "disconnect": 0.17}
 LONG_SHARE = 0.06

@@ -1,18 +1,20 @@
 """Published results made again from the points that were kept with them; what differs, and what may not be published.
 
-    python -m bench consistency                   every JSON file below bench/results
+    python -m bench consistency                   every JSON file below bench/results and bench/lab/results
     python -m bench consistency --folder FOLDER   of another place
 
-A paper's figure is made by the script that made it, from its parquet file. Of other benches the figures that follow
-from rows, rounds or arms of the same file are made again. Ratios of searched rates need 300 s of arrivals and a search
-that did not end at its limit. The exit status is 1 where anything differs.
+The figures that follow from rows, rounds or arms of the same file are made again. A paper's figure is made by the
+script that made it, from its parquet file. Ratios of searched rates need 300 s of arrivals and a search that did not
+end at its limit. The exit status is 1 where anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,23 +23,19 @@ from bench.check import fidelity, find_instances_live, flips, parity, star
 from bench.compare import spatial
 from bench.cost import stateless
 from bench.harness.bench import ROOT, Result
+from bench.harness.catalogue import BENCHES
+from bench.harness.latency import paired_ratio, spread
 from bench.harness.report import emit, say, show
 from bench.harness.stats import ROUND_RATIOS, as_json
-from bench.research import arrow, best_stock, best_stock_live, highest_rate
-from bench.research.fleets import forecast, policies
-from bench.research.papers.__main__ import recompute
-from bench.research.papers.finding import Point
-from pla_sglang.metrics.goodput import ratio_problems
-from pla_sglang.metrics.latency import paired_ratio, spread
-from pla_sglang.sim.points import PointsError, differences, read_points
-from pla_sglang.sim.stock_frontier import parse_limits
 
+RESULTS = (ROOT / "bench" / "results", ROOT / "bench" / "lab" / "results")
+EXACT = 1e-6  # relative: sums of many numbers differ by the order of adding
 ROUND_STEP = 1e-4  # rounds are kept with four decimals
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one file: figures that differ from those made again, ratios without enough behind them."""
+    """What is wrong with one file: figures that differ from those made again, ratios without enough behind them."""
 
     differing: Sequence[str] = ()
     unfit: Sequence[str] = ()
@@ -48,47 +46,24 @@ class Verdict:
         return [*self.differing, *(f"not publishable: {text}" for text in self.unfit)]
 
 
-# -- papers ------------------------------------------------------------------------------------------------------------
+def differences(published: Any, again: Any, *, slack: float = EXACT, where: str = "") -> Iterator[str]:
+    """Where ``again``, which may hold less than ``published``, says something else. ``slack`` is relative."""
+    if isinstance(again, Mapping) and isinstance(published, Mapping):
+        for name, value in again.items():
+            yield from differences(published.get(name), value, slack=slack, where=f"{where}.{name}" if where else name)
+    elif isinstance(again, Sequence) and not isinstance(again, str) and isinstance(published, Sequence):
+        if len(again) != len(published):
+            yield f"{where}: {len(published)} entries, again {len(again)}"
+        for place, (value, other) in enumerate(zip(published, again, strict=False)):
+            yield from differences(value, other, slack=slack, where=f"{where}[{place}]")
+    elif isinstance(again, int | float) and isinstance(published, int | float):
+        if not math.isclose(published, again, rel_tol=slack, abs_tol=slack):
+            yield f"{where}: {published}, again {again}"
+    elif published != again:
+        yield f"{where}: {published!r}, again {again!r}"
 
 
-def figures_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a paper's result what is measured; explanations may be written anew."""
-    rows = {row["what"]: {name: row[name] for name in ("paper", "ours", "ratio", "unit")} for row in record["rows"]}
-    claims = {claim["text"]: {name: claim[name] for name in ("holds", "seen")} for claim in record["claims"]}
-    return {"rows": rows, "claims": claims, "keys": record["keys"], "setting": record["setting"]}
-
-
-def check_paper(path: Path) -> Verdict:
-    record = json.loads(path.read_text(encoding="utf-8"))
-    points_path = path.with_suffix(".parquet")
-    if not points_path.is_file():
-        return Verdict(has_points=False)
-    try:
-        points = read_points(points_path)
-        again = figures_of(recompute(path.stem, points, record["about"]).as_json())
-    except PointsError as error:
-        return Verdict([str(error)])
-    published = figures_of(record)
-    missing = [
-        f"{kind}: {name!r} is not made again" for kind in published for name in set(published[kind]) - set(again[kind])
-    ]
-    return Verdict([*missing, *differences(published, again)], unfit_rows(record["rows"], points))
-
-
-def unfit_rows(rows: Sequence[Mapping[str, Any]], points: Sequence[Point]) -> list[str]:
-    """Ratios that rest on too short a run, or on the end of a search; those of searched rates have to say on what."""
-    searched = any(point.get("tried") is not None for point in points)
-    texts = []
-    for row in rows:
-        if row["ours"] is None or row["unit"]:
-            continue
-        if searched and row.get("span_s") is None:
-            texts.append(f"{row['what']}: says not on how many seconds of arrivals it rests")
-        texts += ratio_problems(row["what"], row.get("span_s"), at_limit=row.get("at_limit", False))
-    return texts
-
-
-# -- other benches -----------------------------------------------------------------------------------------------------
+# -- what follows from a file's rows, rounds and arms ------------------------------------------------------------------
 
 
 def sums(rows: Sequence[Mapping[str, Any]], *names: str) -> dict[str, Any]:
@@ -142,36 +117,14 @@ def chaos_again(result: Result) -> dict[str, Any]:
     return {"requests": sum(ended.values()), "transfer_failure_share": failed_transfers / result["dispatches"]}
 
 
-def frontier_again(result: Result) -> dict[str, Any]:
-    names = ("short_mean_s", "short_p99_s", "long_mean_s")
-    by_name = {name: {arm: of[name] for arm, of in result["arms"].items()} for name in names}
-    longest_s = {arm: of["long_max_s"] for arm, of in result["arms"].items()}
-    return by_name | {"long_max_vs_fcfs": {arm: value / longest_s["stock"] for arm, value in longest_s.items()}}
-
-
 VERIFIED = ("requests", "completed", "input_tokens", "tokens_verified", "tokens_wrong", "requests_wrong")
 AGAIN: dict[str, Callable[[Result], Mapping[str, Any]]] = {  # bench -> figures that follow from what its file holds
     "abort_storm": lambda result: {"aborted": result["by_abort_request"] + result["by_disconnect"]},
-    "arrow": lambda result: highest_rate.figures_again(result, arrow.ratios_of),
-    "best_stock_live": lambda result: highest_rate.figures_again(result, best_stock_live.ratios_of),
-    "best_stock": lambda result: best_stock.figures_at(parse_limits(result["limits"]), result["target"]),
-    "baselines": lambda result: {
-        **sums(result["rows"], "requests", "completed", "tokens_verified", "tokens_wrong"),
-        "points": len(result["rows"]),
-        "points_invalid": sum(not row["valid"] for row in result["rows"]),
-    },
     "chaos": chaos_again,
     "emulation_check": lambda result: {"dopd_table_max_error": max(abs(row["error"]) for row in result["dopd_table"])},
-    "fleets.forecast": lambda result: {
-        "forecast_gpu_hours": forecast.forecast_gpu_hours(result["rows"]),
-        "winner": forecast.winner(result["rows"]),
-    },
-    "fleets.policies": lambda result: {"combined_vs_best_single": policies.combined_vs_best_single(result["rows"])},
-    "fleets.steadiness": lambda result: {"late_flips_per_hour_max": max(row["late_flips"] for row in result["rows"])},
     "fidelity": lambda result: fidelity.sum_up(result["by_case"]),
     "find_instances_live": lambda result: find_instances_live.sum_up(result["by_case"]),
     "flips": lambda result: flips.figures_of(result["orders"]),
-    "frontier": frontier_again,
     "hol_emulated": headline_again,
     "overload_router": served_again,
     "parity": lambda result: parity.totals(result["by_policy"]),
@@ -182,24 +135,24 @@ AGAIN: dict[str, Callable[[Result], Mapping[str, Any]]] = {  # bench -> figures 
 } | dict.fromkeys(("chat", "hol", "kv_pressure", "low_load", "overload"), headline_again)
 
 
-def unfit_capacities(result: Result) -> list[str]:
-    """Of a table of highest rates: every ratio, by the seconds of arrivals of its shortest run."""
-    texts = []
-    for name in result["combined_vs_best_single"]:
-        rows = [row for row in result["rows"] if row["workload"] == name and row.get("capacity_per_s")]
-        texts += ratio_problems(name, min(row.get("span_s") or 0.0 for row in rows), at_limit=False)
-    return texts
-
-
-def check_bench(path: Path) -> Verdict:
-    result = json.loads(path.read_text(encoding="utf-8"))
-    if (again := AGAIN.get(result["bench"])) is None:
-        return Verdict(has_points=False)
-    found = list(differences(result, again(result)))
+def compare(result: Result, again: Mapping[str, Any]) -> list[str]:
+    """Where ``again``, or what its rounds give, differs from what the file says."""
+    found = list(differences(result, again))
     if "figures" in result:
         found += differences(result, rounds_again(result), slack=round_slack(result))
-    unfit = unfit_capacities(result) if "combined_vs_best_single" in result else []
-    return Verdict(found, unfit)
+    return found
+
+
+def check_file(path: Path) -> Verdict:
+    """Results of the lab are checked by the lab, which is loaded only for them. A paper's result names no bench."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    name = result.get("bench", "papers")
+    bench = BENCHES.get(name.partition(".")[0])
+    if bench is not None and bench.is_of_lab:
+        verdict: Verdict = importlib.import_module("bench.lab.kept").check_result(path, result)
+        return verdict
+    again = AGAIN.get(name)
+    return Verdict(has_points=False) if again is None else Verdict(compare(result, again(result)))
 
 
 # -- the bench ---------------------------------------------------------------------------------------------------------
@@ -207,21 +160,17 @@ def check_bench(path: Path) -> Verdict:
 
 def check_folder(folder: Path) -> dict[str, Verdict]:
     """By path below ``folder``, without suffix."""
-    return {
-        str(path.relative_to(folder).with_suffix("")): (check_paper if path.parent.name == "papers" else check_bench)(
-            path
-        )
-        for path in sorted(folder.rglob("*.json"))
-    }
+    return {str(path.relative_to(folder).with_suffix("")): check_file(path) for path in sorted(folder.rglob("*.json"))}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, default=ROOT / "bench" / "results", help="with results")
+    parser.add_argument("--folder", type=Path, help="with results (default: those that are kept here)")
     parser.add_argument("--out", type=Path, default=Path("bench_out"))
 
 
 def run(options: argparse.Namespace) -> int:
-    verdicts = check_folder(options.folder)
+    folders = RESULTS if options.folder is None else (options.folder,)
+    verdicts = {name: verdict for folder in folders for name, verdict in check_folder(folder).items()}
     problems = {name: verdict.problems for name, verdict in verdicts.items() if verdict.problems}
     without = [name for name, verdict in verdicts.items() if not verdict.has_points]
     show(

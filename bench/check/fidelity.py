@@ -17,14 +17,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from bench.harness import cli, report
+import numpy as np
+
+from bench.harness import cli, fidelity, report
 from bench.harness.bench import Result, measuring
 from bench.harness.figures import panels
+from bench.harness.latency import ecdf
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, points_of, running_fleet
 from bench.harness.replay import Planned
 from bench.harness.steps import Row, Steps
 from pla_sglang import chain
-from pla_sglang.sim import fidelity, plots
 from pla_sglang.sim.experiment import Experiment
 from pla_sglang.sim.live_case import LiveCase, list_grid
 from pla_sglang.workload import Trace
@@ -142,10 +144,21 @@ def summarise(compared: Mapping[str, tuple[Row, fidelity.Points]], cases: int, o
     report.show("The simulator's errors", *table(by_case))
     with panels(options.out / "fidelity.png", 2 * len(by_case), size=(9, 2.4 * len(by_case)), columns=2) as axes:
         for place, (text, (_, points)) in enumerate(compared.items()):
-            plots.against_live(axes[2 * place : 2 * place + 2], points, text)
+            draw_against_live(axes[2 * place : 2 * place + 2], points, text)
     fidelity.write_points({text: points for text, (_, points) in compared.items()}, options.out / "fidelity.parquet")
     report.emit(result, "fidelity", options.out)
     return 0 if result["valid"] else 1
+
+
+def draw_against_live(axes: Sequence[Any], points: fidelity.Points, title: str) -> None:
+    """Distributions of TTFT and TPOT of a live run and of its simulation, on two axes."""
+    for panel, what in zip(axes, ("ttft", "tpot"), strict=True):
+        for kind, label, style in (("live", "live", "-"), ("sim", "simulated", "--")):
+            values = getattr(fidelity.served_of(points, kind), f"{what}_s")()
+            panel.plot(*ecdf(values[np.isfinite(values)].tolist()), style, label=label)
+        panel.set_title(title, fontsize=8)
+        panel.set(xscale="log", xlabel=f"{what.upper()}, s", ylabel="share of requests")
+        panel.grid(alpha=0.3)
 
 
 def page(result: Result) -> str:

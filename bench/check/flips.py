@@ -38,13 +38,13 @@ from bench.check.chaos.faults import explain_request, rid_of
 from bench.cost.stateless import make_trace
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, is_complete, measuring
+from bench.harness.latency import percentile
 from bench.harness.live_fleet import LiveFleet, is_in_time, running_fleet
+from bench.harness.load_client import START_DELAY_S, sleep_until
 from bench.harness.replay import Planned, Record, Replay, count_wrong, plan
 from bench.harness.steps import Row, Steps
 from pla_sglang import chain
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.latency import percentile
-from pla_sglang.testing.load_client import START_DELAY_S, sleep_until
 from pla_sglang.testing.server import ServerError
 
 SETTINGS = ("instances", "rate", "gap_s", "part", "chunk_tokens", "profile", "time_scale", "seed", "kv_gbps")

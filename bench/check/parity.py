@@ -25,7 +25,7 @@ from bench.harness.figures import panels
 from bench.harness.live_fleet import LiveFleet, running_fleet
 from bench.harness.replay import Planned, count_wrong, replay
 from bench.harness.report import device_conditions, emit, environment, markdown, say, say_errors, yes_no
-from bench.research.arrow import LONG_ANSWERS, LONG_PROMPTS
+from bench.harness.workload import LONG_ANSWERS, LONG_PROMPTS
 from pla_sglang import chain
 from pla_sglang.metrics.goodput import Slo
 from pla_sglang.parity import replay_file

@@ -36,6 +36,7 @@ import numpy as np
 from bench.check.leftovers import read_series
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
+from bench.harness.fidelity import served_of
 from bench.harness.figures import draw_bars, panels
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, points_of, running_fleet
 from bench.harness.replay import Planned, Record, Replay, count_wrong, plan, require_answers
@@ -45,7 +46,6 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Slo, quantile
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.sim.experiment import Experiment, run_experiment
-from pla_sglang.sim.fidelity import served_of
 from pla_sglang.testing.server import fetch
 from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
 

@@ -21,12 +21,12 @@ from typing import Any
 from bench.harness.cli import add_dataset
 from bench.harness.comparison import Comparison, Measured, add_comparison, arms_page, prepare_comparison
 from bench.harness.fleet import Fleet, final_state, measure_solo, run_rounds
+from bench.harness.load_client import Client, Outcome, Request, Run, encode_body, run_together, sleep_until
 from bench.harness.report import say
+from bench.harness.talks import Dataset, Talk, lengths_label
 from bench.harness.workload import HolShape, Vocabulary, round_rng
 from pla_sglang.errors import ConfigError
-from pla_sglang.testing.load_client import Client, Outcome, Request, Run, encode_body, run_together, sleep_until
 from pla_sglang.workload import length_model
-from pla_sglang.workload.talks import Dataset, Talk, lengths_label
 
 # (sessions, sessions per second, answer tokens, context cap, chunk): about two thirds busy on each.
 DEFAULTS = {"cpu": (60, 5.0, 24, 4096, 1024), "cuda": (400, 8.0, 200, 16_384, 8192)}

@@ -22,19 +22,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from bench.compare import hol_emulated
 from bench.harness.arms import BEST_STOCK, OURS, RIDE, STOCK
 from bench.harness.bench import Result
 from bench.harness.comparison import Comparison, Measured, add_comparison, arms_page, prepare_comparison
+from bench.harness.figures import panels
 from bench.harness.fleet import Fleet, Solo, final_state, measure_last_chunk, measure_solo, run_request_rounds
+from bench.harness.latency import spread
+from bench.harness.load_client import Request
 from bench.harness.report import conditions, describe_rounds, inverse, markdown, spread_text, stdout
 from bench.harness.stats import Runs, last_token_ratio, per_round
 from bench.harness.workload import PATTERNS, HolShape, hol_requests
-from pla_sglang.metrics.latency import spread
-from pla_sglang.testing.load_client import Request
+from pla_sglang.legend.colours import CLASS_COLOURS
 
 # On the demo model and one core: a long takes 0.7 to 1.0 s alone, a comparison of two arms under six minutes.
 CPU_SCALE = 5.0
@@ -189,7 +193,37 @@ def run(args: argparse.Namespace) -> int:
     comparison.show_tables(title, result)
     print_starts_and_bounds(result)
     reference = measured.solo[STOCK if STOCK in measured.solo else next(iter(measured.solo))]
-    return comparison.keep(result, measured.runs, title=title, solo_s=reference.ttft_s)
+    status = comparison.keep(result, measured.runs, title=title, solo_s=reference.ttft_s)
+    titles = {STOCK: "stock SGLang", OURS: "pla_sglang: from arrival to first token"}
+    plot_queue(args.out / "hol.requests.jsonl", args.out / "hol-queue.png", titles)
+    return status
+
+
+def plot_queue(requests: Path, target: Path, arms: Mapping[str, str]) -> None:
+    """The prefill queue of one round, arm beside arm: a bar a request, from its arrival to its first token.
+
+    Rows are in order of arrival, the same in every panel.
+
+    Args:
+        requests: The file that ``write_requests`` made.
+        arms: Titles by arm; an arm that the file lacks is left out.
+    """
+    lines = [json.loads(line) for line in requests.read_text("utf-8").splitlines()]
+    first_round = [line for line in lines if line["round"] == 1 and line["ttft_s"] is not None]
+    shown = {arm: [line for line in first_round if line["arm"] == arm] for arm in arms}
+    shown = {arm: sorted(of_arm, key=lambda line: line["at_s"]) for arm, of_arm in shown.items() if of_arm}
+    ends_s = max(line["at_s"] + line["ttft_s"] for of_arm in shown.values() for line in of_arm)
+    with panels(target, len(shown), size=(4.6 * len(shown), 4.0)) as axes:
+        for panel, (arm, of_arm) in zip(axes, shown.items(), strict=True):
+            for kind in ("long", "short"):
+                rows = [(row, line) for row, line in enumerate(of_arm) if line["kind"] == kind]
+                places = [row for row, _ in rows]
+                waits_s, starts_s = ([line[key] for _, line in rows] for key in ("ttft_s", "at_s"))
+                panel.barh(places, waits_s, 0.75, left=starts_s, color=CLASS_COLOURS[kind], label=f"{kind} prompts")
+            panel.set(title=arms[arm], xlabel="seconds", xlim=(0, ends_s * 1.02), yticks=[])
+            panel.invert_yaxis()
+            panel.grid(axis="x", alpha=0.3)
+        axes[0].set_ylabel("requests, in order of arrival")
 
 
 def headline_page(result: Result) -> str:

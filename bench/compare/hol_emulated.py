@@ -20,13 +20,13 @@ from bench.harness.bench import Result
 from bench.harness.cli import add_budget
 from bench.harness.engines import Setup
 from bench.harness.figures import draw_ecdf, panels
+from bench.harness.latency import percentile, spread
 from bench.harness.replay import Planned
 from bench.harness.report import emit, emulated_conditions, environment, markdown, scale_text, show, spread_text, yes_no
 from bench.harness.steps import Row
 from bench.harness.workload import HolShape, hol_arrivals, round_rng
 from pla_sglang import chain
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.latency import percentile, spread
 from pla_sglang.profiles import load_profile
 
 PROFILE = "h200-qwen2.5-14b-tp1"

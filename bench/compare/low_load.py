@@ -13,9 +13,9 @@ from bench.harness.arms import STOCK
 from bench.harness.bench import Result
 from bench.harness.comparison import Comparison, Measured, add_comparison, prepare_comparison
 from bench.harness.fleet import Fleet, final_state, measure_solo, run_request_rounds
+from bench.harness.load_client import Request
 from bench.harness.report import conditions, spread_text
 from bench.harness.workload import HolShape, gapped_arrivals, round_rng, short_requests
-from pla_sglang.testing.load_client import Request
 
 # In units of the solo time of a whole request: the smallest gap still lets the previous one end.
 GAP_LOW, GAP_HIGH = 2.0, 5.0

@@ -29,18 +29,18 @@ import numpy as np
 from bench.harness import servers
 from bench.harness.arms import find_lacking_of_preset, preset_arguments
 from bench.harness.cli import PD_POLICIES, UNIFIED_POLICIES, device_flags
+from bench.harness.load_client import START_DELAY_S
 from bench.harness.replay import Planned, Record, count_wrong, lag_s, plan, replay, served, text_body
 from bench.harness.report import environment, say, say_errors
 from bench.harness.servers import Router
 from bench.harness.steps import Row
+from bench.harness.talks import Dataset
 from bench.harness.workload import poisson_arrivals
 from pla_sglang.cluster.ports import free_port
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import quantile
-from pla_sglang.testing.load_client import START_DELAY_S
 from pla_sglang.testing.server import fetch
 from pla_sglang.workload import Trace
-from pla_sglang.workload.talks import Dataset
 
 BOUNDARY_TOKENS = 512
 SHORT_MEDIAN_TOKENS, SHORT_SIGMA, SHORT_MAX_TOKENS = 100, 0.8, BOUNDARY_TOKENS - 1

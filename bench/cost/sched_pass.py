@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.harness.bench import BenchError, Result, is_complete, measuring
+from bench.harness.latency import percentile
 from bench.harness.report import emit
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.latency import percentile
 
 SHORT_TOKENS = (16, 128)
 LONG_TOKENS = (1024, 4096)

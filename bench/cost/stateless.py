@@ -30,13 +30,13 @@ import numpy as np
 
 from bench.harness import cli, report
 from bench.harness.bench import Result, measuring
+from bench.harness.fidelity import served_of
+from bench.harness.latency import paired_ratio, spread
 from bench.harness.live_fleet import LiveFleet, is_valid, running_fleet
 from bench.harness.steps import Row, Steps
 from pla_sglang.checks import require
 from pla_sglang.cluster.memory import tree_pss_bytes
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.latency import paired_ratio, spread
-from pla_sglang.sim.fidelity import served_of
 from pla_sglang.workload import Trace
 
 SETTINGS = ("engines", "requests", "rate", "full_rate", "profile", "time_scale", "seed", "kv_gbps")

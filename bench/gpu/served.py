@@ -29,10 +29,10 @@ from bench.gpu import models
 from bench.gpu.parts import write_result
 from bench.gpu.steps import CAPTURE_BUDGET_S
 from bench.harness.arms import OUR_MODULE, STOCK_ENV, STOCK_MODULE
+from bench.harness.talks import Dataset, Talk, lengths_label
 from pla_sglang import profile
 from pla_sglang.testing.server import Server, greedy_body
 from pla_sglang.workload import length_model
-from pla_sglang.workload.talks import Dataset, Talk, lengths_label
 
 _GRAPHS, _NO_GRAPHS = ("--pla-graph-layout", "varlen"), ("--pla-graph-layout", "off")
 _TEMPORAL = ("--prefill-disagg", "temporal")

@@ -18,7 +18,7 @@ from typing import Any
 from bench.gpu import models
 from bench.gpu.parts import write_result
 from pla_sglang.config import PlaConfig
-from pla_sglang.testing.steps import Shape, Stepper
+from pla_sglang.testing.steps import BatchShape, Stepper
 
 # Backend of SGLang's prefill graphs, by arm.
 BACKEND = {"eager": "disabled", "breakable": "breakable", "full": "full", "varlen": "breakable", "grid": "breakable"}
@@ -30,15 +30,15 @@ FULL_SLOTS = 64  # request slots of SGLang's full graphs; by default it has one 
 GRAPH_SIZES = (*range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64))
 
 # The issue's own shape: 16 requests of 8 to 64 new tokens, history 2K.
-TARGET = Shape(tuple(8 + 56 * index // 15 for index in range(16)), 2048)
+TARGET = BatchShape(tuple(8 + 56 * index // 15 for index in range(16)), 2048)
 MIXES = ((1, 16), (1, 64), (1, 256), (4, 32), (16, 32), (64, 16))  # requests, new tokens of each
-SHAPES: dict[str, tuple[Shape, ...]] = {
+SHAPES: dict[str, tuple[BatchShape, ...]] = {
     "cuda": (
         TARGET,
-        *(Shape((tokens,) * requests, history) for requests, tokens in MIXES for history in (0, 2048)),
-        Shape((128,) * 8),
+        *(BatchShape((tokens,) * requests, history) for requests, tokens in MIXES for history in (0, 2048)),
+        BatchShape((128,) * 8),
     ),
-    "cpu": (Shape(TARGET.new_tokens, 64), Shape((16,)), Shape((32,) * 4, 64)),
+    "cpu": (BatchShape(TARGET.new_tokens, 64), BatchShape((16,)), BatchShape((32,) * 4, 64)),
 }
 
 
@@ -71,7 +71,7 @@ def measure(arm: str, model: str, device: str, out: str) -> None:
     write_result(result, out)
 
 
-def measure_shape(stepper: Stepper, shape: Shape) -> dict[str, Any]:
+def measure_shape(stepper: Stepper, shape: BatchShape) -> dict[str, Any]:
     """Two passes to warm up (the second one's miss may be captured), then the timed ones."""
     stepper.time_shape(shape, rounds=2)
     stepper.idle()

@@ -130,12 +130,22 @@ class Bench:
     module: str  # below ``bench``: its folder, and the bench's name
     duration: str  # usual time of a run with default flags, on two cores
     needs: str  # what must be there; "nothing" where any machine will do
-    results: str = ""  # folder below ``bench/results``; empty: that of the device which was measured
+    results: str = ""  # folder of its results (``results_folder``); empty: that of the device which was measured
 
     @property
     def name(self) -> str:
         """As in ``python -m bench NAME``."""
         return self.module.split(".")[1]
+
+    @property
+    def is_of_lab(self) -> bool:
+        """It only reproduces a paper or searches for a baseline: ``bench/lab`` has its tests, pages and results."""
+        return self.module.startswith("lab.")
+
+    @property
+    def results_folder(self) -> str:
+        """From the root of the repository."""
+        return "bench/lab/results" if self.is_of_lab else "bench/results"
 
     def read_summary(self) -> str:
         """The first line of the module's docstring, which says what the bench shows. Nothing is imported."""

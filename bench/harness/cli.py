@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.harness.arms import find_lacking_of_preset, preset_arguments
+from bench.harness.talks import Dataset
 from pla_sglang.demo import demo_model_path
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import SLOS, Slo
 from pla_sglang.workload import Trace, load_trace
-from pla_sglang.workload.talks import Dataset
 
 DEFAULT_PROFILE = "h100-llama3.1-8b-tp1"
 DEFAULT_SLO = Slo(3.0, 0.1)

@@ -27,13 +27,13 @@ from bench.harness.bench import Result, is_complete
 from bench.harness.cli import add_output, add_quick
 from bench.harness.figures import arm_colours, draw_ecdf, format_seconds, log_seconds, panels
 from bench.harness.fleet import Fleet, Solo
+from bench.harness.latency import Spread, spread
+from bench.harness.load_client import Run
 from bench.harness.report import conditions, emit, environment, markdown, print_lines, say, show, spread_text, stdout
 from bench.harness.stats import KINDS, Identity, Runs, as_json
 from bench.harness.workload import Vocabulary
 from pla_sglang.demo import demo_model_path
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.latency import Spread, spread
-from pla_sglang.testing.load_client import Run
 
 HEADLINE = ("short_ttft_p99_gain", "short_ttft_p50_ratio", "long_ttft_p90_ratio", "throughput_ratio")
 T = TypeVar("T")

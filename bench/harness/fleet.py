@@ -18,12 +18,12 @@ from typing import Any
 
 from bench.harness.arms import Arm, memory_flags, platform_overlay
 from bench.harness.bench import BenchError, measuring
+from bench.harness.latency import percentile
+from bench.harness.load_client import Client, Outcome, Request, Run
 from bench.harness.report import progress_bar, say
 from bench.harness.servers import PausableServer
 from bench.harness.stats import KINDS, ttfts_s
 from bench.harness.workload import HolShape, Vocabulary, solo_requests
-from pla_sglang.metrics.latency import percentile
-from pla_sglang.testing.load_client import Client, Outcome, Request, Run
 from pla_sglang.testing.server import ServerError
 
 _WAKE_SETTLE_S = 0.2

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from bench.harness import cli, report, servers
+from bench.harness.fidelity import Points
 from bench.harness.replay import MAX_LAG_MS, Planned, Record, count_wrong, lag_s, plan, replay, require_answers
 from bench.harness.steps import Row
 from pla_sglang.cluster.ports import free_port
-from pla_sglang.sim.fidelity import Points
 from pla_sglang.workload import Trace
 
 SLOTS = 512

@@ -1,10 +1,11 @@
-"""Write the tables of README.md and docs/ from the JSON files that benches left behind.
+"""Write the tables of docs/ and bench/lab/docs/ from the JSON files that benches left behind.
 
     python -m bench publish hol=bench_out/hol.json overload=bench_out/overload.json ...
 
 NAME is a pair of markers on one page, ``<!-- results:NAME -->`` and ``<!-- /results:NAME -->``; what stands between
-them is replaced. ``hol`` fills the headline of README.md as well. The JSON files are copied to
-``bench/results/FOLDER/NAME.json``, pictures beside them too, so that every figure on a page can be looked up.
+them is replaced. ``hol`` fills the headline as well. The JSON files are copied to
+``bench/results/FOLDER/NAME.json``, those of the lab to ``bench/lab/results``, pictures beside them too, so that every
+figure on a page can be looked up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from bench.harness.catalogue import BENCHES
 from pla_sglang.errors import ConfigError
 from pla_sglang.reading import read_json
 
-HEADLINE = "headline"  # the marker in README.md, filled from the same file as ``hol``
+FOLDERS = ("docs", "bench/lab/docs")  # of the pages
+HEADLINE = "headline"  # the marker in docs/results.md, filled from the same file as ``hol``
 
 
 def all_pages() -> dict[str, tuple[Bench, MakePage]]:
@@ -40,9 +42,9 @@ def replace(page: str, name: str, text: str) -> str:
 
 
 def page_of(name: str, root: Path) -> Path:
-    """README.md or the page below ``docs`` with the marker. Raises ValueError where there is not exactly one."""
+    """README.md or the page of ours or of the lab with the marker. Raises ValueError where there is not exactly one."""
     mark = f"<!-- results:{name} -->"
-    known = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    known = [root / "README.md", *(page for where in FOLDERS for page in sorted((root / where).rglob("*.md")))]
     pages = [page for page in known if page.is_file() and mark in page.read_text("utf-8")]
     if len(pages) != 1:
         raise ValueError(f"{mark} has to stand on one page, found {len(pages)}")
@@ -66,12 +68,13 @@ def publish(name: str, source: Path, root: Path, pages: dict[str, tuple[Bench, M
     if name == "hol":
         fill_page(HEADLINE, pages[HEADLINE][1](result), root)
     measured_on = "cpu" if result.get("device", "cpu") == "cpu" else "gpu"
-    kept = root / "bench" / "results" / (bench.results or ("emulated" if "profile" in result else measured_on))
+    kept = root / bench.results_folder / (bench.results or ("emulated" if "profile" in result else measured_on))
     kept.mkdir(parents=True, exist_ok=True)
     (kept / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    picture = source.with_suffix(".png")
-    if picture.exists() and picture.resolve() != (kept / f"{name}.png").resolve():
-        shutil.copy(picture, kept / f"{name}.png")
+    for ending in (".png", "-queue.png"):
+        picture, copy = source.with_name(f"{source.stem}{ending}"), kept / f"{name}{ending}"
+        if picture.exists() and picture.resolve() != copy.resolve():
+            shutil.copy(picture, copy)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,11 +16,11 @@ import numpy as np
 import uvloop
 
 from bench.harness.bench import is_complete, measuring
+from bench.harness.load_client import START_DELAY_S, Answer, StreamClient, sleep_until
 from bench.harness.report import progress_bar, show
 from pla_sglang import chain
 from pla_sglang.chain.vocab import VOCAB_SIZE, WORD_BASE, token_text
 from pla_sglang.metrics.goodput import Served, Slo, goodput, quantile
-from pla_sglang.testing.load_client import START_DELAY_S, Answer, StreamClient, sleep_until
 from pla_sglang.testing.server import ServerError
 from pla_sglang.workload import Trace
 

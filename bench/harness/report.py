@@ -114,7 +114,7 @@ def emit(result: Mapping[str, Any], name: str, out: Path | None = None) -> None:
         (out / f"{name}.json").write_text(line + "\n", encoding="utf-8")
         stdout.print(f"result: {out / name}.json", soft_wrap=True)
     if wanted_page.path is not None:
-        from pla_sglang.report.bench_page import write_bench_page  # numpy and the simulator, for pages only
+        from bench.harness.bench_page import write_bench_page  # numpy and the simulator, for pages only
 
         picture = (out or Path()) / f"{name}.png"
         write_bench_page(wanted_page.path, name, result, picture=picture)

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.harness.report import say
 from pla_sglang.cluster.ports import free_port
-from pla_sglang.cluster.spec import KINDS, ROUTER_MODULES, ClusterConfig, InstanceSpec, router_arguments
+from pla_sglang.cluster.spec import KINDS, ROUTER_MODULES, ClusterConfig, EngineSpec, router_arguments
 from pla_sglang.testing.server import Server, ServerError, fetch, open_url
 
 CLUSTER_START_S, CLUSTER_STOP_S = 300.0, 40.0
@@ -139,7 +139,7 @@ def router_command(router: Router, described: Mapping[str, Any], port: int) -> l
     for engine in described["instances"]:
         port_of_engine = int(engine["url"].rpartition(":")[2])
         bootstrap_port = engine.get("bootstrap_port")
-        engines.append(InstanceSpec(engine["name"], engine["kind"], "127.0.0.1", port_of_engine, bootstrap_port, ()))
+        engines.append(EngineSpec(engine["name"], engine["kind"], "127.0.0.1", port_of_engine, bootstrap_port, ()))
     counts = {kind: sum(engine.kind == kind for engine in engines) for kind in KINDS}
     config = ClusterConfig(counts=counts, router=router.kind, policy=router.policy, router_extra=router.flags)
     return [sys.executable, "-m", ROUTER_MODULES[router.kind], *router_arguments(config, engines, port, free_port())]

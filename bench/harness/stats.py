@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pla_sglang.metrics.latency import Spread, paired_ratio, spread, summarise
-from pla_sglang.testing.load_client import Run
+from bench.harness.latency import Spread, paired_ratio, spread, summarise
+from bench.harness.load_client import Run
 
 KINDS = ("short", "long")
 QUANTILES = ("p50", "p90", "p99", "mean", "max")

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.harness.load_client import Request
 from pla_sglang.errors import ConfigError
-from pla_sglang.testing.load_client import Request
 
 # SGLang issue #22831: 18 prompts of 24K tokens and 11 of 2K arrive together.
 ISSUE_LONG_COUNT, ISSUE_LONG_TOKENS = 18, 24_000
@@ -18,6 +18,8 @@ ISSUE_SHORT_COUNT, ISSUE_SHORT_TOKENS = 11, 2_000
 ISSUE_CHUNK_TOKENS = 8_192
 
 PATTERNS = ("stream", "burst")
+
+LONG_PROMPTS, LONG_ANSWERS = ((3000, 6000), (16, 64)), ((100, 500), (200, 500))  # of a mix that turns: prompt, answer
 
 
 @dataclass(frozen=True, slots=True)

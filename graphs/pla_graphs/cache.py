@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pla_graphs.counts import GraphCounts
-from pla_graphs.recorder import CaptureError, MemoryUse, Recording, ShapeSource, capture_step
+from pla_graphs.recorder import CaptureError, MemoryUse, RecordedPass, ShapeSource, capture_step
 from pla_sglang.policy.pla.graphs.eviction import CachedGraph, SharedBytes, total_bytes, used_attention_bytes, victims
 from pla_sglang.policy.pla.graphs.layouts import Bucket, Layout
 from pla_sglang.policy.pla.graphs.plan import CaptureChoice, CapturePlan
@@ -38,7 +38,7 @@ class Found(NamedTuple):
     """Answer of a look-up. ``bucket``: the nearest shape or None; ``recording``: its recording, if it is captured."""
 
     bucket: Bucket | None
-    recording: Recording | None
+    recording: RecordedPass | None
     reason: GraphReason
 
 
@@ -70,7 +70,7 @@ class GraphCache:
         self._clock = clock
         self._agree = agree
         self._held: dict[Bucket, CachedGraph] = {}
-        self._recordings: dict[Bucket, Recording] = {}
+        self._recordings: dict[Bucket, RecordedPass] = {}
         self._shared = SharedBytes()  # agreed; of attention buffers that exist, and expected ones of those asked for
         self._failed: set[Bucket] = set()  # the last attempt at these failed
         self._lookups = 0
@@ -155,7 +155,7 @@ class GraphCache:
         return bucket if bucket in self._recordings else None
 
     def _in_session(self, work: Callable[[], object]) -> bool:
-        """Whether the host's capture context opened and closed on all ranks; else nothing made in it is kept."""
+        """True if the host's capture context opened and closed on all ranks; else nothing made in it is kept."""
         before = set(self._recordings)
         step = capture_step(CaptureFailure.SESSION)
         with self._logged("a session of captures") as failures, step, self._source.session():
@@ -202,7 +202,7 @@ class GraphCache:
         self._on_failure(bucket, failure or CaptureFailure.OTHER_RANK)
         return took_s
 
-    def _attempt(self, bucket: Bucket) -> tuple[Recording | None, CaptureFailure | None]:
+    def _attempt(self, bucket: Bucket) -> tuple[RecordedPass | None, CaptureFailure | None]:
         """The recording, or at which step it failed; on this rank, which may be followed by a failure of another."""
         record = recording = None
         with self._logged(bucket.name) as failures, capture_step(CaptureFailure.PREPARE):
@@ -228,7 +228,7 @@ class GraphCache:
     def _agreed_bytes(self, own_bytes: int) -> int:
         return int(self._agree([float(own_bytes)])[0])
 
-    def _keep(self, recording: Recording, graph: CachedGraph) -> None:
+    def _keep(self, recording: RecordedPass, graph: CachedGraph) -> None:
         bucket, most = graph.bucket, self._most
         self._most = MemoryUse(max(most.own_bytes, graph.own_bytes), max(most.scratch_bytes, graph.scratch_bytes))
         self._own_per_token = max(self._own_per_token, graph.own_bytes / bucket.tokens)
@@ -293,7 +293,7 @@ class GraphCache:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the recordings and all that they share."""
+        """Device memory of the recordings and all that they share."""
         return total_bytes(self._held.values(), self._shared)
 
     @property
@@ -305,8 +305,8 @@ class GraphCache:
     def captured(self) -> list[Bucket]:
         return sorted(self._recordings)
 
-    def recording(self, bucket: Bucket) -> Recording:
-        """Of a captured shape. Counts as no use."""
+    def recording(self, bucket: Bucket) -> RecordedPass:
+        """The recording of a captured shape. Counts as no use."""
         return self._recordings[bucket]
 
     def check_integrity(self) -> None:

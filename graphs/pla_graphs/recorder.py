@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from pla_sglang.errors import PlaError
 from pla_sglang.policy.pla.graphs.layouts import Bucket
 from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 
 
-class CaptureError(RuntimeError):
+class CaptureError(PlaError, RuntimeError):
     """A forward pass cannot be recorded. ``failure``: at which step; the message gives the cause."""
 
     def __init__(self, failure: CaptureFailure, cause: str) -> None:
@@ -45,7 +46,7 @@ class MemoryUse(NamedTuple):
     scratch_bytes: int
 
 
-class Recording(Protocol):
+class RecordedPass(Protocol):
     """One recorded forward pass. It reads and writes the addresses that it was recorded with."""
 
     memory: MemoryUse
@@ -64,7 +65,7 @@ class Recorder(Protocol):
 
     @property
     def result_bytes(self) -> int:
-        """Of the buffer of results that recordings share."""
+        """Size of the buffer of results that recordings share."""
         ...
 
     def session(self) -> AbstractContextManager[None]:
@@ -75,7 +76,7 @@ class Recorder(Protocol):
         """The host's attention backend as forward passes under ``record`` are to use it."""
         ...
 
-    def record(self, forward: Callable[[], torch.Tensor]) -> Recording:
+    def record(self, forward: Callable[[], torch.Tensor]) -> RecordedPass:
         """Record ``forward``, [tokens, hidden size]; may run it several times. Raises CaptureError."""
         ...
 
@@ -91,7 +92,7 @@ class ShapeSource(Protocol):
         """``prepare`` and what it returns are called inside one; recordings are replayed after it."""
         ...
 
-    def prepare(self, bucket: Bucket) -> Callable[[], Recording]:
+    def prepare(self, bucket: Bucket) -> Callable[[], RecordedPass]:
         """Everything up to the warm-up, without collectives; the result records. Either raises CaptureError."""
         ...
 
@@ -100,7 +101,7 @@ class ShapeSource(Protocol):
         ...
 
     def attention_bytes(self, slots: int) -> int:
-        """Of the attention buffers for so many request slots; where there are none yet, about what they will take."""
+        """Size of the attention buffers for so many request slots; without any yet, about what they will take."""
         ...
 
     def release(self, slots: int) -> None:

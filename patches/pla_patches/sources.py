@@ -59,7 +59,7 @@ class Sources:
         return _names_of(node.args) if isinstance(node, Function) else None
 
     def overrides(self, target: str, other: str) -> bool:
-        """Whether ``target`` is a method of a class that is derived from the class of the method ``other``."""
+        """True if ``target`` is a method of a class that is derived from the class of the method ``other``."""
         module, *parts = self._split(target)
         return len(parts) == 2 and other.rpartition(".")[0] in [*self._class_and_bases(module, parts[0])][1:]
 

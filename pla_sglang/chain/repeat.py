@@ -40,7 +40,7 @@ def _repeated(tables: ChainTables, rows: torch.Tensor) -> int:
 
 
 def _is_whole(tables: ChainTables, rows: torch.Tensor, ids: torch.Tensor) -> bool:
-    """Whether the slots are those of one request, in order, and its state follows from their tokens."""
+    """True if the slots are those of one request, in order, and its state follows from their tokens."""
     count = len(ids)
     if bool((rows[:, 3] != torch.arange(count)).any()):
         return False

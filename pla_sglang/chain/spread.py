@@ -45,7 +45,7 @@ def salts() -> np.ndarray:
 
 
 def spread_logits(state: int, *, is_end: bool = False) -> np.ndarray:
-    """Of the token after ``state``: [vocabulary] float32. ``is_end``: the wished length is over with it."""
+    """The logits of the token after ``state``: [vocabulary] float32. ``is_end``: the wished length is over with it."""
     logits = np.zeros(VOCAB_SIZE, dtype=np.float32)
     drawn = mix_array(salts() ^ np.uint64(mix(state & MASK))) >> np.uint64(40)
     places = (drawn % np.uint64(STEPS)).astype(np.float32) / GRID

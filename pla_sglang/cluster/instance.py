@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from pla_sglang.cluster.spec import InstanceSpec
+from pla_sglang.cluster.spec import EngineSpec
 from pla_sglang.secret_names import hide_arguments
 
 
@@ -38,7 +38,7 @@ class Instance:
 
     name: str
     url: str
-    spec: InstanceSpec | None = None
+    spec: EngineSpec | None = None
     command: tuple[str, ...] = ()
     state: State = State.STARTING
     pid: int | None = None

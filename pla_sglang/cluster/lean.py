@@ -30,6 +30,6 @@ def without_models(*kept: str) -> dict[str, str]:
 
 
 def serves_chain(arguments: Sequence[str]) -> bool:
-    """Whether an engine with these arguments has the chain model, whose answers are made-up words."""
+    """True if an engine with these arguments has the chain model, whose answers are made-up words."""
     named = [value_of(arguments, flag) for flag in MODEL_FLAGS]
     return str(model_path()) in named

@@ -15,7 +15,7 @@ LONGEST_LINE = 1 << 14  # SGLang prints all its arguments in one line; nobody re
 
 
 def is_poll(line: str) -> bool:
-    """Whether it is the access line of a health check or of a poll of the load."""
+    """True if a line is the access line of a health check or of a poll of the load."""
     return POLL.search(line) is not None
 
 
@@ -51,7 +51,7 @@ class LineReader:
         asyncio.get_running_loop().add_reader(descriptor, self._on_readable)
 
     def _on_readable(self) -> bool:
-        """Whether there was something."""
+        """True if there was something to read."""
         try:
             data = os.read(self._descriptor, READ_BYTES)
         except BlockingIOError:

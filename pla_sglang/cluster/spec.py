@@ -86,7 +86,7 @@ class ClusterConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class InstanceSpec:
+class EngineSpec:
     """One engine: its HTTP port stays the same over restarts."""
 
     name: str
@@ -101,7 +101,7 @@ class InstanceSpec:
         return f"http://{self.host}:{self.port}"
 
 
-def instances(config: ClusterConfig, free_port: Callable[[], int]) -> list[InstanceSpec]:
+def instances(config: ClusterConfig, free_port: Callable[[], int]) -> list[EngineSpec]:
     """The engines of a cluster, with ports from ``free_port``; prefill first, as a decode instance looks for them."""
     made = []
     for kind in ("prefill", "decode", "unified", "stateless"):
@@ -112,7 +112,7 @@ def instances(config: ClusterConfig, free_port: Callable[[], int]) -> list[Insta
     return made
 
 
-def at_new_bootstrap_port(spec: InstanceSpec, config: ClusterConfig, port: int) -> InstanceSpec:
+def at_new_bootstrap_port(spec: EngineSpec, config: ClusterConfig, port: int) -> EngineSpec:
     """A prefill instance for its next start: decode instances know nothing of its bootstrap server yet."""
     return _instance(config, spec.name, spec.kind, spec.port, port)
 
@@ -130,7 +130,7 @@ def with_own_rendezvous(argv: Sequence[str], free_port: Callable[[], int]) -> tu
     return (*argv, "--nccl-port", str(free_port()))
 
 
-def _instance(config: ClusterConfig, name: str, kind: str, port: int, bootstrap: int | None) -> InstanceSpec:
+def _instance(config: ClusterConfig, name: str, kind: str, port: int, bootstrap: int | None) -> EngineSpec:
     argv = ["--host", config.host, "--port", str(port)]
     if kind == "stateless":
         argv += ["--pla-stateless", TRANSFER_FLAG, TRANSFER_BACKEND]
@@ -139,10 +139,10 @@ def _instance(config: ClusterConfig, name: str, kind: str, port: int, bootstrap:
     if bootstrap is not None:
         argv += ["--disaggregation-bootstrap-port", str(bootstrap)]
     argv += [*config.common, *config.own.get(kind, ())]
-    return InstanceSpec(name, kind, config.host, port, bootstrap, tuple(argv))
+    return EngineSpec(name, kind, config.host, port, bootstrap, tuple(argv))
 
 
-def router_arguments(config: ClusterConfig, engines: Sequence[InstanceSpec], port: int, metrics_port: int) -> list[str]:
+def router_arguments(config: ClusterConfig, engines: Sequence[EngineSpec], port: int, metrics_port: int) -> list[str]:
     """The arguments of the router in front of ``engines``."""
     command = ["--host", config.host, "--port", str(port)]
     if config.router == "pla":

@@ -66,7 +66,7 @@ def check_stateless_arguments(arguments: Sequence[str]) -> None:
 
 
 def make_parser() -> Parser:
-    """Of these flags alone; the others are left to the engine."""
+    """A parser of these flags alone; the others are left to the engine."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument(FILE_FLAG, dest="config_file")
     for kind, flags in ((int, NUMBERS), (float, SHARES), (str, TEXTS)):

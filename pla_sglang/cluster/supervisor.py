@@ -303,7 +303,7 @@ class Supervisor:
         return member.ended_s + FORGOTTEN_S
 
     def _must_be_forgotten(self, member: Instance) -> bool:
-        """Whether decode instances have addresses of it."""
+        """True if decode instances know addresses of ``member``."""
         decodes = any(engine.spec is not None and engine.spec.kind == "decode" for engine in self.engines)
         return decodes and member.spec is not None and member.spec.kind in ("prefill", "stateless")
 

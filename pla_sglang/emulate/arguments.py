@@ -44,7 +44,7 @@ def with_emulation(arguments: list[str]) -> list[str]:
 
 
 def names_model(arguments: Sequence[str]) -> bool:
-    """Whether the command line, or the file of its ``--config``, names a model. Raises ConfigError for the file."""
+    """True if the command line, or the file of its ``--config``, names a model. Raises ConfigError for the file."""
     file = value_of(arguments, FILE_FLAG)
     keys = cli.load_yaml(file) if file is not None else {}
     in_file = any(f"--{cli.key_of(key)}" in MODEL_FLAGS for key in keys)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.emulate.batch import StepShape
-from pla_sglang.emulate.metrics import Series
+from pla_sglang.emulate.metrics import DeviceSeries
 from pla_sglang.emulate.steplog import StepLog
 from pla_sglang.emulate.timeline import Span, Timeline
 from pla_sglang.profiles import StepProfile, load_profile
@@ -15,7 +15,7 @@ from pla_sglang.profiles import StepProfile, load_profile
 QUANTILES = (0.5, 0.9, 0.99)
 
 
-class Device:
+class EmulatedDevice:
     """Results are ready at max(now, device free) + cost. All on the scheduler's thread.
 
     A launch returns at once where a graph is replayed. Without one the host is busy with it for the profile's launch
@@ -27,7 +27,7 @@ class Device:
         self.time_scale = time_scale
         self.timeline = Timeline()
         self.log = StepLog()
-        self.series: Series | None = None
+        self.series: DeviceSeries | None = None
         self._prefill_graph = prefill_graph
 
     def cost_s(self, shape: StepShape) -> float:
@@ -106,9 +106,9 @@ class KvLink:
         return self._timeline.launch(tokens * self._token_s, now_s).ready_s
 
 
-def build(config: PlaConfig) -> Device:
+def build(config: PlaConfig) -> EmulatedDevice:
     """The device that ``config`` asks for. Raises ProfileError."""
     assert config.emulate is not None
-    return Device(
+    return EmulatedDevice(
         load_profile(config.emulate), time_scale=config.time_scale, prefill_graph=config.emulate_launch == "graph"
     )

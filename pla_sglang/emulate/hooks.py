@@ -13,9 +13,9 @@ import zmq
 
 from pla_sglang import config as pla_config
 from pla_sglang.emulate.batch import shape_of
-from pla_sglang.emulate.device import Device, KvLink, ResultReady, build
-from pla_sglang.emulate.losses import End, lost_at
-from pla_sglang.emulate.metrics import Series
+from pla_sglang.emulate.device import EmulatedDevice, KvLink, ResultReady, build
+from pla_sglang.emulate.losses import FailingEnd, lost_at
+from pla_sglang.emulate.metrics import DeviceSeries
 from pla_sglang.metrics.series import LabelledSeries
 
 logger = logging.getLogger(__name__)
@@ -25,12 +25,12 @@ MAX_NAP_S = 4e-3
 LOST = "lost by the emulated link (--pla-emulate-kv-failures)"
 REST_S = 0.05  # with no request at all; a message ends it at once
 
-_device: Device | None = None
+_device: EmulatedDevice | None = None
 _link: KvLink | None = None
 _poller: zmq.Poller | None = None
 
 
-def device() -> Device:
+def device() -> EmulatedDevice:
     """This process's device, created at the first use."""
     global _device
     if _device is None:
@@ -100,7 +100,7 @@ def around_receiver_poll(original: Callable[..., Any], receiver: Any) -> Any:
 
     if status != KVPoll.Success:
         return status
-    if lost_at(receiver.bootstrap_room, share) is End.DECODE:
+    if lost_at(receiver.bootstrap_room, share) is FailingEnd.DECODE:
         receiver.kv_mgr.record_failure(receiver.bootstrap_room, LOST)
         receiver.conclude_state = KVPoll.Failed  # what the next poll says
         return KVPoll.Failed
@@ -120,7 +120,10 @@ def around_sender_poll(original: Callable[..., Any], sender: Any) -> Any:
         return status
     from sglang.srt.disaggregation.base import KVPoll
 
-    if status in (KVPoll.Failed, KVPoll.Bootstrapping) or lost_at(sender.bootstrap_room, share) is not End.PREFILL:
+    if (
+        status in (KVPoll.Failed, KVPoll.Bootstrapping)
+        or lost_at(sender.bootstrap_room, share) is not FailingEnd.PREFILL
+    ):
         return status
     sender.kv_mgr.record_failure(sender.bootstrap_room, LOST)
     return KVPoll.Failed
@@ -154,8 +157,8 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     )
     if scheduler.metrics_collector_context.enable_metrics:
         labels = dict(scheduler.metrics_collector.labels)
-        series = LabelledSeries(labels, old_names=pla_config.current().metrics_old_names)
-        mine.series = Series(series, profile.name, mine.time_scale)
+        series = LabelledSeries(labels)
+        mine.series = DeviceSeries(series, profile.name, mine.time_scale)
     info["pla_emulation"] = {"profile": profile.name, "time_scale": mine.time_scale, "source": profile.source}
     return info
 

@@ -11,14 +11,14 @@ import enum
 import random
 
 
-class End(enum.Enum):
+class FailingEnd(enum.Enum):
     """The instance that detects the failure; the other one learns it only from the host and the router."""
 
     PREFILL = "prefill"  # while the prompt waits or is computed
     DECODE = "decode"  # where all of the KV should have come
 
 
-def lost_at(room: int, share: float) -> End | None:
+def lost_at(room: int, share: float) -> FailingEnd | None:
     """The end at which the transfer of bootstrap room ``room`` fails; None if it does not fail.
 
     The same for every rank and at both ends, which share only the room. ``share``: of all transfers, 0 to 1.
@@ -28,4 +28,4 @@ def lost_at(room: int, share: float) -> End | None:
     rng = random.Random(room)
     if rng.random() >= share:
         return None
-    return rng.choice((End.PREFILL, End.DECODE))
+    return rng.choice((FailingEnd.PREFILL, FailingEnd.DECODE))

@@ -6,7 +6,7 @@ from pla_sglang.emulate.timeline import Span
 from pla_sglang.metrics.series import LabelledSeries
 
 
-class Series:
+class DeviceSeries:
     """Totals, so that any share over any window can be computed from two scrapes."""
 
     def __init__(self, series: LabelledSeries, profile: str, time_scale: float) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pla_sglang.engine.fleet_part import fleet_part
 from pla_sglang.engine.host.requests import extend_end
 from pla_sglang.engine.snapshot import ARRIVAL_ATTRIBUTE
-from pla_sglang.engine.stateless.legs import will_decode
 from pla_sglang.load.report import Backlog, ClassQueue
 from pla_sglang.policy.interface.prefill import PrefillClass, WaitingView
 
@@ -67,7 +67,9 @@ def sum_backlog(scheduler: Any, in_flight: Backlog) -> Backlog:
 def group_by_class(scheduler: Any) -> dict[PrefillClass, list[WaitingView]]:
     """Views of what waits, by class. Only where our scheduling is on."""
     adapter = scheduler.pla
-    shorts, longs = adapter.policy.classify([adapter.views.find_view(req) for req in iterate_waiting(scheduler)])
+    shorts, longs = adapter.policy.prefills.classify(
+        [adapter.views.find_view(req) for req in iterate_waiting(scheduler)]
+    )
     return {PrefillClass.SHORT: shorts, PrefillClass.LONG: longs}
 
 
@@ -84,31 +86,24 @@ def measure_oldest_s(scheduler: Any, now_s: float) -> float:
 def list_decoding(scheduler: Any, joining: Sequence[Any]) -> list[Any]:
     """Requests that decode: those of the running batch, and ``joining``, which the host has not put back there yet.
 
-    A request may be in both; one that has ended or was retracted may still be in either. On a stateless instance
-    prefill legs go through the same batches and decode elsewhere.
+    A request may be in both; one that has ended or was retracted may still be in either, and in a fleet one that will
+    decode elsewhere.
     """
+    decodes_here = fleet_part(scheduler).decodes_here
     reqs = {id(req): req for req in (*scheduler.running_batch.reqs, *joining)}
-    return [req for req in reqs.values() if not req.finished() and not req.is_retracted and will_decode(req)]
-
-
-def list_held(scheduler: Any) -> Sequence[Any]:
-    """Requests that are held: they keep their KV here and are in no batch. Of stateless instances."""
-    stateless = getattr(scheduler, "pla_stateless", None)
-    return [] if stateless is None else [hold.req for hold in stateless.hops.holder.holds.values()]
+    return [req for req in reqs.values() if not req.finished() and not req.is_retracted and decodes_here(req)]
 
 
 def count_decode_waiting(scheduler: Any) -> tuple[int, int]:
     """Decodes that wait for their KV, for memory or for a place: requests and KV tokens. Of PD decode instances and
-    stateless ones.
+    members of a fleet.
     """
     queues = (
         getattr(scheduler, "disagg_decode_prealloc_queue", None),
         getattr(scheduler, "disagg_decode_transfer_queue", None),
     )
     reqs = [entry.req for queue in queues if queue is not None for entry in queue.queue]
-    stateless = getattr(scheduler, "pla_stateless", None)
-    if stateless is not None:
-        reqs += [*stateless.receiver.ready, *stateless.hops.holder.list_returning()]
+    reqs += fleet_part(scheduler).list_joining()
     return len(reqs), sum(len(req.origin_input_ids) + len(req.output_ids) for req in reqs)
 
 

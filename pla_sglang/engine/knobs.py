@@ -8,11 +8,11 @@ from pla_graphs.captured import captured_depth
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import apply, snapshot
 from pla_sglang.engine.host.arguments import resolve
-from pla_sglang.policy.pla.temporal import TemporalKnobs
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.temporal_knobs import EngineLimits, temporal_knobs
 
 
-def scheduler_knobs(scheduler: Any, config: PlaConfig) -> TemporalKnobs:
+def scheduler_knobs(scheduler: Any, config: PlaConfig) -> EnginePolicyKnobs:
     """What ``config`` and the host's own limits say."""
     chunk_tokens = scheduler.chunked_prefill_size
     limits = EngineLimits(

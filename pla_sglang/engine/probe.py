@@ -15,12 +15,11 @@ import msgspec
 
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import backlog
+from pla_sglang.engine.fleet_part import fleet_part
 from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch, make_marks
 from pla_sglang.engine.request_rows import RowCadence
 from pla_sglang.engine.snapshot import attention_of, prefill_count, slo_s
-from pla_sglang.engine.stateless.legs import will_decode
 from pla_sglang.engine.token_intervals import TokenIntervals
-from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import MOST_STEPS, Backlog, PassTiming, PassTotals, Report
 from pla_sglang.load.window import SIGNAL_WINDOW_S, BusyShare, WindowMean
@@ -120,7 +119,8 @@ class Probe:
             for req in first:
                 self._on_first_token(req, now_s)
             if self._decodes_here:
-                self._intervals.on_first_tokens(sum(not req.finished() and will_decode(req) for req in first), now_s)
+                decodes_here = fleet_part(self.scheduler).decodes_here
+                self._intervals.on_first_tokens(sum(not req.finished() and decodes_here(req) for req in first), now_s)
         elif batch.forward_mode.is_decode() and batch.reqs:
             self._decode_steps.add(duration_s, now_s)
             self._intervals.on_decoded(len(batch.reqs), now_s)
@@ -157,6 +157,7 @@ class Probe:
         self.sequence += 1
         scheduler, running = self.scheduler, backlog.list_decoding(self.scheduler, self._joining())
         decodes, decode_tokens = backlog.count_decode_waiting(scheduler)
+        fleet = fleet_part(scheduler)
         return Report(
             instance=self.identity.instance,
             dp_rank=self.identity.dp_rank,
@@ -182,14 +183,10 @@ class Probe:
             utilisation=self.busy.share(now_s),
             busy_s=self.busy.busy_s,
             errors=dict(self.errors),
-            legs=self._legs(),
-            requests=self.rows.take_rows(running, backlog.list_held(scheduler), now_s),
+            legs=fleet.describe_load(),
+            requests=self.rows.take_rows(running, fleet.list_paused(), now_s),
             **self._scheduling(),
         )
-
-    def _legs(self) -> LegLoad | None:
-        stateless = getattr(self.scheduler, "pla_stateless", None)
-        return None if stateless is None else LegLoad.of_state(stateless.state())
 
     def _scheduling(self) -> dict[str, Any]:
         """Fields that only an instance with our scheduling has."""
@@ -200,8 +197,8 @@ class Probe:
         return {
             "role": roles.role,
             "draining": bool(roles.draining(req.rid for req in backlog.iterate_unfinished(self.scheduler))),
-            "boundary_tokens": adapter.policy.boundary.tokens(0),
-            "step_model": adapter.policy.model.to_floats(),
+            "boundary_tokens": adapter.policy.prefills.boundary.tokens(0),
+            "step_model": adapter.policy.prefills.model.to_floats(),
             "short": backlog.sum_class_queue(classes[PrefillClass.SHORT]),
             "long": backlog.sum_class_queue(classes[PrefillClass.LONG]),
         }

@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from pla_sglang.engine.host.requests import kv_committed_len
+from pla_sglang.engine.host.requests import fail_with_next_step, kv_committed_len
 from pla_sglang.engine.snapshot import tpot_target_s
-from pla_sglang.engine.stateless.host import fail_with_next_step
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 
 TOKENS_ATTRIBUTE = "pla_tokens"
 
@@ -49,7 +48,7 @@ class Riders:
 
 
 class RiderClock:
-    """Next-token deadlines by the rule of docs/policies/temporal.md: token g + 1 is due g targets after the first one,
+    """Next-token deadlines (docs/reference/policies/temporal.md): token g + 1 is due g targets after the first one,
     or one target after the last token if that is later. Counted from where a request was first seen, which is at its
     first token if prefills wait then; what it was early before is not held to its account.
     """

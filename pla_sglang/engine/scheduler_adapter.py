@@ -26,12 +26,11 @@ from pla_sglang.engine.riders import PassTimes, RiderClock, keeps_riders_out, ma
 from pla_sglang.engine.step_measurement import StepMeasurement
 from pla_sglang.engine.telemetry import LONG, SHORT, Telemetry
 from pla_sglang.load.report import ClassQueue
-from pla_sglang.policy.device_clock import DeviceClock
-from pla_sglang.policy.dopd.engine_policy import LengthBatchedPolicy
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
+from pla_sglang.policy.engine_policies import make_engine_policy
 from pla_sglang.policy.interface.prefill import PassDecision, PassView, WaitingView
-from pla_sglang.policy.pla.boundary import CPU_START, GPU_START, StepModel
-from pla_sglang.policy.pla.ride import RideModel
-from pla_sglang.policy.pla.temporal import TemporalPolicy
+from pla_sglang.policy.slo.mixed_batches import RideModel
 
 HOLD_NAP_S = 2e-4
 HOLD_PUBLISH_S = 0.05
@@ -46,8 +45,8 @@ class PrefillAdapter:
         timer = PassTimer(synchronous=computes_in_launch(scheduler.device, config), marks=make_marks(scheduler))
         start = CPU_START if timer.synchronous else GPU_START
         self.clock = DeviceClock(config.time_scale)
-        kind = LengthBatchedPolicy if config.prefill_disagg == DOPD else TemporalPolicy
-        self.policy = kind(scheduler_knobs(scheduler, config), start)
+        knobs = scheduler_knobs(scheduler, config)
+        self.policy = make_engine_policy(knobs, start, length_batched=config.prefill_disagg == DOPD)
         self.steps = StepMeasurement(scheduler, start, timer, self.clock)
         self.telemetry = Telemetry(self.clock)
         self.views = QueueViews(
@@ -225,7 +224,7 @@ class PrefillAdapter:
         """Whether prefills of both classes ran, or one that nobody has chosen."""
         if batch is None:
             return False
-        shorts, longs = self.policy.classify(begun)
+        shorts, longs = self.policy.prefills.classify(begun)
         apart = not shorts or (not longs and len(begun) == len(admitted))  # a chunk that went on is a long
         return not apart or snapshot.prefill_count(batch) > len(admitted)
 
@@ -264,14 +263,16 @@ class PrefillAdapter:
             self.telemetry.set_queue(queue)
 
     def _queue_by_class(self) -> dict[str, ClassQueue]:
-        shorts, longs = self.policy.classify([self.views.find_view(req) for req in self.scheduler.waiting_queue])
+        shorts, longs = self.policy.prefills.classify(
+            [self.views.find_view(req) for req in self.scheduler.waiting_queue]
+        )
         return {SHORT: sum_class_queue(shorts), LONG: sum_class_queue(longs)}
 
     # -- state for people ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Plain values only (it travels as msgpack)."""
-        policy, scheduler = self.policy, self.scheduler
+        policy, scheduler = self.policy.prefills, self.scheduler
         return {
             "config": self.config.to_dict(),
             "config_changes": self.changes,

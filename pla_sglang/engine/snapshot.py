@@ -1,4 +1,4 @@
-"""Reads SGLang's scheduler; the only module of the engine driver that knows the host's field names for reading.
+"""What a pass is decided on, read from SGLang's scheduler.
 
 What versions of SGLang name otherwise stands in ``engine/host/``.
 """
@@ -14,7 +14,7 @@ from pla_sglang.checks import SLO_RANGE_MS, describe_bad_slo
 from pla_sglang.engine.host import memory
 from pla_sglang.engine.host.requests import extend_end
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.prefill import PassView, WaitingView
 from pla_sglang.policy.pla.graphs.layouts import Layout
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from pla_sglang.engine.pass_timer import PassTime, PassTimer
 from pla_sglang.engine.snapshot import attention_of, context_tokens, prefill_count
-from pla_sglang.policy.device_clock import DeviceClock
-from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.ride import START
-from pla_sglang.policy.pla.ride_fit import RideFit, RideSample
-from pla_sglang.policy.pla.step_fit import StepFit, StepSample
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_fit import StepFit, StepSample
+from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.slo.decode_fit import RideFit, RideSample
+from pla_sglang.policy.slo.mixed_batches import START
 
 DECODE_WEIGHT = 0.3  # of the latest decode step in the running mean
 

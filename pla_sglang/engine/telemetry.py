@@ -10,7 +10,7 @@ from pla_sglang.config import ROLES
 from pla_sglang.engine.snapshot import prefill_count
 from pla_sglang.load.report import ClassQueue
 from pla_sglang.metrics.series import LabelledSeries
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PrefillClass, WaitingView
 
 _WAIT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)

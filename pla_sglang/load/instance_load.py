@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 
 from pla_sglang.load.report import Report
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView, LoadAmounts
 

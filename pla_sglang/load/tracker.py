@@ -27,7 +27,7 @@ import enum
 from pla_sglang.load.instance_load import InstanceLoad, combine_ranks
 from pla_sglang.load.report import Report
 from pla_sglang.load.window import SIGNAL_WINDOW_S, WindowMean
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import InstanceView, LoadAmounts
 
 
@@ -178,7 +178,7 @@ class LoadTracker:
         return len(self._tracked)
 
     def is_idle(self) -> bool:
-        """Whether the instance has no known requests of any sender."""
+        """True if the instance has no known requests of any sender."""
         return not self._tracked and not self.view.requests()
 
     # -- reports -----------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class LoadTracker:
         return self.reported_s is not None and now_s - self.reported_s <= limit_s
 
     def _is_reported_done(self, request: TrackedRequest) -> bool:
-        """Whether the last report has left out the prefill of ``request``, of which an event comes now; counts it."""
+        """True if the last report has left out the prefill of ``request``, of which an event comes now; counts it."""
         if not self._unannounced or request.place > self._reported_place:
             return False
         if request.started_s is not None or request.first_phase is not _QUEUED:

@@ -184,14 +184,6 @@ class Capacity:
         return self.held_per_s is None or self.failed_per_s is None
 
 
-def ratio_problems(what: str, span_s: float | None, *, at_limit: bool) -> list[str]:
-    """Why a ratio of two searched rates is not to be published, in words. ``span_s``: of the shorter run."""
-    problems = []
-    if span_s is not None and span_s < LEAST_SPAN_S:
-        problems.append(f"{what}: of {span_s:.0f} s of arrivals")
-    return [*problems, f"{what}: of a search that ended at its limit"] if at_limit else problems
-
-
 def find_capacity(
     attainment_at: Callable[[float], float],
     *,

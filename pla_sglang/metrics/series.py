@@ -28,33 +28,26 @@ class LabelledSeries:
 
     Args:
         labels: the host's names and values, in front of each series' own ``extra`` labels.
-        old_names: ``pla:...`` in place of ``pla_...``. Never both: a scraper that cannot read a colon gets ``pla_...``
-            for either, and one name twice is no valid answer.
     """
 
-    def __init__(self, labels: dict[str, Any], *, old_names: bool = False) -> None:
+    def __init__(self, labels: dict[str, Any]) -> None:
         self._names = list(labels)
         self._values = list(labels.values())
-        self._prefix = "pla:" if old_names else "pla_"
-
-    def _exported_name(self, name: str) -> str:
-        assert name.startswith("pla_"), name
-        return self._prefix + name.removeprefix("pla_")
 
     def gauge(self, name: str, text: str, *extra: str) -> BoundSeries:
         from prometheus_client import Gauge
 
         names = [*self._names, *extra]
-        gauge = Gauge(self._exported_name(name), text, names, multiprocess_mode="mostrecent")
+        gauge = Gauge(name, text, names, multiprocess_mode="mostrecent")
         return BoundSeries(gauge, self._values)
 
     def total(self, name: str, text: str, *extra: str) -> BoundSeries:
         from prometheus_client import Counter
 
-        return BoundSeries(Counter(self._exported_name(name), text, [*self._names, *extra]), self._values)
+        return BoundSeries(Counter(name, text, [*self._names, *extra]), self._values)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], *extra: str) -> BoundSeries:
         from prometheus_client import Histogram
 
         names = [*self._names, *extra]
-        return BoundSeries(Histogram(self._exported_name(name), text, names, buckets=buckets), self._values)
+        return BoundSeries(Histogram(name, text, names, buckets=buckets), self._values)

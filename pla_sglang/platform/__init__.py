@@ -40,7 +40,7 @@ def activate() -> str | None:
 
 
 def is_wanted(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether the CPU platform shall run in a process with this command line and environment.
+    """True if the CPU platform shall run in a process with this command line and environment.
 
     In this order: an explicit value in the environment; SGLang's own CPU engine, which has precedence because its users
     give ``--device cpu`` too; the device on the command line; whether the machine has an accelerator.
@@ -72,7 +72,7 @@ def value_of(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def accelerator_found() -> bool:
-    """Whether torch, or a package that extends it, offers a device other than the CPU."""
+    """True if torch, or a package that extends it, offers a device other than the CPU."""
     if any(importlib.util.find_spec(name) is not None for name in _ACCELERATOR_PACKAGES):
         return True
     import torch  # SGLang has imported it long before it asks for a platform
@@ -99,7 +99,7 @@ def publish(environ: MutableMapping[str, str]) -> None:
 
 
 def is_active() -> bool:
-    """Whether the platform of this process is ours. Makes the choice if it is not made yet."""
+    """True if the platform of this process is ours. Makes the choice if it is not made yet."""
     from sglang.srt.platforms import current_platform
 
     platform = type(current_platform)

@@ -151,7 +151,7 @@ class Admission:
 
 
 def is_saturated(members: Sequence[InstanceView], hold_tokens: int | None) -> bool:
-    """Whether the mean prefill backlog of ``members`` is above ``hold_tokens``: then requests wait in the queue, where
+    """The mean prefill backlog of ``members`` is above ``hold_tokens``: then requests wait in the queue, where
     their order can still be chosen. Never without a limit or without members."""
     if hold_tokens is None:
         return False

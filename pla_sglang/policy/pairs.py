@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pla_sglang.errors import IllegalMoveError
-from pla_sglang.policy.arrow.pools import PoolEvent, after
-from pla_sglang.policy.arrow.predictor import TtftPredictor
+from pla_sglang.policy.common.pools import PoolEvent, after
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.decisions import Dispatch, FleetAction, SetRole
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason, Reason

@@ -63,7 +63,7 @@ class RetryBudget:
         return self._knobs.least + self._knobs.share * self._requests - self._retries
 
     def take(self, now_s: float) -> bool:
-        """Whether a request may be retried; if so, it counts as retried."""
+        """A request may be retried; if so, it counts as retried."""
         if self.left(now_s) < 1:
             return False
         self._present_slot(now_s).retries += 1

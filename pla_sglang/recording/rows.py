@@ -74,7 +74,7 @@ class Arrival(Row):
     session: str | None = None
 
 
-class Answer(msgspec.Struct, omit_defaults=True):
+class RecordedDecision(msgspec.Struct, omit_defaults=True):
     """A decision as plain values, equal in two identical runs. Instances are indices."""
 
     reason: str = ""
@@ -89,7 +89,7 @@ class Dispatched(Row):
 
     now_s: float
     rid: str
-    answer: Answer
+    answer: RecordedDecision
     cached: dict[int, int] | None = None
     hidden: tuple[int, ...] = ()
 
@@ -100,11 +100,11 @@ class Placed(Row):
     now_s: float
     rid: str
     prefilled_on: int | None
-    answer: Answer
+    answer: RecordedDecision
     hidden: tuple[int, ...] = ()
 
 
-class Batch(msgspec.Struct, omit_defaults=True):
+class RecordedBatch(msgspec.Struct, omit_defaults=True):
     """A ``DecodeBatch``. Of each request: its id, KV tokens, tokens still to come, and whether it may be moved."""
 
     requests: tuple[tuple[str, int, float | None, bool], ...] = ()
@@ -117,7 +117,7 @@ class Running(Row):
     changed since they were last read."""
 
     now_s: float
-    batches: dict[int, Batch]
+    batches: dict[int, RecordedBatch]
 
 
 class Ticked(Row):
@@ -125,7 +125,7 @@ class Ticked(Row):
 
     now_s: float
     controller: int
-    answer: Answer
+    answer: RecordedDecision
 
 
 class Moved(Row):
@@ -220,18 +220,18 @@ def plain_action(action: FleetAction) -> tuple[Any, ...]:
             return ("hold", reason)
 
 
-def answer_of(decision: Dispatch | Placement | list[FleetAction]) -> Answer:
+def answer_of(decision: Dispatch | Placement | list[FleetAction]) -> RecordedDecision:
     """The answer of a dispatcher or a controller as plain values."""
     if isinstance(decision, list):
-        return Answer(actions=tuple(map(plain_action, decision)))
+        return RecordedDecision(actions=tuple(map(plain_action, decision)))
     actions = tuple(map(plain_action, decision.actions))
     decode = None if decision.decode is None else decision.decode.index
     if isinstance(decision, Placement):
-        return Answer(decision.reason.value, None, decode, None, actions)
+        return RecordedDecision(decision.reason.value, None, decode, None, actions)
     prefill = None if decision.prefill is None else decision.prefill.index
-    return Answer(decision.reason.value, prefill, decode, decision.predicted_ttft_s, actions)
+    return RecordedDecision(decision.reason.value, prefill, decode, decision.predicted_ttft_s, actions)
 
 
-def normal(answer: Answer) -> Answer:
+def normal(answer: RecordedDecision) -> RecordedDecision:
     """The decision in the form that a file gives back: lists inside actions, numbers of one type."""
-    return msgspec.json.decode(msgspec.json.encode(answer), type=Answer)
+    return msgspec.json.decode(msgspec.json.encode(answer), type=RecordedDecision)

@@ -18,7 +18,7 @@ from pla_sglang.policy.interface.fleet import (
     Role,
 )
 from pla_sglang.policy.interface.prefill import PrefillClass
-from pla_sglang.recording.rows import Batch
+from pla_sglang.recording.rows import RecordedBatch
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(InstanceView) if field.name != "index")
 _DEFAULTS = {name: getattr(InstanceView(0, ""), name) for name in _FIELDS}
@@ -52,17 +52,17 @@ class Differ:
         return changed
 
 
-def plain_batch(batch: DecodeBatch) -> Batch:
+def plain_batch(batch: DecodeBatch) -> RecordedBatch:
     """Running requests as a recording holds them."""
     columns = (batch.rids, batch.tokens.tolist(), batch.remaining.tolist(), batch.movable.tolist())
     rows = tuple(
         (rid, tokens, None if math.isnan(remaining) else remaining, movable)
         for rid, tokens, remaining, movable in zip(*columns, strict=True)
     )
-    return Batch(rows, batch.unlisted_requests, batch.unlisted_tokens)
+    return RecordedBatch(rows, batch.unlisted_requests, batch.unlisted_tokens)
 
 
-def restore_batch(plain: Batch) -> DecodeBatch:
+def restore_batch(plain: RecordedBatch) -> DecodeBatch:
     batch = DecodeBatch.of([row[:3] for row in plain.requests])
     batch.movable = np.array([row[3] for row in plain.requests], dtype=np.bool_)
     batch.unlisted_requests, batch.unlisted_tokens = plain.unlisted_requests, plain.unlisted_tokens

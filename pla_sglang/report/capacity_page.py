@@ -8,7 +8,7 @@ from typing import Any
 from pla_sglang.metrics.goodput import Capacity
 from pla_sglang.report.columns import NOTHING
 from pla_sglang.report.figures import Line, colour_names, draw_attainment
-from pla_sglang.report.page import Heading, Page, Section, Table
+from pla_sglang.report.page import Heading, Page, PageTable, Section
 from pla_sglang.report.run_page import describe_setting
 from pla_sglang.report.verdict import describe_capacities, show_share
 from pla_sglang.sim.experiment import Experiment
@@ -61,7 +61,7 @@ def make_capacity_page(
     ]
     sections = [
         Section("Attainment by rate", caption, figure),
-        Section("Rates found", "A click on a column's name sorts by it.", table=Table(HEADINGS, rows)),
+        Section("Rates found", "A click on a column's name sorts by it.", table=PageTable(HEADINGS, rows)),
     ]
     title = f"Highest rates for {trace.name}"
     return Page(title, facts, describe_capacities(capacities, target), sections, setting)

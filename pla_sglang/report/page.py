@@ -25,7 +25,7 @@ Figure = Mapping[str, Any]  # data, layout: as plotly has them; height: pixels
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """Of a column. ``legend``: what it holds. ``is_text``: sentences, which may be folded."""
+    """The heading of a column. ``legend``: what it holds. ``is_text``: sentences, which may be folded."""
 
     name: str
     legend: str = ""
@@ -33,7 +33,7 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PageTable:
     """Cells are texts; numbers in front of them decide the order when a reader sorts."""
 
     headings: Sequence[Heading]
@@ -47,7 +47,7 @@ class Section:
     heading: str
     caption: str = ""
     figure: Figure | None = None
-    table: Table | None = None
+    table: PageTable | None = None
     folded: bool = False
     picture: str = ""
 

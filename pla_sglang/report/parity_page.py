@@ -7,7 +7,7 @@ from typing import Any
 
 from pla_sglang.recording.rows import Header
 from pla_sglang.report.figures import draw_reasons
-from pla_sglang.report.page import Heading, Page, Section, Table
+from pla_sglang.report.page import Heading, Page, PageTable, Section
 from pla_sglang.report.run_page import make_reason_table
 from pla_sglang.report.verdict import show_share
 from pla_sglang.sim.parity import Parity
@@ -40,7 +40,7 @@ def make_parity_page(file: str, header: Header, result: Parity, setting: Mapping
 
 def _make_sections(result: Parity) -> Iterator[Section]:
     kinds = [[kind, f"{count:,}", f"{result.identical[kind]:,}"] for kind, count in sorted(result.decisions.items())]
-    yield Section("Decisions by kind", "Live against replayed.", table=Table(KINDS, kinds))
+    yield Section("Decisions by kind", "Live against replayed.", table=PageTable(KINDS, kinds))
     if result.reasons:
         caption = "As given live. What a reason means stands beside the mouse, and in the table."
         yield Section("Decisions by reason", caption, draw_reasons(result.reasons), make_reason_table(result.reasons))
@@ -55,4 +55,4 @@ def _make_sections(result: Parity) -> Iterator[Section]:
         for difference in result.differences
     ]
     if rows:
-        yield Section("First differences", f"The first {len(rows)}, in order.", table=Table(DIFFERENCES, rows))
+        yield Section("First differences", f"The first {len(rows)}, in order.", table=PageTable(DIFFERENCES, rows))

@@ -8,10 +8,10 @@ from typing import Any
 from pla_sglang.metrics.goodput import Slo
 from pla_sglang.report.columns import NOTHING
 from pla_sglang.report.figures import Line, colour_names, draw_attainment
-from pla_sglang.report.page import Heading, Page, Section, Table
+from pla_sglang.report.page import Heading, Page, PageTable, Section
 from pla_sglang.report.run_page import describe_lengths
 from pla_sglang.report.verdict import describe_targets, show_share
-from pla_sglang.sim.planning.result import FleetPlan, FleetRow
+from pla_sglang.sim.planning.result import FleetRow, PlanResult
 from pla_sglang.sim.planning.table import list_notes
 from pla_sglang.sim.planning.words import describe_verdict
 from pla_sglang.workload.trace import Trace
@@ -29,7 +29,7 @@ HEADINGS = (
 )
 
 
-def make_plan_page(plan: FleetPlan, trace: Trace, setting: Mapping[str, Any]) -> Page:
+def make_plan_page(plan: PlanResult, trace: Trace, setting: Mapping[str, Any]) -> Page:
     """``plan``: with one row at least."""
     fleets = [row.name for row in plan.rows]
     facts = {
@@ -46,12 +46,12 @@ def make_plan_page(plan: FleetPlan, trace: Trace, setting: Mapping[str, Any]) ->
     return Page(f"Instances for {plan.trace}", facts, verdict, sections, setting)
 
 
-def _table_sections(plan: FleetPlan) -> Iterator[Section]:
+def _table_sections(plan: PlanResult) -> Iterator[Section]:
     rows = [_show_row(row) for row in plan.rows]
-    yield Section("Fewest instances", "A click on a column's name sorts by it.", table=Table(HEADINGS, rows))
+    yield Section("Fewest instances", "A click on a column's name sorts by it.", table=PageTable(HEADINGS, rows))
     if notes := list(list_notes(plan)):
         yield Section(
-            "What to know beside the figures", table=Table([Heading("note", is_text=True)], [[n] for n in notes])
+            "What to know beside the figures", table=PageTable([Heading("note", is_text=True)], [[n] for n in notes])
         )
 
 
@@ -73,7 +73,7 @@ def _show_row(row: FleetRow) -> list[str]:
     ]
 
 
-def _search_sections(plan: FleetPlan, colours: Mapping[str, str]) -> Iterator[Section]:
+def _search_sections(plan: PlanResult, colours: Mapping[str, str]) -> Iterator[Section]:
     """Attainment by size, the best split of each; and by rate with the size found."""
     wanted = f"The dotted line: the wanted {show_share(plan.target)}."
     sizes = []

@@ -16,7 +16,7 @@ from pla_sglang.report.figures import (
     draw_reasons,
     rank_reasons,
 )
-from pla_sglang.report.page import Heading, Page, Section, Table
+from pla_sglang.report.page import Heading, Page, PageTable, Section
 from pla_sglang.report.slow_requests import MOST, draw_stages, find_slow_requests, make_slow_table
 from pla_sglang.report.timelines import MOST_INSTANCES, bin_samples, draw_instances, draw_pools
 from pla_sglang.report.verdict import describe_runs, describe_targets, find_knees, group_by_policy, show_share
@@ -99,7 +99,7 @@ def _table_section(outcomes: Sequence[ExperimentResult]) -> Section:
     columns = columns_of(outcomes)
     headings = [Heading(column.name, column.legend) for column in columns]
     rows = [[column.show(run) for column in columns] for run in outcomes]
-    return Section("All runs", "A click on a column's name sorts by it.", table=Table(headings, rows))
+    return Section("All runs", "A click on a column's name sorts by it.", table=PageTable(headings, rows))
 
 
 def _latency_sections(runs: Sequence[ExperimentResult], colours: Mapping[str, str], slo: Slo) -> Iterator[Section]:
@@ -152,8 +152,8 @@ def _timeline_sections(run: ExperimentResult, where: str, *, folded: bool) -> It
         yield Section(f"Instances over time: {policy}", caption, draw_instances(binned), folded=folded)
 
 
-def make_reason_table(counts: Mapping[str, int]) -> Table:
+def make_reason_table(counts: Mapping[str, int]) -> PageTable:
     total = sum(counts.values())
     headings = [Heading("reason"), Heading("decisions"), Heading("share"), Heading("what it means", is_text=True)]
     rows = [[name, f"{count:,}", f"{count / total:.2%}", explain_reason(name)] for name, count in rank_reasons(counts)]
-    return Table(headings, rows)
+    return PageTable(headings, rows)

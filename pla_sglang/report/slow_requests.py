@@ -12,7 +12,7 @@ from pla_sglang.legend.colours import STAGE_COLOURS
 from pla_sglang.metrics.goodput import Floats
 from pla_sglang.report.columns import NOTHING, show_number
 from pla_sglang.report.figures import cut_digits, make_layout, name_axis
-from pla_sglang.report.page import Figure, Heading, Table
+from pla_sglang.report.page import Figure, Heading, PageTable
 from pla_sglang.sim.experiment import ExperimentResult
 from pla_sglang.workload.trace import Trace
 
@@ -102,7 +102,7 @@ def draw_stages(slow: Sequence[SlowRequest]) -> Figure:
     return {"data": data, "layout": make_layout(height, barmode="stack", **axes), "height": height}
 
 
-def make_slow_table(slow: Sequence[SlowRequest]) -> Table:
+def make_slow_table(slow: Sequence[SlowRequest]) -> PageTable:
     headings = [
         Heading("request", "row of the trace, from 0"),
         Heading("over target", "the worse of TTFT and TPOT, as a multiple of its target; -: it did not finish"),
@@ -116,7 +116,7 @@ def make_slow_table(slow: Sequence[SlowRequest]) -> Table:
         Heading("moves", "times that it was moved while it decoded"),
         Heading("prefilled, decoded at", "instances where it was last"),
     ]
-    return Table(headings, [_show_request(request) for request in slow])
+    return PageTable(headings, [_show_request(request) for request in slow])
 
 
 STAGE_LEGENDS = {

@@ -21,7 +21,7 @@ GAP = 0.06  # between panels, of the height
 
 
 @dataclass(frozen=True, slots=True)
-class Binned:
+class BinnedSamples:
     """Samples in at most ``MOST_POINTS`` bins of equal numbers of samples.
 
     Attributes:
@@ -47,7 +47,7 @@ class Binned:
         return f"Tokens are {'as sampled every' if self.samples == 1 else 'means over'} {self.width_s:.3g} s."
 
 
-def bin_samples(samples: Samples) -> Binned:
+def bin_samples(samples: Samples) -> BinnedSamples:
     count = len(samples.at_s)
     each = max(1, -(-count // MOST_POINTS))
     starts = np.arange(0, count, each)
@@ -58,10 +58,12 @@ def bin_samples(samples: Samples) -> Binned:
 
     at_s = samples.at_s[starts]
     width_s = float(at_s[1] - at_s[0]) if len(at_s) > 1 else 0.0
-    return Binned(at_s, samples.role[starts], mean(samples.queued_tokens), mean(samples.context_tokens), width_s, each)
+    return BinnedSamples(
+        at_s, samples.role[starts], mean(samples.queued_tokens), mean(samples.context_tokens), width_s, each
+    )
 
 
-def draw_pools(binned: Binned) -> Figure:
+def draw_pools(binned: BinnedSamples) -> Figure:
     """Three panels over time: instances by role, and the load per instance of each pool for both phases."""
     data: list[dict[str, Any]] = []
     for name, mask, colour in list_pools(binned.role):
@@ -86,7 +88,7 @@ def list_pools(role: npt.NDArray[np.int8]) -> Iterator[tuple[str, npt.NDArray[np
         yield NOT_READY, gone, NOT_READY_COLOUR
 
 
-def _trace(binned: Binned, values: Floats, name: str, colour: str, *, panel: int) -> dict[str, Any]:
+def _trace(binned: BinnedSamples, values: Floats, name: str, colour: str, *, panel: int) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -117,7 +119,7 @@ def _stack_panels(titles: tuple[str, ...], height: int, **options: Any) -> dict[
     return make_layout(height, xaxis=name_axis("s", anchor=lowest), **axes)
 
 
-def draw_instances(binned: Binned) -> Figure:
+def draw_instances(binned: BinnedSamples) -> Figure:
     """Three panels over time with a row per instance: its role, its queued prefill tokens, its decode context."""
     instances = binned.role.shape[1]
     names = [f"i{index}" for index in range(instances)]
@@ -150,7 +152,7 @@ def _colour_bar(panel: int, what: str) -> dict[str, Any]:
     return {"y": middle, "len": share, "thickness": 10, "tickformat": "~s", "title": {"text": "", "side": "right"}}
 
 
-def _role_bars(binned: Binned, names: list[str]) -> Iterator[dict[str, Any]]:
+def _role_bars(binned: BinnedSamples, names: list[str]) -> Iterator[dict[str, Any]]:
     """One trace per role: a bar for each time that an instance had it."""
     pools = {name: colour for name, _, colour in list_pools(binned.role)}
     spans: dict[str, list[tuple[str, float, float]]] = {name: [] for name in pools}

@@ -13,7 +13,7 @@ from pla_sglang.sim.experiment import ExperimentResult
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """Of one policy: the highest rate run that keeps the target, None where none does, and the highest rate run."""
+    """What a policy reaches: the highest rate that keeps the target (None: none does), and the highest that was run."""
 
     policy: str
     held_per_s: float | None

@@ -14,23 +14,23 @@ from pla_sglang.policy.interface.fleet import InstanceState
 from pla_sglang.policy.runner import FleetRunner
 from pla_sglang.sim.config import Policies, SimConfig
 from pla_sglang.sim.effects import ClusterEffects
-from pla_sglang.sim.engine_knobs import Answers
+from pla_sglang.sim.engine_knobs import AnswerCaching
 from pla_sglang.sim.errors import SimError
 from pla_sglang.sim.fleet import Fleet
-from pla_sglang.sim.front import Front
+from pla_sglang.sim.front import AdmissionQueue
 from pla_sglang.sim.handoffs import Handoffs
-from pla_sglang.sim.instance import Instance
+from pla_sglang.sim.instance import SimInstance
 from pla_sglang.sim.kernel import Kernel, Priority
-from pla_sglang.sim.ledger import Ledger
+from pla_sglang.sim.ledger import RequestCounts
 from pla_sglang.sim.network import Network
-from pla_sglang.sim.request import ENDS, SimRequest, Stage
+from pla_sglang.sim.request import ENDS, SimRequest, SimStage
 
 
 class Cluster:
     """Requests, instances and the network between them. It is the ``Host`` of its instances."""
 
     def __init__(self, kernel: Kernel, config: SimConfig, policies: Policies, *, expected: int, block_tokens: int):
-        self.ledger = Ledger(expected)
+        self.ledger = RequestCounts(expected)
         self.network = Network(config.network)
         self.pass_reasons: Counter[str] = Counter()  # engine decisions
         self.counts: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class Cluster:
         self._kernel = kernel
         self._config = config
         self._pending: list[SimRequest] = []  # no instance was ready for their prefill
-        self._front = None if config.front is None else Front(config.front, self.counts)
+        self._front = None if config.front is None else AdmissionQueue(config.front, self.counts)
         self._dispatching = False
         self._unplaced: list[SimRequest] = []  # none was ready for their decode
         self.fleet = Fleet(kernel, config, policies, self, block_tokens=block_tokens, on_change=self.place_waiting)
@@ -60,10 +60,10 @@ class Cluster:
         self.ledger.open(request)
         self.runner.arrive(request.fleet, self._kernel.now_s)
         if request.input_tokens + request.output_tokens > self._largest:
-            self._end(request, Stage.REFUSED)
+            self._end(request, SimStage.REFUSED)
             return
         if self._front is not None and not self._front.admits(len(self.ledger.live) - 1):
-            self._end(request, Stage.REFUSED)
+            self._end(request, SimStage.REFUSED)
             return
         self._dispatch(request)
 
@@ -90,8 +90,8 @@ class Cluster:
 
     @staticmethod
     def _await_turn(request: SimRequest) -> None:
-        if request.stage is not Stage.PENDING:
-            request.move(Stage.PENDING)
+        if request.stage is not SimStage.PENDING:
+            request.move(SimStage.PENDING)
 
     def _send_prefill(self, request: SimRequest) -> bool:
         """Asks where ``request`` goes; False while nobody is ready for it."""
@@ -107,16 +107,16 @@ class Cluster:
             raise SimError(f"{request.rid} was sent to {answer.prefill}, which is {answer.prefill.state.value}")
         slo_s = math.inf if view.ttft_slo_s is None else view.ttft_slo_s
         if self._front is not None and not self._front.admits_dispatch(request, slo_s, self._kernel.now_s):
-            self._end(request, Stage.REFUSED)
+            self._end(request, SimStage.REFUSED)
             return True
-        request.move(Stage.PREFILL)
+        request.move(SimStage.PREFILL)
         request.planned = None if answer.decode is None else answer.decode.index
         if self._config.host.room_first:
             self._plan_pair(request, instance)
         instance.submit(request)
         return True
 
-    def _plan_pair(self, request: SimRequest, instance: Instance) -> None:
+    def _plan_pair(self, request: SimRequest, instance: SimInstance) -> None:
         """Where ``request`` decodes is said with its dispatch, and there has to be room before it is prefilled."""
         if request.planned is None:
             request.fleet.prefilled_on = instance.view
@@ -167,8 +167,8 @@ class Cluster:
         if target is not None and target.view.index == request.home:
             target.join(request)
             return
-        if request.stage is not Stage.HANDOFF:
-            request.move(Stage.HANDOFF)
+        if request.stage is not SimStage.HANDOFF:
+            request.move(SimStage.HANDOFF)
         if target is None:
             self._unplaced.append(request)
         else:
@@ -181,12 +181,12 @@ class Cluster:
         self.fleet.instances[request.home].release(request)
         request.restart()
         self.counts["handoffs_redone"] += 1
-        request.move(Stage.PENDING)
+        request.move(SimStage.PENDING)
         instance = self.fleet.instances[target]
         if not self.fleet.is_ready(instance):
             self._dispatch(request)
             return
-        request.move(Stage.PREFILL)
+        request.move(SimStage.PREFILL)
         request.planned = target
         instance.submit(request)
 
@@ -206,7 +206,7 @@ class Cluster:
         if not request.reserved:
             self._place(request)
             return
-        request.move(Stage.HANDOFF)
+        request.move(SimStage.HANDOFF)
         request.epoch += 1
         at_s = self._kernel.now_s + self._config.host.handoff_s
         self._kernel.at(at_s, Priority.END, self._offer, (request, request.epoch))
@@ -218,14 +218,14 @@ class Cluster:
             self.fleet.overlapped(request.target).receive(request)
 
     def on_finished(self, request: SimRequest, instance: int) -> None:
-        if self._config.engine.answers is not Answers.DROPPED and request.answer_ids:
+        if self._config.engine.answers is not AnswerCaching.DROPPED and request.answer_ids:
             self._keep_answer(request, instance)
         self._closed(request, request.output_tokens)
 
     def _keep_answer(self, request: SimRequest, instance: int) -> None:
         """``request`` has ended on ``instance``; blocks that it did not compute itself only come back when RETURNED."""
         at, ids = self.fleet.instances[request.prefilled_at], request.hash_ids + request.answer_ids
-        if self._config.engine.answers is Answers.KEPT:
+        if self._config.engine.answers is AnswerCaching.KEPT:
             ids = ids[: request.context_tokens // at.pool.block_tokens] if request.prefilled_at == instance else ()
         if at.alive:
             at.pool.keep(ids)
@@ -238,7 +238,7 @@ class Cluster:
 
     def on_reserved(self, request: SimRequest, instance: int) -> None:
         request.reserved = True
-        if request.stage is Stage.PREFILL:
+        if request.stage is SimStage.PREFILL:
             assert request.home is not None
             at_s = self._kernel.now_s + self._config.host.handshake_s
             self.fleet.overlapped(request.home).admit(request, at_s)
@@ -247,7 +247,7 @@ class Cluster:
 
     def on_left(self, request: SimRequest, instance: int) -> None:
         target = None if request.target is None else self.fleet.instances[request.target]
-        request.move(Stage.HANDOFF)
+        request.move(SimStage.HANDOFF)
         if target is None or not self.fleet.is_ready(target):
             request.target = None
             self.counts["migrations_back"] += 1
@@ -263,19 +263,19 @@ class Cluster:
         """Its user has gone; nothing happens when it has ended already."""
         if request.stage in ENDS:
             return
-        if request.stage is Stage.NEW:
+        if request.stage is SimStage.NEW:
             raise SimError(f"{request.rid} was cancelled before it arrived")
         self._pending = [other for other in self._pending if other is not request]
         self._unplaced = [other for other in self._unplaced if other is not request]
         self.handoffs.call_off(request)
         home, stage = None if request.home is None else self.fleet.instances[request.home], request.stage
         given = request.done_tokens if home is None else home.given_tokens(request)
-        request.move(Stage.CANCELLED)
+        request.move(SimStage.CANCELLED)
         if home is not None:
             home.drop(request, stage)
         self._closed(request, given)
 
-    def _end(self, request: SimRequest, stage: Stage) -> None:
+    def _end(self, request: SimRequest, stage: SimStage) -> None:
         request.move(stage)
         self._closed(request, request.done_tokens)
 
@@ -303,9 +303,9 @@ class Cluster:
         self.fleet.end(instance)
         for request in coming:
             self.handoffs.call_off(request)
-            if request.stage is Stage.HANDOFF:
+            if request.stage is SimStage.HANDOFF:
                 self._place(request)
-            elif request.stage is Stage.PREFILL and request.home is not None:
+            elif request.stage is SimStage.PREFILL and request.home is not None:
                 self.fleet.overlapped(request.home).admit(request, self._kernel.now_s)
         for request in here:
             self._lost(request)
@@ -318,12 +318,12 @@ class Cluster:
         self.handoffs.call_off(request)
         request.restart()
         if request.retries >= self._config.retries:
-            self._end(request, Stage.FAILED)
+            self._end(request, SimStage.FAILED)
             return
         request.retries += 1
         self.counts["restarts"] += 1
         request.waiting.seen = False
-        request.move(Stage.PENDING)
+        request.move(SimStage.PENDING)
         self._dispatch(request)
 
     def check_integrity(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pla_sglang.sim.costs import Segment, StepCosts
 from pla_sglang.sim.engine_knobs import EngineKnobs
 from pla_sglang.sim.growth import GrowthRatio
-from pla_sglang.sim.meter import Meter
+from pla_sglang.sim.meter import EngineMeter
 from pla_sglang.sim.pool import KvPool
 from pla_sglang.sim.request import SimRequest
 from pla_sglang.sim.running import RunningBatch
@@ -21,7 +21,7 @@ class Decoding:
     def __init__(self, pool: KvPool, costs: StepCosts, knobs: EngineKnobs) -> None:
         self.running = RunningBatch()
         self.joining: list[SimRequest] = []  # their KV is here; they decode from the next boundary on
-        self.meter = Meter()
+        self.meter = EngineMeter()
         self.growth = GrowthRatio(knobs)
         self.segment: Segment | None = None
         self.start_s = 0.0  # of the open segment

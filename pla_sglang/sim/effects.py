@@ -7,14 +7,14 @@ from collections import Counter
 from pla_sglang.policy.interface.decisions import Migrate, ScaleTo, SetLengthClass, SetRole
 from pla_sglang.policy.runner import Effects, Refusal
 from pla_sglang.sim.fleet import Fleet
-from pla_sglang.sim.ledger import Ledger
-from pla_sglang.sim.request import Stage
+from pla_sglang.sim.ledger import RequestCounts
+from pla_sglang.sim.request import SimStage
 
 
 class ClusterEffects(Effects):
     """``counts`` gets ``migrations_refused``, which is in the result of a run."""
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, counts: Counter[str]) -> None:
+    def __init__(self, fleet: Fleet, ledger: RequestCounts, counts: Counter[str]) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self._counts = counts
@@ -38,7 +38,7 @@ class ClusterEffects(Effects):
         source, target = self._fleet.of(action.source), self._fleet.of(action.target)
         movable = (
             request is not None
-            and request.stage is Stage.DECODE
+            and request.stage is SimStage.DECODE
             and request.target is None
             and request in source.decoding.running.members
             and target is not source

@@ -8,7 +8,7 @@ import enum
 from pla_sglang.checks import Range, check_fields, knob, require
 
 
-class Answers(enum.Enum):
+class AnswerCaching(enum.Enum):
     """What becomes of the KV of an answer in a conversation when its request ends."""
 
     DROPPED = "dropped"  # the next turn computes it again
@@ -45,7 +45,7 @@ class EngineKnobs:
     growth_least: float = 0.098
     growth_decay_steps: int = knob(600, allowed=Range(1))
     match_window: int = knob(64, allowed=Range(1))
-    answers: Answers = Answers.DROPPED
+    answers: AnswerCaching = AnswerCaching.DROPPED
     lose_all: bool = False
 
     def __post_init__(self) -> None:

@@ -12,18 +12,19 @@ from pla_sglang.config import DEADLINES, PlaConfig
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import Capacity, Goodput, Slo, find_capacity, goodput
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
-from pla_sglang.policy.dopd.forecast import Forecaster
+from pla_sglang.policy.common.forecast import Forecaster
+from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
+from pla_sglang.policy.engine_policies import make_engine_policy
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy
-from pla_sglang.policy.pla.boundary import BEND_TOKENS, StepModel
-from pla_sglang.policy.pla.ride import RideModel
-from pla_sglang.policy.pla.temporal import TemporalPolicy
+from pla_sglang.policy.interface.remaining_length import RemainingPredictor
 from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PolicySet, Setup, policy_names
-from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle, RemainingPredictor
+from pla_sglang.policy.slo.mixed_batches import RideModel
+from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
 from pla_sglang.sim.config import Flip, InstanceSpec, Policies, SimConfig
-from pla_sglang.sim.engine_knobs import Answers, EngineKnobs
+from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.host import NO_HOST, HostKnobs
 from pla_sglang.sim.network import NetworkKnobs
 from pla_sglang.sim.simulation import Progress, RunResult, Simulation
@@ -88,8 +89,8 @@ class Experiment:
         allowed=Choice(DEADLINES),
     )
     slots: int = knob(1024, "--slots", "requests that run in an engine at once", allowed=COUNT)
-    answers: Answers = knob(
-        Answers.DROPPED, "--answers {dropped,kept,returned}", "what becomes of the KV of answers in conversations"
+    answers: AnswerCaching = knob(
+        AnswerCaching.DROPPED, "--answers {dropped,kept,returned}", "what becomes of the KV of answers in conversations"
     )
     kv_capacity_tokens: int | None = knob(None, "--kv-capacity-tokens", "default: the profile's", allowed=COUNT)
     bandwidth_bytes_per_s: float = knob(
@@ -199,7 +200,7 @@ def engine_policy(
     if name == TEMPORAL:
         config = PlaConfig(prefill_disagg=TEMPORAL, deadlines="decide" if decide else "advise")
         limits = EngineLimits(knobs.chunk_tokens, knobs.chunk_tokens, depth_max=min(DEPTH_WITHOUT_GRAPHS, knobs.slots))
-        return TemporalPolicy(temporal_knobs(config, limits), model, ride_model(profile))
+        return make_engine_policy(temporal_knobs(config, limits), model, ride_model(profile))
     return ENGINE_ORDERS[name](model)
 
 

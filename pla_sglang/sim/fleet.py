@@ -11,7 +11,7 @@ import numpy as np
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
 from pla_sglang.sim.config import Flip, InstanceSpec, Policies, SimConfig
-from pla_sglang.sim.instance import Host, Instance
+from pla_sglang.sim.instance import InstanceEvents, SimInstance
 from pla_sglang.sim.kernel import Kernel, Priority
 from pla_sglang.sim.overlap import OverlappedInstance
 from pla_sglang.sim.pool import KvPool
@@ -41,12 +41,12 @@ class Fleet:
         kernel: Kernel,
         config: SimConfig,
         policies: Policies,
-        host: Host,
+        host: InstanceEvents,
         *,
         block_tokens: int,
         on_change: Callable[[], None],
     ) -> None:
-        self.instances: list[Instance] = []
+        self.instances: list[SimInstance] = []
         self.lives: list[Life] = []
         self.cache = PrefixIndex(even_block_ends(block_tokens))
         self.view = FleetView((), self._decodes)
@@ -62,7 +62,7 @@ class Fleet:
             for _ in range(spec.count):
                 self.add(spec, spec.role, InstanceState.READY)
 
-    def add(self, spec: InstanceSpec, role: Role, state: InstanceState) -> Instance:
+    def add(self, spec: InstanceSpec, role: Role, state: InstanceState) -> SimInstance:
         """A new instance; one that is STARTING becomes ready after its start-up time."""
         index = len(self.instances)
         view = InstanceView(
@@ -78,7 +78,7 @@ class Fleet:
             since_s=self._kernel.now_s,
         )
         pool = KvPool(spec.capacity_tokens, self._block_tokens, functools.partial(self._change_block, index))
-        made = OverlappedInstance if self._config.host.overlap else Instance
+        made = OverlappedInstance if self._config.host.overlap else SimInstance
         instance = made(
             self._kernel,
             view,
@@ -104,12 +104,12 @@ class Fleet:
         else:
             self.cache.remove_block(index, block)
 
-    def _started(self, instance: Instance) -> None:
+    def _started(self, instance: SimInstance) -> None:
         if instance.view.state is InstanceState.STARTING:
             self.view.set_state(instance.view, InstanceState.READY)
             self._on_change()
 
-    def of(self, view: InstanceView) -> Instance:
+    def of(self, view: InstanceView) -> SimInstance:
         """The instance behind a view."""
         return self.instances[view.index]
 
@@ -119,10 +119,10 @@ class Fleet:
         assert isinstance(instance, OverlappedInstance)
         return instance
 
-    def spec_of(self, instance: Instance) -> InstanceSpec:
+    def spec_of(self, instance: SimInstance) -> InstanceSpec:
         return self.lives[instance.view.index].spec
 
-    def is_ready(self, instance: Instance) -> bool:
+    def is_ready(self, instance: SimInstance) -> bool:
         return instance.view.state is InstanceState.READY
 
     # -- roles and scaling -------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Fleet:
                 del self._draining[index]
                 self._drained(instance, role)
 
-    def _drained(self, instance: Instance, role: Role | None) -> None:
+    def _drained(self, instance: SimInstance, role: Role | None) -> None:
         view = instance.view
         if role is None:
             self.end(instance)
@@ -181,7 +181,7 @@ class Fleet:
         for _ in range(count):
             self.add(spec, role, InstanceState.STARTING)
 
-    def end(self, instance: Instance) -> None:
+    def end(self, instance: SimInstance) -> None:
         """The instance is dead from now on; what was on it is the cluster's to save."""
         index = instance.view.index
         self._draining.pop(index, None)
@@ -190,7 +190,7 @@ class Fleet:
         instance.kill()
 
     def gpu_hours(self, until_s: float) -> float:
-        """Of all GPUs of all instances, from their start (not from being ready) to their end or ``until_s``."""
+        """GPU hours of all instances, from their start (not from being ready) to their end or ``until_s``."""
         return sum(life.gpu_s(until_s) for life in self.lives) / 3600
 
     # -- views -------------------------------------------------------------------------------------------------------

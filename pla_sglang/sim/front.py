@@ -23,7 +23,7 @@ class FrontKnobs:
         require("front hold_tokens", self.hold_tokens, 1)
 
 
-class Front:
+class AdmissionQueue:
     """Who is let in, and who of those that wait is dispatched next. ``counts`` gets what was refused, by reason."""
 
     def __init__(self, knobs: FrontKnobs, counts: Counter[str]) -> None:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from pla_sglang.sim.fleet import Fleet
-from pla_sglang.sim.instance import Instance
+from pla_sglang.sim.instance import SimInstance
 from pla_sglang.sim.kernel import Kernel, Priority
 from pla_sglang.sim.network import Network
-from pla_sglang.sim.request import SimRequest, Stage
+from pla_sglang.sim.request import SimRequest, SimStage
 
 
 class Handoffs:
@@ -39,7 +39,7 @@ class Handoffs:
         self._counts = counts
         self._moving: dict[SimRequest, tuple[int, int]] = {}  # transfers under way, by source and target
 
-    def start(self, request: SimRequest, target: Instance) -> None:
+    def start(self, request: SimRequest, target: SimInstance) -> None:
         """``request`` is to decode at ``target``; the transfer begins as soon as there is room."""
         request.target = target.view.index
         request.reserved = False
@@ -93,7 +93,7 @@ class Handoffs:
         self._moving.pop(request, None)
         request.epoch += 1
         index, request.target = request.target, None
-        if index is not None and request.stage in (Stage.HANDOFF, Stage.PREFILL):
+        if index is not None and request.stage in (SimStage.HANDOFF, SimStage.PREFILL):
             target = self._fleet.instances[index]
             if target.alive and (request.reserved or request in target.incoming.waiting):
                 target.unreserve(request, reserved=request.reserved)

@@ -24,12 +24,12 @@ from pla_sglang.sim.instance_view import InstanceReport
 from pla_sglang.sim.kernel import Kernel, Priority
 from pla_sglang.sim.pool import KvPool
 from pla_sglang.sim.prefill import PrefillPass, PrefillQueue
-from pla_sglang.sim.request import SimRequest, Stage
+from pla_sglang.sim.request import SimRequest, SimStage
 
 MAX_FRUITLESS = 8  # passes at one instant that admit nothing while nothing runs: a policy in a loop
 
 
-class Host(Protocol):
+class InstanceEvents(Protocol):
     """What an instance tells the cluster it is part of, by its index."""
 
     def on_prefilled(self, request: SimRequest, instance: int) -> None:
@@ -54,7 +54,7 @@ class Host(Protocol):
         """A running request that was to leave has stopped at a step boundary; its KV still lies there."""
 
 
-class Instance:
+class SimInstance:
     """A simulated engine. ``view`` is kept up to date; ``host`` is told what happens to requests."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Instance:
         knobs: EngineKnobs,
         policy: EnginePolicy,
         pool: KvPool,
-        host: Host,
+        host: InstanceEvents,
     ) -> None:
         self.view = view
         self.pool = pool
@@ -110,7 +110,7 @@ class Instance:
     def join(self, request: SimRequest) -> None:
         """The KV of ``request`` is here, in memory that is its own; it decodes from the next boundary on."""
         request.home = self.view.index
-        request.move(Stage.DECODE)
+        request.move(SimStage.DECODE)
         self.decoding.joining.append(request)
         self.view.running += 1
         self.view.context_tokens += request.context_tokens
@@ -126,11 +126,11 @@ class Instance:
         self.queue.free(request)
         self._wake()
 
-    def drop(self, request: SimRequest, stage: Stage) -> None:
+    def drop(self, request: SimRequest, stage: SimStage) -> None:
         """``request`` was cancelled in ``stage``: it is taken out and what it holds is freed, at the next boundary if
         it runs.
         """
-        if stage is Stage.PREFILL:
+        if stage is SimStage.PREFILL:
             self.queue.remove(request)
         elif request in self.decoding.running.members:
             self._leaving.append(request)  # the step under way ends with it
@@ -187,7 +187,6 @@ class Instance:
         self._looking = False
         if self.queue.under_way is not None or self.decoding.segment is not None or not self.alive:
             return
-        self._take_in()
         self._part()
         self._join()
         self._admit_incoming()
@@ -202,9 +201,6 @@ class Instance:
         else:
             self._rest(release_s)
         self.report.update()
-
-    def _take_in(self) -> None:
-        """Who has arrived: here they are in the queue from their submission on."""
 
     def _rest(self, release_s: float | None) -> None:
         """Nothing to run; the policy is asked again at ``release_s`` at the latest."""
@@ -223,7 +219,7 @@ class Instance:
             if request not in self.decoding.running.members:
                 continue  # it has ended with the last step
             self.decoding.running.leave(request)
-            if request.stage is Stage.CANCELLED:
+            if request.stage is SimStage.CANCELLED:
                 self._forget(request)
             else:
                 self._host.on_left(request, self.view.index)
@@ -252,7 +248,7 @@ class Instance:
     # -- prefill -----------------------------------------------------------------------------------------------------
 
     def _try_prefill(self) -> tuple[bool, float | None]:
-        """Whether a pass has started; if not, when the policy wants to be asked again at the latest."""
+        """True if a pass has started; if not, when the policy wants to be asked again at the latest."""
         now_s = self._kernel.now_s
         self.queue.refresh()
         view = self._pass_view(now_s)
@@ -353,12 +349,12 @@ class Instance:
         request.home = None
 
     def _finish(self, request: SimRequest) -> None:
-        if request.stage is Stage.CANCELLED:
+        if request.stage is SimStage.CANCELLED:
             self._forget(request)
             return
         self.queue.free(request)
         request.finish_s = self._kernel.now_s
-        request.move(Stage.FINISHED)
+        request.move(SimStage.FINISHED)
         self._host.on_finished(request, self.view.index)
 
     # -- decode ------------------------------------------------------------------------------------------------------
@@ -413,7 +409,7 @@ class Instance:
             retracted.append(request)
         for request in retracted:
             request.retractions += 1
-            request.move(Stage.PREFILL)
+            request.move(SimStage.PREFILL)
             request.restart()
             request.home = self.view.index
             self.queue.push(request, first=True)

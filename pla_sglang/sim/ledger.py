@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pla_sglang.sim.request import ENDS, SimRequest, Stage
+from pla_sglang.sim.request import ENDS, SimRequest, SimStage
 
 
-class Ledger:
+class RequestCounts:
     """Counts requests by how they ended, and keeps those that have not."""
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
         self.opened = 0
-        self.ended: Counter[Stage] = Counter()
+        self.ended: Counter[SimStage] = Counter()
         self.live: dict[str, SimRequest] = {}
 
     def open(self, request: SimRequest) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pla_sglang.load.window import SIGNAL_WINDOW_S, BusyShare, WindowMean
 
 
-class Meter:
+class EngineMeter:
     """Windows as in an engine's reports, and token intervals since the last report. Times in seconds."""
 
     def __init__(self) -> None:

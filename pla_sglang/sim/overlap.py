@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 
 from pla_sglang.sim.host import HostKnobs
-from pla_sglang.sim.instance import Instance
+from pla_sglang.sim.instance import SimInstance
 from pla_sglang.sim.kernel import Priority
 from pla_sglang.sim.prefill import PrefillPass
-from pla_sglang.sim.request import SimRequest, Stage
+from pla_sglang.sim.request import SimRequest, SimStage
 
 ALWAYS_S = -math.inf
 
 
-class OverlappedInstance(Instance):
-    """An ``Instance`` with a host of its own."""
+class OverlappedInstance(SimInstance):
+    """An ``SimInstance`` with a host of its own."""
 
     _knobs_of_host: HostKnobs
     _started_s: float | None  # when the last pass or step started; None: the device had nothing
@@ -79,7 +79,12 @@ class OverlappedInstance(Instance):
         super()._look()
         self.queue.share_ended()
 
+    def _part(self) -> None:
+        self._take_in()
+        super()._part()
+
     def _take_in(self) -> None:
+        """Who has arrived since the host last looked joins the queue; what it was told of is begun."""
         now_s = self._kernel.now_s
         for request in self.queue.take_seen(self._seen_s()):
             if not request.waiting.seen:
@@ -179,7 +184,7 @@ class OverlappedInstance(Instance):
 
     def _finish(self, request: SimRequest) -> None:
         self._here_s.pop(request, None)
-        if request.stage is not Stage.CANCELLED:
+        if request.stage is not SimStage.CANCELLED:
             requests, context = self._ended
             self._ended = (requests + 1, context + request.context_tokens)
         super()._finish(request)

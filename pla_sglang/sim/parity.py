@@ -28,14 +28,14 @@ NOTHING_RUNS = DecodeBatch.of([])
 
 
 @dataclasses.dataclass(frozen=True)
-class Difference:
+class DecisionDifference:
     """One decision that came out otherwise. ``line`` counts from 1, the header."""
 
     line: int
     kind: str
     now_s: float
-    live: rows.Answer
-    replayed: rows.Answer
+    live: rows.RecordedDecision
+    replayed: rows.RecordedDecision
 
 
 @dataclasses.dataclass
@@ -49,7 +49,7 @@ class Parity:
     decisions: Counter[str] = dataclasses.field(default_factory=Counter)
     identical: Counter[str] = dataclasses.field(default_factory=Counter)
     reasons: Counter[str] = dataclasses.field(default_factory=Counter)
-    differences: list[Difference] = dataclasses.field(default_factory=list)
+    differences: list[DecisionDifference] = dataclasses.field(default_factory=list)
     flips: int = 0
     flips_identical: int = 0
     virtual_s: float = 0.0
@@ -134,7 +134,7 @@ class Replay:
             case rows.Finish():
                 runner.finish(self._requests.pop(line.rid), line.output_tokens, line.now_s)
 
-    def _decide(self, line: rows.Dispatched | rows.Placed | rows.Ticked) -> rows.Answer:
+    def _decide(self, line: rows.Dispatched | rows.Placed | rows.Ticked) -> rows.RecordedDecision:
         if isinstance(line, rows.Ticked):
             return rows.answer_of(self._runner.tick(line.controller, line.now_s))
         request = self._requests[line.rid]
@@ -147,7 +147,9 @@ class Replay:
             request.cached = line.cached
         return rows.answer_of(self._runner.dispatch(request, line.now_s))
 
-    def _compare(self, number: int, line: rows.Dispatched | rows.Placed | rows.Ticked, answer: rows.Answer) -> None:
+    def _compare(
+        self, number: int, line: rows.Dispatched | rows.Placed | rows.Ticked, answer: rows.RecordedDecision
+    ) -> None:
         kind, result = type(line).__name__.lower(), self.result
         if isinstance(line, rows.Ticked) and not line.answer.actions and not answer.actions:
             return  # the controller has only looked
@@ -161,7 +163,7 @@ class Replay:
             result.identical[kind] += 1
             result.flips_identical += flips
         elif len(result.differences) < self._keep:
-            result.differences.append(Difference(number, kind, line.now_s, line.answer, answer))
+            result.differences.append(DecisionDifference(number, kind, line.now_s, line.answer, answer))
 
 
 def _reported(line: rows.Arrival | rows.Prefilled) -> dict[str, Any]:

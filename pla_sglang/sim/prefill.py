@@ -122,7 +122,7 @@ class PrefillQueue:
                 self._match_again(request)
 
     def _match_again(self, request: SimRequest) -> None:
-        """Of a request that is counted."""
+        """Matches the prompt of a counted request again."""
         self._count(request.waiting, -1)
         self._match(request)
         self._count(request.waiting, 1)

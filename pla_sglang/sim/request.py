@@ -11,7 +11,7 @@ from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.sim.errors import SimError
 
 
-class Stage(enum.Enum):
+class SimStage(enum.Enum):
     """Where a request is in its life; the last four are ends."""
 
     NEW = "new"  # has not arrived
@@ -25,19 +25,19 @@ class Stage(enum.Enum):
     FAILED = "failed"  # its instance died and it may not be tried again
 
 
-_ABORTS = frozenset({Stage.CANCELLED, Stage.FAILED})
-LEGAL: Mapping[Stage, frozenset[Stage]] = {
-    Stage.NEW: frozenset({Stage.PENDING, Stage.PREFILL, Stage.REFUSED, Stage.CANCELLED}),
-    Stage.PENDING: frozenset({Stage.PREFILL, Stage.REFUSED}) | _ABORTS,
-    Stage.PREFILL: frozenset({Stage.HANDOFF, Stage.DECODE, Stage.FINISHED, Stage.PENDING}) | _ABORTS,
-    Stage.HANDOFF: frozenset({Stage.DECODE, Stage.PENDING}) | _ABORTS,
-    Stage.DECODE: frozenset({Stage.FINISHED, Stage.PREFILL, Stage.HANDOFF, Stage.PENDING}) | _ABORTS,
-    Stage.FINISHED: frozenset(),
-    Stage.CANCELLED: frozenset(),
-    Stage.REFUSED: frozenset(),
-    Stage.FAILED: frozenset(),
+_ABORTS = frozenset({SimStage.CANCELLED, SimStage.FAILED})
+LEGAL: Mapping[SimStage, frozenset[SimStage]] = {
+    SimStage.NEW: frozenset({SimStage.PENDING, SimStage.PREFILL, SimStage.REFUSED, SimStage.CANCELLED}),
+    SimStage.PENDING: frozenset({SimStage.PREFILL, SimStage.REFUSED}) | _ABORTS,
+    SimStage.PREFILL: frozenset({SimStage.HANDOFF, SimStage.DECODE, SimStage.FINISHED, SimStage.PENDING}) | _ABORTS,
+    SimStage.HANDOFF: frozenset({SimStage.DECODE, SimStage.PENDING}) | _ABORTS,
+    SimStage.DECODE: frozenset({SimStage.FINISHED, SimStage.PREFILL, SimStage.HANDOFF, SimStage.PENDING}) | _ABORTS,
+    SimStage.FINISHED: frozenset(),
+    SimStage.CANCELLED: frozenset(),
+    SimStage.REFUSED: frozenset(),
+    SimStage.FAILED: frozenset(),
 }
-ENDS = frozenset({Stage.FINISHED, Stage.CANCELLED, Stage.REFUSED, Stage.FAILED})
+ENDS = frozenset({SimStage.FINISHED, SimStage.CANCELLED, SimStage.REFUSED, SimStage.FAILED})
 
 
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
@@ -78,7 +78,7 @@ class SimRequest:
     rid: str = dataclasses.field(init=False)
     waiting: WaitingView = dataclasses.field(init=False)
     fleet: RequestView = dataclasses.field(init=False)
-    stage: Stage = Stage.NEW
+    stage: SimStage = SimStage.NEW
     home: int | None = None
     target: int | None = None
     reserved: bool = False
@@ -121,7 +121,7 @@ class SimRequest:
             handle=self,
         )
 
-    def move(self, stage: Stage) -> None:
+    def move(self, stage: SimStage) -> None:
         """Raises SimError on a move that ``LEGAL`` does not have."""
         if stage not in LEGAL[self.stage]:
             raise SimError(f"request {self.rid}: {self.stage.value} -> {stage.value} is not allowed")
@@ -135,7 +135,7 @@ class SimRequest:
     @property
     def arriving_tokens(self) -> int:
         """KV tokens at its arrival where it is to decode; a prefill that is not done yet adds one to the answer."""
-        return self.input_tokens + self.done_tokens if self.stage is Stage.PREFILL else self.context_tokens
+        return self.input_tokens + self.done_tokens if self.stage is SimStage.PREFILL else self.context_tokens
 
     @property
     def cost_tokens(self) -> int:

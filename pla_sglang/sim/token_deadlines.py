@@ -46,7 +46,7 @@ class TokenDeadlines:
         return first_s
 
     def least_target_s(self) -> float | None:
-        """Of the members; None without targets."""
+        """The least target of the members; None without targets."""
         for entries in self._by_target.values():
             self._drop_gone(entries)
         return min((target_s for target_s, entries in self._by_target.items() if entries), default=None)

@@ -72,7 +72,7 @@ class LeastWork:
 
 
 def least_work(trace: Trace, slo: Slo, profile: StepProfile) -> LeastWork:
-    """Of every request of the trace, as the module's text says."""
+    """The least work of every request of the trace, as the module's text says."""
     cached = longest_known_prefix_tokens(trace).astype(np.float64)
     new = trace.input_tokens - cached
     answer = np.maximum(trace.output_tokens - 1, 0).astype(np.float64)

@@ -143,7 +143,7 @@ class Mock(asyncio.Protocol):
             self._write_whole(msgspec.json.encode(self._describe()))
 
     def _keep(self, body: bytes) -> bytes:
-        """Of a body what the answer depends on."""
+        """Keeps what the answer depends on of a body."""
         return keep_edges(body)
 
     def _generate(self) -> None:
@@ -166,7 +166,7 @@ class Mock(asyncio.Protocol):
         self._ticker.add(self, events)
 
     def _is_prefill(self) -> bool:
-        """Whether the request is a prefill leg."""
+        """True if the request is a prefill leg."""
         return self._kind == "prefill"
 
     def write_event(self, *, last: bool) -> None:
@@ -206,7 +206,7 @@ class Mock(asyncio.Protocol):
 
 class StatelessMock(Mock):
     """Takes prefill legs, decode legs and whole requests. Each event of a stream that the router has marked has a token
-    id in a comment line in front of it, in the same write (docs/hops.md). It can reach whatever peer it is told."""
+    id in a comment line in front of it, in the same write (protocol.md). It can reach whatever peer it is told."""
 
     _tokens: int | None = None  # said of the present stream so far; None: it is not marked
 

@@ -310,7 +310,7 @@ def running(*servers: Server) -> Iterator[tuple[Server, ...]]:
 
 
 def _sends_kv(args: Sequence[str]) -> bool:
-    """Whether it has a bootstrap server: a prefill instance, or a stateless one."""
+    """True if a server with these arguments has a bootstrap server: a prefill instance, or a stateless one."""
     if "--pla-stateless" in args:
         return True
     return "--disaggregation-mode prefill" in " ".join(args).replace("--disaggregation-mode=", "--disaggregation-mode ")

@@ -18,7 +18,7 @@ MOST_PASSES = 10_000  # a loop that runs longer is stuck
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class BatchShape:
     """A batch to time: new tokens of each request, and its history tokens in the prefix cache."""
 
     new_tokens: tuple[int, ...]
@@ -130,7 +130,7 @@ class Stepper:
         with torch.no_grad():
             self.scheduler.on_idle()
 
-    def time_shape(self, shape: Shape, *, rounds: int) -> list[Pass]:
+    def time_shape(self, shape: BatchShape, *, rounds: int) -> list[Pass]:
         """Passes of this shape, one a round, each with tokens of its own. The history is computed before, once.
 
         Raises ValueError if a batch needs more than one pass.

@@ -38,7 +38,7 @@ def membership_of(view: InstanceView) -> Membership:
     return Membership(view.state.value, view.role.value, length_class)
 
 
-class Change(NamedTuple):
+class InstanceChange(NamedTuple):
     """An instance has got another state, role or class. ``epoch``: number of the order, where orders have one."""
 
     at_s: float
@@ -69,7 +69,7 @@ class RequestMove(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Of one instance at one time. The last three are sums since its start, so that any span has its means.
+    """The load of one instance at one time. The last three are sums since its start, so that any span has its means.
 
     Attributes:
         requests: prefills in its queue, decodes that run or wait.
@@ -158,7 +158,7 @@ class FleetHistory:
         self._whole_from_s = -math.inf  # since then no change was lost
         self._instances: dict[int, _Instance] = {}
         self._samples: deque[_Sample] = deque()
-        self._changes: deque[Change] = deque()
+        self._changes: deque[InstanceChange] = deque()
         self._moves: deque[RequestMove] = deque(maxlen=MOST_MOVES)
         self._moved = 0
         self._left_out = 0
@@ -183,7 +183,7 @@ class FleetHistory:
         if instance.last == membership:
             return
         instance.last, instance.last_s = membership, at_s
-        self._changes.append(Change(at_s, index, membership, reason, epoch))
+        self._changes.append(InstanceChange(at_s, index, membership, reason, epoch))
         if len(self._changes) > self._most_changes:
             self._whole_from_s = self._changes[0].at_s
             self._forget_change()
@@ -194,7 +194,7 @@ class FleetHistory:
         self._moves.append(move)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time for the next sample."""
+        """True if it is time for the next sample."""
         return not self._samples or now_s - self._samples[-1].at_s >= self.interval_s
 
     def add_sample(self, now_s: float, loads: Mapping[int, Load], *, open_requests: int, waiting: int) -> None:

@@ -120,7 +120,7 @@ class _Reader:
                 return reason
         return ""
 
-    def _note_orders(self, answer: rows.Answer) -> None:
+    def _note_orders(self, answer: rows.RecordedDecision) -> None:
         for kind, reason, *fields in answer.actions:
             if kind in _FIELDS:
                 index, value = fields[:2]

@@ -61,7 +61,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     """One question and its answer; the context before it is the sum of the earlier turns."""
 
     new_tokens: int
@@ -113,12 +113,12 @@ def chat_trace(
         while rng.random() >= 1 / mean_turns:
             turns += 1
         models = [first, *itertools.repeat(later, turns - 1)]
-        talks.append([Turn(model.draw(rng), outputs.draw(rng)) for model in models])
+        talks.append([ChatTurn(model.draw(rng), outputs.draw(rng)) for model in models])
     return conversation_trace(name, talks, arrivals)
 
 
 def conversation_trace(
-    name: str, talks: Sequence[Sequence[Turn]], arrivals: Arrivals, *, skipped: tuple[BadRow, ...] = ()
+    name: str, talks: Sequence[Sequence[ChatTurn]], arrivals: Arrivals, *, skipped: tuple[BadRow, ...] = ()
 ) -> Trace:
     """One request per turn; sessions start at ``arrivals``, later turns after pauses; with block ids by session."""
     rows: list[tuple[float, int, int, int, int]] = []

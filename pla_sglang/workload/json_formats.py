@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pla_sglang.errors import PlaError
 from pla_sglang.reading import Error, find_bad_byte, parse_json, read_json, read_lines
-from pla_sglang.workload.generate import Arrivals, Turn, conversation_trace
+from pla_sglang.workload.generate import Arrivals, ChatTurn, conversation_trace
 from pla_sglang.workload.rows import BadRows, Columns, RowError, number, read_id, whole_number
 from pla_sglang.workload.trace import Trace, TraceError
 
@@ -78,7 +78,7 @@ def _conversations(
     names: tuple[str, str],
     columns: Columns,
     count_tokens: CountTokens,
-) -> list[list[Turn]]:
+) -> list[list[ChatTurn]]:
     talks = []
     for line, record in records:
         try:
@@ -91,17 +91,17 @@ def _conversations(
     return talks
 
 
-def _turns(messages: typing.Sequence[typing.Any], names: tuple[str, str], count_tokens: CountTokens) -> list[Turn]:
+def _turns(messages: typing.Sequence[typing.Any], names: tuple[str, str], count_tokens: CountTokens) -> list[ChatTurn]:
     """User messages with the answer that follows. Messages before a user message belong to its new tokens."""
     role_name, text_name = names
-    turns: list[Turn] = []
+    turns: list[ChatTurn] = []
     asked = 0
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get(text_name), str):
             raise RowError(f"a message without text {text_name!r}")
         role, tokens = _ROLES.get(str(message.get(role_name))), count_tokens(message[text_name])
         if role == "assistant" and asked:
-            turns.append(Turn(new_tokens=asked, output_tokens=tokens))
+            turns.append(ChatTurn(new_tokens=asked, output_tokens=tokens))
             asked = 0
         else:  # a user's message, a system text, or an answer to nothing: context of the next question
             asked += tokens

@@ -12,6 +12,7 @@ from decimal import Decimal
 
 import numpy as np
 
+from pla_sglang.errors import PlaError
 from pla_sglang.reading import shorten
 from pla_sglang.workload.trace import LATEST_ARRIVAL_S, BadRow, Trace, TraceError, sort_by_arrival
 
@@ -26,7 +27,7 @@ _EXACT = decimal.Context(prec=64)  # of differences of times
 Id = int | str
 
 
-class RowError(Exception):
+class RowError(PlaError):
     """One row is not a request; the message gives the reason. Caught by ``Columns.add``'s callers."""
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from bench.harness.bench_page import draw_points, flatten_figures, group_columns, make_bench_page, show_cell
 from bench.harness.catalogue import BENCHES
 from bench.harness.report import emit
-from pla_sglang.report.bench_page import draw_points, flatten_figures, group_columns, make_bench_page, show_cell
 from pla_sglang.report.page import render_page
 
 ROOT = Path(__file__).parents[2]

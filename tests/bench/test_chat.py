@@ -10,8 +10,8 @@ from bench.compare.chat import (
     recorded_sessions,
     synthetic_sessions,
 )
+from bench.harness.talks import SpokenTurn
 from bench.harness.workload import Vocabulary
-from pla_sglang.workload.talks import SpokenTurn
 
 WORDS = Vocabulary(tuple(range(3, 500)))
 SHAPE = ChatShape(

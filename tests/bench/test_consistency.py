@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
 import pytest
 
-from bench.check.consistency import check_bench, check_folder, check_paper, unfit_rows
+from bench.check.consistency import check_file, check_folder, differences
 from bench.harness.bench import ROOT
 from bench.harness.catalogue import BENCHES
-from bench.research.papers import theory
-from bench.research.papers.context import Context
-from bench.research.papers.finding import write
-from pla_sglang.metrics.goodput import ratio_problems
 
 RESULTS = ROOT / "bench" / "results"
-
-
-@pytest.fixture
-def paper(tmp_path: Path) -> Path:
-    """The JSON file of a small run, its points beside it."""
-    context = Context(size=0)
-    finding = dataclasses.replace(theory.run(context), name="theory", title="T")
-    write(finding, tmp_path / "papers", {"size": "test", "seed": 1}, context.points)
-    return tmp_path / "papers" / "theory.json"
 
 
 def test_published_results_follow_from_their_points() -> None:
@@ -40,27 +24,6 @@ def test_published_results_follow_from_their_points() -> None:
     assert differing <= set(re.findall(r"`(\w+/[\w-]+)`", section))
 
 
-def test_a_changed_point_is_noticed(paper: Path) -> None:
-    assert check_paper(paper).problems == []
-    points = paper.with_suffix(".parquet")
-    rows = parquet.read_table(points).to_pylist()
-    rows[0]["simulated_s"] *= 1.001
-    parquet.write_table(pa.Table.from_pylist(rows), points)
-    problems = check_paper(paper).problems
-    assert any(text.startswith("rows.load 0.3: mean wait.ours") for text in problems)
-
-
-def test_points_of_other_cases_are_noticed(paper: Path) -> None:
-    points = paper.with_suffix(".parquet")
-    rows = parquet.read_table(points).to_pylist()
-    parquet.write_table(pa.Table.from_pylist([rows[0] | {"load": 0.4}]), points)
-    assert "load 0.4, not 0.3" in check_paper(paper).problems[0]
-    parquet.write_table(pa.Table.from_pylist([*rows, *rows]), points)
-    assert check_paper(paper).problems == ["2 points, 1 are used"]
-    parquet.write_table(pa.table({"load": [0.3]}), points)
-    assert "does not say what was measured" in check_paper(paper).problems[0]
-
-
 @pytest.mark.parametrize(
     ("name", "path", "problem"),
     [
@@ -69,7 +32,6 @@ def test_points_of_other_cases_are_noticed(paper: Path) -> None:
         ("emulated/verified", ("groups", 0, "tokens_verified"), "tokens_verified"),
         ("emulated/parity", ("by_policy", "pla", "identical"), "identical_share"),
         ("emulated/spatial-pd", ("arms", "dp", "violation_rate"), "violation_rate.dp"),
-        ("simulated/fleets_forecast", ("forecast_gpu_hours", "last", "mooncake_1h"), "forecast_gpu_hours.last"),
     ],
 )
 def test_a_changed_row_or_round_is_noticed(
@@ -82,34 +44,28 @@ def test_a_changed_row_or_round_is_noticed(
     at[path[-1]] *= 0.5
     changed = tmp_path / "changed.json"
     changed.write_text(json.dumps(result), encoding="utf-8")
-    assert any(text.startswith(problem) for text in check_bench(changed).differing)
+    assert any(text.startswith(problem) for text in check_file(changed).differing)
 
 
-def test_ratios_need_300_seconds_and_a_search_that_found_its_end() -> None:
-    assert ratio_problems("ours / theirs", 300.0, at_limit=False) == []
-    assert ratio_problems("ours / theirs", 299.0, at_limit=False) == ["ours / theirs: of 299 s of arrivals"]
-    assert ratio_problems("ours / theirs", None, at_limit=True) == [
-        "ours / theirs: of a search that ended at its limit"
-    ]
-    ratio = {"what": "ours / theirs", "ours": 2.0, "unit": "", "span_s": None, "at_limit": False}
-    rate = {"what": "ours", "ours": 2.0, "unit": "req/s"}
-    assert unfit_rows([ratio, rate], [{"tried": None}]) == []  # no rate was searched
-    searched = [{"tried": [[1.0, 0.95]]}]
-    assert "says not" in unfit_rows([ratio, rate], searched)[0]
-    assert unfit_rows([ratio | {"span_s": 400.0}, rate], searched) == []
-    assert unfit_rows([ratio | {"ours": None}], searched) == []
-
-
-def test_the_exit_status_tells(paper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_status_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(RESULTS / "cpu", tmp_path / "cpu", ignore=shutil.ignore_patterns("*.png"))
     arguments = ["--folder", str(tmp_path), "--out", str(tmp_path / "out")]
     assert BENCHES["consistency"].main(arguments) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (last["files"], last["differing"]) == (len(list(tmp_path.glob("[cp]*/*.json"))), 0)
+    assert (last["files"], last["differing"]) == (len(list(tmp_path.glob("cpu/*.json"))), 0)
     assert "cpu/padding" in last["without_points"]
-    record = json.loads(paper.read_text(encoding="utf-8"))
-    record["claims"][0]["holds"] = not record["claims"][0]["holds"]
-    paper.write_text(json.dumps(record), encoding="utf-8")
+    changed = tmp_path / "cpu" / "abort_storm.json"
+    result = json.loads(changed.read_text(encoding="utf-8"))
+    changed.write_text(json.dumps(result | {"aborted": result["aborted"] + 1}), encoding="utf-8")
     assert BENCHES["consistency"].main(arguments) == 1
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(last["differences"]) == ["papers/theory"]
+    assert list(last["differences"]) == ["cpu/abort_storm"]
+
+
+def test_differences_name_the_place() -> None:
+    published = {"rows": {"a": 1.0, "b": [1, 2]}}
+    assert list(differences(published, {"rows": {"a": 1.0 + 1e-9, "b": [1, 2]}})) == []
+    assert list(differences(published, {"rows": {"a": 1.1, "b": [1]}})) == [
+        "rows.a: 1.0, again 1.1",
+        "rows.b: 2 entries, again 1",
+    ]

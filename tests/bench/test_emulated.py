@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +12,13 @@ import pytest
 from bench.check import emulation, verified
 from bench.compare import hol_emulated
 from bench.cost import cluster_start
-from bench.harness import arms, engines
+from bench.harness import engines
 from bench.harness.arms import MIXED, SPF, Arm, ArmError
 from bench.harness.catalogue import BENCHES
 from bench.harness.cli import DEFAULT_SLO, Layout, numbers_of, part, read_traces, slo_of
 from bench.harness.engines import Setup
 from bench.harness.replay import Planned, Record
 from bench.harness.workload import HolShape
-from bench.research import baselines, frontier
 from pla_sglang import chain
 from pla_sglang.errors import ConfigError
 from pla_sglang.profiles import load_profile
@@ -93,53 +89,6 @@ def test_a_peer_gets_our_emulation_and_nothing_is_installed(tmp_path: Path) -> N
         Setup("linear", 0, (), tmp_path, "test")
 
 
-# -- frontier --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_frontier_load_is_as_published(seed: int) -> None:
-    drawn = frontier.draw_arrivals(0.9, 60.0, seed)
-    assert drawn == sorted(drawn) == frontier.draw_arrivals(0.9, 60.0, seed)
-    offered_s = sum(frontier.work_s(tokens) for _, tokens in drawn)
-    assert offered_s / 60 == pytest.approx(0.9, rel=0.03)
-    shorts = [tokens for _, tokens in drawn if tokens < 1000]
-    assert all(180 <= tokens <= 220 for tokens in shorts)
-    assert 0.15 < sum(map(frontier.work_s, shorts)) / offered_s < 0.35
-
-
-def test_frontier_solo_times_are_the_published_ones() -> None:
-    assert frontier.work_s(200) == pytest.approx(0.22)
-    assert frontier.work_s(2400) == pytest.approx(2.46)
-
-
-def test_frontier_figures_are_by_class_and_against_fcfs() -> None:
-    stock = [row((200, 3.0), (2400, 6.0)), row((210, 5.0), (2390, 8.0))]
-    ours = [row((200, 0.5), (2400, 9.0)), row((210, 0.6), (2390, 12.0))]
-    by_arm = frontier.figures({"stock": stock, "chunk820": ours})
-    assert by_arm["stock"]["short_mean_s"] == pytest.approx(4.0)
-    assert by_arm["chunk820"]["long_mean_s"] == pytest.approx(10.5)
-    assert by_arm["chunk820"]["long_max_vs_fcfs"] == pytest.approx(1.5)
-    assert frontier.find_missed(by_arm) == [
-        "chunk820 long_mean_s 10.500 is above 7.7",
-        "chunk820 long_max_vs_fcfs 1.500 is above 1.3",
-    ]
-
-
-def test_frontier_bounds_lie_where_they_must() -> None:
-    lone = frontier.draw_arrivals(0.05, 400.0, 1)
-    took_s = frontier.best_ttfts_s(lone, frontier.CHUNK_TOKENS)
-    assert min(took - frontier.work_s(tokens) for (_, tokens), took in zip(lone, took_s, strict=True)) > -1e-9
-    assert statistics.median(took_s) == pytest.approx(frontier.work_s(200), rel=0.1)
-    found = frontier.bounds(0.9, 60.0, 1)
-    assert found["fluid"]["short_mean_s"] < found["srpt256"]["short_mean_s"] < found["srpt820"]["short_mean_s"]
-
-
-def test_frontier_picture_and_table(tmp_path: Path) -> None:
-    rows = {"stock": [row((200, 3.0), (2400, 6.0))], "adaptive": [row((200, 0.3), (2400, 7.0))]}
-    frontier.plot(frontier.figures(rows), rows, tmp_path / "frontier.png")
-    assert (tmp_path / "frontier.png").stat().st_size > 10_000
-
-
 # -- head-of-line blocking at full size ------------------------------------------------------------------------------
 
 HOL = HolShape.of_issue(1.0)
@@ -200,22 +149,9 @@ def trace_file(tmp_path: Path) -> Path:
     return path
 
 
-def options(*argv: str, of: str = "baselines") -> argparse.Namespace:
-    parsed: argparse.Namespace = BENCHES[of].parse("--traces", "a=b", *argv)
-    return parsed
-
-
-def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str], trace_file: Path) -> None:
-    assert BENCHES["frontier"].main(["--arms", "best"]) == 2
-    assert "--arms 'best' is not known" in capsys.readouterr().err
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert BENCHES["hol"].main(["--device", "emulated", "--scale", "0"]) == 2
     assert "--scale 0.0 is out of range" in capsys.readouterr().err
-    assert BENCHES["baselines"].main(["--traces", "a=/nonexistent.csv", "--layouts", "3"]) == 2
-    assert "layout '3' is not known" in capsys.readouterr().err
-    assert BENCHES["baselines"].main(["--traces", "a", "--layouts", "1+1"]) == 2
-    assert "'a' is not of the form NAME=FILE" in capsys.readouterr().err
-    assert BENCHES["baselines"].main(["--traces", f"a={trace_file}", "--layouts", "1+1", "--rates", "x"]) == 2
-    assert "--rates x are not numbers" in capsys.readouterr().err
     assert BENCHES["verified"].main(["--traces", "a=/nonexistent.csv"]) == 2
     assert "nonexistent" in capsys.readouterr().err
 
@@ -235,65 +171,12 @@ def test_layouts() -> None:
             Layout.parse(text)
 
 
-def test_arms_that_cannot_differ_are_left_out() -> None:
-    given = options("--layouts", "unified-2,1+1,2+2", "--policies", "round_robin,bucket")
-    assert [(layout.name, policy) for layout, policy in baselines.arms_of(given)] == [
-        ("unified-2", "round_robin"),
-        ("1+1", "round_robin"),
-        ("2+2", "round_robin"),
-        ("2+2", "bucket"),
-    ]
-    with pytest.raises(ConfigError, match="--policies 'best' is not known"):
-        baselines.arms_of(options("--policies", "best"))
-
-
-def test_layouts_that_the_installed_sglang_lacks_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(arms, "find_lacking", lambda flags: ["--x-y"] if "hrrn" in flags else [])
-    given = options("--layouts", "unified-2,unified-2:hrrn,1+1:spf", "--policies", "round_robin")
-    assert [layout.name for layout, _ in baselines.arms_of(given)] == ["unified-2", "1+1:spf"]
-    assert "without unified-2:hrrn: SGLang" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="none of them can be started"):
-        baselines.arms_of(options("--layouts", "unified-2:hrrn"))
-    for name in baselines.LAYOUTS:
-        assert Layout.parse(name).engines == 2
-
-
 def test_rates_are_the_same_for_all_or_by_workload() -> None:
     assert numbers_of(["2,4"], "azure_code", "--rates") == [2.0, 4.0]
-    by_name = options("--rates", "azure_code=8,16", "mooncake=1")
-    assert numbers_of(by_name.rates, "azure_code", "--rates") == [8.0, 16.0]
-    assert numbers_of(by_name.rates, "mooncake", "--rates") == [1.0]
-    assert numbers_of(by_name.rates, "other", "--rates") == []
-    keys = baselines.keys_of(by_name, Layout.parse("1+1"), "round_robin", ["azure_code", "mooncake"])
-    assert [(key["workload"], key["rate_rps"]) for key in keys] == [
-        ("azure_code", 8.0),
-        ("azure_code", 16.0),
-        ("mooncake", 1.0),
-    ]
-
-
-def test_overhead_is_that_of_the_worst_engine_since_the_point_began() -> None:
-    before = {"a": {"busy_s": 5.0, "host_gap_s": 5.0}, "b": {"busy_s": 0.0, "host_gap_s": 0.0}}
-    after = {"a": {"busy_s": 14.0, "host_gap_s": 6.0}, "b": {"busy_s": 10.0, "host_gap_s": 0.5}}
-    assert baselines.overhead(before, after) == pytest.approx(0.1)
-    assert baselines.overhead(before, before) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "valid"),
-    [
-        ("as it should be", {}, True),
-        ("late", {"client_lag_p99_ms": 51.0}, False),
-        ("host in the way", {"host_overhead_share": 0.051}, False),
-        ("a wrong token", {"tokens_wrong": 1}, False),
-    ],
-)
-def test_a_point_is_judged_by_the_limits_of_this_run(name: str, changes: dict[str, Any], valid: bool) -> None:
-    row = {"client_lag_p99_ms": 30.0, "host_overhead_share": 0.05, "tokens_wrong": 0, "valid": False} | changes
-    given = options("--traces", "a=b")
-    assert baselines.judged(row, given)["valid"] is valid
+    by_name = ["azure_code=8,16", "mooncake=1"]
+    assert numbers_of(by_name, "azure_code", "--rates") == [8.0, 16.0]
+    assert numbers_of(by_name, "mooncake", "--rates") == [1.0]
+    assert numbers_of(by_name, "other", "--rates") == []
 
 
 def test_parts_of_a_trace_begin_at_zero_and_cover_it(trace_file: Path) -> None:
@@ -304,7 +187,7 @@ def test_parts_of_a_trace_begin_at_zero_and_cover_it(trace_file: Path) -> None:
     with pytest.raises(ConfigError, match="is empty"):
         part(trace, 10, 3)
     assert len(read_traces([f"mine={trace_file}"], max_input_tokens=23)["mine"]) == 4
-    given = options("--requests", "9", "--part-requests", "4", of="verified")
+    given = BENCHES["verified"].parse("--traces", "a=b", "--requests", "9", "--part-requests", "4")
     keys = verified.keys_of(given, Layout.parse("1+1"), {"mine": trace, "other": trace})
     assert [(key["workload"], key["first"], key["count"]) for key in keys] == [
         *itertools.product(("mine", "other"), (0,), (4,)),
@@ -320,22 +203,6 @@ def test_verified_counts_are_summed_by_layout_and_workload(tmp_path: Path) -> No
     assert [(group["workload"], group["parts"], group["requests"]) for group in groups] == [("a", 2, 4), ("b", 1, 2)]
     verified.plot(groups, tmp_path / "verified.png")
     assert (tmp_path / "verified.png").stat().st_size > 5_000
-
-
-def test_baselines_show_points_that_are_not_valid_too(tmp_path: Path) -> None:
-    given = options("--out", str(tmp_path))
-    times = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")
-    figures = dict.fromkeys((*times, *baselines.COUNTS, "goodput_rps", "host_overhead_share"), 1)
-    key = {"policy": "round_robin", "workload": "azure_code", "slo_attainment": 0.9}
-    rows = [
-        figures | key | {"layout": layout, "rate_rps": rate, "valid": valid}
-        for layout, rate, valid in (("1+1", 2.0, True), ("1+1", 4.0, False), ("unified-2", 2.0, True))
-    ]
-    assert baselines.summarise(rows, 3, given)["requests"] == 3
-    kept = json.loads((tmp_path / "baselines.json").read_text())
-    assert (kept["points"], kept["points_open"], kept["points_invalid"]) == (3, 3, 1)
-    assert "| 1+1 | round_robin | azure_code | 4 | 1 | 0.9 |" in (tmp_path / "baselines.md").read_text()
-    assert (tmp_path / "baselines.png").stat().st_size > 10_000
 
 
 def test_memory_is_told_apart_by_what_holds_it() -> None:

@@ -12,10 +12,10 @@ import pyarrow.parquet as parquet
 import pytest
 
 from bench.check import fidelity as bench
+from bench.harness import fidelity
 from bench.harness.catalogue import BENCHES
 from bench.harness.cli import slo_of
 from bench.harness.steps import Steps
-from pla_sglang.sim import fidelity
 from pla_sglang.sim.live_case import LiveCase
 
 CASES = ("unified-2/fcfs/round-robin/azure_conv/0.8", "1+1/fcfs/static-pd-round-robin/azure_conv/0.5")

@@ -19,7 +19,7 @@ from bench.gpu import served, steps
 from bench.gpu.models import SIZES, make_model
 from bench.gpu.parts import Part, run_part
 from bench.harness.catalogue import BENCHES
-from pla_sglang.workload.talks import load_tokenizer
+from bench.harness.talks import load_tokenizer
 
 
 def part_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Part:

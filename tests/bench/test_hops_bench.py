@@ -47,7 +47,7 @@ class StandIns:
         self.held: dict[int, str] = {}  # room -> id
         self.shown: dict[str, int] = {}  # tokens of each running stream
         self.orders: dict[str, str] = {}  # what became of a stream: "moved", "abort"
-        ways = ("held", "committed", "dropped", "aborted", "resumed_by_command", "resumed_by_pressure")
+        ways = ("held", "committed", "aborted", "resumed_by_command", "resumed_by_pressure")
         self.totals: dict[str, int] = dict.fromkeys(ways, 0)
         self.runners: list[web.AppRunner] = []
 
@@ -138,11 +138,10 @@ class StandIns:
         said, total = {
             "resume": ("resumed", "resumed_by_command"),
             "commit": ("committed", "committed"),
-            "drop": ("dropped", "dropped"),
         }[do]
         self.totals[total] += not self.forgets
-        if do != "resume":
-            self.orders[rid] = "moved" if do == "commit" else "abort"
+        if do == "commit":
+            self.orders[rid] = "moved"
         return {"status": said}
 
     def _press(self, room: int) -> None:

@@ -133,11 +133,11 @@ def test_ctrl_c_ends_a_real_bench_with_what_it_has() -> None:
 
 def test_every_bench_is_listed_with_what_it_shows() -> None:
     """Names are unique, folders are known, no module that could be run as a bench is left out of the table."""
-    folders = {"compare", "check", "cost", "gpu", "research", "harness"}
+    folders = {"compare", "check", "cost", "gpu", "lab", "harness"}
     assert {bench.module.split(".")[0] for bench in BENCHES.values()} <= folders
     declared = [path for path in (ROOT / "bench").rglob("*.py") if is_bench(path.read_text(encoding="utf-8"))]
     modules = {".".join(path.relative_to(ROOT / "bench").with_suffix("").parts) for path in declared}
-    parts = {"compare.hol_emulated", *(f"research.fleets.{name}" for name in ("forecast", "policies", "steadiness"))}
+    parts = {"compare.hol_emulated", *(f"lab.fleets.{name}" for name in ("forecast", "policies", "steadiness"))}
     assert modules - parts == {bench.module for bench in BENCHES.values()}
     assert len(modules - parts) == len(BENCHES)
     for name, bench in BENCHES.items():

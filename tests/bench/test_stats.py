@@ -7,8 +7,8 @@ import pytest
 from bench.check.leftovers import errors_in, load_counts, request_gauges
 from bench.compare.hol import last_tokens
 from bench.harness.comparison import all_identical, best_stock, headline_arm, identity_to_first
+from bench.harness.load_client import Answer, Outcome, Request, Run
 from bench.harness.stats import arm_figures, compare_outputs, per_round, problems, ratios, warnings
-from pla_sglang.testing.load_client import Answer, Outcome, Request, Run
 
 
 def outcome(rid: str, kind: str, ttft_s: float, *, at_s: float = 0.0, output: tuple[int, ...] = (1, 2)) -> Outcome:

@@ -115,7 +115,7 @@ def test_nobody_steers_an_instance_directly(cluster: dict[str, Any]) -> None:
     plain = {"input_ids": [BYTE_BASE, *ask_ids(1)], "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
     peer = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 77}
     for row in (first, second):
-        for body in (plain | peer, plain | {"sampling_params": {"custom_params": {"pla_hold": 77}}}):
+        for body in (plain | peer, plain | {"sampling_params": {"custom_params": {"pla_tokens": [77]}}}):
             status, answer = call(f"{row['url']}/generate", body)
             assert (status, "is set by the router" in str(answer)) == (400, True), answer
         assert call(f"{row['url']}/generate", plain)[0] == 200

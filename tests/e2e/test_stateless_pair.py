@@ -288,12 +288,13 @@ def test_a_request_that_moves_in_the_middle_of_its_answer(pair: Pair, prompts: l
 def test_penalties_of_a_request_that_moves(pair: Pair, prompts: list[Prompt]) -> None:
     """One instance counts a step later than the other: moved, the answer must go on by the target's count.
 
-    The source computes the last token before a move by its own count. Where that is another token, the target says so.
+    The source computes the tokens before a move by its own count. Where the last is another one, the target says so.
     """
     strong = {"frequency_penalty": 1.5, "presence_penalty": 0.9}
     for target, source in ((pair.first, pair.second), (pair.second, pair.first)):
-        whole = target.client.ask(prompts[4], 40, sampling_params=redo([], 40, **strong))["output_ids"]
-        statuses = [move_with_penalties(source, target, prompts[4], whole, cut, strong) for cut in range(1, 39, 5)]
+        params = redo([], LONG_ANSWER, **strong)
+        whole = target.client.ask(prompts[4], LONG_ANSWER, sampling_params=params)["output_ids"]
+        statuses = [move_with_penalties(source, target, prompts[4], whole, cut, strong) for cut in range(1, 121, 15)]
         assert statuses.count(200) >= 2, statuses
     pair.assert_at_rest()
 
@@ -301,18 +302,15 @@ def test_penalties_of_a_request_that_moves(pair: Pair, prompts: list[Prompt]) ->
 def move_with_penalties(
     source: Instance, target: Instance, prompt: Prompt, whole: list[int], cut: int, penalties: dict[str, float]
 ) -> int:
-    """Move at the first token after ``cut``; the status of the target's answer, which is right where it is 200."""
-    room = next_room()
-    tags = {"pla_tokens": whole[:cut], "pla_hold": room, "pla_hold_s": 60}
-    body = {"sampling_params": redo([], 40, **penalties) | {"custom_params": tags}}
-    waits = source.client.submit(prompt, 40, rid=f"pen-{room}x", **body)
-    until(lambda: hops(source)["by_state"].get("held"), what="a request that is held after its prefill")
-    again = {"input_ids": prompt, **pull(source, room, whole[: cut + 1], 40, **penalties)}
+    """Move some tokens after ``cut``; the status of the target's answer, which is right where it is 200."""
+    body = {"sampling_params": redo(whole[:cut], len(whole), **penalties)}
+    held, room, said = hold(source, prompt, body=body)
+    again = {"input_ids": prompt, **pull(source, room, whole[: said["tokens"]], len(whole), **penalties)}
     status, answer = target.client.status("/generate", again)
     assert status in (200, 409)
     assert status == 409 or answer["output_ids"] == whole
-    assert order(source, {"do": "drop", "room": room}) == [{"status": "dropped"}]
-    assert aborted(waits)
+    assert held.tell("commit", room) == {"status": "committed"}
+    held.ended.result()
     return status
 
 
@@ -322,7 +320,7 @@ def test_rooms_that_nobody_holds(pair: Pair, prompts: list[Prompt]) -> None:
     assert (status, "is not held" in str(answer)) == (410, True)
     refused = pair.first.client.status("/pla/hops", {"commands": [{"do": "hold", "room": -1, "rid": "x"}]})
     assert (refused[0], "room -1" in str(refused[1])) == (400, True)
-    assert order(pair.first, {"do": "hold", "rid": "nobody", "room": 5}, {"do": "drop", "room": 5}) == [
+    assert order(pair.first, {"do": "hold", "rid": "nobody", "room": 5}, {"do": "commit", "room": 5}) == [
         {"status": "unknown"},
         {"status": "unknown", "code": 410},
     ]

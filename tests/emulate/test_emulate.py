@@ -14,7 +14,7 @@ from pla_sglang.config import PlaConfig
 from pla_sglang.emulate import hooks
 from pla_sglang.emulate.arguments import check, with_emulation
 from pla_sglang.emulate.batch import StepShape, shape_of
-from pla_sglang.emulate.device import Device, KvLink, ResultReady, build
+from pla_sglang.emulate.device import EmulatedDevice, KvLink, ResultReady, build
 from pla_sglang.emulate.steplog import StepLog
 from pla_sglang.emulate.timeline import Span, Timeline
 from pla_sglang.errors import ConfigError
@@ -53,7 +53,7 @@ def test_a_pass_may_cost_more_than_its_tokens() -> None:
 
 def test_a_pass_on_a_device_whose_passes_cost_more_than_their_tokens() -> None:
     profile = load_profile("h100-qwen2.5-7b-tp1")
-    device, prefill = Device(profile, time_scale=2.0, prefill_graph=True), StepShape(new_tokens=500, requests=1)
+    device, prefill = EmulatedDevice(profile, time_scale=2.0, prefill_graph=True), StepShape(new_tokens=500, requests=1)
     span = device.launch(prefill, 10.0)
     assert (span.before_s, span.ready_s) == pytest.approx((2 * profile.pass_s, 10.0 + 2 * profile.prefill_s(500, 0)))
     assert device.launch(StepShape(batch=1, context_tokens=10), 11.0).before_s == 0.0
@@ -63,9 +63,11 @@ def test_a_pass_on_a_device_whose_passes_cost_more_than_their_tokens() -> None:
 
 def test_the_host_is_busy_with_a_launch_where_there_is_no_graph() -> None:
     profile, short = load_profile(PROFILE), StepShape(new_tokens=50, requests=1)
-    assert Device(profile, time_scale=2.0, prefill_graph=False).host_s(short) == 2 * profile.launch_floor.eager_s
-    assert Device(profile, time_scale=2.0, prefill_graph=True).host_s(short) == 0.0
-    assert Device(profile, time_scale=2.0, prefill_graph=False).host_s(StepShape(batch=4)) == 0.0
+    assert (
+        EmulatedDevice(profile, time_scale=2.0, prefill_graph=False).host_s(short) == 2 * profile.launch_floor.eager_s
+    )
+    assert EmulatedDevice(profile, time_scale=2.0, prefill_graph=True).host_s(short) == 0.0
+    assert EmulatedDevice(profile, time_scale=2.0, prefill_graph=False).host_s(StepShape(batch=4)) == 0.0
 
 
 def test_the_first_launch_has_no_gap_and_an_unused_line_no_share() -> None:
@@ -132,8 +134,8 @@ def test_shape_of_a_batch(given: Any, shape: StepShape) -> None:
 
 def test_cost_follows_the_profile_and_the_scale() -> None:
     profile = load_profile(PROFILE)
-    device = Device(profile, time_scale=4.0, prefill_graph=True)
-    eager = Device(profile, time_scale=4.0, prefill_graph=False)
+    device = EmulatedDevice(profile, time_scale=4.0, prefill_graph=True)
+    eager = EmulatedDevice(profile, time_scale=4.0, prefill_graph=False)
     assert device.cost_s(StepShape(batch=8, context_tokens=8000)) == 4 * profile.decode_s(8, 8000)
     short = StepShape(new_tokens=50, attention=2500, requests=1)
     assert device.cost_s(short) == 4 * profile.prefill_s(50, 2500)
@@ -144,7 +146,7 @@ def test_cost_follows_the_profile_and_the_scale() -> None:
 
 
 def test_a_result_is_waited_for_and_seen_once() -> None:
-    device = Device(load_profile("linear"), time_scale=1.0, prefill_graph=True)
+    device = EmulatedDevice(load_profile("linear"), time_scale=1.0, prefill_graph=True)
     started_s = time.perf_counter()
     ready = ResultReady(device.launch(StepShape(new_tokens=10, attention=100, requests=1), started_s), device.log)
     assert not ready.query()
@@ -168,7 +170,7 @@ def test_an_idle_engine_rests_until_a_message_comes(
     host = SimpleNamespace(
         ipc_channels=SimpleNamespace(recv_from_tokenizer=inbox, recv_from_rpc=None), is_fully_idle=lambda: fully_idle
     )
-    monkeypatch.setattr(hooks, "_device", Device(load_profile("linear"), time_scale=4.0, prefill_graph=True))
+    monkeypatch.setattr(hooks, "_device", EmulatedDevice(load_profile("linear"), time_scale=4.0, prefill_graph=True))
     monkeypatch.setattr(hooks, "_poller", None)
     outside.send(b"request")
     try:
@@ -186,7 +188,7 @@ def test_a_rank_without_an_inbox_takes_short_naps(monkeypatch: pytest.MonkeyPatc
     host = SimpleNamespace(
         ipc_channels=SimpleNamespace(recv_from_tokenizer=None, recv_from_rpc=None), is_fully_idle=lambda: True
     )
-    monkeypatch.setattr(hooks, "_device", Device(load_profile("linear"), time_scale=4.0, prefill_graph=True))
+    monkeypatch.setattr(hooks, "_device", EmulatedDevice(load_profile("linear"), time_scale=4.0, prefill_graph=True))
     monkeypatch.setattr(hooks, "_poller", None)
     monkeypatch.setattr(hooks.time, "sleep", naps_s.append)
     hooks.after_on_idle(None, host)

@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.base import KVPoll
 
 from pla_sglang import config as pla_config
 from pla_sglang.emulate import hooks
-from pla_sglang.emulate.losses import End, lost_at
+from pla_sglang.emulate.losses import FailingEnd, lost_at
 
 ROOMS = random.Random(7).sample(range(1 << 62), 20_000)
 
@@ -23,7 +23,7 @@ def lossy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_link", None)
 
 
-def room_of(end: End | None) -> int:
+def room_of(end: FailingEnd | None) -> int:
     return next(room for room in range(1000) if lost_at(room, 0.25) is end)
 
 
@@ -36,7 +36,7 @@ def party(room: int) -> Any:
 
 def test_the_share_is_kept_at_both_ends() -> None:
     found = [lost_at(room, 0.05) for room in ROOMS]
-    for end in End:
+    for end in FailingEnd:
         assert found.count(end) / len(ROOMS) == pytest.approx(0.025, rel=0.2)
 
 
@@ -46,7 +46,7 @@ def test_none_and_all(share: float, lost: int) -> None:
 
 
 def test_a_loss_at_decode_fails_where_it_would_succeed(lossy: None) -> None:
-    receiver = party(room_of(End.DECODE))
+    receiver = party(room_of(FailingEnd.DECODE))
     for status in (KVPoll.Bootstrapping, KVPoll.WaitingForInput, KVPoll.Transferring):
         assert hooks.around_receiver_poll(lambda _, status=status: status, receiver) == status
     assert hooks.around_receiver_poll(lambda _: KVPoll.Success, receiver) == KVPoll.Failed
@@ -55,18 +55,18 @@ def test_a_loss_at_decode_fails_where_it_would_succeed(lossy: None) -> None:
 
 
 def test_a_loss_at_prefill_fails_once_both_ends_are_known(lossy: None) -> None:
-    sender = party(room_of(End.PREFILL))
+    sender = party(room_of(FailingEnd.PREFILL))
     assert hooks.around_sender_poll(lambda _: KVPoll.Bootstrapping, sender) == KVPoll.Bootstrapping
     assert not sender.told
     assert hooks.around_sender_poll(lambda _: KVPoll.WaitingForInput, sender) == KVPoll.Failed
     assert "--pla-emulate-kv-failures" in sender.told[sender.bootstrap_room]
 
 
-@pytest.mark.parametrize("end", [End.PREFILL, None])
-def test_other_transfers_succeed_at_decode(lossy: None, end: End | None) -> None:
+@pytest.mark.parametrize("end", [FailingEnd.PREFILL, None])
+def test_other_transfers_succeed_at_decode(lossy: None, end: FailingEnd | None) -> None:
     assert hooks.around_receiver_poll(lambda _: KVPoll.Success, party(room_of(end))) == KVPoll.Success
 
 
-@pytest.mark.parametrize("end", [End.DECODE, None])
-def test_other_transfers_succeed_at_prefill(lossy: None, end: End | None) -> None:
+@pytest.mark.parametrize("end", [FailingEnd.DECODE, None])
+def test_other_transfers_succeed_at_prefill(lossy: None, end: FailingEnd | None) -> None:
     assert hooks.around_sender_poll(lambda _: KVPoll.Success, party(room_of(end))) == KVPoll.Success

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.hops.orders import Command
-from pla_sglang.engine.hops.parts import Hops
-from pla_sglang.engine.stateless import host
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.host import Outcome
-from pla_sglang.engine.stateless.quarantine import Quarantine
-from pla_sglang.engine.stateless.rooms import UsedRooms
+from pla_sglang.engine.faults import Faults
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.host.calls import Outcome
+from pla_sglang.engine.stateless.requests import migration
+from pla_sglang.engine.stateless.requests.commands import Command
+from pla_sglang.engine.stateless.requests.migration import MigrationSide
+from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.engine.stateless.transfer.rooms import UsedRooms
 
 FIRST_TOKEN = 100
 
@@ -101,7 +102,7 @@ class FakeSendQueue:
         while self.marks:
             assert self.marks.popleft().room < 0
 
-    def take_metadata_buffer(self, shadow: HopRequest) -> bool:
+    def ensure_metadata_buffer(self, shadow: HopRequest) -> bool:
         if self.buffers == 0:
             return False
         self.buffers -= 1
@@ -140,16 +141,16 @@ class HopScene:
             max_total_num_tokens=100,
             req_to_token_pool=SimpleNamespace(size=8),
             model_config=SimpleNamespace(num_key_value_heads=1),
-            pla_stateless=SimpleNamespace(now_s=lambda: self.now_s),
+            pla_fleet=SimpleNamespace(now_s=lambda: self.now_s),
             send_kv_chunk=self._send,
             _engine_paused=False,
         )
         self.faults = Faults()
-        self.quarantine = Quarantine(lambda flags: flags, self.faults)
-        self.hops = Hops(
+        self.deferred = DeferredFree(lambda flags: flags, self.faults)
+        self.migration = MigrationSide(
             self.scheduler,
             self.queue,
-            self.quarantine,
+            self.deferred,
             faults=self.faults,
             agree=lambda flags: flags,
             list_waiting=lambda: self.waiting,
@@ -159,21 +160,23 @@ class HopScene:
         self._fake_host(monkeypatch)
 
     def _fake_host(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(host, "poll_senders", lambda scheduler, senders: [sender.outcome for sender in senders])
-        patch.setattr(host, "free_metadata", self._free_metadata)
-        patch.setattr(host, "release_kv", lambda scheduler, req, keep_prefix=True: self.freed.append(req.rid))
-        patch.setattr(host, "end_aborted", lambda scheduler, req, reason: self._answer(req, reason))
-        patch.setattr(host, "end_moved", lambda scheduler, req: self._answer(req, "moved"))
-        patch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, f"{status:d}"))
-        patch.setattr(host, "finish_with_next_step", lambda req: setattr(req, "to_finish", "Aborted"))
-        patch.setattr(host, "has_run_too_long", lambda req: req.rid in self.overdue)
+        patch.setattr(calls, "poll_senders", lambda scheduler, senders: [sender.outcome for sender in senders])
+        patch.setattr(calls, "free_metadata", self._free_metadata)
+        patch.setattr(calls, "release_kv", lambda scheduler, req, keep_prefix=True: self.freed.append(req.rid))
+        patch.setattr(calls, "end_aborted", lambda scheduler, req, reason: self._answer(req, reason))
+        patch.setattr(calls, "end_moved", lambda scheduler, req: self._answer(req, "moved"))
+        patch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, f"{status:d}"))
+        patch.setattr(calls, "finish_with_next_step", lambda req: setattr(req, "to_finish", "Aborted"))
+        patch.setattr(calls, "has_run_too_long", lambda req: req.rid in self.overdue)
         patch.setattr(
-            host, "lacks_memory", lambda scheduler, batch: batch.new_tokens_required_next_decode() > self.free_tokens
+            calls, "lacks_memory", lambda scheduler, batch: batch.new_tokens_required_next_decode() > self.free_tokens
         )
         patch.setattr(
-            host, "send_hop_answers", lambda scheduler, ticket, answers: self.answers.update({ticket: answers})
+            migration, "send_answers", lambda scheduler, ticket, answers: self.answers.update({ticket: answers})
         )
-        patch.setattr("pla_sglang.engine.hops.pulls.tcp_address", lambda name, port: (f"tcp://{name}:{port}", False))
+        patch.setattr(
+            "pla_sglang.engine.stateless.transfer.rooms.tcp_address", lambda name, port: (f"tcp://{name}:{port}", False)
+        )
         self.refused: list[tuple[str, list[bytes]]] = []
         self.queue.kv_manager._send_multipart_locked = lambda endpoint, message, is_ipv6: self.refused.append(
             (endpoint, message)
@@ -213,13 +216,13 @@ class HopScene:
 
     def before(self) -> None:
         """What comes before the host chooses a batch; then, as the host does, the prefilled join those that run."""
-        self.hops.before_batches(self.running, self.last, self.now_s)
-        self.quarantine.sweep(self.now_s)
+        self.migration.before_batches(self.running, self.last, self.now_s)
+        self.deferred.sweep(self.now_s)
         if self.last is not None and self.last.forward_mode.is_extend():
             joining = [req for req in self.last.reqs if not req.finished() and req is not self.scheduler.chunked_req]
             self.running.reqs += joining
             self.last = None
-        self.running.reqs += self.hops.holder.take_returning(4, lambda req: True)
+        self.running.reqs += self.migration.holder.take_returning(4, lambda req: True)
         self.running.reqs = [req for req in self.running.reqs if not req.finished()]
 
     def decode(self) -> None:
@@ -258,7 +261,7 @@ class HopScene:
     def order(self, *commands: Command) -> int:
         """Send a message; its ticket."""
         self._tickets += 1
-        self.hops.runner.take_message(SimpleNamespace(ticket=self._tickets, commands=commands))
+        self.migration.runner.take_message(SimpleNamespace(ticket=self._tickets, commands=commands))
         return self._tickets
 
     def hold(self, req: HopRequest, room: int = 7, for_s: float = 10.0) -> Any:
@@ -287,17 +290,17 @@ class HopScene:
 
     def ask(self, room: int = 7) -> Any:
         """An instance says where the KV of a room goes; its sender."""
-        sender = self.hops.holder.holds[room].shadow.disagg_kv_sender
+        sender = self.migration.holder.holds[room].shadow.disagg_kv_sender
         sender.outcome = Outcome.ASKED
         self.before()
         return sender
 
     def assert_at_rest(self) -> None:
-        totals = self.hops.holder.totals
-        ways = ("committed", "dropped", "aborted", "timed_out", "ended_by_pause", "ended_by_fault")
+        totals = self.migration.holder.totals
+        ways = ("committed", "aborted", "timed_out", "ended_by_pause", "ended_by_fault")
         ended = sum(totals[way] for way in ways)
         resumed = sum(count for way, count in totals.items() if way.startswith("resumed_by_"))
         assert totals["held"] == ended + resumed, "each hold that was made ends once"
-        assert not self.hops.holder.holds
+        assert not self.migration.holder.holds
         assert self.queue.buffers == 4
-        assert len(self.quarantine) == 0
+        assert len(self.deferred) == 0

@@ -30,9 +30,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from support.published import publish_arguments
 from transformers import AutoTokenizer
 
-from pla_sglang.engine.hooks import hop_front
-from pla_sglang.engine.hops import front
 from pla_sglang.engine.host.text import find_tool_close_ids
+from pla_sglang.engine.stateless import front_hooks
+from pla_sglang.engine.stateless.requests import streams
 
 GENERATE, COMPLETIONS, CHAT = "generate", "completions", "chat"
 CACHED_TOKENS = 3
@@ -120,7 +120,7 @@ class ScriptedManager(TokenizerManager):
         vars(host)["tool_close_token_ids"] = find_tool_close_ids(args.get("tool_call_parser"), tokenizer)
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
-        return hop_front.around_generate_request(ScriptedManager._generate, self, obj, request)
+        return front_hooks.around_generate_request(ScriptedManager._generate, self, obj, request)
 
     async def _generate(self, obj: Any, request: Any) -> Any:
         obj.normalize_batch_and_arguments()
@@ -133,7 +133,7 @@ class ScriptedManager(TokenizerManager):
             [], False, asyncio.Event(), obj, _Times(response_sent_to_client_time=1.0)
         )
         tokenized = SimpleNamespace(rid=obj.rid, input_ids=array("q", ids), sampling_params=params)
-        hop_front.before_send_one_request(self, tokenized)
+        front_hooks.before_send_one_request(self, tokenized)
         self.dispatched.append(obj.rid)
         reader = asyncio.current_task()
         pump = asyncio.ensure_future(self._run_script(tokenized, state))
@@ -227,14 +227,16 @@ class Instance:
             request = make_request(body)
             if not hooked:
                 return (await http_server.generate_request(obj, request)).body_iterator
-            return (await front.answer_generate(http_server.generate_request, self.manager, obj, request)).body_iterator
+            return (
+                await streams.answer_generate(http_server.generate_request, self.manager, obj, request)
+            ).body_iterator
         if kind == CHAT:
             request = ChatCompletionRequest(**body)
-            serving, around = self.chat, hop_front.around_generate_chat_stream
+            serving, around = self.chat, front_hooks.around_generate_chat_stream
             original = OpenAIServingChat._generate_chat_stream
         else:
             request = CompletionRequest(**body)
-            serving, around = self.completions, hop_front.around_generate_completion_stream
+            serving, around = self.completions, front_hooks.around_generate_completion_stream
             original = OpenAIServingCompletion._generate_completion_stream
         adapted, request = serving._convert_to_internal_request(request, None)
         if not hooked:

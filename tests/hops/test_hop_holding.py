@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from hop_scene import FIRST_TOKEN, HopRequest, HopScene
 
-from pla_sglang.engine.hops.leaving import PREFILL_HOLD_ATTRIBUTE
-from pla_sglang.engine.hops.orders import Command
-from pla_sglang.engine.hops.states import HoldState
-from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.engine.stateless.requests.commands import Command
+from pla_sglang.engine.stateless.transfer.holds import HoldState
+from pla_sglang.engine.stateless.transfer.legs import KIND_ATTRIBUTE, LegKind
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "without overlap"])
@@ -19,7 +18,7 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
 
 
 def state_of(scene: HopScene, room: int = 7) -> HoldState:
-    return scene.hops.holder.holds[room].state
+    return scene.migration.holder.holds[room].state
 
 
 def test_a_hold_is_made_when_the_step_under_way_is_processed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +36,7 @@ def test_a_hold_is_made_when_the_step_under_way_is_processed(monkeypatch: pytest
     assert scene.answers[ticket] == [
         {"status": "held", "tokens": known + 1, "kv_tokens": len(req.origin_input_ids) + known}
     ]
-    shadow = scene.hops.holder.holds[7].shadow
+    shadow = scene.migration.holder.holds[7].shadow
     assert len(shadow.origin_input_ids) == req.kv_committed_len, "made before, it would offer KV that is not there yet"
     assert (shadow.output_ids, shadow.bootstrap_room) == (req.output_ids[-1:], 7)
     assert req.bootstrap_room is None
@@ -60,31 +59,43 @@ def test_hold_and_resume(scene: HopScene) -> None:
     assert req.output_ids == list(range(FIRST_TOKEN, FIRST_TOKEN + len(req.output_ids)))
     assert len(req.output_ids) > len(held)
     assert scene.command("resume") == {"status": "unknown", "code": 410}
-    assert scene.hops.holder.totals["resumed_by_command"] == 1
+    assert scene.migration.holder.totals["resumed_by_command"] == 1
     scene.assert_at_rest()
 
 
 def test_a_hold_whose_time_is_over_goes_on_by_itself(scene: HopScene) -> None:
     req = scene.start()
     scene.hold(req, for_s=5)
-    scene.now_s = scene.hops.holder.holds[7].until_s - 0.1  # type: ignore[operator]
+    scene.now_s = scene.migration.holder.holds[7].until_s - 0.1  # type: ignore[operator]
     scene.before()
     assert req not in scene.running.reqs
     scene.now_s += 0.1
     scene.before()
     assert req in scene.running.reqs
-    assert scene.hops.holder.totals["resumed_by_time"] == 1
+    assert scene.migration.holder.totals["resumed_by_time"] == 1
     assert scene.answered == []
     scene.assert_at_rest()
 
 
-@pytest.mark.parametrize(("do", "said", "end"), [("commit", "committed", "moved"), ("drop", "dropped", "Dropped")])
-def test_commit_and_drop_end_the_stream_and_free_all(scene: HopScene, do: str, said: str, end: str) -> None:
+def test_commit_ends_the_stream_and_frees_all(scene: HopScene) -> None:
     req = scene.start()
     scene.hold(req)
-    assert scene.command(do) == {"status": said}
-    assert (scene.answered, scene.freed) == ([("r", end)], ["r"])
-    assert scene.command(do) == {"status": "unknown", "code": 410}
+    assert scene.command("commit") == {"status": "committed"}
+    assert (scene.answered, scene.freed) == ([("r", "moved")], ["r"])
+    assert scene.command("commit") == {"status": "unknown", "code": 410}
+    scene.assert_at_rest()
+
+
+def test_what_is_held_is_not_held_again(scene: HopScene) -> None:
+    req = scene.start()
+    scene.hold(req)
+    for room in (7, 8):
+        assert scene.hold(req, room) == {
+            "status": "refused",
+            "reason": "it is held already, or on its way to or from a hold",
+        }
+    assert state_of(scene) is HoldState.HELD
+    assert scene.command("resume") == {"status": "resumed"}
     scene.assert_at_rest()
 
 
@@ -117,7 +128,7 @@ def test_a_stream_whose_text_is_kept_back_for_ever_is_not_held(scene: HopScene) 
     assert (answer["status"], "stop string" in answer["reason"]) == ("refused", True)
     scene.before()
     assert req in scene.running.reqs
-    assert not scene.hops.holder.holds
+    assert not scene.migration.holder.holds
 
 
 def test_a_request_that_ends_with_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,18 +150,16 @@ def test_what_waits_is_not_held(scene: HopScene) -> None:
     for req in (waiting, chunked):
         assert scene.hold(req) == {"status": "waiting"}
     assert scene.hold(HopRequest("nobody")) == {"status": "unknown"}
-    assert not scene.hops.holder.holds
+    assert not scene.migration.holder.holds
 
 
 def test_a_chunk_in_the_last_batch_is_not_held(scene: HopScene) -> None:
     chunked = HopRequest("chunked")
-    setattr(chunked, PREFILL_HOLD_ATTRIBUTE, (7, 1.0))
     scene.scheduler.chunked_req = chunked
     scene.prefill(chunked)
     ticket = scene.order(Command("hold", 8, "chunked"))
-    scene.hops.before_batches(scene.running, scene.last, 0.0)
+    scene.migration.before_batches(scene.running, scene.last, 0.0)
     assert scene.answers[ticket] == [{"status": "waiting"}]
-    assert getattr(chunked, PREFILL_HOLD_ATTRIBUTE) == (7, 1.0), "it is held when its last chunk was launched"
 
 
 def test_prefill_legs_are_refused(scene: HopScene) -> None:
@@ -190,7 +199,7 @@ def test_without_a_metadata_buffer_it_goes_on(scene: HopScene) -> None:
     assert (answer["status"], "metadata buffer" in answer["reason"]) == ("refused", True)
     scene.before()
     assert req in scene.running.reqs
-    assert not scene.hops.holder.holds
+    assert not scene.migration.holder.holds
 
 
 def test_a_room_is_used_once(scene: HopScene) -> None:
@@ -205,7 +214,11 @@ def test_several_commands_of_one_message_are_carried_out_in_order(scene: HopScen
     scene.start("a")
     scene.start("b")
     ticket = scene.order(
-        Command("hold", 1, "a"), Command("hold", 2, "b"), Command("commit", 1), Command("drop", 9), Command("resume", 2)
+        Command("hold", 1, "a"),
+        Command("hold", 2, "b"),
+        Command("commit", 1),
+        Command("commit", 9),
+        Command("resume", 2),
     )
     for _ in range(4):
         scene.turn()
@@ -220,27 +233,10 @@ def test_several_commands_of_one_message_are_carried_out_in_order(scene: HopScen
     scene.assert_at_rest()
 
 
-def test_a_hold_at_the_end_of_a_prefill(scene: HopScene) -> None:
-    req, other = HopRequest("r"), HopRequest("other")
-    setattr(req, PREFILL_HOLD_ATTRIBUTE, (7, 4.0))
-    scene.prefill(req, other)
-    scene.before()
-    assert (req in scene.running.reqs, other in scene.running.reqs) == (False, True)
-    scene.decode()
-    scene.before()
-    assert state_of(scene) is HoldState.HELD
-    assert (req.output_ids, scene.hops.holder.holds[7].kv_tokens) == ([FIRST_TOKEN], 10)
-    assert scene.command("resume")["status"] == "resumed"
-    scene.turn()
-    assert req in scene.running.reqs, "it is not held a second time"
-
-
 def test_a_command_for_a_request_that_is_about_to_be_held_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first token is out before the hold is made."""
     scene = HopScene(monkeypatch)
-    req = HopRequest("r")
-    setattr(req, PREFILL_HOLD_ATTRIBUTE, (7, 4.0))
-    scene.prefill(req)
+    scene.start()
+    scene.order(Command("hold", 7, "r"))
     scene.before()
     ticket = scene.order(Command("resume", 7))
     scene.before()
@@ -260,8 +256,8 @@ def test_an_abort_meets_a_held_request_in_every_state(monkeypatch: pytest.Monkey
     else:
         scene.hold(req)
     if when == "returning":
-        scene.hops.holder.resume(scene.hops.holder.holds[7], "command")
-    assert scene.hops.holder.abort(lambda rid: rid.startswith("r")) == 1
+        scene.migration.holder.resume(scene.migration.holder.holds[7], "command")
+    assert scene.migration.holder.abort(lambda rid: rid.startswith("r")) == 1
     scene.process()
     scene.before()
     assert scene.answered == [("r", "Aborted")]
@@ -287,10 +283,10 @@ def test_under_memory_pressure_the_oldest_goes_back_and_none_is_lost(scene: HopS
     scene.running.needed_tokens, scene.free_tokens = 4, 3
     scene.before()
     assert first in scene.running.reqs
-    assert list(scene.hops.holder.holds) == [1]
+    assert list(scene.migration.holder.holds) == [1]
     scene.free_tokens = 4
     scene.before()
-    assert list(scene.hops.holder.holds) == [1]
+    assert list(scene.migration.holder.holds) == [1]
     assert scene.answered == []
     assert running in scene.running.reqs
 
@@ -300,7 +296,7 @@ def test_a_pause_for_new_weights_gives_held_requests_to_the_host(scene: HopScene
     scene.hold(held, 1)
     scene.order(Command("hold", 2, "b"))
     scene.before()
-    assert set(scene.hops.holder.return_all()) == {held, leaving}
+    assert set(scene.migration.holder.return_all()) == {held, leaving}
     assert scene.freed == []
     scene.assert_at_rest()
 
@@ -309,17 +305,17 @@ def test_a_fault_while_held_requests_are_returned_loses_none(scene: HopScene, mo
     first, second = scene.start("a"), scene.start("b")
     for room, req in enumerate((first, second), start=1):
         assert scene.hold(req, room)["status"] == "held"
-    close = scene.hops.holder.offers.close
+    close = scene.migration.holder.offers.close
 
     def fail_for_second(hold: Any, **kwargs: Any) -> None:
         if hold.req is second:
             raise RuntimeError("broken")
         close(hold, **kwargs)
 
-    monkeypatch.setattr(scene.hops.holder.offers, "close", fail_for_second)
+    monkeypatch.setattr(scene.migration.holder.offers, "close", fail_for_second)
     with pytest.raises(RuntimeError):
-        scene.hops.holder.return_all()
-    assert [hold.req for hold in scene.hops.holder.holds.values()] == [first, second]
+        scene.migration.holder.return_all()
+    assert [hold.req for hold in scene.migration.holder.holds.values()] == [first, second]
 
 
 def test_commands_while_the_engine_is_paused(scene: HopScene) -> None:
@@ -334,7 +330,7 @@ def test_commands_while_the_engine_is_paused(scene: HopScene) -> None:
 def test_what_held_requests_may_still_want(scene: HopScene) -> None:
     req = scene.start()
     scene.hold(req)
-    assert scene.hops.holder.list_growing() == [req]
-    state = scene.hops.holder.state()
+    assert scene.migration.holder.list_growing() == [req]
+    state = scene.migration.holder.state()
     assert (state["held"], state["by_state"], state["totals"]["held"]) == (1, {"held": 1}, 1)
     assert state["kv_tokens"] == req.kv_committed_len

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.hops.orders import Command, Job, parse_commands
-from pla_sglang.engine.hops.states import HOLD_MOVES, Hold, HoldState
+from pla_sglang.engine.stateless.requests.commands import Command, Job, parse_commands
+from pla_sglang.engine.stateless.transfer.holds import HOLD_MOVES, Hold, HoldState
 from pla_sglang.errors import ConfigError, IllegalMoveError
 
 
@@ -18,7 +18,7 @@ def test_all_commands() -> None:
             {"do": "hold", "rid": "R", "room": 78},
             {"do": "resume", "room": 77},
             {"do": "commit", "room": 77},
-            {"do": "drop", "room": 0},
+            {"do": "resume", "room": 0},
         ]
     }
     assert parse_commands(body) == (
@@ -26,7 +26,7 @@ def test_all_commands() -> None:
         Command("hold", 78, "R", 10.0),
         Command("resume", 77),
         Command("commit", 77),
-        Command("drop", 0),
+        Command("resume", 0),
     )
 
 
@@ -38,12 +38,14 @@ def test_all_commands() -> None:
         ({"commands": {}}, 'expected {"commands"'),
         ({"commands": [], "more": 1}, 'expected {"commands"'),
         ({"commands": []}, "0 commands; allowed: 1 to 1000"),
-        ({"commands": [{"do": "drop", "room": 1}] * 1001}, "1001 commands"),
+        ({"commands": [{"do": "resume", "room": 1}] * 1001}, "1001 commands"),
         ({"commands": [7]}, r"commands\[0\]: do None"),
-        ({"commands": [{"do": "park", "room": 1}]}, "do 'park' is not valid; allowed: hold, resume, commit, drop"),
-        ({"commands": [{"do": "drop"}]}, "drop has the members do, room"),
-        ({"commands": [{"do": "drop", "room": 1, "rid": "x"}]}, "drop has the members do, room"),
-        ({"commands": [{"do": "drop", "room": -1}]}, r"commands\[0\].room -1 is not valid"),
+        ({"commands": [{"do": "park", "room": 1}]}, "do 'park' is not valid; allowed: hold, resume, commit"),
+        ({"commands": [{"do": "commit"}]}, "commit has the members do, room"),
+        ({"commands": [{"do": "commit", "room": 1, "rid": "x"}]}, "commit has the members do, room"),
+        ({"commands": [{"do": "commit", "room": -1}]}, r"commands\[0\].room -1 is not valid"),
+        ({"commands": [{"do": "commit", "room": True}]}, "room True is not valid"),
+        ({"commands": [{"do": "commit", "room": 2**63}]}, "room 9223372036854775808 is not valid"),
         ({"commands": [{"do": "hold", "room": 1}]}, r"commands\[0\].rid None"),
         ({"commands": [{"do": "hold", "room": 1, "rid": ""}]}, r"commands\[0\].rid ''"),
         (
@@ -58,9 +60,9 @@ def test_what_is_refused(body: Any, named: str) -> None:
 
 
 def test_a_job_answers_in_order() -> None:
-    job = Job(1, (Command("drop", 1), Command("resume", 2)))
-    assert job.next_command == Command("drop", 1)
-    job.answer({"status": "dropped"})
+    job = Job(1, (Command("commit", 1), Command("resume", 2)))
+    assert job.next_command == Command("commit", 1)
+    job.answer({"status": "committed"})
     assert job.next_command == Command("resume", 2)
     job.answer({"status": "resumed"})
     assert job.next_command is None

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hop_scene import FIRST_TOKEN, HopRequest, HopScene
 
-from pla_sglang.engine.hops.beginning import Begun, begin, came_with_its_kv
-from pla_sglang.engine.hops.orders import Command
-from pla_sglang.engine.hops.pulls import GRACE_S, OpenRooms
-from pla_sglang.engine.hops.states import HoldState
-from pla_sglang.engine.stateless import host
-from pla_sglang.engine.stateless.host import Outcome
-from pla_sglang.engine.stateless.legs import LegKind, goes_on
-from pla_sglang.engine.stateless.side_channel import NO_ROOM, PULL
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.host.calls import Outcome
+from pla_sglang.engine.stateless.host.side_channel import NO_ROOM, PULL
+from pla_sglang.engine.stateless.requests.arrival import Begun, begin
+from pla_sglang.engine.stateless.requests.commands import Command
+from pla_sglang.engine.stateless.transfer.holds import HoldState
+from pla_sglang.engine.stateless.transfer.legs import LegKind, came_with_its_kv, goes_on
+from pla_sglang.engine.stateless.transfer.rooms import GRACE_S, OpenRooms
 from pla_sglang.errors import RefusedRequestError
 
 REFUSED = ("tcp://10.0.0.9:40", [NO_ROOM, b"7"])
@@ -34,11 +34,11 @@ def held(scene: HopScene) -> HopRequest:
 
 
 def state_of(scene: HopScene) -> HoldState:
-    return next(iter(scene.hops.holder.holds.values())).state
+    return next(iter(scene.migration.holder.holds.values())).state
 
 
 def pull(scene: HopScene, room: int = 7) -> None:
-    assert scene.hops.on_message([PULL, str(room).encode(), b"10.0.0.9", b"40"])
+    assert scene.migration.on_message([PULL, str(room).encode(), b"10.0.0.9", b"40"])
 
 
 def test_what_is_sent_is_prompt_and_answer_without_its_last_token(scene: HopScene, held: HopRequest) -> None:
@@ -56,7 +56,7 @@ def test_the_source_holds_on_until_it_is_told(scene: HopScene, held: HopRequest)
     sender.outcome = Outcome.DONE
     scene.before()
     assert (state_of(scene), scene.freed, scene.answered) == (HoldState.SENT, [], [])
-    assert scene.hops.holder.offers.sent == 1
+    assert scene.migration.holder.offers.sent == 1
     assert scene.command("commit") == {"status": "committed"}
     assert (scene.answered, scene.freed) == ([("r", "moved")], ["r"])
     scene.assert_at_rest()
@@ -71,33 +71,25 @@ def test_sent_and_not_told_it_goes_on_when_its_time_is_over(scene: HopScene, hel
     scene.assert_at_rest()
 
 
-def test_a_transfer_that_fails_leaves_it_held_and_it_is_asked_for_again_in_another_room(
-    scene: HopScene, held: HopRequest
-) -> None:
+def test_a_transfer_that_fails_leaves_it_held_until_it_goes_on_here(scene: HopScene, held: HopRequest) -> None:
     pull(scene)
     scene.ask().outcome = Outcome.FAILED
     scene.before()
     assert state_of(scene) is HoldState.HELD
     assert scene.refused == [REFUSED], "the instance that asked need not wait"
-    scene.now_s = 3.0
-    answer = scene.hold(held, 8)
-    assert (answer["status"], list(scene.hops.holder.holds)) == ("held", [8])
-    assert scene.hops.holder.holds[8].until_s == 13.0
-    assert scene.command("resume", 7)["status"] == "unknown"
-    scene.ask(8).outcome = Outcome.DONE
-    scene.before()
     scene.queue.pass_marks()
     scene.before()
-    assert scene.command("commit", 8)["status"] == "committed"
+    assert scene.command("resume")["status"] == "resumed"
+    assert held in scene.running.reqs
     scene.assert_at_rest()
 
 
-@pytest.mark.parametrize("do", ["commit", "drop", "abort"])
+@pytest.mark.parametrize("do", ["commit", "abort"])
 def test_no_page_is_freed_while_a_transfer_reads_it(scene: HopScene, held: HopRequest, do: str) -> None:
     pull(scene)
     sender = scene.ask()
     if do == "abort":
-        scene.hops.holder.abort(lambda rid: True)
+        scene.migration.holder.abort(lambda rid: True)
     else:
         scene.command(do)
     assert len(scene.answered) == 1, "its client is answered at once"
@@ -124,7 +116,7 @@ def test_it_does_not_go_on_while_a_transfer_reads_its_pages(scene: HopScene, hel
 
 def test_a_pause_for_new_weights_ends_what_is_on_its_way(scene: HopScene, held: HopRequest) -> None:
     scene.ask()
-    assert scene.hops.holder.return_all() == []
+    assert scene.migration.holder.return_all() == []
     assert (scene.answered, scene.freed) == ([("r", "503")], [])
     scene.queue.pass_marks()
     scene.before()
@@ -143,7 +135,7 @@ def test_a_fault_in_sending_leaves_it_held(scene: HopScene, held: HopRequest, ca
     scene.before()
     assert state_of(scene) is HoldState.HELD
     assert "no link" in caplog.text
-    assert scene.hops.holder.offers.failed == 1
+    assert scene.migration.holder.offers.failed == 1
 
 
 # -- rooms that nobody holds -------------------------------------------------------------------------------------------
@@ -163,7 +155,7 @@ def test_a_pull_of_a_room_that_is_not_held_is_refused(scene: HopScene) -> None:
 
 def test_a_pull_by_whom_nobody_knows_is_not_answered(scene: HopScene) -> None:
     """Nobody proves who has sent it, and a refusal connects to what it names."""
-    assert scene.hops.on_message([PULL, b"7", b"10.0.0.9", b"41"])
+    assert scene.migration.on_message([PULL, b"7", b"10.0.0.9", b"41"])
     scene.before()
     scene.now_s = GRACE_S
     scene.before()
@@ -185,9 +177,9 @@ def test_a_pull_that_comes_before_its_hold_is_served(scene: HopScene) -> None:
 @pytest.mark.parametrize("message", [[PULL], [PULL, b"x", b"h", b"1"], [PULL, b"1", b"h", b"port"], [PULL, b"", b""]])
 def test_malformed_pulls_are_ours_and_harm_nobody(scene: HopScene, message: list[bytes]) -> None:
     """``Inbox`` lets none of them in."""
-    assert scene.hops.on_message(message)
-    assert not scene.hops.on_message([b"None", b"1"])
-    assert not scene.hops.on_message([])
+    assert scene.migration.on_message(message)
+    assert not scene.migration.on_message([b"None", b"1"])
+    assert not scene.migration.on_message([])
 
 
 def test_rooms_are_looked_at_without_a_lock_held_by_who_refuses() -> None:
@@ -219,8 +211,6 @@ def test_what_is_received_for_a_pull() -> None:
     ("kind", "tags", "status"),
     [
         (LegKind.PREFILL, {"pla_tokens": [1]}, 400),
-        (LegKind.PREFILL, {"pla_hold": 1}, 400),
-        (LegKind.DECODE, {"pla_hold": 1}, 400),
         (LegKind.DECODE, {"pla_tokens": [-1]}, 400),
         (LegKind.DECODE, {"pla_tokens": [1] * 51}, 409),
     ],
@@ -277,10 +267,10 @@ def both(scene: HopScene) -> tuple[HopRequest, HopRequest]:
 def test_a_held_request_that_cannot_be_offered_ends_with_500_and_no_other(
     scene: HopScene, both: tuple[HopRequest, HopRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scene.hops.holder.offers, "_begin", lambda hold: 1 / 0)
+    monkeypatch.setattr(scene.migration.holder.offers, "_begin", lambda hold: 1 / 0)
     scene.ask(7)
     assert scene.answered == [("bad", "500")], "in the same pass, when all ranks have said what they know"
-    assert (list(scene.hops.holder.holds), scene.hops.holder.totals["ended_by_fault"]) == ([8], 1)
+    assert (list(scene.migration.holder.holds), scene.migration.holder.totals["ended_by_fault"]) == ([8], 1)
     assert scene.command("resume", 8)["status"] == "resumed"
     scene.before()
     assert (scene.freed, scene.faults.count) == (["bad"], 1)
@@ -288,7 +278,7 @@ def test_a_held_request_that_cannot_be_offered_ends_with_500_and_no_other(
 
 
 def test_a_fault_of_another_rank_ends_the_hold_here_too(scene: HopScene, both: tuple[HopRequest, HopRequest]) -> None:
-    scene.hops.holder._agree = lambda flags: [flag and place != 4 for place, flag in enumerate(flags)]
+    scene.migration.holder._agree = lambda flags: [flag and place != 4 for place, flag in enumerate(flags)]
     scene.before()
     assert scene.answered == [("bad", "500")]
 
@@ -299,7 +289,7 @@ def test_a_command_that_raises_is_answered_and_ends_its_request_alone(
     def resume(hold: Any, why: str) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(scene.hops.holder, "resume", resume)
+    monkeypatch.setattr(scene.migration.holder, "resume", resume)
     ticket = scene.order(Command("resume", 7), Command("commit", 8))
     scene.before()
     assert scene.answers[ticket] == [{"status": "failed", "code": 500}, {"status": "committed"}]
@@ -311,11 +301,11 @@ def test_a_command_that_raises_is_answered_and_ends_its_request_alone(
 def test_what_one_held_request_cannot_be_given_keeps_no_other_from_its_end(
     scene: HopScene, both: tuple[HopRequest, HopRequest], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    fail_for(monkeypatch, host, name, "bad")
-    scene.hops.holder.abort(lambda rid: True)
+    fail_for(monkeypatch, calls, name, "bad")
+    scene.migration.holder.abort(lambda rid: True)
     assert ("good", "Aborted") in scene.answered
     assert "good" in scene.freed
-    assert (scene.hops.holder.holds, scene.faults.count) == ({}, 1)
+    assert (scene.migration.holder.holds, scene.faults.count) == ({}, 1)
 
 
 def test_a_request_that_raises_as_it_is_held_ends_and_those_beside_it_are_held(
@@ -323,16 +313,16 @@ def test_a_request_that_raises_as_it_is_held_ends_and_those_beside_it_are_held(
 ) -> None:
     for rid in ("bad", "good"):
         scene.start(rid)
-    fail_for(monkeypatch, host, "holds_back_text", "bad")
+    fail_for(monkeypatch, calls, "holds_back_text", "bad")
     scene.order(Command("hold", 7, "bad"), Command("hold", 8, "good"))
     for _ in range(3):
         scene.turn()
     assert scene.answered == [("bad", "500")]
-    assert list(scene.hops.holder.holds) == [8]
+    assert list(scene.migration.holder.holds) == [8]
 
 
 def test_an_end_for_a_fault_is_no_abort(scene: HopScene, both: tuple[HopRequest, HopRequest]) -> None:
-    scene.hops.holder.abort(lambda rid: True, "an exception")
+    scene.migration.holder.abort(lambda rid: True, "an exception")
     assert scene.answered == [("bad", "500"), ("good", "500")]
     scene.assert_at_rest()
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.hops.replay import reason_against_moving, replay_answer
-from pla_sglang.engine.stateless import host
+from pla_sglang.engine.faults import Faults
 from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.peers import PeerBook
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.requests.arrival import reason_against_moving, replay_answer
+from pla_sglang.engine.stateless.transfer.peers import PeerBook
 from pla_sglang.errors import ConfigError
 
 THINK_END = [40, 41]
@@ -58,7 +58,7 @@ class Bench:
             output_streamer=streamer, model_config=SimpleNamespace(think_end_ids=THINK_END)
         )
         self.refusals: list[tuple[int, str]] = []
-        monkeypatch.setattr(host, "end_with_error", self._refuse)
+        monkeypatch.setattr(calls, "end_with_error", self._refuse)
 
     def _refuse(self, scheduler: Any, req: Any, reason: str, status: int) -> None:
         req.finished_reason = reason

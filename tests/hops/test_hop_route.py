@@ -12,7 +12,7 @@ from hops.splice_scene import GENERATE, Instance, Received, Script, body_of, loa
 from sglang.srt.entrypoints import http_server
 
 from pla_sglang.chain import model_path
-from pla_sglang.engine.hops.front import replace_generate_route
+from pla_sglang.engine.stateless.requests.streams import replace_generate_route
 
 pytestmark = pytest.mark.usefixtures("published")
 

@@ -12,9 +12,9 @@ from hops.splice_scene import CHAT, COMPLETIONS, GENERATE, PROMPT, Instance, Rec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pla_sglang.chain import model_path
-from pla_sglang.engine.hops import front
-from pla_sglang.engine.hops.front_tags import prompt_mark, read_front_tags
-from pla_sglang.engine.hops.shown import Shown, read_seen, write_seen
+from pla_sglang.engine.stateless.requests import streams
+from pla_sglang.engine.stateless.requests.delivered import Shown, read_seen, write_seen
+from pla_sglang.engine.stateless.requests.tags import prompt_mark, read_front_tags
 from pla_sglang.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -213,7 +213,9 @@ def test_what_cannot_move_is_not_marked_and_does_not_go_on(fields: dict[str, Any
     def open_with(custom: dict[str, Any], changes: dict[str, Any]) -> Any:
         given = {**plain, **changes}
         params = {**given["sampling_params"], "custom_params": custom}
-        return front.open_stream(manager, GenerateReqInput(**{**given, "sampling_params": params}), front.Kind.GENERATE)
+        return streams.open_stream(
+            manager, GenerateReqInput(**{**given, "sampling_params": params}), streams.Kind.GENERATE
+        )
 
     assert open_with(MOVABLE, {}) is not None
     assert open_with(MOVABLE, fields) is None

@@ -22,7 +22,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from pla_sglang.chain import model_path
 from pla_sglang.engine.host.text import find_tool_close_ids
-from pla_sglang.engine.stateless import host
+from pla_sglang.engine.stateless.host import calls
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -92,16 +92,16 @@ class Instance:
         self.texts[rid] = ""
         for token in self.tokenizer.encode(answer):
             req.output_ids.append(token)
-            host.show_all_tokens(self.scheduler, req)
+            calls.show_all_tokens(self.scheduler, req)
         return req
 
     def end(self, how: str, req: Req) -> None:
         if how == "aborted":
-            host.end_aborted(self.scheduler, req, "Dropped")
+            calls.end_aborted(self.scheduler, req, "Dropped")
         elif how == "moved":
-            host.end_moved(self.scheduler, req)
+            calls.end_moved(self.scheduler, req)
         else:
-            host.end_with_error(self.scheduler, req, "late", HTTPStatus.SERVICE_UNAVAILABLE)
+            calls.end_with_error(self.scheduler, req, "late", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 @pytest.mark.parametrize("how", ["aborted", "moved", "late"])

@@ -11,14 +11,14 @@ import pytest
 from support.fake_scheduler import FakeReq, FakeScheduler
 
 from pla_sglang.config import PlaConfig
-from pla_sglang.engine.backlog import list_held
+from pla_sglang.engine.fleet_part import join
 from pla_sglang.engine.hooks.load_report import name_of
 from pla_sglang.engine.host.requests import set_extend
 from pla_sglang.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Probe
 from pla_sglang.engine.request_rows import RowsWanted
 from pla_sglang.engine.roles import RoleState
 from pla_sglang.load.report import Backlog, ClassQueue, PassTiming, Report, RequestRow
-from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.common.step_model import StepModel
 
 
 class Sink:
@@ -95,7 +95,7 @@ def test_what_waits_is_summed_up() -> None:
     assert (report.short, report.long) == (ClassQueue(1, 50), ClassQueue(1, 300))
     assert (report.prefill_age_s, report.received, report.key) == (1.5, 2, "here#1")
     assert (report.boundary_tokens, report.role) == (100, "mixed")
-    assert StepModel.from_floats(report.step_model) == probe.scheduler.pla.policy.model
+    assert StepModel.from_floats(report.step_model) == probe.scheduler.pla.policy.prefills.model
     assert (report.kv_used_tokens, report.kv_capacity_tokens) == (20_000, 120_000)
 
 
@@ -378,8 +378,26 @@ def test_rows_of_running_requests_come_in_the_reports_of_their_cadence() -> None
     assert probe.state()["rows"] == {"every_s": 0.1, "most": 5, "sent": 4}
 
 
-def test_held_requests_are_listed() -> None:
-    holder = SimpleNamespace(holds={7: SimpleNamespace(req=FakeReq("held", 9))})
-    stateless = SimpleNamespace(hops=SimpleNamespace(holder=holder))
-    assert [req.rid for req in list_held(SimpleNamespace(pla_stateless=stateless))] == ["held"]
-    assert list_held(SimpleNamespace()) == []
+def test_a_fleets_part_of_the_scheduler_is_asked_for_what_it_keeps() -> None:
+    probe, _, clock = made()
+    held, joining, leg = FakeReq("held", 9), FakeReq("joining", 20), FakeReq("leg", 5)
+
+    class Part:
+        def decodes_here(self, req: Any) -> bool:
+            return req is not leg
+
+        def list_paused(self) -> list[FakeReq]:
+            return [held]
+
+        def list_joining(self) -> list[FakeReq]:
+            return [joining]
+
+        def describe_load(self) -> None:
+            return None
+
+    join(probe.scheduler, Part())  # type: ignore[arg-type]
+    probe.scheduler.running_batch.reqs = [leg]
+    probe.rows.ask_rows(RowsWanted(0.1, 5))
+    report = probe.report(clock())
+    assert (report.running, report.waiting_decodes, report.waiting_decode_tokens) == (0, 1, 20)
+    assert report.requests == (RequestRow("held", 9, 0, True),)

@@ -73,7 +73,7 @@ def test_a_report_with_all_its_rows_stays_below_its_largest_size() -> None:
 
 
 def test_a_row_of_a_routers_request_has_some_forty_bytes() -> None:
-    """The figure of docs/telemetry.md."""
+    """The figure of docs/reference/load-reports.md."""
     rows = tuple(RequestRow(f"pla-0123456789ab-{number:010x}", 2000, 900) for number in range(256))
     plain, listed = (encode(Report(instance="a", sequence=1, clock_s=0.0, requests=kept)) for kept in (None, rows))
     assert 35 < (len(listed) - len(plain)) / len(rows) < 42

@@ -29,7 +29,7 @@ from pla_sglang.load.report import (
 )
 from pla_sglang.load.tracker import LoadTracker, Phase, ReportEffect, TrackedRequest
 from pla_sglang.load.window import BusyShare, WindowMean
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.decisions import MeasuredPass
 from pla_sglang.policy.interface.fleet import InstanceView
 

@@ -10,16 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.paper_formulas import head_of_line_penalty_s, prefill_boundary, reprefill_boundary
 
-from pla_sglang.policy.pla.boundary import (
-    BOUNDARY_MAX_TOKENS,
-    BOUNDARY_MIN_TOKENS,
-    CPU_START,
-    FAIR_SHARE,
-    GPU_START,
-    Boundary,
-    StepModel,
-    find_boundary,
-)
+from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
+from pla_sglang.policy.pla.boundary import BOUNDARY_MAX_TOKENS, BOUNDARY_MIN_TOKENS, FAIR_SHARE, Boundary, find_boundary
 
 
 @pytest.mark.parametrize(

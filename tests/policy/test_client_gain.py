@@ -10,7 +10,7 @@ from support.fleets import LinearSteps, decode, fleet
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.policy.baselines.migration import LoadMigration
-from pla_sglang.policy.client_gain import ClientGain, ClientGainKnobs, DecodeLoad
+from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs, DecodeLoad
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView
 from pla_sglang.policy.interface.reasons import FleetReason as R

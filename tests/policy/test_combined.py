@@ -14,9 +14,9 @@ from pla_sglang.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
 from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import Hold, Migrate, ScaleTo, SetLengthClass, SetRole
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass

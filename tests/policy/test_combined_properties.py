@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from support.fleets import LinearSteps, instance, predictor, request
 
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
-from pla_sglang.policy.arrow.pools import PoolEvent, transition
 from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode, FleetMode
 from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
 from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs
+from pla_sglang.policy.common.pools import PoolEvent, transition
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import FleetAction, Migrate, ScaleTo, SetLengthClass, SetRole
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceState, InstanceView, Role
 from pla_sglang.policy.pla.fitted_boundary import FittedBoundary

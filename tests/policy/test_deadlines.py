@@ -16,9 +16,10 @@ from pla_sglang.policy.interface.prefill import Action, PassView, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.longs import LongKnobs, aged_at_s
-from pla_sglang.policy.pla.most_kept import MOST_PLANNED
-from pla_sglang.policy.pla.overdue import LASTING_SHARE, SHARE, take_overdue
 from pla_sglang.policy.pla.temporal import TemporalKnobs
+from pla_sglang.policy.slo.deadlines import TargetLongs
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
+from pla_sglang.policy.slo.overdue import take_overdue
 
 S, L, H = Action.SHORT, Action.LONG, Action.HOLD
 RECENT_S = NOW_S - 1.0
@@ -313,7 +314,7 @@ CASES = [
         "nor where more wait than are planned",
         pass_view(
             [
-                *(long(RECENT_S, 1500, deadline_s=KEPT_S) for _ in range(MOST_PLANNED)),
+                *(long(RECENT_S, 1500, deadline_s=KEPT_S) for _ in range(SloKnobs.most_planned)),
                 long(RECENT_S, 4000, deadline_s=NOW_S + 0.55),
             ]
         ),
@@ -360,11 +361,12 @@ def test_with_targets_every_request_ends(arrivals: list[Arrival], settings: Temp
 def test_a_lost_request_ends_within_twice_its_bound_under_overload(requests: int, lost_every: int) -> None:
     """Longs at 1.2 times what the device can do for 7 and 14 s, some of them lost from the start."""
     bound_s = 2.0
-    settings = TemporalKnobs(
+    settings = EnginePolicyKnobs(
         boundary_tokens=100,
         boundary_cap_tokens=1000,
         awd=AwdKnobs(depth_max=64),
-        longs=LongKnobs(max_age_s=1.0, lost_age_s=bound_s, chunk_max_tokens=1000),
+        longs=LongKnobs(max_age_s=1.0, chunk_max_tokens=1000),
+        slo=SloKnobs(lost_age_s=bound_s),
     )
     step_s = MODEL.step_s(900, 0)
     arrivals = [
@@ -380,7 +382,7 @@ def test_a_lost_request_ends_within_twice_its_bound_under_overload(requests: int
 
 @pytest.mark.parametrize(
     ("bound_s", "count", "share"),
-    [(20.0, 5, SHARE), (1.0, 2, LASTING_SHARE)],
+    [(20.0, 5, SloKnobs.overdue_share), (1.0, 2, SloKnobs.lasting_share)],
     ids=["which ends them within twice their bound", "and less where it would not"],
 )
 def test_overdue_requests_have_their_share_of_time_and_no_more(bound_s: float, count: int, share: float) -> None:
@@ -414,7 +416,7 @@ def test_the_share_pays_for_every_chunk_of_an_overdue_long() -> None:
     ran = engine([*lost, *kept], settings, {"budget_tokens": chunk})
     requests = ran.run()
     ends = sorted(request.first_token_s or 0.0 for request in requests[:2])
-    assert 0.9 < long_s / LASTING_SHARE / (ends[1] - ends[0]) < 1.1
+    assert 0.9 < long_s / SloKnobs.lasting_share / (ends[1] - ends[0]) < 1.1
     assert sum(line.reason is Reason.OVERDUE for line in ran.log) == 2 * 3, "chunks"
 
 
@@ -440,11 +442,12 @@ def test_of_many_overdue_shorts_the_earliest_that_fit_run_and_few_are_looked_at(
 def test_who_has_a_target_is_aged_later_where_deadlines_decide() -> None:
     """At 9.3 s of 10 a long of 4000 tokens is aged; with a target it may be passed until that is lost, and until 20
     times its bound of 30 s; with a target that is later than its bound until that is over."""
-    both = LongKnobs(max_age_s=10.0, lost_age_s=30.0, share=0.5, chunk_max_tokens=1000, stretch=1000.0)
-    alone = dataclasses.replace(both, lost_age_s=None)
+    longs = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000, stretch=1000.0)
+    decide, alone = (TargetLongs(longs, SloKnobs(lost_age_s=age_s), MODEL) for age_s in (30.0, None))
     target, none = long(0.0, 4000, deadline_s=3.0), long(0.0, 4000)
-    assert aged_at_s(target, MODEL, both) == pytest.approx(aged_at_s(none, MODEL, both) + 590)
-    assert aged_at_s(target, MODEL, alone) == aged_at_s(none, MODEL, both)
-    assert both.age_bound_s(target) == 600.0
-    assert both.age_bound_s(long(0.0, 4000, deadline_s=31.0)) == 30.0
-    assert dataclasses.replace(both, lost_age_s=5.0).age_bound_s(target) == 200.0
+    assert decide.find_age_s(none) == aged_at_s(none, MODEL, longs)
+    assert decide.find_age_s(target) == pytest.approx(decide.find_age_s(none) + 590)
+    assert alone.find_age_s(target) == decide.find_age_s(none)
+    assert SloKnobs(lost_age_s=30.0).age_bound_s(target, longs) == 600.0
+    assert SloKnobs(lost_age_s=30.0).age_bound_s(long(0.0, 4000, deadline_s=31.0), longs) == 30.0
+    assert SloKnobs(lost_age_s=5.0).age_bound_s(target, longs) == 200.0

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.views import FLAT, long
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens
 
 # Under FLAT a long of 4000 tokens in chunks of 1000 takes 0.4 s: with half of the device it is aged after 9.2 s.

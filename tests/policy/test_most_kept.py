@@ -12,12 +12,14 @@ from policy.test_properties import EXAMPLES, MODEL
 from support.views import long
 
 from pla_sglang.policy.pla.awd import batch_step_s
-from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongKnobs
-from pla_sglang.policy.pla.most_kept import ARRIVING, SLOWER, Plan, Turn, due_of, plan_most_kept
-from pla_sglang.policy.pla.ride import START, model_beside
+from pla_sglang.policy.slo.deadlines import Deadlines
+from pla_sglang.policy.slo.knobs import SloKnobs
+from pla_sglang.policy.slo.mixed_batches import START, model_beside
+from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_most_kept
 
 NOW_S = 100.0
+SLOWER, ARRIVING = SloKnobs.slower, SloKnobs.arriving
 JOBS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=7)
 
 
@@ -72,9 +74,9 @@ def test_others_that_arrive_may_be_in_the_way() -> None:
     turns = turns_of([(SLOWER, 4.0), (SLOWER, 9.0)])
     plan = Plan(turns, frozenset())
     other = turns[1].view
-    assert plan.bears([other], NOW_S)
-    assert plan.bears([], NOW_S)
-    assert not plan.bears([other], NOW_S + 4.0 - 2 * ARRIVING + 0.001)
+    assert plan.bears([other], NOW_S, ARRIVING / SLOWER)
+    assert plan.bears([], NOW_S, ARRIVING / SLOWER)
+    assert not plan.bears([other], NOW_S + 4.0 - 2 * ARRIVING + 0.001, ARRIVING / SLOWER)
 
 
 def test_who_is_lost_is_due_at_no_time() -> None:
@@ -96,7 +98,7 @@ def test_where_all_have_time_a_plan_would_change_nothing(
     longs: list[tuple[int, int, float]], shorts: list[tuple[int, int, float]], riders: int, context_tokens: int
 ) -> None:
     """Nobody is given up, and anybody may go first; with and without riders, and with several chunks."""
-    deadlines = Deadlines(LongKnobs(lost_age_s=30.0, chunk_max_tokens=1000), MODEL)
+    deadlines = Deadlines(LongKnobs(chunk_max_tokens=1000), SloKnobs(lost_age_s=30.0), MODEL)
     queues = [[long(NOW_S, new, deadline_s=NOW_S + due_s) for new, _, due_s in of] for of in (longs, shorts)]
     for view, (_, history, _) in zip([*queues[0], *queues[1]], [*longs, *shorts], strict=True):
         view.history_tokens = history
@@ -109,12 +111,12 @@ def test_where_all_have_time_a_plan_would_change_nothing(
     turns += [Turn(view, due_of(view, NOW_S), SLOWER * deadlines._alone_s(view, model)) for view in queues[0]]
     plan = plan_most_kept(turns, NOW_S)
     assert not plan.given_up
-    assert all(plan.bears([turn.view], NOW_S) for turn in turns)
-    assert plan.bears(queues[1], NOW_S)
+    assert all(plan.bears([turn.view], NOW_S, ARRIVING / SLOWER) for turn in turns)
+    assert plan.bears(queues[1], NOW_S, ARRIVING / SLOWER)
 
 
 def test_time_is_had_where_targets_are_far_and_never_without_one() -> None:
-    deadlines = Deadlines(LongKnobs(lost_age_s=30.0, chunk_max_tokens=1000), MODEL)
+    deadlines = Deadlines(LongKnobs(chunk_max_tokens=1000), SloKnobs(lost_age_s=30.0), MODEL)
     far, near = long(NOW_S, 4000, deadline_s=NOW_S + 60.0), long(NOW_S, 4000, deadline_s=NOW_S + 0.5)
     for view in (far, near):
         deadlines.latest_start_s(view)

@@ -15,11 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.virtual_engine import DECODE_STEP_S, Arrival, VirtualEngine
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
-from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.longs import LongKnobs
 from pla_sglang.policy.pla.temporal import Mixing, TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
+from pla_sglang.policy.slo.policy import SloPolicy
 
 MODEL = StepModel(g0_s=0.008, gw_s=0.0, gr_s=1e-8, k0_s=0.001, kr_s=0.0, b_s=5e-5, a_s=1e-9)
 KV_TOKENS = 8200  # the largest request fits, and little beside it
@@ -63,7 +65,10 @@ pool = st.sampled_from(({}, {"kv_tokens": KV_TOKENS}, {"kv_tokens": KV_TOKENS, "
 
 
 def engine(arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float], ranks: int = 1) -> VirtualEngine:
-    policies = [TemporalPolicy(settings, MODEL) for _ in range(ranks)]
+    policies = [
+        SloPolicy(settings, MODEL) if isinstance(settings, EnginePolicyKnobs) else TemporalPolicy(settings, MODEL)
+        for _ in range(ranks)
+    ]
     return VirtualEngine(policies, arrivals, MODEL, **limits)  # type: ignore[arg-type]
 
 

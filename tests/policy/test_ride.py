@@ -8,10 +8,11 @@ import pytest
 from support.temporal_scene import KNOBS, NOW_S, RECENT_S, lone_short
 from support.views import FLAT, long, pass_view, short
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassView, Reason, Ride
-from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.ride import PROBE_PASSES, PassCost, RideModel
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.slo.knobs import SloKnobs
+from pla_sglang.policy.slo.mixed_batches import MixedBatches, PassCost, RideModel
 
 DECODE = RideModel(base_s=0.010, request_s=0.0, read_s=0.0)
 S, L, H = Action.SHORT, Action.LONG, Action.HOLD
@@ -23,8 +24,8 @@ def riding(view: PassView, *, slack_s: float | None = None, wait_s: float = 0.0,
     return dataclasses.replace(view, can_ride=True, token_slack_s=slack_s, decode_wait_s=wait_s, **fields)  # type: ignore[arg-type]
 
 
-def policy(ride: RideModel = DECODE, knobs: TemporalKnobs = KNOBS) -> TemporalPolicy:
-    return TemporalPolicy(knobs, FLAT, ride)
+def policy(ride: RideModel = DECODE, knobs: TemporalKnobs = KNOBS, model: StepModel = FLAT) -> MixedBatches:
+    return MixedBatches(TemporalPolicy(knobs, model), SloKnobs(), ride)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +172,7 @@ def test_rules(case: Case) -> None:
 
 
 def test_companions_wait_before_a_long_is_cut() -> None:
-    made = TemporalPolicy(KNOBS, StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.05, b_s=1e-4, a_s=0.0), DECODE)
+    made = policy(model=StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.05, b_s=1e-4, a_s=0.0))
     view = pass_view([long(RECENT_S, 200), long(RECENT_S, 200), *(long(RECENT_S, 900) for _ in range(8))])
     whole = made.decide(riding(view), NOW_S)
     assert (len(whole.selected), whole.ride) == (2, Ride.TOGETHER)
@@ -181,7 +182,7 @@ def test_companions_wait_before_a_long_is_cut() -> None:
 
 def test_a_cut_pass_keeps_as_many_companions_as_are_in_time() -> None:
     """Each of 0.01 s beside a launch of 0.05 s; behind a chunk under way, too."""
-    made = TemporalPolicy(KNOBS, StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.05, b_s=1e-4, a_s=0.0), DECODE)
+    made = policy(model=StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.05, b_s=1e-4, a_s=0.0))
     queue = [*(long(RECENT_S, 100) for _ in range(4)), *(long(RECENT_S, 900) for _ in range(20))]
     for chunk in (None, long(RECENT_S, 3000)):
         whole = made.decide(riding(pass_view(queue, chunk)), NOW_S)
@@ -233,7 +234,7 @@ def test_a_step_of_their_own_comes_after_the_pass(name: str, model: RideModel, w
 def test_riding_is_tried_again_after_many_passes_if_no_token_is_late(slack_s: float | None, ride: Ride) -> None:
     """A mixed pass takes 121 ms by the model, the pass and a step 101 ms."""
     made, view = policy(ALONE), riding(pass_view([long(RECENT_S)]), slack_s=slack_s)
-    for _ in range(PROBE_PASSES):
+    for _ in range(SloKnobs.probe_passes):
         decision = made.decide(view, NOW_S)
         assert decision.ride is Ride.ALONE
         made.on_pass(decision, view, decision.selected, NOW_S)

@@ -7,9 +7,9 @@ import random
 import pytest
 from support.views import FLAT
 
-from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.ride import START, RideModel
-from pla_sglang.policy.pla.ride_fit import ERROR_MAX, RideFit, RideSample
+from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.slo.decode_fit import ERROR_MAX, RideFit, RideSample
+from pla_sglang.policy.slo.mixed_batches import START, RideModel
 
 DEVICE = RideModel(base_s=0.008, request_s=2e-5, read_s=5e-8, extra_s=0.004, rider_s=1e-4)
 

@@ -7,9 +7,9 @@ import random
 import pytest
 from support.views import waiting
 
-from pla_sglang.policy.pla.boundary import BEND_TOKENS, CPU_START, GPU_START, StepModel
+from pla_sglang.policy.common.step_fit import FitKnobs, StepFit, StepSample
+from pla_sglang.policy.common.step_model import BEND_TOKENS, CPU_START, GPU_START, StepModel
 from pla_sglang.policy.pla.longs import LongKnobs, chunk_tokens
-from pla_sglang.policy.pla.step_fit import FitKnobs, StepFit, StepSample
 
 TRUTH = StepModel(g0_s=6e-3, gw_s=0.0, gr_s=2e-8, k0_s=1e-3, kr_s=0.0, b_s=3e-5, a_s=5e-10)
 

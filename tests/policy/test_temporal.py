@@ -15,6 +15,8 @@ from support.views import long, pass_view, short
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.temporal import TemporalPolicy
+from pla_sglang.policy.slo.knobs import SloKnobs
+from pla_sglang.policy.slo.mixed_batches import MixedBatches
 
 FREE = {"kv_free": 100_000}
 
@@ -34,7 +36,7 @@ class Case:
     reason: Reason
     selected: tuple[int, ...] = ()  # indices into the queue
     park: bool = False
-    make: Callable[[], TemporalPolicy] = policy
+    make: Callable[[], TemporalPolicy | MixedBatches] = policy
     one_pass: bool = False  # LONG: chunk_tokens is None
 
 
@@ -62,6 +64,7 @@ CASES = [
         pass_view([long(RECENT_S)], running=1, can_ride=True, decode_wait_s=0.02, token_slack_s=0.001),
         H,
         Reason.TOKEN_DEADLINE,
+        make=lambda: MixedBatches(policy(), SloKnobs()),
     ),
     Case(
         "a lost short, where targets decide",

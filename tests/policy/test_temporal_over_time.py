@@ -8,9 +8,10 @@ import pytest
 from support.temporal_scene import AGED_S, KNOBS, NOW_S, RECENT_S, lone_short, owing, policy, run
 from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
 
+from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.policy.interface.prefill import Action, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
-from pla_sglang.policy.pla.boundary import GPU_START, find_boundary
+from pla_sglang.policy.pla.boundary import find_boundary
 from pla_sglang.policy.pla.temporal import Mixing
 
 # -- age: the share of the device --------------------------------------------------------------------------------------

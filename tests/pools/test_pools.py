@@ -9,8 +9,8 @@ import pytest
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine.pools.driver import BLOCK_TOKENS, OPERATOR, Pools, make_curve
 from pla_sglang.load.report import Backlog, PassTiming, PassTotals, Report
-from pla_sglang.policy.pla.boundary import StepModel
-from pla_sglang.policy.pla.length_classes import split_ranks
+from pla_sglang.policy.common.joining import split_ranks
+from pla_sglang.policy.common.step_model import StepModel
 
 # 10 ms and 0.1 ms a token; the TTFT target is 1 s.
 STEP = StepModel(g0_s=0.01, gw_s=0.0, gr_s=0.0, k0_s=0.0, b_s=1e-4, a_s=0.0)

@@ -19,8 +19,8 @@ import zmq
 from pla_sglang.config import PlaConfig
 from pla_sglang.engine import control
 from pla_sglang.engine.hooks.dp_controller import Service, Turns
+from pla_sglang.engine.hooks.dp_entry import _ReadyPipe
 from pla_sglang.engine.pools import query
-from pla_sglang.engine.pools.entry import _ReadyPipe
 from pla_sglang.errors import HostMismatchError
 from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Backlog, Report

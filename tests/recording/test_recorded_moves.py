@@ -22,7 +22,7 @@ from pla_sglang.recording.file import RecordWriter, read
 from pla_sglang.recording.rows import VERSION, Moved, RecordError, Running, Ticked
 from pla_sglang.recording.setup import header_of
 from pla_sglang.recording.views import plain_batch, restore_batch
-from pla_sglang.router.control.observability.recorder import Recorder
+from pla_sglang.router.control.observability.recorder import DecisionRecorder
 from pla_sglang.router.control.policy_setup import RouterEffects
 
 PROFILE = "h100-llama3.1-8b-tp1"
@@ -56,7 +56,7 @@ class Life:
             self.fleet.set_role(self.fleet.instances[index], role, 0.0)
         values = {"kv_capacity_tokens": ROOM, "ttft_slo_s": 2.0, "tpot_slo_s": 0.1, "instances": 4} | fields
         setup = Setup(load_profile(PROFILE), **values)
-        self.recorder = Recorder(RecordWriter(path), header_of(policy, PROFILE, 2.0, setup), self.fleet)
+        self.recorder = DecisionRecorder(RecordWriter(path), header_of(policy, PROFILE, 2.0, setup), self.fleet)
         self.fleet.read_decodes_from(self.recorder.keep_decodes(self.list_decodes))
         self.running: dict[str, list[Any]] = {}
         self.effects = Moving(self.fleet, self.running)

@@ -21,7 +21,7 @@ from pla_sglang.recording.file import RecordWriter, read
 from pla_sglang.recording.rows import RecordError
 from pla_sglang.recording.setup import header_of, setup_of
 from pla_sglang.recording.views import Differ, restore
-from pla_sglang.router.control.observability.recorder import Recorder
+from pla_sglang.router.control.observability.recorder import DecisionRecorder
 from pla_sglang.router.control.policy_setup import RouterEffects
 from pla_sglang.sim.parity import Parity
 
@@ -46,7 +46,7 @@ def record(path: Path, policy: str, *, requests: int = 120, **fields: object) ->
     fleet = FleetView([InstanceView(index, f"i{index}") for index in range(4)])
     for index, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
         fleet.set_role(fleet.instances[index], role, 0.0)
-    recorder = Recorder(RecordWriter(path), header_of(policy, PROFILE, 2.0, made), fleet)
+    recorder = DecisionRecorder(RecordWriter(path), header_of(policy, PROFILE, 2.0, made), fleet)
     effects = RouterEffects(fleet, lambda view, length_class: None)
     driver = PairRunner(build(policy, made), fleet, effects, recording=recorder)
     for number in range(requests):

@@ -51,7 +51,7 @@ def test_what_is_read(name: str) -> None:
 RESERVED = [
     *({name: 1} for name in b.RESERVED_FIELDS),
     {"custom_params": {"pla_recv": [1]}},
-    {"sampling_params": {"custom_params": {"pla_hold": 1}}},
+    {"sampling_params": {"custom_params": {"pla_tokens": [1]}}},
     {"sampling_params": [{}, {"custom_params": {"pla_attach": 1}}]},
     {"rid": "pla-123"},
     {"rid": "pl"},

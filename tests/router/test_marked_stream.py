@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.token_streams import DONE, content_of, make_answer, make_events, tags_place, tokens_of
 
 from pla_sglang.router.relay.counters import ByteAccount
-from pla_sglang.router.relay.marked_stream import MarkedStream
+from pla_sglang.router.relay.marked_stream import MarkedStreamReader
 
 CHAT: dict[str, Any] = {"rid": "r", "messages": [{"role": "user", "content": "q"}], "stream": True}
 USAGE = CHAT | {"stream_options": {"include_usage": True}}
@@ -20,8 +20,8 @@ GENERATE: dict[str, Any] = {"rid": "r", "text": "q", "stream": True, "sampling_p
 REQUESTS = {"chat": CHAT, "usage": USAGE, "generate": GENERATE}
 
 
-def stream_of(fields: dict[str, Any], **more: Any) -> MarkedStream:
-    return MarkedStream(ByteAccount(1 << 20), wants_usage="stream_options" in fields, **more)
+def stream_of(fields: dict[str, Any], **more: Any) -> MarkedStreamReader:
+    return MarkedStreamReader(ByteAccount(1 << 20), wants_usage="stream_options" in fields, **more)
 
 
 def marked(fields: dict[str, Any], **tags: Any) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_a_comment_that_is_not_as_it_must_be_ends_the_moves_and_not_the_stream(c
 
 def test_ids_are_counted_and_freed() -> None:
     account = ByteAccount(10_000)
-    stream = MarkedStream(account)
+    stream = MarkedStreamReader(account)
     for number in range(2000):
         stream.take_events(b": pla %d c\ndata: {}\n\n" % number)
     assert account.held_bytes == 8192

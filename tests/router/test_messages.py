@@ -30,7 +30,7 @@ FROM_CONTROL = [
     m.Heartbeat(),
     ASSIGN,
     m.Refuse("r", 1, 429, "overloaded", "try later", retry_after_s=1.5),
-    m.Continue("r", 2, 3, m.Continuation.PULL, 1, "drain", 12, 2, "h", 8998, (1 << 63) - 9),
+    m.Continue("r", 2, 3, m.MoveKind.PULL, 1, "drain", 12, 2, "h", 8998, (1 << 63) - 9),
     m.End("r", 1, "no other instance"),
     m.Abort("r", 499, "aborted", "by an operator"),
     m.AdminAnswer(4, 200, "application/json", b"{}"),

@@ -28,7 +28,7 @@ def end_of(tokens: int) -> int:
 
 def order(hop: int = 2, tokens: int = HELD, target: int = 1) -> m.Continue:
     source = {"source": 0, "bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": 77}
-    return m.Continue("r", hop, target, m.Continuation.PULL, hop - 1, "policy", tokens, **source)  # type: ignore[arg-type]
+    return m.Continue("r", hop, target, m.MoveKind.PULL, hop - 1, "policy", tokens, **source)  # type: ignore[arg-type]
 
 
 async def begin(here: Here) -> asyncio.Task[Any]:
@@ -83,7 +83,7 @@ def test_a_held_stream_is_computed_again_elsewhere() -> None:
     async def scenario() -> None:
         async with fleet(Conduct(holds=[end_of(HELD)]), Conduct()) as here:
             asked = await begin(here)
-            redo = m.Continue("r", 2, 1, m.Continuation.REDO, 1, "drain", HELD, source=0)
+            redo = m.Continue("r", 2, 1, m.MoveKind.REDO, 1, "drain", HELD, source=0)
             tell(here, redo)
             check_text(await asked, CHAT)
             [sent] = here.instances[1].bodies

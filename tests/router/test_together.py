@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.fake_instance import FakeInstance
 from support.loop_time import LoopTime
-from support.router_scene import QUICK, run
+from support.router_scene import QUICK, count_moves, run
 from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
 
 from pla_sglang.parity import replay_file
@@ -26,7 +26,7 @@ from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.relay.server import Relay
 
 PAIRS = ["prefill", "prefill", "decode", "decode"]
-PAGE = (Path(__file__).parents[2] / "docs/router.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
 # Nothing of the kind happens in the test of names, and nobody reports errors: see ``test_router_plane``.
 QUIET = {
     "actions_total",
@@ -256,7 +256,7 @@ def test_streams_that_are_moved_at_random_lose_nothing() -> None:
             await here.at_rest()
             assert not any(one.streams for one in here.fakes)
             migration.sweep_moves(time.monotonic())
-            assert migration.count_moves() == 0
+            assert count_moves(here.plane) == 0
             metrics = (await here.get("/metrics"))[1]
             assert 'pla_router_moves_total{how="pull",reason="random"}' in metrics
             assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics

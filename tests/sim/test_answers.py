@@ -10,7 +10,7 @@ from support.sim import profile, simulation, to_decode_pool
 
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import Answers, EngineKnobs
+from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.pool import KvPool
 from pla_sglang.workload.trace import Trace
 
@@ -26,7 +26,7 @@ UNIFIED = (InstanceSpec(profile()),)
 SPLIT = (InstanceSpec(profile(), role=Role.PREFILL), InstanceSpec(profile(), role=Role.DECODE))
 
 
-def later_ttft_s(fleet: tuple[InstanceSpec, ...], answers: Answers, talk: Trace = TALK) -> float:
+def later_ttft_s(fleet: tuple[InstanceSpec, ...], answers: AnswerCaching, talk: Trace = TALK) -> float:
     """Of the second turn: 1 ms for each token that is not in the cache."""
     route = to_decode_pool() if len(fleet) > 1 else None
     made = simulation(talk, list(fleet), route=route, engine=EngineKnobs(answers=answers))
@@ -38,27 +38,27 @@ def later_ttft_s(fleet: tuple[InstanceSpec, ...], answers: Answers, talk: Trace 
 @pytest.mark.parametrize(
     ("fleet", "answers", "cached_tokens"),
     [
-        (UNIFIED, Answers.DROPPED, 128),
-        (UNIFIED, Answers.KEPT, 192),
-        (UNIFIED, Answers.RETURNED, 192),
-        (SPLIT, Answers.DROPPED, 128),
-        (SPLIT, Answers.KEPT, 128),  # a decode instance has no prefix cache
-        (SPLIT, Answers.RETURNED, 192),
+        (UNIFIED, AnswerCaching.DROPPED, 128),
+        (UNIFIED, AnswerCaching.KEPT, 192),
+        (UNIFIED, AnswerCaching.RETURNED, 192),
+        (SPLIT, AnswerCaching.DROPPED, 128),
+        (SPLIT, AnswerCaching.KEPT, 128),  # a decode instance has no prefix cache
+        (SPLIT, AnswerCaching.RETURNED, 192),
     ],
 )
-def test_what_the_next_turn_finds(fleet: tuple[InstanceSpec, ...], answers: Answers, cached_tokens: int) -> None:
+def test_what_the_next_turn_finds(fleet: tuple[InstanceSpec, ...], answers: AnswerCaching, cached_tokens: int) -> None:
     assert later_ttft_s(fleet, answers) == pytest.approx((250 - cached_tokens) * 1e-3)
 
 
 def test_a_prefill_alone_has_the_answer_that_the_trace_records_only_when_it_is_returned() -> None:
     alone = dataclasses.replace(TALK, output_tokens=np.ones(2, dtype=np.int64))
-    assert later_ttft_s(UNIFIED, Answers.KEPT, alone) == pytest.approx(0.122)
-    assert later_ttft_s(UNIFIED, Answers.RETURNED, alone) == pytest.approx(0.058)
+    assert later_ttft_s(UNIFIED, AnswerCaching.KEPT, alone) == pytest.approx(0.122)
+    assert later_ttft_s(UNIFIED, AnswerCaching.RETURNED, alone) == pytest.approx(0.058)
 
 
 def test_the_last_token_of_an_answer_is_never_computed() -> None:
     shorter = dataclasses.replace(TALK, output_tokens=np.array([62, 1])).with_session_hashes(64)
-    assert later_ttft_s(UNIFIED, Answers.KEPT, shorter) == pytest.approx(0.122)  # 191 tokens: 2 blocks
+    assert later_ttft_s(UNIFIED, AnswerCaching.KEPT, shorter) == pytest.approx(0.122)  # 191 tokens: 2 blocks
 
 
 def test_a_context_is_kept_as_far_as_there_is_room() -> None:

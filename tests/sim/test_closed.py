@@ -15,7 +15,6 @@ from pla_sglang.sim.closed import ClosedLoop
 from pla_sglang.sim.config import InstanceSpec
 from pla_sglang.sim.errors import SimConfigError
 from pla_sglang.sim.simulation import RunResult
-from pla_sglang.sim.world import while_all_are_there
 from pla_sglang.workload.trace import Trace
 
 
@@ -110,18 +109,6 @@ def test_users_pause_before_they_send() -> None:
         run(lengths([1, 1], [1, 1]), {0: 1}, pauses_s=[0.0])
     with pytest.raises(ConfigError, match=r"pause before row 1, seconds -1\.0 is out of range"):
         run(lengths([1, 1], [1, 1]), {0: 1}, pauses_s=[0.0, -1.0])
-
-
-def test_rows_count_while_all_users_are_there() -> None:
-    """Two users, one with a conversation of ten turns: after the short ones it is alone."""
-    trace = talks(10, 2, 2)
-    served = run(trace, {0: 2}).served
-    counted = while_all_are_there(served, 2)
-    assert len(counted) == 9  # four passes of two, and the one row that comes as the other user ends
-    assert counted.ttft_s()[:8] == pytest.approx(0.02)
-    assert counted.ttft_s().mean() > served.ttft_s().mean()
-    independent = run(lengths([10] * 20, [1] * 20), {0: 4}).served
-    assert while_all_are_there(independent, 4) is independent
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from support.sim import Fcfs, profile, simulation, trace
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
-from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.longs import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.profiles import load_profile

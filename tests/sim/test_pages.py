@@ -28,14 +28,14 @@ from pla_sglang.report import page as pages
 from pla_sglang.report.capacity_page import make_capacity_page
 from pla_sglang.report.columns import COLUMNS
 from pla_sglang.report.figures import Line, draw_lines, thin_distribution
-from pla_sglang.report.page import Heading, Page, Section, Table, render_page
+from pla_sglang.report.page import Heading, Page, PageTable, Section, render_page
 from pla_sglang.report.plan_page import make_plan_page
 from pla_sglang.report.run_page import make_run_page
 from pla_sglang.report.slow_requests import MOST, find_slow_requests, split_time
 from pla_sglang.report.timelines import MOST_INSTANCES, bin_samples, draw_instances, draw_pools
 from pla_sglang.report.verdict import Knee, describe_capacities, describe_knees, describe_runs, find_knees
 from pla_sglang.sim.experiment import Experiment, ExperimentResult, run_experiment
-from pla_sglang.sim.planning.result import FleetPlan, FleetRow, RateTried, SizeTried
+from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, SizeTried
 from pla_sglang.sim.samples import GONE, ROLE_ORDER, Samples
 from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
 
@@ -380,7 +380,7 @@ def test_the_page_of_a_search_for_instances(trace: Trace) -> None:
         fleet("least-tokens", problem="too slow"),
     )
     rows = (dataclasses.replace(rows[0], rates=(RateTried(30.0, 0.91), RateTried(33.0, 0.9))), rows[1])
-    plan = FleetPlan("t", 240, 30.0, 400.0, 3.0, 0.1, 0.9, 0.02, rows, ("a note",), missing=("star",))
+    plan = PlanResult("t", 240, 30.0, 400.0, 3.0, 0.1, 0.9, 0.02, rows, ("a note",), missing=("star",))
     page = make_plan_page(plan, trace, {})
     assert page.verdict[0].startswith("combined keeps 0.9 at 30 requests/s with 5 instances (2+3)")
     assert page.verdict[1] == "Not finished: star."
@@ -400,7 +400,7 @@ def test_the_page_of_a_search_for_instances(trace: Trace) -> None:
 
 
 def test_a_page_without_figures_has_no_script_of_plotly() -> None:
-    table = Table([Heading("a", "what it is")], [["1"]])
+    table = PageTable([Heading("a", "what it is")], [["1"]])
     html = render_page(Page("t", {"x": "1"}, ["fine."], [Section("s", table=table)], {}))
     assert len(html) < 20_000
 

@@ -277,7 +277,7 @@ def test_the_verdict_names_the_best_of_both_sides() -> None:
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("simulated/find_instances_*.json")), ids=lambda path: path.stem)
 def test_the_examples_of_the_page_are_the_runs_that_were_kept(path: Path) -> None:
     rows = json.loads(path.read_text())["plan"]["rows"]
-    page = (RESULTS.parents[1] / "docs" / "planning.md").read_text()
+    page = (RESULTS.parents[1] / "docs" / "benchmarks" / "planning.md").read_text()
     table = page[page.index(path.name) :]
     for fields in rows:
         error = fields.pop("measured_error")

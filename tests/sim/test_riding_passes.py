@@ -18,6 +18,8 @@ from support.sim import profile, simulation, trace
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, Ride
 from pla_sglang.policy.pla.longs import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.slo.knobs import SloKnobs
+from pla_sglang.policy.slo.mixed_batches import MixedBatches
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.config import InstanceSpec, Policies, SimConfig
 from pla_sglang.sim.engine_knobs import EngineKnobs
@@ -43,14 +45,14 @@ rows = st.lists(
 targets = st.sampled_from((LEAST_TPOT_S, 0.05, 0.1, None))
 
 
-class Watched(TemporalPolicy):
+class Watched(MixedBatches):
     """Keeps what was decided, and what was seen then."""
 
     def __init__(self, log: list[tuple[PassView, PassDecision]]) -> None:
         knobs = TemporalKnobs(
             boundary_tokens=BOUNDARY_TOKENS, longs=LongKnobs(chunk_max_tokens=CHUNK_TOKENS, chunk_min_tokens=1)
         )
-        super().__init__(knobs, step_model(DEVICE), ride_model(DEVICE))
+        super().__init__(TemporalPolicy(knobs, step_model(DEVICE)), SloKnobs(), ride_model(DEVICE))
         self.log = log
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
@@ -148,5 +150,5 @@ def test_an_infinite_target_is_none() -> None:
 
 def test_the_policy_knows_the_chunks_of_its_engine() -> None:
     policy = engine_policy("temporal", load_profile("h100-llama3.1-8b-tp1"), EngineKnobs(chunk_tokens=2048, mixed=True))
-    assert isinstance(policy, TemporalPolicy)
-    assert policy.knobs.longs.chunk_max_tokens == 2048
+    assert isinstance(policy, MixedBatches)
+    assert policy.prefills.knobs.longs.chunk_max_tokens == 2048

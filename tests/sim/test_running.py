@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pla_sglang.sim.request import SimRequest, Stage
+from pla_sglang.sim.request import SimRequest, SimStage
 from pla_sglang.sim.running import RunningBatch
 
 
 def request(row: int, output_tokens: int) -> SimRequest:
     made = SimRequest(row, 0.0, 100, output_tokens, limit_tokens=output_tokens)
-    made.move(Stage.PREFILL)
+    made.move(SimStage.PREFILL)
     made.done_tokens = 1
     return made
 

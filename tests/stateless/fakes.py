@@ -10,8 +10,8 @@ from typing import Any
 from support.request_fields import RequestFields
 
 from pla_sglang.engine.host.requests import set_extend
-from pla_sglang.engine.stateless.host import Outcome
-from pla_sglang.engine.stateless.rooms import UsedRooms
+from pla_sglang.engine.stateless.host.calls import Outcome
+from pla_sglang.engine.stateless.transfer.rooms import UsedRooms
 
 
 class FakeSender:
@@ -66,8 +66,6 @@ class FakeRequest(RequestFields):
 
 
 class FakeSendQueue:
-    may_start: Any
-
     def __init__(self) -> None:
         self.queue: list[FakeRequest] = []
         self.rooms = UsedRooms()
@@ -93,9 +91,8 @@ class FakeSendQueue:
         self.queue.append(req)
 
     def ensure_metadata_buffer(self, req: FakeRequest) -> bool:
-        if req.metadata_buffer_index < 0 and self.may_start(req):
-            req.metadata_buffer_index = 0
-        return req.metadata_buffer_index >= 0
+        req.metadata_buffer_index = 0
+        return True
 
     def finalize_bootstrap(self, req: FakeRequest) -> bool:
         return True
@@ -108,7 +105,7 @@ class FakeScheduler:
         self.chunked_req: FakeRequest | None = None
         self._pending_chunked_abort_req: FakeRequest | None = None
         self.model_config = SimpleNamespace(num_key_value_heads=1)
-        self.pla_stateless = SimpleNamespace(now_s=lambda: 0.0)
+        self.pla_fleet = SimpleNamespace(now_s=lambda: 0.0)
         self.sent: list[tuple[str, int | None]] = []
 
     def _abort_on_queued_limit(self, req: FakeRequest) -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from fakes import FakeRequest
 
-from pla_sglang.engine.stateless import host
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
-from pla_sglang.engine.stateless.quarantine import Quarantine
-from pla_sglang.engine.stateless.receiving import Receiver
+from pla_sglang.engine.faults import Faults
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.engine.stateless.transfer.legs import Uncounted
+from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, Told
+from pla_sglang.engine.stateless.transfer.receiving import Receiver
 
 PEER = Peer("b", "10.0.0.2", 9001, "i1")
 
@@ -52,7 +53,8 @@ class FakeReceiveQueue:
     def take_broken(self) -> tuple[Any, ...]:
         return ()
 
-    def pop_preallocated(self) -> tuple[list[Any], list[Any]]:
+    def reserve(self, held: Uncounted) -> tuple[list[Any], list[Any]]:
+        self.held = held
         started, self.queue = self.queue, []
         return started, []
 
@@ -88,7 +90,7 @@ class ReceiveScene:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.queue, self.transfers = FakeReceiveQueue(), FakeTransfers()
         self.faults = Faults()
-        self.quarantine, self.acknowledged = Quarantine(lambda flags: flags, self.faults), set[int]()
+        self.deferred, self.acknowledged = DeferredFree(lambda flags: flags, self.faults), set[int]()
         self.book = PeerBook("127.0.0.1", 9000)
         self.book.tell(Told(None, (PEER,)))
         self.refused = set[int]()
@@ -103,16 +105,16 @@ class ReceiveScene:
             self.scheduler,
             self.queue,
             self.transfers,
-            quarantine=self.quarantine,
+            deferred=self.deferred,
             book=self.book,
             acknowledged=acknowledged,  # type: ignore[arg-type]
             faults=self.faults,
         )
         self.freed: list[str] = []
         self.answers: list[tuple[str, str]] = []
-        monkeypatch.setattr(host, "release_kv", lambda scheduler, req, keep_prefix: self.freed.append(req.rid))
-        monkeypatch.setattr(host, "end_aborted", lambda scheduler, req, reason: self._answer(req, "aborted"))
-        monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, reason))
+        monkeypatch.setattr(calls, "release_kv", lambda scheduler, req, keep_prefix: self.freed.append(req.rid))
+        monkeypatch.setattr(calls, "end_aborted", lambda scheduler, req, reason: self._answer(req, "aborted"))
+        monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, reason))
 
     def _answer(self, req: FakeRequest, what: str) -> None:
         assert not req.finished(), "answered twice"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.hooks.stateless import after_can_schedule_lora, before_can_schedule_lora
-from pla_sglang.engine.stateless.adapters import PATIENT_PASSES, AdapterPlaces, split_joining
+from pla_sglang.engine.stateless.host.adapters import PATIENT_PASSES, AdapterPlaces, split_joining
+from pla_sglang.engine.stateless.scheduler_hooks import after_can_schedule_lora, before_can_schedule_lora
 
 PLACES = 2
 
@@ -31,11 +31,11 @@ class Host:
 
     def __init__(self, *, enable_lora: bool = True) -> None:
         self.enable_lora, self.chunked_req = enable_lora, None
-        self.pla_stateless = SimpleNamespace(adapters=AdapterPlaces(self))
+        self.pla_fleet = SimpleNamespace(adapters=AdapterPlaces(self))
 
     @property
     def adapters(self) -> AdapterPlaces:
-        places: AdapterPlaces = self.pla_stateless.adapters
+        places: AdapterPlaces = self.pla_fleet.adapters
         return places
 
     def _can_schedule_lora_req(self, req: Any, used: set[str | None]) -> bool:

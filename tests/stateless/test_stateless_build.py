@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.stateless import build, queues
-from pla_sglang.engine.stateless.faults import Faults
+from pla_sglang.engine.faults import Faults
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.transfer import build, queues
+from pla_sglang.engine.stateless.transfer.legs import Caps
+from pla_sglang.engine.stateless.transfer.peers import PeerBook
 
 
 class FakeEnd:
@@ -18,7 +21,7 @@ class FakeEnd:
         self.allocator, self.buffers = req_to_metadata_buffer_idx_allocator, metadata_buffers
 
 
-class ReceivingEnd(FakeEnd):
+class FakeReceivingEnd(FakeEnd):
     def __init__(
         self,
         scheduler: Any,
@@ -31,11 +34,26 @@ class ReceivingEnd(FakeEnd):
         self.transfers = transfer_queue
 
 
+class OurEnd(FakeEnd):
+    """One of ours, which takes more than the host's."""
+
+    def __init__(self, *, fingerprints: Any = None, faults: Any = None, **host_arguments: Any) -> None:
+        super().__init__(**host_arguments)
+
+
+class OurReceivingEnd(FakeReceivingEnd):
+    def __init__(
+        self, *, book: Any, receiver_class: Any, caps: Any, agree: Any, faults: Any, **host_arguments: Any
+    ) -> None:
+        super().__init__(**host_arguments)
+
+
 def test_each_end_has_metadata_buffers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A receiver that got a slot which a sender has freed would find a stale room in it."""
     for name in ("SendQueue", "TransferQueue"):
-        monkeypatch.setattr(queues, name, FakeEnd)
-    monkeypatch.setattr(queues, "ReceiveQueue", ReceivingEnd)
+        monkeypatch.setattr(queues, name, OurEnd)
+    monkeypatch.setattr(queues, "ReceiveQueue", OurReceivingEnd)
+    monkeypatch.setattr(calls, "class_of_receivers", lambda scheduler: None)
     pool = SimpleNamespace(maybe_get_custom_mem_pool=lambda: None)
     scheduler: Any = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(size=3),
@@ -43,7 +61,10 @@ def test_each_end_has_metadata_buffers_of_its_own(monkeypatch: pytest.MonkeyPatc
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool, need_sort=False),
     )
     monkeypatch.setattr(build, "_common", lambda scheduler: {"scheduler": scheduler, "tp_size": 1})
-    ends = build.build_ends(scheduler, Faults())
+    caps = Caps(100, 4)
+    ends = build.build_ends(
+        scheduler, book=PeerBook("127.0.0.1", 9000), receive_caps=caps, agree=lambda flags: flags, faults=Faults()
+    )
     assert ends.sending.buffers is not ends.receiving.buffers
     assert ends.sending.allocator is not ends.receiving.allocator
     for buffers in (ends.sending.buffers, ends.receiving.buffers):

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from pla_sglang.config import PlaConfig
-from pla_sglang.engine.stateless.checks import VARIABLES, check_model, check_port, check_stateless
+from pla_sglang.engine.stateless.checks import (
+    VARIABLES,
+    around_from_cli_args,
+    check_model,
+    check_port,
+    check_stateless,
+)
 from pla_sglang.errors import ConfigError
 
 CONFIG = PlaConfig(stateless=True)
@@ -114,3 +120,23 @@ def test_shares_are_checked(share: float) -> None:
     for field in ("send_share", "hold_share"):
         with pytest.raises(ConfigError, match="need --pla-stateless"):
             PlaConfig(**{field: 0.4})
+
+
+@pytest.mark.parametrize("stateless", [True, False])
+def test_the_command_line_of_a_stateless_instance_is_checked_and_no_other(*, stateless: bool) -> None:
+    """The host's receiving queue matches prefixes only where that argument says so."""
+    args = SimpleNamespace(
+        **GOOD | {"pp_size": 2}, config_of_pla=PlaConfig(stateless=stateless), disable_radix_cache=False
+    )
+    parsed: list[Any] = []
+
+    def parse(cls: Any, given: Any) -> Any:
+        parsed.append(getattr(given, "disaggregation_decode_enable_radix_cache", None))
+        return given
+
+    if stateless:
+        with pytest.raises(ConfigError, match="--pipeline-parallel-size 2"):
+            around_from_cli_args(parse, object, args)  # type: ignore[arg-type]
+    else:
+        assert around_from_cli_args(parse, object, args) is args  # type: ignore[arg-type]
+    assert parsed == [True if stateless else None]

@@ -10,15 +10,16 @@ import pytest
 from fakes import FakeRequest
 from receive_scene import ReceiveScene
 
+from pla_sglang.engine.faults import Faults
 from pla_sglang.engine.hooks import running
 from pla_sglang.engine.hooks import scheduler as scheduler_hooks
-from pla_sglang.engine.hooks import stateless as hooks
-from pla_sglang.engine.hops.pulls import GUARD
-from pla_sglang.engine.stateless import admission, host
+from pla_sglang.engine.stateless import scheduler_hooks as hooks
 from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.quarantine import Quarantine
-from pla_sglang.engine.stateless.side_channel import PULL
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.host.side_channel import PULL
+from pla_sglang.engine.stateless.requests import admission
+from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.engine.stateless.transfer.rooms import GUARD
 
 
 class JoiningRequest(FakeRequest):
@@ -65,7 +66,7 @@ class Admission:
         patch.setattr(admission, "count_again", lambda batch, steps_under_way: self._pass("count"))
         patch.setattr(admission, "build_received_batch", self._build)
         patch.setattr(admission, "release_kv", self._free)
-        patch.setattr(host, "end_with_error", self._end)
+        patch.setattr(calls, "end_with_error", self._end)
         patch.setattr(JoiningBatch, "merge_batch", self._merge)
 
     def _pass(self, point: str) -> None:
@@ -127,7 +128,7 @@ def test_one_that_cannot_be_answered_keeps_no_other_from_its_answer(monkeypatch:
             raise RuntimeError("nobody there")
         req.finished_reason = int(status)
 
-    monkeypatch.setattr(host, "end_with_error", end)
+    monkeypatch.setattr(calls, "end_with_error", end)
     admission.admit_received(scene.scheduler, reqs, scene.running, scene.faults)
     assert [req.finished_reason for req in reqs] == [500, None, 500]
     assert (scene.freed, scene.faults.count) == (["a", "b", "c"], 2)
@@ -182,15 +183,15 @@ def test_a_batch_that_one_rank_could_not_build_joins_on_none(monkeypatch: pytest
 
 
 def fail_for(patch: pytest.MonkeyPatch, name: str, rid: str) -> None:
-    """``host.NAME`` raises for one request."""
-    original = getattr(host, name)
+    """``calls.NAME`` raises for one request."""
+    original = getattr(calls, name)
 
     def call(scheduler: Any, req: FakeRequest, *args: Any, **kwargs: Any) -> Any:
         if req.rid == rid:
             raise RuntimeError(f"broken for {rid}")
         return original(scheduler, req, *args, **kwargs)
 
-    patch.setattr(host, name, call)
+    patch.setattr(calls, name, call)
 
 
 def test_each_failed_transfer_is_answered_and_its_pages_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,9 +202,9 @@ def test_each_failed_transfer_is_answered_and_its_pages_are_kept(monkeypatch: py
     fail_for(monkeypatch, "end_with_error", "a")
     bench.receiver.pump()
     assert ([rid for rid, _ in bench.answers], bench.faults.count) == (["b"], 1)
-    assert len(bench.quarantine) == 2
+    assert len(bench.deferred) == 2
     bench.acknowledged.add(1)
-    bench.quarantine.sweep(0.0)
+    bench.deferred.sweep(0.0)
     assert bench.freed == ["a", "b"]
 
 
@@ -212,7 +213,9 @@ def test_each_answer_with_foreign_kv_ends_and_the_others_are_ready(monkeypatch: 
     for rid in ("a", "b", "good"):
         bench.add(rid)
     bench.transfers.arrived = {"a", "b", "good"}
-    monkeypatch.setattr("pla_sglang.engine.stateless.receiving.came_with_its_kv", lambda req: req.rid == "good")
+    monkeypatch.setattr(
+        "pla_sglang.engine.stateless.transfer.receiving.came_with_its_kv", lambda req: req.rid == "good"
+    )
     fail_for(monkeypatch, "end_with_error", "a")
     bench.receiver.pump()
     assert [req.rid for req in bench.receiver.ready] == ["good"]
@@ -230,15 +233,15 @@ def test_each_aborted_request_whose_kv_is_here_ends(monkeypatch: pytest.MonkeyPa
 
 def test_pages_behind_those_that_cannot_be_freed_are_freed() -> None:
     faults, freed = Faults(), list[str]()
-    quarantine = Quarantine(lambda flags: flags, faults)
+    deferred = DeferredFree(lambda flags: flags, faults)
 
     def fail() -> None:
         raise RuntimeError("no such page")
 
     for release in (fail, lambda: freed.append("b")):
-        quarantine.hold(10, is_through=lambda: True, release=release, now_s=0.0)
-    quarantine.sweep(0.0)
-    assert (freed, len(quarantine), faults.count) == (["b"], 0, 1)
+        deferred.hold(10, is_through=lambda: True, release=release, now_s=0.0)
+    deferred.sweep(0.0)
+    assert (freed, len(deferred), faults.count) == (["b"], 0, 1)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
@@ -251,7 +254,7 @@ class Broken:
         raise RuntimeError(f"broken {name}")
 
 
-BROKEN: Any = SimpleNamespace(pla_stateless=Broken())
+BROKEN: Any = SimpleNamespace(pla_fleet=Broken())
 OUTPUT = SimpleNamespace(internal_state={})
 ABORT = [b"ABORT", b"7", b"10.0.0.2", b"40"]
 PULLED = [PULL, b"7", b"10.0.0.2", b"40"]
@@ -301,6 +304,6 @@ def test_a_leg_that_cannot_be_let_go_is_answered(monkeypatch: pytest.MonkeyPatch
     engine, answers = object.__new__(StatelessEngine), list[int]()
     engine.faults, engine.refused, engine._scheduler = Faults(), 0, None
     engine.sender, engine.receiver = Broken(), Broken()  # type: ignore[assignment]
-    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     engine._let_go(FakeRequest("a"), "it could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
     assert (answers, engine.faults.count) == ([500], 2)

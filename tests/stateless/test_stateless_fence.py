@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
-from pla_sglang.engine.stateless import fence
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.quarantine import TIMEOUT_S, Quarantine
-from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
-from pla_sglang.engine.stateless.side_channel import SideChannel
+from pla_sglang.engine.faults import Faults
+from pla_sglang.engine.stateless.host.side_channel import SideChannel
+from pla_sglang.engine.stateless.transfer import fence
+from pla_sglang.engine.stateless.transfer.deferred_free import TIMEOUT_S, DeferredFree
+from pla_sglang.engine.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
 
 
 def sender(workers: int) -> SimpleNamespace:
@@ -94,7 +95,7 @@ def test_acknowledgements_are_read_and_forgotten() -> None:
         message = messages.get()
         if message is None:
             read.set()
-            raise ConnectionError("closed")
+            raise zmq.ContextTerminated
         return message
 
     socket = SimpleNamespace(recv_multipart=recv_multipart)
@@ -115,7 +116,7 @@ def test_only_what_was_said_of_rooms_that_are_waited_for_is_kept() -> None:
     def recv_multipart() -> list[bytes]:
         if not messages:
             read.set()
-            raise ConnectionError("closed")
+            raise zmq.ContextTerminated
         return messages.pop()
 
     socket = SimpleNamespace(recv_multipart=recv_multipart)
@@ -126,38 +127,38 @@ def test_only_what_was_said_of_rooms_that_are_waited_for_is_kept() -> None:
         assert [room for room in range(201) if said(room)] == [5]
 
 
-def hold(quarantine: Quarantine, name: str, freed: list[str], *, through: list[bool]) -> None:
-    quarantine.hold(10, is_through=lambda: through[0], release=lambda: freed.append(name), now_s=0.0)
+def hold(deferred: DeferredFree, name: str, freed: list[str], *, through: list[bool]) -> None:
+    deferred.hold(10, is_through=lambda: through[0], release=lambda: freed.append(name), now_s=0.0)
 
 
 def test_pages_are_freed_once_when_the_sender_is_through() -> None:
-    quarantine, freed, through = Quarantine(lambda flags: flags, Faults()), [], [False]
-    hold(quarantine, "a", freed, through=through)
-    quarantine.sweep(1.0)
-    assert (freed, len(quarantine), quarantine.tokens) == ([], 1, 10)
+    deferred, freed, through = DeferredFree(lambda flags: flags, Faults()), [], [False]
+    hold(deferred, "a", freed, through=through)
+    deferred.sweep(1.0)
+    assert (freed, len(deferred), deferred.tokens) == ([], 1, 10)
     through[0] = True
     for _ in range(2):
-        quarantine.sweep(2.0)
-    assert (freed, len(quarantine), quarantine.timeouts) == (["a"], 0, 0)
+        deferred.sweep(2.0)
+    assert (freed, len(deferred), deferred.timeouts) == (["a"], 0, 0)
 
 
 def test_a_sender_that_never_answers() -> None:
-    quarantine, freed = Quarantine(lambda flags: flags, Faults()), []
-    hold(quarantine, "a", freed, through=[False])
-    quarantine.sweep(TIMEOUT_S - 0.1)
+    deferred, freed = DeferredFree(lambda flags: flags, Faults()), []
+    hold(deferred, "a", freed, through=[False])
+    deferred.sweep(TIMEOUT_S - 0.1)
     assert freed == []
-    quarantine.sweep(TIMEOUT_S)
-    assert (freed, quarantine.timeouts) == (["a"], 1)
+    deferred.sweep(TIMEOUT_S)
+    assert (freed, deferred.timeouts) == (["a"], 1)
 
 
 def test_nothing_is_freed_before_every_rank_says_so() -> None:
     others = [True, False]
-    quarantine = Quarantine(lambda flags: [own and other for own, other in zip(flags, others, strict=True)], Faults())
+    deferred = DeferredFree(lambda flags: [own and other for own, other in zip(flags, others, strict=True)], Faults())
     freed: list[str] = []
     for name in ("a", "b"):
-        hold(quarantine, name, freed, through=[True])
-    quarantine.sweep(1.0)
-    assert (freed, len(quarantine)) == (["a"], 1)
+        hold(deferred, name, freed, through=[True])
+    deferred.sweep(1.0)
+    assert (freed, len(deferred)) == (["a"], 1)
 
 
 def test_rooms_that_nobody_claims_are_forgotten_and_claimed_ones_kept() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.stateless.front import Front, RefusedLegError
-from pla_sglang.engine.stateless.router_keys import (
+from pla_sglang.engine.stateless.requests.http_front import Front, RefusedLegError
+from pla_sglang.engine.stateless.requests.router_keys import (
     KEEP_S,
     MAX_KEYS,
     REST_S,
@@ -53,7 +53,7 @@ def test_without_a_told_key_legs_come_from_anybody(front: Front) -> None:
     front.take_peers({"peers": []})
     for request in (None, request_with(None), request_with("any")):
         front.check_request(asked(**LEG), request)
-        front.check_request(asked(sampling_params={"custom_params": {"pla_hold": 7}}), request)
+        front.check_request(asked(sampling_params={"custom_params": {"pla_tokens": [7]}}), request)
 
 
 RESERVED = [
@@ -63,7 +63,7 @@ RESERVED = [
     ({"bootstrap_pair_key": [None, "k"]}, "bootstrap_pair_key"),
     ({"bootstrap_host": [None, "127.0.0.1"]}, "bootstrap_host"),
     ({"sampling_params": {"custom_params": {"pla_tokens": [1]}}}, "custom_params.pla_tokens"),
-    ({"sampling_params": [{}, {"custom_params": {"a": 1, "pla_hold": 1}}]}, "custom_params.pla_hold"),
+    ({"sampling_params": [{}, {"custom_params": {"a": 1, "pla_tokens": [1]}}]}, "custom_params.pla_tokens"),
 ]
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pla_sglang.engine.request_rows import RowsWanted
-from pla_sglang.engine.stateless.legs import LegKind, SendLeg, SendState
-from pla_sglang.engine.stateless.peers import (
+from pla_sglang.engine.stateless.transfer.legs import LegKind, SendLeg, SendState
+from pla_sglang.engine.stateless.transfer.peers import (
     MOST_PEERS,
     Peer,
     PeerBook,
@@ -132,9 +132,9 @@ def test_what_is_told_survives_the_way_to_the_schedulers() -> None:
     """By the host's own encoding."""
     from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 
-    from pla_sglang.engine.stateless.message import PlaPeers, register_message
+    from pla_sglang.engine.stateless.requests.messages import PlaPeers, register_messages
 
-    register_message()
+    register_messages()
     for told in (Told(Peer("a", "10.0.0.1", 9000), (B, C)), Told(None, ()), Told(None, (B,), RowsWanted(0.5, 7))):
         assert msgpack_decode(msgpack_encode(PlaPeers(told=told))).told == told
 

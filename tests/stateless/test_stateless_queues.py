@@ -8,30 +8,31 @@ from typing import Any
 import pytest
 from support.request_fields import RequestFields
 
+from pla_sglang.engine.faults import Faults
 from pla_sglang.engine.host.requests import set_extend
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.engine.stateless.transfer.legs import Caps, Uncounted
+from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
 
 pytestmark = pytest.mark.usefixtures("published")
 
 PEER = Peer("b", "10.0.0.2", 9001, "i1")
 
 
-class FakeWarmer:
+class FakeConnector:
     def __init__(self) -> None:
         self.warm_addresses: set[tuple[str, int]] = set()
         self.asked: list[Peer] = []
 
-    def is_warm(self, host: str, port: int) -> bool:
+    def is_connected(self, host: str, port: int) -> bool:
         return (host, port) in self.warm_addresses
 
-    def warm(self, peer: Peer) -> None:
+    def connect(self, peer: Peer) -> None:
         self.asked.append(peer)
 
 
 def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held_tokens: int = 0) -> Any:
     """A receiving queue whose host has ``free_tokens``, 10 reserved for each request that grows."""
-    from pla_sglang.engine.stateless.queues import ReceiveQueue
+    from pla_sglang.engine.stateless.transfer.queues import ReceiveQueue
 
     queue: Any = object.__new__(ReceiveQueue)
     pool = SimpleNamespace(available_size=lambda: free_tokens, page_size=1, prealloc_fits_assumes_reclaim=lambda: False)
@@ -48,9 +49,9 @@ def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held
         server_args=SimpleNamespace(disaggregation_decode_enable_radix_cache=False),
     )
     queue.num_reserved_decode_tokens, queue.retracted_queue, queue._prefill_dp_rank_queries = 10, [], {}
-    queue.held_requests, queue.held_tokens = (lambda: held), (lambda: held_tokens)
-    queue.cap_tokens, queue.cap_requests = 400, 8
-    queue.book, queue.warmer = PeerBook("127.0.0.1", 9000), FakeWarmer()
+    queue._held, queue.caps = Uncounted(held_tokens, held), Caps(400, 8)
+    queue._fresh_tokens, queue._fresh_requests, queue._broken, queue.agree = 0, 0, (), lambda flags: flags
+    queue.book, queue.connector = PeerBook("127.0.0.1", 9000), FakeConnector()
     queue.book.tell(Told(None, (PEER,)))
     queue.kv_manager = SimpleNamespace(failures={})
     queue.kv_manager.record_failure = queue.kv_manager.failures.__setitem__
@@ -90,8 +91,8 @@ def test_a_leg_waits_while_its_peer_is_warmed_and_the_network_is_never_asked() -
     queue, leg = queue_with(), entry()
     assert queue._resolve_prefill_dp_rank(leg.req) is None
     assert queue._ensure_prefill_info({"a": [leg]}) == ({}, [leg])
-    assert queue.warmer.asked == [PEER]
-    queue.warmer.warm_addresses.add(PEER.address)
+    assert queue.connector.asked == [PEER]
+    queue.connector.warm_addresses.add(PEER.address)
     assert queue._resolve_prefill_dp_rank(leg.req) == 0
     assert queue._ensure_prefill_info({"a": [leg]}) == ({"a": [leg]}, [])
 
@@ -115,7 +116,7 @@ def test_a_leg_of_a_peer_that_is_told_no_more_waits_on_for_its_connection() -> N
     queue, leg = queue_with(), entry()
     queue.book.tell(Told(None, ()))
     assert queue._ensure_prefill_info({"a": [leg]}) == ({}, [leg])
-    assert queue.warmer.asked == [PEER]
+    assert queue.connector.asked == [PEER]
 
 
 class OtherRank:
@@ -215,16 +216,16 @@ def test_a_peer_to_which_one_rank_alone_is_connected(monkeypatch: pytest.MonkeyP
     """Each rank looks at its own connections; what follows from that is the host's vote, so all go on at once."""
     ranks = ranks_with_a_leg(monkeypatch)
     assert pass_once(ranks) == [(False, False)] * 2
-    ranks[0].warmer.warm_addresses.add(PEER.address)
+    ranks[0].connector.warm_addresses.add(PEER.address)
     assert pass_once(ranks) == [(False, False)] * 2
     assert [len(queue.pending_reqs) for queue in ranks] == [0, 1]
-    ranks[1].warmer.warm_addresses.add(PEER.address)
+    ranks[1].connector.warm_addresses.add(PEER.address)
     assert pass_once(ranks) == [(True, False)] * 2
 
 
 def test_a_peer_that_does_not_answer_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = ranks_with_a_leg(monkeypatch)
-    ranks[0].warmer.warm_addresses.add(PEER.address)
+    ranks[0].connector.warm_addresses.add(PEER.address)
     ranks[1].book.set_state(PEER, PeerState.SILENT, "no answer")
     assert pass_once(ranks) == [(False, True)] * 2
 
@@ -251,7 +252,7 @@ def test_how_long_a_leg_has_waited_counts_from_its_first_pass(monkeypatch: pytes
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
     now_s = [5.0]
-    monkeypatch.setattr("pla_sglang.engine.stateless.queues.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("pla_sglang.engine.stateless.transfer.queues.time.monotonic", lambda: now_s[0])
     monkeypatch.setattr(DecodePreallocQueue, "pop_preallocated", lambda self: ([], []))
     queue = queue_with()
     for came_s in (5.0, 9.0):
@@ -265,7 +266,7 @@ def test_how_long_a_leg_has_waited_counts_from_its_first_pass(monkeypatch: pytes
 def test_ranks_answer_alike_for_a_peer_that_is_silent_to_one(monkeypatch: pytest.MonkeyPatch, knows: int) -> None:
     """The first rank answers, and it need not be the one that knows."""
     ranks = ranks_with_a_leg(monkeypatch)
-    ranks[1 - knows].warmer.warm_addresses.add(PEER.address)
+    ranks[1 - knows].connector.warm_addresses.add(PEER.address)
     ranks[knows].book.set_state(PEER, PeerState.SILENT, "no answer")
     for queue in ranks:
         queue._resolve_pending_reqs()
@@ -353,8 +354,8 @@ def test_kv_that_cannot_be_taken_over_leaves_no_leg_without_a_receiver(monkeypat
     """The host's loop goes on: it hands the leg out as the others, and its end answers and frees it."""
     from sglang.srt.disaggregation.decode import DecodeTransferQueue
 
-    from pla_sglang.engine.stateless.legs import FAULT_ATTRIBUTE
-    from pla_sglang.engine.stateless.queues import TransferQueue
+    from pla_sglang.engine.stateless.transfer.legs import FAULT_ATTRIBUTE
+    from pla_sglang.engine.stateless.transfer.queues import TransferQueue
 
     def commit(self: Any, decode_req: Any) -> None:
         if decode_req.req.rid == "bad":

@@ -12,14 +12,14 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from support.fake_scheduler import FakeAdder
 
 from pla_sglang.engine import backlog
-from pla_sglang.engine.hooks import stateless as hooks
-from pla_sglang.engine.stateless import host
+from pla_sglang.engine.faults import Faults
+from pla_sglang.engine.stateless import scheduler_hooks as hooks
 from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.legs import FAULT_ATTRIBUTE, GOES_ON_ATTRIBUTE, KIND_ATTRIBUTE, LegKind
-from pla_sglang.engine.stateless.message import PlaPeers
-from pla_sglang.engine.stateless.peers import Peer, PeerBook, Told
-from pla_sglang.engine.stateless.rooms import UsedRooms
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.requests.messages import PlaPeers
+from pla_sglang.engine.stateless.transfer.legs import FAULT_ATTRIBUTE, GOES_ON_ATTRIBUTE, KIND_ATTRIBUTE, LegKind
+from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, Told
+from pla_sglang.engine.stateless.transfer.rooms import UsedRooms
 
 AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
 NO_HOPS: Any = SimpleNamespace(
@@ -45,17 +45,10 @@ def test_what_is_held_until_a_request_runs(bench: ReceiveScene) -> None:
     assert (bench.receiver.count_held(), bench.receiver.count_held_tokens()) == (2, 200)
 
 
-def test_no_more_join_than_the_running_batch_has_places(bench: ReceiveScene, monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[str] = []
-
-    def admit(scheduler: Any, reqs: list[FakeRequest], running: FakeBatch, faults: Faults, agree: Any) -> FakeBatch:
-        joined.extend(req.rid for req in reqs)
-        return running
-
-    monkeypatch.setattr("pla_sglang.engine.stateless.receiving.admit_received", admit)
+def test_no_more_join_than_there_are_places(bench: ReceiveScene) -> None:
     bench.receiver.ready = [FakeRequest(rid) for rid in "abc"]
-    bench.receiver.admit(FakeBatch(FakeRequest("running")), lambda req: True)
-    assert (joined, [req.rid for req in bench.receiver.ready]) == (["a"], ["b", "c"])
+    joining = bench.receiver.take_ready(1, lambda req: True)
+    assert ([req.rid for req in joining], [req.rid for req in bench.receiver.ready]) == (["a"], ["b", "c"])
 
 
 def test_a_leg_that_is_let_go_leaves_nothing_and_its_source_hears_of_it(bench: ReceiveScene) -> None:
@@ -90,13 +83,13 @@ def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: ReceiveScene, way
     [(rid, reason)] = bench.answers
     assert (rid, "the link is down" in reason) == ("a", True)
     if way != "replaced before":
-        bench.quarantine.sweep(0.0)
+        bench.deferred.sweep(0.0)
         assert (bench.freed, bench.transfers.freed_slots) == ([], [])
     if way == "acknowledged":
         bench.acknowledged.add(1)
     elif way == "replaced after":
         bench.book.tell(Told(None, (AGAIN,)))
-    bench.quarantine.sweep(0.0)
+    bench.deferred.sweep(0.0)
     assert (bench.freed, bench.transfers.freed_slots) == (["a"], [0])
     manager = bench.queue.kv_manager
     assert not manager.transfer_statuses
@@ -116,7 +109,7 @@ def test_what_senders_said_is_kept_for_transfers_and_quarantined_pages_only(benc
     bench.acknowledged.update({1, 2, 3, 4})
     bench.receiver.forget_said()
     assert bench.acknowledged == {1, 2}
-    bench.quarantine.sweep(0.0)
+    bench.deferred.sweep(0.0)
     bench.receiver.forget_said()
     assert (bench.freed, bench.acknowledged) == (["failed"], {2})
 
@@ -133,10 +126,10 @@ def test_a_sender_that_may_still_be_there_keeps_the_pages(
         bench.book.tell(Told(None, told))
     bench.receiver.pump()
     bench.book.tell(Told(None, told))
-    bench.quarantine.sweep(0.0)
-    assert (bench.freed, len(bench.quarantine)) == ([], 1)
+    bench.deferred.sweep(0.0)
+    assert (bench.freed, len(bench.deferred)) == ([], 1)
     bench.acknowledged.add(1)
-    bench.quarantine.sweep(0.0)
+    bench.deferred.sweep(0.0)
     assert bench.freed == ["a"]
 
 
@@ -180,10 +173,12 @@ def test_load_reports_count_what_waits_to_decode_and_no_prefill_leg_as_decoding(
     leg, whole = FakeRequest("leg"), FakeRequest("whole")
     setattr(leg, KIND_ATTRIBUTE, LegKind.PREFILL)
     setattr(whole, KIND_ATTRIBUTE, LegKind.WHOLE)
+    engine = engine_of_fakes()
+    engine.receiver = bench.receiver
     scheduler = SimpleNamespace(
         disagg_decode_prealloc_queue=bench.queue,
         disagg_decode_transfer_queue=bench.transfers,
-        pla_stateless=SimpleNamespace(receiver=bench.receiver, hops=NO_HOPS),
+        pla_fleet=engine,
         running_batch=FakeBatch(whole),
     )
     assert backlog.count_decode_waiting(scheduler) == (4, 350)
@@ -219,7 +214,7 @@ def engine_of_fakes() -> StatelessEngine:
     engine.faults = Faults()
     engine._agree = lambda flags: flags
     engine.sender = engine.receiver = FakeEnd()  # type: ignore[assignment]
-    engine.hops, engine.redone = NO_HOPS, 0
+    engine.migration, engine.redone = NO_HOPS, 0
     engine.used_rooms = UsedRooms()
     return engine
 
@@ -241,7 +236,7 @@ def test_a_list_that_is_short_of_a_peer_ends_nothing_of_it() -> None:
     engine, dropped, sources = engine_of_fakes(), list[Peer](), {PEER.address}
     engine._scheduler = SimpleNamespace()
     engine.book = PeerBook("127.0.0.1", 9000)
-    engine.warmer = SimpleNamespace(drop=dropped.append, warm=lambda peer: None)  # type: ignore[assignment]
+    engine.connector = SimpleNamespace(drop=dropped.append, connect=lambda peer: None)  # type: ignore[assignment]
     engine.receiver.list_sources = lambda: sources  # type: ignore[method-assign]
     for told in ((PEER,), ()):
         engine.on_peers(PlaPeers(told=Told(None, told)))
@@ -275,7 +270,7 @@ def test_a_request_that_cannot_be_taken_over_is_answered(monkeypatch: pytest.Mon
     engine.sender.forget = lambda req: forgotten.append(req.rid)  # type: ignore[method-assign]
     engine.sender.add = engine.sender.fail  # type: ignore[method-assign]
     engine._scheduler = ACCEPTING
-    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     req = FakeRequest("a")
     req.bootstrap_host, req.bootstrap_port = "127.0.0.1", 9000
     assert engine.takes(req)
@@ -296,7 +291,7 @@ def test_what_befell_another_rank_befalls_all(
     forgotten: list[str] = []
     engine.sender.add = lambda req, now_s: added.append(req.rid)  # type: ignore[method-assign]
     engine.sender.forget = lambda req: forgotten.append(req.rid)  # type: ignore[method-assign]
-    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     leg = FakeRequest("leg")
     leg.bootstrap_host, leg.bootstrap_port = "127.0.0.1", 9000
     assert engine.takes(leg)
@@ -318,11 +313,11 @@ def test_what_comes_back_to_the_queue_is_the_hosts(monkeypatch: pytest.MonkeyPat
     leg.bootstrap_host, leg.bootstrap_port = PEER.address
     assert (engine.takes(leg), engine.takes(whole)) == (True, False)
     assert taken == ["leg"]
-    assert engine.receives(leg)
-    assert not engine.receives(whole)
+    assert engine.keeps_from_prefill(leg)
+    assert not engine.keeps_from_prefill(whole)
     leg.retracted_stain = True
     assert not engine.takes(leg)
-    assert not engine.receives(leg)
+    assert not engine.keeps_from_prefill(leg)
 
 
 @pytest.mark.parametrize(("address", "room", "status"), [(("10.0.0.9", 1), 1, 409), (PEER.address, None, 400)])
@@ -334,7 +329,7 @@ def test_a_leg_that_is_refused(
     engine.book = PeerBook("127.0.0.1", 9000)
     engine.book.tell(Told(None, (PEER,)))
     engine._scheduler = None
-    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     req = FakeRequest("a")
     req.bootstrap_host, req.bootstrap_port, req.bootstrap_room = (*address, room)
     assert engine.takes(req)
@@ -343,7 +338,7 @@ def test_a_leg_that_is_refused(
 
 def test_a_pause_for_new_weights_ends_all_legs() -> None:
     calls: list[str] = []
-    scheduler = SimpleNamespace(pla_stateless=SimpleNamespace(end_all_legs=lambda: calls.append("all")))
+    scheduler = SimpleNamespace(pla_fleet=SimpleNamespace(end_all_legs=lambda: calls.append("all")))
     hooks.before_pause_generation(scheduler, SimpleNamespace(mode="in_place"))
     assert calls == []
     hooks.before_pause_generation(scheduler, SimpleNamespace(mode="retract"))
@@ -352,7 +347,7 @@ def test_a_pause_for_new_weights_ends_all_legs() -> None:
 
 @pytest.mark.parametrize(("idle", "busy", "wanted"), [(True, True, False), (True, False, True), (False, False, False)])
 def test_idle_means_without_legs(idle: bool, busy: bool, wanted: bool) -> None:
-    scheduler = SimpleNamespace(pla_stateless=SimpleNamespace(busy=busy))
+    scheduler = SimpleNamespace(pla_fleet=SimpleNamespace(busy=busy))
     assert hooks.after_is_fully_idle(idle, scheduler) is wanted
     assert hooks.after_is_fully_idle(idle, scheduler, True) is None, "a health check asks for passes"
 
@@ -391,9 +386,9 @@ def test_a_leg_that_raised_in_the_hosts_queue_ends_and_keeps_its_pages_as_ever(b
     bench.queue.take_broken = lambda: (broken,)  # type: ignore[method-assign]
     bench.receiver.pump()
     assert [rid for rid, _ in bench.answers] == ["bad"]
-    assert (broken.kv_receiver.aborted, len(bench.quarantine), len(bench.transfers.queue)) == (1, 1, 1)
+    assert (broken.kv_receiver.aborted, len(bench.deferred), len(bench.transfers.queue)) == (1, 1, 1)
     bench.acknowledged.add(1)
-    bench.quarantine.sweep(0.0)
+    bench.deferred.sweep(0.0)
     assert bench.freed == ["bad"]
 
 
@@ -411,10 +406,10 @@ def test_a_source_without_kv_for_a_leg_is_a_failed_transfer_and_for_a_pull_gone(
     bench: ReceiveScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statuses: list[int] = []
-    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: statuses.append(int(status)))
+    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: statuses.append(int(status)))
     bench.add("leg")
     setattr(bench.add("pull"), GOES_ON_ATTRIBUTE, True)
-    monkeypatch.setattr("pla_sglang.engine.stateless.receiving.announce_pull", lambda receiver: None)
+    monkeypatch.setattr("pla_sglang.engine.stateless.transfer.receiving.announce_pull", lambda receiver: None)
     bench.refused.add(1)
     bench.receiver.pump()
     assert [entry.kv_receiver.aborted for entry in bench.transfers.queue] == [1, 1]
@@ -427,15 +422,15 @@ def test_a_source_without_kv_for_a_leg_is_a_failed_transfer_and_for_a_pull_gone(
 def test_a_leg_whose_room_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, taken_by: str | None) -> None:
     engine, answers, added = engine_of_fakes(), list[int](), list[str]()
     engine.refused, engine._scheduler = 0, ACCEPTING
-    engine.hops = SimpleNamespace(holder=SimpleNamespace(holds={}))  # type: ignore[assignment]
+    engine.migration = SimpleNamespace(holder=SimpleNamespace(holds={}))  # type: ignore[assignment]
     engine.book = PeerBook("127.0.0.1", 9000)
     engine.book.tell(Told(None, (PEER,)))
     engine.sender.add = lambda req, *rest: added.append(req.rid)  # type: ignore[method-assign]
-    monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
+    monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     req = FakeRequest("r", room=7)
     req.bootstrap_host, req.bootstrap_port = ("127.0.0.1", 9000) if taken_by != "a decode leg" else PEER.address
     if taken_by == "a hold":
-        engine.hops.holder.holds[7] = None  # type: ignore[assignment]
+        engine.migration.holder.holds[7] = None  # type: ignore[assignment]
     elif taken_by == "a leg":
         engine.used_rooms.begin(7)
     elif taken_by == "a leg that is over":

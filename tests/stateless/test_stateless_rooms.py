@@ -9,11 +9,10 @@ import pytest
 from receive_scene import ReceiveScene
 from sglang.srt.disaggregation.base import KVPoll
 
-from pla_sglang.engine.hooks import stateless as hooks
-from pla_sglang.engine.hops.pulls import GUARD, aborts_of_another, refuses_receiver
-from pla_sglang.engine.stateless import rooms as rooms_module
-from pla_sglang.engine.stateless.fence import ABORT, NO_ROOM
-from pla_sglang.engine.stateless.rooms import UsedRooms
+from pla_sglang.engine.stateless import scheduler_hooks as hooks
+from pla_sglang.engine.stateless.transfer import rooms as rooms_module
+from pla_sglang.engine.stateless.transfer.fence import ABORT, NO_ROOM
+from pla_sglang.engine.stateless.transfer.rooms import GUARD, UsedRooms, aborts_of_another, refuses_receiver
 
 FIRST, SECOND = ("10.0.0.8", 40), ("10.0.0.9", 41)
 
@@ -139,5 +138,5 @@ def test_a_room_is_awaited_until_nothing_writes_for_it(monkeypatch: pytest.Monke
     bench.receiver.pump()
     assert bench.receiver.waits_for(1), "in quarantine"
     bench.acknowledged.add(1)
-    bench.quarantine.sweep(0.0)
+    bench.deferred.sweep(0.0)
     assert not bench.receiver.waits_for(1)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from fakes import FakeBatch, FakeRequest, FakeScheduler, FakeSendQueue
 
+from pla_sglang.engine.faults import Faults
 from pla_sglang.engine.host.requests import set_extend
-from pla_sglang.engine.stateless import host
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.host import Outcome
-from pla_sglang.engine.stateless.legs import SendLeg, SendState
-from pla_sglang.engine.stateless.quarantine import Quarantine
-from pla_sglang.engine.stateless.sending import GivenUpError, Sender
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.host.calls import Outcome
+from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.engine.stateless.transfer.legs import Caps, SendLeg, SendState
+from pla_sglang.engine.stateless.transfer.sending import GivenUpError, Sender
 
 
 class Bench:
@@ -22,22 +22,20 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, overlap: bool, cap_tokens: int = 1000) -> None:
         self.scheduler, self.queue = FakeScheduler(overlap=overlap), FakeSendQueue()
-        self.quarantine = Quarantine(lambda flags: flags, Faults())
+        self.deferred = DeferredFree(lambda flags: flags, Faults())
         self.faults = Faults()
-        self.sender = Sender(
-            self.scheduler, self.queue, self.quarantine, faults=self.faults, cap_tokens=cap_tokens, cap_requests=4
-        )
+        self.sender = Sender(self.scheduler, self.queue, self.deferred, faults=self.faults, caps=Caps(cap_tokens, 4))
         self.scheduler.handle_bootstrap_failure = lambda req: self._answer(req, self._reason(req))
         self.freed: list[str] = []
         self.answers: list[tuple[str, str]] = []
-        monkeypatch.setattr(host, "poll_senders", lambda scheduler, senders: [one.outcome for one in senders])
-        monkeypatch.setattr(host, "free_metadata", lambda scheduler, req: None)
-        monkeypatch.setattr(host, "has_failed", lambda manager, room: manager.request_status.get(room) == "failed")
-        monkeypatch.setattr("pla_sglang.engine.stateless.fence.mark_failed", lambda manager, room: None)
-        monkeypatch.setattr(host, "release_kv", self._release)
-        monkeypatch.setattr(host, "end_sent", lambda scheduler, req: self._answer(req, "sent"))
-        monkeypatch.setattr(host, "end_aborted", lambda scheduler, req, reason: self._answer(req, "aborted"))
-        monkeypatch.setattr(host, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, reason))
+        monkeypatch.setattr(calls, "poll_senders", lambda scheduler, senders: [one.outcome for one in senders])
+        monkeypatch.setattr(calls, "free_metadata", lambda scheduler, req: None)
+        monkeypatch.setattr(calls, "has_failed", lambda manager, room: manager.request_status.get(room) == "failed")
+        monkeypatch.setattr("pla_sglang.engine.stateless.transfer.fence.mark_failed", lambda manager, room: None)
+        monkeypatch.setattr(calls, "release_kv", self._release)
+        monkeypatch.setattr(calls, "end_sent", lambda scheduler, req: self._answer(req, "sent"))
+        monkeypatch.setattr(calls, "end_aborted", lambda scheduler, req, reason: self._answer(req, "aborted"))
+        monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: self._answer(req, reason))
 
     def _release(self, scheduler: Any, req: FakeRequest, *, keep_prefix: bool = True) -> None:
         assert req.req_pool_idx is not None
@@ -80,7 +78,7 @@ class Bench:
         if chunk is not None:
             set_extend(chunk[0], 0, chunk[1])
         self.sender.after_pass()
-        self.quarantine.sweep(0.0)
+        self.deferred.sweep(0.0)
 
     def result(self, batch: FakeBatch, *, done: bool = True) -> None:
         """The host has processed the pass of ``batch``; ``done``: with it the prompts were complete."""
@@ -377,7 +375,7 @@ def test_what_a_leg_cannot_give_back_keeps_no_other_from_its_end(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     reqs = [computed(bench, rid) for rid in ("bad", "good")]
-    OnceBroken(monkeypatch, host, name, "bad")
+    OnceBroken(monkeypatch, calls, name, "bad")
     for req in reqs:
         req.disagg_kv_sender.outcome = Outcome.DONE
     bench.turn(None, None)
@@ -425,7 +423,7 @@ def test_a_leg_that_fails_tells_its_receiver_and_an_abort_does_not(
     """Who orders an abort orders it at both instances."""
     told: list[int] = []
     monkeypatch.setattr(
-        "pla_sglang.engine.stateless.sending.send_refusal", lambda manager, who, room: told.append(room)
+        "pla_sglang.engine.stateless.transfer.sending.send_refusal", lambda manager, who, room: told.append(room)
     )
     for room, rid in enumerate(("failed", "aborted")):
         req = bench.add(rid)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, NixlKVManager, TransferInfo
 from support.serving import until
 
-from pla_sglang.engine.stateless import fence, host
-from pla_sglang.engine.stateless.side_channel import (
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.host.side_channel import (
     ABORT,
     ACKNOWLEDGED,
     LINE_S,
@@ -30,6 +30,7 @@ from pla_sglang.engine.stateless.side_channel import (
     read_receiver,
     read_room,
 )
+from pla_sglang.engine.stateless.transfer import fence
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # as they are closed
 
@@ -127,10 +128,10 @@ def channel() -> SideChannel:
 def manager(channel: SideChannel) -> Iterator[Any]:
     """Its thread runs, with both seams in place."""
     made: Any = Manager()
-    made._add_remote_peer = lambda receiver: host.register_receiver(
+    made._add_remote_peer = lambda receiver: calls.register_receiver(
         NixlKVManager._add_remote_peer, made, receiver, channel
     )
-    made.server_socket = host.open_inbox(made, channel)
+    made.server_socket = calls.open_inbox(made, channel)
     made._start_bootstrap_thread()
     yield made
     assert channel.find_dead() == "", "no message ends it"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.stateless import host
+from pla_sglang.engine.faults import Faults
 from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.peers import PeerBook
-from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.transfer.peers import PeerBook
+from pla_sglang.engine.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
 
 
 def nothing(*args: Any, **kwargs: Any) -> list[Any]:
@@ -28,16 +28,17 @@ def idle_engine(*, leg_room: int, held_room: int) -> Any:
         list_sources=set,
         forget_said=nothing,
         expire=nothing,
-        admit=lambda running_batch, may_join: running_batch,
+        take_ready=nothing,
     )
-    holder = SimpleNamespace(holds={held_room: None}, take_returning=nothing)
-    engine.hops = SimpleNamespace(before_batches=nothing, holder=holder)
+    holder = SimpleNamespace(holds={held_room: None}, take_returning=nothing, list_growing=nothing)
+    engine.migration = SimpleNamespace(before_batches=nothing, holder=holder)
     engine.adapters = SimpleNamespace(count_used=nothing, take=None)
-    engine.quarantine = SimpleNamespace(sweep=nothing)
-    engine.book, engine.warmer = PeerBook("127.0.0.1", 9000), SimpleNamespace(warm_again=nothing)
-    engine._sending_manager = SimpleNamespace(
+    engine.deferred = SimpleNamespace(sweep=nothing)
+    engine.book, engine.connector = PeerBook("127.0.0.1", 9000), SimpleNamespace(reconnect=nothing)
+    manager = SimpleNamespace(
         transfer_infos=dict.fromkeys((1, 2, 3)), request_status={}, req_to_decode_prefix_len={}, failure_records={}
     )
+    engine._ends = SimpleNamespace(sending=SimpleNamespace(kv_manager=manager))
     engine._scheduler = SimpleNamespace(max_running_requests=4)
     engine._rooms, engine._tick_s, engine._series, engine.faults = UnclaimedRooms(), 0.0, None, Faults()
     return engine
@@ -46,9 +47,9 @@ def idle_engine(*, leg_room: int, held_room: int) -> Any:
 def test_rooms_that_nobody_claims_are_forgotten_and_those_of_legs_and_holds_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host, "timeouts_s", lambda: (None, None))
+    monkeypatch.setattr(calls, "timeouts_s", lambda: (None, None))
     engine, running = idle_engine(leg_room=1, held_room=2), SimpleNamespace(reqs=[])
-    rooms = engine._sending_manager.transfer_infos
+    rooms = engine._ends.sending.kv_manager.transfer_infos
     for now_s in (100.0, 100.0 + KEPT_S / 2):
         engine.now_s = lambda now_s=now_s: now_s
         assert engine.before_pass(running, None) is running

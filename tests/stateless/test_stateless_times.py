@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.stateless import admission, host
-from pla_sglang.engine.stateless.faults import Faults
+from pla_sglang.engine.faults import Faults
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.requests import admission
 
 
 def received_request() -> Any:
@@ -27,7 +28,7 @@ def received_request() -> Any:
         finished=lambda: False,
     )
     stats.set_scheduler_recv_time()
-    host.note_receiving(req)
+    calls.note_receiving(req)
     stats.set_decode_transfer_queue_entry_time()
     stats.set_wait_queue_entry_time()
     return req
@@ -54,10 +55,10 @@ def test_its_queue_time_ends_when_it_joins_the_running_batch(monkeypatch: pytest
 def test_its_running_time_begins_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's time-out of running requests counts from then on."""
     req = received_request()
-    monkeypatch.setattr(host, "timeouts_s", lambda: (None, 0.0))
-    assert not host.has_run_too_long(req)
+    monkeypatch.setattr(calls, "timeouts_s", lambda: (None, 0.0))
+    assert not calls.has_run_too_long(req)
     join([req], monkeypatch)
-    assert host.has_run_too_long(req)
+    assert calls.has_run_too_long(req)
 
 
 def test_each_stage_is_measured_once_as_at_a_decode_instance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import pytest
 from hops.hop_scene import HopRequest, HopScene
 
 from pla_sglang.engine.hooks import scheduler as scheduler_hooks
-from pla_sglang.engine.hooks import stateless as hooks
+from pla_sglang.engine.stateless import scheduler_hooks as hooks
 from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.engine.stateless.transfer.legs import KIND_ATTRIBUTE, LegKind
 
 
 def engine_of(scheduler: Any) -> Any:
@@ -56,7 +56,7 @@ def test_a_hold_of_a_request_that_waits(monkeypatch: pytest.MonkeyPatch, place: 
         _prefetch_kvcache=lambda req: None,
     )
     engine, scene, req = engine_of(scheduler), HopScene(monkeypatch), HopRequest("r")
-    scene.hops.runner._list_waiting = engine._list_waiting
+    scene.migration.runner._list_waiting = engine._list_waiting
     assert scene.hold(req, room=1) == {"status": "unknown"}
     put(engine, place, req)
     assert scene.hold(req, room=2) == {"status": "waiting"}
@@ -79,12 +79,12 @@ def test_only_what_waits_for_a_prefill_is_seen_by_policies(
     """A view of what never waits would never be let go."""
     queued: list[Any] = []
     engine = object.__new__(StatelessEngine)
-    scheduler = SimpleNamespace(pla=SimpleNamespace(on_queued=queued.append), pla_stateless=engine)
+    scheduler = SimpleNamespace(pla=SimpleNamespace(on_queued=queued.append), pla_fleet=engine)
     req = SimpleNamespace(finished=lambda: finished, retracted_stain=retracted)
     if kind is not None:
         setattr(req, KIND_ATTRIBUTE, kind)
     scheduler_hooks.after_add_request_to_queue(None, scheduler, req)
     assert queued == ([req] if seen else [])
-    del scheduler.pla_stateless
+    del scheduler.pla_fleet
     scheduler_hooks.after_add_request_to_queue(None, scheduler, req)
     assert queued[-1:] == [req], "an instance that is not stateless has no legs"

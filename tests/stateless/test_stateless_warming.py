@@ -12,9 +12,9 @@ import pytest
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from support.serving import until
 
-from pla_sglang.engine.stateless import warming
-from pla_sglang.engine.stateless.peers import Peer, PeerBook, PeerState, Told
-from pla_sglang.engine.stateless.warming import Warmer
+from pla_sglang.engine.stateless.transfer import connecting
+from pla_sglang.engine.stateless.transfer.connecting import PeerConnector
+from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
 
 ANSWER: dict[str, Any] = {
     field.name: None if field.default is dataclasses.MISSING else field.default
@@ -80,28 +80,28 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return SimpleNamespace(status_code=200, json=lambda: ANSWER)
 
     monkeypatch.setattr("requests.get", get)
-    monkeypatch.setattr(warming, "RETRY_S", 0.01)
-    monkeypatch.setattr(warming, "LONGEST_RETRY_S", 0.01)
+    monkeypatch.setattr(connecting, "RETRY_S", 0.01)
+    monkeypatch.setattr(connecting, "LONGEST_RETRY_S", 0.01)
     return up
 
 
-def told(manager: FakeManager) -> tuple[PeerBook, Warmer]:
+def told(manager: FakeManager) -> tuple[PeerBook, PeerConnector]:
     book = PeerBook("127.0.0.1", 9000)
     book.tell(Told(None, (PEER,)))
-    warmer = Warmer(manager, FakeReceiver, book)
-    warmer.warm(PEER)
-    return book, warmer
+    connector = PeerConnector(manager, FakeReceiver, book)
+    connector.connect(PEER)
+    return book, connector
 
 
 def test_a_peer_is_ready_once_it_answers(answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warming, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(connecting, "PATIENCE_S", 0.0)
     manager = FakeManager()
-    book, warmer = told(manager)
+    book, connector = told(manager)
     until(lambda: book.to_dict() == {"b": "failed: nobody listens"}, what="a peer that is called failed")
-    assert not warmer.is_warm(*PEER.address)
+    assert not connector.is_connected(*PEER.address)
     answers.set()
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
-    assert warmer.is_warm(*PEER.address)
+    assert connector.is_connected(*PEER.address)
     assert manager.threads == {"pla-warm"}
     assert manager.addr_to_rooms_tracker[ADDRESS] == set(), "the room of the trial is forgotten"
 
@@ -112,12 +112,12 @@ def test_a_peer_is_ready_once_it_answers(answers: threading.Event, monkeypatch: 
 )
 def test_a_peer_that_does_not_fit(answers: threading.Event, manager: FakeManager, reason: str) -> None:
     answers.set()
-    book, warmer = told(manager)
+    book, connector = told(manager)
     until(lambda: reason in book.to_dict()["b"], what="a peer that does not fit")
     state = book.state_of(*PEER.address)
     assert state is not None
     assert state[0] is PeerState.MISFIT
-    assert not warmer.is_warm(*PEER.address)
+    assert not connector.is_connected(*PEER.address)
 
 
 @pytest.mark.parametrize("answer", [ANSWER | {"of_a_later_version": 1}, dict(list(ANSWER.items())[1:])])
@@ -131,19 +131,19 @@ def test_a_peer_of_another_transfer_protocol(
     said = SimpleNamespace(status_code=200, json=lambda: answer)
     monkeypatch.setattr("requests.get", lambda *args, **options: said)
     manager = FakeManager()
-    book, warmer = told(manager)
+    book, connector = told(manager)
     until(lambda: "another transfer protocol" in book.to_dict()["b"], what="a peer that does not fit")
-    warmer.warm_again()
+    connector.reconnect()
     assert book.state_of(*PEER.address) == (PeerState.MISFIT, book.to_dict()["b"].removeprefix("failed: "))
     assert not manager.threads, "nobody of the host has asked"
     assert caplog.text.count("does not fit") == 1
 
 
 def test_the_thread_ends_when_its_peer_is_forgotten(answers: threading.Event) -> None:
-    book, warmer = told(FakeManager())
+    book, connector = told(FakeManager())
     book.tell(Told(None, ()))
     book.forget_untold()
-    until(lambda: not warmer._running, what="the end of the thread")
+    until(lambda: not connector._running, what="the end of the thread")
     answers.set()
 
 
@@ -158,24 +158,24 @@ def test_a_peer_that_is_forgotten_while_it_answers_leaves_nothing(answers: threa
 
     manager.try_ensure_parallel_info = ask_slowly  # type: ignore[method-assign]
     answers.set()
-    book, warmer = told(manager)
+    book, connector = told(manager)
     assert asked.wait(10)
     book.tell(Told(None, ()))
     book.forget_untold()
     go_on.set()
     until(lambda: manager.failed_nodes == [ADDRESS], what="a peer that is dropped")
-    assert not warmer.is_warm(*PEER.address)
+    assert not connector.is_connected(*PEER.address)
 
 
 def test_a_peer_whose_thread_has_ended_is_warmed_when_it_is_told_again(answers: threading.Event) -> None:
     """It was forgotten and told again between two looks of its thread."""
-    book, warmer = told(FakeManager())
+    book, connector = told(FakeManager())
     book.tell(Told(None, ()))
     book.forget_untold()
-    until(lambda: not warmer._running, what="the end of the thread")
+    until(lambda: not connector._running, what="the end of the thread")
     book.tell(Told(None, (PEER,)))
     answers.set()
-    warmer.warm_again()
+    connector.reconnect()
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
 
 
@@ -192,25 +192,25 @@ def test_many_silent_peers_take_few_threads_and_hold_up_nobody(
         return SimpleNamespace(status_code=200, json=lambda: ANSWER)
 
     monkeypatch.setattr("requests.get", get)
-    monkeypatch.setattr(warming, "RETRY_S", 0.05)
-    monkeypatch.setattr(warming, "LONGEST_RETRY_S", 60.0)
+    monkeypatch.setattr(connecting, "RETRY_S", 0.05)
+    monkeypatch.setattr(connecting, "LONGEST_RETRY_S", 60.0)
     book, silent = PeerBook("127.0.0.1", 9000), [Peer(f"p{port}", "10.0.0.9", port) for port in range(1, 401)]
     book.tell(Told(None, (*silent, PEER)))
-    warmer = Warmer(FakeManager(), FakeReceiver, book)
+    connector = PeerConnector(FakeManager(), FakeReceiver, book)
     before = threading.active_count()
     for peer in (*silent, PEER):
-        warmer.warm(peer)
-    assert threading.active_count() - before <= warming.THREADS
+        connector.connect(peer)
+    assert threading.active_count() - before <= connecting.THREADS
     until(lambda: book.to_dict()["b"] == "ready", what="the one that answers")
     until(lambda: len(asked) > 800, what="the others asked again")
-    assert {question.wait_s for question in warmer._waiting} & {0.1, 0.2, 0.4}, "after growing pauses"
+    assert {question.wait_s for question in connector._waiting} & {0.1, 0.2, 0.4}, "after growing pauses"
     book.tell(Told(None, ()))
     book.forget_untold()
-    for question in warmer._waiting:
+    for question in connector._waiting:
         question.due_s = 0.0
-    with warmer._changed:
-        warmer._changed.notify_all()
-    until(lambda: not warmer._running and not warmer._threads, what="the end of the threads")
+    with connector._changed:
+        connector._changed.notify_all()
+    until(lambda: not connector._running and not connector._threads, what="the end of the threads")
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 404, 503])
@@ -232,23 +232,23 @@ def test_a_peer_that_leads_elsewhere_or_is_not_well_is_asked_on(
 def test_what_was_cached_of_a_peer_goes_with_it(answers: threading.Event) -> None:
     answers.set()
     manager = FakeManager()
-    _, warmer = told(manager)
-    until(lambda: warmer.is_warm(*PEER.address) and not warmer._running, what="a peer that is ready")
-    warmer.drop(PEER)
+    _, connector = told(manager)
+    until(lambda: connector.is_connected(*PEER.address) and not connector._running, what="a peer that is ready")
+    connector.drop(PEER)
     assert manager.failed_nodes == [ADDRESS]
-    assert not warmer.is_warm(*PEER.address)
-    warmer.drop(Peer("c", "10.0.0.3", 9001, "x"))
+    assert not connector.is_connected(*PEER.address)
+    connector.drop(Peer("c", "10.0.0.3", 9001, "x"))
     assert manager.failed_nodes == [ADDRESS], "nothing was cached of that one"
 
 
 def test_a_connection_that_the_host_gave_up_is_made_again(answers: threading.Event) -> None:
     answers.set()
     manager = FakeManager()
-    book, warmer = told(manager)
-    until(lambda: book.to_dict() == {"b": "ready"} and not warmer._running, what="a peer that is ready")
+    book, connector = told(manager)
+    until(lambda: book.to_dict() == {"b": "ready"} and not connector._running, what="a peer that is ready")
     manager._handle_node_failure(ADDRESS)
-    warmer.warm_again()
-    until(lambda: warmer.is_warm(*PEER.address), what="a new connection")
+    connector.reconnect()
+    until(lambda: connector.is_connected(*PEER.address), what="a new connection")
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready again")
 
 
@@ -284,13 +284,13 @@ def manager_with_sglangs_check(monkeypatch: pytest.MonkeyPatch, other: dict[str,
 def test_sglangs_own_check_of_a_peer_that_does_not_fit(
     answers: threading.Event, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], reason: str
 ) -> None:
-    book, warmer = told(manager_with_sglangs_check(monkeypatch, other))
+    book, connector = told(manager_with_sglangs_check(monkeypatch, other))
     until(lambda: reason in book.to_dict()["b"], what="a peer that does not fit")
     assert book.list_in(PeerState.MISFIT) == [PEER]
-    assert not warmer.is_warm(*PEER.address)
+    assert not connector.is_connected(*PEER.address)
 
 
 def test_the_same_check_lets_a_peer_pass_that_fits(answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    book, warmer = told(manager_with_sglangs_check(monkeypatch, {}))
+    book, connector = told(manager_with_sglangs_check(monkeypatch, {}))
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
-    assert warmer.is_warm(*PEER.address)
+    assert connector.is_connected(*PEER.address)

@@ -183,7 +183,7 @@ class FakeInstance:
             return web.Response(status=401)
         [command] = (await request.json())["commands"]
         self.commands.append(command)
-        does = {"hold": "held", "resume": "resumed", "commit": "committed", "drop": "dropped"}
+        does = {"hold": "held", "resume": "resumed", "commit": "committed"}
         held = {"tokens": 3, "kv_tokens": 52} if command["do"] == "hold" else {}
         answer = self.hop_answers.get(command["do"], {"status": does[command["do"]]} | held)
         if command["do"] in self.hop_gates:

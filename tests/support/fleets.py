@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pla_sglang.policy.arrow.curve import PrefillCurve
-from pla_sglang.policy.arrow.predictor import TtftPredictor
+from pla_sglang.policy.common.curve import PrefillCurve
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.decisions import FleetAction, SetLengthClass, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 

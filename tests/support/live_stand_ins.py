@@ -24,7 +24,7 @@ from pla_sglang.cluster.instance import Instance
 from pla_sglang.cluster.ports import free_port
 from pla_sglang.cluster.spec import instances
 from pla_sglang.emulate.batch import StepShape
-from pla_sglang.emulate.device import Device
+from pla_sglang.emulate.device import EmulatedDevice
 from pla_sglang.launch_router import read_config as read_router_config
 from pla_sglang.profiles import load_profile
 from support.fake_instance import FakeInstance
@@ -34,11 +34,11 @@ AnswerTimes = Callable[["LiveStandIns", Sequence[Planned]], Sequence[tuple[float
 DEFAULT_PROFILE = "h100-llama3.1-8b-tp1"
 
 
-def make_device(time_scale: float, profile: str = DEFAULT_PROFILE) -> Device:
-    return Device(load_profile(profile), time_scale=time_scale, prefill_graph=True)
+def make_device(time_scale: float, profile: str = DEFAULT_PROFILE) -> EmulatedDevice:
+    return EmulatedDevice(load_profile(profile), time_scale=time_scale, prefill_graph=True)
 
 
-def work_a_pass(device: Device, gap_share: float) -> None:
+def work_a_pass(device: EmulatedDevice, gap_share: float) -> None:
     """A pass on the device, whose host was in the way for this share of the time with work."""
     shape = StepShape(new_tokens=100, attention=10_000.0, requests=1)
     span = device.launch(shape, device.timeline.busy_s)
@@ -69,7 +69,7 @@ class LiveStandIns:
         self.engines: list[list[str]] = []
         self.routed: list[tuple[servers.Router, dict[str, str]]] = []
         self._answer_times, self._time_scale, self._profile = answer_times, time_scale, profile
-        self._devices: dict[str, Device] = {}
+        self._devices: dict[str, EmulatedDevice] = {}
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> LiveStandIns:
         monkeypatch.setattr(servers, "running_cluster", self.run_cluster)

@@ -112,6 +112,7 @@ LOOKED_UP = {
     "graph.idle": (_SCHEDULER + "event_loop_overlap", "self.on_idle"),
     "graph.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "graph.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
+    "less.parse": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.from_cli_args"),
     "less.ends": (_SCHEDULER + "__init__", "self.init_disaggregation"),
     "less.dispatch": (_SCHEDULER + "__init__", "self.init_request_dispatcher"),
     "less.enqueue": (_SCHEDULER + "handle_generate_request", "self._add_request_to_queue"),
@@ -133,10 +134,6 @@ LOOKED_UP = {
     "less.abort_ack": (
         "sglang.srt.disaggregation.nixl.conn.NixlKVManager._start_bootstrap_thread",
         "self._handle_abort_notification",
-    ),
-    "queue.buffer": (
-        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap",
-        "self.ensure_metadata_buffer",
     ),
     "queue.prefix": (
         "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped",

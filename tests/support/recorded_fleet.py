@@ -14,7 +14,7 @@ from pla_sglang.profiles.load import load_profile
 from pla_sglang.recording import rows
 from pla_sglang.recording.file import RecordWriter
 from pla_sglang.recording.setup import header_of
-from pla_sglang.router.control.observability.recorder import Recorder
+from pla_sglang.router.control.observability.recorder import DecisionRecorder
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`&"
 
@@ -27,7 +27,7 @@ def record_run(path: Path) -> None:
         for index in range(3)
     ]
     fleet, rng = FleetView(views), Random(3)
-    recorder = Recorder(RecordWriter(path), header_of("arrow", "linear", 1.0, setup), fleet)
+    recorder = DecisionRecorder(RecordWriter(path), header_of("arrow", "linear", 1.0, setup), fleet)
     for number in range(40):
         now_s = 100.0 + number / 2
         request = RequestView(f"r{number}", 100, now_s, predicted_ttft_s=0.2)

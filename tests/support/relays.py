@@ -92,7 +92,7 @@ class TurnControl:
         left = [worker.number for worker in self.workers if worker.number not in gone]
         if not left:
             return m.End(lost.rid, lost.hop, "nobody is left")
-        return m.Continue(lost.rid, lost.hop + 1, left[0], m.Continuation.REDO, lost.hop, "survive")
+        return m.Continue(lost.rid, lost.hop + 1, left[0], m.MoveKind.REDO, lost.hop, "survive")
 
     def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.heard if isinstance(message, kind)]

@@ -32,6 +32,11 @@ class FakeRelay:
         return next(one for one in reversed(self.told) if isinstance(one, kind))
 
 
+def count_moves(plane: ControlPlane) -> int:
+    """Moves of running requests that are under way."""
+    return sum(plane.migration.count_leaving(worker) for worker in plane.table)
+
+
 class Scene:
     """A plane with its fakes, and a relay."""
 

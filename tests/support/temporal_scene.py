@@ -8,6 +8,8 @@ from pla_sglang.policy.interface.prefill import PassDecision, PassView, WaitingV
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.longs import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
+from pla_sglang.policy.slo.policy import SloPolicy
 from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
 
 KNOBS = TemporalKnobs(
@@ -20,15 +22,21 @@ RECENT_S = NOW_S - 0.001  # arrival a moment ago
 AGED_S = NOW_S - 60.0
 
 
-def let_deadlines_decide(knobs: TemporalKnobs) -> TemporalKnobs:
+def engine_knobs(knobs: TemporalKnobs, **changes: object) -> EnginePolicyKnobs:
+    """``knobs``, with what stands around the paper's policy."""
+    same = {field.name: getattr(knobs, field.name) for field in dataclasses.fields(TemporalKnobs)}
+    return EnginePolicyKnobs(**(same | changes))  # type: ignore[arg-type]
+
+
+def let_deadlines_decide(knobs: TemporalKnobs) -> EnginePolicyKnobs:
     """``knobs`` with deadlines that decide, and one age bound for all."""
-    return dataclasses.replace(knobs, longs=dataclasses.replace(knobs.longs, lost_age_s=knobs.longs.max_age_s))
+    return engine_knobs(knobs, slo=SloKnobs(lost_age_s=knobs.longs.max_age_s))
 
 
 def policy(*, busy: bool = False, decide: bool = False, **changes: object) -> TemporalPolicy:
     """``busy``: shorts come at 1000 a second, so that waiting for a fuller batch pays; ``decide``: deadlines do."""
     settings = dataclasses.replace(KNOBS, **changes)  # type: ignore[arg-type]
-    made = TemporalPolicy(let_deadlines_decide(settings) if decide else settings, FLAT)
+    made = SloPolicy(let_deadlines_decide(settings), FLAT) if decide else TemporalPolicy(settings, FLAT)
     if busy:
         for index in range(64):
             made.on_arrival(short(), NOW_S - 0.064 + index / 1000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import PassView, WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
 
 # 10 ms floor, 0.1 ms a token, no attention term: numbers that can be checked in the head. Ridge: 100 tokens.
 FLAT = StepModel(g0_s=0.010, gw_s=0.0, gr_s=0.0, k0_s=0.0, kr_s=0.0, b_s=1e-4, a_s=0.0)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 
 DECODE_STEP_S = 0.012

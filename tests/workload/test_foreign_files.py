@@ -12,13 +12,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from bench.harness.talks import read_talks
 from pla_sglang import cli, parity, reading, simulate, view_recording
 from pla_sglang.errors import ConfigError, PlaError
 from pla_sglang.profiles.load import FOLDER, load_profile
 from pla_sglang.recording.file import read
-from pla_sglang.sim.stock_frontier import read_limits
 from pla_sglang.workload import TraceError, load_trace
-from pla_sglang.workload.talks import read_talks
 
 HEADER = "arrival_s,input_tokens,output_tokens"
 PLAIN = f"{HEADER},session_id,client_id\n0,100,5,7,a\n1.5,200,6,8,b\n"
@@ -46,7 +45,6 @@ READERS: dict[str, Callable[[Path], object]] = {
     "page": view_recording.make_document,
     "profile": load_profile,
     "settings": lambda path: cli.load_yaml(str(path)),
-    "frontier": read_limits,
     "dataset": lambda path: read_talks(path, lambda text: list(text.encode()), limit=5),
 }
 

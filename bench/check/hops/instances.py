@@ -20,7 +20,7 @@ GAUGES = ("pla_leg_reqs", "pla_leg_kv_tokens", "pla_quarantine_reqs", "pla_held"
 # How a held request goes on without being told to.
 BY_ITSELF = ("resumed_by_time", "resumed_by_pressure", "resumed_by_pause")
 # How a held request can go on or end; what was held is the sum of these when nothing is held any more.
-WAYS_OUT = ("committed", "dropped", "aborted", "timed_out", "ended_by_pause")
+WAYS_OUT = ("committed", "aborted", "timed_out", "ended_by_pause")
 
 
 class Instances:

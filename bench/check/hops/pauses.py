@@ -15,8 +15,8 @@ from bench.check.hops.rider import Ride, Rider
 from bench.check.hops.settings import ENGINES, KV_GBPS, PROFILE
 from bench.check.hops.storm import open_session
 from bench.check.hops.streams import GENERATE, count_wrong_tokens
+from bench.harness.latency import percentile
 from pla_sglang import chain
-from pla_sglang.metrics.latency import percentile
 from pla_sglang.profiles import load_profile
 
 CONTEXTS_TOKENS = (512, 2048, 8192, 16384)

@@ -34,11 +34,10 @@ BYTES = bytes([*_PLAIN, *(byte for byte in range(256) if byte not in _PLAIN)])
 
 
 class Event(enum.Enum):
-    """What befalls a request that runs. The first three take it to another instance."""
+    """What befalls a request that runs. The first two take it to another instance."""
 
     MOVE = "move"  # held, pulled from elsewhere, committed
     LOSE = "lose"  # its connection breaks at any byte, and its answer is computed again elsewhere
-    DROP = "drop"  # held, dropped, computed again elsewhere
     RESUME = "resume"  # held, and told to go on
     FORGET = "forget"  # held, and goes on by itself
     CUT_PULL = "cut_pull"  # held, its pull is broken off, and it is told to go on
@@ -49,7 +48,7 @@ class Event(enum.Enum):
 
 
 ENDS = (Event.ABORT, Event.ABORT_HELD, Event.LEAVE, Event.LEAVE_HELD)
-_WEIGHTS = {Event.MOVE: 8, Event.LOSE: 3, Event.DROP: 2, Event.RESUME: 3, Event.FORGET: 1, Event.CUT_PULL: 2}
+_WEIGHTS = {Event.MOVE: 8, Event.LOSE: 3, Event.RESUME: 3, Event.FORGET: 1, Event.CUT_PULL: 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +84,12 @@ class Body:
 @dataclasses.dataclass(frozen=True)
 class Life:
     """``events``: with the number of tokens after which each is due, in order; only the last may be an end.
-    ``held_first``: it is held when its prefill ends, and moves. ``marked``: its stream says its tokens; nothing befalls
-    one without."""
+    ``marked``: its stream says its tokens; nothing befalls one without."""
 
     index: int
     body: Body
     events: tuple[tuple[int, Event], ...]
     first: int  # the instance where it begins
-    held_first: bool = False
     marked: bool = True
 
     @property
@@ -116,7 +113,7 @@ def plan_life(index: int, rng: random.Random, bodies: list[Body], *, instances: 
     events = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=len(cuts))
     if events and rng.random() < 0.08:
         events[-1] = rng.choice(ENDS)
-    return Life(index, body, tuple(zip(cuts, events, strict=True)), rng.randrange(instances), rng.random() < 0.15)
+    return Life(index, body, tuple(zip(cuts, events, strict=True)), rng.randrange(instances))
 
 
 # -- bodies of the chain model: its answers are known, or repeat a text of the prompt ----------------------------------

@@ -25,9 +25,8 @@ HOLD_S, FORGOTTEN_S = 30.0, 0.2
 RETRY_S, MOST_TRIES = 0.05, 100
 FULL = (429, 503)  # a small pool may refuse
 GONE = 410  # the room is not held
-# Why a request that could be held is not held now. A room was used before where a hold at the end of the prefill is
-# over already.
-HELD_LATER = ("share of memory", "stop string", "metadata buffer", "on its way", "it went on before", "was used here")
+# Why a request that could be held is not held now.
+HELD_LATER = ("share of memory", "stop string", "metadata buffer", "on its way", "it went on before")
 HOLD_OVER = "hold_over"  # a count of ``Ride``
 
 
@@ -164,15 +163,7 @@ class Rider:
         tags: dict[str, Any] = {"pla_movable": 1}
         if not self.life.marked:
             return self._send(self.life.first, None)
-        if not self.life.held_first:
-            return self._send(self.life.first, tags)
-        room = self.instances.draw_room()
-        leg = self._send(self.life.first, tags | {"pla_hold": room, "pla_hold_s": HOLD_S})
-        await self._wait(lambda: leg.done or bool(self.ride.answer.ids), "the first token")
-        if leg.done or not (held := await self._hold(leg, room)):
-            return leg
-        self.ride.counts["held_first"] += 1
-        return await self._pull(leg, room, held)
+        return self._send(self.life.first, tags)
 
     def _send(self, number: int, tags: dict[str, Any] | None, *, joins: bool = True, **fields: Any) -> Leg:
         rid = f"h{self._hops}-{self._rid}"
@@ -215,12 +206,6 @@ class Rider:
         self.ride.counts[event.value] += 1
         if event is Event.MOVE:
             return await self._pull(leg, room, held)
-        if event is Event.DROP:
-            leg.left = True  # its stream ends as that of an abort
-            if not await self._tell(leg, "drop", room, "dropped"):
-                await self.instances.abort(leg.number, leg.rid)
-            await leg.leave(close=False)
-            return await self._redo(leg)
         if event is Event.CUT_PULL:
             target = self._send(
                 self._other(leg), self.ride.answer.tags(self._answer_id), joins=False, **self._from(leg, room)

@@ -1,4 +1,4 @@
-"""What comes on a marked stream (docs/hops.md), and what its client was shown, field by field. Pure."""
+"""What comes on a marked stream (docs/protocol.md), and what its client was shown, field by field. Pure."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ from bench.check.survive.streams import CHAT, SAMPLED, TOOL_PARSER, make_stream
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
 from bench.harness.figures import COLOURS, panels
+from bench.harness.latency import percentile
 from bench.harness.live_fleet import SLOTS
 from bench.harness.steps import Row, Steps
 from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.latency import percentile
 
 SETTINGS = ("instances", "wave", "drain_streams", "policy", "profile", "time_scale", "seed")
 DRAIN, SIGTERM = "drain", "sigterm"

@@ -52,6 +52,6 @@ def nearest(version: str | None) -> Host:
 
 
 def _place(version: str) -> int:
-    """Of a version among all, by its first three numbers."""
+    """The place of a version among all, by its first three numbers."""
     major, minor, patch = [*map(int, re.findall(r"\d+", version)[:3]), 0, 0, 0][:3]
     return (major * 1000 + minor) * 1000 + patch

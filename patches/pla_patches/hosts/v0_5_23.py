@@ -255,10 +255,6 @@ TARGETS = {
         "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._generate_completion_stream",
         "self, adapted_request, request, raw_request",
     ),
-    "bootstrap_queue.ensure_metadata_buffer": Signature(
-        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.ensure_metadata_buffer",
-        "self, req",
-    ),
     "prealloc_queue.pop_preallocated": Signature(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated",
         "self, rids_to_check, pp_good_rids, pp_bad_rids",

@@ -10,7 +10,7 @@ _TESTS = "tests/hops/test_hop_splices.py"
 
 _subscribe = functools.partial(
     subscribe,
-    module="pla_sglang.engine.hooks.hop_front",
+    module="pla_sglang.engine.stateless.front_hooks",
     group=Group.STATELESS_FRONT,
     exit="When SGLang gives token ids in every stream, and goes on with answers that began elsewhere.",
 )
@@ -48,7 +48,7 @@ HOP_FRONT = (
         id="hop.serve",
         key="http_server.setup_and_run_http_server",
         hook=Hook.BEFORE,
-        handler="before_run_http_server",
+        handler="stand_around_generate",
         why="Stand around the route /generate, whose events are made in a closure.",
         verify=_TESTS + "; tests/hops/test_hop_route.py",
     ),

@@ -6,7 +6,7 @@ import functools
 
 from pla_patches.seam import Group, Hook, Subscriber
 
-_OURS = "pla_sglang.engine.stateless.queues:"
+_OURS = "pla_sglang.engine.stateless.transfer.queues:"
 _TESTS = "tests/stateless/test_stateless_queues.py"
 _PRINTS = "tests/stateless/test_stateless_fingerprints.py"
 _PAIR = "tests/e2e/test_stateless_pair.py"
@@ -14,13 +14,6 @@ _PAIR = "tests/e2e/test_stateless_pair.py"
 _override = functools.partial(Subscriber, group=Group.STATELESS, hook=Hook.OVERRIDE)
 
 QUEUES = (
-    _override(
-        id="queue.buffer",
-        key="bootstrap_queue.ensure_metadata_buffer",
-        handler=_OURS + "SendQueue.ensure_metadata_buffer",
-        why="A prefill leg waits here until its end may hold more KV.",
-        verify=_PAIR,
-    ),
     _override(
         id="queue.prefix",
         key="bootstrap_queue.finalize_bootstrap",

@@ -6,13 +6,24 @@ import functools
 
 from pla_patches.seam import Group, Hook, subscribe
 
-_HOOKS = "pla_sglang.engine.hooks.stateless"
+_SCHEDULER = "pla_sglang.engine.stateless.scheduler_hooks"
+_FRONT = "pla_sglang.engine.stateless.front_hooks"
 _E2E = "tests/e2e/test_stateless_pair.py"
 
-_subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.STATELESS)
-_on_front = functools.partial(subscribe, module=_HOOKS, group=Group.STATELESS_FRONT)
+_subscribe = functools.partial(subscribe, module=_SCHEDULER, group=Group.STATELESS)
+_on_front = functools.partial(subscribe, module=_FRONT, group=Group.STATELESS_FRONT)
 
 STATELESS = (
+    subscribe(
+        id="less.parse",
+        group=Group.CLI,
+        key="server_args.from_cli_args",
+        module="pla_sglang.engine.stateless.checks",
+        hook=Hook.AROUND,
+        why="What cannot go together with --pla-stateless, after cli.parse has read our flags.",
+        verify="tests/stateless/test_stateless_checks.py",
+        exit="As less.ends.",
+    ),
     _subscribe(
         id="less.ends",
         key="scheduler.init_disaggregation",

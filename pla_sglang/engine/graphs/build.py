@@ -15,6 +15,7 @@ from pla_sglang.engine.graphs.compare import HostTimes, measure_host_times
 from pla_sglang.engine.graphs.host import GIB, CapturedForward, agree, allocated_bytes, free_bytes
 from pla_sglang.engine.graphs.runner import GraphRunner
 from pla_sglang.engine.host.arguments import resolve
+from pla_sglang.errors import PlaError
 from pla_sglang.policy.pla.graphs.choose import LARGEST_TOKENS, LONGEST_TOKENS, LayoutKnobs, build_layout
 from pla_sglang.policy.pla.graphs.expect import BatchPrior, expected_hits
 from pla_sglang.policy.pla.graphs.layouts import Layout
@@ -25,7 +26,7 @@ SEED = 0  # of the draws that estimate how often shapes are asked for; alike on 
 AUTO, AUTO_LAYOUT = "auto", "varlen"  # what auto takes where graphs pay: less padding than the grid, see graphs.md
 
 
-class NoGainError(Exception):
+class NoGainError(PlaError):
     """With ``--pla-graph-layout auto``: our graphs do not pay here. The message says why."""
 
 

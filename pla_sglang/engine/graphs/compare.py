@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pla_graphs.recorder import Recording
+from pla_graphs.recorder import RecordedPass
 from pla_sglang.engine.graphs.host import CapturedForward
 from pla_sglang.policy.pla.graphs.layouts import Bucket
 
@@ -37,7 +37,7 @@ class HostTimes(NamedTuple):
 
 
 def measure_host_times(
-    forward: CapturedForward, recording: Recording, bucket: Bucket, *, stock: Any, eager: Any
+    forward: CapturedForward, recording: RecordedPass, bucket: Bucket, *, stock: Any, eager: Any
 ) -> HostTimes:
     """On a full batch of this shape, without history; nothing else runs. ``eager`` serves what ``stock`` does not take.
 

@@ -29,7 +29,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_available_gpu_memory
 
 from pla_graphs.cuda import CudaRecorder
-from pla_graphs.recorder import Recorder, Recording, capture_step
+from pla_graphs.recorder import RecordedPass, Recorder, capture_step
 from pla_graphs.tape import TapeRecorder
 from pla_kernels.pack_batch.buffers import BatchTensors, StaticBuffers, allocate
 from pla_kernels.pack_batch.op import pack_batch
@@ -77,7 +77,7 @@ class CapturedForward:
     def session(self) -> contextlib.AbstractContextManager[None]:
         return self.recorder.session()
 
-    def prepare(self, bucket: Bucket) -> Callable[[], Recording]:
+    def prepare(self, bucket: Bucket) -> Callable[[], RecordedPass]:
         """Buffers, a pretended batch and attention metadata of this shape. Raises CaptureError, as does the result."""
         largest = Bucket(self._most_tokens[bucket.slots], bucket.slots, bucket.length)
         attention = self._attention
@@ -93,7 +93,7 @@ class CapturedForward:
             metadata = attention.metadata
         return lambda: self._record(bucket, batch, metadata)
 
-    def _record(self, bucket: Bucket, batch: ForwardBatch, metadata: Any) -> Recording:
+    def _record(self, bucket: Bucket, batch: ForwardBatch, metadata: Any) -> RecordedPass:
         attention = self._attention
         with attention.keep_metadata():
             attention.metadata = metadata
@@ -180,7 +180,7 @@ class CapturedForward:
 
     # -- replay ----------------------------------------------------------------------------------------------------
 
-    def replay(self, recording: Recording, batch: ForwardBatch, **kwargs: Any) -> Any:
+    def replay(self, recording: RecordedPass, batch: ForwardBatch, **kwargs: Any) -> Any:
         """Run ``batch``, which is loaded, through the recording, then the host's tail on it: what the model returns."""
         hidden = recording.replay()[: len(batch.input_ids)]
         with self._body_returns(hidden), forward_context(ForwardContext(attn_backend=self.runner.attn_backend)):

@@ -19,7 +19,7 @@ from pla_sglang.engine.snapshot import slo_s
 from pla_sglang.errors import ConfigError, HostMismatchError
 from pla_sglang.load.pull import Puller
 from pla_sglang.metrics.series import LabelledSeries
-from pla_sglang.policy.pla.boundary import CPU_START, GPU_START
+from pla_sglang.policy.common.step_model import CPU_START, GPU_START
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Service:
         self._series: Series | None = None
         if args.enable_metrics:
             labels = {"model_name": args.served_model_name}
-            self._series = Series(LabelledSeries(labels, old_names=config.metrics_old_names))
+            self._series = Series(LabelledSeries(labels))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     global _series
     if _runner is not None and scheduler.metrics_collector_context.enable_metrics:
         labels = dict(scheduler.metrics_collector.labels)
-        _series = GraphSeries(LabelledSeries(labels, old_names=pla_config.current().metrics_old_names))
+        _series = GraphSeries(LabelledSeries(labels))
     info["pla_graphs"] = {"layout": pla_config.current().graph_layout, "refused": _refused}
     return info
 

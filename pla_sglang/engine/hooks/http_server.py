@@ -16,7 +16,6 @@ from pla_sglang.emulate import arguments as emulation
 from pla_sglang.engine import compat, request_checks
 from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.engine.routes import add_routes
-from pla_sglang.engine.stateless.checks import VARIABLES, check_port, check_stateless
 from pla_sglang.errors import ConfigError, HostMismatchError, PlaError
 
 SLO_HEADER = "x-slo-ttft-ms"
@@ -34,18 +33,14 @@ def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.
 
     try:
         config = pla_config.from_namespace(args)
-        if config.stateless:
-            # The host's receiving queue matches prefixes only where this says so; it has no other effect here.
-            args.disaggregation_decode_enable_radix_cache = not args.disable_radix_cache
         keys = pla_config.read_server_keys(args)
         args.api_key, args.admin_api_key = keys.api_key, keys.admin_api_key
+        args.config_of_pla = config  # for the other subscribers of this seam, which raise ConfigError too
         server_args = original(cls, args)
         known = resolve(server_args)
         config = config.for_device(str(known.device))
         compat.check_flags(known, config)
         compat.check_start(known, config)
-        check_stateless(known, config, pla_config.read_variables(VARIABLES))
-        check_port(known, config)
         emulation.check(known, config)
         if hands_over_by_nixl(known, config):
             pla_config.publish_address(known.host)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pla_sglang.engine.faults import Faults
 from pla_sglang.engine.logit_processors import Early, find_early_tokens, hidden
 from pla_sglang.engine.penalties import count_again, count_due_tokens
-from pla_sglang.engine.stateless.faults import Faults
 
 faults = Faults()  # of this process
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from pla_sglang import config as pla_config
 from pla_sglang.engine import apply, backlog, compat, control, riders
+from pla_sglang.engine.faults import Faults
+from pla_sglang.engine.fleet_part import fleet_part
 from pla_sglang.engine.host.arguments import resolve
 from pla_sglang.engine.host.ranks import dp_rank
 from pla_sglang.engine.host.requests import extend_end, prefix_len
 from pla_sglang.engine.roles import RoleState
 from pla_sglang.engine.scheduler_adapter import PrefillAdapter
-from pla_sglang.engine.stateless.faults import Faults
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.series import LabelledSeries
 from pla_sglang.policy.interface.prefill import PrefillClass
@@ -41,12 +42,12 @@ def after_init_schedule_policy(result: Any, scheduler: Any) -> None:
     _adapter.telemetry.set_role(config.role)
     if scheduler.metrics_collector_context.enable_metrics:
         labels = dict(scheduler.metrics_collector.labels)
-        _adapter.telemetry.attach(LabelledSeries(labels, old_names=config.metrics_old_names))
+        _adapter.telemetry.attach(LabelledSeries(labels))
     logger.info(
         "pla_sglang: prefill-disagg %s, %s, boundary %s tokens",
         config.prefill_disagg,
         hooks,
-        config.boundary_tokens or f"auto (start {_adapter.policy.boundary.tokens(0)})",
+        config.boundary_tokens or f"auto (start {_adapter.policy.prefills.boundary.tokens(0)})",
     )
 
 
@@ -71,15 +72,8 @@ def after_pull_raw_reqs(requests: Any, receiver: Any) -> Any:
 
 
 def after_add_request_to_queue(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    if not may_wait(scheduler, req):
-        return
-    scheduler.pla.on_queued(req)
-
-
-def may_wait(scheduler: Any, req: Any) -> bool:
-    """Whether ``req`` waits for a prefill here, now or later. A view of one that does not would never be let go."""
-    stateless = getattr(scheduler, "pla_stateless", None)
-    return stateless is None or not stateless.receives(req)
+    if not fleet_part(scheduler).keeps_from_prefill(req):  # a view of one that is kept would never be let go
+        scheduler.pla.on_queued(req)
 
 
 def around_prefill_pass(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,13 @@
-"""A request of the scheduler: which of its tokens a pass extends, and what KV it holds."""
+"""A request of the scheduler: which of its tokens a pass extends, what KV it holds, and how a pass ends it."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ReqKvInfo
 
 kv_committed_len: Callable[[Any], int]  # tokens whose KV is written, or will be by the pass under way
 pool_row: Callable[[Any], int | None]  # in the host's table of requests; None: it holds no KV
@@ -61,3 +62,9 @@ def may_load_adapter(scheduler: Any, req: Any, in_use: set[str | None]) -> bool:
     """Whether the adapter of ``req`` has a place beside those ``in_use``: the host's word, our seams at it included."""
     ask = getattr(scheduler, "can_schedule_lora_req", None) or scheduler._can_schedule_lora_req
     return bool(ask(req, in_use))
+
+
+def fail_with_next_step(req: Any, reason: str) -> None:
+    """End a request whose pass cannot be right any more, when that is processed. Its KV is nothing for others."""
+    req.to_finish = req.to_finish or FINISH_ABORT(reason, HTTPStatus.INTERNAL_SERVER_ERROR)
+    req.skip_radix_cache_insert = True

@@ -15,19 +15,19 @@ from pla_sglang.load.instance_load import prefill_sample
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends, token_block_keys
 from pla_sglang.load.report import Report
 from pla_sglang.load.tracker import LoadTracker, Phase, ReportEffect, TrackedRequest
-from pla_sglang.policy.arrow.curve import PrefillCurve
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.curve import PrefillCurve
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.joining import split_ranks
+from pla_sglang.policy.common.predictor import TtftPredictor
+from pla_sglang.policy.common.step_fit import StepFit
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.decisions import PolicySet, SetLengthClass
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.pla.averaged_pressure import AveragedPressure
-from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.fitted_boundary import FittedBoundary
-from pla_sglang.policy.pla.length_classes import split_ranks
 from pla_sglang.policy.pla.pressure import PressureKnobs
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
-from pla_sglang.policy.pla.step_fit import StepFit
 from pla_sglang.policy.runner import Effects, FleetRunner, PoolMove, Refusal
 
 BLOCK_TOKENS = 64

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.host.arguments import find_split_attention
+from pla_sglang.config import PlaConfig, read_variables
+from pla_sglang.engine.host.arguments import find_split_attention, resolve
 from pla_sglang.errors import ConfigError
 
 # What SGLang reads of the environment and does not work here, and why.
@@ -17,6 +18,20 @@ VARIABLES = {
     "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK": "it asks peers from the scheduler thread",
 }
 OFF = frozenset({"", "0", "false", "no"})
+
+
+def around_from_cli_args(original: Callable[..., Any], cls: Any, args: argparse.Namespace) -> Any:
+    """Within the plugin's own hook, which says what is raised here and ends the start."""
+    config: PlaConfig = args.config_of_pla
+    if not config.stateless:
+        return original(cls, args)
+    # The host's receiving queue matches prefixes only where this says so; it has no other effect here.
+    args.disaggregation_decode_enable_radix_cache = not args.disable_radix_cache
+    server_args = original(cls, args)
+    known = resolve(server_args)
+    check_stateless(known, config, read_variables(VARIABLES))
+    check_port(known, config)
+    return server_args
 
 
 def check_stateless(args: Any, config: PlaConfig, environment: Mapping[str, str]) -> None:

@@ -12,29 +12,29 @@ from http import HTTPStatus
 from typing import Any
 
 from pla_sglang.config import PlaConfig
-from pla_sglang.engine.hops.beginning import Begun, begin
-from pla_sglang.engine.hops.holder import Holder
-from pla_sglang.engine.hops.parts import Hops
+from pla_sglang.engine.faults import Faults
 from pla_sglang.engine.host.memory import growth_ratio, reserve_kv
 from pla_sglang.engine.host.transfers import name_protocol
 from pla_sglang.engine.snapshot import output_tokens
-from pla_sglang.engine.stateless import host
-from pla_sglang.engine.stateless.adapters import AdapterPlaces
-from pla_sglang.engine.stateless.admission import admit_received
-from pla_sglang.engine.stateless.build import build_ends
-from pla_sglang.engine.stateless.faults import Faults
-from pla_sglang.engine.stateless.fence import hear_senders
-from pla_sglang.engine.stateless.legs import KIND_ATTRIBUTE, LegKind, kind_of
-from pla_sglang.engine.stateless.message import PlaPeers
-from pla_sglang.engine.stateless.peers import PeerBook, UntoldPeerError
-from pla_sglang.engine.stateless.quarantine import Quarantine
-from pla_sglang.engine.stateless.receiving import Receiver
-from pla_sglang.engine.stateless.rooms import KEPT_S, UnclaimedRooms
-from pla_sglang.engine.stateless.sending import GivenUpError, Sender
-from pla_sglang.engine.stateless.series import LegSeries
-from pla_sglang.engine.stateless.side_channel import SideChannel
-from pla_sglang.engine.stateless.warming import Warmer
+from pla_sglang.engine.stateless.host import calls
+from pla_sglang.engine.stateless.host.adapters import AdapterPlaces
+from pla_sglang.engine.stateless.host.side_channel import SideChannel
+from pla_sglang.engine.stateless.requests.admission import admit_received
+from pla_sglang.engine.stateless.requests.arrival import Begun, begin
+from pla_sglang.engine.stateless.requests.messages import PlaPeers
+from pla_sglang.engine.stateless.requests.migration import MigrationSide
+from pla_sglang.engine.stateless.requests.pausing import Holder
+from pla_sglang.engine.stateless.transfer.build import build_ends
+from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.engine.stateless.transfer.fence import hear_senders
+from pla_sglang.engine.stateless.transfer.legs import KIND_ATTRIBUTE, Caps, LegKind, kind_of
+from pla_sglang.engine.stateless.transfer.peers import PeerBook, UntoldPeerError
+from pla_sglang.engine.stateless.transfer.receiving import Receiver
+from pla_sglang.engine.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.engine.stateless.transfer.sending import GivenUpError, Sender
+from pla_sglang.engine.stateless.transfer.series import LegSeries
 from pla_sglang.errors import RefusedRequestError
+from pla_sglang.load.legs import LegLoad
 from pla_sglang.metrics.series import LabelledSeries
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ PULL_KEPT_S = 60.0  # that a pull waits for its KV at most; a hold lasts 10 s wh
 
 
 class StatelessEngine:
-    """Everything runs on the scheduler's thread but warming and the reading of acknowledgements.
+    """Everything runs on the scheduler's thread but connecting to peers and the reading of acknowledgements.
 
     Args:
         faults, channel: of this process.
@@ -62,42 +62,41 @@ class StatelessEngine:
         self._scheduler = scheduler
         self.faults, self._channel = faults, channel
         self.incarnation = secrets.token_hex(8)
-        ends = build_ends(scheduler, faults)
-        self._sending_manager, manager = ends.sending.kv_manager, ends.receiving.kv_manager
         args = scheduler.server_args
         self.bootstrap_port = args.disaggregation_bootstrap_port
         self.book = PeerBook(args.host, self.bootstrap_port)
-        self.warmer = Warmer(manager, host.class_of_receivers(scheduler), self.book)
-        ends.receiving.book, ends.receiving.warmer = self.book, self.warmer
-        ends.receiving.cap_tokens = int(config.receive_share * scheduler.max_total_num_tokens)
-        ends.receiving.cap_requests = max(1, int(config.receive_share * scheduler.req_to_token_pool.size))
-        agree = self._agree = ends.receiving.agree = functools.partial(host.all_ranks_agree, scheduler)
+        agree = self._agree = functools.partial(calls.all_ranks_agree, scheduler)
+        receive_caps = _find_caps(scheduler, config.receive_share)
+        ends = self._ends = build_ends(scheduler, book=self.book, receive_caps=receive_caps, agree=agree, faults=faults)
+        self.connector = ends.receiving.connector
         self.adapters = AdapterPlaces(scheduler)
-        self.quarantine = Quarantine(agree, faults)
+        self.deferred = DeferredFree(agree, faults)
         self.sender = Sender(
             scheduler,
             ends.sending,
-            self.quarantine,
+            self.deferred,
             faults=faults,
-            cap_tokens=int(config.send_share * scheduler.max_total_num_tokens),
-            cap_requests=max(1, int(config.send_share * scheduler.req_to_token_pool.size)),
+            caps=_find_caps(scheduler, config.send_share),
         )
         self.receiver = Receiver(
             scheduler,
             ends.receiving,
             ends.transfers,
-            quarantine=self.quarantine,
+            deferred=self.deferred,
             book=self.book,
-            acknowledged=hear_senders(manager, channel),
+            acknowledged=hear_senders(ends.receiving.kv_manager, channel),
             faults=faults,
         )
-        queue, share, waiting = ends.sending, config.hold_share, self._list_waiting
-        self.hops = Hops(
-            scheduler, queue, self.quarantine, faults=faults, agree=agree, list_waiting=waiting, share=share
+        self.migration = MigrationSide(
+            scheduler,
+            ends.sending,
+            self.deferred,
+            faults=faults,
+            agree=agree,
+            list_waiting=self._list_waiting,
+            share=config.hold_share,
         )
-        self.held_requests = self.hops.holder.list_growing
-        ends.receiving.count_set_aside = lambda: len(self.held_requests())
-        self._ends, self.used_rooms = ends, ends.sending.rooms
+        self.used_rooms = ends.sending.rooms
         self._rooms, self._tick_s = UnclaimedRooms(), 0.0
         self._series = None if series is None else LegSeries(series)
         self.refused = self.redone = 0
@@ -112,9 +111,9 @@ class StatelessEngine:
         """The router has told who this instance and its peers are."""
         replaced, new = self.book.tell(message.told)
         for peer in replaced:
-            self._attempt(functools.partial(self.warmer.drop, peer), f"forgetting peer {peer.name}")
+            self._attempt(functools.partial(self.connector.drop, peer), f"forgetting peer {peer.name}")
         for peer in new:
-            self.warmer.warm(peer)
+            self.connector.connect(peer)
         probe = getattr(self._scheduler, "pla_probe", None)  # of the one rank that reports
         if probe is not None:
             probe.rows.ask_rows(message.told.rows)
@@ -170,7 +169,7 @@ class StatelessEngine:
             return True
         self.redone += begun in (Begun.REDONE, Begun.COMPLETE)
         if begun is Begun.COMPLETE:
-            host.end_finished(self._scheduler, req)
+            calls.end_finished(self._scheduler, req)
         if kind is LegKind.WHOLE:
             return begun is Begun.COMPLETE
         if not self._scheduler._set_or_validate_priority(req):
@@ -184,24 +183,41 @@ class StatelessEngine:
     def _is_taken(self, kind: LegKind, room: int) -> bool:
         """Whether another leg or held request has the room of one that comes: all ranks know as much."""
         if kind is LegKind.PREFILL:
-            return room in self.used_rooms or room in self.hops.holder.holds
+            return room in self.used_rooms or room in self.migration.holder.holds
         return kind is LegKind.DECODE and self.receiver.waits_for(room)
 
-    def receives(self, req: Any) -> bool:
+    def _refuse(self, req: Any, reason: str, status: HTTPStatus) -> None:
+        self.refused += 1
+        calls.end_with_error(self._scheduler, req, reason, status)
+
+    # -- what the plugin asks (``fleet_part.FleetPart``) ---------------------------------------------------------------
+
+    def keeps_from_prefill(self, req: Any) -> bool:
         """Whether ``req`` was refused or waits for KV: it does not wait for a prefill here."""
         if req.finished():
             return True
         return kind_of(req) is LegKind.DECODE and not req.retracted_stain
 
-    def _refuse(self, req: Any, reason: str, status: HTTPStatus) -> None:
-        self.refused += 1
-        host.end_with_error(self._scheduler, req, reason, status)
+    def decodes_here(self, req: Any) -> bool:
+        """All but prefill legs do."""
+        return kind_of(req) is not LegKind.PREFILL
+
+    def list_paused(self) -> list[Any]:
+        return [hold.req for hold in self.migration.holder.holds.values()]
+
+    def list_joining(self) -> list[Any]:
+        return [*self.receiver.ready, *self.migration.holder.list_returning()]
+
+    def describe_load(self) -> LegLoad:
+        return LegLoad.of_state(self.state())
+
+    # -- what the host's hooks ask -------------------------------------------------------------------------------------
 
     def abort(self, matches: Callable[[str], bool]) -> None:
         """After the host has aborted what it knows of."""
         self._attempt(lambda: self.sender.abort(matches), "an abort at the sending end", self.sender)
         self._attempt(lambda: self.receiver.abort(matches), "an abort at the receiving end", self.receiver)
-        self._attempt(lambda: self.hops.holder.abort(matches), "an abort of held requests", self.hops.holder)
+        self._attempt(lambda: self.migration.holder.abort(matches), "an abort of held requests", self.migration.holder)
 
     def end_all_legs(self) -> None:
         """Before the host takes its batches apart: it must not free what a transfer may still read.
@@ -209,7 +225,7 @@ class StatelessEngine:
         Held requests are no legs: the host takes them apart with its running batch, and computes them again.
         """
         scheduler = self._scheduler
-        self._attempt(self._return_held, "returning held requests", self.hops.holder)
+        self._attempt(self._return_held, "returning held requests", self.migration.holder)
         self._attempt(lambda: self.sender.abort(lambda rid: True), "an abort at the sending end", self.sender)
         self._attempt(lambda: self.receiver.abort(lambda rid: True), "an abort at the receiving end", self.receiver)
         leave = functools.partial(self.sender.before_pass, scheduler.running_batch, scheduler.last_batch)
@@ -217,7 +233,8 @@ class StatelessEngine:
 
     def _return_held(self) -> None:
         running_batch = self._scheduler.running_batch
-        running_batch.reqs = [*running_batch.reqs, *self.hops.holder.return_all()]  # only its requests are looked at
+        # Of the running batch only its requests are looked at.
+        running_batch.reqs = [*running_batch.reqs, *self.migration.holder.return_all()]
 
     def _list_waiting(self) -> list[Any]:
         """Requests that are here and do not run."""
@@ -231,28 +248,31 @@ class StatelessEngine:
 
     def before_pass(self, running_batch: Any, last_batch: Any) -> Any:
         """Moves everything one step; the running batch with those whose KV has arrived."""
-        sender, receiver, holder = self.sender, self.receiver, self.hops.holder
+        sender, receiver, holder = self.sender, self.receiver, self.migration.holder
         self._attempt(lambda: sender.before_pass(running_batch, last_batch), "leaving the last batch", sender)
         now_s = self.now_s()
-        self._attempt(lambda: self.hops.before_batches(running_batch, last_batch, now_s), "holding requests", holder)
+        self._attempt(
+            lambda: self.migration.before_batches(running_batch, last_batch, now_s), "holding requests", holder
+        )
         self._attempt(sender.poll, "watching what is sent", sender)
-        self._attempt(receiver.pump, "receiving", receiver)
-        self._attempt(lambda: self.quarantine.sweep(now_s), "freeing pages")
+        self._attempt(lambda: receiver.pump(len(holder.list_growing())), "receiving", receiver)
+        self._attempt(lambda: self.deferred.sweep(now_s), "freeing pages")
         if now_s >= self._tick_s:
             self._tick_s = now_s + TICK_S
             self._attempt(self._forget_peers, "forgetting peers")
-            self._attempt(self.warmer.warm_again, "keeping peers connected")
+            self._attempt(self.connector.reconnect, "keeping peers connected")
             self._attempt(lambda: self._expire(now_s), "time-outs")
             self._attempt(lambda: self._forget_rooms(now_s), "forgetting rooms")
             self._attempt(self.receiver.forget_said, "forgetting what senders have said")
             self._attempt(self._show_series, "showing series")
         try:
             self.adapters.count_used(running_batch, last_batch)
-            places = self._scheduler.max_running_requests - len(running_batch.reqs)
-            returning = holder.take_returning(places, self.adapters.take)
-            if returning:
-                running_batch = admit_received(self._scheduler, returning, running_batch, self.faults, self._agree)
-            return receiver.admit(running_batch, self.adapters.take)
+            for take in (holder.take_returning, receiver.take_ready):
+                places = self._scheduler.max_running_requests - len(running_batch.reqs)
+                joining = take(places, self.adapters.take)
+                if joining:
+                    running_batch = admit_received(self._scheduler, joining, running_batch, self.faults, self._agree)
+            return running_batch
         except Exception:
             self._on_fault("admitting received requests", receiver, holder)
             return running_batch
@@ -269,7 +289,7 @@ class StatelessEngine:
 
     def _expire(self, now_s: float) -> None:
         """The host's time-outs, for requests that it does not know of. No wait of theirs is without one."""
-        told_waiting_s, told_running_s = host.timeouts_s()
+        told_waiting_s, told_running_s = calls.timeouts_s()
         legs_s = KEPT_S if told_waiting_s is None else min(told_waiting_s, KEPT_S)
         sending_s = KEPT_S if told_running_s is None else min(told_running_s, KEPT_S)
         self.sender.expire(waiting_s=now_s - legs_s, sending_s=now_s - sending_s)
@@ -278,11 +298,11 @@ class StatelessEngine:
     def _forget_peers(self) -> None:
         """Those that are told no more, once no leg here needs their connection."""
         for peer in self.book.forget_untold(self.receiver.list_sources()):
-            self.warmer.drop(peer)
+            self.connector.drop(peer)
 
     def _forget_rooms(self, now_s: float) -> None:
-        claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.hops.holder.holds)
-        self._rooms.sweep(self._sending_manager, claimed, now_s)
+        claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.migration.holder.holds)
+        self._rooms.sweep(self._ends.sending.kv_manager, claimed, now_s)
 
     def _attempt(self, step: Callable[[], Any], what: str, *ends: Sender | Receiver | Holder) -> None:
         try:
@@ -306,11 +326,11 @@ class StatelessEngine:
         """Whether anything is here that the host does not count."""
         ends = self._ends
         legs = self.sender.legs or ends.receiving.queue or ends.transfers.queue or self.receiver.ready
-        return bool(legs or self.quarantine or self.hops.holder.holds)
+        return bool(legs or self.deferred or self.migration.holder.holds)
 
     def reserve_growth(self, adder: Any) -> None:
         """Take the growth of requests that will soon decode off what a prefill pass may admit."""
-        for req in (*self.receiver.requests_with_memory(), *self.hops.holder.list_growing()):
+        for req in (*self.receiver.requests_with_memory(), *self.migration.holder.list_growing()):
             reserve_kv(adder, output_tokens(req) * growth_ratio(req, adder.new_token_ratio))
 
     def state(self) -> dict[str, Any]:
@@ -349,13 +369,17 @@ class StatelessEngine:
                 "failed": self.receiver.failed,
             },
             "quarantine": {
-                "requests": len(self.quarantine),
-                "kv_tokens": self.quarantine.tokens,
-                "timeouts": self.quarantine.timeouts,
+                "requests": len(self.deferred),
+                "kv_tokens": self.deferred.tokens,
+                "timeouts": self.deferred.timeouts,
             },
             "hops": True,  # requests can go on here; the router asks for that
-            "held": {"redone": self.redone, "pulled": self.receiver.pulled, **self.hops.holder.state()},
+            "held": {"redone": self.redone, "pulled": self.receiver.pulled, **self.migration.holder.state()},
             "unclaimed_rooms": len(self._rooms),
             "refused": self.refused,
             "faults": self.faults.count,
         }
+
+
+def _find_caps(scheduler: Any, share: float) -> Caps:
+    return Caps(int(share * scheduler.max_total_num_tokens), max(1, int(share * scheduler.req_to_token_pool.size)))

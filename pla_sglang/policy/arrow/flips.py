@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 from pla_sglang.checks import Range, check_fields, knob, require_order
-from pla_sglang.policy.arrow.pools import PoolEvent, after
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.interface.decisions import SetRole
+from pla_sglang.policy.common.pools import PoolEvent, least_running, movable
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, Role
-from pla_sglang.policy.interface.reasons import FleetReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,17 +99,6 @@ class FlipGuard:
         self._last, self._last_s, self._last_load = direction, now_s, self.load.per_second(now_s)
 
 
-def least_running(pool: Iterable[InstanceView]) -> InstanceView | None:
-    """Least decode tokens, the first of equals; None for an empty pool. Hot path."""
-    best: InstanceView | None = None
-    best_tokens = math.inf
-    for instance in pool:
-        tokens = instance.context_tokens + instance.waiting_decode_tokens  # decode_tokens(), without the call
-        if tokens < best_tokens:
-            best, best_tokens = instance, tokens
-    return best
-
-
 def pick_for_prefill(fleet: FleetView) -> InstanceView | None:
     """Algorithm 3: the instance to take from decode; None if it were the last one, or no role can change."""
     decode, mixed = fleet.by_role[Role.DECODE], fleet.by_role[Role.PREFILL_TO_DECODE]
@@ -127,13 +113,3 @@ def pick_for_decode(fleet: FleetView, predictor: TtftPredictor) -> InstanceView 
     if len(prefill) + len(mixed) <= 1:
         return None
     return predictor.least_delay(movable(mixed) or movable(prefill))
-
-
-def movable(pool: Iterable[InstanceView]) -> list[InstanceView]:
-    """Those whose role can change; live, instances of a fixed kind may stand beside stateless ones."""
-    return [instance for instance in pool if not instance.fixed_role]
-
-
-def flip(instance: InstanceView, event: PoolEvent, reason: FleetReason) -> SetRole:
-    """The move along the transition diagram, from the role that the instance has now."""
-    return SetRole(instance, after(instance, event), reason, instance.role_epoch)

@@ -12,17 +12,9 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 from pla_sglang.checks import Range, check_fields, knob, require
-from pla_sglang.policy.arrow.flips import (
-    FlipGuard,
-    FlipKnobs,
-    flip,
-    least_running,
-    movable,
-    pick_for_decode,
-    pick_for_prefill,
-)
-from pla_sglang.policy.arrow.pools import PoolEvent, can_settle
-from pla_sglang.policy.arrow.predictor import PredictingPolicy, TtftPredictor
+from pla_sglang.policy.arrow.flips import FlipGuard, FlipKnobs, pick_for_decode, pick_for_prefill
+from pla_sglang.policy.common.pools import PoolEvent, can_settle, flip, least_running, movable
+from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
 from pla_sglang.policy.interface.decisions import (
     Dispatch,
     FleetAction,
@@ -240,7 +232,7 @@ class ArrowPolicy(PredictingPolicy):
         return fleet.by_role[Role.DECODE] + fleet.by_role[Role.PREFILL_TO_DECODE]
 
     def _decode_load_stays_low(self, fleet: FleetView, leaver: InstanceView) -> bool:
-        """Whether the others could hold what all hold now within ``low_load``, and keep pace now."""
+        """The others could hold what all hold now within ``low_load``, and keep pace now."""
         members = self._members(fleet)
         tokens = sum(instance.decode_tokens() for instance in members)
         room = sum(self.limit_tokens(instance) for instance in members) - self.limit_tokens(leaver)

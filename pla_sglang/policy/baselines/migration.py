@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from pla_sglang.checks import Range, check_fields, knob
-from pla_sglang.policy.client_gain import ClientGain, DecodeLoad
+from pla_sglang.policy.common.client_gain import ClientGain, DecodeLoad
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView
 from pla_sglang.policy.interface.reasons import FleetReason

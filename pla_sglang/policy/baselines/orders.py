@@ -19,8 +19,8 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from pla_sglang.checks import require
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassDecision, PassView, Reason, WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
 
 
 def fill(view: PassView, order: Iterable[WaitingView], *, chunk_tokens: int | None = None) -> PassDecision:

@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable
 
 from pla_sglang.checks import Range, check_fields, knob, require, require_order
-from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.baselines.migration import used_share
-from pla_sglang.policy.dopd.forecast import Forecaster, LastValue, next_values
-from pla_sglang.policy.dopd.load import LoadMeter
-from pla_sglang.policy.dopd.planner import least_loaded
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
+from pla_sglang.policy.common.forecast import Forecaster, LastValue, next_values
+from pla_sglang.policy.common.load_meter import LoadMeter
+from pla_sglang.policy.common.pools import least_loaded
+from pla_sglang.policy.common.predictor import TtftPredictor
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason

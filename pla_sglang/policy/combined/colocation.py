@@ -40,11 +40,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from pla_sglang.checks import Range, check_fields, knob, require_order
-from pla_sglang.policy.arrow.flips import flip
 from pla_sglang.policy.arrow.policy import ArrowPolicy
-from pla_sglang.policy.arrow.pools import PoolEvent
 from pla_sglang.policy.combined.sized_backlog import SizedBacklog
 from pla_sglang.policy.combined.stalls import Stalls
+from pla_sglang.policy.common.pools import PoolEvent, flip
 from pla_sglang.policy.interface.decisions import FleetAction
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason

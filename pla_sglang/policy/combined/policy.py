@@ -45,9 +45,10 @@ from collections import deque
 
 from pla_sglang.checks import Range, check_fields, knob
 from pla_sglang.policy.arrow.policy import ArrowPolicy
-from pla_sglang.policy.arrow.predictor import TtftPredictor
 from pla_sglang.policy.combined.colocation import ColocationMode
 from pla_sglang.policy.combined.stall_budget import InPlace
+from pla_sglang.policy.common.joining import join_pools
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.interface.decisions import (
@@ -66,10 +67,9 @@ from pla_sglang.policy.interface.decisions import (
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.policy.pla.length_classes import join_pools
 from pla_sglang.policy.pla.pressure import PressureController
-from pla_sglang.policy.pla.reserve import SHARE
 from pla_sglang.policy.pla.spatial import SpatialDispatcher
+from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.star.policy import StarRescheduler
 
 _URGENT = {
@@ -102,7 +102,7 @@ class CombinedKnobs:
     class_memory: int = knob(200, allowed=Range(1))
     ease_share: float = knob(0.25, allowed=Range(0, 1))
     flip_share: float = knob(0.5, allowed=Range(0, 1))
-    reserve_share: float = knob(SHARE, allowed=Range(0, 1))
+    reserve_share: float = knob(SloKnobs.kv_share, allowed=Range(0, 1))
     interval_s: float = knob(0.25, allowed=Range(0, above=True))
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class CombinedPolicy(Observer):
 
     @property
     def moves_requests(self) -> bool:
-        """Whether running requests are to be listed for it."""
+        """Running requests are to be listed for it."""
         return self.parts.star is not None
 
     @property
@@ -258,7 +258,7 @@ class CombinedPolicy(Observer):
         return answer if follows else None
 
     def _on_time(self, answer: Dispatch, request: RequestView, now_s: float, share: float = 1.0) -> bool:
-        """Whether the predicted TTFT is within ``share`` of the target, counted from arrival."""
+        """The predicted TTFT is within ``share`` of the target, counted from arrival."""
         left_s = share * self._target_s(request) - (now_s - request.arrival_s)
         return answer.predicted_ttft_s is not None and answer.predicted_ttft_s <= left_s
 

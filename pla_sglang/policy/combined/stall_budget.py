@@ -119,7 +119,7 @@ class InPlace:
         return share.rate * free, share.depth * free * self._tokens[share] * target_s
 
     def can_take(self, request: RequestView, instance: InstanceView, now_s: float, *, late: bool = False) -> bool:
-        """Whether the decodes there tolerate the prefill of ``request``, and there is memory for it.
+        """The decodes there tolerate the prefill of ``request``, and there is memory for it.
 
         An engine admits a prefill only if its running requests can still grow, which a router does not see. A prefill
         that has waited for longer than the depth of the bucket indicates that they cannot.

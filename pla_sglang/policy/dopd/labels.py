@@ -7,10 +7,9 @@ plans in a row that want it, as where instances are stopped.
 
 from __future__ import annotations
 
-from pla_sglang.policy.arrow.flips import flip, movable
-from pla_sglang.policy.arrow.pools import PoolEvent, can_settle
-from pla_sglang.policy.dopd.load import LoadSample
-from pla_sglang.policy.dopd.planner import DopdController, FleetPlan, least_loaded
+from pla_sglang.policy.common.load_meter import LoadSample
+from pla_sglang.policy.common.pools import PoolEvent, can_settle, flip, least_loaded, movable
+from pla_sglang.policy.dopd.planner import DopdController, FleetPlan
 from pla_sglang.policy.interface.decisions import FleetAction, Hold
 from pla_sglang.policy.interface.fleet import FleetView, Role
 from pla_sglang.policy.interface.reasons import FleetReason

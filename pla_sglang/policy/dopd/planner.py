@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.policy.common.forecast import Corrected, Forecaster, LastValue, next_values
+from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
+from pla_sglang.policy.common.pools import least_loaded
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.batching import BatchingKnobs
-from pla_sglang.policy.dopd.forecast import Corrected, Forecaster, LastValue, next_values
-from pla_sglang.policy.dopd.load import LoadMeter, LoadSample
 from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Observer, PrefillSample, ScaleTo
-from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.fleet import FleetView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 
 LONGEST_TOKENS = 1 << 20  # that a threshold of Algorithm 1 may be
@@ -119,7 +120,7 @@ class Planner:
         return self._within(prefills, decodes, ratio, load)
 
     def plan_batching(self, load: LoadSample, prefills: int) -> BatchingKnobs:
-        """Of Algorithm 1 on each of ``prefills`` instances: line 9 of Algorithm 2, and eq. 18 with eq. 10."""
+        """The knobs of Algorithm 1 on each of ``prefills`` instances: line 9 of Algorithm 2, and eq. 18 with eq. 10."""
         assert load.input_tokens is not None, "lengths are known"
         wait_s = kingman_wait_s(
             load.rate_per_s / prefills, self.prefill_s(load.input_tokens), load.arrival_cv2, load.input_cv2
@@ -254,12 +255,3 @@ class DopdController(Observer):
         if sample.requests == 1 and sample.new_tokens > 0:
             for slot, value in enumerate((sample.duration_s, 1.0, float(sample.new_tokens))):
                 self._passes[slot] += value
-
-
-def least_loaded(members: Sequence[InstanceView], count: int) -> tuple[InstanceView, ...]:
-    """The ``count`` instances with the least unfinished work, the newest of equals first."""
-
-    def load(instance: InstanceView) -> tuple[int, int]:
-        return instance.queued_tokens + instance.decode_tokens(), -instance.index
-
-    return tuple(sorted(members, key=load)[:count])

@@ -179,7 +179,7 @@ class PolicySet:
         return observers_of(self.dispatcher, *self.controllers)
 
     def moves_requests(self) -> bool:
-        """Whether any controller answers ``Migrate``."""
+        """Some controller answers ``Migrate``."""
         return any(getattr(controller, "moves_requests", False) for controller in self.controllers)
 
 

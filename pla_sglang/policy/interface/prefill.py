@@ -28,7 +28,7 @@ class Action(enum.Enum):
 
 
 class Ride(enum.Enum):
-    """Whether running decodes join a prefill pass, and why."""
+    """Why running decodes join a prefill pass, or stay out of it."""
 
     TOGETHER = "together"  # they join: less device time than a decode step of their own
     TOKEN_DEADLINE = "token_deadline"  # they join, and the pass was cut so that their next tokens are in time
@@ -94,7 +94,8 @@ class WaitingView:
         handle: the driver's own object for this request, not used by policies.
         seen: reported to the policy as an arrival already.
         aged_at_s, aged_stamp: cache of the long policy, valid for the stamp it was computed under.
-        latest_s, latest_stamp: likewise, when the prefill must begin to keep the target.
+        class_stamp: the class queue that holds it (``pla/class_queues.py``) knows its class; -1: it may have changed.
+        latest_s, latest_stamp: cache, when the prefill must begin to keep the target.
     """
 
     rid: str
@@ -109,6 +110,7 @@ class WaitingView:
     seen: bool = False
     aged_at_s: float = 0.0
     aged_stamp: int = -1
+    class_stamp: int = -1
     latest_s: float = 0.0
     latest_stamp: int = -1
 
@@ -116,7 +118,7 @@ class WaitingView:
         """The prefix match has changed; the sum of new and history tokens has not."""
         self.new_tokens += self.history_tokens - history_tokens
         self.history_tokens = history_tokens
-        self.aged_stamp = self.latest_stamp = -1
+        self.aged_stamp = self.class_stamp = self.latest_stamp = -1
 
     @property
     def footprint_tokens(self) -> int:

@@ -10,7 +10,7 @@ from pla_sglang.policy.interface.fast_enum import FastEnum
 
 
 class Reason(FastEnum):
-    """Of any decision; members have texts as values."""
+    """The reason of a decision; members have texts as values."""
 
 
 class FleetReason(Reason):

@@ -56,7 +56,7 @@ class ArrivalRate:
         return rate * 0.5 ** ((now_s - at_s) / self.HALF_LIFE_S)
 
     def mean_tokens(self, default: float) -> float:
-        """Of the arrivals that count; without any, of those behind ``usual_per_second``; else ``default``."""
+        """Mean of the arrivals that count; without any, of those behind ``usual_per_second``; else ``default``."""
         if not self._arrivals:
             return self._usual_tokens or default
         return self._tokens / len(self._arrivals)

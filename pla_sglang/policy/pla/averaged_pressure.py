@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from pla_sglang.policy.arrow.predictor import TtftPredictor
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.decisions import FleetAction, SetLengthClass
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView
 from pla_sglang.policy.pla.pressure import PressureController, PressureKnobs, Signals

@@ -33,8 +33,8 @@ import enum
 from collections.abc import Callable, Iterable, Sequence
 
 from pla_sglang.checks import Range, check_fields, knob, require_order
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Reason, WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.graphs.batching import (
     GROUPED_VIEWS,
     bucket_first,
@@ -169,7 +169,7 @@ class Awd:
     def _urgent(
         self, shorts: Sequence[WaitingView], now_s: float, model: StepModel, layout: Layout
     ) -> WaitingView | None:
-        """Of the requests that could be in the next batch, one that cannot wait for a batch of another bucket."""
+        """One of the requests that could be in the next batch, which cannot wait for a batch of another bucket."""
         head = shorts[:GROUPED_VIEWS]
         resumed = next((view for view in head if view.resumed), None)
         due = [view for view in head if view.deadline_s is not None]

@@ -38,7 +38,7 @@ class BlockedClasses:
             self._blocked.clear()
 
     def is_blocked(self, cls: PrefillClass, view: PassView, *, other: bool) -> bool:
-        """Whether trying ``cls`` again is pointless. ``other``: something else waits that could run instead."""
+        """Trying ``cls`` again is pointless. ``other``: something else waits that could run instead."""
         blocked = self._blocked.get(cls)
         if blocked is None:
             return False

@@ -7,17 +7,12 @@ admitted, with arrivals at the end. One comparison of pointers tells, and then o
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Sequence
 
 from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.policy.pla.boundary import Boundary
-from pla_sglang.policy.pla.deadlines import Deadlines
 
 MOST_CHANGED = 16  # with more new matches at once it costs less to divide the queue again
-
-_LATEST_S = operator.attrgetter("latest_s")
 
 
 def classify(waiting: Sequence[WaitingView], boundary: Boundary) -> tuple[list[WaitingView], list[WaitingView]]:
@@ -39,21 +34,19 @@ def classify(waiting: Sequence[WaitingView], boundary: Boundary) -> tuple[list[W
 
 
 class ClassQueues:
-    """Remembers what ``classify`` says of the queue, and that the latest start of each request is known.
+    """Remembers what ``classify`` says of the queue.
 
-    Invariants, once ``follow(waiting)`` has returned: ``classify(waiting, boundary)`` would give what it returned; the
-    latest start in each view is that of now; none is before ``_first_latest_s``. A view whose class or latest start
-    may have changed is told by its stamp, which ``set_history`` takes from it.
+    Invariant, once ``follow(waiting)`` has returned: ``classify(waiting, boundary)`` would give what it returned. A
+    view whose class may have changed lacks the queue's stamp, which ``set_history`` takes from it.
     """
 
-    def __init__(self, boundary: Boundary, deadlines: Deadlines) -> None:
+    def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
-        self._deadlines = deadlines
+        self._stamp = 0
         self._table = boundary.table  # under which the classes hold
         self._order: list[WaitingView] = []
         self._shorts: list[WaitingView] = []
         self._longs: list[WaitingView] = []
-        self._first_latest_s = math.inf
 
     def follow(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
         """``classify`` of ``waiting``. What it returns belongs to this object, and is valid until its next call."""
@@ -73,45 +66,38 @@ class ClassQueues:
         if not (_drop(self._order, admitted) and _drop(self._shorts, shorts) and _drop(self._longs, longs)):
             self._order, self._shorts, self._longs = [], [], []
 
-    def any_is_late(self, now_s: float) -> bool:
-        """Whether the latest start of anybody has passed."""
-        if self._first_latest_s >= now_s:
-            return False
-        if any(view.latest_s < now_s for view in self._order):
-            return True
-        self._first_latest_s = min(map(_LATEST_S, self._order), default=math.inf)
-        return False
-
     def _is_same(self, head: Sequence[WaitingView]) -> bool:
-        """Whether the queue begins as it was known, under the same boundary. Views compare by identity."""
+        """The queue begins as it was known, under the same boundary. Views compare by identity."""
         return self._table is self._boundary.table and head == self._order
 
     def _bring_up_to_date(self) -> bool:
-        """Views with new matches, or all with a new step model; False where a class has changed, or it is too much."""
-        stamp = self._deadlines.stamp
-        changed = [view for view in self._order if view.latest_stamp != stamp]
+        """Views with new matches, or all with a new stamp; False where a class has changed, or it is too much."""
+        stamp = self._stamp
+        changed = [view for view in self._order if view.class_stamp != stamp]
         if len(changed) > MOST_CHANGED:
             return False
         for view in changed:
             was_short = not any(view is long for long in self._longs)
             if was_short is not self._boundary.is_short(view.new_tokens, view.history_tokens):
                 return False
-            self._note_start(view)
+            self._note(view)
         return True
 
     def _add(self, view: WaitingView) -> None:
         self._order.append(view)
         short = self._boundary.is_short(view.new_tokens, view.history_tokens)
         (self._shorts if short else self._longs).append(view)
-        self._note_start(view)
+        self._note(view)
 
-    def _note_start(self, view: WaitingView) -> None:
-        self._first_latest_s = min(self._first_latest_s, self._deadlines.latest_start_s(view))
+    def _note(self, view: WaitingView) -> None:
+        """The class of ``view`` is known, until its prefix match changes."""
+        view.class_stamp = self._stamp
 
     def _divide(self, waiting: Sequence[WaitingView]) -> None:
         self._table, self._order = self._boundary.table, list(waiting)
         self._shorts, self._longs = classify(waiting, self._boundary)
-        self._first_latest_s = min(map(self._deadlines.latest_start_s, waiting), default=math.inf)
+        for view in waiting:
+            self._note(view)
 
 
 def find_places(views: list[WaitingView], wanted: Sequence[WaitingView]) -> list[int]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 
+from pla_sglang.policy.common.step_fit import FitKnobs, Solve, StepFit, StepSample
+from pla_sglang.policy.common.step_model import GPU_START, StepModel
 from pla_sglang.policy.interface.decisions import PrefillSample
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.step_times import StepTimes
-from pla_sglang.policy.pla.boundary import GPU_START, Boundary, StepModel
-from pla_sglang.policy.pla.step_fit import FitKnobs, Solve, StepFit, StepSample
+from pla_sglang.policy.pla.boundary import Boundary
 
 PROFILE_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 PROFILE_HISTORY_TOKENS = (0, 1024, 4096, 16384)
@@ -91,7 +92,7 @@ class FittedBoundary:
         return changed
 
     def _takes(self, now_s: float) -> bool:
-        """Whether a pass that is known at ``now_s`` is looked at."""
+        """A pass that is known at ``now_s`` is looked at."""
         if not self._gap_s or self.fit is None or self.fit.is_young():
             return True
         if now_s < self._next_s:
@@ -101,7 +102,7 @@ class FittedBoundary:
 
 
 def fleet_boundary(steps: StepTimes, solve: Solve, fixed_tokens: int | None) -> FittedBoundary:
-    """Of a fleet whose instances start from the profile ``steps``; with ``fixed_tokens`` nothing is fitted."""
+    """The boundary of instances that start from the profile ``steps``; with ``fixed_tokens`` nothing is fitted."""
     if fixed_tokens is not None:
         return FittedBoundary(fixed_tokens=fixed_tokens)
     return FittedBoundary(StepFit(profile_model(steps, solve), FLEET_FIT, solve=solve), gap_s=PASS_GAP_S)

@@ -35,10 +35,8 @@ import operator
 from collections.abc import Sequence
 
 from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
-
-LOST_TIMES = 20.0  # a lost request counts as if it were not, after so many times the time that it gives way
 
 _PRIORITY_RANK = operator.attrgetter("priority_rank")
 _NEW_TOKENS = operator.attrgetter("new_tokens")
@@ -53,7 +51,6 @@ class LongKnobs:
         max_age_s: a long gets its first token about this long after its arrival, however many shorts come.
         stretch: it is aged, at the latest, after so many times its own device time. A long of two passes is not passed
             for as long as one of fifty.
-        lost_age_s: the same for requests with a TTFT target, where deadlines decide; None: they do not.
         share: device share of aged longs.
         margin: how much longer than predicted a long may take, for errors of the model and for decode steps between.
         chunk_max_tokens: largest chunk; None: no chunking (one pass per long).
@@ -64,7 +61,6 @@ class LongKnobs:
     """
 
     max_age_s: float = knob(10.0, allowed=Range(0, above=True))
-    lost_age_s: float | None = knob(None, allowed=Range(0, above=True))
     share: float = knob(0.5, allowed=Range(0, 1, above=True))
     margin: float = 1.0
     chunk_max_tokens: int | None = knob(8192, allowed=Range(1))
@@ -76,30 +72,6 @@ class LongKnobs:
 
     def __post_init__(self) -> None:
         check_fields(self, "long")
-
-    def is_protected(self, view: WaitingView) -> bool:
-        """Whether its TTFT target protects it, as deadlines decide."""
-        return self.lost_age_s is not None and view.deadline_s is not None
-
-    def age_bound_s(self, view: WaitingView) -> float:
-        """How long after its arrival ``view`` may be passed.
-
-        Where deadlines decide, a target protects its request until it is lost; what then made it early would be device
-        time taken from those that can still be kept. From when on it is overdue it has a share of its own.
-        """
-        if not self.is_protected(view) or view.deadline_s is None:
-            return self.max_age_s
-        return self.give_way_s if view.deadline_s - view.arrival_s > self.give_way_s else self.lost_end_s
-
-    @property
-    def give_way_s(self) -> float:
-        """How long after its arrival a lost request gives way; from then on it is overdue."""
-        return max(self.max_age_s, self.lost_age_s or 0.0)
-
-    @property
-    def lost_end_s(self) -> float:
-        """How long after its arrival a request counts as if it were not lost."""
-        return LOST_TIMES * self.give_way_s
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -117,17 +89,20 @@ class LongPick:
     overtakes: bool
 
 
-def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs) -> float:
-    """When ``view`` becomes aged, in seconds on the shared clock."""
+def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs, bound_s: float | None = None) -> float:
+    """When ``view`` becomes aged, in seconds on the shared clock.
+
+    ``bound_s``: how long after its arrival it may be passed, in place of ``max_age_s`` and ``stretch``.
+    """
     chunk = knobs.chunk_max_tokens or view.new_tokens
     alone_s = model.chunked_s(view.new_tokens, view.history_tokens, chunk)
     cut_s = alone_s
     if knobs.chunk_max_tokens is not None:
         cut_s *= 1 + knobs.overhead_max  # what cutting it smaller may cost
-    bound_s = max(0.0, knobs.age_bound_s(view) - knobs.margin * cut_s / knobs.share)
-    if not knobs.is_protected(view):
-        bound_s = min(bound_s, knobs.stretch * alone_s)
-    return view.arrival_s + bound_s
+    passed_s = max(0.0, (knobs.max_age_s if bound_s is None else bound_s) - knobs.margin * cut_s / knobs.share)
+    if bound_s is None:
+        passed_s = min(passed_s, knobs.stretch * alone_s)
+    return view.arrival_s + passed_s
 
 
 class LongQueue:
@@ -142,10 +117,14 @@ class LongQueue:
         self.model = model
         self.stamp += 1
 
+    def find_age_s(self, view: WaitingView) -> float:
+        """When ``view`` becomes aged."""
+        return aged_at_s(view, self.model, self.knobs)
+
     def when_aged_s(self, view: WaitingView) -> float:
-        """``aged_at_s``, remembered in the view until knobs or model change."""
+        """``find_age_s``, remembered in the view until knobs or model change."""
         if view.aged_stamp != self.stamp:
-            view.aged_at_s = aged_at_s(view, self.model, self.knobs)
+            view.aged_at_s = self.find_age_s(view)
             view.aged_stamp = self.stamp
         return view.aged_at_s
 
@@ -157,7 +136,7 @@ class LongQueue:
         *,
         shorts: bool,
         budget_tokens: int,
-        chunk_lost: bool = False,
+        yields: bool = False,
     ) -> tuple[LongPick | None, LongPick | None]:
         """Who advances by order, and who advances in the time that is set aside for aged longs; None for nobody.
 
@@ -167,20 +146,20 @@ class LongQueue:
 
         Time is set aside for who is passed: by ``shorts`` that wait, or by smaller longs. Under overload longs of one
         size are all aged, but served as they came; nobody passes them, and what is set aside is for the larger ones.
-        ``budget_tokens``: what one pass may hold; riding decodes can leave it less than the largest chunk.
-        ``chunk_lost``: the chunk under way gives way to whoever one pass finishes.
+        ``budget_tokens``: what one pass may hold; it can be less than the largest chunk.
+        ``yields``: the chunk under way gives way to whoever one pass finishes.
         """
         best = _Best(self.knobs.least_remaining)
         if chunk is None:
             best.scan(longs, self, now_s)
             return _start(best.next), _start(best.passed(shorts))
-        limit = (self.knobs.chunk_max_tokens or 0) if chunk_lost else self._overtakes_up_to(chunk)
+        limit = (self.knobs.chunk_max_tokens or 0) if yields else self._overtakes_up_to(chunk)
         limit = min(limit, budget_tokens)  # the host holds one chunk: who does not fit the pass whole would be a second
         best.scan([view for view in longs if view.new_tokens <= limit], self, now_s, chunk.priority_rank)
         resumed = resume(chunk)
         first = resumed if best.next is None else _overtake(best.next)
         # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
-        chunk_aged = aged_at_s(chunk, self.model, self.knobs) <= now_s
+        chunk_aged = self.find_age_s(chunk) <= now_s
         passed = best.passed(shorts)
         if passed is not None and (not chunk_aged or passed.arrival_s < chunk.arrival_s):
             return first, _overtake(passed)

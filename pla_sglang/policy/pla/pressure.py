@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pla_sglang.checks import Range, check_fields, knob, require
-from pla_sglang.policy.arrow.predictor import TtftPredictor
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, SetLengthClass
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView
 from pla_sglang.policy.interface.prefill import PrefillClass
@@ -64,7 +64,7 @@ class PressureKnobs:
 
 
 class Signals(NamedTuple):
-    """Of one instance, all without unit: queue backlog, SLO deviation, utilisation, and psi, their weighted sum."""
+    """One instance, all without unit: queue backlog, SLO deviation, utilisation, and psi, their weighted sum."""
 
     q: float
     e: float

@@ -25,8 +25,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import WaitingView
-from pla_sglang.policy.pla.boundary import StepModel
 from pla_sglang.policy.pla.graphs.batching import computed_tokens
 from pla_sglang.policy.pla.graphs.layouts import Layout
 
@@ -82,7 +82,7 @@ class Sharing:
 
     Attributes:
         concerned: N, those who wait or are expected while what waits is worked off.
-        model: step times, with what riding decodes add.
+        model: step times of this pass.
         layout: of captured graphs; None: there are none.
     """
 
@@ -115,7 +115,7 @@ class Sharing:
         return taken
 
     def takes_chunk(self, contents: PassContents, long: WaitingView, tokens: int, usual_tokens: int) -> bool:
-        """Whether ``tokens`` of ``long`` join. ``usual_tokens``: of the chunk that it would have to itself."""
+        """``tokens`` of ``long`` join. ``usual_tokens``: of the chunk that it would have to itself."""
         history, usual = long.history_tokens, max(tokens, usual_tokens)
         alone_s = PassContents().with_part(usual, history).step_s(self.model) * tokens / usual
         added_s = contents.with_part(tokens, history).step_s(self.model) - contents.step_s(self.model, self.layout)

@@ -19,8 +19,8 @@ import dataclasses
 from typing import NamedTuple
 
 from pla_sglang.checks import Range, check_fields, knob, require
-from pla_sglang.policy.arrow.flips import least_running
-from pla_sglang.policy.arrow.predictor import PredictingPolicy, TtftPredictor
+from pla_sglang.policy.common.pools import least_running
+from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
 from pla_sglang.policy.interface.decisions import Dispatch, Placement, PrefillSample
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass

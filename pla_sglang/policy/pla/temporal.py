@@ -4,22 +4,17 @@ Order of the rules in ``decide``, first match wins:
 
 0. running requests that have not stepped for ``decode_gap_s`` decode once (DECODE_TURN): SGLang prefers prefill to
    decode, so without this rule a short's second token would wait for the longs that its first token has passed. Where
-   steps are so long that this would take more than ``decode_share`` of the device, the gap is longer. Where decodes may
-   ride and did not ride in the last pass, as a step of their own is cheaper, they have that step now;
+   steps are so long that this would take more than ``decode_share`` of the device, the gap is longer;
 1. a long with a better priority than every waiting short advances (PRIORITY);
 2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, the others stop taking memory
    until it fits (KV_DRAIN);
-3. where deadlines decide, a request that is lost and has given way for long enough, in its small share of time
-   (OVERDUE); then a long that would be late behind shorts and smaller longs, and is to be kept (URGENT);
-   then shorts that are due run (AWD's reason);
+3. shorts that are due run (AWD's reason);
 4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected shorts no memory
    (KV_HEADROOM);
-5. shorts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED), or may (RESERVE), or waits (EMPTY).
+5. shorts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED), or waits (EMPTY).
 
 Who shares the pass of those that these rules have chosen is decided by seconds (``sharing.py``); in the paper the
 classes never share one.
-Where the host can let running decodes join a pass, ``ride.py`` then says whether they do, and cuts the pass for the
-sake of their next tokens (TOKEN_DEADLINE) or of the memory that they will free (KV_SHORT).
 
 A class whose pass came back empty is *blocked* until memory or slots are freed, and the other class goes on. The one
 exception is KV_DRAIN: without it a stream of shorts would take every freed token and the aged long never fit.
@@ -33,17 +28,14 @@ import heapq
 import operator
 from collections.abc import Iterable, Sequence
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
 from pla_sglang.policy.pla.arrival_rate import ArrivalRate
 from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice
 from pla_sglang.policy.pla.blocked import BlockedClasses
-from pla_sglang.policy.pla.boundary import Boundary, StepModel
+from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.class_queues import ClassQueues, classify
-from pla_sglang.policy.pla.contenders import Contenders, Contest
-from pla_sglang.policy.pla.deadlines import Deadlines
 from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, by_order, chunk_tokens, resume
-from pla_sglang.policy.pla.overdue import OverdueShare, share_of, take_overdue
-from pla_sglang.policy.pla.ride import PROBE_PASSES, START, RideModel, model_beside, plan_ride
 from pla_sglang.policy.pla.sharing import PassContents, Sharing, contents_of, contents_of_parts
 
 MOST_COMPANIONS = 64  # of either class; more are not looked at in a pass
@@ -54,14 +46,14 @@ def _new_tokens(views: Iterable[WaitingView]) -> int:
     return sum(map(_NEW_TOKENS, views))
 
 
-def _parts_of(decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> list[tuple[WaitingView, int]]:
-    """Of the parts that were asked for, those of the admitted."""
+def parts_of(decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> list[tuple[WaitingView, int]]:
+    """The parts that were asked for, without those of requests that were not admitted."""
     shown = set(map(id, admitted))
     return [(one, tokens) for one, tokens in decision.list_parts(view.chunk) if id(one) in shown]
 
 
 class Mixing(enum.Enum):
-    """Whether long and short prefills share a pass: where that takes fewer seconds, never (the paper), or always."""
+    """Long and short prefills share a pass where that takes fewer seconds, never (the paper), or always."""
 
     AUTO = "auto"
     NEVER = "never"
@@ -81,7 +73,6 @@ class TemporalKnobs:
             prefill can run, as in SGLang.
         decode_share: of the device, at most, for these steps.
         mixing: who shares a pass.
-        batch_timeout_s: of DOPD's batching alone (``policy/dopd/engine_policy.py``).
     """
 
     boundary_tokens: int | None = None
@@ -92,24 +83,50 @@ class TemporalKnobs:
     decode_gap_s: float = 0.0
     decode_share: float = 0.05
     mixing: Mixing = Mixing.AUTO
-    batch_timeout_s: float = 0.1
+
+
+@dataclasses.dataclass(slots=True)
+class Candidates:
+    """Who may run in the next pass.
+
+    Attributes:
+        pick: the next long by order; None: there is none.
+        shorts, longs: in host order.
+        aged: the long that may advance in the time that is set aside for aged ones.
+    """
+
+    pick: LongPick | None
+    shorts: list[WaitingView]
+    longs: list[WaitingView]
+    aged: LongPick | None = None
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class NextLong:
+    """The long that would advance next.
+
+    Attributes:
+        pick: None where there is none.
+        stuck: why it cannot advance; None: it can.
+        owed: it is aged, and its share of device time is due.
+    """
+
+    pick: LongPick | None
+    stuck: Reason | None
+    owed: bool
 
 
 class TemporalPolicy:
     """Decides each prefill pass of one engine. Pure: same calls, same answers, on every rank."""
 
-    def __init__(self, knobs: TemporalKnobs, model: StepModel, ride: RideModel = START) -> None:
+    def __init__(self, knobs: TemporalKnobs, model: StepModel) -> None:
         self.knobs = knobs
         self.model = model
-        self._pass_model = model
-        self.ride = ride
+        self._pass_model = model  # of the pass that is being decided
         self.boundary = Boundary(fixed_tokens=knobs.boundary_tokens, cap_tokens=knobs.boundary_cap_tokens, model=model)
         self.awd = Awd(knobs.awd)
         self.longs = LongQueue(knobs.longs, model)
-        self.deadlines = Deadlines(knobs.longs, model)
-        self._queues = ClassQueues(self.boundary, self.deadlines)
-        self._contest = Contest(self.deadlines, self.longs, self._queues)
-        self.overdue = OverdueShare()
+        self._queues = ClassQueues(self.boundary)
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
         self.rate = ArrivalRate()
@@ -118,8 +135,6 @@ class TemporalPolicy:
         self._aged_use_s: tuple[float, float] | None = None
         self._aged: WaitingView | None = None  # the aged long of the last decision
         self._footprint_tokens = 0.0
-        self._decodes_stayed_out = False  # of the last pass, which they might have joined
-        self._passes_alone = 0  # since decodes rode last
 
     # -- what the engine reports -----------------------------------------------------------------------------------
 
@@ -127,17 +142,12 @@ class TemporalPolicy:
         self.knobs = knobs
         self.awd.set_knobs(knobs.awd)
         self.longs.set(knobs.longs, self.model)
-        self.deadlines.set(knobs.longs, self.model)
         self.boundary.set_fixed(knobs.boundary_tokens, self.model)
 
     def set_model(self, model: StepModel) -> None:
         self.model = model
         self.boundary.update(model)
         self.longs.set(self.knobs.longs, model)
-        self.deadlines.set(self.knobs.longs, model)
-
-    def set_ride(self, ride: RideModel) -> None:
-        self.ride = ride
 
     def on_arrival(self, view: WaitingView, now_s: float) -> None:
         """A request was seen for the first time; its new tokens are those after prefix match."""
@@ -154,9 +164,6 @@ class TemporalPolicy:
         """The pass that ``decision`` asked for admitted these requests, among them a chunk that went on in it."""
         if decision.action is Action.HOLD:
             return
-        if decision.ride is not None:
-            self._passes_alone = 0 if decision.ride.joins else self._passes_alone + 1
-        self._decodes_stayed_out = decision.ride is not None and not decision.ride.joins
         cls = PrefillClass.SHORT if decision.action is Action.SHORT else PrefillClass.LONG
         begun = [one for one in admitted if one is not view.chunk]
         self._blocked.on_pass(cls, view, admitted=bool(begun if decision.selected else admitted))
@@ -165,27 +172,22 @@ class TemporalPolicy:
         if begun:
             self._queues.remove(begun)
         shorts = [one for one in begun if self.boundary.is_short(one.new_tokens, one.history_tokens)]
-        if shorts and cls is PrefillClass.SHORT and decision.reason is not Reason.OVERDUE:
-            self.awd.on_dispatch(len(shorts), now_s - min(short.arrival_s for short in shorts))
-        parts = _parts_of(decision, view, admitted)
-        step_s = contents_of_parts(parts).step_s(self.model)
-        share = None
-        if decision.reason is Reason.OVERDUE:
-            share = share_of(self._list_overdue(view, now_s), self.model, self.knobs.longs.give_way_s)
-        self.overdue.note(step_s, share=share)
+        if shorts and cls is PrefillClass.SHORT:
+            self._note_batch(decision, shorts, now_s)
         if self._aged_use_s is not None:
+            parts = parts_of(decision, view, admitted)
+            step_s = contents_of_parts(parts).step_s(self.model)
             aged_s, others_s = self._aged_use_s
             aged_tokens = sum(tokens for one, tokens in parts if one is self._aged)
             mine_s = step_s * aged_tokens / max(1, sum(tokens for _, tokens in parts))
             self._aged_use_s = (aged_s + mine_s, others_s + step_s - mine_s)
 
+    def _note_batch(self, decision: PassDecision, shorts: Sequence[WaitingView], now_s: float) -> None:
+        self.awd.on_dispatch(len(shorts), now_s - min(short.arrival_s for short in shorts))
+
     def predict_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
-        """Duration of the pass that admitted these; of a decode step where it admitted none."""
-        if not admitted:
-            return self.ride.decode_s(view.running, view.context_tokens)
-        riders = view.running if decision.ride is not None and decision.ride.joins else 0
-        alone_s = contents_of_parts(_parts_of(decision, view, admitted)).step_s(self.model)
-        return alone_s + self.ride.added_s(riders, view.context_tokens) + self.model.b_s * riders if riders else alone_s
+        """Duration of the pass that admitted these."""
+        return contents_of_parts(parts_of(decision, view, admitted)).step_s(self.model)
 
     # -- the decision ------------------------------------------------------------------------------------------------
 
@@ -193,98 +195,65 @@ class TemporalPolicy:
         """Short and long views of any queue, its order kept."""
         return classify(waiting, self.boundary)
 
-    def decide(self, view: PassView, now_s: float) -> PassDecision:
+    def decide(self, view: PassView, now_s: float, pass_model: StepModel | None = None) -> PassDecision:
         """The next pass, by the rules above.
 
         Changes nothing that another call could see in its answer, so a driver may ask twice in a pass, as ours does
         when a prefix match turns out to have changed. ``on_pass`` reports what became of the answer.
-        """
-        rides = view.can_ride and view.running > 0
-        self._pass_model = (
-            model_beside(self.model, self.ride, view.running, view.context_tokens) if rides else self.model
-        )
-        decision = self._choose(view, now_s)
-        if not rides or decision.action is Action.HOLD:
-            return decision
-        grid = self.knobs.longs.grid_tokens
-        probe = self._passes_alone >= PROBE_PASSES
-        return plan_ride(decision, view, self.model, self.ride, now_s=now_s, grid_tokens=grid, probe=probe)
 
-    def _choose(self, view: PassView, now_s: float) -> PassDecision:
-        """The next pass as if nothing rode in it."""
+        Args:
+            pass_model: step times of this pass, where something shares it that is no prefill; None: ``model``.
+        """
+        self._pass_model = self.model if pass_model is None else pass_model
         if self._decode_is_due(view):
             return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
         shorts, longs = self._queues.follow(view.waiting)
         by_order, aged = self.longs.pick(
             longs, view.chunk, now_s, shorts=bool(shorts), budget_tokens=view.pass_budget_tokens
         )
-        field = Contenders(by_order, shorts, longs)
-        if self.knobs.longs.lost_age_s is not None:
-            self._contest.choose(field, view, now_s, self._pass_model)
         self._track_ageing(aged)
+        return self._choose(Candidates(by_order, shorts, longs, aged), view, now_s)
+
+    def _choose(self, field: Candidates, view: PassView, now_s: float) -> PassDecision:
+        """Rules 1 to 5."""
+        long = self._find_next_long(field, view, now_s)
+        return self._choose_by_right(field, long, view, now_s) or self._choose_by_class(field, long, view, now_s)
+
+    def _find_next_long(self, field: Candidates, view: PassView, now_s: float) -> NextLong:
+        aged = field.aged
         owed = aged is not None and self._aged_are_owed()
         pick = aged if owed else field.pick
         if view.running == 0 and view.chunk is None:
             self._blocked.clear_if_all()
+        if pick is None:
+            return NextLong(None, None, owed)
         other = bool(field.shorts) or view.chunk is not None
-        stuck = None if pick is None else self._stuck(pick, view, now_s, owed=owed, other=other)
+        stuck = self._find_obstacle(pick, view, now_s, owed=owed, other=other)
         if stuck is not None and view.chunk is not None:
             # What would overtake cannot run; the chunk under way goes on, if there is room for a piece of it.
             pick = resume(view.chunk)
-            stuck = self._stuck(pick, view, now_s, owed=owed, other=other)
-        if pick is not None and stuck is None and field.shorts:
+            stuck = self._find_obstacle(pick, view, now_s, owed=owed, other=other)
+        return NextLong(pick, stuck, owed)
+
+    def _choose_by_right(self, field: Candidates, long: NextLong, view: PassView, now_s: float) -> PassDecision | None:
+        """Rules 1 and 2: by priority and by age. None where neither says anything."""
+        pick = long.pick
+        if pick is None:
+            return None
+        if long.stuck is None and field.shorts:
             rank = pick.view.priority_rank
             if all(short.priority_rank > rank for short in field.shorts):
                 return self._long(pick, view, field, now_s, Reason.PRIORITY)
-        if pick is not None and owed:
-            if stuck is None and (field.shorts or pick is not field.pick):
+        if long.owed:
+            if long.stuck is None and (field.shorts or pick is not field.pick):
                 return self._alone(pick, view, field.longs, now_s, Reason.AGE)
-            if stuck is not None and view.running > 0:
+            if long.stuck is not None and view.running > 0:
                 return PassDecision(Action.HOLD, Reason.KV_DRAIN)
-        if field.some_give_way and self.overdue.is_owed:
-            overdue = self._overdue_pass(view, field.longs, now_s)
-            if overdue is not None:
-                return overdue
-        if field.urgent is not None and self._stuck(field.urgent, view, now_s, owed=False, other=other) is None:
-            return self._long(field.urgent, view, field, now_s, Reason.URGENT)
-        decision = self._by_shorts(view, field, pick, now_s, stuck)
-        if decision.reason is Reason.EMPTY and field.reserved:
-            return PassDecision(Action.HOLD, Reason.RESERVE)
-        if decision.reason is not Reason.NO_SHORT:
-            return decision
-        why = field.why
-        holds_up = field.some_give_way and pick is not None and pick.running
-        if holds_up and pick is not None and self.deadlines.list_overdue([pick.view], now_s):
-            why = Reason.OVERDUE  # others cannot overtake it, so its share pays for all of it
-        return decision if why is None else dataclasses.replace(decision, reason=why)
+        return None
 
-    def _list_overdue(self, view: PassView, now_s: float) -> list[WaitingView]:
-        """With the chunk under way, which is no longer in the queue."""
-        waiting = view.waiting if view.chunk is None else [*view.waiting, view.chunk]
-        return self.deadlines.list_overdue(waiting, now_s)
-
-    def _overdue_pass(self, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision | None:
-        """The pass of the earliest that are overdue; None where there are none, or they cannot run."""
-        chunk, overdue = view.chunk, self._list_overdue(view, now_s)
-        if not overdue:
-            return None
-        most_tokens = self.knobs.longs.chunk_max_tokens or 0
-        batch = take_overdue(overdue, view, self.boundary, most_tokens=most_tokens)
-        if not batch:
-            return None
-        first = batch[0]
-        if first is not chunk and self.boundary.is_short(first.new_tokens, first.history_tokens):
-            if view.slots <= 0 or self._blocked.is_blocked(PrefillClass.SHORT, view, other=True):
-                return None
-            return PassDecision(Action.SHORT, Reason.OVERDUE, batch, park=chunk is not None)
-        pick = LongPick(first, running=first is chunk, overtakes=chunk is not None and first is not chunk)
-        if self._stuck(pick, view, now_s, owed=False, other=True) is not None:
-            return None
-        return self._alone(pick, view, longs, now_s, Reason.OVERDUE)
-
-    def _by_shorts(
-        self, view: PassView, field: Contenders, pick: LongPick | None, now_s: float, stuck: Reason | None
-    ) -> PassDecision:
+    def _choose_by_class(self, field: Candidates, long: NextLong, view: PassView, now_s: float) -> PassDecision:
+        """Rules 3 to 5: shorts that are due, then the long, then who waits and why."""
+        pick, stuck = long.pick, long.stuck
         choice = self._choose_shorts(view, field.shorts, pick, field.longs, now_s) if field.shorts else None
         short_stuck = choice is not None and (
             view.slots <= 0 or self._blocked.is_blocked(PrefillClass.SHORT, view, other=pick is not None)
@@ -327,7 +296,7 @@ class TemporalPolicy:
             alternative_s=alternative_s,
         )
 
-    def _long(self, pick: LongPick, view: PassView, field: Contenders, now_s: float, reason: Reason) -> PassDecision:
+    def _long(self, pick: LongPick, view: PassView, field: Candidates, now_s: float, reason: Reason) -> PassDecision:
         """The long, and who shares its pass."""
         long = pick.view
         if pick.running:
@@ -395,7 +364,7 @@ class TemporalPolicy:
         return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=chunk, park=pick.overtakes)
 
     def _short(
-        self, choice: BatchChoice, view: PassView, field: Contenders, pick: LongPick | None, now_s: float
+        self, choice: BatchChoice, view: PassView, field: Candidates, pick: LongPick | None, now_s: float
     ) -> PassDecision:
         """The batch of shorts, and who shares its pass. ``pick``: the next long, where one can run now."""
         batch = choice.batch
@@ -459,13 +428,11 @@ class TemporalPolicy:
     def _decode_is_due(self, view: PassView) -> bool:
         if view.running == 0 or not (view.waiting or view.chunk):
             return False
-        if self._decodes_stayed_out and view.can_ride and view.decode_wait_s > 0:
-            return True
         if self.knobs.decode_gap_s <= 0:
             return False
         return view.decode_wait_s >= max(self.knobs.decode_gap_s, view.decode_step_s / self.knobs.decode_share)
 
-    def _stuck(self, pick: LongPick, view: PassView, now_s: float, *, owed: bool, other: bool) -> Reason | None:
+    def _find_obstacle(self, pick: LongPick, view: PassView, now_s: float, *, owed: bool, other: bool) -> Reason | None:
         """Why ``pick`` cannot advance now; None when it can.
 
         Room was left for a chunk under way when it was admitted, but running requests grow meanwhile, more than the

@@ -93,12 +93,12 @@ class Summary:
 
 
 def summarise(batch: DecodeBatch, horizon: Horizon) -> Summary:
-    """Of one worker. O(R log R + R H) in one pass of numpy each; see ``summaries``."""
+    """The loads of one worker. O(R log R + R H) in one pass of numpy each; see ``summaries``."""
     return summaries([batch], horizon)[0]
 
 
 def summaries(batches: Sequence[DecodeBatch], horizon: Horizon) -> list[Summary]:
-    """Of several workers at once: one call of numpy a step for all of them, whatever their number.
+    """The loads of several workers at once: one call of numpy a step for all of them, whatever their number.
 
     A request of unknown remaining length is taken to last beyond the horizon, and so is one that is not listed. Rows
     are filled up with requests that hold nothing and have ended, so that all are equally long.

@@ -12,12 +12,13 @@ import dataclasses
 import numpy as np
 
 from pla_sglang.checks import Range, check_fields, knob
-from pla_sglang.policy.client_gain import ClientGain
+from pla_sglang.policy.common.client_gain import ClientGain
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate, Observer
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
+from pla_sglang.policy.interface.remaining_length import RemainingPredictor
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summaries, summarise
-from pla_sglang.policy.star.predictors import Oracle, RemainingPredictor
+from pla_sglang.policy.star.predictors import Oracle
 from pla_sglang.policy.star.select import Choice, Move, SelectKnobs, Worker, best_move
 
 

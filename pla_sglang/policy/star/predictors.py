@@ -6,17 +6,14 @@ objects turn it into what the rescheduler is allowed to see.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 from random import Random
 
 import numpy as np
-import numpy.typing as npt
 
 from pla_sglang.checks import require
 from pla_sglang.errors import ConfigError
-
-Floats = npt.NDArray[np.float64]
+from pla_sglang.policy.interface.remaining_length import Floats, RemainingPredictor
 
 # Figure 7, requests of 30K to 32K tokens: mean absolute error by tokens generated, as a share of the rest of 31,000.
 # What the curve shows behind its last printed value is not printed; the share is held there.
@@ -28,16 +25,6 @@ PAPER_BINS: dict[int, tuple[float, ...]] = {
     4: (0, 4096, 8192, 16384, 32768),
     6: (0, 2048, 4096, 6144, 8192, 16384, 32768),
 }
-
-
-class RemainingPredictor(abc.ABC):
-    """``known`` and the answer have shape [requests]; nan means unknown."""
-
-    @abc.abstractmethod
-    def predict(self, rids: Sequence[str], known: Floats) -> Floats: ...
-
-    def forget(self, rid: str) -> None:  # noqa: B027  # most remember nothing
-        """The request has ended."""
 
 
 class Oracle(RemainingPredictor):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pla_sglang.checks import Range, check_fields, knob
-from pla_sglang.policy.client_gain import ClientGain, DecodeLoad
+from pla_sglang.policy.common.client_gain import ClientGain, DecodeLoad
 from pla_sglang.policy.star.horizon import Floats, Horizon, Summary
 
 TARGETS_AT_ONCE = 16
@@ -153,7 +153,7 @@ def pays_for_clients(
     chosen: npt.NDArray[np.int64],
     knobs: SelectKnobs,
 ) -> npt.NDArray[np.bool_]:
-    """Whether the client of each ``chosen`` request of ``worker`` gains by each move; shape [targets, requests].
+    """True where the client of each ``chosen`` request of ``worker`` gains by the move; shape [targets, requests].
 
     Where the cache of the source is planned full before the end of a request, a move away always does.
     """

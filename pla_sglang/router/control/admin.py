@@ -69,7 +69,7 @@ def json_answer(value: Any, status: int = 200) -> AdminAnswer:
 
 
 def error_answer(message: str, status: int) -> AdminAnswer:
-    """Of the form that relays give their own errors."""
+    """An error in the form that relays give their own."""
     kind = ERROR_TYPES.get(status, "bad_request" if status < 500 else "error")
     return json_answer(ErrorBody(ErrorDetail(message, kind, status)), status)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.router.control.admin import AdminRoutes
@@ -28,7 +28,7 @@ from pla_sglang.router.control.ledger import AbortOrder
 from pla_sglang.router.control.migration import Migration
 from pla_sglang.router.control.moves import MoveOrders
 from pla_sglang.router.control.observability.gauges import gauges, state_of
-from pla_sglang.router.control.observability.series import Series
+from pla_sglang.router.control.observability.series import RouterSeries
 from pla_sglang.router.control.observability.watch import FleetWatch, describe_fleet, note_move
 from pla_sglang.router.control.policy_setup import LivePolicy
 from pla_sglang.router.control.prompts import load_tokenizer
@@ -79,7 +79,7 @@ class ControlPlane:
         self._client: InstanceClient | None = None
         self._state_file = StateFile(knobs.memory_file)
         self._journal = WorkerJournal()
-        self.series = Series(lambda: gauges(self.dispatcher, self._clock()))
+        self.series = RouterSeries(lambda: gauges(self.dispatcher, self._clock()))
         policy = find_policy(knobs.policy)
         self._length_blind = policy.length_blind
         device_clock = DeviceClock()  # set when the first instance says what it is

@@ -17,13 +17,13 @@ from pla_sglang.router.control.request_record import MoveReason, RequestRecord
 from pla_sglang.router.control.workers.instance_client import InstanceClient
 from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.router.control.workers.tasks import Tasks
-from pla_sglang.router.wire.messages import Continuation
+from pla_sglang.router.wire.messages import MoveKind
 
 MOVES_AT_ONCE = 16  # out of one instance
 
 
 class Drains:
-    """See the module. It does nothing before ``start``."""
+    """Moves the requests of draining instances away. It does nothing before ``start``."""
 
     def __init__(self, dispatcher: RequestDispatcher, migration: Migration, *, clock: Callable[[], float]) -> None:
         self._dispatcher, self._migration, self._clock = dispatcher, migration, clock
@@ -63,7 +63,7 @@ class Drains:
             return None
 
         def cost(worker: Worker) -> tuple[bool, int]:
-            redoes = migration.find_way(source, worker) is not Continuation.PULL
+            redoes = migration.find_way(source, worker) is not MoveKind.PULL
             return redoes, worker.view.requests() + migration.count_unbooked(worker)
 
         return min(targets, key=cost)

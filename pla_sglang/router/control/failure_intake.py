@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pla_sglang.router.control.observability.series import Series
+from pla_sglang.router.control.observability.series import RouterSeries
 from pla_sglang.router.control.workers.exclusions import Exclusions
 from pla_sglang.router.control.workers.health import Health
 from pla_sglang.router.control.workers.table import Worker, WorkerState
@@ -18,7 +18,7 @@ _DOUBTFUL = frozenset({FailureKind.STATUS, FailureKind.BROKEN})
 
 
 class FailureIntake:
-    """See the module.
+    """Takes the reports, and has their workers avoided or checked.
 
     Args:
         check_soon: asks for a health check of a worker that has just failed.
@@ -30,7 +30,7 @@ class FailureIntake:
         self,
         health: Health,
         exclusions: Exclusions,
-        series: Series,
+        series: RouterSeries,
         *,
         check_soon: Callable[[Worker], None],
         verify_soon: Callable[[Worker], None],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pla_sglang.policy.interface.fleet import RequestView
 from pla_sglang.router.control.request_record import CLOSED, Hop, RequestRecord
-from pla_sglang.router.wire.messages import Continuation
+from pla_sglang.router.wire.messages import MoveKind
 
 
-def start_hop(record: RequestRecord, view: RequestView, *, how: Continuation, why: str, tokens: int) -> None:
+def start_hop(record: RequestRecord, view: RequestView, *, how: MoveKind, why: str, tokens: int) -> None:
     """It goes on behind ``tokens`` of its answer; ``view``: what the policy sees of it now. Under another id, and
     with another place in the load trackers, as an instance may come twice."""
     _take_over(record, _make_hop(record, how=how, why=why, tokens=tokens))
@@ -15,7 +15,7 @@ def start_hop(record: RequestRecord, view: RequestView, *, how: Continuation, wh
     record.policy_tokens = tokens
 
 
-def start_pending(record: RequestRecord, *, how: Continuation, why: str) -> Hop:
+def start_pending(record: RequestRecord, *, how: MoveKind, why: str) -> Hop:
     """Another hop is tried, while the present one goes on or is held."""
     record.pending = _make_hop(record, how=how, why=why, tokens=0)
     return record.pending
@@ -35,7 +35,7 @@ def drop_pending(record: RequestRecord) -> None:
     record.hop.attempts, record.last_number, record.pending = record.pending.attempts, record.pending.number, None
 
 
-def _make_hop(record: RequestRecord, *, how: Continuation, why: str, tokens: int) -> Hop:
+def _make_hop(record: RequestRecord, *, how: MoveKind, why: str, tokens: int) -> Hop:
     record.serial += 1
     key, hop = (record.rid, record.serial), record.hop
     number = max(record.last_number, hop.number) + 1

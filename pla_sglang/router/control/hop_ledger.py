@@ -20,7 +20,7 @@ _WHOLE = Leg.WHOLE
 
 
 class HopLedger:
-    """Of one ledger, which it changes. Pure, as that is."""
+    """Enters moves into a ledger, which it changes. Pure, as the ledger is."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

@@ -98,7 +98,7 @@ class LatePlacement:
         runner.hidden = dispatcher.exclusions.find((), now_s, unfit=unfit).keys() - {source.view}
         try:
             return runner.place_prefilled(record.view, now_s, move=lambda at, why: self._move(record, at, why))
-        except Exception:  # as in ``RequestDispatcher._dispatch``: a policy's mistake ends nothing but this decision
+        except Exception:  # a policy's mistake ends nothing but this decision
             logger.exception("the decode of request %s cannot be placed", record.rid)
             return FleetReason.NO_INSTANCE
 

@@ -82,7 +82,7 @@ class Audit:
 
 
 class Ledger:
-    """See the module. Pure but for rooms: time comes in, orders go out."""
+    """The open requests and legs. Pure but for rooms: time comes in, orders go out."""
 
     def __init__(self) -> None:
         self.records: dict[str, RequestRecord] = {}  # not ended, or with a leg that is not closed
@@ -198,7 +198,7 @@ class Ledger:
         return orders
 
     def can_retry(self, record: RequestRecord) -> bool:
-        """Whether it may be sent again: no token was seen, and no leg that is left can be executing or have executed.
+        """True if it may be sent again: no token was seen, and no leg that is left can be executing or have executed.
 
         A leg counts as harmless if it was rolled back. A decode leg whose prefill leg never executed has no KV to start
         from; it only has to be closed first.
@@ -349,5 +349,5 @@ def draw_room(rooms: dict[int, str], rid: str) -> int:
 
 
 def is_named(ledger: Ledger, rid: str, rids: Sequence[str]) -> bool:
-    """Whether instances may know a prompt of a batch by ``rid``, or a request or such a prompt by one of ``rids``."""
+    """True if instances may know a prompt of a batch by ``rid``, or a request or such a prompt by one of ``rids``."""
     return rid in ledger.batch_rids or any(name in ledger.records or name in ledger.batch_rids for name in rids)

@@ -6,10 +6,10 @@ from pla_sglang.load.tracker import Phase, TrackedRequest
 from pla_sglang.router.control.pair_limits import decodes_after
 from pla_sglang.router.control.request_record import RequestRecord
 from pla_sglang.router.control.workers.table import Worker
-from pla_sglang.router.wire.messages import Continuation
+from pla_sglang.router.wire.messages import MoveKind
 
 _QUEUED, _COMING = Phase.QUEUED, Phase.COMING  # named once: see ``fast_enum``
-_REDO = Continuation.REDO
+_REDO = MoveKind.REDO
 
 
 def book_request(record: RequestRecord, prefill: Worker, decode: Worker, now_s: float) -> None:

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 HOLD_S = 10.0  # at most; then a held request goes on by itself
 REST_S = 10.0  # of device time, after a move that came to nothing
 DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
-_PULL, _REDO = m.Continuation.PULL, m.Continuation.REDO
+_PULL, _REDO = m.MoveKind.PULL, m.MoveKind.REDO
 _RESUMED = m.LossReason.RESUMED
 # Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
 _OVER = frozenset({m.LossReason.NOT_SENT, m.LossReason.FULL, m.LossReason.REFUSED, m.LossReason.ABORTED})
@@ -54,7 +54,7 @@ HOLDING, PULLING = MoveState  # named once: see ``fast_enum``
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Move:
+class RunningMove:
     """One request on its way. ``rid``: under which id the source knows it; ``hop``: the one that is to follow."""
 
     record: RequestRecord
@@ -75,7 +75,7 @@ class Failed:
 
 
 class Migration:
-    """See the module. It moves nothing before ``start``.
+    """Orders the steps of each move, and keeps it until it is over. It moves nothing before ``start``.
 
     Args:
         send_message: to a relay by its number.
@@ -105,7 +105,7 @@ class Migration:
         self._is_connected, self._never_connects, self._clock = is_connected, never_connects, clock
         self._client: InstanceClient | None = None
         self._tasks = Tasks()
-        self._moves: dict[str, Move] = {}
+        self._moves: dict[str, RunningMove] = {}
         self._failed: dict[str, Failed] = {}  # by request
 
     def start(self, client: InstanceClient) -> None:
@@ -127,17 +127,13 @@ class Migration:
         hop = start_pending(record, how=how, why=reason)
         hop.prefill = hop.decode = target
         room = self._legs.open_pending(record, target.number, self._clock())
-        move = Move(record, source, target, rid_at_instance(rid, record.reached), room, hop)
+        move = RunningMove(record, source, target, rid_at_instance(rid, record.reached), room, hop)
         self._moves[rid] = move
         self._tasks.spawn(self._hold(move))
         return None
 
-    def count_moves(self) -> int:
-        """Those under way."""
-        return len(self._moves)
-
     def count_leaving(self, source: Worker) -> int:
-        """Those under way that leave ``source``."""
+        """Moves under way that leave ``source``."""
         return sum(move.source is source for move in self._moves.values())
 
     def count_unbooked(self, target: Worker) -> int:
@@ -170,7 +166,7 @@ class Migration:
             return "the target cannot serve it"
         return "no KV cache can go to the target" if self.find_way(source, target) is None else None
 
-    def find_way(self, source: Worker, target: Worker) -> m.Continuation | None:
+    def find_way(self, source: Worker, target: Worker) -> m.MoveKind | None:
         """How a request goes from the one to the other, both being well; None: not now."""
         if self._is_connected(source.view, target.view):
             return _PULL
@@ -186,7 +182,7 @@ class Migration:
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
-    async def _hold(self, move: Move) -> None:
+    async def _hold(self, move: RunningMove) -> None:
         command = {"do": "hold", "rid": move.rid, "room": move.room, "for_s": HOLD_S}
         answer = await self._order(move.source, command)
         record = move.record
@@ -223,7 +219,7 @@ class Migration:
         self._send_message(record.relay, order)
 
     def on_joined(self, joined: m.Joined, now_s: float) -> bool:
-        """Whether it was a move; the next hop is the answer from here on."""
+        """True if it was a move; the next hop is the answer from here on."""
         move = self._moves.get(joined.rid)
         if move is None or not self._is_current(move) or move.hop.number != joined.hop:
             return False
@@ -246,7 +242,7 @@ class Migration:
         return True
 
     def on_lost(self, lost: m.Lost, now_s: float) -> bool:
-        """Whether it was the pending hop that is lost. Where it was the present one, nothing comes of its move."""
+        """True if the pending hop is lost. Where the present one is, nothing comes of its move."""
         move = self._moves.get(lost.rid)
         if move is None or not self._is_current(move):
             return False
@@ -257,15 +253,15 @@ class Migration:
         self._fail(move, lost.why.name.lower(), resume=lost.why is not _RESUMED, over=lost.why in _OVER)
         return True
 
-    def _is_current(self, move: Move) -> bool:
-        """Whether it is still under way; else it is forgotten."""
+    def _is_current(self, move: RunningMove) -> bool:
+        """True if the move is still under way; else it is forgotten."""
         if move.record.pending is move.hop and move.record.stage is STREAMING:
             return True
         if self._moves.get(move.record.rid) is move:
             del self._moves[move.record.rid]
         return False
 
-    def _fail(self, move: Move, why: str, *, resume: bool, over: bool = False) -> None:
+    def _fail(self, move: RunningMove, why: str, *, resume: bool, over: bool = False) -> None:
         """The request goes on where it is, and rests. ``over``: the target holds nothing of it."""
         del self._moves[move.record.rid]
         record, dispatcher, now_s = move.record, self._dispatcher, self._clock()
@@ -280,10 +276,10 @@ class Migration:
         self.on_failed(record.rid)
         self.on_over()
 
-    async def _resume(self, move: Move) -> None:
+    async def _resume(self, move: RunningMove) -> None:
         await self._order(move.source, {"do": "resume", "room": move.room})
 
-    async def _commit(self, move: Move, left: Hop) -> None:
+    async def _commit(self, move: RunningMove, left: Hop) -> None:
         """The instance that was left ends its stream and frees the KV cache. Where it does not say so, it is told to
         abort, until it confirms or is dead. The request may have ended meanwhile."""
         answer = await self._order(move.source, {"do": "commit", "room": move.room})

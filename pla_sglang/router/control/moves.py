@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pla_sglang.checks import MILLI, Choice, Range, check_fields, knob
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.runner import Refusal
@@ -28,7 +28,7 @@ MOST_RESTS = 1024  # beyond so many, those that are over are looked for
 
 @dataclasses.dataclass(frozen=True)
 class MoveKnobs:
-    """Of policies that move running requests. Times are device time."""
+    """Knobs of policies that move running requests. Times are device time."""
 
     interval_s: float = knob(
         0.5,
@@ -132,7 +132,7 @@ class MoveOrders:
         self._let_rest(rid)
 
     def is_resting(self, record: RequestRecord) -> bool:
-        """Whether it is to stay where it is: it was ordered to move, or came there, shortly before."""
+        """True if a request is to stay where it is: it was ordered to move, or came there, shortly before."""
         now_s = self._clock()
         if self._rests_until_s.get(record.rid, now_s) > now_s:
             return True

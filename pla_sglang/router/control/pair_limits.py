@@ -17,7 +17,7 @@ _UNIFIED = InstanceKind.UNIFIED
 
 
 def needs_whole(ask: Ask) -> bool:
-    """Whether a pair cannot serve it."""
+    """True if no pair can serve the request."""
     return ask.samples > 1 or ask.continues_session or not BY_ENDPOINT[ask.endpoint][1].pairs
 
 
@@ -44,5 +44,5 @@ def judge_pair(ask: Ask, table: WorkerTable) -> Verdict | None:
 
 
 def decodes_after(ask: Ask) -> bool:
-    """Whether the model goes on behind the prompt; else the answer is read off the prefill."""
+    """True if the model goes on behind the prompt; else the answer is read off the prefill."""
     return BY_ENDPOINT[ask.endpoint][1].generates

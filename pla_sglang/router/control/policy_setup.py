@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.arrow.curve import profile_curve
-from pla_sglang.policy.arrow.pools import PoolEvent
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.curve import profile_curve
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.pools import PoolEvent
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.planner import DopdController
 from pla_sglang.policy.interface.decisions import Migrate, PolicySet, PrefillSample, SetLengthClass, SetRole
@@ -26,7 +26,7 @@ from pla_sglang.recording.setup import header_of
 from pla_sglang.router.control.errors import WorkerError
 from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.moves import MoveOrders
-from pla_sglang.router.control.observability.recorder import Recorder, open_record
+from pla_sglang.router.control.observability.recorder import DecisionRecorder, open_record
 from pla_sglang.router.control.running_requests import RunningRequests
 from pla_sglang.router.control.workers.discovery import Description
 from pla_sglang.router.http.bodies import ROLES
@@ -100,7 +100,7 @@ class LivePolicy:
     ) -> None:
         self.runner: PairRunner | None = None
         self.predictor: TtftPredictor | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: DecisionRecorder | None = None
         self.profile = ""
         self.kv_bytes_per_token = 0  # by the profile
         self.roles: tuple[Role, ...] = ()  # at the start, as the policy wants them
@@ -152,7 +152,7 @@ class LivePolicy:
         self.kv_bytes_per_token = steps.kv_bytes_per_token
         if self._record_file is not None:
             header = header_of(knobs.policy, profile, time_scale, setup)
-            self.recorder = Recorder(self._record_file, header, self._fleet)
+            self.recorder = DecisionRecorder(self._record_file, header, self._fleet)
         policy = build(knobs.policy, setup)
         self.roles = policy.roles
         predictor = getattr(policy.dispatcher, "predictor", None)

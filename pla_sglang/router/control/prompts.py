@@ -153,7 +153,7 @@ def prompt_texts(body: bytes, endpoint: Endpoint) -> list[str] | None:
 
 
 def _texts_of(value: Any) -> list[str] | None:
-    """Of a text, a list of texts, or a list of messages."""
+    """The texts of a prompt: of a text, a list of texts, or a list of messages."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value and all(isinstance(text, str) for text in value):

@@ -21,7 +21,7 @@ from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.ledger import AbortOrder, Ledger, is_named
 from pla_sglang.router.control.load_booking import book_request, close_bookings
 from pla_sglang.router.control.observability.explain import ExplainStore, note_choice, stage_seconds
-from pla_sglang.router.control.observability.series import Series
+from pla_sglang.router.control.observability.series import RouterSeries
 from pla_sglang.router.control.pair_limits import (
     RETRY_NO_INSTANCE_S,
     choose_whole,
@@ -52,7 +52,7 @@ _DUPLICATE = Verdict(False, AdmissionReason.DUPLICATE)
 
 
 class RequestDispatcher:
-    """See the module.
+    """Takes what relays say of requests, and answers it.
 
     Args:
         send_message: to a relay by its number.
@@ -63,7 +63,7 @@ class RequestDispatcher:
         self,
         knobs: ControlKnobs,
         health: Health,
-        series: Series,
+        series: RouterSeries,
         policy: LivePolicy,
         *,
         send_message: Callable[[int, m.FromControl], None],
@@ -159,7 +159,7 @@ class RequestDispatcher:
         self._dispatch_or_queue(record, now_s)
 
     def _may_follow(self, record: RequestRecord, now_s: float) -> bool:
-        """Whether a request that an instance has refused for load is sent to another one; else it is refused."""
+        """True if a request that an instance has refused for load is sent to another one; else it is refused."""
         reason = AdmissionReason.ALL_FULL
         unfit = find_unfit(record.ask, self.table)
         if self.table.can_serve(self.exclusions.find(record.refused_by, now_s, unfit=unfit)):
@@ -199,8 +199,8 @@ class RequestDispatcher:
         try:
             return self._choose(record, now_s)
         except Exception:
-            # The one place that catches everything. A policy's mistake on one request must end that one alone: passed
-            # on, it would end the relay's connection, and so every request of that relay, or stop the queue.
+            # A policy's mistake on one request must end that one alone: passed on, it would end the relay's
+            # connection, and so every request of that relay, or stop the queue.
             logger.exception("request %s cannot be dispatched", record.rid)
             self._drop(record, Verdict(False, AdmissionReason.FAULT))
             return True

@@ -14,14 +14,14 @@ from __future__ import annotations
 import msgspec
 
 from pla_sglang.errors import IllegalMoveError
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import RequestView
 from pla_sglang.policy.pairs import Choice
 from pla_sglang.router.control.prompts import Prompt
 from pla_sglang.router.control.targets import find_tpot_target, find_ttft_target
 from pla_sglang.router.control.workers.table import Worker
-from pla_sglang.router.wire.messages import Ask, Continuation, Leg, Outcome
+from pla_sglang.router.wire.messages import Ask, Leg, MoveKind, Outcome
 
 
 class Stage(FastEnum):
@@ -124,7 +124,7 @@ class Hop(msgspec.Struct, gc=False, eq=False):
     """
 
     number: int = 1
-    how: Continuation | None = None
+    how: MoveKind | None = None
     why: str = ""
     key: tuple[str, int] = ("", 0)
     reached: int = 0
@@ -277,7 +277,7 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         return next((hop for hop in self.hops if hop.first_token_s is not None), self.hops[-1])
 
     def all_legs(self) -> list[LegEntry]:
-        """Of all hops."""
+        """The legs of all hops."""
         if len(self.hops) == 1 and self.pending is None and not self.strays:
             return self.hops[0].legs
         pending = [] if self.pending is None else self.pending.legs

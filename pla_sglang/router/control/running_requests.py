@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pla_sglang.load.report import MOST_ROWS, RequestRow
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import DecodeBatch, InstanceKind, InstanceView
 from pla_sglang.router.control.moves import STATED, MoveKnobs, MoveOrders
 from pla_sglang.router.control.request_record import ENDED, STREAMING, RequestRecord
@@ -28,7 +28,7 @@ LEAST_INTERVAL_S = 0.02  # of wall time; instances refuse less
 
 
 class RunningRequests:
-    """See the module.
+    """Joins the rows of load reports with the router's own records.
 
     Args:
         orders: knows which requests rest.

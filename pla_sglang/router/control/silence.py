@@ -19,7 +19,7 @@ AGAIN_S = 1.0  # between two orders to leave an instance: a stream may have got 
 
 
 class SilenceWatch:
-    """See the module. ``look`` is called a few times a second."""
+    """Finds silent instances and has their streams go on elsewhere. ``look`` is called a few times a second."""
 
     def __init__(self, health: Health, policy: LivePolicy, survival: Survival) -> None:
         self._health, self._policy, self._survival = health, policy, survival

@@ -131,7 +131,7 @@ class Survival:
                 self._send_message(record.relay, abort)
 
     def _may_be_to_blame(self, hop: Hop, worker: Worker, at_s: float) -> bool:
-        """Whether a request of which nothing was shown may be what ``worker`` has died of, by ``at_s``: its scheduler
+        """True if a request of which nothing was shown may be what ``worker`` has died of, by ``at_s``: its scheduler
         fell silent long before all of it was gone, and had the request by then. What has shown tokens has survived its
         passes; what was there when all of an instance was killed at once, or came later, is no more likely to blame
         than anything else."""
@@ -141,7 +141,7 @@ class Survival:
         return began and silent_s > DIED_FIRST_S
 
     def _is_well(self, waiting: Waiting, now_s: float) -> bool | None:
-        """Whether the instance that has broken an answer off is well: then it was the request. None: not known yet."""
+        """True if the instance that has broken an answer off is well: then it was the request. None: not known yet."""
         lost, knobs = waiting.lost, self._dispatcher.health.knobs
         worker = self._dispatcher.table.by_number[lost.killed[-1]]
         if worker.state is WorkerState.DEAD or now_s - lost.at_s > knobs.timeout_s + 2 * knobs.interval_s:
@@ -180,7 +180,7 @@ class Survival:
             self._end(record, lost, NO_INSTANCE)
 
     def _may_wait(self, record: RequestRecord, lost: m.Lost) -> bool:
-        """Whether an instance that is full, or that starts or recovers, might take it; also one that is to follow a
+        """True if an instance that is full, or that starts or recovers, might take it; also one that is to follow a
         lost one at its address, which the table may not know to be gone yet."""
         unfit = find_unfit(record.ask, self._dispatcher.table)
         for worker in self._dispatcher.table:
@@ -240,11 +240,11 @@ class Survival:
             output_tokens=left,
             session=former.session,
         )
-        start_hop(record, view, how=m.Continuation.REDO, why=_REASONS[lost.why].value, tokens=lost.tokens)
+        start_hop(record, view, how=m.MoveKind.REDO, why=_REASONS[lost.why].value, tokens=lost.tokens)
 
     def _choose(self, record: RequestRecord, lost: m.Lost, now_s: float) -> Worker | None:
         """The one that would prefill it, as it does the rest, too: no leg of a pair can prefill an answer that has
-        begun and hand it over (docs/hops.md, "Moves in the router")."""
+        begun and hand it over (docs/reference/migration.md, "Moves in the router")."""
         dispatcher, runner = self._dispatcher, self._dispatcher.policy.runner
         if runner is None:
             return None
@@ -260,9 +260,7 @@ class Survival:
                 record.arrived_at_policy = True
                 runner.arrive(record.view, now_s)
             choice = runner.choose(record.view, now_s)
-        except (
-            Exception
-        ):  # as in ``RequestDispatcher._dispatch``: a policy's mistake must not end the relay's connection
+        except Exception:  # a policy's mistake must not end the relay's connection
             logger.exception("request %s cannot go on", record.rid)
             return None
         if not isinstance(choice, Choice):

@@ -35,7 +35,7 @@ class Framing(Protocol):
         read. b"" where it is not, and nothing was read."""
 
     def at_boundary(self) -> bool:
-        """Whether something of ours may be put in behind what was read so far."""
+        """True if something of ours may be put in behind what was read so far."""
 
 
 class Sized:
@@ -166,7 +166,7 @@ class Chunked:
         return size
 
     def _is_last_trailer(self, line: bytes) -> bool:
-        """Whether ``line`` is the blank one that ends the message."""
+        """True if ``line`` is the blank one that ends the message."""
         if not line.endswith(b"\r\n"):
             raise BadMessage("chunk", "a chunk's line must end with CRLF")
         if line == b"\r\n":

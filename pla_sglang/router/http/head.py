@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import re
 
+from pla_sglang.errors import PlaError
+
 CRLF2 = b"\r\n\r\n"
 FIELD = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*\r\n"
 _REQUEST = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]{1,32}) ([\x21-\x7e]+) HTTP/1\.([0-9])").fullmatch
@@ -28,7 +30,7 @@ SEEN_NAMES, SEEN_NAME_BYTES = 1024, 64
 SEEN_LINES = 64  # first lines, of which there are few as well; each may be as long as a head
 
 
-class BadMessage(Exception):
+class BadMessage(PlaError):
     """The peer does not speak HTTP/1.x as it should.
 
     Attributes:

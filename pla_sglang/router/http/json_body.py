@@ -12,6 +12,7 @@ import re
 
 import msgspec
 
+from pla_sglang.errors import PlaError
 from pla_sglang.reserved import describe_reserved, is_reserved_param
 from pla_sglang.router.wire.inference import PATHS, InferencePath
 from pla_sglang.router.wire.messages import Endpoint
@@ -36,7 +37,7 @@ _INNER = re.compile(rb"\[[^][{}]*\]|\{[^][{}]*\}")
 _FIRST = re.compile(rb"[ \t\r\n]*[^ \t\r\n]").match  # up to the first byte that is no blank
 
 
-class BadBody(Exception):
+class BadBody(PlaError):
     """The client is told, with ``status``. ``code`` is a word for counters and the answer's type."""
 
     def __init__(self, code: str, message: str, status: int = 400) -> None:
@@ -263,7 +264,7 @@ def _measure_members(members: _Members, path: InferencePath) -> tuple[int, bool,
 
 
 def _measure_texts(raw: msgspec.Raw, *, inner: bool = False) -> tuple[int, bool, int]:
-    """Of one text or a list of them, as text or as token ids; what has members is one prompt, estimated by size.
+    """Measures one text or a list of them, as text or as token ids; what has members is one prompt, estimated by size.
 
     ``inner``: a list in a list. No path takes more, and each level would be scanned anew.
     """
@@ -288,7 +289,7 @@ def _is_empty(raw: msgspec.Raw) -> bool:
 
 
 def _count_items(raw: msgspec.Raw) -> int:
-    """Of a list of numbers; anything else in it the instance refuses. 1 of what is no list."""
+    """Counts a list of numbers; anything else in it the instance refuses. What is no list counts as 1."""
     if _first_byte(raw) != b"[":
         return 1
     return bytes(raw).count(b",") + 1 if _first_item(raw) != b"]" else 0
@@ -382,7 +383,7 @@ class CutIds:
 
 
 def has_long_ids(body: bytes) -> bool:
-    """Whether the relay has counted the token ids of ``body`` apart from the rest, exactly or not."""
+    """True if the relay has counted the token ids of ``body`` apart from the rest, exactly or not."""
     return len(body) >= LONG_BYTES and _IDS.search(body, 0, SEARCHED_BYTES) is not None
 
 

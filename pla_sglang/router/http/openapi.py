@@ -84,7 +84,7 @@ URL_PATTERN = "^http://[A-Za-z][A-Za-z0-9]{0,60}:[1-9][0-9]{0,3}$"  # narrower t
 
 
 def body_schemas() -> Json:
-    """Of the structs that requests are read into and answers written from."""
+    """The schemas of the structs that requests are read into and answers written from."""
     template = "#/components/schemas/{name}"
     _, schemas = msgspec.json.schema_components([ErrorBody, NewWorker, RoleOrder, WorkerRow], ref_template=template)
     schemas["NewWorker"]["properties"]["url"]["pattern"] = URL_PATTERN

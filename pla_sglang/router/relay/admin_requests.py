@@ -80,7 +80,7 @@ class AdminRequests:
 
 
 def can_repeat(ask: AdminAsk) -> bool:
-    """Whether it may be done twice: all but adding an instance and removing one, which fail at the second time."""
+    """True if it may be done twice: all but adding an instance and removing one, which fail at the second time."""
     return ask.method == "GET" or (ask.method == "POST" and ask.path.rstrip("/") != "/workers")
 
 

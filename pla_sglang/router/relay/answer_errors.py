@@ -37,7 +37,7 @@ class LoadRefusal(enum.Enum):
 
 
 def transfer_failed(status: int, beginning: bytes) -> bool:
-    """Whether the beginning of an answer says that the KV did not get from prefill to decode, without an abort having
+    """True if the beginning of an answer says that the KV did not get from prefill to decode, without an abort having
     been ordered."""
     if not any(mark in beginning for mark in _FAILED) or _ORDERED.search(beginning):
         return False
@@ -62,7 +62,7 @@ def load_refusal(code: int | None, data: bytes) -> LoadRefusal | None:
 
 
 def given_up(data: bytes) -> bool:
-    """Whether an event, or an answer whose status is 200, says that the instance has given the request up, and not
+    """True if an event, or an answer whose status is 200, says that the instance has given the request up, and not
     because of the request (4xx) or its load (429, 503). An abort that was ordered at the instance itself counts too;
     of one that the router has ordered nobody reads the answer any more."""
     code = _CODE.search(data)
@@ -92,7 +92,7 @@ class AnswerVerdict:
             self.error_code, self.load_refusal = code, load_refusal(code, data)
 
     def judge_outcome(self, status: int) -> tuple[Outcome, FailureKind | None]:
-        """Of a complete answer: how its request has ended, and what the instance is to be reported for."""
+        """How the request of a complete answer has ended, and what the instance is to be reported for."""
         if self.load_refusal is not None:
             return Outcome.INSTANCE_REFUSED, FailureKind.FULL if self.load_refusal is LoadRefusal.FULL else None
         if (self.error_code or 0) >= 500:

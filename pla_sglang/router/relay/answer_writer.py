@@ -25,7 +25,7 @@ class ClientWork:
         """Nobody gets the answer any more."""
 
     def set_paused(self, paused: bool) -> None:
-        """Whether the client's buffers are full. Nothing to do for an answer that is written at once."""
+        """The client's buffers are full, or have room again. Nothing to do for an answer that is written at once."""
 
 
 class AnswerWriter:
@@ -60,7 +60,7 @@ class AnswerWriter:
         self.understands_chunks = head.minor == 1
 
     def set_paused(self, paused: bool) -> None:
-        """Whether the client's buffers are full."""
+        """The client's buffers are full, or have room again."""
         self.paused = paused
         if self._work is not None:
             self._work.set_paused(paused)
@@ -111,7 +111,7 @@ class AnswerWriter:
         return status + b"".join(lines) + added + b"\r\n"
 
     def _headers_to_drop(self, head: AnswerHead) -> frozenset[bytes]:
-        """Of an instance's answer (RFC 9110, section 7.6.1; RFC 9112, section 6.1)."""
+        """The headers of an answer that end at the router (RFC 9110, section 7.6.1; RFC 9112, section 6.1)."""
         dropped = _OWN_HEADERS | head.named_by_connection()
         if head.status in BODILESS:
             return dropped | {b"transfer-encoding"} | ({b"content-length"} if head.status == 204 else frozenset())

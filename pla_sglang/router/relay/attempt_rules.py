@@ -9,13 +9,13 @@ from pla_sglang.router.wire.messages import Ask, RetryReason
 
 
 def may_leave_full(ask: Ask, config: RelayConfig) -> bool:
-    """Whether another instance may be asked if the present one refuses the request for load. A batch may run on in
+    """True if another instance may be asked if the present one refuses the request for load. A batch may run on in
     part, so it is not sent again."""
     return ask.prompts == 1 and ask.samples == 1 and len(ask.refused_by) + 1 < config.full_attempts
 
 
 def may_repeat_transfer(ask: Ask, config: RelayConfig) -> bool:
-    """Whether another attempt may follow if the present one's KV transfer fails."""
+    """True if another attempt may follow if the present one's KV transfer fails."""
     return ask.reached - len(ask.refused_by) + 1 < config.transfer_attempts
 
 

@@ -60,7 +60,7 @@ class ConnectionOwner(Protocol):
         """It is closed."""
 
 
-class Phase(enum.Enum):
+class ConnectionPhase(enum.Enum):
     IDLE = "idle"
     HEAD = "head"
     BODY = "body"
@@ -68,7 +68,7 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
-_IDLE, _HEAD, _BODY, _BUSY, _CLOSED = Phase
+_IDLE, _HEAD, _BODY, _BUSY, _CLOSED = ConnectionPhase
 
 
 class ClientConnection(asyncio.Protocol):

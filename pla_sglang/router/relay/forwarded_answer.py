@@ -12,7 +12,7 @@ from pla_sglang.router.http.head import AnswerHead
 from pla_sglang.router.relay.answer_errors import ABORT_MARK, CODE_MARK, AnswerVerdict, given_up
 from pla_sglang.router.relay.answer_tokens import AnswerTokens, tokens_of_answer
 from pla_sglang.router.relay.answer_writer import AnswerWriter
-from pla_sglang.router.relay.marked_stream import MarkedStream
+from pla_sglang.router.relay.marked_stream import MarkedStreamReader
 from pla_sglang.router.relay.upstream_connection import UpstreamConnection
 from pla_sglang.router.relay.upstream_leg import UpstreamLeg
 from pla_sglang.router.wire.messages import Ask, Ended, Endpoint, FailureKind, Outcome
@@ -100,7 +100,7 @@ class ForwardedAnswer:
         self._beginning = b""  # of the body, not forwarded yet
         self._kept: KeptRefusal | None = None
         self._streams = self._names_errors = self._chunks = self._may_give_up = self._at_boundary = False
-        self.marked: MarkedStream | None = None
+        self.marked: MarkedStreamReader | None = None
         self.verdict = AnswerVerdict()
         self.first_s: float | None = None
         self.last_s: float | None = None
@@ -283,7 +283,7 @@ class ForwardedAnswer:
         self._client.finish_answer(reusable=head.length is not None or head.chunked or head.status in (204, 304))
 
     def can_append_event(self, connection: UpstreamConnection | None) -> bool:
-        """Whether the client's stream is complete up to a chunk, so that another event can follow. ``connection``: to
+        """True if the client's stream is complete up to a chunk, so that another event can follow. ``connection``: to
         the instance that it comes from; None where there is none at the moment."""
         if self._chunks:
             return self.first_s is not None

@@ -1,7 +1,7 @@
 """A stream whose events carry their token ids: what the relay takes from it, and what it passes on.
 
 An engine's front writes comment lines of SSE in front of the events of a stream that the router has marked
-(``pla_movable``, docs/hops.md):
+(``pla_movable``, docs/protocol.md):
 
     : pla-prompt 812:9f3ab2c41d      once: length and hash of the prompt's token ids
     : pla 17,4095,3 c120.r0.a33      token ids of the event that follows, and what of the answer was shown so far
@@ -34,7 +34,7 @@ _FINISHED = re.compile(rb'"finish_reason":\s*["{]')
 _USAGE = re.compile(rb'"choices":\s*\[\]')
 
 
-class MarkedStream:
+class MarkedStreamReader:
     """One answer over all its hops.
 
     Args:
@@ -84,7 +84,7 @@ class MarkedStream:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another instance could go on with it, as far as is known."""
+        """True if another instance could go on with the stream, as far as is known."""
         return self.is_good and self.prompt != ""
 
     def take_events(self, data: bytes) -> bytes:
@@ -190,7 +190,7 @@ class MarkedStream:
         return True
 
     def _note_comment(self, line: bytes) -> bool:
-        """Whether it says the tokens of an event."""
+        """True if the comment has the tokens of an event."""
         if line.startswith(_TOKENS):
             self._note_tokens(line[len(_TOKENS) :])
             return True

@@ -1,6 +1,6 @@
 """Which requests can go on at another instance, by their bodies, and how the router's tags get into these. Pure.
 
-Tags are members of ``custom_params`` (docs/hops.md): on /generate inside ``sampling_params``, at OpenAI's paths beside
+Tags are members of ``custom_params`` (protocol.md): on /generate inside ``sampling_params``, at OpenAI's paths beside
 the other members. A client's own members stay as it wrote them.
 """
 
@@ -79,7 +79,7 @@ class Movable(NamedTuple):
     wants_usage: bool
 
 
-class _Params(msgspec.Struct, gc=False):
+class _MoveParams(msgspec.Struct, gc=False):
     custom_params: msgspec.Raw = _EMPTY
 
 
@@ -87,7 +87,7 @@ class _Usage(msgspec.Struct, gc=False):
     include_usage: msgspec.Raw = _EMPTY
 
 
-class _Members(msgspec.Struct, gc=False):
+class _MoveMembers(msgspec.Struct, gc=False):
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
     input_embeds: msgspec.Raw = _EMPTY
@@ -106,8 +106,8 @@ class _Members(msgspec.Struct, gc=False):
     return_hidden_states: msgspec.Raw = _EMPTY
 
 
-_decode_members = msgspec.json.Decoder(_Members).decode
-_decode_params = msgspec.json.Decoder(_Params).decode
+_decode_members = msgspec.json.Decoder(_MoveMembers).decode
+_decode_params = msgspec.json.Decoder(_MoveParams).decode
 _decode_usage = msgspec.json.Decoder(_Usage).decode
 
 
@@ -143,7 +143,7 @@ def judge_request(ask: Ask, body: Body, raw: bytes) -> Movable | Unmovable:
     return Movable(Tags(b"sampling_params" if generate else b"custom_params", value, inner), wants_usage)
 
 
-def _refused_members(members: _Members) -> Sequence[tuple[Unmovable, Sequence[msgspec.Raw]]]:
+def _refused_members(members: _MoveMembers) -> Sequence[tuple[Unmovable, Sequence[msgspec.Raw]]]:
     return (
         (Unmovable.MULTIMODAL, (members.image_data, members.video_data, members.audio_data)),
         (Unmovable.SESSION, (members.session_params,)),
@@ -153,8 +153,8 @@ def _refused_members(members: _Members) -> Sequence[tuple[Unmovable, Sequence[ms
     )
 
 
-def _is_batch(endpoint: Endpoint, members: _Members) -> bool:
-    """Whether the prompt is a list of prompts, even of one: its answers have another form."""
+def _is_batch(endpoint: Endpoint, members: _MoveMembers) -> bool:
+    """True if the prompt is a list of prompts, even of one: its answers have another form."""
     if endpoint is Endpoint.CHAT:
         return False
     for raw in (members.text, members.input_ids, members.prompt, members.rid):
@@ -165,7 +165,7 @@ def _is_batch(endpoint: Endpoint, members: _Members) -> bool:
 
 
 def _holds_lists(raw: bytes) -> bool:
-    """Whether the first item of a list is a text or a list, not a number."""
+    """True if the first item of a list is a text or a list, not a number."""
     return raw[1:].lstrip(b" \t\r\n")[:1] in (b'"', b"[")
 
 

@@ -24,7 +24,7 @@ from pla_sglang.router.relay.answer_errors import (
 )
 from pla_sglang.router.relay.attempt import Attempt
 from pla_sglang.router.relay.context import RelayContext
-from pla_sglang.router.relay.marked_stream import MarkedStream
+from pla_sglang.router.relay.marked_stream import MarkedStreamReader
 from pla_sglang.router.relay.movability import Tags
 from pla_sglang.router.relay.request_body import RequestBody
 from pla_sglang.router.relay.upstream_leg import AnswerLeg, PrefillLeg, UpstreamLeg
@@ -72,7 +72,7 @@ class NextHop:
             ask.rid,
             ask.attempt,
             order.target,
-            order.source if order.how is m.Continuation.PULL else None,  # else its KV cache is computed here again
+            order.source if order.how is m.MoveKind.PULL else None,  # else its KV cache is computed here again
             bootstrap_host=order.bootstrap_host,
             bootstrap_port=order.bootstrap_port,
             bootstrap_room=order.bootstrap_room,
@@ -133,7 +133,7 @@ class NextHop:
             self._owner.on_hop_failed(self, why, kind, error_message(said) or "an empty answer")
 
 
-def tags_of_rest(tags: Tags, stream: MarkedStream, answer_id: str) -> Tags:
+def tags_of_rest(tags: Tags, stream: MarkedStreamReader, answer_id: str) -> Tags:
     """What the instance of a next hop is told. ``answer_id``: under which the first one knew the request."""
     told: dict[str, int | str | Sequence[int]] = {"pla_movable": 1, "pla_answer_id": answer_id}
     if stream.ids:

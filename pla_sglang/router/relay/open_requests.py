@@ -28,7 +28,7 @@ class OpenRequests:
         return len(self._by_rid)
 
     def __contains__(self, rid: str) -> bool:
-        """Whether instances know a request that is open, or a prompt of one, by ``rid``."""
+        """True if instances know a request that is open, or a prompt of one, by ``rid``."""
         return rid in self._by_rid or rid in self._batch_rids
 
     def begin_request(self, client: AnswerWriter, head: RequestHead, *, raw: bytes, body: Body, ask: Ask) -> None:

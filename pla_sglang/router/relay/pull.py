@@ -41,7 +41,7 @@ class Pull:
         self._leg.observer = self
 
     def check_tokens(self) -> None:
-        """Whether everything before the hold is here, or more."""
+        """True if everything before the hold is here, or more."""
         life, stream = self._life, self._life.answer.marked
         if life.trial is not self or stream is None:
             return

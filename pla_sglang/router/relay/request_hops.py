@@ -6,7 +6,7 @@ import msgspec
 
 from pla_sglang.router.http.json_body import Body
 from pla_sglang.router.relay.context import RelayContext
-from pla_sglang.router.relay.marked_stream import MarkedStream
+from pla_sglang.router.relay.marked_stream import MarkedStreamReader
 from pla_sglang.router.relay.movability import Movable, Tags, Unmovable, judge_request
 from pla_sglang.router.relay.next_hop import tags_of_rest
 from pla_sglang.router.relay.upstream_leg import DETAIL_CHARS
@@ -18,8 +18,8 @@ _KILLED = frozenset({m.LossReason.DEAD, m.LossReason.BROKEN, m.LossReason.ABORTE
 
 
 class RequestHops:
-    """Of one request. It can go on elsewhere while its body is kept, and its client has seen nothing or the stream says
-    its token ids.
+    """The hops of one request. It can go on elsewhere while its body is kept, and its client has seen nothing or the
+    stream says its token ids.
 
     Attributes:
         number: of the present hop, from 1.
@@ -37,12 +37,12 @@ class RequestHops:
         self._killed: tuple[int, ...] = ()
         self._avoided: tuple[int, ...] = ()
         self.number = 1
-        self.stream: MarkedStream | None = None
+        self.stream: MarkedStreamReader | None = None
         self.assign: m.Assign | None = None
         self.question: m.Lost | None = None
 
     def judge(self, ask: m.Ask, body: Body, raw: bytes) -> bool:
-        """Whether its body is to be kept for another hop."""
+        """Decides whether the body is kept for another hop."""
         if not self._context.workers.migration:
             return False
         if self._movable is None:
@@ -68,7 +68,7 @@ class RequestHops:
         if not all(worker is not None and worker.hops for worker in workers):
             self._context.counters.count_event("unmovable_total", reason=Unmovable.INSTANCE.value)
             return None
-        self.stream = MarkedStream(self._context.kept, wants_usage=movable.wants_usage)
+        self.stream = MarkedStreamReader(self._context.kept, wants_usage=movable.wants_usage)
         self._answer_id = rid_at_instance(ask.rid, ask.reached)
         return movable.tags
 
@@ -79,7 +79,7 @@ class RequestHops:
             self.stream.free_ids()
             self.stream = None
 
-    def note_first_events(self, stream: MarkedStream | None) -> None:
+    def note_first_events(self, stream: MarkedStreamReader | None) -> None:
         """The client is about to get the answer. ``stream``: None where it is none that says its token ids."""
         if stream is None:
             self.end_stream()

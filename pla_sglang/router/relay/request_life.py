@@ -13,7 +13,7 @@ from pla_sglang.router.relay.context import RelayContext
 from pla_sglang.router.relay.forwarded_answer import ForwardedAnswer
 from pla_sglang.router.relay.request_body import RequestBody
 from pla_sglang.router.relay.request_hops import RequestHops
-from pla_sglang.router.relay.request_state import ASKING, ENDED, FORWARDING, LEGAL, MOVING, WAITING, State
+from pla_sglang.router.relay.request_state import ASKING, ENDED, FORWARDING, LEGAL, MOVING, WAITING, RequestState
 from pla_sglang.router.relay.upstream_leg import DETAIL_CHARS, UpstreamLeg
 from pla_sglang.router.wire import messages as m
 from pla_sglang.router.wire.rids import rids_at_instances
@@ -79,7 +79,7 @@ class RequestLife:
         self.progress: list[m.Progress] = []
         self.paused = False
 
-    def move_to(self, state: State) -> None:
+    def move_to(self, state: RequestState) -> None:
         if state not in LEGAL[self.state]:
             raise RuntimeError(f"request {self.ask.rid}: {self.state.name} -> {state.name} is not allowed")
         self.state = state
@@ -155,10 +155,7 @@ class RequestLife:
         self.hops.end_stream()
         self.kept.drop()
         self.kept.end_waiting()
-        attempt, self.attempt = (
-            self.attempt,
-            None,
-        )  # it points back to its owner; without the cycle, it is freed at once
+        attempt, self.attempt = self.attempt, None  # it points back here; without the cycle, it is freed at once
         if attempt is not None:
             aborted += attempt.end_attempt(self.current_rids, outcome)
         ended = self.answer.make_ended(outcome, status, at_s=self.context.now_s(), aborted=aborted, detail=detail)

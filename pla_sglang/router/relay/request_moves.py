@@ -15,7 +15,7 @@ STILL_S = 1.0  # a stream that has got something within that time is not given u
 
 
 class RequestMoves:
-    """Of one request (``HopOwner``)."""
+    """The moves of one request (``HopOwner``)."""
 
     __slots__ = ("_body", "_life")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class State(enum.IntEnum):
+class RequestState(enum.IntEnum):
     ASKING = 0
     CONNECTING = 1
     WAITING = 2
@@ -15,7 +15,7 @@ class State(enum.IntEnum):
     ENDED = 6
 
 
-ASKING, CONNECTING, WAITING, ROLLING_BACK, FORWARDING, MOVING, ENDED = State
+ASKING, CONNECTING, WAITING, ROLLING_BACK, FORWARDING, MOVING, ENDED = RequestState
 
 LEGAL = {
     ASKING: {CONNECTING, ENDED},

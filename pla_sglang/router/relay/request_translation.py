@@ -101,7 +101,7 @@ class RequestHeaders:
 
 
 def _check_once(headers: RequestHeaders, attribute: str, name: str) -> None:
-    """Of two values nobody knows which one the client means, and instances would get both."""
+    """Refuses a header that is sent twice: which value the client means is not known, and instances would get both."""
     if getattr(headers, attribute) is not None:
         raise BadMessage("header_twice", f"{name} may be sent once")
 

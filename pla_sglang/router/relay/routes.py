@@ -176,7 +176,7 @@ class Routes:
     # -- the relay itself --------------------------------------------------------------------------------------------
 
     def accept_health(self, head: RequestHead) -> AcceptedRequest:
-        """Whether a request could be dispatched now."""
+        """Answers whether a request could be dispatched now."""
         self._check_serving()
         return AcceptedRequest(SMALL_BODY_BYTES, lambda client, head, body: client.send_answer(200))
 
@@ -260,7 +260,7 @@ def names_model(path: str) -> bool:
 
 
 def is_page(head: RequestHead) -> bool:
-    """Whether a person reads it in a browser, which sends no bearer token by itself. Reading changes nothing."""
+    """True if a person reads the page in a browser, which sends no bearer token by itself. Reading changes nothing."""
     return head.method in ("GET", "HEAD") and (head.path == PAGE or head.path.startswith(f"{PAGE}/"))
 
 
@@ -282,7 +282,7 @@ def check_key(head: RequestHead, key: str, *, by_password: bool = False) -> None
 
 
 def read_password(credentials: bytes) -> bytes:
-    """Of basic authentication; empty where it is none."""
+    """The password of basic authentication; empty without one."""
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except binascii.Error:

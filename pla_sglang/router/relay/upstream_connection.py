@@ -65,15 +65,15 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.write(b"".join((front, rest)))
 
     def is_usable(self) -> bool:
-        """Whether it is still open, as far as is known."""
+        """True if the connection is still open, as far as is known."""
         return self.transport is not None and not self.transport.is_closing()
 
     def at_boundary(self) -> bool:
-        """Whether something may be put into the answer behind what the sink has got so far."""
+        """True if something may be put into the answer behind what the sink has got so far."""
         return self._framing is not None and self._framing.at_boundary()
 
     def set_paused(self, paused: bool) -> None:
-        """Whether reading stops, because the answer's receiver is too slow."""
+        """Stops reading while the answer's receiver is too slow, or goes on."""
         if self.transport is not None and not self.transport.is_closing():
             if paused:
                 self.transport.pause_reading()
@@ -181,9 +181,7 @@ class UpstreamConnection(asyncio.Protocol):
         sink = self._sink
         self._sink = self._head = self._framing = None
         if reusable:
-            self.set_paused(
-                False
-            )  # the answer's last bytes may have filled a slow client's buffers; that is over with it
+            self.set_paused(False)  # the last bytes may have filled a slow client's buffers, which no longer matters
             self._pool.give_back(self)
         elif self.transport is not None:
             self.transport.close()

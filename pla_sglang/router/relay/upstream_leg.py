@@ -44,7 +44,7 @@ class AnswerObserver(LegObserver, Protocol):
     """Gets the answer that is the client's. After ``on_answer_done`` nothing more is called."""
 
     def on_answer_head(self, head: AnswerHead) -> bool:
-        """Whether the body is wanted without its framing."""
+        """True if the body is wanted without its framing."""
 
     def on_answer_body(self, data: bytes) -> None: ...
 

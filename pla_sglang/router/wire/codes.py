@@ -94,7 +94,7 @@ class RetryReason(enum.IntEnum):
     INSTANCE_FULL = 2  # an instance refused it for load, before it did anything; all instances hold nothing
 
 
-class Continuation(enum.IntEnum):
+class MoveKind(enum.IntEnum):
     """How a request goes on."""
 
     label: str
@@ -104,7 +104,6 @@ class Continuation(enum.IntEnum):
         member._value_, member.label = number, label
         return member
 
-    RESUME = 0, "resume"  # where it is held
     PULL = 1, "pull"  # another instance receives the KV of the held request
     REDO = 2, "redo"  # another instance computes prompt and answer so far again
 

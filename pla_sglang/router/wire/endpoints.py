@@ -78,7 +78,7 @@ class RelayWire:
             self._loop.call_soon(self._send_outgoing)
 
     def is_silent(self) -> bool:
-        """Whether nobody is at the other end, or has said nothing for longer than a living control plane would."""
+        """True if the other end is not there, or has said nothing for longer than a living control plane would."""
         return self._connection is None or self._now_s() - self._last_frame_s > GONE_S
 
     def close_wire(self) -> None:
@@ -261,7 +261,7 @@ class ControlWire:
 
 
 def _lives(identity: bytes) -> bool:
-    """Whether the process of a relay of that identity runs or is stopped: the socket between them is this machine's."""
+    """True if the process of a relay of that identity runs or is stopped: the socket between them is this machine's."""
     try:
         os.kill(int(identity.partition(b"/")[2]), 0)
     except OSError:

@@ -28,12 +28,12 @@ from __future__ import annotations
 
 import msgspec
 
-from pla_sglang.router.wire.codes import Continuation as Continuation
 from pla_sglang.router.wire.codes import Endpoint as Endpoint
 from pla_sglang.router.wire.codes import FailureKind as FailureKind
 from pla_sglang.router.wire.codes import Leg as Leg
 from pla_sglang.router.wire.codes import LossReason as LossReason
 from pla_sglang.router.wire.codes import Milestone as Milestone
+from pla_sglang.router.wire.codes import MoveKind as MoveKind
 from pla_sglang.router.wire.codes import Outcome as Outcome
 from pla_sglang.router.wire.codes import PromptDetail as PromptDetail
 from pla_sglang.router.wire.codes import RetryReason as RetryReason
@@ -341,7 +341,7 @@ class Continue(Message, frozen=True):
     rid: str
     hop: int
     target: int
-    how: Continuation
+    how: MoveKind
     reached: int
     reason: str = ""
     tokens: int = 0

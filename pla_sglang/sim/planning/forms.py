@@ -19,7 +19,8 @@ from pla_sglang.sim.fleet_arms import ORDERS, ROUTERS, STOCK_CHUNK_TOKENS, STOCK
 
 # As the flags have the engines, and with engines of ours in which decodes ride and targets decide.
 OURS = ("combined", "combined/temporal/mixed/decide")
-# As SGLang starts, the best ones of ``docs/fleets.md`` (each router with mixed chunks), and the best static split.
+# As SGLang starts, the best ones that ``python -m bench best_stock`` has found (each router with mixed chunks), and the
+# best static split.
 STOCK_FORMS = (
     "round-robin",
     "least-tokens/mixed/4096",

@@ -15,7 +15,7 @@ from pla_sglang.sim.planning.forms import FleetForm
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredError:
-    """Of one live cluster under one load.
+    """The error of the simulator against one live cluster under one load.
 
     Attributes:
         case: LAYOUT/ENGINE/POLICY/WORKLOAD/LOAD, as ``LiveCase`` reads it; the load is a share of the capacity.

@@ -11,13 +11,13 @@ import numpy as np
 from pla_sglang.errors import ConfigError
 from pla_sglang.metrics.goodput import LEAST_SPAN_S, Capacity, find_capacity
 from pla_sglang.profiles import StepProfile, load_profile
-from pla_sglang.sim.engine_knobs import Answers
+from pla_sglang.sim.engine_knobs import AnswerCaching
 from pla_sglang.sim.errors import SimError
 from pla_sglang.sim.experiment import Experiment, ExperimentResult, run_experiment
 from pla_sglang.sim.planning import limits
 from pla_sglang.sim.planning.forms import FleetForm
 from pla_sglang.sim.planning.measured_errors import MeasuredError, find_error
-from pla_sglang.sim.planning.result import FleetPlan, FleetRow, RateTried, SizeTried
+from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, SizeTried
 from pla_sglang.sim.planning.search import Least, SizeSearch, Trial
 from pla_sglang.sim.planning.task import PlanTask
 from pla_sglang.sim.planning.words import describe_problem, describe_row, describe_too_few
@@ -39,7 +39,7 @@ def plan_forms(
 
 def make_plan(
     forms: Sequence[FleetForm], rows: Sequence[FleetRow | None], *, trace: Trace, task: PlanTask
-) -> FleetPlan:
+) -> PlanResult:
     """Out of the answers to these forms; None for one that was not finished."""
     span_s = trace.at_rate(task.rate_per_s).span_s
     notes = []
@@ -51,7 +51,7 @@ def make_plan(
     for name in dict.fromkeys(form.experiment.profile for form in forms):
         profile = load_profile(name)
         notes.append(f"step times of {profile.name}: {profile.source}")
-    return FleetPlan(
+    return PlanResult(
         trace=trace.name,
         requests=len(trace),
         rate_per_s=task.rate_per_s,
@@ -156,7 +156,7 @@ def summarise_run(result: ExperimentResult, instances: int, prefills: int | None
 
 def least_possible(experiment: Experiment, profile: StepProfile, *, trace: Trace, task: PlanTask) -> int:
     """No scheduler keeps the target with fewer (``upper_bound.py``); 1 where that proof does not hold."""
-    if experiment.answers is not Answers.DROPPED:
+    if experiment.answers is not AnswerCaching.DROPPED:
         return 1
     arrivals = trace.at_rate(task.rate_per_s)
     return least_instances(arrivals, task.slo, profile, target=task.target, most=task.instances_most)

@@ -68,7 +68,7 @@ class FleetRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class FleetPlan:
+class PlanResult:
     """All answers.
 
     Attributes:

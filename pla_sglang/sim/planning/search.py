@@ -132,7 +132,7 @@ class SizeSearch:
         return max(fixed, key=lambda trial: trial.attainment, default=None)
 
     def _highest_failed_below(self, instances: int) -> int:
-        """Of the numbers that were run; 0: none."""
+        """The highest number below ``instances`` that was run and failed; 0: none."""
         return max((count for count, _ in self.trials if count < instances and not self.keeps(count)), default=0)
 
     def _any_split_keeps(self, instances: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.table import Table
 
-from pla_sglang.sim.planning.result import FleetPlan, FleetRow
+from pla_sglang.sim.planning.result import FleetRow, PlanResult
 from pla_sglang.sim.planning.words import describe_verdict
 
 UNKNOWN = "-"
@@ -18,7 +18,7 @@ LEGEND = (
 )
 
 
-def show_plan(plan: FleetPlan, console: Console) -> None:
+def show_plan(plan: PlanResult, console: Console) -> None:
     """In the width of the console."""
     console.print(describe_task(plan), markup=False)
     console.print(make_table(plan))
@@ -28,7 +28,7 @@ def show_plan(plan: FleetPlan, console: Console) -> None:
     console.print(*texts, *(f"- {note}" for note in list_notes(plan)), sep="\n", markup=False)
 
 
-def describe_task(plan: FleetPlan) -> str:
+def describe_task(plan: PlanResult) -> str:
     """What was asked for, and over how long a span."""
     span = f"{plan.span_s:,.0f} s of arrivals" + (" (short span)" if plan.short_span else "")
     limits = f"{1e3 * plan.ttft_slo_s:g} ms of TTFT and {1e3 * plan.tpot_slo_s:g} ms of TPOT"
@@ -38,7 +38,7 @@ def describe_task(plan: FleetPlan) -> str:
     )
 
 
-def describe_span(plan: FleetPlan) -> str:
+def describe_span(plan: PlanResult) -> str:
     """Such as " (299 to 301 s)": of the runs with the numbers that were found; empty where none was."""
     spans_s = [row.simulated_s for row in plan.rows if row.simulated_s is not None]
     if not spans_s:
@@ -47,7 +47,7 @@ def describe_span(plan: FleetPlan) -> str:
     return f" ({' to '.join(bounds)} s)"
 
 
-def make_table(plan: FleetPlan) -> Table:
+def make_table(plan: PlanResult) -> Table:
     """A row for each form."""
     table = Table()
     table.add_column("policy", overflow="fold")
@@ -79,7 +79,7 @@ def _share(attainment: float | None) -> str:
     return UNKNOWN if attainment is None else f"{attainment:.4f}"
 
 
-def list_notes(plan: FleetPlan) -> Iterator[str]:
+def list_notes(plan: PlanResult) -> Iterator[str]:
     """Those of the plan, then those of rows, each with all names that it holds for."""
     yield from plan.notes
     names: dict[str, list[str]] = {}

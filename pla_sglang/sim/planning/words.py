@@ -10,7 +10,7 @@ from pla_sglang.sim.experiment import Experiment
 from pla_sglang.sim.planning import limits
 from pla_sglang.sim.planning.forms import FleetForm
 from pla_sglang.sim.planning.measured_errors import MeasuredError
-from pla_sglang.sim.planning.result import FleetPlan, FleetRow
+from pla_sglang.sim.planning.result import FleetRow, PlanResult
 from pla_sglang.sim.planning.search import Least, SizeSearch
 from pla_sglang.sim.planning.task import PlanTask
 from pla_sglang.workload.trace import Trace
@@ -59,7 +59,7 @@ def describe_row(form: FleetForm, least: Least, *, error: MeasuredError | str, t
         )
 
 
-def describe_verdict(plan: FleetPlan) -> str:
+def describe_verdict(plan: PlanResult) -> str:
     """One sentence: the smallest fleet, and how the best stock one compares."""
     answered = [row for row in plan.rows if row.instances is not None]
     if not answered:

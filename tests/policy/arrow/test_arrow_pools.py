@@ -17,7 +17,7 @@ from pla_sglang.policy.arrow.flips import (
     pick_for_decode,
     pick_for_prefill,
 )
-from pla_sglang.policy.arrow.pools import PoolEvent, transition
+from pla_sglang.policy.common.pools import PoolEvent, transition
 from pla_sglang.policy.interface.fleet import FleetView, Role
 
 P, D, P2D, D2P = Role.PREFILL, Role.DECODE, Role.PREFILL_TO_DECODE, Role.DECODE_TO_PREFILL

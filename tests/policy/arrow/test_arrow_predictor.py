@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.fleets import CURVE, LinearSteps, instance, predictor, request
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.arrow.capacity import max_running_tokens
-from pla_sglang.policy.arrow.curve import PrefillCurve, fit_curve, profile_curve
-from pla_sglang.policy.arrow.predictor import PredictorKnobs, TtftPredictor
+from pla_sglang.policy.common.capacity import max_running_tokens
+from pla_sglang.policy.common.curve import PrefillCurve, fit_curve, profile_curve
+from pla_sglang.policy.common.predictor import PredictorKnobs, TtftPredictor
 from pla_sglang.policy.interface.decisions import PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView
 

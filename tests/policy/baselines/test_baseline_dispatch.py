@@ -21,12 +21,11 @@ from pla_sglang.policy.baselines.dispatch import (
     RoundRobin,
     TwoChoices,
     least_requests,
-    least_tokens,
-    split_roles,
 )
 from pla_sglang.policy.baselines.migration import LoadMigration, LoadMigrationKnobs
 from pla_sglang.policy.baselines.scalers import SlaKnobs, SlaScaler, ThresholdKnobs, ThresholdScaler
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
+from pla_sglang.policy.common.dispatch import least_tokens, split_roles
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import Migrate, ScaleTo
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceState, Role
 from pla_sglang.policy.interface.reasons import FleetReason as R

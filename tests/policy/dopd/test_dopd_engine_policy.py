@@ -6,15 +6,15 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.temporal_scene import KNOBS
+from support.temporal_scene import KNOBS, engine_knobs
 from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short, waiting
 
 from pla_sglang.config import DOPD, PlaConfig
-from pla_sglang.policy.dopd.engine_policy import LengthBatchedPolicy
+from pla_sglang.policy.combined.length_batched import LengthBatchedPolicy
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
 from pla_sglang.temporal_knobs import EngineLimits, temporal_knobs
 
-TIMED = dataclasses.replace(KNOBS, batch_timeout_s=0.1)
+TIMED = engine_knobs(KNOBS, batch_timeout_s=0.1)
 
 
 def policy(**changes: Any) -> LengthBatchedPolicy:

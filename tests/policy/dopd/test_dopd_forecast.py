@@ -11,8 +11,8 @@ import pytest
 from statsmodels.tsa.arima.model import ARIMA
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.dopd.arima import ArimaForecaster, ArimaKnobs
-from pla_sglang.policy.dopd.forecast import (
+from pla_sglang.policy.common.arima import ArimaForecaster, ArimaKnobs
+from pla_sglang.policy.common.forecast import (
     Corrected,
     Forecaster,
     HoltWinters,

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from support.fleets import LinearSteps
 
+from pla_sglang.policy.common.load_meter import LoadSample
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.labels import RatioController, Settling, share_prefills
-from pla_sglang.policy.dopd.load import LoadSample
 from pla_sglang.policy.dopd.planner import FleetPlan, Planner, PlannerKnobs
 from pla_sglang.policy.dopd.ratio import kingman_wait_s
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.interface.decisions import Hold, ScaleTo, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason

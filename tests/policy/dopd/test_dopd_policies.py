@@ -15,11 +15,12 @@ from support.fleets import LinearSteps, decode, fleet, mixed, predictor, prefill
 from support.views import pass_view, waiting
 
 from pla_sglang.errors import ConfigError
+from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
+from pla_sglang.policy.common.pools import least_loaded
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.batching import BatchingKnobs, LengthAwareBatching
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
-from pla_sglang.policy.dopd.load import LoadMeter, LoadSample
-from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs, least_loaded
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
+from pla_sglang.policy.dopd.planner import DopdController, Planner, PlannerKnobs
 from pla_sglang.policy.interface.decisions import Hold, PrefillSample, ScaleTo
 from pla_sglang.policy.interface.fleet import FleetView, InstanceState, InstanceView, Role
 from pla_sglang.policy.interface.prefill import Action, PassView, Reason

@@ -5,7 +5,6 @@ Table I of the paper: one H100, Llama-70B-FP8; milliseconds of one prefill, and 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from support.fleets import LinearSteps
 from support.paper_formulas import expected_cost_s, pareto_moments, prefill_latency_s
 
 from pla_sglang.errors import ConfigError
-from pla_sglang.policy.dopd.concurrency import Device, bandwidth_kv_bytes, decode_concurrency, memory_kv_bytes
+from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
-from pla_sglang.policy.dopd.tables import DecodeTable, PrefillTable
 
 LENGTHS = [100, 200, 700, 1200, 1700]
 TTFT = PrefillTable(LENGTHS, [0.036, 0.046, 0.125, 0.193, 0.269])
@@ -30,8 +28,6 @@ TPOT = DecodeTable(
         [0.047, 0.049, 0.053, 0.057, 0.061],
     ],
 )
-# 80 layers, 8 KV heads of 128, keys and values, 2 bytes: 327,680 bytes a token. M' is not printed in the paper.
-H100 = Device(80e9, 4e9, 3.35e12, 70e9, 327_680)
 
 
 @pytest.mark.parametrize(
@@ -46,40 +42,6 @@ def test_ratio_of_figure_6(input_tokens: int, output_tokens: int, concurrency: i
         concurrency=concurrency,
     )
     assert found == pytest.approx(paper, rel=0.05)
-
-
-@pytest.mark.parametrize(("input_tokens", "output_tokens", "paper"), [(1000, 150, 235), (3000, 300, 78)])
-def test_concurrency_of_figure_6(input_tokens: int, output_tokens: int, paper: int) -> None:
-    """Eq. 11 to 13 at TP 2, with 4 GB for M': both of the paper's figures at once."""
-    found = decode_concurrency(H100, 2, tpot_slo_s=0.08, input_tokens=input_tokens, output_tokens=output_tokens)
-    assert found == pytest.approx(paper, rel=0.02)
-
-
-def test_memory_and_bandwidth_by_hand() -> None:
-    assert memory_kv_bytes(H100, 1) == 6e9
-    assert memory_kv_bytes(H100, 2) == 82e9
-    assert bandwidth_kv_bytes(H100, 2, 0.08) == pytest.approx(0.08 * 0.6 * 2 * 3.35e12)
-    assert memory_kv_bytes(dataclasses.replace(H100, weights_bytes=140e9), 1) < 0
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "expected"),
-    [
-        ("memory binds", {}, 82e9 // (1075 * 327_680)),
-        ("bandwidth binds", {"tpot_slo_s": 0.01}, 0.01 * 0.6 * 2 * 3.35e12 // (1075 * 327_680)),
-        ("graph binds", {"graph_batch": 128}, 128),
-        ("weights do not fit", {"tensor_parallel": 1, "device": dataclasses.replace(H100, weights_bytes=90e9)}, 0),
-    ],
-)
-def test_decode_concurrency(name: str, changes: dict[str, Any], expected: float) -> None:
-    arguments: dict[str, Any] = {
-        "device": H100,
-        "tensor_parallel": 2,
-        "tpot_slo_s": 0.08,
-        "input_tokens": 1000,
-        "output_tokens": 150,
-    }
-    assert decode_concurrency(**arguments | changes) == expected
 
 
 @given(st.floats(1e-3, 10), st.floats(1e-3, 1), st.floats(1, 10_000), st.floats(1, 1000))
@@ -130,8 +92,6 @@ def test_tables_from_a_profile() -> None:
         ("other length", lambda: PrefillTable([1, 2], [1.0]), "2 lengths but 1 times"),
         ("zero time", lambda: PrefillTable([1, 2], [1.0, 0.0]), "above 0"),
         ("ragged", lambda: DecodeTable([1, 2], [1, 2], [[1.0, 1.0], [1.0]]), "2 rows of 2 times"),
-        ("negative memory", lambda: Device(-1, 0, 1, 1, 1), "memory_bytes -1 is out of range; allowed: above 0"),
-        ("reserve", lambda: Device(10, 11, 1, 1, 1), "reserved_bytes 11 is out of range; allowed: 0 to 10"),
         (
             "no output",
             lambda: optimal_ratio(prefill_s=1, step_s=1, output_tokens=0, concurrency=1),

@@ -8,11 +8,13 @@ import pytest
 from support.temporal_scene import KNOBS, NOW_S
 from support.views import BOUNDARY_TOKENS, FLAT, long, short
 
+from pla_sglang.policy.common.step_model import CPU_START
 from pla_sglang.policy.interface.prefill import PrefillClass, WaitingView
 from pla_sglang.policy.pla import class_queues
-from pla_sglang.policy.pla.boundary import CPU_START, Boundary
-from pla_sglang.policy.pla.class_queues import MOST_CHANGED, ClassQueues, classify, find_places
-from pla_sglang.policy.pla.deadlines import Deadlines
+from pla_sglang.policy.pla.boundary import Boundary
+from pla_sglang.policy.pla.class_queues import MOST_CHANGED, classify, find_places
+from pla_sglang.policy.slo.deadlines import DeadlineQueues, Deadlines
+from pla_sglang.policy.slo.knobs import SloKnobs
 
 
 class Followed:
@@ -20,8 +22,8 @@ class Followed:
 
     def __init__(self) -> None:
         self.boundary = Boundary(fixed_tokens=BOUNDARY_TOKENS, model=FLAT)
-        self.deadlines = Deadlines(KNOBS.longs, FLAT)
-        self.queues = ClassQueues(self.boundary, self.deadlines)
+        self.deadlines = Deadlines(KNOBS.longs, SloKnobs(), FLAT)
+        self.queues = DeadlineQueues(self.boundary, self.deadlines)
 
     def check(self, waiting: list[WaitingView], now_s: float = NOW_S) -> None:
         assert self.queues.follow(waiting) == classify(waiting, self.boundary)
@@ -84,7 +86,7 @@ def test_what_classes_and_starts_depend_on_may_change(thing: str) -> None:
     if thing == "boundary":
         followed.boundary.set_fixed(50, FLAT)
     else:
-        followed.deadlines.set(KNOBS.longs, CPU_START)
+        followed.deadlines.set(KNOBS.longs, SloKnobs(), CPU_START)
     followed.check(waiting)
 
 

@@ -10,15 +10,16 @@ from support.fleets import fleet, predictor, prefill, request
 
 from pla_sglang.load.instance_load import prefill_sample
 from pla_sglang.load.report import PassTiming, PassTotals, Report
-from pla_sglang.policy.arrow.curve import solve_nonnegative
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.curve import solve_nonnegative
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_fit import StepFit, scipy_solver
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.policy.pla.boundary import Boundary, StepModel
+from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.fitted_boundary import FLEET_FIT, PASS_GAP_S, FittedBoundary, fleet_boundary, profile_model
 from pla_sglang.policy.pla.spatial import SpatialDispatcher, SpatialKnobs
-from pla_sglang.policy.pla.step_fit import StepFit, scipy_solver
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.policy.runner import Effects, FleetRunner
 from pla_sglang.profiles.load import load_profile, profile_names

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.views import long, short, waiting
 
-from pla_sglang.policy.pla.boundary import StepModel
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.pla.sharing import PassContents, Sharing, contents_of
 
 # A pass costs 10 ms beside 0.1 ms a token: 200 tokens add 20 ms to a pass that they join, and save one of 10 ms.

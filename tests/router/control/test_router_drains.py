@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from router.control.test_router_migration import ON, THREE, TWO, at_rest, done, join, lose, move, pull_of, start
-from support.router_scene import Scene, run, scene
+from support.router_scene import Scene, count_moves, run, scene
 
 from pla_sglang.router.control import drains
 from pla_sglang.router.control import migration as mig
@@ -59,7 +59,7 @@ def test_only_so_many_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             moved: list[str] = []
             for turn in range(1, 4):
                 await one.until(lambda turn=turn: len(pulls(one)) == turn)  # type: ignore[misc]
-                assert one.plane.migration.count_moves() == 1
+                assert count_moves(one.plane) == 1
                 moved.append(pulls(one)[-1].rid)
                 join(one, 2, moved[-1])
             assert len(set(moved)) == 3
@@ -129,7 +129,7 @@ def test_an_undrain_keeps_what_has_not_left(undrained: bool, monkeypatch: pytest
                 assert one.admin("POST", "/workers/0/undrain")[0] == 202
             join(one, 2, pulls(one)[0].rid)
             await one.until(lambda: "commit" in done(one, 0))
-            assert one.plane.migration.count_moves() == (0 if undrained else 1)
+            assert count_moves(one.plane) == (0 if undrained else 1)
             for rid in rids:
                 one.ended(rid)
             await at_rest(one)
@@ -182,7 +182,7 @@ def test_who_is_to_end_gets_nothing_new(migration: str, busy: bool) -> None:
             assert worker.reason.value == "ending"
             assigned = [one.ask(f"r{number}") for number in range(4)]
             assert {assign.decode for assign in assigned if isinstance(assign, m.Assign)} == {1 - ends}
-            assert one.plane.migration.count_moves() == 0, "nothing of it can move"
+            assert count_moves(one.plane) == 0, "nothing of it can move"
             for rid in ("whole", "r0", "r1", "r2", "r3")[0 if busy else 1 :]:
                 one.ended(rid)
             await at_rest(one)
@@ -215,9 +215,9 @@ def test_a_target_that_vanishes_silently_gives_the_request_back() -> None:
             await pull_of(one)
             await one.instances[1 - source].stop()
             await one.until(lambda: "resume" in done(one, source))
-            assert one.plane.migration.count_moves() == 1
+            assert count_moves(one.plane) == 1
             lose(one, 2, m.LossReason.RESUMED)
-            assert one.plane.migration.count_moves() == 0
+            assert count_moves(one.plane) == 0
             one.ended("r")
             await one.instances[1 - source].start()
             await at_rest(one)

@@ -16,7 +16,7 @@ from pla_sglang.router.control.control_plane import ControlPlane
 from pla_sglang.router.control.knobs import ControlKnobs
 from pla_sglang.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.router.control.workers.discovery import Address, Description
-from pla_sglang.router.control.workers.health import Health, HealthKnobs, Probe
+from pla_sglang.router.control.workers.health import Health, HealthKnobs, ProbeResult
 from pla_sglang.router.control.workers.journal import LINES, NO_WORKERS, WorkerJournal
 from pla_sglang.router.control.workers.table import LEGAL, WorkerReason, WorkerState, WorkerTable
 
@@ -34,7 +34,7 @@ class Watched:
 
     def make_ready(self) -> None:
         self.table.describe(self.worker, UNIFIED, 0.0)
-        self.health.on_probe(self.worker, Probe.OK, 0.0)
+        self.health.on_probe(self.worker, ProbeResult.OK, 0.0)
 
     def note_waits(self) -> None:
         self.journal.note_waits(self.table)
@@ -53,13 +53,13 @@ def test_a_worker_that_fails_and_recovers(lines: list[str]) -> None:
     watched = Watched()
     watched.make_ready()
     for _ in range(3):
-        watched.health.on_probe(watched.worker, Probe.FAILED, 1.0, "no answer in 5 s")
+        watched.health.on_probe(watched.worker, ProbeResult.FAILED, 1.0, "no answer in 5 s")
         watched.note_waits()
-    watched.health.on_probe(watched.worker, Probe.OK, 2.0)
+    watched.health.on_probe(watched.worker, ProbeResult.OK, 2.0)
     for _ in range(2):
         watched.health.on_failure(watched.worker, 3.0, "rid", refused=False, detail="it was lost")
     for _ in range(2):
-        watched.health.on_probe(watched.worker, Probe.REFUSED, 4.0, "refused")
+        watched.health.on_probe(watched.worker, ProbeResult.REFUSED, 4.0, "refused")
     assert lines == [
         "INFO worker 0 (http://h:1) added; it gets requests once it answers",
         "INFO worker 0 (http://h:1) ready: unified, llama-8b, 431,316 KV tokens",
@@ -89,7 +89,7 @@ def test_a_drain_is_told_to_its_end(lines: list[str]) -> None:
 def test_why_a_worker_is_not_ready_is_said_once(lines: list[str]) -> None:
     watched = Watched()
     for detail in ("nobody listens", "nobody listens", "status 503", "nobody listens"):
-        watched.health.on_probe(watched.worker, Probe.REFUSED, 1.0, detail)
+        watched.health.on_probe(watched.worker, ProbeResult.REFUSED, 1.0, detail)
         watched.note_waits()
     assert lines[1:] == [
         "WARNING worker 0 (http://h:1) not ready yet: nobody listens",
@@ -100,7 +100,7 @@ def test_why_a_worker_is_not_ready_is_said_once(lines: list[str]) -> None:
 def test_a_model_without_a_name(lines: list[str]) -> None:
     watched = Watched()
     watched.table.describe(watched.worker, dataclasses.replace(UNIFIED, model=""), 0.0)
-    watched.health.on_probe(watched.worker, Probe.OK, 0.0)
+    watched.health.on_probe(watched.worker, ProbeResult.OK, 0.0)
     assert lines[-1].endswith("ready: unified, model without a name, 431,316 KV tokens")
 
 

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.router_scene import Scene, run, scene
+from support.router_scene import Scene, count_moves, run, scene
 
 from pla_sglang.errors import ConfigError
 from pla_sglang.parity import replay_file
@@ -80,7 +80,7 @@ def test_a_request_is_placed_and_moved_when_its_prefill_is_done() -> None:
             first_token(one, "r")
             await one.until(lambda: orders(one))
             [order] = orders(one)
-            assert (order.source, order.target, order.how) == (prefill.number, decode.number, m.Continuation.PULL)
+            assert (order.source, order.target, order.how) == (prefill.number, decode.number, m.MoveKind.PULL)
             assert order.reason == "baseline.minimal_load"
             one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.01))
             await one.until(lambda: done(one, prefill) == ["hold", "commit"])
@@ -194,7 +194,7 @@ def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pytest.Lo
             assert "the decode of request mistake cannot be placed" in caplog.text
             one.instances[prefill.number].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
             first_token(one, "late")
-            await one.until(lambda: one.plane.migration.count_moves() == 0)
+            await one.until(lambda: count_moves(one.plane) == 0)
             assert placed(one) == {"any.not_movable": 1, "any.no_instance": 1, "baseline.minimal_load": 1}
             told = explain(one, "late")
             assert (told["placed_on"], told.get("hops")) == (decode.view.name, None), "the move came to nothing"

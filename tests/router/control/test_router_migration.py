@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from support.router_scene import Scene, run, scene
+from support.router_scene import Scene, count_moves, run, scene
 
 from pla_sglang.router.control import migration as mig
 from pla_sglang.router.wire import messages as m
@@ -58,7 +58,7 @@ def done(one: Scene, worker: int) -> list[str]:
 async def at_rest(one: Scene) -> None:
     await one.until(lambda: not one.plane.dispatcher.ledger.records)
     one.plane.migration.sweep_moves(time.monotonic())
-    assert one.plane.migration.count_moves() == 0
+    assert count_moves(one.plane) == 0
     one.assert_at_rest()
 
 
@@ -70,7 +70,7 @@ def test_a_request_moves() -> None:
             assert move(one, target) is None
             assert move(one, target) == "it is on its way already"
             order = await pull_of(one)
-            assert (order.target, order.how, order.reached, order.tokens) == (target, m.Continuation.PULL, 1, 3)
+            assert (order.target, order.how, order.reached, order.tokens) == (target, m.MoveKind.PULL, 1, 3)
             assert (order.source, order.bootstrap_host, order.bootstrap_port) == (source, "127.0.0.1", 8998)
             [hold] = one.instances[source].commands
             assert hold == {"do": "hold", "rid": "r", "room": order.bootstrap_room, "for_s": 10.0}
@@ -204,7 +204,7 @@ def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
             elif how == "dead source":
                 lose(one, 1, m.LossReason.DEAD, killed=(source,))
                 order = one.relay.last(m.Continue)
-                assert (order.how, order.target) == (m.Continuation.REDO, 1 - source)
+                assert (order.how, order.target) == (m.MoveKind.REDO, 1 - source)
                 join(one, order.hop)
                 one.ended("r")
             else:
@@ -386,7 +386,7 @@ def test_without_the_flag_a_drain_moves_nothing() -> None:
             source = await start(one)
             assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
             one.plane.migration.sweep_moves(time.monotonic())
-            assert one.plane.migration.count_moves() == 0
+            assert count_moves(one.plane) == 0
             one.ended("r")
             await at_rest(one)
 

@@ -13,7 +13,7 @@ from support.router_scene import Scene, run, scene
 from pla_sglang.errors import ConfigError
 from pla_sglang.load.report import Report, RequestRow
 from pla_sglang.parity import replay_file
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
@@ -121,7 +121,7 @@ def test_each_hop_is_a_request_of_its_own_to_the_policy() -> None:
     mover = place.orders.mover = FakeMover()
     record = place.add("a", 0, movable=True)
     view = RequestView("pla-2~a", 120, 0.0)
-    start_hop(record, view, how=m.Continuation.REDO, why=MoveReason.SURVIVE.value, tokens=20)
+    start_hop(record, view, how=m.MoveKind.REDO, why=MoveReason.SURVIVE.value, tokens=20)
     there = record.hop.prefill = record.hop.decode = place.workers[1]
     record.hop.stage = STREAMING
     place.report(1, RequestRow("pla-2~a", 100, 30))
@@ -134,7 +134,7 @@ def test_each_hop_is_a_request_of_its_own_to_the_policy() -> None:
 def test_a_request_that_moves_is_not_chosen_again() -> None:
     place = Place()
     record = place.add("a", 0)
-    start_pending(record, how=m.Continuation.PULL, why="star.migrate")
+    start_pending(record, how=m.MoveKind.PULL, why="star.migrate")
     place.report(0, RequestRow("a", 100, 20))
     assert place.seen() == [("a", 120, False)]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.router_scene import Scene, run, scene
 
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import InstanceKind
 from pla_sglang.policy.registry import build
 from pla_sglang.policy.retry_budget import RetryBudgetKnobs

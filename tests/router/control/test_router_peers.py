@@ -17,8 +17,8 @@ from support.router_scene import QUICK, Scene, run, scene
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Report
+from pla_sglang.policy.common.joining import join_role
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
-from pla_sglang.policy.start_split import join_role
 from pla_sglang.router.control.control_plane import ControlPlane
 from pla_sglang.router.control.errors import WorkerError
 from pla_sglang.router.control.knobs import ControlKnobs

@@ -8,16 +8,16 @@ import random
 from prometheus_client.parser import text_string_to_metric_families
 
 from pla_sglang.policy.admission import Correction
-from pla_sglang.router.control.observability.series import Series
+from pla_sglang.router.control.observability.series import RouterSeries
 
 
-def samples(series: Series) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def samples(series: RouterSeries) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     families = text_string_to_metric_families(series.render_text().decode())
     return {(one.name, tuple(sorted(one.labels.items()))): one.value for of in families for one in of.samples}
 
 
 def test_counters_are_by_label() -> None:
-    series = Series(lambda: iter(()))
+    series = RouterSeries(lambda: iter(()))
     for _ in range(3):
         series.requests.inc("finished")
     series.admissions.inc("refused", 'a "quoted" reason')
@@ -27,7 +27,7 @@ def test_counters_are_by_label() -> None:
 
 
 def test_a_histogram_counts_up_to_each_bound() -> None:
-    series = Series(lambda: iter(()))
+    series = RouterSeries(lambda: iter(()))
     for seconds in (0.0005, 0.001, 0.0011, 0.3, 1000.0):
         series.ttft_s.observe(seconds)
     found = samples(series)

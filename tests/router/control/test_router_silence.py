@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.router_scene import QUICK, Scene, run, scene
 
-from pla_sglang.policy.arrow.curve import PrefillCurve
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.curve import PrefillCurve
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.fleet import InstanceKind
 from pla_sglang.router.control import survival
 from pla_sglang.router.control.workers.breaker import BreakerKnobs

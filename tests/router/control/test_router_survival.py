@@ -58,7 +58,7 @@ def test_a_stream_goes_on_at_another_instance() -> None:
             first = start(one)
             order = lose(one, 1, killed=(first,))
             assert isinstance(order, m.Continue)
-            assert (order.hop, order.how, order.reason) == (2, m.Continuation.REDO, "survive")
+            assert (order.hop, order.how, order.reason) == (2, m.MoveKind.REDO, "survive")
             assert order.target != first
             assert open_at(one)[order.target] == 1
             assert sum(open_at(one)) == 1
@@ -307,7 +307,7 @@ def make_record(rid: str = "r") -> RequestRecord:
 def next_hop(ledger: Ledger, record: RequestRecord, worker: int, *, executed: bool = True) -> list[Any]:
     orders = HopLedger(ledger).lose_hop(record, 1.0, executed=executed)
     view = RequestView(rid="next", input_tokens=9, arrival_s=1.0)
-    start_hop(record, view, how=m.Continuation.REDO, why=MoveReason.SURVIVE.value, tokens=4)
+    start_hop(record, view, how=m.MoveKind.REDO, why=MoveReason.SURVIVE.value, tokens=4)
     ledger.assign(record, [(m.Leg.WHOLE, worker)], 1.0)
     return orders
 

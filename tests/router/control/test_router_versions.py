@@ -125,7 +125,7 @@ def test_a_move_between_versions_is_computed_again() -> None:
             source = await start_here(one)
             assert move(one, 1 - source) is None
             order = await pull_of(one)
-            assert (order.how, order.target, order.source, order.tokens) == (m.Continuation.REDO, 1 - source, source, 3)
+            assert (order.how, order.target, order.source, order.tokens) == (m.MoveKind.REDO, 1 - source, source, 3)
             assert (order.bootstrap_host, order.bootstrap_port, order.bootstrap_room) == ("", 0, 0)
             target = one.plane.table.by_number[1 - source]
             assert (target.view.queued_prefills, target.view.waiting_decodes) == (1, 0), "it is a prefill there"
@@ -161,13 +161,13 @@ def test_an_instance_that_drains_prefers_its_own_version() -> None:
             assert sorted(records[rid].hop.decode.number for rid in rids) == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
             assert one.admin("POST", "/workers/0/drain")[0] == 202
             await one.until(lambda: len(orders(one)) == 2)
-            assert {(order.target, order.how) for order in orders(one)} == {(1, m.Continuation.PULL)}
+            assert {(order.target, order.how) for order in orders(one)} == {(1, m.MoveKind.PULL)}
             for order in orders(one):
                 join(one, 2, order.rid)
             await one.until(lambda: done(one, 0).count("commit") == 2)
             assert one.admin("POST", "/workers/1/drain")[0] == 202
             await one.until(lambda: len(orders(one)) == 6)
-            assert {(order.target, order.how) for order in orders(one)[2:]} == {(2, m.Continuation.REDO)}
+            assert {(order.target, order.how) for order in orders(one)[2:]} == {(2, m.MoveKind.REDO)}
             for order in orders(one)[2:]:
                 join(one, order.hop, order.rid)
             for rid in rids:

@@ -15,7 +15,7 @@ from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.router.control.errors import WorkerError
 from pla_sglang.router.control.workers.breaker import BreakerKnobs, BreakerState
 from pla_sglang.router.control.workers.discovery import Address, Description
-from pla_sglang.router.control.workers.health import Health, HealthKnobs, Probe
+from pla_sglang.router.control.workers.health import Health, HealthKnobs, ProbeResult
 from pla_sglang.router.control.workers.report_intake import ReportIntake
 from pla_sglang.router.control.workers.table import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable
 
@@ -39,7 +39,7 @@ def make(*descriptions: Description, pools: bool = False) -> tuple[WorkerTable, 
     for port, description in enumerate(descriptions, 1):
         worker = table.add(Address("h", port), 0.0)
         table.describe(worker, description, 0.0)
-        health.on_probe(worker, Probe.OK, 0.0)
+        health.on_probe(worker, ProbeResult.OK, 0.0)
         workers.append(worker)
     return table, health, workers
 
@@ -112,12 +112,12 @@ def test_an_instance_that_says_its_class_is_believed() -> None:
 
 def test_missed_checks_make_it_suspect_and_an_answer_ready() -> None:
     table, health, [worker] = make(UNIFIED)
-    assert health.on_probe(worker, Probe.FAILED, 1.0, "slow") is None
+    assert health.on_probe(worker, ProbeResult.FAILED, 1.0, "slow") is None
     assert worker.state is WorkerState.READY
-    health.on_probe(worker, Probe.FAILED, 2.0, "slow")
+    health.on_probe(worker, ProbeResult.FAILED, 2.0, "slow")
     assert (worker.state, worker.reason, worker.detail) == (WorkerState.SUSPECT, WorkerReason.HEALTH, "slow")
     assert table.fleet.ready == []
-    health.on_probe(worker, Probe.OK, 3.0)
+    health.on_probe(worker, ProbeResult.OK, 3.0)
     assert (worker.state, worker.reason) == (WorkerState.READY, WorkerReason.RECOVERED)
     assert table.fleet.ready == [worker.view]
 
@@ -126,15 +126,15 @@ def test_who_does_not_listen_is_dead_and_another_waits_in_its_place() -> None:
     table, health, [worker] = make(UNIFIED)
     health.on_failure(worker, 0.5, refused=True)
     assert worker.state is WorkerState.SUSPECT
-    assert health.on_probe(worker, Probe.REFUSED, 1.0) is None
-    heir = health.on_probe(worker, Probe.REFUSED, 2.0)
+    assert health.on_probe(worker, ProbeResult.REFUSED, 1.0) is None
+    heir = health.on_probe(worker, ProbeResult.REFUSED, 2.0)
     assert (worker.state, worker.reason) == (WorkerState.DEAD, WorkerReason.NO_ANSWER)
     assert heir is not None
     assert (heir.address, heir.number, heir.state) == (worker.address, worker.number + 1, WorkerState.STARTING)
-    assert health.on_probe(heir, Probe.REFUSED, 3.0) is None  # it has never been there, so it does not die
+    assert health.on_probe(heir, ProbeResult.REFUSED, 3.0) is None  # it has never been there, so it does not die
     assert list(table) == [heir]
     table.describe(heir, UNIFIED, 4.0)
-    health.on_probe(heir, Probe.OK, 4.0)
+    health.on_probe(heir, ProbeResult.OK, 4.0)
     assert table.fleet.ready == [heir.view]
     table.check_integrity()
 
@@ -145,14 +145,14 @@ def test_failed_requests_open_the_breaker_and_a_check_after_the_cool_down_lets_i
     assert worker.state is WorkerState.READY
     health.on_failure(worker, 1.1, refused=False)
     assert (worker.state, worker.reason) == (WorkerState.SUSPECT, WorkerReason.BREAKER)
-    health.on_probe(worker, Probe.OK, 2.0)
+    health.on_probe(worker, ProbeResult.OK, 2.0)
     assert worker.state is WorkerState.SUSPECT  # the cool-down is not over
-    health.on_probe(worker, Probe.OK, 3.2)
+    health.on_probe(worker, ProbeResult.OK, 3.2)
     assert (worker.state, worker.breaker.state) == (WorkerState.READY, BreakerState.HALF_OPEN)
     worker.breaker.start_trial("r")
     health.on_failure(worker, 3.3, "r", refused=False)
     assert (worker.state, worker.breaker.state) == (WorkerState.SUSPECT, BreakerState.OPEN)
-    health.on_probe(worker, Probe.OK, 7.4)
+    health.on_probe(worker, ProbeResult.OK, 7.4)
     worker.breaker.start_trial("s")
     health.on_success(worker, 7.5, "s")
     assert (worker.state, worker.breaker.state) == (WorkerState.READY, BreakerState.CLOSED)
@@ -188,7 +188,7 @@ def test_a_drain_can_be_taken_back() -> None:
     with pytest.raises(WorkerError, match="not draining"):
         table.undrain(worker, 1.0)
     table.drain(worker, 1.0)
-    health.on_probe(worker, Probe.OK, 1.5)
+    health.on_probe(worker, ProbeResult.OK, 1.5)
     assert worker.state is WorkerState.DRAINING  # an operator's wish outlives checks
     table.undrain(worker, 2.0)
     assert worker.state is WorkerState.READY
@@ -197,8 +197,8 @@ def test_a_drain_can_be_taken_back() -> None:
 def test_a_draining_worker_that_dies_has_no_heir() -> None:
     table, health, [worker] = make(UNIFIED)
     table.drain(worker, 1.0)
-    health.on_probe(worker, Probe.REFUSED, 2.0)
-    assert health.on_probe(worker, Probe.REFUSED, 3.0) is None
+    health.on_probe(worker, ProbeResult.REFUSED, 2.0)
+    assert health.on_probe(worker, ProbeResult.REFUSED, 3.0) is None
     assert worker.state is WorkerState.DEAD
     assert list(table) == []
 

@@ -40,14 +40,14 @@ class SharedBytes:
 
 
 def total_bytes(held: Collection[CachedGraph], shared: SharedBytes) -> int:
-    """Of all these graphs: no two run at once, so the pool holds what the largest of them needs."""
+    """Bytes of all these graphs: no two run at once, so the pool holds what the largest of them needs."""
     attention = used_attention_bytes(held, shared.attention_bytes)
     scratch = max((graph.scratch_bytes for graph in held), default=0)
     return shared.fixed_bytes + attention + scratch + sum(graph.own_bytes for graph in held)
 
 
 def used_attention_bytes(held: Iterable[CachedGraph], attention_bytes: Mapping[int, int]) -> int:
-    """Of the buffers that some graph uses."""
+    """Bytes of the buffers that some graph uses."""
     return sum(attention_bytes.get(slots, 0) for slots in {graph.bucket.slots for graph in held})
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.pairs import Choice
 from pla_sglang.router.control.request_record import Hop, RequestRecord

@@ -43,7 +43,7 @@ def gauges(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
 
 
 def name_pool(view: InstanceView) -> str:
-    """Of prompts by length."""
+    """The name of a pool, which takes prompts by length."""
     return "both" if view.length_class is None else view.length_class.value
 
 
@@ -72,7 +72,7 @@ def _of_workers(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
 
 
 def _of_legs(labels: dict[str, str], legs: LegLoad) -> Iterator[Row]:
-    """Of one stateless instance."""
+    """Gauges of one stateless instance."""
     for end, states in (("sending", legs.sending), ("receiving", legs.receiving)):
         for state, count in states.items():
             yield "worker_legs", "Legs there, by state.", {**labels, "end": end, "state": state}, float(count)

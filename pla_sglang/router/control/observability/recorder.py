@@ -32,7 +32,7 @@ def open_record(path: Path, *, keep: bool) -> RecordWriter:
         raise ConfigError(f"--record {free}: {error}") from None
 
 
-class Recorder:
+class DecisionRecorder:
     """One recording of one fleet. Views are written before every line that a policy's answer may depend on.
 
     Where it cannot be written any more it ends there, as ``error`` says; requests go on.
@@ -44,8 +44,8 @@ class Recorder:
         self._writer = writer
         self._fleet = fleet
         self._differ = Differ()
-        self._batches: dict[int, rows.Batch] = {}  # running requests by index of the instance, as written last
-        self._read: dict[int, rows.Batch] = {}  # those that a controller has read, to be written before its answer
+        self._batches: dict[int, rows.RecordedBatch] = {}  # running requests by index of the instance, as written last
+        self._read: dict[int, rows.RecordedBatch] = {}  # read by a controller, to be written before its answer
         self._write_row(header)
 
     def keep_decodes(self, decodes: Callable[[InstanceView], DecodeBatch]) -> Callable[[InstanceView], DecodeBatch]:

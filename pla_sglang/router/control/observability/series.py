@@ -21,7 +21,7 @@ _NAME = re.compile(r'^([a-z_]+)(?:\{([a-z_]+)="([^"\\]*)"\})?$')
 Row = tuple[str, str, dict[str, str], float]  # name without prefix, help, labels, value
 
 
-class Series(Collector):
+class RouterSeries(Collector):
     """Counters by reason, kept here; gauges are read from the state at each scrape.
 
     Args:

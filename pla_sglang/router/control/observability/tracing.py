@@ -110,7 +110,7 @@ class _Unfolding(SpanExporter):
 
 
 class OtlpTracing:
-    """Of one event loop. ``clock``: monotonic seconds, that of records."""
+    """Exports the spans of one event loop. ``clock``: monotonic seconds, that of records."""
 
     def __init__(self, endpoint: str, *, policy: str, clock: Callable[[], float]) -> None:
         self._clock = clock

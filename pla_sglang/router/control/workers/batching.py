@@ -17,7 +17,7 @@ RETRY_S = (0.5, 30.0)  # first and longest wait after a failure
 
 
 class BatchingOrders:
-    """Of the workers of one table. An instance that comes later is told as well. It tells nobody before ``start``."""
+    """Tells the workers of one table how to batch, also those that come later, and none before ``start``."""
 
     def __init__(self, table: WorkerTable) -> None:
         self._table = table

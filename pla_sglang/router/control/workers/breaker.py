@@ -80,7 +80,7 @@ class Breaker:
         self._trial = ""  # the request on trial; not empty in HALF_OPEN only
 
     def admits(self) -> bool:
-        """Whether a request may be sent now."""
+        """True if a request may be sent now."""
         return self.state is _CLOSED or (self.state is _HALF_OPEN and not self._trial)
 
     def start_trial(self, rid: str) -> None:

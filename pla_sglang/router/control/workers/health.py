@@ -20,7 +20,7 @@ GIVEN_UP = "it was drained, so its address is given up: whoever comes there gets
 STARTING_S = 0.25  # at most between two checks of an instance that is not ready yet
 
 
-class Probe(enum.Enum):
+class ProbeResult(enum.Enum):
     """How a health check went."""
 
     OK = "ok"
@@ -65,7 +65,7 @@ class Health:
         return min(self.knobs.interval_s, STARTING_S) if starting else self.knobs.interval_s
 
     def needs_check(self, worker: Worker, now_s: float) -> bool:
-        """Whether a check would add to what its load reports show. Polls show less: neither the legs of a stateless
+        """True if a check would add to what its load reports show. Polls show less: neither the legs of a stateless
         instance, nor that another process answers, nor that its scheduler lives (it need not answer them)."""
         if worker.state in (WorkerState.READY, WorkerState.DRAINING):
             if self.is_listened_to(worker) and not worker.load.reports:
@@ -74,19 +74,19 @@ class Health:
         return worker.state is not WorkerState.DEAD
 
     def is_listened_to(self, worker: Worker) -> bool:
-        """Whether its silence says anything: it reports its load, or is checked all the time."""
+        """True if the silence of a worker says anything: it reports its load, or is checked all the time."""
         busy = worker.load.open_requests() > 0 or worker.state is WorkerState.SUSPECT
         return busy or bool(worker.load.reports) or worker.view.kind is InstanceKind.STATELESS
 
-    def on_probe(self, worker: Worker, probe: Probe, now_s: float, detail: str = "") -> Worker | None:
+    def on_probe(self, worker: Worker, probe: ProbeResult, now_s: float, detail: str = "") -> Worker | None:
         """Applies the result of a check. Returns the worker that replaces this one, if it is dead now."""
         if worker.state is WorkerState.DEAD:
             return None
-        if probe is Probe.OK:
+        if probe is ProbeResult.OK:
             self._on_answer(worker, now_s)
             return None
         worker.misses += 1
-        worker.refused = worker.refused + 1 if probe is Probe.REFUSED else 0
+        worker.refused = worker.refused + 1 if probe is ProbeResult.REFUSED else 0
         if worker.refused >= self.knobs.refused and worker.state is not WorkerState.STARTING:
             return self.replace_worker(worker, WorkerReason.NO_ANSWER, now_s, detail)
         if worker.state is WorkerState.READY and worker.misses >= self.knobs.misses:
@@ -119,13 +119,13 @@ class Health:
             self.table.move(worker, WorkerState.SUSPECT, WorkerReason.HEALTH, now_s, detail)
 
     def on_verified(
-        self, worker: Worker, probe: Probe, now_s: float, detail: str = "", *, began_s: float | None = None
+        self, worker: Worker, probe: ProbeResult, now_s: float, detail: str = "", *, began_s: float | None = None
     ) -> Worker | None:
         """What a check has found that an answer gave cause for, by its status 500 or as it broke off. That may be due
         to the request itself, so the check counts in its place. Returns as ``on_probe``."""
-        worker.verified = (now_s if began_s is None else began_s, probe is Probe.OK)
-        if probe is not Probe.OK and worker.state is not WorkerState.DEAD:
-            self.on_failure(worker, now_s, refused=probe is Probe.REFUSED, detail=detail)
+        worker.verified = (now_s if began_s is None else began_s, probe is ProbeResult.OK)
+        if probe is not ProbeResult.OK and worker.state is not WorkerState.DEAD:
+            self.on_failure(worker, now_s, refused=probe is ProbeResult.REFUSED, detail=detail)
         return self.on_probe(worker, probe, now_s, detail)
 
     def on_success(self, worker: Worker, now_s: float, rid: str) -> None:

@@ -69,7 +69,7 @@ class InstanceClient:
         await self._call("GET", f"{address.url}/health")
 
     async def is_ending(self, worker: Worker) -> bool:
-        """Whether it was told to end (SIGTERM); of those that say so. Raises NoAnswerError, WorkerError."""
+        """True if the instance says that it was told to end (SIGTERM). Raises NoAnswerError, WorkerError."""
         target = "/pla/ending"
         answer = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
         return answer.get("ending") is True
@@ -119,7 +119,7 @@ class InstanceClient:
         return {name: str(state) for name, state in states.items()}
 
     async def order_hops(self, worker: Worker, commands: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """``commands``: of ``POST /pla/hops`` (docs/hops.md). Returns an answer for each, in order.
+        """``commands``: of ``POST /pla/hops`` (docs/protocol.md). Returns an answer for each, in order.
 
         Raises NobodyListensError, NoAnswerError, WorkerError.
         """

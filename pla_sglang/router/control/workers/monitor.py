@@ -1,6 +1,6 @@
 """Watches the instances: asks what they are, checks that they are well, takes their reports or the loads that they
-publish, polls those that send neither, tells them their pool, and drops requests there. All effects of the control
-plane towards instances are here.
+publish, polls those that send neither, tells them their pool, and drops requests there. Peers, batching and moves are
+told to instances by ``peering``, ``batching`` and ``migration``.
 
 Each worker has at most one check and one poll under way. Tasks belong to the monitor and end with it.
 """
@@ -22,7 +22,7 @@ from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.router.control.ledger import AbortOrder
 from pla_sglang.router.control.workers.discovery import Description, polled_load
-from pla_sglang.router.control.workers.health import Health, Probe
+from pla_sglang.router.control.workers.health import Health, ProbeResult
 from pla_sglang.router.control.workers.instance_client import InstanceClient
 from pla_sglang.router.control.workers.published_load import PublishedLoads
 from pla_sglang.router.control.workers.report_intake import NewReport, ReportIntake
@@ -42,7 +42,7 @@ Clock = Callable[[], float]
 
 
 class InstanceMonitor:
-    """See the module. It does nothing before ``start``.
+    """Checks, polls and orders of all workers. It does nothing before ``start``.
 
     Args:
         poll_interval_s: of instances without fresh reports.
@@ -163,28 +163,28 @@ class InstanceMonitor:
 
     async def _verify(self, worker: Worker) -> None:
         """SGLang's /health generates a token: a scheduler that hangs does not answer."""
-        probe, detail, began_s = Probe.OK, "", self._clock()
+        probe, detail, began_s = ProbeResult.OK, "", self._clock()
         try:
             await self._client.health(worker.address)
             worker.heard_s = self._clock()
         except NobodyListensError as error:
-            probe, detail = Probe.REFUSED, str(error)
+            probe, detail = ProbeResult.REFUSED, str(error)
         except NoAnswerError as error:
-            probe, detail = Probe.FAILED, str(error)
+            probe, detail = ProbeResult.FAILED, str(error)
         self._health.on_verified(worker, probe, self._clock(), detail, began_s=began_s)
 
     async def _check(self, worker: Worker) -> None:
         """One that serves is asked what it is: its scheduler must answer, and no token is generated for it. Before one
         is let in (again), SGLang's /health generates a token there."""
-        probe, detail = Probe.OK, ""
+        probe, detail = ProbeResult.OK, ""
         try:
             await self._describe(worker)
             if worker.state in (WorkerState.STARTING, WorkerState.SUSPECT):
                 await self._client.health(worker.address)
         except NobodyListensError as error:
-            probe, detail = Probe.REFUSED, str(error)
+            probe, detail = ProbeResult.REFUSED, str(error)
         except (NoAnswerError, WorkerError) as error:
-            probe, detail = Probe.FAILED, str(error)
+            probe, detail = ProbeResult.FAILED, str(error)
         self._health.on_probe(worker, probe, self._clock(), detail)
 
     async def _describe(self, worker: Worker) -> None:

@@ -68,7 +68,7 @@ class Peering:
         await self._tasks.close()
 
     def is_connected(self, prefill: InstanceView, decode: InstanceView) -> bool:
-        """Whether KV cache can go from the first to the second now. Stock instances connect by themselves."""
+        """True if KV cache can go from the first to the second now. Stock instances connect by themselves."""
         source, target = self._table.of(prefill), self._table.of(decode)
         if self.never_connects(prefill, decode):
             return False
@@ -81,7 +81,7 @@ class Peering:
         return target.peers is not None and target.peers.get(source.number) == READY
 
     def never_connects(self, prefill: InstanceView, decode: InstanceView) -> bool:
-        """Whether no KV cache can go from the first to the second, as long as both live."""
+        """True if no KV cache can go from the first to the second, as long as both live."""
         source, target = self._table.of(prefill).description, self._table.of(decode).description
         return source is not None and target is not None and find_misfit(source, target) is not None
 
@@ -156,7 +156,7 @@ class Peering:
 
 
 def _is_awaited(worker: Worker) -> bool:
-    """Whether it may be alive and has not said what it is: not once it refuses connections, or was silent for long."""
+    """True if it may be alive and has not said what it is: not once it refuses connections, or was silent for long."""
     return worker.description is None and not worker.refused and worker.misses < MOST_SILENCES
 
 

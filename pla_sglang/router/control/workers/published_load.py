@@ -106,7 +106,7 @@ class PublishedLoads:
                 yield number, {"loads": [rank.stat.to_core() for rank in ranks.values() if rank.stat is not None]}
 
     def is_heard(self, number: int, now_s: float) -> bool:
-        """Whether all ranks of this worker have said something of late."""
+        """True if all ranks of this worker have reported recently."""
         ranks = self._ranks.get(number, {})
         return bool(ranks) and all(now_s - rank.heard_s <= SILENCE_S for rank in ranks.values())
 
@@ -118,7 +118,7 @@ class PublishedLoads:
             self._leave(number)
 
     def _read(self, rank: _Rank, index: int, now_s: float) -> bool:
-        """Whether something has come; of several messages the last one counts."""
+        """True if something has come; of several messages the last one counts."""
         has_news = False
         for _ in range(KEPT_MESSAGES):
             try:

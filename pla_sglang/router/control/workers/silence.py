@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pla_sglang.policy.arrow.predictor import TtftPredictor
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.router.control.workers.table import Worker
 
 PASSES = 2.0  # of the predicted longest pass: a prediction may be wrong, and a word may have been missed between two

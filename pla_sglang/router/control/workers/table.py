@@ -24,11 +24,10 @@ from pla_sglang.errors import IllegalMoveError
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.report import Report, RequestRow
 from pla_sglang.load.tracker import LoadTracker
-from pla_sglang.policy.device_clock import DeviceClock
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.joining import join_pools, join_role
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, InstanceView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
-from pla_sglang.policy.pla.length_classes import join_pools
-from pla_sglang.policy.start_split import join_role
 from pla_sglang.router.control.errors import WorkerError
 from pla_sglang.router.control.state_file import SavedWorker
 from pla_sglang.router.control.workers.breaker import Breaker, BreakerKnobs
@@ -132,7 +131,7 @@ class Worker:
         return max(self.heard_s, self.unasked_s)
 
     def may_come_back(self) -> bool:
-        """Whether another process at its address would be served, if this one is gone."""
+        """True if another process at its address would be served, if this one is gone."""
         drained = self.state is WorkerState.DRAINING and self.reason is not WorkerReason.ENDING
         return not (self.leaves or drained or (self.wants_drain and self.expected_identity))
 
@@ -263,7 +262,7 @@ class WorkerTable:
         raise WorkerError(f"no worker {name!r}", status=404)
 
     def can_serve(self, excluded: Container[InstanceView] = ()) -> bool:
-        """Whether a request could be sent somewhere now, other than to those ``excluded``."""
+        """True if a request could be sent somewhere now, other than to those ``excluded``."""
         kinds = {view.kind for view in self.fleet.ready if view not in excluded}
         return bool(kinds & {InstanceKind.UNIFIED, InstanceKind.STATELESS}) or kinds >= {
             InstanceKind.PREFILL,

@@ -1,0 +1,1 @@
+"""Whole fleets in the simulator: which policy, which forecast, at what cost; see bench/lab/docs/fleets.md."""

@@ -1,0 +1,133 @@
+"""The named workloads: requests, their targets, and what a search for a fleet's limits needs to know of them.
+
+Recorded traces are not part of this repository. A data folder holds them as plain CSV files (see workloads.md) with
+the names in ``WORKLOADS``; what is missing there cannot be had, and is not replaced. The others are generated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pla_sglang.errors import ConfigError
+from pla_sglang.metrics.goodput import SLOS, Slo
+from pla_sglang.workload import Arrivals, Trace, chat_trace, generated_trace, hol_trace, length_model, load_trace
+
+HOL_PERIOD_S = 10.0
+CHAT_TIMES = 3  # as many requests of ``chat`` as of others: conversations take their time to fill a fleet
+NO_TRACE = Trace("none", np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Requests with targets, and what it takes to load a fleet with them.
+
+    Attributes:
+        low_per_s, high_per_s: bounds of a search for the highest rate, for 8 instances.
+        steady_per_s: rate of the GPU-hours figure, which asks for a handful of instances.
+        file: in the data folder; empty: generated here.
+        recorded: real arrivals and lengths; False: from a model, also where that is in a file.
+        span_times: how many times as long as others its runs must be, as its answers, or their targets, last minutes.
+        trace: empty until ``workload`` has read or made it.
+    """
+
+    name: str
+    slo: Slo
+    low_per_s: float
+    high_per_s: float
+    steady_per_s: float
+    file: str = ""
+    recorded: bool = False
+    span_times: float = 1.0
+    trace: Trace = NO_TRACE
+
+    def is_in(self, folder: Path | None) -> bool:
+        """Whether a recorded one can be had with this data folder."""
+        return bool(self.file) and folder is not None and (folder / self.file).is_file()
+
+    def with_trace(self, trace: Trace, requests: int | None) -> Workload:
+        """With the first of these requests; None: all of them."""
+        return dataclasses.replace(self, trace=trace if requests is None else trace.take(slice(0, requests)))
+
+    def trace_at(self, rate_per_s: float, span_s: float) -> Trace:
+        """As many of its requests as arrive in ``span_s`` at this mean rate; repeated where it has fewer.
+
+        At least up to the first that arrives later than the first one: requests at one time have no rate.
+        """
+        first_later = int(np.argmax(self.trace.arrival_s > self.trace.arrival_s[0]))
+        count = max(1 + first_later, round(rate_per_s * span_s))
+        times = math.ceil(count / len(self.trace))
+        return (self.trace.repeat(times) if times > 1 else self.trace).head(count).at_rate(rate_per_s)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "requests": len(self.trace),
+            "recorded": self.recorded,
+            "ttft_slo_s": self.slo.ttft_s,
+            "tpot_slo_s": self.slo.tpot_s,
+            "steady_per_s": self.steady_per_s,
+        }
+
+
+# Targets of Arrow's Table 1; ``burst`` has made-up requests with the burstiness of BurstGPT, ``reason`` is generated
+# from measured distributions of clients of a reasoning model.
+WORKLOADS = {
+    load.name: load
+    for load in (
+        Workload("azure_code", SLOS["azure_code"], 8.0, 400.0, 26.0, "azure_code_2023.csv.gz", recorded=True),
+        Workload("azure_conv", SLOS["azure_conv"], 8.0, 400.0, 55.0, "azure_conv_2023.csv.gz", recorded=True),
+        Workload("mooncake", SLOS["mooncake"], 1.0, 100.0, 9.0, "mooncake_conv_min00_10.csv.gz", True, 2.0),
+        Workload("burst", SLOS["burstgpt"], 4.0, 400.0, 30.0, "SYNTHETIC_burstgpt_like_1h.csv.gz"),
+        Workload("reason", Slo(2.0, 0.03), 1.0, 100.0, 8.0, "servegen_r1_10h_1rps.csv.gz", span_times=3.0),
+        Workload("chat", Slo(0.5, 0.04), 4.0, 800.0, 80.0),
+        Workload("hol", Slo(4.0, 0.1), 0.5, 100.0, 4.0),
+        Workload("star", Slo(2.0, 0.03), 0.5, 50.0, 3.0, span_times=6.0),
+    )
+}
+
+
+def available(folder: Path | None) -> list[str]:
+    """Names of the workloads that can be had with this data folder, in a fixed order."""
+    return [name for name, load in WORKLOADS.items() if not load.file or load.is_in(folder)]
+
+
+@functools.lru_cache(maxsize=16)
+def workload(name: str, folder: Path | None, requests: int | None = None, seed: int = 1) -> Workload:
+    """A workload by name. Raises ConfigError for an unknown one, or one whose file is not there."""
+    if name not in WORKLOADS:
+        raise ConfigError(f"workload {name!r} is not known; allowed: {', '.join(WORKLOADS)}")
+    load = WORKLOADS[name]
+    if load.is_in(folder):
+        assert folder is not None
+        return load.with_trace(load_trace(folder / load.file), requests)
+    if load.file:
+        raise ConfigError(f"workload {name} needs {load.file}; give a data folder that holds it")
+    times = CHAT_TIMES if name == "chat" else 1
+    make = {"chat": _make_chat, "hol": _make_hol, "star": _make_star}[name]
+    return load.with_trace(make(times * (requests or 10_000), random.Random(seed)), requests and times * requests)
+
+
+def _make_chat(requests: int, rng: random.Random) -> Trace:
+    """Conversations with LMSYS-like prompts; rates count requests, so that sessions arrive 5.45 times as seldom."""
+    return chat_trace(max(1, requests // 3), Arrivals(2.0, rng, think_s=20.0))
+
+
+def _make_hol(requests: int, rng: random.Random) -> Trace:
+    """The burst of SGLang issue #22831, 18 prompts of 24,000 and 11 of 2,000 tokens in random order, over and over."""
+    burst = hol_trace()
+    count = max(1, min(requests, 2_000) // len(burst))
+    orders = np.concatenate([rng.sample(range(len(burst)), len(burst)) for _ in range(count)])
+    arrival_s = np.concatenate([burst.arrival_s + HOL_PERIOD_S * place for place in range(count)])
+    return Trace("hol", arrival_s, burst.input_tokens[orders], burst.output_tokens[orders])
+
+
+def _make_star(requests: int, rng: random.Random) -> Trace:
+    """Short prompts and long answers, a sixth of them cut at 32K tokens: STAR's Table 2, ShareGPT."""
+    lengths = (length_model(f"star_sharegpt_{part}") for part in ("input", "output"))
+    return generated_trace(min(requests, 1_000), Arrivals(2.0, rng), *lengths, name="star")

@@ -1,0 +1,196 @@
+"""What one figure or table comes to: paper values beside ours, statements that must hold, points, and a picture.
+
+Shown as tables for people, written as files (JSON, parquet, PNG), and as the sections of bench/lab/docs/papers.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.harness import report
+from bench.harness.report import number as number
+from bench.harness.report import stdout
+from bench.lab.papers.points import Point as Point
+from bench.lab.papers.points import write_points
+
+CLOSE = 0.1  # values whose ratio is nearer to 1 than this need no explanation
+SHOWN_ALONE = 6  # values without a printed one; more of them are for the picture
+Picture = Callable[[], bytes]  # draws a PNG
+Record = Mapping[str, Any]  # a finding as JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One value of the paper beside ours.
+
+    Attributes:
+        what: the quantity, with its setting.
+        paper: printed in the paper; None where it shows a curve without numbers.
+        ours: of this run; None where it cannot be had here.
+        unit: of both; "" for ratios.
+        why: what explains a difference. Shown where the two differ by more than ``CLOSE``, or where one is missing.
+        span_s, at_limit: of a ratio of searched rates: seconds of arrivals of the shortest run behind it, and whether a
+            search ended at its limit (``python -m bench consistency``).
+    """
+
+    what: str
+    paper: float | None
+    ours: float | None
+    unit: str = ""
+    why: str = ""
+    span_s: float | None = None
+    at_limit: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the paper's; None where one of them is missing, not finite, or the paper's is 0."""
+        if self.paper is None or self.ours is None or not self.paper or not math.isfinite(self.ours):
+            return None
+        return self.ours / self.paper
+
+    @property
+    def sentence(self) -> str:
+        return self.why if self.ratio is None or abs(self.ratio - 1) > CLOSE else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A statement of the paper or the issue, and whether this run bears it out. ``seen`` are the figures behind it.
+
+    ``holds`` is None where the run shows no difference: an interval over seeds includes zero.
+    """
+
+    text: str
+    holds: bool | None
+    seen: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of one script.
+
+    Attributes:
+        setting: fleet, profile, workload, in words.
+        rows, claims: see above.
+        points: what the picture shows, one flat record a point.
+        picture: draws it.
+        keys: what the script adds to the JSON object of ``all``.
+        name, title: of the script, as on the command line, and of paper and figure; from the list of figures.
+    """
+
+    setting: str
+    rows: Sequence[Row]
+    claims: Sequence[Claim]
+    points: Sequence[Point]
+    picture: Picture
+    keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    name: str = ""
+    title: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but points and picture; infinity and NaN become null."""
+        rows = [{**dataclasses.asdict(row), "ratio": row.ratio, "sentence": row.sentence} for row in self.rows]
+        return {
+            "name": self.name,
+            "title": self.title,
+            "setting": self.setting,
+            "rows": [{key: finite(value) for key, value in row.items()} for row in rows],
+            "claims": [dataclasses.asdict(claim) for claim in self.claims],
+            "keys": dict(self.keys),
+        }
+
+
+def points_of(results: Mapping[Any, Any], *names: str, value: str = "value") -> list[Point]:
+    """One flat record a case: the case itself, as ``names`` name its parts, and the fields of its result.
+
+    ``value`` names a result that is a plain number.
+    """
+    points = []
+    for case, result in results.items():
+        if not isinstance(result, dict):
+            result = {value: result} if isinstance(result, int | float) else dataclasses.asdict(result)
+        parts = case if isinstance(case, tuple) else (case,)
+        points.append(dict(zip(names, parts, strict=True)) | result)
+    return points
+
+
+def finite(value: Any) -> Any:
+    """``value``; None in place of infinity and NaN, which JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def listed(values: Mapping[Any, float | None]) -> str:
+    return ", ".join(f"{name} {number(value)}" for name, value in values.items())
+
+
+def ordered(values: Mapping[str, float], *, falling: bool = True) -> tuple[bool, str]:
+    """Whether the values fall (or rise) in the order given; equal ones may follow each other."""
+    sign = 1 if falling else -1
+    pairs = itertools.pairwise(values.values())
+    return all(sign * (later - earlier) <= 0 for earlier, later in pairs), listed(values)
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+
+
+def _cells(row: Record) -> list[str]:
+    compared = [number(row[key], row["unit"]) for key in ("paper", "ours")]
+    return [row["what"], *compared, number(row["ratio"]), row["sentence"]]
+
+
+def _claims(record: Record, fails: str) -> list[str]:
+    verdicts = {True: "holds", False: fails, None: "no difference seen"}
+    return [f"{verdicts[of['holds']]}: {of['text']} ({of['seen']})" for of in record["claims"]]
+
+
+def show(record: Record) -> None:
+    """Paper value, our value, ratio, and a sentence where they differ; then what had to hold."""
+    header = ("quantity", "paper", "ours", "ratio", "")
+    report.show(f"{record['title']}: {record['setting']}", header, list(map(_cells, record["rows"])))
+    for claim in _claims(record, "FAILS"):
+        stdout.print(f"  {claim}", soft_wrap=True)
+
+
+def section(record: Record) -> str:
+    """Of one figure: the table of paper against ours, what only we have, the claims."""
+    lines = [f"### {record['title']}", "", *textwrap.wrap(record["setting"] + ".", 118), ""]
+    alone: dict[str, list[str]] = {}  # by reason
+    for row in record["rows"]:
+        if row["paper"] is None:
+            alone.setdefault(row["why"], []).append(f"{row['what']} {number(row['ours'], row['unit'])}")
+    if printed := [_cells(row) for row in record["rows"] if row["paper"] is not None]:
+        header = ("quantity", "paper", "ours", "ratio", "why they differ")
+        lines += [report.markdown(header, printed, right=(1, 2, 3)), ""]
+    for why, values in alone.items():
+        shown = "; ".join(values)
+        if len(values) > SHOWN_ALONE:
+            shown = f"{len(values)} values, in `{record['name']}.json`"
+        lines += [*textwrap.wrap(f"Ours alone ({why.rstrip('.')}): {shown}.", 118), ""]
+    return "\n".join([*lines, *(f"* {claim}" for claim in _claims(record, "**fails**"))]).rstrip()
+
+
+def sections(folder: Path, order: Sequence[str]) -> str:
+    """The sections of the results in ``folder``, in this order; scripts without a result are left out."""
+    paths = [folder / f"{name}.json" for name in order]
+    return "\n\n".join(section(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.is_file())
+
+
+def write(finding: Finding, folder: Path, about: Mapping[str, Any], points: Sequence[Point]) -> Record:
+    """``name.json``, ``name.parquet``, ``name.png``. Returns the record that the JSON file holds.
+
+    ``points``: of everything measured, from which the finding was made (``Context.points``).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / finding.name
+    record = {**finding.as_json(), "about": dict(about)}
+    stem.with_suffix(".json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    stem.with_suffix(".png").write_bytes(finding.picture())
+    write_points(points, stem.with_suffix(".parquet"))
+    return record

@@ -1,0 +1,59 @@
+"""The best stock arm that the installed SGLang can be started as, for the very requests that live engines get.
+
+The frontier's winners (``best_stock``) were found for eight instances of one profile. So all unified arms behind the
+two routers that win everywhere in the sweep, with each order of prefills that this SGLang has, race in the simulator
+over the same requests, engines and targets, rate by rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.harness import report
+from bench.harness.arms import ORDER, has_order
+from bench.lab.halving import race_arms
+from bench.lab.highest_rate import TARGET, Contest, LiveArm, Options
+from bench.lab.named_workloads import Workload
+from pla_sglang.sim.experiment import run_experiment
+from pla_sglang.sim.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
+
+ROUTERS = ("least-tokens", "cache-aware")
+
+
+def startable_arms() -> list[FleetArm]:
+    """Orders of prefills that are not there are left out, and said."""
+    missing = [order for order in ORDERS if not has_order(order)]
+    for order in missing:
+        report.say_left_out(order, [f"{ORDER} {order}"])
+    return [
+        FleetArm(router, mixed=mixed, chunk_tokens=chunk_tokens, order=order)
+        for order in ORDERS
+        if order not in missing
+        for router in ROUTERS
+        for mixed in (True, False)
+        for chunk_tokens in CHUNKS_TOKENS
+    ]
+
+
+def choose_startable(load: Workload, options: Options, arms: Sequence[FleetArm] | None = None) -> FleetArm:
+    """Of ``arms``, or of all that this SGLang can be started as, the one that bears the highest rate; of those that
+    stop at one rate the one with the most requests in target.
+    """
+    arms = startable_arms() if arms is None else arms
+
+    def contest_of(arm: FleetArm) -> Contest:
+        return Contest("startable", LiveArm(arm.name, arm), load, options)
+
+    def measure(pairs: Sequence[tuple[FleetArm, int]]) -> dict[tuple[FleetArm, int], float]:
+        attainments = {}
+        for arm, rung in pairs:
+            contest = contest_of(arm)
+            attainments[arm, rung] = run_experiment(contest.experiment(), contest.trace_at(rung)).figures.attainment
+        return attainments
+
+    first = contest_of(arms[0])
+    held = first.search_simulated()
+    start = first.ladder.rung_of(load.low_per_s) if held is None else held
+    best = race_arms(arms, measure, start_rung=start, target=TARGET, keep=1)[0]
+    report.say(f"{load.name}: of {len(arms)} stock arms that can be started the best one simulated is {best.arm.name}")
+    return best.arm

@@ -1,0 +1,139 @@
+"""The best stock arm of a workload: a whole sweep in small, what is kept of it, and what its table says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.catalogue import BENCHES
+from bench.lab import best_stock
+from bench.lab.stock_frontier import Limit, best_stock_arm, read_limits
+from bench.lab.stock_search import HeldRate
+from pla_sglang.sim.fleet_arms import OURS, FleetArm, read_arm, stock_arms
+
+FEW = [
+    FleetArm(router, prefills, mixed, chunk_tokens, order)
+    for router in ("least-tokens", "round-robin")
+    for prefills, mixed, chunk_tokens in ((0, False, 8192), (0, True, 4096), (0, True, 8192), (5, False, 8192))
+    for order in ("fcfs", "hrrn")
+]
+SMALL = ["--workloads", "hol", "--spans-s", "4,4,8", "--steps", "2,1.6,1.3", "--keep", "2,2,2"]
+
+
+@pytest.fixture(autouse=True)
+def few_arms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_stock, "stock_arms", lambda routers: FEW)
+
+
+def run_bench(out: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+    assert BENCHES["best_stock"].main([*SMALL, *flags, "--out", str(out)]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+def run_no_race(*args: Any) -> Any:
+    raise AssertionError("a race that the kept file has is not run again")
+
+
+def test_a_sweep_ends_with_the_best_stock_arm_and_the_default_form_measures_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept = run_bench(tmp_path, capsys, "--sweep")
+    limits = read_limits(tmp_path / "best_stock.json")
+    assert list(limits) == [("hol", 0.9), ("hol", 0.99)]
+    for (_, target), limit in limits.items():
+        assert limit.best.arm in FEW
+        assert limit.best.rate_per_s is not None
+        assert (limit.target, limit.span_s, limit.step) == (target, 8.0, 1.3)
+        assert max(limit.best.rate_per_s, limit.ours_per_s or 0.0) <= 1.3 * limit.upper_bound_per_s
+    assert swept["best_stock_arm"]["hol"] == best_stock_arm(tmp_path / "best_stock.json", "hol").name
+    assert swept["combined_vs_best_stock"] == {"hol": None}  # 8 s are a burst
+    rows = swept["rounds"]["hol"]
+    assert [(row["stage"], row["span_s"]) for row in rows] == [
+        *zip(best_stock.STAGES, (4.0, 4.0, 4.0, 8.0), strict=True)
+    ]
+    assert (tmp_path / "best_stock.png").read_bytes().startswith(b"\x89PNG")
+    again = run_bench(tmp_path, capsys, "--frontier", str(tmp_path / "best_stock.json"), "--fresh")
+    assert again["best_stock_rps"] == swept["best_stock_rps"]
+    assert again["combined_rps"] == swept["combined_rps"]
+    assert again["rounds"] == swept["rounds"]  # what chose the arms is kept
+
+    stopped = tmp_path / "stopped.json"
+    stopped.write_text(json.dumps({**swept, "rounds": {"hol": rows[:3]}}), encoding="utf-8")
+    monkeypatch.setattr(best_stock, "race_families", run_no_race)
+    monkeypatch.setattr(best_stock, "race_members", run_no_race)
+    went_on = run_bench(tmp_path, capsys, "--sweep", "--go-on", "--frontier", str(stopped))
+    for key in ("best_stock_rps", "best_stock_arm", "combined_rps", "rounds"):
+        assert went_on[key] == swept[key]
+
+
+def test_an_interrupted_sweep_keeps_its_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def measure(cell: best_stock.Cell) -> dict[str, float]:
+        if len(measured) == 12:
+            raise KeyboardInterrupt
+        measured.append(cell.key)
+        return {"attainment": 0.5}
+
+    monkeypatch.setattr(best_stock, "measure_cell", measure)
+    assert BENCHES["best_stock"].main([*SMALL, "--sweep", "--out", str(tmp_path)]) == 130
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["complete"] is False
+    kept = (tmp_path / "best_stock.steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["key"]["cell"] for line in kept] == measured
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--spans-s", "4,4"], "need 3 numbers each"),
+        (["--steps", "2,x,1.3"], "is not valid"),
+        (["--keep", "0,1,1"], "keep"),
+        (["--routers", "arrow"], "router 'arrow' is not known"),
+        (["--frontier", "none.json"], "none.json is no frontier"),
+    ],
+)
+def test_bad_flags_end_with_2(
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(best_stock, "stock_arms", stock_arms)
+    assert BENCHES["best_stock"].main([*SMALL, *flags, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_table_states_ratios_only_where_runs_are_long_enough() -> None:
+    arm = FleetArm("least-tokens", mixed=True, chunk_tokens=2048)
+    limits = {
+        ("azure_code", 0.9): Limit("azure_code", 0.9, 300.0, 1.04, [HeldRate(arm, 137.0)], 117.0, 254.0, 400.0),
+        ("hol", 0.9): Limit("hol", 0.9, 30.0, 1.1, [HeldRate(arm, 10.0)], 12.0, 20.0, 100.0),
+    }
+    of_target = best_stock.figures_at(limits, 0.9)
+    assert of_target["combined_vs_best_stock"] == {"azure_code": pytest.approx(117 / 137), "hol": None}
+    assert of_target["combined_vs_best_stock_geomean"] == pytest.approx(117 / 137)
+    _, rows = best_stock.table(of_target)
+    name = "`least-tokens/unified/mixed/2048/fcfs`"
+    assert rows == [
+        ["azure_code", name, "137", "117", "254", "0.854 x", "300"],
+        ["hol (synthetic)", name, "10", "12", "20", "-", "30"],
+    ]
+
+
+def test_the_kept_frontier_names_arms_of_stock_and_its_figures_follow_from_its_limits() -> None:
+    result = json.loads(best_stock.FRONTIER.read_text(encoding="utf-8"))
+    limits = read_limits(best_stock.FRONTIER)
+    assert {name for name, _ in limits} <= set(best_stock.WORKLOADS)
+    assert all(held.arm in stock_arms() for limit in limits.values() for held in limit.stock)
+    assert read_arm(OURS.as_json()) == OURS
+    for target, shown in ((0.9, result), (0.99, result["at_99"])):
+        assert best_stock.figures_at(limits, target) == {
+            key: shown[key] for key in best_stock.figures_at(limits, target)
+        }

@@ -1,1 +1,0 @@
-"""The figures and tables of the four papers, run again on our policies and simulator; see docs/papers.md."""

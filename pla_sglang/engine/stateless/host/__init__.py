@@ -1,0 +1,1 @@
+"""What a stateless instance asks of SGLang's functions, sockets, adapters and detokenizer. It knows nothing of legs."""

@@ -1,0 +1,57 @@
+"""The baselines by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+from pla_sglang.policy.baselines.dispatch import CacheAware, MinimalLoad, RoundRobin, TwoChoices, least_requests
+from pla_sglang.policy.baselines.migration import LoadMigration, LoadMigrationKnobs
+from pla_sglang.policy.baselines.scalers import SlaKnobs, SlaScaler, ThresholdKnobs, ThresholdScaler
+from pla_sglang.policy.common.dispatch import least_tokens
+from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup, on_mixed_instances, on_static_split
+
+
+def _minimal_load(setup: Setup) -> MinimalLoad:
+    return MinimalLoad(setup.predictor_of_ttft())
+
+
+def _load_migration(setup: Setup) -> Built:
+    knobs = LoadMigrationKnobs(interval_s=setup.move_interval_s)
+    return least_tokens(), (LoadMigration(knobs, setup.client_gain()),), setup.split()
+
+
+def _threshold(setup: Setup) -> Built:
+    dispatcher = _minimal_load(setup)
+    role_max = max(1, setup.instances_max // 2)
+    scaler = ThresholdScaler(ThresholdKnobs(setup.ttft_slo_s, role_max=role_max), dispatcher.predictor)
+    return dispatcher, (scaler,), setup.split()
+
+
+def _sla(setup: Setup) -> Built:
+    knobs = SlaKnobs(
+        setup.tpot_slo_s,
+        setup.concurrency(),
+        role_max=max(1, setup.instances_max // 2),
+        interval_s=setup.plan_interval_s,
+    )
+    return _minimal_load(setup), (SlaScaler(knobs, *setup.tables(), setup.make_forecaster()),), setup.split()
+
+
+POLICIES: Mapping[str, FleetPolicy] = {
+    "round-robin": FleetPolicy(on_mixed_instances(lambda setup: RoundRobin()), live=True, length_blind=True),
+    "least-requests": FleetPolicy(on_mixed_instances(lambda setup: least_requests()), live=True, length_blind=True),
+    "least-tokens": FleetPolicy(on_mixed_instances(lambda setup: least_tokens()), live=True, length_blind=True),
+    "two-choices": FleetPolicy(
+        on_mixed_instances(lambda setup: TwoChoices(Random(setup.seed))), live=True, length_blind=True
+    ),
+    "cache-aware": FleetPolicy(on_mixed_instances(lambda setup: CacheAware()), live=True),
+    "static-pd-round-robin": FleetPolicy(
+        on_static_split(lambda setup: RoundRobin()), live=True, length_blind=True, fixed_split=True
+    ),
+    "static-pd": FleetPolicy(on_static_split(_minimal_load), live=True, fixed_split=True),
+    "minimal-load": FleetPolicy(on_static_split(_minimal_load), live=True, fixed_split=True),
+    "load-migration": FleetPolicy(_load_migration, live=True, fixed_split=True, migrates=True),
+    "threshold-scaler": FleetPolicy(_threshold, scales=True),
+    "sla-scaler": FleetPolicy(_sla, scales=True),
+}

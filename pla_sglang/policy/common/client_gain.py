@@ -1,0 +1,97 @@
+"""A request moves only where its client gains by it (beyond STAR, whose objective is the balance of instances).
+
+    pause_s = base_s + tokens * s_per_token
+    gain_s  = remaining * interval_s * (1 - step(target, the request with it) / step(source))
+
+A move pays where ``gain_s > factor * pause_s``, or where the cache of the source will be full before the request's end:
+then somebody there is retracted, and computed again. ``interval_s`` is the measured token interval of the source, and
+the steps are those of the profile at the loads of now, so that a profile that is off by a factor changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.policy.interface.fleet import DecodeBatch
+from pla_sglang.policy.interface.step_times import StepTimes
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientGainKnobs:
+    """``factor``: least gain in pauses; ``base_s``, ``s_per_token``: of the predicted pause, in device time."""
+
+    factor: float = knob(1.0, allowed=Range(0))
+    base_s: float = knob(0.020, allowed=Range(0))
+    s_per_token: float = knob(5e-6, allowed=Range(0))
+
+    def __post_init__(self) -> None:
+        check_fields(self, "client gain")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """What decodes on an instance now: requests and their KV tokens."""
+
+    requests: int
+    tokens: float
+
+
+class ClientGain:
+    """See the module.
+
+    Args:
+        steps: durations of decode steps by load.
+    """
+
+    def __init__(self, knobs: ClientGainKnobs, steps: StepTimes) -> None:
+        self.knobs = knobs
+        self._steps = steps
+
+    def pause_s(self, tokens: Floats) -> Floats:
+        """What the clients of requests with so many KV tokens would wait; shape [requests]."""
+        return self.knobs.base_s + self.knobs.s_per_token * tokens
+
+    def pays(
+        self,
+        source: DecodeLoad,
+        targets: Sequence[DecodeLoad],
+        tokens: Floats,
+        remaining: Floats,
+        *,
+        interval_s: float,
+    ) -> npt.NDArray[np.bool_]:
+        """True where the move pays for its client, by target and request; shape [targets, requests].
+
+        Args:
+            tokens, remaining: KV tokens, and tokens still to come, of requests of the source; shape [requests].
+            interval_s: measured token interval of the source.
+        """
+        own_s = self._steps.decode_s(max(1, source.requests), source.tokens)
+        relative = np.stack([self._steps_with(target, tokens) for target in targets]) / max(own_s, 1e-9)
+        gain_s = remaining * interval_s * (1.0 - relative)
+        least_s = self.knobs.factor * self.pause_s(tokens)
+        return np.asarray(gain_s > least_s, dtype=np.bool_)
+
+    def pays_for_batch(
+        self, source: DecodeLoad, target: DecodeLoad, batch: DecodeBatch, *, unknown_tokens: int, interval_s: float
+    ) -> Sequence[bool]:
+        """The same of all requests of ``batch`` and one target; ``unknown_tokens``: still to come where that is not
+        known."""
+        if not len(batch.rids):
+            return []
+        remaining = np.where(np.isnan(batch.remaining), float(unknown_tokens), batch.remaining)
+        found = self.pays(source, [target], batch.tokens.astype(np.float64), remaining, interval_s=interval_s)
+        return [bool(value) for value in found[0]]
+
+    def _steps_with(self, target: DecodeLoad, tokens: Floats) -> Floats:
+        """A step at ``target`` once one of the requests is there; between the lightest and the heaviest, a line."""
+        ends = np.array([tokens.min(), tokens.max()])
+        times_s = [self._steps.decode_s(target.requests + 1, target.tokens + end) for end in ends.tolist()]
+        return np.asarray(np.interp(tokens, ends, times_s), dtype=np.float64)

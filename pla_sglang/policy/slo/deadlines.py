@@ -1,0 +1,181 @@
+"""Who can still be kept: TTFT targets in the order of prefills (our rule; PLA-Serve uses slack for its windows only).
+
+A request is *lost* when its own prefill, begun now, would end after its deadline. It then gives way to every request
+that can still be kept: to keep one that is lost costs the same device time and brings nothing. Once it has done so for
+its bound (``SloKnobs.give_way_s``) it is *overdue* and has a share (``overdue.py``); ``SloKnobs.lost_end_s`` after
+its arrival it counts as if it were not lost. Without targets nothing is lost, and all answers are as without this rule.
+
+Each of those that can be kept could be kept alone. Where not all of them can be, ``plan.py`` plans whom to give up
+for the sake of the others, and gives the order that keeps them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+
+from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.interface.prefill import WaitingView
+from pla_sglang.policy.pla.awd import batch_step_s
+from pla_sglang.policy.pla.boundary import Boundary
+from pla_sglang.policy.pla.class_queues import ClassQueues
+from pla_sglang.policy.pla.longs import LongKnobs, LongQueue, aged_at_s
+from pla_sglang.policy.slo.knobs import SloKnobs
+from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_most_kept
+
+_LATEST_S = operator.attrgetter("latest_s")
+
+
+class Deadlines:
+    """Splits what waits by whether it can be kept. Remembers the latest start of each request in its view.
+
+    Attributes:
+        stamp: changes with knobs and model; views that bear it know their latest start.
+    """
+
+    def __init__(self, longs: LongKnobs, knobs: SloKnobs, model: StepModel) -> None:
+        self.stamp = 0
+        self.set(longs, knobs, model)
+
+    def set(self, longs: LongKnobs, knobs: SloKnobs, model: StepModel) -> None:
+        self._longs = longs
+        self._knobs = knobs
+        self._model = model
+        self.stamp += 1
+
+    def service_s(self, view: WaitingView) -> float:
+        """Device time of its prefill, alone."""
+        return self._alone_s(view, self._model)
+
+    def _alone_s(self, view: WaitingView, model: StepModel) -> float:
+        chunk = self._longs.chunk_max_tokens or view.new_tokens
+        if view.new_tokens <= chunk:
+            return model.step_s(view.new_tokens, view.history_tokens)
+        return model.chunked_s(view.new_tokens, view.history_tokens, chunk)
+
+    def latest_start_s(self, view: WaitingView) -> float:
+        """When its prefill has to begin at the latest; infinite without a target."""
+        if view.latest_stamp != self.stamp:
+            view.latest_stamp = self.stamp
+            view.latest_s = float("inf") if view.deadline_s is None else view.deadline_s - self.service_s(view)
+        return view.latest_s
+
+    def is_lost(self, view: WaitingView, now_s: float) -> bool:
+        """It cannot be kept and still gives way."""
+        self.latest_start_s(view)
+        return not self.keep((view,), now_s)
+
+    def plan(
+        self, longs: Sequence[WaitingView], shorts: Sequence[WaitingView], now_s: float, model: StepModel
+    ) -> Plan | None:
+        """Which of those that do not give way are kept (``plan.py``); None where the usual order counts.
+
+        That is so where all have time, where too many wait for a plan, where priorities differ, and where somebody
+        would come last in it who must not wait for all others: a short without a target that can be kept, or a long
+        that was retracted, whose user already sees a stream. (Other longs without one have their share once they are
+        aged.)
+
+        Args:
+            model: step times of a pass, with what decodes add to it.
+        """
+        if not longs or len(longs) + len(shorts) > self._knobs.most_planned:
+            return None
+        if self.have_time(longs, shorts, now_s, model):
+            return None
+        slower, rank = self._knobs.slower, longs[0].priority_rank
+        if any(view.priority_rank != rank for view in longs) or any(view.priority_rank != rank for view in shorts):
+            return None
+        each_s = slower * batch_step_s(shorts, model) / len(shorts) if shorts else 0.0
+        turns = [Turn(view, due_of(view, now_s), each_s) for view in shorts]
+        if any(turn.due_s == math.inf for turn in turns):
+            return None
+        turns += [Turn(view, due_of(view, now_s), slower * self._alone_s(view, model)) for view in longs]
+        if any(turn.due_s == math.inf and turn.view.resumed for turn in turns):
+            return None
+        return plan_most_kept(turns, now_s)
+
+    def have_time(
+        self, longs: Sequence[WaitingView], shorts: Sequence[WaitingView], now_s: float, model: StepModel
+    ) -> bool:
+        """All are in time in any order, so that a plan changes nothing; False where somebody has no target.
+
+        On the hot path: by the times alone, which are known, and by what ``model`` adds to a pass at most.
+        """
+        chunk = self._longs.chunk_max_tokens
+        alone_s, passes, first_due_s = 0.0, 0, math.inf
+        for view in (*longs, *shorts):
+            due_s = view.deadline_s
+            if due_s is None:
+                return False
+            alone_s += due_s - view.latest_s
+            passes += 1 if chunk is None else 1 + view.new_tokens // chunk
+            first_due_s = min(first_due_s, due_s)
+        added_s = model.g0_s - self._model.g0_s + model.k0_s - self._model.k0_s
+        return now_s + self._knobs.arriving * (alone_s + added_s * passes) <= first_due_s
+
+    def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
+        """Those that are lost and have given way for their bound, in their order. On the hot path."""
+        stamp, arrived_s = self.stamp, now_s - self._knobs.give_way_s(self._longs)
+        latest_start_s = self.latest_start_s
+        return [
+            view
+            for view in views
+            if view.arrival_s <= arrived_s
+            and not view.resumed
+            and (view.latest_s if view.latest_stamp == stamp else latest_start_s(view)) < now_s
+        ]
+
+    def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
+        """Those that do not give way, in their order. Their latest starts are known (``DeadlineQueues``)."""
+        arrived_s = now_s - self._knobs.lost_end_s(self._longs)
+        return [view for view in views if view.latest_s >= now_s or view.arrival_s <= arrived_s or view.resumed]
+
+
+class DeadlineQueues(ClassQueues):
+    """The two classes of the queue, of which the latest start of each request is known.
+
+    Invariants, once ``follow(waiting)`` has returned: the latest start in each view is that of now; none is before
+    ``_first_latest_s``.
+    """
+
+    def __init__(self, boundary: Boundary, deadlines: Deadlines) -> None:
+        super().__init__(boundary)
+        self._deadlines = deadlines
+        self._first_latest_s = math.inf
+
+    def follow(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
+        self._stamp = self._deadlines.stamp  # new knobs or a new model change every latest start
+        return super().follow(waiting)
+
+    def any_is_late(self, now_s: float) -> bool:
+        """The latest start of somebody has passed."""
+        if self._first_latest_s >= now_s:
+            return False
+        if any(view.latest_s < now_s for view in self._order):
+            return True
+        self._first_latest_s = min(map(_LATEST_S, self._order), default=math.inf)
+        return False
+
+    def _note(self, view: WaitingView) -> None:
+        super()._note(view)
+        self._first_latest_s = min(self._first_latest_s, self._deadlines.latest_start_s(view))
+
+    def _divide(self, waiting: Sequence[WaitingView]) -> None:
+        self._first_latest_s = math.inf
+        super()._divide(waiting)
+
+
+class TargetLongs(LongQueue):
+    """The long class, in which a TTFT target protects its request until it is lost."""
+
+    def __init__(self, knobs: LongKnobs, slo: SloKnobs, model: StepModel) -> None:
+        self._slo = slo
+        super().__init__(knobs, model)
+
+    def set_slo(self, slo: SloKnobs) -> None:
+        self._slo = slo
+        self.stamp += 1
+
+    def find_age_s(self, view: WaitingView) -> float:
+        return aged_at_s(view, self.model, self.knobs, self._slo.age_bound_s(view, self.knobs))

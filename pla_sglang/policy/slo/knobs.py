@@ -1,0 +1,80 @@
+"""Knobs of what stands around the paper's policy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.policy.interface.prefill import WaitingView
+from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.temporal import TemporalKnobs
+
+
+@dataclasses.dataclass(frozen=True)
+class SloKnobs:
+    """How deadlines decide, and how decodes share passes with prefills. Of these, ``lost_age_s`` alone has a flag.
+
+    Attributes:
+        lost_age_s: so long after its arrival a lost request gives way; None: deadlines do not decide.
+        lost_times: a lost request counts as if it were not, after so many times the time that it gives way.
+        slower: a prefill takes so many times what it would take alone, as decode steps fall between and passes end
+            early for next tokens.
+        arriving: all takes so many times as long, as others arrive meanwhile.
+        most_planned: a plan over more requests would take longer than a pass may wait for it.
+        overdue_share: of prefill time for overdue requests, while that serves all of them within their bound.
+        lasting_share: what they get where it cannot, as under overload that lasts. With 0.05 half a point less is kept,
+            and P99 TTFT is no better (bench/lab/docs/fleets.md).
+        kv_share: of the KV cache, which lost requests leave free for those that can be kept.
+        decode_share: of the TPOT target, which decode steps must leave for lost requests to start. Steps get longer by
+            those that start, and by the prefills that they share passes with.
+        short_steps: where KV cache is short, a prefill is cut to the time of so many decode steps. With 3, half as many
+            again were thrown out on mooncake (docs/benchmarks/rules.md).
+        probe_passes: after so many passes without decodes, they join one to measure what they cost. Where joining takes
+            twice as long as not, this takes 0.4 % of the device.
+    """
+
+    lost_age_s: float | None = knob(None, allowed=Range(0, above=True))
+    lost_times: float = 20.0
+    slower: float = 1.2
+    arriving: float = 1.7
+    most_planned: int = 128
+    overdue_share: float = 0.05
+    lasting_share: float = 0.02
+    kv_share: float = 0.2
+    decode_share: float = 0.4
+    short_steps: int = 2
+    probe_passes: int = 256
+
+    def __post_init__(self) -> None:
+        check_fields(self, "slo")
+
+    def give_way_s(self, longs: LongKnobs) -> float:
+        """How long after its arrival a lost request gives way; from then on it is overdue."""
+        return max(longs.max_age_s, self.lost_age_s or 0.0)
+
+    def lost_end_s(self, longs: LongKnobs) -> float:
+        """How long after its arrival a request counts as if it were not lost."""
+        return self.lost_times * self.give_way_s(longs)
+
+    def age_bound_s(self, view: WaitingView, longs: LongKnobs) -> float | None:
+        """How long after its arrival ``view`` may be passed; None: as ``longs`` say.
+
+        Where deadlines decide, a target protects its request until it is lost; what then made it early would be device
+        time taken from those that can still be kept. From when on it is overdue it has a share of its own.
+        """
+        if self.lost_age_s is None or view.deadline_s is None:
+            return None
+        give_way_s = self.give_way_s(longs)
+        return give_way_s if view.deadline_s - view.arrival_s > give_way_s else self.lost_end_s(longs)
+
+
+@dataclasses.dataclass(frozen=True)
+class EnginePolicyKnobs(TemporalKnobs):
+    """Knobs of an engine's policy: the paper's, and of what stands around it.
+
+    Attributes:
+        batch_timeout_s: of DOPD's batching alone (``combined/length_batched.py``).
+    """
+
+    slo: SloKnobs = dataclasses.field(default_factory=SloKnobs)
+    batch_timeout_s: float = 0.1

@@ -1,0 +1,86 @@
+"""Whose TTFT targets are kept where not all can be: as many as possible (our rule, not a paper's).
+
+Of jobs with deadlines on one machine the fewest are late where they run by their deadlines, and where each time that
+one would be late the largest of those up to it is given up (Moore 1968, with Hodgson's algorithm). A prefill takes more
+of the device than it would alone (``SloKnobs.slower``).
+
+The plan says who is kept, not who is next. The usual order (shorts, then the least work) stays as long as it makes
+nobody late that the plan keeps, not even if others arrive meanwhile (``SloKnobs.arriving``): it answers sooner.
+Otherwise the first of the plan is next. Measured on azure_code, burst and hol: docs/benchmarks/rules.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import operator
+from collections.abc import Iterable, Sequence
+
+from pla_sglang.policy.interface.prefill import WaitingView
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Turn:
+    """One request of a plan.
+
+    Attributes:
+        due_s: by when its prefill is to end; infinite without a target, or where that is lost.
+        service_s: what it takes of the device.
+    """
+
+    view: WaitingView
+    due_s: float
+    service_s: float
+
+
+_DUE_S = operator.attrgetter("due_s")
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Plan:
+    """Attributes:
+    turns: of those that are kept, by their deadlines.
+    given_up: the others, by identity.
+    """
+
+    turns: Sequence[Turn]
+    given_up: frozenset[int]
+
+    def keeps(self, view: WaitingView) -> bool:
+        """``view``, which was planned, is kept."""
+        return id(view) not in self.given_up
+
+    def bears(self, first: Iterable[WaitingView], now_s: float, slower: float) -> bool:
+        """These may go before all others, and still nobody that is kept is late.
+
+        ``slower``: all takes so many times as long as planned, as others arrive.
+        """
+        ahead = {id(view) for view in first}
+        at_s = now_s + slower * sum(turn.service_s for turn in self.turns if id(turn.view) in ahead)
+        for turn in self.turns:
+            if id(turn.view) in ahead:
+                continue
+            at_s += slower * turn.service_s
+            if at_s > turn.due_s:
+                return False
+        return True
+
+
+def plan_most_kept(turns: Iterable[Turn], now_s: float) -> Plan:
+    """Moore and Hodgson's plan from ``now_s`` on."""
+    ordered = sorted(turns, key=_DUE_S)
+    at_s, largest, given_up = now_s, list[tuple[float, int, Turn]](), set[int]()
+    for place, turn in enumerate(ordered):
+        at_s += turn.service_s
+        heapq.heappush(largest, (-turn.service_s, place, turn))
+        if at_s > turn.due_s:
+            gone = heapq.heappop(largest)[2]
+            at_s -= gone.service_s
+            given_up.add(id(gone.view))
+    return Plan([turn for turn in ordered if id(turn.view) not in given_up], frozenset(given_up))
+
+
+def due_of(view: WaitingView, now_s: float) -> float:
+    """Its deadline; infinite where that is lost, or there is none. Its latest start is known."""
+    return math.inf if view.deadline_s is None or view.latest_s < now_s else view.deadline_s

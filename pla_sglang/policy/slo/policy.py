@@ -1,0 +1,235 @@
+"""Deadlines decide: who is lost, or given up, leaves the next pass to the others. Around PLA-Serve's temporal policy.
+
+The paper's policy chooses among those that are left, by its own rules (``pla/temporal.py``). Two rules come between its
+second and its third: a request that is lost and has given way for long enough runs, in its small share of time
+(OVERDUE, ``overdue.py``); then a long that would be late behind shorts and smaller longs, and is to be kept (URGENT).
+Where only lost requests wait, nothing may run for the sake of those to come (RESERVE). While deadlines do not decide,
+all is as without this file.
+
+First those that cannot be kept even alone are left out (``deadlines.py``). Of the others a plan keeps as many as
+possible (``plan.py``): who is given up for their sake is left out too, in this pass; the next one plans again.
+Where nobody can be kept the lost ones run, as far as that leaves room for those to come (``reserve.py``).
+Where the usual order would make one late that is kept, the first long of the plan is *urgent*. Not where those that are
+kept do not fit the KV cache together: then memory decides, and larger requests first would keep fewer (measured on
+mooncake and azure_conv, docs/benchmarks/rules.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
+from pla_sglang.policy.pla.longs import LongPick
+from pla_sglang.policy.pla.sharing import contents_of_parts
+from pla_sglang.policy.pla.temporal import Candidates, TemporalPolicy, parts_of
+from pla_sglang.policy.slo.deadlines import DeadlineQueues, Deadlines, TargetLongs
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
+from pla_sglang.policy.slo.overdue import OverdueShare, share_of, take_overdue
+from pla_sglang.policy.slo.plan import Plan
+from pla_sglang.policy.slo.reserve import leave_reserve
+
+
+@dataclasses.dataclass(slots=True)
+class Contenders(Candidates):
+    """The candidates without those that give way.
+
+    Attributes:
+        why: the reason of a long that is next only because others give way.
+        lost_chunk: the chunk under way is lost.
+        some_give_way: to others that are kept, or that may still come.
+        reserved: all that wait are lost, and nobody starts for the sake of those to come.
+        urgent: the long that has to go before shorts and smaller longs.
+    """
+
+    why: Reason | None = None
+    lost_chunk: bool = False
+    some_give_way: bool = False
+    reserved: bool = False
+    urgent: LongPick | None = None
+
+
+class Contest:
+    """Leaves out who gives way. ``queues`` have been followed up to the pass that is asked for."""
+
+    def __init__(self, knobs: SloKnobs, deadlines: Deadlines, longs: TargetLongs, queues: DeadlineQueues) -> None:
+        self._knobs = knobs
+        self._deadlines = deadlines
+        self._longs = longs
+        self._queues = queues
+
+    def set_knobs(self, knobs: SloKnobs) -> None:
+        self._knobs = knobs
+
+    def choose(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
+        """Takes out of ``field`` who gives way. ``model``: step times of a pass, with what decodes add."""
+        self._leave_lost_out(field, view, now_s)
+        self._keep_most(field, view, now_s, model)
+
+    def _leave_lost_out(self, field: Contenders, view: PassView, now_s: float) -> None:
+        """Shorts that are lost give way to longs too, longs only among themselves: shorts go first."""
+        deadlines, shorts, longs = self._deadlines, field.shorts, field.longs
+        kept_shorts, kept = shorts, longs
+        if self._queues.any_is_late(now_s):
+            kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
+        field.lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
+        can_keep = len(kept_shorts) + len(kept)
+        field.some_give_way = field.lost_chunk or can_keep < len(view.waiting)
+        if kept and (field.lost_chunk or len(kept) < len(longs)):
+            self._pick_among(field, kept, view, now_s, yields=field.lost_chunk)
+        if len(kept_shorts) < len(shorts) and (kept_shorts or kept):
+            field.why = field.why if kept_shorts or field.why else Reason.LOST_SHORT
+            field.shorts = kept_shorts
+        if not kept and can_keep < len(view.waiting):
+            self._leave_reserve(field, view, now_s, shorts_lost=not kept_shorts)
+
+    def _leave_reserve(self, field: Contenders, view: PassView, now_s: float, *, shorts_lost: bool) -> None:
+        """All longs are lost, and the shorts that are left too, or none of them."""
+        if shorts_lost:
+            field.shorts = leave_reserve(field.shorts, view, self._knobs)
+        longs = leave_reserve(field.longs, view, self._knobs)
+        if len(longs) < len(field.longs):
+            self._pick_among(field, longs, view, now_s, yields=False)
+            field.why = None
+        field.reserved = not field.shorts and not longs
+
+    def _keep_most(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
+        chunk = view.chunk
+        candidates = field.longs if chunk is None or field.lost_chunk else [chunk, *field.longs]
+        plan = self._deadlines.plan(candidates, field.shorts, now_s, model)
+        if plan is None or not plan.turns:
+            return
+        if plan.given_up:
+            field.some_give_way = True
+            field.shorts = [short for short in field.shorts if plan.keeps(short)]
+            chunk_gives_way = chunk is not None and (field.lost_chunk or not plan.keeps(chunk))
+            kept = [long for long in field.longs if plan.keeps(long)]
+            self._pick_among(field, kept, view, now_s, yields=chunk_gives_way)
+        first = field.shorts or (() if field.pick is None else (field.pick.view,))
+        fits = sum(turn.view.footprint_tokens for turn in plan.turns) <= view.kv_free_tokens
+        if fits and not plan.bears(first, now_s, self._knobs.arriving / self._knobs.slower):
+            field.urgent = self._find_first_long(plan, field.shorts, view)
+
+    def _pick_among(
+        self, field: Contenders, longs: list[WaitingView], view: PassView, now_s: float, *, yields: bool
+    ) -> None:
+        """The next long is one of these."""
+        before, field.longs = field.pick, longs
+        field.pick = self._longs.pick(
+            longs, view.chunk, now_s, shorts=False, budget_tokens=view.pass_budget_tokens, yields=yields
+        )[0]
+        if before is None or field.pick is None or before.view is not field.pick.view:
+            field.why = Reason.LOST_LONG
+
+    def _find_first_long(self, plan: Plan, shorts: Sequence[WaitingView], view: PassView) -> LongPick | None:
+        """The first of the plan that can run now; None where that is a short."""
+        chunk, among_shorts = view.chunk, {id(short) for short in shorts}
+        limit = min(self._longs.knobs.chunk_max_tokens or 0, view.pass_budget_tokens)
+        for turn in plan.turns:
+            if id(turn.view) in among_shorts:
+                return None
+            if chunk is None or turn.view is chunk or turn.view.new_tokens <= limit:
+                running = turn.view is chunk
+                return LongPick(turn.view, running=running, overtakes=chunk is not None and not running)
+        return None
+
+
+class SloPolicy(TemporalPolicy):
+    """PLA-Serve's temporal policy, in which TTFT targets decide who competes for a pass."""
+
+    knobs: EnginePolicyKnobs
+    longs: TargetLongs
+
+    def __init__(self, knobs: EnginePolicyKnobs, model: StepModel) -> None:
+        super().__init__(knobs, model)
+        self.deadlines = Deadlines(knobs.longs, knobs.slo, model)
+        self.overdue = OverdueShare()
+        self.longs = TargetLongs(knobs.longs, knobs.slo, model)
+        self._queues = queues = DeadlineQueues(self.boundary, self.deadlines)
+        self._contest = Contest(knobs.slo, self.deadlines, self.longs, queues)
+
+    def set_knobs(self, knobs: EnginePolicyKnobs) -> None:  # type: ignore[override]  # as it was made from
+        self.longs.set_slo(knobs.slo)
+        super().set_knobs(knobs)
+        self.deadlines.set(knobs.longs, knobs.slo, self.model)
+        self._contest.set_knobs(knobs.slo)
+
+    def set_model(self, model: StepModel) -> None:
+        super().set_model(model)
+        self.deadlines.set(self.knobs.longs, self.knobs.slo, model)
+
+    def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
+        super().on_pass(decision, view, admitted, now_s)
+        is_theirs = decision.reason is Reason.OVERDUE
+        if decision.action is Action.HOLD or not admitted or not (is_theirs or self.overdue.pause_s > 0):
+            return
+        share = None
+        if is_theirs:
+            bound_s = self.knobs.slo.give_way_s(self.knobs.longs)
+            share = share_of(self._list_overdue(view, now_s), self.model, bound_s, self.knobs.slo)
+        self.overdue.note(contents_of_parts(parts_of(decision, view, admitted)).step_s(self.model), share=share)
+
+    def _note_batch(self, decision: PassDecision, shorts: Sequence[WaitingView], now_s: float) -> None:
+        """What AWD learns from its batches; a pass of overdue requests is none of them."""
+        if decision.reason is not Reason.OVERDUE:
+            super()._note_batch(decision, shorts, now_s)
+
+    def _choose(self, field: Candidates, view: PassView, now_s: float) -> PassDecision:
+        if self.knobs.slo.lost_age_s is None:
+            return super()._choose(field, view, now_s)
+        left = Contenders(field.pick, field.shorts, field.longs, field.aged)
+        self._contest.choose(left, view, now_s, self._pass_model)
+        long = self._find_next_long(left, view, now_s)
+        decision = self._choose_by_right(left, long, view, now_s) or self._choose_by_target(left, view, now_s)
+        if decision is not None:
+            return decision
+        decision = self._choose_by_class(left, long, view, now_s)
+        if decision.reason is Reason.EMPTY and left.reserved:
+            return PassDecision(Action.HOLD, Reason.RESERVE)
+        if decision.reason is not Reason.NO_SHORT:
+            return decision
+        why, pick = left.why, long.pick
+        if left.some_give_way and pick is not None and pick.running and self._is_overdue(pick.view, now_s):
+            why = Reason.OVERDUE  # others cannot overtake it, so its share pays for all of it
+        return decision if why is None else dataclasses.replace(decision, reason=why)
+
+    def _choose_by_target(self, field: Contenders, view: PassView, now_s: float) -> PassDecision | None:
+        """Whose share of time it is, then who would be late in the usual order. None where that is nobody."""
+        if field.some_give_way and self.overdue.is_owed:
+            overdue = self._overdue_pass(view, field.longs, now_s)
+            if overdue is not None:
+                return overdue
+        if field.urgent is None:
+            return None
+        other = bool(field.shorts) or view.chunk is not None
+        if self._find_obstacle(field.urgent, view, now_s, owed=False, other=other) is not None:
+            return None
+        return self._long(field.urgent, view, field, now_s, Reason.URGENT)
+
+    def _is_overdue(self, view: WaitingView, now_s: float) -> bool:
+        return bool(self.deadlines.list_overdue([view], now_s))
+
+    def _list_overdue(self, view: PassView, now_s: float) -> list[WaitingView]:
+        """All that are overdue, with the chunk under way, which is no longer in the queue."""
+        waiting = view.waiting if view.chunk is None else [*view.waiting, view.chunk]
+        return self.deadlines.list_overdue(waiting, now_s)
+
+    def _overdue_pass(self, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision | None:
+        """The pass of the earliest that are overdue; None where there are none, or they cannot run."""
+        chunk, overdue = view.chunk, self._list_overdue(view, now_s)
+        if not overdue:
+            return None
+        most_tokens = self.knobs.longs.chunk_max_tokens or 0
+        batch = take_overdue(overdue, view, self.boundary, most_tokens=most_tokens)
+        if not batch:
+            return None
+        first = batch[0]
+        if first is not chunk and self.boundary.is_short(first.new_tokens, first.history_tokens):
+            if view.slots <= 0 or self._blocked.is_blocked(PrefillClass.SHORT, view, other=True):
+                return None
+            return PassDecision(Action.SHORT, Reason.OVERDUE, batch, park=chunk is not None)
+        pick = LongPick(first, running=first is chunk, overtakes=chunk is not None and first is not chunk)
+        if self._find_obstacle(pick, view, now_s, owed=False, other=True) is not None:
+            return None
+        return self._alone(pick, view, longs, now_s, Reason.OVERDUE)

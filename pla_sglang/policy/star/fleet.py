@@ -1,0 +1,35 @@
+"""STAR by name, with and without predicted lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pla_sglang.policy.common.dispatch import least_tokens
+from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup
+from pla_sglang.policy.star.horizon import HorizonKnobs
+from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
+from pla_sglang.policy.star.predictors import NoPrediction
+from pla_sglang.policy.star.select import SelectKnobs
+
+
+def make_controller(setup: Setup, *, predict: bool = True) -> StarRescheduler:
+    """``predict``: by remaining lengths, not by the present load alone."""
+    knobs = StarKnobs(
+        HorizonKnobs() if predict else HorizonKnobs(steps=0),
+        SelectKnobs(migrate_base_s=setup.move_pause_s),
+        interval_s=setup.move_interval_s,
+        rest_s=setup.move_rest_s,
+    )
+    return StarRescheduler(knobs, setup.predictor if predict else NoPrediction(), setup.client_gain())
+
+
+def _make(setup: Setup, *, predict: bool = True) -> Built:
+    return least_tokens(), (make_controller(setup, predict=predict),), setup.split()
+
+
+POLICIES: Mapping[str, FleetPolicy] = {
+    "star": FleetPolicy(_make, live=True, fixed_split=True, migrates=True),
+    "star-no-prediction": FleetPolicy(
+        lambda setup: _make(setup, predict=False), live=True, fixed_split=True, migrates=True
+    ),
+}
