@@ -102,7 +102,8 @@ def test_behind_sglangs_own_router(
         router = fork_parent.fork_program(module, words, {}, log.fileno())
     try:
         # It says that it is healthy before it knows its instances.
-        until(lambda: servers.is_healthy(url, "/generate", greedy_body(prompts[0], 1)), what="a router that serves")
+        body = greedy_body(prompts[0], 1)
+        until(lambda: servers.is_healthy(url, "/generate", body), what="a router that serves", poll_s=0.1)
         answers = [fetch(f"{url}/generate", greedy_body(prompt, NEW_TOKENS)) for prompt in prompts]
     finally:
         router.end(1.0)
