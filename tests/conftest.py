@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,8 +23,13 @@ settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+# Tests in here start real servers, which take what cores there are: one after the other, after all others.
+E2E = "tests/e2e/"
+
 # Folders whose tests drive real processes or sockets beside those marked e2e.
 LIVE_FOLDERS = {"bench", "cluster", "load", "router"}
+
+SLOWEST_FILES = 30  # how many a run lists
 
 # Of those marked e2e, what CI runs on every version of SGLang.
 HOST_E2E = {"test_temporal_server", "test_riding", "test_cpu_pd", "test_stateless_pair", "test_spatial_server"}
@@ -33,8 +40,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     What failed at first is listed at the end of the run as RERUN. Tests of pure code get no second run.
 
-    Tests that meet SGLang are marked as such, by what their module imports.
+    Tests that meet SGLang are marked as such, by what their module imports. Those of real servers come last.
     """
+    items.sort(key=lambda item: item.nodeid.startswith(E2E))
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         is_e2e = item.get_closest_marker("e2e") is not None
@@ -42,6 +50,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
         if item.path.stem in HOST_E2E if is_e2e else item.path in modules_that_meet_the_host():
             item.add_marker(pytest.mark.host)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: each file on one worker, so that its fixtures are made once; all of ``E2E`` on one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class EndToEndOnOne(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return E2E if nodeid.startswith(E2E) else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False  # in the order of the collection
+    return EndToEndOnOne(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Where the time of a run goes, for the table in CONTRIBUTING.md."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration  # type: ignore[assignment]
+    terminalreporter.section(f"slowest files of {sum(seconds.values()):.0f} s")
+    for file, taken_s in seconds.most_common(SLOWEST_FILES):
+        terminalreporter.write_line(f"{taken_s:7.1f} s  {file}")
 
 
 @pytest.fixture(scope="session")

@@ -16,13 +16,16 @@ DISABLED_ENV = "SGLANG_DISABLED_MODEL_ARCHS"
 
 def lean_environment(engines: Sequence[Sequence[str]]) -> dict[str, str]:
     """Environment that excludes SGLang's own models, if every engine (its arguments) serves the chain model."""
-    if not all(serves_chain(arguments) for arguments in engines):
-        return {}
+    return without_models() if all(serves_chain(arguments) for arguments in engines) else {}
+
+
+def without_models(*kept: str) -> dict[str, str]:
+    """Environment in which SGLang imports none of its model files but those of these names."""
     spec = importlib.util.find_spec("sglang")  # finds the package without importing it
     if spec is None or not spec.submodule_search_locations:
         return {}
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "models"
-    names = [module.name for module in pkgutil.iter_modules([str(folder)]) if module.name != "registry"]
+    names = {module.name for module in pkgutil.iter_modules([str(folder)])} - {"registry", *kept}
     return {DISABLED_ENV: ",".join(sorted(names))}
 
 

@@ -36,8 +36,10 @@ PRELOADED = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.tp_worker",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.disaggregation.nixl.conn",
+    "sglang.srt.layers.attention.torch_native_backend",
     "sglang.srt.models.registry",
     "pla_sglang.launch_server",
     "pla_sglang.emulate.hooks",
@@ -59,6 +61,8 @@ def preload_modules() -> None:
 
     for name in PRELOADED:
         importlib.import_module(name)
+    # SGLang 0.5.23 imports its model files when one is first asked for, which each fork would do by itself.
+    importlib.import_module("sglang.srt.models.registry").ModelRegistry.get_supported_archs()
     with contextlib.suppress(ImportError):  # only with the bench extra
         importlib.import_module("sglang_router.launch_router")
     gc.collect()

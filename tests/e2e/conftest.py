@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.bad_requests import BAD, refusal
-from support.forked_servers import ForkedServer, ForkParent
+from support.clusters import running_cluster
+from support.forked_servers import ONE_MODEL, ForkedServer, ForkParent
 from support.load import FLAGS, Reference, ask_all
 from support.serving import Client
 from support.tiny_model import VOCABULARY_SIZE, make_tiny_model
@@ -19,6 +20,7 @@ from support.tiny_model import VOCABULARY_SIZE, make_tiny_model
 from pla_sglang.testing.server import Server, running
 
 NEW_TOKENS = 24
+STOP_S = 0.5  # SGLang waits for what still runs; a test that wants to see that waits itself
 PROMPT_LENGTHS = (1, 5, 16, 17, 63, 200, 450, 700)
 
 _live: list[Server] = []
@@ -89,8 +91,24 @@ def serving() -> Callable[..., AbstractContextManager[tuple[Server, ...]]]:
 
 @pytest.fixture(scope="session")
 def forked(fork_parent: ForkParent) -> Callable[..., Server]:
-    """``forked(model, args, ...)``: as ``Server``, without the import of SGLang. Tests of a start use ``Server``."""
-    return functools.partial(ForkedServer, fork_parent)
+    """``forked(model, args, ...)``: as ``Server``, without the import of SGLang. Tests of a start use ``fresh``."""
+    return functools.partial(ForkedServer, fork_parent, stop_timeout_s=STOP_S)
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Callable[..., Server]:
+    """``fresh(model, args, ...)``: as ``Server``, a true command line. SGLang imports one of its model files only."""
+
+    def make(*args: Any, env: Mapping[str, str] | None = None, **options: Any) -> Server:
+        return Server(*args, env={**ONE_MODEL, **(env or {})}, stop_timeout_s=STOP_S, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def forked_cluster(fork_parent: ForkParent) -> Callable[..., AbstractContextManager[dict[str, Any]]]:
+    """``with forked_cluster(folder, *arguments) as described``: ``launch_cluster``, without the import of SGLang."""
+    return functools.partial(running_cluster, fork_parent)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -107,7 +125,7 @@ def reference(
     tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable[..., Any]
 ) -> Reference:
     """What stock SGLang answers, one request after the other. Its server is gone before any other starts."""
-    server = forked(tiny_model("float32"), ("--device", "cpu", "--chunked-prefill-size", "256"), stop_timeout_s=0.5)
+    server = forked(tiny_model("float32"), ("--device", "cpu", "--chunked-prefill-size", "256"))
     with serving(server):
         client = Client(server)
         answers = ask_all(client)
@@ -117,11 +135,14 @@ def reference(
 
 @pytest.fixture(scope="session")
 def temporal(
-    tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable[..., Any]
+    tiny_model: Callable[[str], Path],
+    forked: Callable[..., Server],
+    fresh: Callable[..., Server],
+    serving: Callable[..., Any],
 ) -> Callable[..., AbstractContextManager]:
     """``with temporal("--flag", ...) as client``: a server with temporal disaggregation, checked for leftovers.
 
-    ``fresh=True``: it is no fork, but imports SGLang itself, in each of its processes.
+    ``is_fresh=True``: it is no fork, but imports SGLang itself, in each of its processes.
     """
 
     @contextmanager
@@ -129,8 +150,8 @@ def temporal(
         admin_key = options.pop("admin_key", None)
         keys = () if admin_key is None else ("--admin-api-key", admin_key)
         subcommand = options.pop("subcommand", None)
-        make_server = Server if options.pop("fresh", False) else forked
-        options = {"module": "pla_sglang.launch_server", "stop_timeout_s": 0.5} | options
+        make_server = fresh if options.pop("is_fresh", False) else forked
+        options = {"module": "pla_sglang.launch_server"} | options
         server = make_server(tiny_model("float32"), (*FLAGS, *flags, *keys), **options)
         if subcommand is not None:  # the console script ``sglang``, whose module does nothing under ``python -m``
             server._command[1:3] = ["-c", "from sglang.cli.main import main; main()", subcommand]

@@ -60,7 +60,7 @@ class Trio:
 @pytest.fixture(scope="module")
 def trio(forked: Callable[..., Server], serving: Callable[..., Any]) -> Iterator[Trio]:
     pytest.importorskip("nixl", reason="KV transfer needs NIXL")
-    servers = [forked(None, FLAGS, module="pla_sglang.launch_server", stop_timeout_s=1.0) for _ in range(3)]
+    servers = [forked(None, FLAGS, module="pla_sglang.launch_server") for _ in range(3)]
     with serving(*servers) as running:
         yield Trio(running)
 

@@ -43,9 +43,8 @@ def pair(
     prefill = forked(
         tiny_model("float32"),
         (*common, "--disaggregation-mode", "prefill", "--chunked-prefill-size", "64"),
-        stop_timeout_s=0.5,
     )
-    decode = forked(tiny_model("float32"), (*common, "--disaggregation-mode", "decode"), stop_timeout_s=0.5)
+    decode = forked(tiny_model("float32"), (*common, "--disaggregation-mode", "decode"))
     with serving(prefill, decode):
         yield Pair(request.param, prefill, decode)
 

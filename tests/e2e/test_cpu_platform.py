@@ -24,13 +24,12 @@ class Variant:
     dtype: str
     page_size: int
     args: tuple[str, ...]
-    env: tuple[tuple[str, str], ...] = ()
-    fresh: bool = False  # starts by itself and chooses the platform; the others are forked where it is chosen already
+    is_fresh: bool = False  # it chooses the platform by itself; the others are forked where it is chosen already
 
 
 CPU = ("--device", "cpu")
 VARIANTS = (
-    Variant("page 1, whole prompts, overlap", "float32", 1, CPU, fresh=True),
+    Variant("page 1, whole prompts, overlap", "float32", 1, CPU, is_fresh=True),
     # The pool holds two long prompts at most, so pages are evicted and requests wait for pages.
     Variant(
         "page 16, chunks of 64, overlap, small pool",
@@ -50,8 +49,8 @@ VARIANTS = (
         16,
         (*CPU, "--tp-size", "2", "--page-size", "16", "--chunked-prefill-size", "64"),
     ),
-    # Chosen by the environment instead of the command line.
-    Variant("bfloat16, page 16", "bfloat16", 16, ("--page-size", "16"), (("SGLANG_PLA_PLATFORM", "cpu"),), fresh=True),
+    # Chosen by the environment that it is forked in, instead of the command line.
+    Variant("bfloat16, page 16", "bfloat16", 16, ("--page-size", "16")),
 )
 
 
@@ -62,11 +61,14 @@ def variant(request: pytest.FixtureRequest) -> Variant:
 
 @pytest.fixture(scope="module")
 def server(
-    variant: Variant, tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable
+    variant: Variant,
+    tiny_model: Callable[[str], Path],
+    forked: Callable[..., Server],
+    fresh: Callable[..., Server],
+    serving: Callable,
 ) -> Iterator[Server]:
-    make_server = Server if variant.fresh else forked
-    made = make_server(tiny_model(variant.dtype), variant.args, env=dict(variant.env), stop_timeout_s=0.5)
-    with serving(made) as (server,):
+    make_server = fresh if variant.is_fresh else forked
+    with serving(make_server(tiny_model(variant.dtype), variant.args)) as (server,):
         yield server
 
 

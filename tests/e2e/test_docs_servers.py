@@ -26,7 +26,7 @@ STARTED = [command for command in commands_of(LAUNCH_SERVER) if not set(CHECKED_
 BODY = {"text": "What is a list?", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 
 
-def server_of(command: Command) -> Server:
+def server_of(command: Command, fresh: Callable[..., Server]) -> Server:
     from pla_sglang.demo import demo_model_path
 
     words = list(command.arguments)
@@ -34,12 +34,14 @@ def server_of(command: Command) -> Server:
     if "--model-path" in words:
         place = words.index("--model-path")
         model, words[place : place + 2] = demo_model_path(), []
-    return Server(model, [*words, "--device", "cpu"], module=LAUNCH_SERVER, stop_timeout_s=0.5)
+    return fresh(model, [*words, "--device", "cpu"], module=LAUNCH_SERVER)
 
 
 @pytest.mark.parametrize("command", STARTED, ids=str)
-def test_servers_and_their_curl_lines(command: Command, serving: Callable[..., Any]) -> None:
-    with serving(server_of(command)) as (server,):
+def test_servers_and_their_curl_lines(
+    command: Command, fresh: Callable[..., Server], serving: Callable[..., Any]
+) -> None:
+    with serving(server_of(command, fresh)) as (server,):
         assert server.post("/generate", BODY)["meta_info"]["completion_tokens"] == 4
         if "--prefill-disagg" in command.words:
             for line in curl_lines():

@@ -26,8 +26,8 @@ def engines(
 ) -> Iterator[list[Server]]:
     common = ("--device", "cpu", "--prefill-disagg", "temporal")
     flags = ((*common, "--is-embedding"), common)
-    made = [forked(tiny_model("float32"), own, module="pla_sglang.launch_server", stop_timeout_s=0.5) for own in flags]
-    with serving(made[0]), serving(made[1]):
+    made = [forked(tiny_model("float32"), own, module="pla_sglang.launch_server") for own in flags]
+    with serving(*made):
         yield made
 
 

@@ -35,7 +35,7 @@ def test_adapters_in_mixed_load(
     questions = [(prompt, {"lora_path": name}) for name in NAMES for prompt in SHORTS[4:8]]
     questions += [(prompt, {}) for prompt in SHORTS[4:8]]
     longs = [(LONGS[0], {"lora_path": "red"}), (LONGS[1], {"lora_path": "green"}), (LONGS[0], {})]
-    with temporal(*flags, env={"PYTHONPATH": str(UNPINNED)}, fresh=True) as client:
+    with temporal(*flags, env={"PYTHONPATH": str(UNPINNED)}) as client:
         alone = [client.ask(prompt, NEW_TOKENS, **body)["output_ids"] for prompt, body in [*longs, *questions]]
         per_adapter = [tuple(map(tuple, alone[3 + 4 * index : 7 + 4 * index])) for index in range(4)]
         assert len(set(per_adapter)) == 4, "an adapter changes nothing"

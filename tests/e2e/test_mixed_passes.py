@@ -34,7 +34,6 @@ def reports(
         None,
         (*FLAGS, "--pla-telemetry", address, "--log-level", "warning"),
         module="pla_sglang.launch_server",
-        stop_timeout_s=2.0,
     )
     with serving(server):
         yield server, puller

@@ -39,15 +39,14 @@ def pair(
     reference: Reference,
     tiny_model: Callable[[str], Path],
     forked: Callable[..., Server],
+    fresh: Callable[..., Server],
     serving: Callable[..., Any],
 ) -> Iterator[Pair]:
     """The prefill instance is no fork: what it needs of a PD instance has to be found by freshly imported processes."""
     pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
     common = ("--disaggregation-transfer-backend", "nixl", "--disaggregation-mode")
-    prefill = Server(tiny_model("float32"), (*FLAGS, *common, "prefill"), stop_timeout_s=0.5)
-    decode = forked(
-        tiny_model("float32"), ("--device", "cpu", "--enable-metrics", *common, "decode"), stop_timeout_s=0.5
-    )
+    prefill = fresh(tiny_model("float32"), (*FLAGS, *common, "prefill"))
+    decode = forked(tiny_model("float32"), ("--device", "cpu", "--enable-metrics", *common, "decode"))
     with serving(prefill, decode):
         yield Pair(Client(prefill), Client(decode))
 

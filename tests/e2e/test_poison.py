@@ -53,7 +53,7 @@ def client(
     tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable[..., Any]
 ) -> Iterator[Client]:
     flags = ("--device", "cpu", "--prefill-disagg", "temporal", "--enable-mixed-chunk", "--chunked-prefill-size", "64")
-    server = forked(tiny_model("float32"), flags, module="pla_sglang.launch_server", stop_timeout_s=0.5)
+    server = forked(tiny_model("float32"), flags, module="pla_sglang.launch_server")
     with serving(server):
         yield Client(server)
 
@@ -101,7 +101,7 @@ def test_an_embedding_engine_generates_nothing(
     tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable[..., Any]
 ) -> None:
     flags = ("--device", "cpu", "--prefill-disagg", "temporal", "--is-embedding")
-    server = forked(tiny_model("float32"), flags, module="pla_sglang.launch_server", stop_timeout_s=0.5)
+    server = forked(tiny_model("float32"), flags, module="pla_sglang.launch_server")
     embed = ("/v1/embeddings", {"model": "default", "input": "hello"})
     chat = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
     with serving(server):
@@ -128,7 +128,6 @@ def test_a_pair_lives_on(
             tiny_model("float32"),
             (*common, "--disaggregation-mode", mode, *(("--prefill-disagg", "temporal") if mode == "prefill" else ())),
             module="pla_sglang.launch_server",
-            stop_timeout_s=0.5,
         )
         for mode in ("prefill", "decode")
     )

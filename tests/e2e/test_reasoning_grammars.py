@@ -37,7 +37,7 @@ def server(
     if request.param == "stateless":
         pytest.importorskip("nixl", reason="KV transfer needs NIXL")
     flags = FLAGS + (STATELESS if request.param == "stateless" else ())
-    made = forked(None, flags, module="pla_sglang.launch_server", stop_timeout_s=2.0)
+    made = forked(None, flags, module="pla_sglang.launch_server")
     with serving(made):
         yield made
 

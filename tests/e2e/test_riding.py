@@ -46,7 +46,7 @@ def emulated(
     request: pytest.FixtureRequest, forked: Callable[..., Server], serving: Callable[..., Any]
 ) -> Iterator[Server]:
     flags = (*EMULATED, "--pla-mixing", request.param)
-    server = forked(None, flags, module="pla_sglang.launch_server", stop_timeout_s=2.0)
+    server = forked(None, flags, module="pla_sglang.launch_server")
     with serving(server):
         yield server
 

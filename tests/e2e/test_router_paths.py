@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from e2e.test_router_relays import PATIENCE_S, running, words_of
+from e2e.test_router_relays import FLAGS, PATIENCE_S, words_of
 
 from pla_sglang import chain
 from pla_sglang.testing.server import HttpError, open_url
@@ -17,8 +17,9 @@ pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    with running(tmp_path_factory.mktemp("paths"), "--unified", "1", "--policy", "minimal-load") as described:
+def cluster(tmp_path_factory: pytest.TempPathFactory, forked_cluster: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+    router = ("--router", "pla", "--policy", "minimal-load")
+    with forked_cluster(tmp_path_factory.mktemp("paths"), *FLAGS, "--unified", "1", *router) as described:
         yield described
 
 

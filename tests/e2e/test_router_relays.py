@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
-from e2e.test_emulation import ask, get, launch, wait_ready
+from e2e.test_emulation import ask, get
 from support.relays import request_bytes
 from support.serving import until
 
@@ -34,32 +34,15 @@ pytestmark = pytest.mark.e2e
 SCALE = 4
 LONG_ANSWER = 3000
 PATIENCE_S = 20.0  # of one step of a test; what it waits for takes a second or two
-PROFILE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--pla-time-scale", str(SCALE))
-
-
-@contextlib.contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[dict[str, Any]]:
-    """A cluster behind our router."""
-    state, log = folder / "state.json", folder / "log"
-    process = launch(state, log, *PROFILE, "--incremental-streaming-output", "--router", "pla", *arguments)
-    try:
-        yield wait_ready(process, state, log) | {"process": process, "log": log}
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(40)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+FLAGS = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--pla-time-scale", str(SCALE), "--incremental-streaming-output")
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, forked_cluster: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
-    pair = ("--prefill", "1", "--decode", "1", "--policy", "static-pd-round-robin")
-    with running(tmp_path_factory.mktemp("relays"), *pair, "--router-args", "--relay-workers 2") as described:
-        yield described
+    router = ("--router", "pla", "--policy", "static-pd-round-robin", "--router-args", "--relay-workers 2")
+    with forked_cluster(tmp_path_factory.mktemp("relays"), *FLAGS, "--prefill", "1", "--decode", "1", *router) as one:
+        yield one
 
 
 def held(cluster: dict[str, Any], kind: str) -> int:
@@ -256,7 +239,7 @@ def test_the_end_leaves_no_process(cluster: dict[str, Any]) -> None:
     assert [cause for cause in causes_of_tracebacks(Path(cluster["log"])) if ABORTED_TRANSFER not in cause] == []
 
 
-def test_a_failed_transfer_is_not_seen_by_the_client(tmp_path: Path) -> None:
+def test_a_failed_transfer_is_not_seen_by_the_client(tmp_path: Path, forked_cluster: Callable[..., Any]) -> None:
     """At either end of the pair, a quarter of them: every answer is whole and right, and nothing is left behind.
 
     The engines have an admin key, without which they refuse the aborts of what is to be sent again.
@@ -264,7 +247,7 @@ def test_a_failed_transfer_is_not_seen_by_the_client(tmp_path: Path) -> None:
     pytest.importorskip("nixl", reason="PD disaggregation needs NIXL")
     fleet = ("--prefill", "1", "--decode", "1", "--pla-emulate-kv-failures", "0.25", "--admin-api-key", "admins")
     router = "--transfer-attempts 12 --worker-admin-key admins"
-    with running(tmp_path, *fleet, "--router-args", router) as described:
+    with forked_cluster(tmp_path, *FLAGS, *fleet, "--router", "pla", "--router-args", router) as described:
         described["headers"] = {"Authorization": "Bearer admins"}  # its router asks for what its engines ask for
         ask(described["url"], 40, seed=12, gap_s=0.03, timeout_s=2 * PATIENCE_S)
         wait_until_idle(described)

@@ -113,7 +113,7 @@ def engine(
     name = request.param
     env = LOW_GUESS if name == "retracted" else {}
     flags = (*COMMON, *SETTINGS[name])
-    server = forked(None, flags, module="pla_sglang.launch_server", env=env, stop_timeout_s=2.0)
+    server = forked(None, flags, module="pla_sglang.launch_server", env=env)
     with serving(server):
         yield name, server
 

@@ -3,23 +3,19 @@ answer, log, file or command line. Spans: ``tests/router/test_tracing.py``."""
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from e2e.test_emulation import wait_ready
+from support.clusters import end_cluster
 
 from pla_sglang.secret_names import HIDDEN
 
@@ -36,35 +32,20 @@ PATH_VALUES = {"worker": "0", "rid": "r1", "seconds": "1", "model": "chain", "re
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, forked_cluster: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     pytest.importorskip("nixl", reason="stateless instances need NIXL")
     folder = tmp_path_factory.mktemp("secrets")
-    files = {name: folder / name for name in ("state.json", "log", "memory.json", "access", "run.jsonl.gz")}
+    files = {name: folder / name for name in ("memory.json", "access", "run.jsonl.gz")}
     kept = tmp_path_factory.mktemp("keys")  # apart from what is searched
     for name, key in (("worker", WORKER), ("operator", OPERATOR)):
         (kept / name).write_text(f"{key}\n")
         (kept / name).chmod(0o600)
     router = f"--record {files['run.jsonl.gz']} --access-log {files['access']} --memory-file {files['memory.json']}"
-    command = [sys.executable, "-m", "pla_sglang.launch_cluster", "--stateless", "2", *ENGINE, "--migration", "on"]
-    command += ["--state-file", str(files["state.json"]), "--router-args", f"{router} --relay-workers 1"]
-    command += ["--api-key-file", str(kept / "worker"), "--router-admin-key-file", str(kept / "operator")]
+    arguments = ["--stateless", "2", *ENGINE, "--migration", "on", "--router-args", f"{router} --relay-workers 1"]
+    arguments += ["--api-key-file", str(kept / "worker"), "--router-admin-key-file", str(kept / "operator")]
     variables = {"PLA_WORKER_ADMIN_KEY": WORKER_ADMIN, "PLA_ROUTER_API_KEY": CLIENT, "HF_TOKEN": f"{MARK}-hf"}
-    with files["log"].open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **variables}, start_new_session=True
-        )
-    try:
-        yield wait_ready(process, files["state.json"], files["log"]) | {"process": process, "folder": folder}
-    finally:
-        end(process)
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Also one that has ended."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(60)
+    with forked_cluster(folder, *arguments, env=variables) as described:
+        yield described | {"folder": folder}
 
 
 def ask(url: str, key: str = "", body: Any = None) -> tuple[int, str]:
@@ -123,21 +104,20 @@ def test_the_router_says_what_tools_read(cluster: dict[str, Any]) -> None:
 
 
 def test_no_mark_is_in_an_answer(cluster: dict[str, Any]) -> None:
-    asked, leaks = 0, []
+    questions: list[tuple[str, str, Any]] = []
     for member in (cluster["router"], *cluster["instances"]):
         routes = routes_of(member["url"])
         assert {"/server_info", "/model_info", "/v1/models"} <= {*routes}
         for path in (*routes, "/workers/9", "/pla/nothing", "/nothing", "/pla/view"):
-            for key in ("", "wrong", WORKER, WORKER_ADMIN, CLIENT, OPERATOR):
-                asked += 1
-                if MARK in (text := ask(member["url"] + path, key)[1]):
-                    leaks.append((member["name"], path, key, text[:300]))
+            keys = ("", "wrong", WORKER, WORKER_ADMIN, CLIENT, OPERATOR)
+            questions += [(member["url"] + path, key, None) for key in keys]
         for body in ({"text": 5}, [], {"text": "a", "sampling_params": {"top_p": 9}}):
-            for key in ("", WORKER, CLIENT):
-                if MARK in ask(f"{member['url']}/generate", key, body)[1]:
-                    leaks.append((member["name"], body, key, ""))
+            questions += [(f"{member['url']}/generate", key, body) for key in ("", WORKER, CLIENT)]
+    assert len(questions) > 200
+    with ThreadPoolExecutor(8) as pool:  # some answers take a second
+        answers = pool.map(lambda question: ask(*question)[1], questions)
+        leaks = [(question, text[:300]) for question, text in zip(questions, answers, strict=True) if MARK in text]
     assert leaks == []
-    assert asked > 200
 
 
 def test_no_mark_is_in_a_command_line(cluster: dict[str, Any]) -> None:
@@ -154,7 +134,7 @@ def read_files(folder: Path) -> dict[str, str]:
 def test_no_mark_is_in_a_file(cluster: dict[str, Any]) -> None:
     """The last one: it ends the cluster, so that its files are whole."""
     found = cluster.setdefault("running", read_files(cluster["folder"]))  # of the first run of this test
-    end(cluster["process"])
+    end_cluster(cluster["process"])
     found = found | read_files(cluster["folder"])
     found["recording"] = gzip.decompress((cluster["folder"] / "run.jsonl.gz").read_bytes()).decode()
     assert {"state.json", "log", "memory.json", "access", "recording"} <= found.keys()

@@ -49,7 +49,7 @@ class Spatial(Client):
 
 @pytest.fixture(scope="module")
 def client(reference: Reference, temporal: Callable[..., Any]) -> Iterator[Spatial]:
-    with temporal(*FLAGS, admin_key=KEY, fresh=True) as plain:
+    with temporal(*FLAGS, admin_key=KEY, is_fresh=True) as plain:
         yield Spatial(plain.server, plain.admin_key)
 
 

@@ -17,13 +17,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import Any
 
 import pytest
-from e2e.test_emulation import launch, wait_ready
 from e2e.test_router_control import call
 
 from bench.harness.replay import Planned, Record, Replay, count_wrong
@@ -37,28 +34,27 @@ MODEL = {"chain_answers": "text", "chain_check_prefixes": True}
 ENGINE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--enable-mixed-chunk", "--chunked-prefill-size", "256")
 
 
-@contextlib.contextmanager
-def running_cluster(folder: Path, *arguments: str, router_args: str = "") -> Iterator[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def stateless_cluster(forked_cluster: Callable[..., Any]) -> Callable[..., Any]:
+    """``with stateless_cluster(folder, *arguments, router_args=...) as described``; its recording is ``record``."""
     pytest.importorskip("nixl", reason="stateless instances need NIXL")
-    state, log, record = folder / "state.json", folder / "log", folder / "run.jsonl.gz"
-    process = launch(
-        *(state, log, "--stateless", "2", *ENGINE, *arguments),
-        *("--router-args", f"--record {record} {router_args}"),
-    )
-    try:
-        yield wait_ready(process, state, log) | {"process": process, "log": log, "record": record}
-    finally:
-        for number in (signal.SIGINT, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
-            with suppress(TimeoutExpired):
-                process.wait(40)
+
+    @contextlib.contextmanager
+    def start(folder: Path, *arguments: str, router_args: str = "") -> Iterator[dict[str, Any]]:
+        record = folder / "run.jsonl.gz"
+        router = ("--router-args", f"--record {record} {router_args}")
+        with forked_cluster(folder, "--stateless", "2", *ENGINE, *arguments, *router) as described:
+            yield described | {"record": record}
+
+    return start
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, stateless_cluster: Callable[..., Any]
+) -> Iterator[dict[str, Any]]:
     model = ("--json-model-override-args", json.dumps(MODEL))
-    with running_cluster(tmp_path_factory.mktemp("stateless"), "--policy", "arrow", *model) as running:
+    with stateless_cluster(tmp_path_factory.mktemp("stateless"), "--policy", "arrow", *model) as running:
         yield running
 
 
@@ -141,10 +137,10 @@ def send_at_once(url: str, requests: int, answer_tokens: int) -> list[Record]:
     return asyncio.run(Replay(url, timeout_s=200.0).run(planned))
 
 
-def test_star_moves_running_requests(tmp_path: Path) -> None:
+def test_star_moves_running_requests(tmp_path: Path, stateless_cluster: Callable[..., Any]) -> None:
     """All decode on one instance until the other one may too. 300 tokens take 8 s; the policy looks every 0.2 s."""
     flags = ("--policy", "star", "--migration", "on", "--pla-time-scale", "4")
-    with running_cluster(tmp_path, *flags, router_args="--move-interval-ms 50") as running:
+    with stateless_cluster(tmp_path, *flags, router_args="--move-interval-ms 50") as running:
         url = running["router"]["url"]
 
         def read_state() -> dict[str, Any]:

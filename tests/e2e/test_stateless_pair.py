@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import NEW_TOKENS
+from support.forked_servers import ForkParent
 from support.hop_commands import LONG_ANSWER, Instance, hold, hops, next_room, order, pull, redo, stateless
 from support.serving import Client, Prompt, aborted, outputs, until
 from support.stateless_pair import Pair
@@ -23,6 +24,7 @@ from bench.check.hops import storm
 from bench.check.hops.plans import ANSWER_TOKENS, Body, plan_life
 from bench.check.hops.streams import GENERATE
 from bench.harness import servers
+from pla_sglang.cluster.ports import free_port
 from pla_sglang.testing.server import Server, fetch, greedy_body
 
 pytestmark = pytest.mark.e2e
@@ -46,12 +48,15 @@ LONG: Prompt = [3 + (7 * place) % 500 for place in range(4000)]
 
 @pytest.fixture(scope="module")
 def pair(
-    tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable[..., Any]
+    tiny_model: Callable[[str], Path],
+    forked: Callable[..., Server],
+    fresh: Callable[..., Server],
+    serving: Callable[..., Any],
 ) -> Iterator[Pair]:
     """The first is fresh, the second forked, as those of a cluster are: their processes differ in what they inherit."""
     pytest.importorskip("nixl", reason="KV transfer needs NIXL")
-    first = Server(tiny_model("float32"), (*COMMON, *FIRST), stop_timeout_s=0.5)
-    second = forked(tiny_model("float32"), (*COMMON, *SECOND), stop_timeout_s=0.5)
+    first = fresh(tiny_model("float32"), (*COMMON, *FIRST))
+    second = forked(tiny_model("float32"), (*COMMON, *SECOND))
     with serving(first, second):
         made = Pair(Instance("first", Client(first)), Instance("second", Client(second)))
         made.tell()
@@ -84,15 +89,24 @@ def test_whole_requests_and_legs_in_both_directions_at_once(
 
 
 def test_behind_sglangs_own_router(
-    pair: Pair, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path
+    pair: Pair, prompts: list[Prompt], expected: list[list[int]], tmp_path: Path, fork_parent: ForkParent
 ) -> None:
     """It takes the one for a prefill and the other for a decode instance, and sends no key: nobody has told one yet."""
     pytest.importorskip("sglang_router", reason="the bench extra")
     first, second = pair.described["instances"]
     described = {"instances": [first | {"kind": "prefill"}, second | {"kind": "decode", "bootstrap_port": None}]}
     before = stateless(pair.second.client)["receiving"]["received"]
-    with servers.running_router(servers.Router("sglang", "round-robin"), described, tmp_path / "router.log") as url:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    _, _, module, *words = servers.router_command(servers.Router("sglang", "round-robin"), described, port)
+    with (tmp_path / "router.log").open("wb") as log:
+        router = fork_parent.fork_program(module, words, {}, log.fileno())
+    try:
+        # It says that it is healthy before it knows its instances.
+        body = greedy_body(prompts[0], 1)
+        until(lambda: servers.is_healthy(url, "/generate", body), what="a router that serves", poll_s=0.1)
         answers = [fetch(f"{url}/generate", greedy_body(prompt, NEW_TOKENS)) for prompt in prompts]
+    finally:
+        router.end(1.0)
     assert [answer["output_ids"] for answer in answers] == expected
     assert stateless(pair.second.client)["receiving"]["received"] >= before + len(prompts)
     pair.assert_at_rest()
@@ -433,7 +447,7 @@ def test_a_restarted_peer_is_paired_again_at_once(
     incarnation = stateless(pair.second.client)["incarnation"]
     old.stop()
     ports = ("--disaggregation-bootstrap-port", str(old.bootstrap_port))
-    new = forked(tiny_model("float32"), (*COMMON, *PLAIN, *ports), port=old.port, stop_timeout_s=0.5)
+    new = forked(tiny_model("float32"), (*COMMON, *PLAIN, *ports), port=old.port)
     new.bootstrap_port = old.bootstrap_port
     with serving(new):
         pair.second.client = Client(new)

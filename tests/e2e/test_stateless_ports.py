@@ -33,7 +33,7 @@ def pair(
     tiny_model: Callable[[str], Path], forked: Callable[..., Server], serving: Callable[..., Any]
 ) -> Iterator[Pair]:
     pytest.importorskip("nixl", reason="KV transfer needs NIXL")
-    first, second = (forked(tiny_model("float32"), FLAGS, stop_timeout_s=0.5) for _ in range(2))
+    first, second = (forked(tiny_model("float32"), FLAGS) for _ in range(2))
     with serving(first, second):
         made = Pair(Instance("first", Client(first)), Instance("second", Client(second)))
         made.tell()

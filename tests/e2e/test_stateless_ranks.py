@@ -52,7 +52,7 @@ def pair(
     model, folder = tiny_model("float32"), tmp_path_factory.mktemp("adapters")
     paths = [f"{name}={make_adapter(folder / name, model, seed=seed)}" for seed, name in enumerate(ADAPTERS)]
     flags = (*COMMON, "--lora-paths", *paths)
-    first, second = (forked(model, (*flags, *own), env=ENV, stop_timeout_s=0.5) for own in (FIRST, SECOND))
+    first, second = (forked(model, (*flags, *own), env=ENV) for own in (FIRST, SECOND))
     with serving(first, second):
         made = Pair(Instance("first", Client(first)), Instance("second", Client(second)))
         made.tell()

@@ -15,14 +15,12 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import Any
 
 import pytest
-from e2e.test_emulation import family, launch, wait_ready
 from e2e.test_router_control import call
+from support.clusters import family
 
 from bench.harness.load_client import Answer, StreamClient
 from pla_sglang import chain
@@ -38,21 +36,14 @@ FROZEN_S = 8.0
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, forked_cluster: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     pytest.importorskip("nixl", reason="stateless instances need NIXL")
-    folder = tmp_path_factory.mktemp("survive")
-    state, log = folder / "state.json", folder / "log"
-    process = launch(
-        *(state, log, "--stateless", "2", "--router", "pla", "--policy", "least-tokens", *ENGINE),
+    arguments = (
+        *("--stateless", "2", "--router", "pla", "--policy", "least-tokens", *ENGINE),
         *("--json-model-override-args", '{"chain_check_prefixes": true}', "--router-args", ROUTER),
     )
-    try:
-        yield wait_ready(process, state, log) | {"process": process, "log": log, "state": state}
-    finally:
-        for number in (signal.SIGINT, signal.SIGKILL):
-            process.send_signal(number)
-            with suppress(TimeoutExpired):
-                process.wait(40)
+    with forked_cluster(tmp_path_factory.mktemp("survive"), *arguments) as described:
+        yield described
 
 
 async def until(done: Callable[[], bool], what: str) -> None:
@@ -66,7 +57,7 @@ class Scene:
     """Streams under way through the router of the cluster."""
 
     def __init__(self, cluster: dict[str, Any], seed: int) -> None:
-        self.url, self.state = cluster["router"]["url"], cluster["state"]
+        self.url, self.state = cluster["router"]["url"], cluster["state_file"]
         rng = random.Random(seed)
         self.prompts = {f"s{seed}-{number}": chain.prompt_of(60, TOKENS - 1, rng) for number in range(STREAMS)}
         self.answers = {rid: Answer() for rid in self.prompts}

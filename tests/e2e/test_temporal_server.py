@@ -26,7 +26,7 @@ BIG = 6000  # tokens: two dozen chunks
 
 @pytest.fixture(scope="module")
 def client(reference: Reference, temporal: Callable[..., Any]) -> Iterator[Client]:
-    with temporal(fresh=True) as client:
+    with temporal(is_fresh=True) as client:
         yield client
         assert client.state()["mixed_batches"] == 0
 
@@ -359,7 +359,7 @@ def test_a_forked_server_is_as_a_fresh_one(
     serving: Callable[..., Any],
 ) -> None:
     """The client's server is fresh. Those of most other modules are forked from a process that has imported SGLang."""
-    server = forked(tiny_model("float32"), FLAGS, module="pla_sglang.launch_server", stop_timeout_s=0.5)
+    server = forked(tiny_model("float32"), FLAGS, module="pla_sglang.launch_server")
     with serving(server):
         other = Client(server)
         run_mixed(other, reference)

@@ -1,4 +1,5 @@
-"""Servers that are forked from a process that has imported SGLang, as ``launch_cluster`` forks its engines.
+"""Servers, clusters and commands that are forked from a process that has imported SGLang, as ``launch_cluster`` forks
+its engines.
 
 A fresh server imports SGLang in each of its processes, which takes the better part of a minute. What a forked one shows
 is the same (``e2e/test_temporal_server.py``), so that only tests of how servers start need fresh ones.
@@ -20,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from pla_sglang.cluster.children import Children, ClusterError
+from pla_sglang.cluster.lean import without_models
 from pla_sglang.cluster.supervisor import ENVIRONMENT
 from pla_sglang.testing.server import Server, ServerError
 
 PATIENCE_S = 300.0  # for SGLang's import, on a machine that does much else
+# The tests' small model and the demo model are of this kind; the chain model is none of SGLang's.
+ONE_MODEL = without_models("qwen2")
 # Read while SGLang is imported, so alike for all servers: engines on the CPU, models from this machine's folders.
-SHARED = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
+SHARED = {**ENVIRONMENT, **ONE_MODEL, "HF_HUB_OFFLINE": "1"}
 
 
 class ForkParent:
@@ -110,7 +114,8 @@ class ForkParent:
 class ForkedProcess:
     """A child of the zygote, which reaps it and kills what it leaves in its process group.
 
-    Its file descriptor names this very process, also when its number has passed to another.
+    Its file descriptor names this very process, also when its number has passed to another. What ``subprocess.Popen``
+    has too is named as there.
     """
 
     def __init__(self, parent: ForkParent, name: str, pid: int) -> None:
@@ -123,10 +128,23 @@ class ForkedProcess:
     def has_exited(self) -> bool:
         return self._exits_within(0.0)
 
-    def end(self, grace_s: float) -> None:
-        if not self.has_exited() and self._descriptor is not None:
+    def send_signal(self, number: int) -> None:
+        """To this process alone; no effect if it has ended."""
+        if self._descriptor is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def poll(self) -> int | None:
+        return self._parent.wait_for_status(self.name) if self.has_exited() else None
+
+    def wait(self, timeout: float) -> int:
+        if not self._exits_within(timeout):
+            raise subprocess.TimeoutExpired(self.name, timeout)
+        return self._parent.wait_for_status(self.name)
+
+    def end(self, grace_s: float) -> None:
+        """Twice does no harm."""
+        self.send_signal(signal.SIGTERM)
         if not self._exits_within(grace_s):
             self._parent.kill_program(self.name)
         self._parent.wait_for_status(self.name)
