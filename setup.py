@@ -23,11 +23,11 @@ setup(
     packages=packages(),
     package_dir={name: f"{folder}/{name}" for name, folder in PACKAGE_ROOTS.items()},
     package_data={
-        "pla_sglang.demo": ["model/*"],
+        "pla_sglang.plugin.demo": ["model/*"],
         "pla_sglang.profiles": ["data/*.json"],
-        "pla_sglang.chain": ["model/*"],
-        "pla_sglang.legend": ["assets/*"],
-        "pla_sglang.report": ["template/*"],
-        "pla_sglang.viewer": ["assets/*"],
+        "pla_sglang.sim.chain": ["model/*"],
+        "pla_sglang.common.legend": ["assets/*"],
+        "pla_sglang.sim.report": ["template/*"],
+        "pla_sglang.fleet.viewer": ["assets/*"],
     },
 )

@@ -6,7 +6,7 @@ import difflib
 import sys
 
 from bench.harness.catalogue import BENCHES
-from pla_sglang.terminal import run_to_end
+from pla_sglang.common.terminal import run_to_end
 
 ROOMS = {
     "compare": "against stock SGLang and its routers",

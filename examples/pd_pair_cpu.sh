@@ -12,7 +12,7 @@ PREFILL_PORT=${PREFILL_PORT:-30000}
 DECODE_PORT=${DECODE_PORT:-30001}
 BOOTSTRAP_PORT=${BOOTSTRAP_PORT:-30100} # where the decode server asks the prefill server how to reach its KV cache
 LOGS=$(mktemp -d "${TMPDIR:-/tmp}/pla_pd_pair.XXXXXX")
-MODEL=$("$PYTHON" -c 'from pla_sglang.demo import demo_model_path; print(demo_model_path())')
+MODEL=$("$PYTHON" -c 'from pla_sglang.plugin.demo import demo_model_path; print(demo_model_path())')
 COMMON=(--model-path "$MODEL" --device cpu --host 127.0.0.1 --disaggregation-transfer-backend nixl)
 SERVERS=()
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pla_sglang.cli import report_error
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.cli import report_error
+from pla_sglang.common.errors import ConfigError
 
 BENCH = "bench"
 CHECKOUT = Path(__file__).resolve().parents[1]

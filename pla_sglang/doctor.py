@@ -28,10 +28,10 @@ from pla_patches import host, verify
 from pla_patches.hosts import HOSTS, Host, nearest
 from pla_patches.sources import Difference, Sources, compare
 from pla_patches.table import SUBSCRIBERS, table
-from pla_sglang import cli, terminal
-from pla_sglang.checks import Choice, Range, check_fields, knob
-from pla_sglang.errors import ConfigError
-from pla_sglang.platform import PLATFORM_NAME, is_active
+from pla_sglang.common import cli, terminal
+from pla_sglang.common.checks import Choice, Range, check_fields, knob
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.platform import PLATFORM_NAME, is_active
 
 EXIT_FAULTS = 1
 OURS = "pla-sglang"
@@ -245,7 +245,7 @@ def print_table(findings: dict[str, Diagnosis]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from pla_sglang.console import TableConsole
+    from pla_sglang.common.console import TableConsole
 
     colours = {Status.WORKS: "green", Status.LACKING: "yellow", Status.FAULTY: "red"}
     shown = Table(title="pla-sglang on this machine")

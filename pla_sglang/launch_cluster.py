@@ -20,21 +20,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pla_sglang import cli, terminal
-from pla_sglang.checks import KEY, Choice, Range, check_fields, knob
-from pla_sglang.cluster.children import ClusterError
-from pla_sglang.cluster.engine_flags import check_engine_arguments
-from pla_sglang.cluster.lean import lean_environment
-from pla_sglang.cluster.logs import is_poll
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.cluster.spec import KINDS, ROUTERS, ClusterConfig, router_arguments
-from pla_sglang.cluster.stateless_flags import check_stateless_arguments
-from pla_sglang.cluster.supervisor import Supervisor, send_command
-from pla_sglang.emulate.arguments import with_emulation
-from pla_sglang.errors import ConfigError, PlaError
+from pla_sglang.common import cli, terminal
+from pla_sglang.common.checks import KEY, Choice, Range, check_fields, knob
+from pla_sglang.common.errors import ConfigError, PlaError
+from pla_sglang.fleet.cluster.children import ClusterError
+from pla_sglang.fleet.cluster.engine_flags import check_engine_arguments
+from pla_sglang.fleet.cluster.lean import lean_environment
+from pla_sglang.fleet.cluster.logs import is_poll
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.cluster.spec import KINDS, ROUTERS, ClusterConfig, router_arguments
+from pla_sglang.fleet.cluster.stateless_flags import check_stateless_arguments
+from pla_sglang.fleet.cluster.supervisor import Supervisor, send_command
+from pla_sglang.sim.emulate.arguments import with_emulation
 
 if TYPE_CHECKING:
-    from pla_sglang.router.control.knobs import ControlKnobs
+    from pla_sglang.fleet.router.control.knobs import ControlKnobs
 
 EXIT_FAILED = 1
 

@@ -15,15 +15,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pla_sglang import cli
-from pla_sglang.checks import Range, check_fields, knob
-from pla_sglang.errors import ConfigError, PlaError
+from pla_sglang.common import cli
+from pla_sglang.common.checks import Range, check_fields, knob
+from pla_sglang.common.errors import ConfigError, PlaError
+from pla_sglang.fleet.reserved import make_router_key
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.process.process_main import Stop, run_main, settle_memory, until_first
+from pla_sglang.fleet.router.process.supervisor import supervise_processes
 from pla_sglang.policy.registry import policy_names
-from pla_sglang.reserved import make_router_key
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.process.process_main import Stop, run_main, settle_memory, until_first
-from pla_sglang.router.process.supervisor import supervise_processes
 
 MAX_RELAYS = 64
 POLICY_FLAGS = {  # flag -> policies of ours that read it
@@ -70,8 +70,8 @@ def refuse_contradictions(policy: str, flags: set[str]) -> None:
 
 async def run_together(config: RouterConfig) -> int:
     """Relay and control plane on one event loop. Raises ConfigError and OSError."""
-    from pla_sglang.router.control.control_plane import ControlPlane
-    from pla_sglang.router.relay.server import Relay
+    from pla_sglang.fleet.router.control.control_plane import ControlPlane
+    from pla_sglang.fleet.router.relay.server import Relay
 
     plane = ControlPlane(config.control, router_key=make_router_key())
     stop = Stop(watch_stdin=False)
@@ -94,7 +94,7 @@ async def run_together(config: RouterConfig) -> int:
 
 async def run_apart(config: RouterConfig, settings: cli.Settings) -> int:
     """Relays and control plane in processes of their own. Raises OSError where the port is taken."""
-    from pla_sglang.router.relay.listener import listening_socket
+    from pla_sglang.fleet.router.relay.listener import listening_socket
 
     host, port, relays = config.relay.host, config.relay.port, config.relays
     if port:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pla_sglang import cli
-from pla_sglang.config import PlaConfig, add_cli_args, check_texts, from_texts
-from pla_sglang.emulate.arguments import names_model, with_emulation
-from pla_sglang.errors import ConfigError
+from pla_sglang.common import cli
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import PlaConfig, add_cli_args, check_texts, from_texts
+from pla_sglang.sim.emulate.arguments import names_model, with_emulation
 
 FILE_FLAG = "--config"
 OWN_PREFIXES = ("--pla-", "--prefill-disagg")
@@ -77,8 +77,8 @@ def with_model(arguments: list[str]) -> list[str]:
     """
     if names_model(arguments) or {"-h", "--help"} & set(arguments):
         return arguments
-    from pla_sglang.demo import demo_model_path
-    from pla_sglang.platform import is_active
+    from pla_sglang.plugin.demo import demo_model_path
+    from pla_sglang.plugin.platform import is_active
 
     if not is_active():
         return arguments
@@ -90,7 +90,7 @@ def with_model(arguments: list[str]) -> list[str]:
 def _require_plugin() -> None:
     """The plugin must be installed, not merely importable: child processes find it by its entry point."""
     from pla_patches.install import install_launcher, installed
-    from pla_sglang.errors import HostMismatchError
+    from pla_sglang.common.errors import HostMismatchError
 
     try:
         if not installed():

@@ -20,16 +20,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pla_sglang import terminal
-from pla_sglang.console import TableConsole
-from pla_sglang.errors import PlaError
+from pla_sglang.common import terminal
+from pla_sglang.common.console import TableConsole
+from pla_sglang.common.errors import PlaError
 from pla_sglang.policy_packages import build, policy_names
 from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import Header
 from pla_sglang.recording.setup import setup_of
-from pla_sglang.report.page import render_page, require_libraries
-from pla_sglang.report.parity_page import make_parity_page
-from pla_sglang.sim.parity import Parity, Replay, check_policy
+from pla_sglang.sim.core.parity import Parity, Replay, check_policy
+from pla_sglang.sim.report.page import render_page, require_libraries
+from pla_sglang.sim.report.parity_page import make_parity_page
 
 EXIT_DIFFERENT = 1
 EXIT_UNREADABLE = 2

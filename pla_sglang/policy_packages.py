@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any, ClassVar
 
-from pla_sglang.cli import parse_one
-from pla_sglang.errors import ConfigError, PlaError
+from pla_sglang.common.cli import parse_one
+from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.policy import registry
 from pla_sglang.policy.interface.decisions import PolicySet
 from pla_sglang.policy.interface.fleet import Role

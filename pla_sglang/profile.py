@@ -21,9 +21,9 @@ from typing import Any
 
 import aiohttp
 
-from pla_sglang import cli, terminal
-from pla_sglang.checks import Range, check_fields, knob
-from pla_sglang.errors import ConfigError, PlaError
+from pla_sglang.common import cli, terminal
+from pla_sglang.common.checks import Range, check_fields, knob
+from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.profiles.fit import DecodePoint, PrefillPoint, fit_profile
 from pla_sglang.profiles.load import write_profile
 from pla_sglang.profiles.step import ProfileError

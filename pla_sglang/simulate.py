@@ -24,26 +24,26 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from pla_sglang import cli, terminal
-from pla_sglang.checks import Choice, Range, check_fields, knob, plain
-from pla_sglang.console import TableConsole, progress_bar
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Capacity
-from pla_sglang.report import files
-from pla_sglang.report.capacity_page import make_capacity_page
-from pla_sglang.report.page import Page, render_page, require_libraries
-from pla_sglang.report.plan_page import make_plan_page
-from pla_sglang.report.result_tables import show_capacities, show_runs
-from pla_sglang.report.run_page import make_run_page
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.experiment import Experiment, ExperimentResult
+from pla_sglang.common import cli, terminal
+from pla_sglang.common.checks import Choice, Range, check_fields, knob, plain
+from pla_sglang.common.console import TableConsole, progress_bar
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.experiment import Experiment, ExperimentResult
+from pla_sglang.sim.core.sweep import iterate_capacities, iterate_runs
+from pla_sglang.sim.metrics.goodput import Capacity
 from pla_sglang.sim.planning.forms import FleetForm, default_forms, parse_forms
 from pla_sglang.sim.planning.plan import check_task, make_plan, plan_forms
 from pla_sglang.sim.planning.result import FleetRow
 from pla_sglang.sim.planning.table import show_plan
 from pla_sglang.sim.planning.task import INSTANCES_MOST, PlanTask
-from pla_sglang.sim.sweep import iterate_capacities, iterate_runs
-from pla_sglang.workload import TRACE_KINDS, Arrivals, Trace, load_trace
+from pla_sglang.sim.report import files
+from pla_sglang.sim.report.capacity_page import make_capacity_page
+from pla_sglang.sim.report.page import Page, render_page, require_libraries
+from pla_sglang.sim.report.plan_page import make_plan_page
+from pla_sglang.sim.report.result_tables import show_capacities, show_runs
+from pla_sglang.sim.report.run_page import make_run_page
+from pla_sglang.sim.workload import TRACE_KINDS, Arrivals, Trace, load_trace
 
 COMMANDS = {  # each with what it takes instead of flags of another
     "run": "--rates",

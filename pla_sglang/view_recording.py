@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pla_sglang import terminal
-from pla_sglang.cli import report_error
-from pla_sglang.errors import ConfigError
+from pla_sglang.common import terminal
+from pla_sglang.common.cli import report_error
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.viewer.page import render_recorded
+from pla_sglang.fleet.viewer.recorded import read_history
 from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import Header, RecordError
-from pla_sglang.viewer.page import render_recorded
-from pla_sglang.viewer.recorded import read_history
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,11 +16,11 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import SLOS, Slo
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.registry import policy_names
-from pla_sglang.sim.experiment import Experiment, run_experiment
-from pla_sglang.workload import Arrivals, Trace, chat_trace, generated_trace, length_model, load_trace
+from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.metrics.goodput import SLOS, Slo
+from pla_sglang.sim.workload import Arrivals, Trace, chat_trace, generated_trace, length_model, load_trace
 
 # name: (file, rows, rate per s)
 RECORDED = {

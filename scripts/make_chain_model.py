@@ -10,7 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from pla_sglang.chain.vocab import (
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.chain.vocab import (
     ASK_HIGH,
     BOS,
     BYTE_BASE,
@@ -21,7 +22,6 @@ from pla_sglang.chain.vocab import (
     WORD_BASE,
     token_text,
 )
-from pla_sglang.errors import ConfigError
 
 CONTEXT_TOKENS = 262_144
 MIN_KV_BYTES = 32  # four int32 columns in K and in V

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pla_sglang.checks import Declared, plain
-from pla_sglang.cli import flags_of, typed
-from pla_sglang.config import PlaConfig, ServerKeys
+from pla_sglang.common.checks import Declared, plain
+from pla_sglang.common.cli import flags_of, typed
 from pla_sglang.doctor import DoctorConfig
 from pla_sglang.launch_cluster import LaunchConfig
 from pla_sglang.launch_router import RouterConfig
+from pla_sglang.plugin.config import PlaConfig, ServerKeys
 from pla_sglang.policy_packages import PolicyName
 from pla_sglang.profile import ProfileConfig
 from pla_sglang.simulate import SimulateConfig

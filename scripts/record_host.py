@@ -18,7 +18,7 @@ from pathlib import Path
 from pla_patches.hosts import HOSTS, Host, nearest
 from pla_patches.hosts.signature import Signature
 from pla_patches.sources import Difference, Sources, compare
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent.parent / "patches" / "pla_patches" / "hosts"
 LINE = 120

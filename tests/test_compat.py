@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine import compat
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine import compat
 
 TEMPORAL = PlaConfig(prefill_disagg="temporal")
 STOCK: dict[str, Any] = {

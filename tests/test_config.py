@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from pla_sglang import config, launch_server
-from pla_sglang.checks import declared_fields
-from pla_sglang.config import PlaConfig
-from pla_sglang.errors import ConfigError
+from pla_sglang import launch_server
+from pla_sglang.common.checks import declared_fields
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin import config
+from pla_sglang.plugin.config import PlaConfig
 
 FLAGS = {declared.field.name: declared.knob.name for declared in declared_fields(PlaConfig)}
 

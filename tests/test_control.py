@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine import control
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine import control
 
 NOW = PlaConfig(prefill_disagg="temporal", boundary_tokens=300, slo_ttft_ms=100.0)
 

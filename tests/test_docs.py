@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pla_sglang.cli import flags_of, make_parser
-from pla_sglang.config import PlaConfig
+from pla_sglang.common.cli import flags_of, make_parser
 from pla_sglang.launch_router import RouterConfig
+from pla_sglang.plugin.config import PlaConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/*.md")])

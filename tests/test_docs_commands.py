@@ -76,7 +76,7 @@ def test_the_list_of_benches_and_the_pages_agree() -> None:
 
 
 def test_servers_take_the_arguments(fork_parent: ForkParent, tmp_path: Path) -> None:
-    from pla_sglang.demo import demo_model_path
+    from pla_sglang.plugin.demo import demo_model_path
 
     model = str(demo_model_path())
     given = [

@@ -8,8 +8,8 @@ from pathlib import Path
 import make_flags
 import pytest
 
-from pla_sglang.checks import declared_fields
-from pla_sglang.cli import flags_of
+from pla_sglang.common.checks import declared_fields
+from pla_sglang.common.cli import flags_of
 from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.registry import POLICIES, live_policy_names, policy_names

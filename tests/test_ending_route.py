@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.tokenizer_manager import SignalHandler, TokenizerManager
 
-from pla_sglang.engine import routes
+from pla_sglang.plugin.engine import routes
 
 PATHS = {"/pla/state", "/pla/ending"}
 

@@ -18,13 +18,13 @@ from support.fake_scheduler import (
     started,
 )
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine import apply
-from pla_sglang.engine.clock import PlaTick
-from pla_sglang.engine.hooks import scheduler as handlers
-from pla_sglang.engine.host.requests import extend_end
-from pla_sglang.engine.pass_timer import PassTimer, computes_in_launch
-from pla_sglang.engine.step_measurement import StepMeasurement
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine import apply
+from pla_sglang.plugin.engine.clock import PlaTick
+from pla_sglang.plugin.engine.hooks import scheduler as handlers
+from pla_sglang.plugin.engine.host.requests import extend_end
+from pla_sglang.plugin.engine.pass_timer import PassTimer, computes_in_launch
+from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason

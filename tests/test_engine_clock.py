@@ -9,8 +9,8 @@ import pytest
 from sglang.srt.runtime_context import get_parallel
 from support.fake_scheduler import FakeReq, FakeScheduler, shorts, started
 
-from pla_sglang.engine.clock import PlaTick
-from pla_sglang.engine.hooks import scheduler as handlers
+from pla_sglang.plugin.engine.clock import PlaTick
+from pla_sglang.plugin.engine.hooks import scheduler as handlers
 from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
 
 

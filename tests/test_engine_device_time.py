@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from support.fake_scheduler import FakeReq, FakeScheduler
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine import backlog
-from pla_sglang.engine.pass_timer import PassTimer
-from pla_sglang.engine.scheduler_adapter import PrefillAdapter
-from pla_sglang.engine.step_measurement import StepMeasurement
-from pla_sglang.engine.telemetry import Telemetry
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine import backlog
+from pla_sglang.plugin.engine.pass_timer import PassTimer
+from pla_sglang.plugin.engine.scheduler_adapter import PrefillAdapter
+from pla_sglang.plugin.engine.step_measurement import StepMeasurement
+from pla_sglang.plugin.engine.telemetry import Telemetry
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.policy.interface.prefill import Action, PassDecision, Reason, WaitingView

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.fake_scheduler import TEMPORAL, FakeBatch, FakeReq, FakeScheduler, shorts, started
 
-from pla_sglang.engine import scheduler_adapter
-from pla_sglang.engine.clock import PlaTick
+from pla_sglang.plugin.engine import scheduler_adapter
+from pla_sglang.plugin.engine.clock import PlaTick
 
 
 def holding(**fields: Any) -> FakeScheduler:

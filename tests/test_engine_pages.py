@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.testclient import TestClient
 
-from pla_sglang.engine.pages import PageGuard
-from pla_sglang.origins import is_foreign_page, is_unsafe_name
+from pla_sglang.common.origins import is_foreign_page, is_unsafe_name
+from pla_sglang.plugin.engine.pages import PageGuard
 
 OWN = "http://127.0.0.1:30000"
 PAGES = [

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pla_sglang import errors
+from pla_sglang.common import errors
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [file for top in ("pla_sglang", "kernels", "patches", "graphs") for file in sorted((ROOT / top).rglob("*.py"))]

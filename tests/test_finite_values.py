@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pla_sglang.checks import Declared, Range, require
-from pla_sglang.cli import flags_of, parse_one
-from pla_sglang.config import PlaConfig
+from pla_sglang.common.checks import Declared, Range, require
+from pla_sglang.common.cli import flags_of, parse_one
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.doctor import DoctorConfig
-from pla_sglang.errors import ConfigError
 from pla_sglang.launch_cluster import LaunchConfig
 from pla_sglang.launch_router import RouterConfig
+from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.profile import ProfileConfig
 from pla_sglang.simulate import SimulateConfig
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Served, Slo, find_capacity, goodput
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.metrics.goodput import Served, Slo, find_capacity, goodput
 
 NAN = math.nan
 

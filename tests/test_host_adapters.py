@@ -15,9 +15,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 from support.fake_scheduler import FakeAdder
 
-from pla_sglang.engine import snapshot
-from pla_sglang.engine.host import batches, memory, ranks, requests, transfers
-from pla_sglang.engine.host.arguments import find_split_attention, read_fields, resolve
+from pla_sglang.plugin.engine import snapshot
+from pla_sglang.plugin.engine.host import batches, memory, ranks, requests, transfers
+from pla_sglang.plugin.engine.host.arguments import find_split_attention, read_fields, resolve
 from pla_sglang.testing.scheduler import make_request
 
 

@@ -7,9 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("pla_sglang/engine", "pla_sglang/testing", "pla_sglang/emulate", "graphs/pla_graphs")
-ADAPTERS = Path("pla_sglang/engine/host")
-SNAPSHOTS = {Path("pla_sglang/engine/snapshot.py"), Path("pla_sglang/engine/stateless/host/calls.py")}
+OURS = (
+    "pla_sglang/plugin/engine",
+    "pla_sglang/fleet/stateless",
+    "pla_sglang/testing",
+    "pla_sglang/sim/emulate",
+    "graphs/pla_graphs",
+)
+ADAPTERS = Path("pla_sglang/plugin/engine/host")
+SNAPSHOTS = {Path("pla_sglang/plugin/engine/snapshot.py"), Path("pla_sglang/fleet/stateless/host/calls.py")}
 
 # Of a request, a scheduler, an adder of prefills, a batch, a KV manager and the arguments.
 UNSHARED = {
@@ -66,7 +72,7 @@ def test_each_adapter_is_used() -> None:
 
 
 def _used(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pla_sglang.engine.host"):
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pla_sglang.plugin.engine.host"):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.Attribute):
         yield node.attr

@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pla_sglang import cli, key_sources, launch_cluster, launch_router
-from pla_sglang.cluster.instance import Instance
-from pla_sglang.cluster.spec import EngineSpec
-from pla_sglang.config import add_cli_args, read_server_keys
-from pla_sglang.engine.hooks.hidden_keys import after_repr, after_resolved_config_dict
-from pla_sglang.errors import ConfigError
-from pla_sglang.secret_names import HIDDEN
+from pla_sglang import launch_cluster, launch_router
+from pla_sglang.common import cli, key_sources
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.secret_names import HIDDEN
+from pla_sglang.fleet.cluster.instance import Instance
+from pla_sglang.fleet.cluster.spec import EngineSpec
+from pla_sglang.plugin.config import add_cli_args, read_server_keys
+from pla_sglang.plugin.engine.hooks.hidden_keys import after_repr, after_resolved_config_dict
 
 KEY = "mark-7d1f"
 VARIABLES = ("PLA_ROUTER_API_KEY", "PLA_ROUTER_ADMIN_KEY", "PLA_WORKER_API_KEY", "PLA_WORKER_ADMIN_KEY")

@@ -86,9 +86,15 @@ def test_every_package_has_a_layer() -> None:
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
     layers = next(rule["layers"] for rule in tools["importlinter"]["contracts"] if rule["id"] == "layers")
     named = {name.strip(" ()") for layer in layers for name in layer.split("|")}
-    there = {f"pla_sglang.{path.stem}" for path in (ROOT / "pla_sglang").iterdir() if path.suffix == ".py"}
-    there |= {f"pla_sglang.{path.parent.name}" for path in (ROOT / "pla_sglang").glob("*/__init__.py")}
-    assert named - {"bench", *OURS} == there - {"pla_sglang.__init__"}
+    there = {name for part in ("", ".common", ".fleet", ".plugin", ".sim") for name in children_of(f"pla_sglang{part}")}
+    parts = {f"pla_sglang.{part}" for part in ("common", "fleet", "plugin", "sim")}
+    assert named - {"bench", *OURS} == there - parts
+
+
+def children_of(package: str) -> set[str]:
+    folder = ROOT / package.replace(".", "/")
+    modules = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    return {f"{package}.{name}" for name in modules - {"__init__"}}
 
 
 def test_no_module_imports_itself_by_a_detour() -> None:
@@ -124,11 +130,11 @@ def test_the_environment_is_read_in_few_places() -> None:
         )
     }
     assert readers == {
-        "pla_sglang/config.py",
-        "pla_sglang/key_sources.py",
-        "pla_sglang/platform/__init__.py",  # runs before there is a config
-        "pla_sglang/platform/cpu.py",  # OMP_NUM_THREADS, and a variable of SGLang's
-        "pla_sglang/cluster/children.py",  # as testing/server.py
+        "pla_sglang/plugin/config.py",
+        "pla_sglang/common/key_sources.py",
+        "pla_sglang/plugin/platform/__init__.py",  # runs before there is a config
+        "pla_sglang/plugin/platform/cpu.py",  # OMP_NUM_THREADS, and a variable of SGLang's
+        "pla_sglang/fleet/cluster/children.py",  # as testing/server.py
         "pla_sglang/testing/server.py",  # hands it to the processes it starts
     }
 
@@ -137,11 +143,14 @@ def test_identifiers_are_not_drawn_from_a_seed() -> None:
     """Rooms, keys and ids must differ from those of other routers, and of this one before a restart."""
     seeded = {
         file
-        for file in [*files("pla_sglang/router", "pla_sglang/engine", "pla_sglang/cluster"), *LAUNCHERS]
+        for file in [
+            *files("pla_sglang/fleet/router", "pla_sglang/plugin/engine", "pla_sglang/fleet/cluster"),
+            *LAUNCHERS,
+        ]
         for node in ast.walk(tree_of(file))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Random", "random.Random", "random.seed")
     }
-    assert seeded == {"pla_sglang/engine/graphs/build.py"}  # which lengths its graphs are chosen by
+    assert seeded == {"pla_sglang/plugin/engine/graphs/build.py"}  # which lengths its graphs are chosen by
 
 
 @pytest.mark.parametrize("file", CODE + files("tests", "scripts", "examples"))

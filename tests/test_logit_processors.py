@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.hooks import running
-from pla_sglang.engine.logit_processors import find_early_tokens, hidden
+from pla_sglang.plugin.engine.hooks import running
+from pla_sglang.plugin.engine.logit_processors import find_early_tokens, hidden
 
 PROMPT = [5, 6, 7]
 

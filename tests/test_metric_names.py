@@ -32,13 +32,13 @@ from httpx import ASGITransport, AsyncClient
 from sglang.srt.observability.metrics_collector import TokenizerMetricsCollector
 from sglang.srt.utils.common import add_prometheus_middleware
 
-from pla_sglang.emulate.metrics import DeviceSeries
+from pla_sglang.sim.emulate.metrics import DeviceSeries
 from pla_sglang.policy.common.device_clock import DeviceClock
-from pla_sglang.engine.graphs.metrics import GraphSeries
-from pla_sglang.engine.pools.series import Series as PoolSeries
-from pla_sglang.engine.stateless.transfer.series import LegSeries
-from pla_sglang.engine.telemetry import Telemetry
-from pla_sglang.metrics.series import LabelledSeries
+from pla_sglang.plugin.engine.graphs.metrics import GraphSeries
+from pla_sglang.plugin.engine.pools.series import Series as PoolSeries
+from pla_sglang.fleet.stateless.transfer.series import LegSeries
+from pla_sglang.plugin.engine.telemetry import Telemetry
+from pla_sglang.common.series import LabelledSeries
 from support.published import publish_arguments
 
 class Touched(LabelledSeries):

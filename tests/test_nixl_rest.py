@@ -9,7 +9,7 @@ pytest.importorskip("nixl")
 from nixl import _api
 from sglang.srt.environ import envs
 
-from pla_sglang.platform.host_fixes import ONE_WORKER, REST_US, let_nixl_rest
+from pla_sglang.plugin.platform.host_fixes import ONE_WORKER, REST_US, let_nixl_rest
 
 PARAMS = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS
 

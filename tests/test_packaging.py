@@ -14,7 +14,7 @@ import pytest
 import requirements
 from support.bare_environment import copy_sources
 
-from pla_sglang.demo import demo_model_path
+from pla_sglang.plugin.demo import demo_model_path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_MODEL_BYTES = 10_000_000
@@ -24,7 +24,7 @@ MAX_MODEL_BYTES = 10_000_000
     ("group", "name", "target"),
     [
         ("sglang.srt.plugins", "pla_sglang", "pla_sglang.plugin:register"),
-        ("sglang.srt.platforms", "pla_cpu", "pla_sglang.platform:activate"),
+        ("sglang.srt.platforms", "pla_cpu", "pla_sglang.plugin.platform:activate"),
     ],
 )
 def test_entry_point_is_registered_and_loads(group: str, name: str, target: str) -> None:
@@ -70,8 +70,8 @@ def test_wheel_holds_the_four_packages_and_the_demo_model(tmp_path: Path) -> Non
         "pla_kernels/__init__.py",
         "pla_patches/__init__.py",
         "pla_graphs/__init__.py",
-        "pla_sglang/demo/model/model.safetensors",
-        "pla_sglang/report/template/page.html.j2",
+        "pla_sglang/plugin/demo/model/model.safetensors",
+        "pla_sglang/sim/report/template/page.html.j2",
     } <= names
     assert not [name for name in names if name.startswith(("kernels/", "patches/", "graphs/", "tests/", "bench/"))]
 

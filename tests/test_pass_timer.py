@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.emulate.batch import StepShape
-from pla_sglang.emulate.device import EmulatedDevice, ResultReady
-from pla_sglang.engine.pass_timer import PassTime, PassTimer, make_marks
-from pla_sglang.engine.step_measurement import StepMeasurement
+from pla_sglang.plugin.engine.pass_timer import PassTime, PassTimer, make_marks
+from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_fit import StepFit, StepSample
 from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.profiles import load_profile
+from pla_sglang.sim.emulate.batch import StepShape
+from pla_sglang.sim.emulate.device import EmulatedDevice, ResultReady
 
 
 @dataclasses.dataclass

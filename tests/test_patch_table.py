@@ -64,10 +64,10 @@ def test_an_unknown_version_is_compared_with_the_nearest(version: str | None, re
 def test_subscribers_of_one_target_do_not_get_in_each_others_way(known: Host) -> None:
     """One that wraps may keep the others from being called, so there is one at most; one that stands in is alone.
 
-    ``less.parse`` wraps within ``cli.parse``: it calls what it wraps, or ends the start.
+    ``emu.parse`` and ``less.parse`` wrap within ``cli.parse``: they call what they wrap, or end the start.
     """
     for seam in table(known):
-        hooks = [subscriber.hook for subscriber in seam.subscribers if subscriber.id != "less.parse"]
+        hooks = [subscriber.hook for subscriber in seam.subscribers if subscriber.id not in ("emu.parse", "less.parse")]
         assert hooks.count(Hook.AROUND) <= 1, seam.target
         assert len(hooks) == 1 or not {Hook.REPLACE, Hook.OVERRIDE} & set(hooks), seam.target
 

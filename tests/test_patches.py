@@ -28,16 +28,16 @@ from pla_patches.hook import HOOKS
 from pla_patches.hosts import HOSTS
 from pla_patches.seam import Group, Hook, Seam, Subscriber
 from pla_patches.table import seams_of, table
-from pla_sglang import config
-from pla_sglang.config import PlaConfig
-from pla_sglang.errors import HostMismatchError
+from pla_sglang.common.errors import HostMismatchError
+from pla_sglang.plugin import config
+from pla_sglang.plugin.config import PlaConfig
 
 CATALOGUE = Path(__file__).resolve().parent.parent / "patches" / "CATALOGUE.md"
 SEAMS = {seam.target: seam for seam in table()}
 LOOKED_UP = look_ups_on(host.recorded().version)
 SUBSCRIBERS = {subscriber.id: (seam, subscriber) for seam in table() for subscriber in seam.subscribers}
 
-QUEUES_MODULE = "pla_sglang.engine.stateless.transfer.queues"
+QUEUES_MODULE = "pla_sglang.fleet.stateless.transfer.queues"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _PASS = _SCHEDULER + "_get_new_batch_prefill_raw"
 
@@ -214,7 +214,7 @@ def spoiled(name: str, handler: str = GOOD.subscribers[0].handler, **changes: st
 MISSING = spoiled("x.missing", target=_SCHEDULER + "no_such_function")
 NO_MODULE = spoiled("x.module", target="sglang.srt.no_such_module.function")
 DRIFTED = spoiled("x.drifted", parameters="self, running_batch")
-NO_HANDLER = spoiled("x.handler", handler="pla_sglang.engine.hooks.scheduler:no_such_handler")
+NO_HANDLER = spoiled("x.handler", handler="pla_sglang.plugin.engine.hooks.scheduler:no_such_handler")
 NO_HANDLER_MODULE = spoiled("x.handler_module", handler="pla_sglang.no_such_module:handler")
 BAD = (MISSING, NO_MODULE, DRIFTED, NO_HANDLER, NO_HANDLER_MODULE)
 
@@ -233,7 +233,7 @@ def test_reasons_name_the_seam_and_what_is_wrong() -> None:
     assert "no_such_function not found" in reasons[0]
     assert "no_such_module" in reasons[1]
     assert "takes (self, prefill_delayer_single_pass, running_batch), recorded (self, running_batch)" in reasons[2]
-    assert "handler pla_sglang.engine.hooks.scheduler:no_such_handler not found" in reasons[3]
+    assert "handler pla_sglang.plugin.engine.hooks.scheduler:no_such_handler not found" in reasons[3]
 
 
 @pytest.mark.usefixtures("broken_table")
@@ -370,7 +370,7 @@ def test_a_scheduler_without_our_seams_is_not_served() -> None:
     """The front process asks every scheduler; one that does not answer runs stock."""
     from types import SimpleNamespace
 
-    from pla_sglang.engine.hooks.http_server import before_run_http_server
+    from pla_sglang.plugin.engine.hooks.http_server import before_run_http_server
 
     infos = [{"pla": {}}, {}]
     with pytest.raises(HostMismatchError, match="scheduler 1 runs without"):

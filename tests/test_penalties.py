@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.penalties import count_again, count_due_tokens, find_due_token, order_penalizers
+from pla_sglang.plugin.engine.penalties import count_again, count_due_tokens, find_due_token, order_penalizers
 
 VOCABULARY, PROMPT, ANSWER = 8, [1, 6], (3, 3, 5, 3, 2)
 LEAST_TOKENS, END = 4, 7

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support import paged_alloc_reference as reference
 
 from pla_kernels import paged_alloc
-from pla_sglang import platform
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin import platform
 
 INT64 = torch.int64
 
@@ -115,7 +115,7 @@ def test_alloc_decode_refuses() -> None:
 
 
 def make_allocator(pages: int, page_size: int, *, need_sort: bool = False):
-    from pla_sglang.platform.paged_allocator import build_kv_allocator
+    from pla_sglang.plugin.platform.paged_allocator import build_kv_allocator
 
     return build_kv_allocator(pages * page_size, page_size, torch.float32, "cpu", SimpleNamespace(), need_sort)
 
@@ -238,7 +238,7 @@ def test_platform_class_is_one_that_sglang_takes() -> None:
 
 
 def test_defaults_by_machine() -> None:
-    from pla_sglang.platform import cpu
+    from pla_sglang.plugin.platform import cpu
 
     assert [cpu.default_threads(cores) for cores in (1, 2, 4, 8, 64)] == [1, 1, 2, 4, 4]
     assert cpu.default_kv_tokens(1024, 64 << 30) == cpu.MAX_KV_TOKENS
@@ -249,7 +249,7 @@ def test_defaults_by_machine() -> None:
 
 
 def test_defaults_leave_the_user_alone() -> None:
-    from pla_sglang.platform.cpu import CpuPlatform
+    from pla_sglang.plugin.platform.cpu import CpuPlatform
 
     chosen = {
         "dtype": "float16",
@@ -269,7 +269,7 @@ def test_defaults_leave_the_user_alone() -> None:
 
 
 def test_retracted_kv_stays_out_of_memory_that_only_cuda_can_pin() -> None:
-    from pla_sglang.platform import cpu
+    from pla_sglang.plugin.platform import cpu
 
     def default(mode: str, given: str | None) -> object:
         sizes = {"tp_size": 1, "dp_size": 1, "pp_size": 1, "mem_fraction_static": 0.3, "chunked_prefill_size": 7}
@@ -299,7 +299,7 @@ def test_all_communicators_of_the_host_that_need_cuda_are_known() -> None:
 
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
-    from pla_sglang.platform.host_fixes import GPU_COMMUNICATORS, without_gpu_communicators
+    from pla_sglang.plugin.platform.host_fixes import GPU_COMMUNICATORS, without_gpu_communicators
 
     flags = {name for name in inspect.signature(GroupCoordinator.__init__).parameters if name.startswith("use_")}
     others = {f"use_{device}_communicator" for device in ("hpu", "npu", "xpu")} | {"use_message_queue_broadcaster"}
@@ -309,7 +309,7 @@ def test_all_communicators_of_the_host_that_need_cuda_are_known() -> None:
 
 
 def test_early_send_restores_the_overlap_flag() -> None:
-    from pla_sglang.platform.host_fixes import early_send_without_event
+    from pla_sglang.plugin.platform.host_fixes import early_send_without_event
 
     seen = []
     scheduler = SimpleNamespace(enable_overlap=True)
@@ -325,7 +325,7 @@ def test_early_send_restores_the_overlap_flag() -> None:
 
 
 def test_kv_is_announced_as_host_memory() -> None:
-    from pla_sglang.platform.host_fixes import announce_kv_as_dram
+    from pla_sglang.plugin.platform.host_fixes import announce_kv_as_dram
 
     args = SimpleNamespace(kv_data_ptrs=[1, 2], state_data_ptrs=[], kv_data_mem_kinds=["VRAM", "VRAM"])
     announce_kv_as_dram(None, args)

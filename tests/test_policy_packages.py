@@ -14,10 +14,10 @@ import pytest
 from support.router_process import router_process
 
 from pla_sglang import launch_router, simulate
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.policy.registry import policy_names
 from pla_sglang.policy_packages import GROUP, find_live_policy, find_policy, installed_names, read_knobs
-from pla_sglang.router.control.knobs import ControlKnobs
 
 ROOT = Path(__file__).resolve().parent.parent
 REASON = "example.most_free_kv"

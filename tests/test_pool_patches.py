@@ -13,9 +13,9 @@ from support.seam_groups import names_of
 from pla_patches import install, verify
 from pla_patches.seam import Group
 from pla_patches.table import seams_of
-from pla_sglang import config
-from pla_sglang.config import PlaConfig
-from pla_sglang.errors import HostMismatchError
+from pla_sglang.common.errors import HostMismatchError
+from pla_sglang.plugin import config
+from pla_sglang.plugin.config import PlaConfig
 
 POOLS = PlaConfig(prefill_disagg="spatial", controller_folder="/nowhere")
 
@@ -80,7 +80,7 @@ def test_the_front_process_starts_the_controller_through_us() -> None:
         load(PlaConfig())
         install.install_frontend(pools=True, reports=True)
         engine = importlib.import_module("sglang.srt.entrypoints.engine")
-        entry = importlib.import_module("pla_sglang.engine.hooks.dp_entry")
+        entry = importlib.import_module("pla_sglang.plugin.engine.hooks.dp_entry")
         target = engine.run_data_parallel_controller_process
         return (
             target is entry.ControllerProcess,
@@ -117,7 +117,7 @@ def test_telemetry_alone_installs_only_the_guard_in_the_front_process() -> None:
 def test_a_controller_without_our_seams_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from pla_sglang.engine.hooks.http_server import before_run_http_server
+    from pla_sglang.plugin.engine.hooks.http_server import before_run_http_server
 
     monkeypatch.setenv(config.CONFIG_ENV, "")
     config.publish(POOLS)
@@ -130,7 +130,7 @@ def test_a_lost_hook_ends_the_controller() -> None:
         load(POOLS, controller=True)
         host = importlib.import_module("sglang.srt.managers.data_parallel_controller")
         host.DataParallelController.init_dispatcher = lambda self: None
-        from pla_sglang.engine.hooks.dp_controller import after_init_dispatcher, ready_info
+        from pla_sglang.plugin.engine.hooks.dp_controller import after_init_dispatcher, ready_info
 
         reasons = []
         for call in (lambda: after_init_dispatcher(None, None), lambda: ready_info(0.0)):
@@ -147,7 +147,7 @@ def test_old_socket_folders_are_removed(tmp_path: Any, monkeypatch: pytest.Monke
     import os
     import tempfile
 
-    from pla_sglang.engine.hooks.http_server import socket_folder
+    from pla_sglang.plugin.engine.hooks.http_server import socket_folder
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("pla-sockets-99999999-x", f"pla-sockets-{os.getpid()}-x", "pla-other"):

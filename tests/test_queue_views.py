@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.engine import queue_views
-from pla_sglang.engine.queue_views import MATCHES_PER_PASS, REFRESH_PER_PASS, SPARE_VIEWS, QueueViews
+from pla_sglang.plugin.engine import queue_views
+from pla_sglang.plugin.engine.queue_views import MATCHES_PER_PASS, REFRESH_PER_PASS, SPARE_VIEWS, QueueViews
 from pla_sglang.policy.interface.prefill import WaitingView
 
 

@@ -22,9 +22,9 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from pla_patches.host import recorded
-from pla_sglang.engine.hooks.guards import after_compute_logprobs
-from pla_sglang.engine.request_checks import ROOMS_KEPT, check_message, check_request, make_message, note_room
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.engine.hooks.guards import after_compute_logprobs
+from pla_sglang.plugin.engine.request_checks import ROOMS_KEPT, check_message, check_request, make_message, note_room
 
 VOCABULARY = 512
 NULL = DisaggregationMode.NULL

@@ -10,7 +10,7 @@ from support.fake_scheduler import CHUNK_TOKENS, FakeBatch, FakeReq, FakeSchedul
 from support.request_fields import RequestFields
 
 from pla_patches.host import recorded
-from pla_sglang.engine.riders import PassTimes, RiderClock, set_rider_prefixes
+from pla_sglang.plugin.engine.riders import PassTimes, RiderClock, set_rider_prefixes
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.prefill import Ride
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from pla_sglang import launch_server
-from pla_sglang.chain import model_path
-from pla_sglang.demo import demo_model_path
-from pla_sglang.emulate.arguments import names_model, with_emulation
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.demo import demo_model_path
+from pla_sglang.sim.chain import model_path
+from pla_sglang.sim.emulate.arguments import names_model, with_emulation
 
 START = """
 import sys
@@ -77,7 +77,7 @@ def test_a_file_without_a_model_is_as_a_command_line_without_one(
         path = tmp_path / "server.yaml"
         path.write_text(file)
         arguments = [*arguments, "--config", str(path)]
-    monkeypatch.setattr("pla_sglang.platform.is_active", lambda: True)
+    monkeypatch.setattr("pla_sglang.plugin.platform.is_active", lambda: True)
     assert names_model(arguments) is named
     assert (str(demo_model_path()) in launch_server.with_model(arguments)) is not named
     emulated = with_emulation([*arguments, "--pla-emulate", "linear"])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine import snapshot
-from pla_sglang.engine.pass_timer import PassTime
-from pla_sglang.engine.step_measurement import StepMeasurement
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.engine import snapshot
+from pla_sglang.plugin.engine.pass_timer import PassTime
+from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_fit import StepSample
 from pla_sglang.policy.common.step_model import GPU_START

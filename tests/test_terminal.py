@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from support.traces import write_plain
 
-from pla_sglang import parity, profile, simulate, terminal
-from pla_sglang.errors import ConfigError
-from pla_sglang.workload import Arrivals, generated_trace, length_model
+from pla_sglang import parity, profile, simulate
+from pla_sglang.common import terminal
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.workload import Arrivals, generated_trace, length_model
 
 MANY = 4000
 COMPARE = ("--compare", "round-robin,arrow", "--rates", "5,10")

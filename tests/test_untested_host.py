@@ -18,10 +18,10 @@ from pla_patches import host, install, verify
 from pla_patches.hosts import Host
 from pla_patches.hosts.signature import Signature
 from pla_patches.seam import Group
-from pla_sglang import config
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.hooks.hidden_keys import around_get_internal_state
-from pla_sglang.errors import ConfigError, HostMismatchError
+from pla_sglang.common.errors import ConfigError, HostMismatchError
+from pla_sglang.plugin import config
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine.hooks.hidden_keys import around_get_internal_state
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 REFUSED = PlaConfig(prefill_disagg="temporal").for_device("cpu")

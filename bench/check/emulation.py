@@ -24,7 +24,7 @@ from bench.harness.figures import COLOURS, panels
 from bench.harness.replay import Planned, Record, count_wrong, replay, require_answers
 from bench.harness.report import emit, emulated_conditions, environment, markdown, say, show
 from bench.harness.servers import read_device
-from pla_sglang import chain
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server
 
 # DOPD, Table I, in milliseconds: prefill by prompt tokens; decode by batch and context tokens of each request.

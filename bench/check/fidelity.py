@@ -26,10 +26,10 @@ from bench.harness.latency import ecdf
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, points_of, running_fleet
 from bench.harness.replay import Planned
 from bench.harness.steps import Row, Steps
-from pla_sglang import chain
-from pla_sglang.sim.experiment import Experiment
-from pla_sglang.sim.live_case import LiveCase, list_grid
-from pla_sglang.workload import Trace
+from pla_sglang.sim import chain
+from pla_sglang.sim.core.experiment import Experiment
+from pla_sglang.sim.core.live_case import LiveCase, list_grid
+from pla_sglang.sim.workload import Trace
 
 DEFAULT_CASES = (
     "unified-2/fcfs/round-robin/azure_conv/0.8,unified-2/fcfs/cache-aware/mooncake/0.5,"

@@ -24,16 +24,16 @@ from bench.harness import cli, fidelity, report
 from bench.harness.bench import Result, measuring
 from bench.harness.live_fleet import SLOTS, is_valid
 from bench.harness.steps import NoStepError, Row, Steps
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import goodput
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy_packages import find_policy
-from pla_sglang.sim.fleet_arms import ROUTERS
-from pla_sglang.sim.live_case import ENGINE_FLAGS, LiveCase
+from pla_sglang.sim.core.fleet_arms import ROUTERS
+from pla_sglang.sim.core.live_case import ENGINE_FLAGS, LiveCase
+from pla_sglang.sim.metrics.goodput import goodput
 from pla_sglang.sim.planning.forms import parse_form
 from pla_sglang.sim.planning.plan import plan_form
 from pla_sglang.sim.planning.result import FleetRow, SizeTried
 from pla_sglang.sim.planning.task import PlanTask
-from pla_sglang.workload import Trace
+from pla_sglang.sim.workload import Trace
 
 DEFAULT_CASES = (
     "round-robin@azure_conv@8.5,least-tokens/mixed@azure_conv@9,least-tokens/temporal@azure_conv@3.5,"

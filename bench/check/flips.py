@@ -43,8 +43,8 @@ from bench.harness.live_fleet import LiveFleet, is_in_time, running_fleet
 from bench.harness.load_client import START_DELAY_S, sleep_until
 from bench.harness.replay import Planned, Record, Replay, count_wrong, plan
 from bench.harness.steps import Row, Steps
-from pla_sglang import chain
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import ServerError
 
 SETTINGS = ("instances", "rate", "gap_s", "part", "chunk_tokens", "profile", "time_scale", "seed", "kv_gbps")

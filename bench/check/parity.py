@@ -26,10 +26,10 @@ from bench.harness.live_fleet import LiveFleet, running_fleet
 from bench.harness.replay import Planned, count_wrong, replay
 from bench.harness.report import device_conditions, emit, environment, markdown, say, say_errors, yes_no
 from bench.harness.workload import LONG_ANSWERS, LONG_PROMPTS
-from pla_sglang import chain
-from pla_sglang.metrics.goodput import Slo
 from pla_sglang.parity import replay_file
 from pla_sglang.policy.registry import POLICIES as KNOWN
+from pla_sglang.sim import chain
+from pla_sglang.sim.metrics.goodput import Slo
 
 # All that run live; minimal-load is another name of static-pd.
 POLICIES = (

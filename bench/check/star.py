@@ -41,13 +41,13 @@ from bench.harness.figures import draw_bars, panels
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, points_of, running_fleet
 from bench.harness.replay import Planned, Record, Replay, count_wrong, plan, require_answers
 from bench.harness.steps import Row, Steps
-from pla_sglang.checks import require
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Slo, quantile
+from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles.load import load_profile
-from pla_sglang.sim.experiment import Experiment, run_experiment
+from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.metrics.goodput import Slo, quantile
+from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 from pla_sglang.testing.server import fetch
-from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
 
 SETTINGS = (
     "requests",

@@ -51,9 +51,9 @@ from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
 from bench.harness.live_fleet import SLOTS
 from bench.harness.servers import Router
-from pla_sglang import chain
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server, ServerError, fetch
 
 SETTINGS = ("instances", "policy", "profile", "time_scale", "seed")

@@ -24,7 +24,7 @@ from bench.harness.replay import figures, plan, replay
 from bench.harness.report import emit, emulated_conditions, environment, markdown, say, say_errors
 from bench.harness.servers import running_cluster
 from bench.harness.steps import Row, Steps
-from pla_sglang.workload import Trace
+from pla_sglang.sim.workload import Trace
 
 COUNTS = ("requests", "completed", "input_tokens", "tokens_verified", "tokens_wrong", "requests_wrong")
 STREAM_INTERVAL = 8

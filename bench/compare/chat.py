@@ -25,8 +25,8 @@ from bench.harness.load_client import Client, Outcome, Request, Run, encode_body
 from bench.harness.report import say
 from bench.harness.talks import Dataset, Talk, lengths_label
 from bench.harness.workload import HolShape, Vocabulary, round_rng
-from pla_sglang.errors import ConfigError
-from pla_sglang.workload import length_model
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.workload import length_model
 
 # (sessions, sessions per second, answer tokens, context cap, chunk): about two thirds busy on each.
 DEFAULTS = {"cpu": (60, 5.0, 24, 4096, 1024), "cuda": (400, 8.0, 200, 16_384, 8192)}

@@ -38,7 +38,7 @@ from bench.harness.load_client import Request
 from bench.harness.report import conditions, describe_rounds, inverse, markdown, spread_text, stdout
 from bench.harness.stats import Runs, last_token_ratio, per_round
 from bench.harness.workload import PATTERNS, HolShape, hol_requests
-from pla_sglang.legend.colours import CLASS_COLOURS
+from pla_sglang.common.legend.colours import CLASS_COLOURS
 
 # On the demo model and one core: a long takes 0.7 to 1.0 s alone, a comparison of two arms under six minutes.
 CPU_SCALE = 5.0

@@ -25,9 +25,9 @@ from bench.harness.replay import Planned
 from bench.harness.report import emit, emulated_conditions, environment, markdown, scale_text, show, spread_text, yes_no
 from bench.harness.steps import Row
 from bench.harness.workload import HolShape, hol_arrivals, round_rng
-from pla_sglang import chain
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import load_profile
+from pla_sglang.sim import chain
 
 PROFILE = "h200-qwen2.5-14b-tp1"
 ALONE = 5  # longs that come one by one

@@ -23,7 +23,7 @@ from bench.harness.load_client import Request, Run
 from bench.harness.report import Cells, conditions, emit, markdown, say, show, spread_text, stdout
 from bench.harness.stats import Runs, ttfts_s
 from bench.harness.workload import HolShape, hol_requests, overload_requests, short_requests
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.testing.server import ServerError
 
 LONG_AT_SHARES = (0.2, 0.5)  # when the longs arrive, as shares of the stream

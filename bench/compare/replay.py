@@ -20,9 +20,9 @@ from bench.harness.figures import COLOURS, log_seconds, panels
 from bench.harness.replay import MAX_LAG_MS, figures, plan, print_figures, replay, served
 from bench.harness.report import emit, environment, say, say_errors
 from bench.harness.servers import is_healthy
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Served, Slo
-from pla_sglang.workload import Trace, load_trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.metrics.goodput import Served, Slo
+from pla_sglang.sim.workload import Trace, load_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

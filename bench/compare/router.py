@@ -23,8 +23,8 @@ from bench.harness.replay import figures, replay, text_body
 from bench.harness.report import emit, environment, say, say_errors, show
 from bench.harness.servers import Router
 from bench.harness.steps import Row, Steps
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Slo
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.metrics.goodput import Slo
 
 ARMS = "sglang:round_robin,sglang:cache_aware,sglang:power_of_two,pla:minimal-load,pla:cache-aware,pla:pla"
 COLUMNS = ("slo_attainment", "goodput_rps", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tpot_p99_s")

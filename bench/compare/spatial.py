@@ -43,7 +43,7 @@ from bench.harness.report import (
     yes_no,
 )
 from bench.harness.steps import NoStepError, Row, Steps
-from pla_sglang.metrics.goodput import quantile
+from pla_sglang.sim.metrics.goodput import quantile
 
 CHANGING, CONSTANT, SHIFTING = ("changing", "constant", "shifting")
 START_S, ROUTER_S, STOP_S = 60.0, 20.0, 15.0  # of engines and of a router before them, on two cores

@@ -36,11 +36,11 @@ from bench.harness.servers import Router
 from bench.harness.steps import Row
 from bench.harness.talks import Dataset
 from bench.harness.workload import poisson_arrivals
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import quantile
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.sim.metrics.goodput import quantile
+from pla_sglang.sim.workload import Trace
 from pla_sglang.testing.server import fetch
-from pla_sglang.workload import Trace
 
 BOUNDARY_TOKENS = 512
 SHORT_MEDIAN_TOKENS, SHORT_SIGMA, SHORT_MAX_TOKENS = 100, 0.8, BOUNDARY_TOKENS - 1

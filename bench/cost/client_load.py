@@ -25,8 +25,8 @@ from bench.harness.cli import DEFAULT_SLO, add_output
 from bench.harness.figures import COLOURS, panels
 from bench.harness.replay import MAX_LAG_MS, Planned, Record, print_figures
 from bench.harness.report import emit, emulated_conditions, environment, markdown, say_errors
-from pla_sglang import chain
-from pla_sglang.metrics.goodput import quantile
+from pla_sglang.sim import chain
+from pla_sglang.sim.metrics.goodput import quantile
 from pla_sglang.testing.mock_instance import running_mocks
 
 WANTED_STREAMS, WANTED_EVENTS_PER_S = 300, 3000

@@ -21,8 +21,8 @@ from bench.harness.figures import COLOURS, panels
 from bench.harness.replay import Planned, count_wrong, replay, require_answers
 from bench.harness.report import emit, emulated_conditions, environment, markdown, print_lines, say
 from bench.harness.servers import running_cluster
-from pla_sglang import chain
-from pla_sglang.cluster.memory import pss_bytes
+from pla_sglang.fleet.cluster.memory import pss_bytes
+from pla_sglang.sim import chain
 
 TARGETS = {4: {"ready_s": 60.0, "pss_gib": 8.0}, 8: {"pss_gib": 14.0}}  # by number of engines
 REQUESTS, PROMPT_TOKENS, ANSWER_TOKENS = 24, 1500, 12

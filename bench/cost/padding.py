@@ -1,7 +1,7 @@
 """Tokens that graph layouts compute for each wanted one, on LMSYS-like prompt lengths.
 
-First and later turns of ``pla_sglang.workload`` in equal parts, without prompts above ``--longest`` tokens: those are
-long, and no graph of ours takes them. Three arms on the same prompts: *varlen* (token buckets), *grid* (the paper's
+First and later turns of ``pla_sglang.sim.workload`` in equal parts, without prompts above ``--longest`` tokens: those
+are long, and no graph of ours takes them. Three arms on the same prompts: *varlen* (token buckets), *grid* (the paper's
 powers of two, batches in order of arrival), *grid grouped* (each batch taken from four times as many waiting prompts,
 grouped by padded length). For each the padding if every batch ran in a graph, and what an engine does, which replays no
 batch that is padded to more than twice its tokens: the share of prompts that are replayed, and their padding.
@@ -19,9 +19,9 @@ from pathlib import Path
 
 from bench.harness.figures import COLOURS, panels
 from bench.harness.report import emit, show
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.pla.graphs.layouts import SLOTS, GridLayout, Layout, VariableLayout, group_by_length, token_steps
-from pla_sglang.workload import length_model
+from pla_sglang.sim.workload import length_model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 MODELS = ("lmsys_first_turn_prompt", "lmsys_later_turn_prompt")

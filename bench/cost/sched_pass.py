@@ -18,7 +18,7 @@ from typing import Any
 from bench.harness.bench import BenchError, Result, is_complete, measuring
 from bench.harness.latency import percentile
 from bench.harness.report import emit
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 SHORT_TOKENS = (16, 128)
 LONG_TOKENS = (1024, 4096)
@@ -40,8 +40,8 @@ def clocked(function: Callable[..., Any], seconds: list[float]) -> Callable[...,
 
 def build_full_scheduler(args: argparse.Namespace) -> Any:
     """A scheduler with ``--waiting`` requests in its queue."""
-    from pla_sglang.config import PlaConfig
-    from pla_sglang.demo import demo_model_path
+    from pla_sglang.plugin.config import PlaConfig
+    from pla_sglang.plugin.demo import demo_model_path
     from pla_sglang.testing.scheduler import build_scheduler, make_request
 
     rng = random.Random(args.seed)

@@ -19,9 +19,9 @@ from typing import Any
 
 from bench.harness.bench import measuring
 from bench.harness.report import emit, say, show
-from pla_sglang.metrics.goodput import Slo
-from pla_sglang.sim.experiment import Experiment, ExperimentResult, run_experiment
-from pla_sglang.workload import Arrivals, generated_trace, length_model
+from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Arrivals, generated_trace, length_model
 
 FLEETS = (8, 64, 256, 1024)
 RATE_PER_INSTANCE = 2.0  # requests/s

@@ -34,10 +34,10 @@ from bench.harness.fidelity import served_of
 from bench.harness.latency import paired_ratio, spread
 from bench.harness.live_fleet import LiveFleet, is_valid, running_fleet
 from bench.harness.steps import Row, Steps
-from pla_sglang.checks import require
-from pla_sglang.cluster.memory import tree_pss_bytes
-from pla_sglang.errors import ConfigError
-from pla_sglang.workload import Trace
+from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.memory import tree_pss_bytes
+from pla_sglang.sim.workload import Trace
 
 SETTINGS = ("engines", "requests", "rate", "full_rate", "profile", "time_scale", "seed", "kv_gbps")
 PROMPT_TOKENS, ANSWER_TOKENS = (200, 4000), (16, 128)

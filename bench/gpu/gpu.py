@@ -26,7 +26,7 @@ from bench.harness.bench import measuring
 from bench.harness.cli import add_dataset, dataset_of
 from bench.harness.figures import COLOURS, draw_bars, panels
 from bench.harness.report import emit, environment, installed_version
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "sglang-kernel", "pla-sglang")
 LEAST_S = 15.0  # with less left, no part is started

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from bench.gpu import models
 from bench.gpu.parts import write_result
-from pla_sglang.config import PlaConfig
+from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.testing.steps import Stepper
 
 WARM = 2  # passes before those that count

@@ -9,7 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
-from pla_sglang.demo import demo_model_path
+from pla_sglang.plugin.demo import demo_model_path
 
 # Published architecture of Qwen2.5 (config.json of the model cards).
 _COMMON = {

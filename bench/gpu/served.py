@@ -31,8 +31,8 @@ from bench.gpu.steps import CAPTURE_BUDGET_S
 from bench.harness.arms import OUR_MODULE, STOCK_ENV, STOCK_MODULE
 from bench.harness.talks import Dataset, Talk, lengths_label
 from pla_sglang import profile
+from pla_sglang.sim.workload import length_model
 from pla_sglang.testing.server import Server, greedy_body
-from pla_sglang.workload import length_model
 
 _GRAPHS, _NO_GRAPHS = ("--pla-graph-layout", "varlen"), ("--pla-graph-layout", "off")
 _TEMPORAL = ("--prefill-disagg", "temporal")

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.gpu import models
 from bench.gpu.parts import write_result
-from pla_sglang.config import PlaConfig
+from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.testing.steps import BatchShape, Stepper
 
 # Backend of SGLang's prefill graphs, by arm.

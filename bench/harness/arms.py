@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.harness.bench import BenchError
 from bench.harness.report import installed_sglang, say_left_out
-from pla_sglang.cluster.engine_flags import flags_of_sglang, read_argument_sources
+from pla_sglang.fleet.cluster.engine_flags import flags_of_sglang, read_argument_sources
 
 STOCK = "stock"
 OURS = "ours"
@@ -227,7 +227,7 @@ def platform_overlay(folder: Path, *, plugin: bool = False) -> dict[str, str]:
     record = folder / "pla_sglang-0.1.0.dist-info"
     record.mkdir(parents=True)
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: pla-sglang\nVersion: 0.1.0\n", encoding="utf-8")
-    entry_points = "[sglang.srt.platforms]\npla_cpu = pla_sglang.platform:activate\n"
+    entry_points = "[sglang.srt.platforms]\npla_cpu = pla_sglang.plugin.platform:activate\n"
     if plugin:
         entry_points += "[sglang.srt.plugins]\npla_sglang = pla_sglang.plugin:register\n"
     (record / "entry_points.txt").write_text(entry_points, encoding="utf-8")

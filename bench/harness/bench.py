@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from pla_sglang import terminal
-from pla_sglang.errors import ConfigError, PlaError
-from pla_sglang.report.page import require_libraries
+from pla_sglang.common import terminal
+from pla_sglang.common.errors import ConfigError, PlaError
+from pla_sglang.sim.report.page import require_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 Result = Mapping[str, Any]

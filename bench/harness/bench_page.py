@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pla_sglang.report.columns import NOTHING
-from pla_sglang.report.figures import Line, colour_names, draw_lines
-from pla_sglang.report.page import Heading, Page, PageTable, Section, render_page
+from pla_sglang.sim.report.columns import NOTHING
+from pla_sglang.sim.report.figures import Line, colour_names, draw_lines
+from pla_sglang.sim.report.page import Heading, Page, PageTable, Section, render_page
 
 Rows = Mapping[str, Mapping[str, Any]]  # figures by name of row
 CONDITIONS = (

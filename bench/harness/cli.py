@@ -9,10 +9,10 @@ from pathlib import Path
 
 from bench.harness.arms import find_lacking_of_preset, preset_arguments
 from bench.harness.talks import Dataset
-from pla_sglang.demo import demo_model_path
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import SLOS, Slo
-from pla_sglang.workload import Trace, load_trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.demo import demo_model_path
+from pla_sglang.sim.metrics.goodput import SLOS, Slo
+from pla_sglang.sim.workload import Trace, load_trace
 
 DEFAULT_PROFILE = "h100-llama3.1-8b-tp1"
 DEFAULT_SLO = Slo(3.0, 0.1)

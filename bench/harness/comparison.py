@@ -32,8 +32,8 @@ from bench.harness.load_client import Run
 from bench.harness.report import conditions, emit, environment, markdown, print_lines, say, show, spread_text, stdout
 from bench.harness.stats import KINDS, Identity, Runs, as_json
 from bench.harness.workload import Vocabulary
-from pla_sglang.demo import demo_model_path
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.demo import demo_model_path
 
 HEADLINE = ("short_ttft_p99_gain", "short_ttft_p50_ratio", "long_ttft_p90_ratio", "throughput_ratio")
 T = TypeVar("T")

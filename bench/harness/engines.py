@@ -25,8 +25,8 @@ from bench.harness.replay import MAX_LAG_MS, Planned, Record, Replay, count_wron
 from bench.harness.report import environment, say, say_left_out
 from bench.harness.servers import count_passes, host_overhead_share, read_boundary, read_device
 from bench.harness.steps import Row, Steps
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import quantile
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.metrics.goodput import quantile
 from pla_sglang.testing.server import Server
 
 REQUEST_TIMEOUT_S = 600.0

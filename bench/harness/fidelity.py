@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Served, Slo, goodput, quantile
-from pla_sglang.sim.experiment import Experiment, run_experiment
-from pla_sglang.sim.host import HostKnobs
-from pla_sglang.workload.trace import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.core.host import HostKnobs
+from pla_sglang.sim.metrics.goodput import Served, Slo, goodput, quantile
+from pla_sglang.sim.workload.trace import Trace
 
 Floats = npt.NDArray[np.float64]
 LATENCIES = ("ttft", "tpot", "e2e")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from bench.harness.latency import ecdf
-from pla_sglang.legend.colours import COLOURS, STOCK_COLOUR
+from pla_sglang.common.legend.colours import COLOURS, STOCK_COLOUR
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from bench.harness import cli, report, servers
 from bench.harness.fidelity import Points
 from bench.harness.replay import MAX_LAG_MS, Planned, Record, count_wrong, lag_s, plan, replay, require_answers
 from bench.harness.steps import Row
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.workload import Trace
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.sim.workload import Trace
 
 SLOTS = 512
 Devices = Mapping[str, Mapping[str, Any]]  # what engines say of their devices, by name

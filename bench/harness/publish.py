@@ -18,8 +18,8 @@ from pathlib import Path
 
 from bench.harness.bench import ROOT, Bench, MakePage
 from bench.harness.catalogue import BENCHES
-from pla_sglang.errors import ConfigError
-from pla_sglang.reading import read_json
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.reading import read_json
 
 FOLDERS = ("docs", "bench/lab/docs")  # of the pages
 HEADLINE = "headline"  # the marker in docs/results.md, filled from the same file as ``hol``

@@ -18,11 +18,11 @@ import uvloop
 from bench.harness.bench import is_complete, measuring
 from bench.harness.load_client import START_DELAY_S, Answer, StreamClient, sleep_until
 from bench.harness.report import progress_bar, show
-from pla_sglang import chain
-from pla_sglang.chain.vocab import VOCAB_SIZE, WORD_BASE, token_text
-from pla_sglang.metrics.goodput import Served, Slo, goodput, quantile
+from pla_sglang.sim import chain
+from pla_sglang.sim.chain.vocab import VOCAB_SIZE, WORD_BASE, token_text
+from pla_sglang.sim.metrics.goodput import Served, Slo, goodput, quantile
+from pla_sglang.sim.workload import Trace
 from pla_sglang.testing.server import ServerError
-from pla_sglang.workload import Trace
 
 MAX_LAG_MS = 50.0  # by which the client may be late (99th percentile)
 LEAST_PROMPT = 3  # a word and the two tokens that ask for a length

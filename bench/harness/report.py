@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.harness.bench import Result, is_complete, wanted_page
-from pla_sglang import terminal
-from pla_sglang.console import TableConsole
+from pla_sglang.common import terminal
+from pla_sglang.common.console import TableConsole
 
 Cells = tuple[list[str], list[list[str]]]  # of a table, for the terminal and for the page: header, rows
 

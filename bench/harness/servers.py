@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.report import say
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.cluster.spec import KINDS, ROUTER_MODULES, ClusterConfig, EngineSpec, router_arguments
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.cluster.spec import KINDS, ROUTER_MODULES, ClusterConfig, EngineSpec, router_arguments
 from pla_sglang.testing.server import Server, ServerError, fetch, open_url
 
 CLUSTER_START_S, CLUSTER_STOP_S = 300.0, 40.0

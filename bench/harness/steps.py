@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.harness.bench import BenchError, is_complete
 from bench.harness.report import UNNAMED_SGLANG, installed_sglang, say
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 Row = dict[str, Any]
 

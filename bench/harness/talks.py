@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.reading import parse_json, read_json, read_lines
-from pla_sglang.workload.generate import Arrivals, ChatTurn, conversation_trace
-from pla_sglang.workload.json_formats import LARGEST_DATASET, read_parquet
-from pla_sglang.workload.trace import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.reading import parse_json, read_json, read_lines
+from pla_sglang.sim.workload.generate import Arrivals, ChatTurn, conversation_trace
+from pla_sglang.sim.workload.json_formats import LARGEST_DATASET, read_parquet
+from pla_sglang.sim.workload.trace import Trace
 
 Tokenizer = Callable[[str], list[int]]
 SCHEMAS = (("conversation", "role", "content"), ("conversations", "from", "value"))  # LMSYS-Chat-1M, ShareGPT

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness.load_client import Request
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 # SGLang issue #22831: 18 prompts of 24K tokens and 11 of 2K arrive together.
 ISSUE_LONG_COUNT, ISSUE_LONG_TOKENS = 18, 24_000

@@ -51,11 +51,11 @@ from bench.lab.highest_rate import (
 )
 from bench.lab.named_workloads import Workload
 from bench.lab.startable import choose_startable
-from pla_sglang.cluster.spec import ROUTER_MODULES
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Slo
-from pla_sglang.sim.fleet_arms import CHUNKS_TOKENS, OURS, FleetArm
-from pla_sglang.workload import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.spec import ROUTER_MODULES
+from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, OURS, FleetArm
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Trace
 
 PROFILES = {"azure_conv": "h100-llama70b-fp8-dopd"}  # all others: the default one
 TURNING = "turning"

@@ -28,8 +28,8 @@ from bench.harness.replay import figures, generate_body, plan, replay, text_body
 from bench.harness.report import environment, say, say_left_out, yes_no
 from bench.harness.servers import flush_cache, host_overhead_share, read_devices, running_cluster
 from bench.harness.steps import Row, Steps
-from pla_sglang.errors import ConfigError
-from pla_sglang.workload import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.workload import Trace
 
 POINT = ("layout", "policy", "workload", "rate_rps")
 LAYOUTS = (

@@ -38,13 +38,13 @@ from bench.lab.stock_search import (
     race_members,
     search_limits,
 )
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import LEAST_SPAN_S
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.experiment import run_experiment
-from pla_sglang.sim.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, stock_arms
-from pla_sglang.sim.upper_bound import upper_bound_over_span
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.experiment import run_experiment
+from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, stock_arms
+from pla_sglang.sim.core.upper_bound import upper_bound_over_span
+from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 
 FRONTIER = ROOT / "bench" / "lab" / "results" / "simulated" / "best_stock.json"
 ROUNDS = (Round(15.0, 1.25, 4), Round(30.0, 1.1, 3), Round(LEAST_SPAN_S, 1.04, 3))

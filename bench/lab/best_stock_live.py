@@ -25,7 +25,7 @@ from bench.lab.cells import data_folder
 from bench.lab.highest_rate import SETTINGS, TARGET, Contest, Course, LiveArm, Options, ratio_of, table
 from bench.lab.named_workloads import Workload, workload
 from bench.lab.startable import choose_startable
-from pla_sglang.sim.fleet_arms import INSTANCES, OURS, read_arm
+from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, read_arm
 
 ANSWER_TOKENS = {"hol": 100}  # of workloads whose own answers are too short to have decodes beside prefills
 STOCK, OUR = "stock", "ours"

@@ -16,8 +16,8 @@ from typing import TypeVar
 from bench.harness.bench import ROOT, measuring
 from bench.harness.report import say
 from bench.harness.steps import NoStepError, Row, Steps
-from pla_sglang.errors import ConfigError
-from pla_sglang.sim.processes import measure_cases
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.processes import measure_cases
 
 Case = TypeVar("Case")
 DATA_VARIABLE = "PLA_BENCH_DATA"

@@ -31,8 +31,8 @@ from bench.harness.cli import add_budget, add_max_overhead, add_output, add_quic
 from bench.harness.engines import Setup, choose, server_of
 from bench.harness.servers import count_passes, flush_cache, host_overhead_share, read_boundary, read_device
 from bench.harness.steps import Row, Steps
-from pla_sglang import chain
-from pla_sglang.reading import read_json
+from pla_sglang.common.reading import read_json
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server, ServerError
 
 PROFILE = "h100-qwen2.5-7b-tp1"

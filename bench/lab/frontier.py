@@ -33,13 +33,13 @@ from bench.harness.replay import Planned
 from bench.harness.report import emit, emulated_conditions, environment, markdown, print_lines, scale_text, show, yes_no
 from bench.harness.steps import Row
 from bench.lab.world import World
-from pla_sglang import chain
 from pla_sglang.policy.baselines.dispatch import RoundRobin
 from pla_sglang.policy.baselines.orders import fluid_srpt
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.workload import Trace
+from pla_sglang.sim import chain
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.workload import Trace
 
 PROFILE = load_profile("linear")
 CHUNK_TOKENS = 820

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 
 Arm = TypeVar("Arm", bound=Hashable)
 Measure = Callable[[Sequence[tuple[Arm, int]]], Mapping[tuple[Arm, int], float]]  # attainment by arm and rung

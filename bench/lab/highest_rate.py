@@ -21,11 +21,11 @@ from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, running_fleet
 from bench.harness.steps import NoStepError, Row, Steps
 from bench.lab.halving import Ladder, RungSearch, search_rungs
 from bench.lab.named_workloads import Workload
-from pla_sglang.metrics.goodput import goodput
-from pla_sglang.sim.experiment import TEMPORAL, Experiment, run_experiment
-from pla_sglang.sim.fleet_arms import STOCK_ORDER, FleetArm
-from pla_sglang.sim.host import NO_HOST, HostKnobs
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core.experiment import TEMPORAL, Experiment, run_experiment
+from pla_sglang.sim.core.fleet_arms import STOCK_ORDER, FleetArm
+from pla_sglang.sim.core.host import NO_HOST, HostKnobs
+from pla_sglang.sim.metrics.goodput import goodput
+from pla_sglang.sim.workload import Trace
 
 TARGET = 0.9
 SETTINGS = ("profile", "time_scale", "seed", "instances", "span_s", "requests", "step", "kv_gbps")

@@ -13,7 +13,7 @@ from bench.lab.fleets import forecast, policies
 from bench.lab.papers.__main__ import recompute
 from bench.lab.papers.points import Point, PointsError, read_points
 from bench.lab.stock_frontier import parse_limits
-from pla_sglang.metrics.goodput import LEAST_SPAN_S
+from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 
 
 def ratio_problems(what: str, span_s: float | None, *, at_limit: bool) -> list[str]:

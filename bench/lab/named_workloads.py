@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import SLOS, Slo
-from pla_sglang.workload import Arrivals, Trace, chat_trace, generated_trace, hol_trace, length_model, load_trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.metrics.goodput import SLOS, Slo
+from pla_sglang.sim.workload import Arrivals, Trace, chat_trace, generated_trace, hol_trace, length_model, load_trace
 
 HOL_PERIOD_S = 10.0
 CHAT_TIMES = 3  # as many requests of ``chat`` as of others: conversations take their time to fill a fleet

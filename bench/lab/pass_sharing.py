@@ -21,18 +21,18 @@ import numpy as np
 from bench.harness.bench import Result, measuring
 from bench.harness.report import Cells, emit, environment, markdown, progress_bar, show
 from bench.lab.world import MakeEngine, World
-from pla_sglang.checks import require
-from pla_sglang.config import PlaConfig
+from pla_sglang.common.checks import require
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.temporal_knobs import EngineLimits, temporal_knobs
 from pla_sglang.policy.baselines.dispatch import RoundRobin
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 from pla_sglang.profiles import StepProfile, load_profile
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.experiment import step_model
-from pla_sglang.sim.host import HostKnobs
-from pla_sglang.temporal_knobs import EngineLimits, temporal_knobs
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.experiment import step_model
+from pla_sglang.sim.core.host import HostKnobs
+from pla_sglang.sim.workload import Trace
 
 Draw = Callable[[random.Random], int]
 LENGTHS: Mapping[str, Draw] = {

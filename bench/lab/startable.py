@@ -14,8 +14,8 @@ from bench.harness.arms import ORDER, has_order
 from bench.lab.halving import race_arms
 from bench.lab.highest_rate import TARGET, Contest, LiveArm, Options
 from bench.lab.named_workloads import Workload
-from pla_sglang.sim.experiment import run_experiment
-from pla_sglang.sim.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
+from pla_sglang.sim.core.experiment import run_experiment
+from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, ORDERS, FleetArm
 
 ROUTERS = ("least-tokens", "cache-aware")
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.lab.stock_search import HeldRate
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import LEAST_SPAN_S
-from pla_sglang.reading import read_json
-from pla_sglang.sim.fleet_arms import FleetArm, read_arm
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.reading import read_json
+from pla_sglang.sim.core.fleet_arms import FleetArm, read_arm
+from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.metrics.goodput import Served, Slo, quantile
 from pla_sglang.policy.interface.decisions import Controller, Dispatcher
 from pla_sglang.policy.interface.prefill import EnginePolicy
 from pla_sglang.profiles import StepProfile
-from pla_sglang.sim.config import InstanceSpec, Policies, Predict, SimConfig
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.experiment import engine_policy
-from pla_sglang.sim.network import NetworkKnobs
-from pla_sglang.sim.simulation import RunResult, Simulation
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core.config import InstanceSpec, Policies, Predict, SimConfig
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.experiment import engine_policy
+from pla_sglang.sim.core.network import NetworkKnobs
+from pla_sglang.sim.core.simulation import RunResult, Simulation
+from pla_sglang.sim.metrics.goodput import Served, Slo, quantile
+from pla_sglang.sim.workload import Trace
 
 MakeEngine = Callable[[StepProfile, EngineKnobs], EnginePolicy]
 

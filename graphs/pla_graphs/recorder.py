@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pla_sglang.errors import PlaError
+from pla_sglang.common.errors import PlaError
 from pla_sglang.policy.pla.graphs.layouts import Bucket
 from pla_sglang.policy.pla.graphs.reasons import CaptureFailure
 

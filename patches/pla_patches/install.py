@@ -22,8 +22,8 @@ from pla_patches import host, verify
 from pla_patches.hook import HOOKS, TargetHook
 from pla_patches.seam import Group, Hook, Seam
 from pla_patches.table import seams_of, table
-from pla_sglang import config
-from pla_sglang.errors import HostMismatchError
+from pla_sglang.common.errors import HostMismatchError
+from pla_sglang.plugin import config
 
 # Never on a host that is not supported.
 HOST_SPECIFIC = {

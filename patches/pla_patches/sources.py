@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pla_patches.hosts import HOSTS, Host
 from pla_patches.hosts.signature import Signature
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 PACKAGE = "sglang"
 _OF_EVERY_CLASS = {"__repr__": "self"}  # also where it does not stand in the class

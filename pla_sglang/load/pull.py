@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zmq
 
-from pla_sglang.errors import TelemetryError
+from pla_sglang.common.errors import TelemetryError
 from pla_sglang.load.report import LARGEST_BYTES, Report, decode
 
 HIGH_WATER_MARK = 10_000

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from pla_sglang.errors import TelemetryError
+from pla_sglang.common.errors import TelemetryError
 from pla_sglang.load.legs import LegLoad
 
 VERSION = 1

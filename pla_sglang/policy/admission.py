@@ -16,7 +16,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from pla_sglang.checks import MILLI, Range, check_fields, knob, require
+from pla_sglang.common.checks import MILLI, Range, check_fields, knob, require
 from pla_sglang.policy.interface.fleet import InstanceView
 
 

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from pla_sglang.errors import IllegalMoveError
+from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.policy.common.pools import PoolEvent, after
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.decisions import Dispatch, FleetAction, SetRole

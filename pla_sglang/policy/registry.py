@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow import fleet as arrow
 from pla_sglang.policy.baselines import fleet as baselines
 from pla_sglang.policy.combined import fleet as combined

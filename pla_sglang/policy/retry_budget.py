@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 
 
 @dataclasses.dataclass(frozen=True)

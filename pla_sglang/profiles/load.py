@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pla_sglang.checks import nested_configs
+from pla_sglang.common.checks import nested_configs
+from pla_sglang.common.reading import read_json
 from pla_sglang.profiles.step import ProfileError, StepProfile
-from pla_sglang.reading import read_json
 
 FOLDER = Path(__file__).parent / "data"
 # field of StepProfile -> the dataclass that its JSON object becomes

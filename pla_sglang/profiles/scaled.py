@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.profiles.step import StepProfile
 

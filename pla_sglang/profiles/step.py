@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 
 class ProfileError(ConfigError):

@@ -9,7 +9,7 @@ from typing import IO, cast
 
 import msgspec
 
-from pla_sglang.reading import read_byte_lines
+from pla_sglang.common.reading import read_byte_lines
 from pla_sglang.recording.rows import VERSION, Header, Line, RecordError, Row
 
 _encoder = msgspec.json.Encoder()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.errors import PlaError
+from pla_sglang.common.errors import PlaError
 from pla_sglang.policy.interface.decisions import (
     Dispatch,
     FleetAction,

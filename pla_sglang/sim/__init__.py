@@ -1,1 +1,1 @@
-"""Discrete-event simulator of a serving fleet. Holds no policy: it supplies snapshots, virtual time and costs."""
+"""Planning without GPUs: the simulator, the emulated device, their workloads and pages."""

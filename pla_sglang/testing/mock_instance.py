@@ -28,8 +28,8 @@ import msgspec
 import psutil
 import uvloop
 
-from pla_sglang import chain
-from pla_sglang.cluster.ports import free_port
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import ServerError
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"

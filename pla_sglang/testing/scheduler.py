@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from pla_sglang import config as pla_config
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.host.arguments import resolve
+from pla_sglang.plugin import config as pla_config
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine.host.arguments import resolve
 
 
 def build_scheduler(arguments: Sequence[str], config: PlaConfig) -> Any:
@@ -69,7 +69,7 @@ def keep_riders_out() -> None:
 
 def undo(scheduler: Any, batch: Any) -> None:
     """Undo the admission of a batch: its KV is freed and its requests return to the queue."""
-    from pla_sglang.engine.host.memory import release_kv
+    from pla_sglang.plugin.engine.host.memory import release_kv
 
     if batch is None:
         return

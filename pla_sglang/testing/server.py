@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.errors import PlaError
+from pla_sglang.common.errors import PlaError
+from pla_sglang.fleet.cluster.ports import free_port
 
 POLL_INTERVAL_S = 0.2
 LOG_TAIL_LINES = 60

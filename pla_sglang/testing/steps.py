@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pla_sglang.config import PlaConfig
+from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.testing.scheduler import build_scheduler, make_request
 
 MOST_PASSES = 10_000  # a loop that runs longer is stuck

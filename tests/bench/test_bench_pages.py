@@ -11,7 +11,7 @@ import pytest
 from bench.harness.bench_page import draw_points, flatten_figures, group_columns, make_bench_page, show_cell
 from bench.harness.catalogue import BENCHES
 from bench.harness.report import emit
-from pla_sglang.report.page import render_page
+from pla_sglang.sim.report.page import render_page
 
 ROOT = Path(__file__).parents[2]
 KEPT = sorted((ROOT / "bench/results").rglob("*.json"))

@@ -22,7 +22,8 @@ from bench.check.leftovers import ClusterLeftovers
 from bench.harness import servers
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
-from pla_sglang import chain, launch_cluster
+from pla_sglang import launch_cluster
+from pla_sglang.sim import chain
 
 KILL = Kill("prefill-0", at_s=10.0, since_start_s=1.0, over_s=10.3)
 KILLED = ["stateless-0", "stateless-1", "stateless-2", "stateless-0"]

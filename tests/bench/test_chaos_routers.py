@@ -18,7 +18,8 @@ from bench.check.chaos.routers import CONTROL, WHOLE, Restart, Routers, label_in
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
 from bench.harness.servers import Router
-from pla_sglang import chain, launch_cluster
+from pla_sglang import launch_cluster
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import HttpError
 
 

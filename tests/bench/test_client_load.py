@@ -9,7 +9,7 @@ import pytest
 from bench.cost import client_load
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
-from pla_sglang import chain
+from pla_sglang.sim import chain
 
 
 def streams(count: int, seconds: int, per_s: int) -> list[Record]:

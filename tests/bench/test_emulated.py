@@ -19,9 +19,9 @@ from bench.harness.cli import DEFAULT_SLO, Layout, numbers_of, part, read_traces
 from bench.harness.engines import Setup
 from bench.harness.replay import Planned, Record
 from bench.harness.workload import HolShape
-from pla_sglang import chain
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import load_profile
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import ServerError
 
 # -- one engine per arm ----------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from bench.harness import fidelity
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Served, Slo
-from pla_sglang.sim.experiment import Experiment
-from pla_sglang.sim.host import HostKnobs
-from pla_sglang.sim.live_case import LiveCase, list_grid
-from pla_sglang.workload.trace import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.experiment import Experiment
+from pla_sglang.sim.core.host import HostKnobs
+from pla_sglang.sim.core.live_case import LiveCase, list_grid
+from pla_sglang.sim.metrics.goodput import Served, Slo
+from pla_sglang.sim.workload.trace import Trace
 
 SLO = Slo(1.0, 0.1)
 CASE = "1+1/fcfs/static-pd-round-robin/azure_conv/0.8"

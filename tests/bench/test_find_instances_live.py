@@ -22,8 +22,8 @@ from bench.harness.catalogue import BENCHES
 from bench.harness.cli import slo_of
 from bench.harness.replay import Planned
 from bench.harness.steps import Steps
-from pla_sglang.metrics.goodput import goodput
-from pla_sglang.sim.live_case import ENGINE_FLAGS, LiveCase
+from pla_sglang.sim.core.live_case import ENGINE_FLAGS, LiveCase
+from pla_sglang.sim.metrics.goodput import goodput
 
 ROUND_ROBIN, SPLIT = "round-robin@azure_conv@4", "minimal-load@azure_conv@5.5@5"
 ROWS, INPUT_TOKENS, OUTPUT_TOKENS = 60, 1500, 40

@@ -18,8 +18,8 @@ from bench.check.hops.plans import ENDS, Body, Event, Life, plan_lives
 from bench.check.hops.settings import SETTINGS, choose_settings
 from bench.check.hops.streams import CHAT, GENERATE, MarkedAnswer, Shown, count_wrong_bytes, read_shown
 from bench.harness.catalogue import BENCHES
-from pla_sglang import chain
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim import chain
 
 AT_REST = {
     "held": {"held": 0, "kv_tokens": 0, "totals": {}},

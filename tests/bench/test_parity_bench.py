@@ -16,9 +16,9 @@ from support.live_stand_ins import LiveStandIns, after_arrival
 from bench.check import parity as bench
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned
-from pla_sglang.sim import experiment
-from pla_sglang.sim.parity import Parity
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core import experiment
+from pla_sglang.sim.core.parity import Parity
+from pla_sglang.sim.workload import Trace
 
 SCALE = 2.0
 SMALL = ["--stateless", "2", "--requests", "8", "--json"]

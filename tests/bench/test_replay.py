@@ -14,9 +14,9 @@ from aiohttp import web
 
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record, Replay, count_wrong, figures, plan, served
-from pla_sglang import chain
-from pla_sglang.metrics.goodput import Slo
-from pla_sglang.workload import Trace
+from pla_sglang.sim import chain
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Trace
 
 
 def trace(n: int = 4, **columns: Any) -> Trace:

@@ -12,7 +12,7 @@ from bench.check.chaos import bench as chaos
 from bench.compare import router
 from bench.harness.catalogue import BENCHES
 from bench.harness.servers import router_command
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.registry import live_policy_names
 
 WHERE = {"environment": {"hardware": "2 x cpu", "plugin_commit": "abc"}, "profile": "p", "time_scale": 4.0, "seed": 0}

@@ -18,7 +18,7 @@ from bench.harness.catalogue import BENCHES
 from bench.harness.figures import panels
 from bench.harness.report import cell_text, emit, installed_sglang, markdown
 from bench.harness.steps import NoStepError
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.testing.server import ServerError
 
 SGLANG = installed_sglang()

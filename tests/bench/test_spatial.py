@@ -32,9 +32,10 @@ from bench.harness.replay import Planned, Record, text_body
 from bench.harness.servers import router_command
 from bench.harness.steps import Steps
 from bench.harness.talks import load_tokenizer
-from pla_sglang import chain, launch_cluster, launch_router
-from pla_sglang.demo import demo_model_path
-from pla_sglang.errors import ConfigError
+from pla_sglang import launch_cluster, launch_router
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.demo import demo_model_path
+from pla_sglang.sim import chain
 
 TELEMETRY = "tcp://127.0.0.1:9"
 

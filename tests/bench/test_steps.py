@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness.steps import NoStepError, Steps
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 KEYS = [{"arm": "a", "rate": 1.0}, {"arm": "a", "rate": 2.0}, {"arm": "b", "rate": 1.0}]
 

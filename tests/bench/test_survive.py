@@ -15,11 +15,12 @@ from bench.check.survive import acts, streams
 from bench.check.survive import bench as survive
 from bench.check.survive.streams import CHAT, SAMPLED, TOP_K, Stream, count_impossible, make_stream
 from bench.harness.catalogue import BENCHES
-from pla_sglang import chain, launch_cluster
-from pla_sglang.chain.algebra import step
-from pla_sglang.chain.oracle import asked_end, check_prompt, state_after
-from pla_sglang.chain.spread import spread_logits
-from pla_sglang.chain.vocab import EOS
+from pla_sglang import launch_cluster
+from pla_sglang.sim import chain
+from pla_sglang.sim.chain.algebra import step
+from pla_sglang.sim.chain.oracle import asked_end, check_prompt, state_after
+from pla_sglang.sim.chain.spread import spread_logits
+from pla_sglang.sim.chain.vocab import EOS
 
 
 def sample(prompt: list[int], rng: random.Random) -> list[int]:

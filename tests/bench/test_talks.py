@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench.harness.talks import Dataset, DatasetError, SpokenTurn, load_tokenizer, read_talks
-from pla_sglang.demo import demo_model_path
-from pla_sglang.workload import Arrivals
+from pla_sglang.plugin.demo import demo_model_path
+from pla_sglang.sim.workload import Arrivals
 
 
 def tokenize(text: str) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 from bench.check import upgrade
 from bench.check.survive.streams import Stream
 from bench.harness.catalogue import BENCHES
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pla_sglang.chain.batch import Batch, ChainTables
-from pla_sglang.chain.slots import forward
+from pla_sglang.sim.chain.batch import Batch, ChainTables
+from pla_sglang.sim.chain.slots import forward
 
 CONTEXT = 512
 TABLES = ChainTables(CONTEXT)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_chain_model import build, config_json
 
-from pla_sglang.chain import EOS, MAX_ASK, VOCAB_SIZE, ask_ids, expected, model_path, prompt_of
-from pla_sglang.chain.algebra import SEED, mix, mix_array, step, word_of
-from pla_sglang.chain.oracle import asked_end, state_after
-from pla_sglang.chain.vocab import ASK_HIGH, ASK_LOW, WORD_BASE
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.chain import EOS, MAX_ASK, VOCAB_SIZE, ask_ids, expected, model_path, prompt_of
+from pla_sglang.sim.chain.algebra import SEED, mix, mix_array, step, word_of
+from pla_sglang.sim.chain.oracle import asked_end, state_after
+from pla_sglang.sim.chain.vocab import ASK_HIGH, ASK_LOW, WORD_BASE
 
 PAGE = 16
 ANSWER = 12

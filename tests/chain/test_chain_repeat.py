@@ -10,7 +10,7 @@ import pytest
 from chain.pool import Pool
 from chain.test_chain import DAMAGE, words
 
-from pla_sglang.chain import EOS, ask_ids, expected, model_path
+from pla_sglang.sim.chain import EOS, ask_ids, expected, model_path
 
 TEXT = "Zürich – 東京, 🚲🏔️ naïve\n\t\"{'a': 1}\" ₿ \u200d𝕏 é"  # cut at any byte, also in the middle of a letter
 
@@ -106,7 +106,7 @@ def test_a_wrong_position_changes_the_text(shift: int) -> None:
 
 
 def test_the_configuration_chooses_the_mode() -> None:
-    from pla_sglang.chain.models.chain import PlaChainForCausalLM
+    from pla_sglang.sim.chain.models.chain import PlaChainForCausalLM
 
     fields = {"vocab_size": 2048, "head_dim": 4, "num_hidden_layers": 1, "max_position_embeddings": 64}
     plain = PlaChainForCausalLM(SimpleNamespace(**fields))

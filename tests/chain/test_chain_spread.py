@@ -11,12 +11,12 @@ import pytest
 import torch
 from chain.test_chain import words
 
-from pla_sglang.chain import EOS, Penalties, ask_ids, expected_spread
-from pla_sglang.chain.algebra import step
-from pla_sglang.chain.oracle import state_after
-from pla_sglang.chain.spread import CANDIDATES, EOS_LOGIT, spread_logits
-from pla_sglang.chain.spread_tensors import spread_logits as spread_tensors
-from pla_sglang.chain.vocab import WORD_BASE
+from pla_sglang.sim.chain import EOS, Penalties, ask_ids, expected_spread
+from pla_sglang.sim.chain.algebra import step
+from pla_sglang.sim.chain.oracle import state_after
+from pla_sglang.sim.chain.spread import CANDIDATES, EOS_LOGIT, spread_logits
+from pla_sglang.sim.chain.spread_tensors import spread_logits as spread_tensors
+from pla_sglang.sim.chain.vocab import WORD_BASE
 
 PENALTIES = [
     Penalties(frequency=0.7),

@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.chain import model_path
-from pla_sglang.cli import EXIT_BAD_ARGUMENTS
-from pla_sglang.cluster.children import Children, ClusterError
-from pla_sglang.cluster.instance import Instance, State
-from pla_sglang.cluster.lean import DISABLED_ENV, lean_environment
-from pla_sglang.cluster.logs import LONGEST_LINE, LineReader
-from pla_sglang.cluster.memory import pss_bytes, tree_pss_bytes
-from pla_sglang.cluster.spec import (
+from pla_sglang.common.cli import EXIT_BAD_ARGUMENTS
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.children import Children, ClusterError
+from pla_sglang.fleet.cluster.instance import Instance, State
+from pla_sglang.fleet.cluster.lean import DISABLED_ENV, lean_environment
+from pla_sglang.fleet.cluster.logs import LONGEST_LINE, LineReader
+from pla_sglang.fleet.cluster.memory import pss_bytes, tree_pss_bytes
+from pla_sglang.fleet.cluster.spec import (
     ClusterConfig,
     at_new_bootstrap_port,
     instances,
     router_arguments,
     with_own_rendezvous,
 )
-from pla_sglang.cluster.supervisor import FORGOTTEN_S, Supervisor, send_command
-from pla_sglang.cluster.zygote import Zygote
-from pla_sglang.errors import ConfigError
+from pla_sglang.fleet.cluster.supervisor import FORGOTTEN_S, Supervisor, send_command
+from pla_sglang.fleet.cluster.zygote import Zygote
 from pla_sglang.launch_cluster import EXIT_FAILED, main, read_config
+from pla_sglang.sim.chain import model_path
 
 
 def ports() -> Any:

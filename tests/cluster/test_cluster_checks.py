@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from pla_sglang import launch_cluster
-from pla_sglang.chain import model_path
-from pla_sglang.cluster.children import ClusterError
-from pla_sglang.cluster.engine_flags import known_flags
-from pla_sglang.cluster.instance import Instance, State
-from pla_sglang.cluster.logs import LastErrors, LineReader, is_poll
-from pla_sglang.cluster.spec import ClusterConfig, instances, router_arguments
-from pla_sglang.cluster.stateless_flags import make_parser
-from pla_sglang.cluster.supervisor import CHAIN_ANSWERS, Supervisor
-from pla_sglang.engine.host.arguments import find_split_attention
-from pla_sglang.engine.stateless import checks
+from pla_sglang.fleet.cluster.children import ClusterError
+from pla_sglang.fleet.cluster.engine_flags import known_flags
+from pla_sglang.fleet.cluster.instance import Instance, State
+from pla_sglang.fleet.cluster.logs import LastErrors, LineReader, is_poll
+from pla_sglang.fleet.cluster.spec import ClusterConfig, instances, router_arguments
+from pla_sglang.fleet.cluster.stateless_flags import make_parser
+from pla_sglang.fleet.cluster.supervisor import CHAIN_ANSWERS, Supervisor
+from pla_sglang.fleet.stateless import checks
 from pla_sglang.launch_cluster import check_members, main, read_config, with_load_reports
+from pla_sglang.plugin.engine.host.arguments import find_split_attention
+from pla_sglang.sim.chain import model_path
 
 PAIR = {"prefill": 1, "decode": 1}
 STATELESS = ("--router", "pla", "--stateless", "1")
@@ -133,7 +133,7 @@ def test_the_flags_of_sglang_are_those_of_its_parser() -> None:
     """Read from its source, as nothing may be imported; here they are compared with what it has after the import."""
     from sglang.srt.server_args import ServerArgs
 
-    from pla_sglang.cli import Parser
+    from pla_sglang.common.cli import Parser
 
     parser = Parser()
     ServerArgs.add_cli_args(parser)
@@ -159,7 +159,7 @@ def test_what_a_stateless_engine_refuses_is_found_by_sglangs_names() -> None:
     """Each argument that the engine's check reads can be told beforehand."""
     from sglang.srt.server_args import ServerArgs
 
-    from pla_sglang.cli import Parser
+    from pla_sglang.common.cli import Parser
 
     theirs = Parser()
     ServerArgs.add_cli_args(theirs)
@@ -253,7 +253,7 @@ def test_a_member_that_ends_while_starting_is_reported_with_its_error() -> None:
         return False
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pla_sglang.cluster.supervisor._is_healthy", unhealthy)
+        patch.setattr("pla_sglang.fleet.cluster.supervisor._is_healthy", unhealthy)
         asyncio.run(work())
 
 

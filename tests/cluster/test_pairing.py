@@ -18,8 +18,8 @@ from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, CommonKVReceiver
 from sglang.srt.environ import envs
 
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.cluster.supervisor import FORGOTTEN_S
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.cluster.supervisor import FORGOTTEN_S
 
 BEAT_S = 1.0  # the shorter, the sooner a busy machine misses two of them where it should miss none
 FORMER, PRESENT = 1111, 2222  # where a prefill's scheduler takes the decode side's messages, before and after

@@ -18,7 +18,7 @@ from support.hop_commands import Instance, hold, hops, next_room, order, pull, s
 from support.serving import Client, Prompt, until
 from support.stateless_pair import is_empty
 
-from pla_sglang import chain
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server, greedy_body
 
 pytestmark = pytest.mark.e2e

@@ -27,7 +27,7 @@ BODY = {"text": "What is a list?", "sampling_params": {"max_new_tokens": 4, "ign
 
 
 def server_of(command: Command, fresh: Callable[..., Server]) -> Server:
-    from pla_sglang.demo import demo_model_path
+    from pla_sglang.plugin.demo import demo_model_path
 
     words = list(command.arguments)
     model = None

@@ -19,8 +19,9 @@ import pytest
 from support.clusters import family, wait_ready
 
 from bench.harness.replay import Planned, Replay, count_wrong
-from pla_sglang import chain, profile
+from pla_sglang import profile
 from pla_sglang.profiles import load_profile
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import ServerError, fetch
 
 pytestmark = pytest.mark.e2e

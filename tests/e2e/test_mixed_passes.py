@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pla_sglang import chain
 from pla_sglang.load.pull import Puller
 from pla_sglang.load.report import Report
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server, fetch
 
 pytestmark = pytest.mark.e2e

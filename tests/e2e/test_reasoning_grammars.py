@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.hop_commands import redo
 
-from pla_sglang import chain
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server
 
 pytestmark = pytest.mark.e2e

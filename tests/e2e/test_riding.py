@@ -11,7 +11,7 @@ import pytest
 from support.load import FEW, LONGS, SHORTS, Reference, run_mixed
 from support.serving import outputs
 
-from pla_sglang import chain
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server, fetch
 
 pytestmark = pytest.mark.e2e

@@ -17,10 +17,10 @@ from e2e.test_emulation import ask
 from support.fake_instance import INFO, LOAD
 
 from bench.harness.replay import Planned, Replay, count_wrong
-from pla_sglang import chain
+from pla_sglang.fleet.router.control.workers.discovery import describe, polled_load
 from pla_sglang.parity import replay_file
 from pla_sglang.policy.interface.fleet import InstanceKind
-from pla_sglang.router.control.workers.discovery import describe, polled_load
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import HttpError, open_url
 
 pytestmark = pytest.mark.e2e

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from e2e.test_router_relays import FLAGS, PATIENCE_S, words_of
 
-from pla_sglang import chain
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import HttpError, open_url
 
 pytestmark = pytest.mark.e2e

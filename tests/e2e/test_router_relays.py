@@ -25,8 +25,8 @@ from e2e.test_emulation import ask, get
 from support.relays import request_bytes
 from support.serving import until
 
-from pla_sglang import chain
-from pla_sglang.chain.vocab import EOS, token_text
+from pla_sglang.sim import chain
+from pla_sglang.sim.chain.vocab import EOS, token_text
 from pla_sglang.testing.server import HttpError, fetch
 
 pytestmark = pytest.mark.e2e
@@ -186,7 +186,7 @@ def test_streams_outlive_the_control_plane(cluster: dict[str, Any]) -> None:
 
 def is_control(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.cmdline()[-2:] == ["pla_sglang.router.process.process_main", "control"]
+        return process.cmdline()[-2:] == ["pla_sglang.fleet.router.process.process_main", "control"]
     return False
 
 

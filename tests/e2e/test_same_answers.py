@@ -17,9 +17,9 @@ import pytest
 from support.logit_processors import fewer_repeats
 from support.serving import Client
 
-from pla_sglang import chain
-from pla_sglang.chain.spread import CANDIDATES
-from pla_sglang.chain.vocab import WORD_BASE
+from pla_sglang.sim import chain
+from pla_sglang.sim.chain.spread import CANDIDATES
+from pla_sglang.sim.chain.vocab import WORD_BASE
 from pla_sglang.testing.server import Server, fetch
 
 pytestmark = pytest.mark.e2e

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from support.clusters import end_cluster
 
-from pla_sglang.secret_names import HIDDEN
+from pla_sglang.common.secret_names import HIDDEN
 
 pytestmark = pytest.mark.e2e
 

@@ -24,9 +24,9 @@ import pytest
 from e2e.test_router_control import call
 
 from bench.harness.replay import Planned, Record, Replay, count_wrong
-from pla_sglang.chain import ask_ids, expected, prompt_of
-from pla_sglang.chain.vocab import BYTE_BASE
 from pla_sglang.parity import replay_file
+from pla_sglang.sim.chain import ask_ids, expected, prompt_of
+from pla_sglang.sim.chain.vocab import BYTE_BASE
 
 pytestmark = pytest.mark.e2e
 

@@ -24,7 +24,7 @@ from bench.check.hops import storm
 from bench.check.hops.plans import ANSWER_TOKENS, Body, plan_life
 from bench.check.hops.streams import GENERATE
 from bench.harness import servers
-from pla_sglang.cluster.ports import free_port
+from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.testing.server import Server, fetch, greedy_body
 
 pytestmark = pytest.mark.e2e

@@ -23,8 +23,8 @@ from e2e.test_router_control import call
 from support.clusters import family
 
 from bench.harness.load_client import Answer, StreamClient
-from pla_sglang import chain
-from pla_sglang.cluster.supervisor import send_command
+from pla_sglang.fleet.cluster.supervisor import send_command
+from pla_sglang.sim import chain
 
 pytestmark = pytest.mark.e2e
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 import zmq
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.emulate import hooks
-from pla_sglang.emulate.arguments import check, with_emulation
-from pla_sglang.emulate.batch import StepShape, shape_of
-from pla_sglang.emulate.device import EmulatedDevice, KvLink, ResultReady, build
-from pla_sglang.emulate.steplog import StepLog
-from pla_sglang.emulate.timeline import Span, Timeline
-from pla_sglang.errors import ConfigError
-from pla_sglang.platform import value_of
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.platform import value_of
 from pla_sglang.profiles import ProfileError, load_profile
+from pla_sglang.sim.emulate import hooks
+from pla_sglang.sim.emulate.arguments import check, with_emulation
+from pla_sglang.sim.emulate.batch import StepShape, shape_of
+from pla_sglang.sim.emulate.device import EmulatedDevice, KvLink, ResultReady, build
+from pla_sglang.sim.emulate.steplog import StepLog
+from pla_sglang.sim.emulate.timeline import Span, Timeline
 
 PROFILE = "h100-llama3.1-8b-tp1"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sglang.srt.disaggregation.base import KVPoll
 
-from pla_sglang import config as pla_config
-from pla_sglang.emulate import hooks
-from pla_sglang.emulate.losses import FailingEnd, lost_at
+from pla_sglang.plugin import config as pla_config
+from pla_sglang.sim.emulate import hooks
+from pla_sglang.sim.emulate.losses import FailingEnd, lost_at
 
 ROOMS = random.Random(7).sample(range(1 << 62), 20_000)
 

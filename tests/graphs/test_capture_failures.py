@@ -19,9 +19,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from pla_graphs.cache import GraphCache
 from pla_graphs.cuda import CudaRecorder
 from pla_graphs.recorder import CaptureError
-from pla_sglang.engine.graphs.attention import FlashAttentionState
-from pla_sglang.engine.graphs.host import CapturedForward
-from pla_sglang.engine.graphs.runner import GraphRunner
+from pla_sglang.plugin.engine.graphs.attention import FlashAttentionState
+from pla_sglang.plugin.engine.graphs.host import CapturedForward
+from pla_sglang.plugin.engine.graphs.runner import GraphRunner
 from pla_sglang.policy.pla.graphs.layouts import Bucket, VariableLayout
 from pla_sglang.policy.pla.graphs.plan import CaptureKnobs, CapturePlan
 from pla_sglang.policy.pla.graphs.reasons import CaptureFailure, GraphReason

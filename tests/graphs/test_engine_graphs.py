@@ -16,13 +16,13 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 
 from pla_graphs.cache import Found
 from pla_graphs.counts import GraphCounts
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.graphs import build, refusals
-from pla_sglang.engine.graphs.attention import FlashAttentionState, FlashInferState, NativeState, state_of
-from pla_sglang.engine.graphs.metrics import GraphSeries
-from pla_sglang.engine.graphs.runner import GraphRunner
-from pla_sglang.engine.hooks import graphs as graph_hooks
-from pla_sglang.metrics.series import LabelledSeries
+from pla_sglang.common.series import LabelledSeries
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine.graphs import build, refusals
+from pla_sglang.plugin.engine.graphs.attention import FlashAttentionState, FlashInferState, NativeState, state_of
+from pla_sglang.plugin.engine.graphs.metrics import GraphSeries
+from pla_sglang.plugin.engine.graphs.runner import GraphRunner
+from pla_sglang.plugin.engine.hooks import graphs as graph_hooks
 from pla_sglang.policy.pla.graphs.layouts import Bucket, GridLayout, VariableLayout
 from pla_sglang.policy.pla.graphs.reasons import CaptureFailure, GraphReason
 
@@ -236,7 +236,7 @@ def test_a_server_whose_buffers_cannot_be_had_runs_without(monkeypatch: pytest.M
     monkeypatch.setattr(graph_hooks, "_refused", [])
     runner = runner_of()
     config = PlaConfig(graph_layout="varlen")
-    monkeypatch.setattr("pla_sglang.config.current", lambda: config)
+    monkeypatch.setattr("pla_sglang.plugin.config.current", lambda: config)
     asked = {"model_runner": runner, "eager_runner": object()}
     assert graph_hooks.after_capture_prefill_graph(Fake(runner=object()), **asked) is None
     (reason,) = graph_hooks._refused

@@ -14,7 +14,7 @@ import pytest
 from support.forked_servers import ForkParent
 from support.tiny_model import make_tiny_model
 
-from pla_sglang.config import PlaConfig
+from pla_sglang.plugin.config import PlaConfig
 
 pytestmark = pytest.mark.e2e
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.host.calls import Outcome
-from pla_sglang.engine.stateless.requests import migration
-from pla_sglang.engine.stateless.requests.commands import Command
-from pla_sglang.engine.stateless.requests.migration import MigrationSide
-from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.engine.stateless.transfer.rooms import UsedRooms
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.requests import migration
+from pla_sglang.fleet.stateless.requests.commands import Command
+from pla_sglang.fleet.stateless.requests.migration import MigrationSide
+from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
+from pla_sglang.plugin.engine.faults import Faults
 
 FIRST_TOKEN = 100
 
@@ -175,7 +175,7 @@ class HopScene:
             migration, "send_answers", lambda scheduler, ticket, answers: self.answers.update({ticket: answers})
         )
         patch.setattr(
-            "pla_sglang.engine.stateless.transfer.rooms.tcp_address", lambda name, port: (f"tcp://{name}:{port}", False)
+            "pla_sglang.fleet.stateless.transfer.rooms.tcp_address", lambda name, port: (f"tcp://{name}:{port}", False)
         )
         self.refused: list[tuple[str, list[bytes]]] = []
         self.queue.kv_manager._send_multipart_locked = lambda endpoint, message, is_ipv6: self.refused.append(

@@ -30,9 +30,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from support.published import publish_arguments
 from transformers import AutoTokenizer
 
-from pla_sglang.engine.host.text import find_tool_close_ids
-from pla_sglang.engine.stateless import front_hooks
-from pla_sglang.engine.stateless.requests import streams
+from pla_sglang.fleet.stateless import front_hooks
+from pla_sglang.fleet.stateless.requests import streams
+from pla_sglang.plugin.engine.host.text import find_tool_close_ids
 
 GENERATE, COMPLETIONS, CHAT = "generate", "completions", "chat"
 CACHED_TOKENS = 3

@@ -12,7 +12,7 @@ from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from pla_sglang.engine.stateless.host.detokenize import Detokenizer, PieceEnds
+from pla_sglang.fleet.stateless.host.detokenize import Detokenizer, PieceEnds
 
 ARGS = SimpleNamespace(disable_tokenizer_batch_decode=False, tool_call_parser=None, stream_interval=1)
 MANAGER = SimpleNamespace(tokenizer="", server_args=ARGS)

@@ -10,7 +10,7 @@ import pytest
 from fastapi import HTTPException
 from hops.splice_scene import CHAT, COMPLETIONS, GENERATE, Instance, Received, Script, body_of, load_tokenizer
 
-from pla_sglang.chain import model_path
+from pla_sglang.sim.chain import model_path
 
 pytestmark = pytest.mark.usefixtures("published")
 

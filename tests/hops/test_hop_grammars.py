@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless.requests import admission
-from pla_sglang.engine.stateless.transfer.legs import GOES_ON_ATTRIBUTE
+from pla_sglang.fleet.stateless.requests import admission
+from pla_sglang.fleet.stateless.transfer.legs import GOES_ON_ATTRIBUTE
+from pla_sglang.plugin.engine.faults import Faults
 
 
 class Grammar:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hop_scene import FIRST_TOKEN, HopRequest, HopScene
 
-from pla_sglang.engine.stateless.requests.commands import Command
-from pla_sglang.engine.stateless.transfer.holds import HoldState
-from pla_sglang.engine.stateless.transfer.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.fleet.stateless.requests.commands import Command
+from pla_sglang.fleet.stateless.transfer.holds import HoldState
+from pla_sglang.fleet.stateless.transfer.legs import KIND_ATTRIBUTE, LegKind
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "without overlap"])

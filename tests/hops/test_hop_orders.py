@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.stateless.requests.commands import Command, Job, parse_commands
-from pla_sglang.engine.stateless.transfer.holds import HOLD_MOVES, Hold, HoldState
-from pla_sglang.errors import ConfigError, IllegalMoveError
+from pla_sglang.common.errors import ConfigError, IllegalMoveError
+from pla_sglang.fleet.stateless.requests.commands import Command, Job, parse_commands
+from pla_sglang.fleet.stateless.transfer.holds import HOLD_MOVES, Hold, HoldState
 
 
 def test_all_commands() -> None:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from hop_scene import FIRST_TOKEN, HopRequest, HopScene
 
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.host.calls import Outcome
-from pla_sglang.engine.stateless.host.side_channel import NO_ROOM, PULL
-from pla_sglang.engine.stateless.requests.arrival import Begun, begin
-from pla_sglang.engine.stateless.requests.commands import Command
-from pla_sglang.engine.stateless.transfer.holds import HoldState
-from pla_sglang.engine.stateless.transfer.legs import LegKind, came_with_its_kv, goes_on
-from pla_sglang.engine.stateless.transfer.rooms import GRACE_S, OpenRooms
-from pla_sglang.errors import RefusedRequestError
+from pla_sglang.common.errors import RefusedRequestError
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.host.side_channel import NO_ROOM, PULL
+from pla_sglang.fleet.stateless.requests.arrival import Begun, begin
+from pla_sglang.fleet.stateless.requests.commands import Command
+from pla_sglang.fleet.stateless.transfer.holds import HoldState
+from pla_sglang.fleet.stateless.transfer.legs import LegKind, came_with_its_kv, goes_on
+from pla_sglang.fleet.stateless.transfer.rooms import GRACE_S, OpenRooms
 
 REFUSED = ("tcp://10.0.0.9:40", [NO_ROOM, b"7"])
 

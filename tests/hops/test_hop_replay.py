@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.requests.arrival import reason_against_moving, replay_answer
-from pla_sglang.engine.stateless.transfer.peers import PeerBook
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.stateless.engine import StatelessEngine
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.requests.arrival import reason_against_moving, replay_answer
+from pla_sglang.fleet.stateless.transfer.peers import PeerBook
+from pla_sglang.plugin.engine.faults import Faults
 
 THINK_END = [40, 41]
 

@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 from hops.splice_scene import GENERATE, Instance, Received, Script, body_of, load_tokenizer, read_answer
 from sglang.srt.entrypoints import http_server
 
-from pla_sglang.chain import model_path
-from pla_sglang.engine.stateless.requests.streams import replace_generate_route
+from pla_sglang.fleet.stateless.requests.streams import replace_generate_route
+from pla_sglang.sim.chain import model_path
 
 pytestmark = pytest.mark.usefixtures("published")
 

@@ -27,9 +27,9 @@ from hops.splice_scene import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pla_sglang.chain import model_path
-from pla_sglang.chain.vocab import BYTE_BASE
-from pla_sglang.demo import demo_model_path
+from pla_sglang.plugin.demo import demo_model_path
+from pla_sglang.sim.chain import model_path
+from pla_sglang.sim.chain.vocab import BYTE_BASE
 
 pytestmark = pytest.mark.usefixtures("published")
 

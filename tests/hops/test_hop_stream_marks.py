@@ -11,11 +11,11 @@ import pytest
 from hops.splice_scene import CHAT, COMPLETIONS, GENERATE, PROMPT, Instance, Received, Script, body_of, load_tokenizer
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from pla_sglang.chain import model_path
-from pla_sglang.engine.stateless.requests import streams
-from pla_sglang.engine.stateless.requests.delivered import Shown, read_seen, write_seen
-from pla_sglang.engine.stateless.requests.tags import prompt_mark, read_front_tags
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.stateless.requests import streams
+from pla_sglang.fleet.stateless.requests.delivered import Shown, read_seen, write_seen
+from pla_sglang.fleet.stateless.requests.tags import prompt_mark, read_front_tags
+from pla_sglang.sim.chain import model_path
 
 pytestmark = pytest.mark.usefixtures("published")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.stateless.requests.tags import read_answer
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.stateless.requests.tags import read_answer
 
 
 @pytest.mark.parametrize("params", [None, {}, {"slo_ttft_ms": 5}, {"pla_movable": 1}, {"pla_tokens": []}, "x"])

@@ -20,9 +20,9 @@ from sglang.srt.runtime_context import ParallelContext, get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from pla_sglang.chain import model_path
-from pla_sglang.engine.host.text import find_tool_close_ids
-from pla_sglang.engine.stateless.host import calls
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.plugin.engine.host.text import find_tool_close_ids
+from pla_sglang.sim.chain import model_path
 
 pytestmark = pytest.mark.usefixtures("published")
 

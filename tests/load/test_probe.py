@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from support.fake_scheduler import FakeReq, FakeScheduler
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.fleet_part import join
-from pla_sglang.engine.hooks.load_report import name_of
-from pla_sglang.engine.host.requests import set_extend
-from pla_sglang.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Probe
-from pla_sglang.engine.request_rows import RowsWanted
-from pla_sglang.engine.roles import RoleState
 from pla_sglang.load.report import Backlog, ClassQueue, PassTiming, Report, RequestRow
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine.fleet_part import join
+from pla_sglang.plugin.engine.hooks.load_report import name_of
+from pla_sglang.plugin.engine.host.requests import set_extend
+from pla_sglang.plugin.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identity, Probe
+from pla_sglang.plugin.engine.request_rows import RowsWanted
+from pla_sglang.plugin.engine.roles import RoleState
 from pla_sglang.policy.common.step_model import StepModel
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support.fake_scheduler import FakeReq
 
-from pla_sglang.engine.request_rows import LONGEST_RID_CHARS, RowCadence, RowsWanted, parse_rows
-from pla_sglang.errors import ConfigError, TelemetryError
+from pla_sglang.common.errors import ConfigError, TelemetryError
 from pla_sglang.load.report import LARGEST_BYTES, MOST_ROWS, Report, RequestRow, decode, encode
+from pla_sglang.plugin.engine.request_rows import LONGEST_RID_CHARS, RowCadence, RowsWanted, parse_rows
 
 
 def req(rid: str, prompt: int, output: int) -> FakeReq:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.errors import TelemetryError
+from pla_sglang.common.errors import TelemetryError
 from pla_sglang.load.instance_load import prefill_sample
 from pla_sglang.load.pull import Puller
 from pla_sglang.load.push import HIGH_WATER_MARK, Pusher

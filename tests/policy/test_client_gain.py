@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.fleets import LinearSteps, decode, fleet
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.migration import LoadMigration
 from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs, DecodeLoad
 from pla_sglang.policy.interface.decisions import Migrate

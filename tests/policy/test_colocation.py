@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import LinearSteps, apply, decode, fleet, mixed, predictor, prefill, request
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode, FleetMode
 from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.fleets import LinearSteps, apply, d2p, decode, fleet, predictor, prefill, request
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
 from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs

@@ -11,8 +11,8 @@ import pytest
 from support.fleets import LinearSteps
 from support.fluid import FluidFleet
 
-from pla_sglang.checks import declared_fields
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.checks import declared_fields
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.interface.decisions import Hold
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role

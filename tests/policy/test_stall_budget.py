@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.fleets import LinearSteps, instance, predictor, request
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs, Share
 from pla_sglang.policy.combined.stalls import Stalls

@@ -11,9 +11,9 @@ from collections import deque
 
 import pytest
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.pools.driver import Pools
 from pla_sglang.load.report import Backlog, Report
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine.pools.driver import Pools
 from pla_sglang.policy.common.step_model import StepModel
 
 STEP = StepModel(g0_s=0.01, gw_s=0.0, gr_s=0.0, k0_s=0.0, b_s=1e-4, a_s=0.0)

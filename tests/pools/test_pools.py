@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.pools.driver import BLOCK_TOKENS, OPERATOR, Pools, make_curve
 from pla_sglang.load.report import Backlog, PassTiming, PassTotals, Report
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine.pools.driver import BLOCK_TOKENS, OPERATOR, Pools, make_curve
 from pla_sglang.policy.common.joining import split_ranks
 from pla_sglang.policy.common.step_model import StepModel
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import zmq
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine import control
-from pla_sglang.engine.hooks.dp_controller import Service, Turns
-from pla_sglang.engine.hooks.dp_entry import _ReadyPipe
-from pla_sglang.engine.pools import query
-from pla_sglang.errors import HostMismatchError
+from pla_sglang.common.errors import HostMismatchError
 from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Backlog, Report
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine import control
+from pla_sglang.plugin.engine.hooks.dp_controller import Service, Turns
+from pla_sglang.plugin.engine.hooks.dp_entry import _ReadyPipe
+from pla_sglang.plugin.engine.pools import query
 
 
 class FakeController:
@@ -228,6 +228,8 @@ def test_ready_once_every_rank_reports(service: Recording) -> None:
 
 def test_the_controller_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[dict[str, Any]] = []
-    monkeypatch.setattr("pla_sglang.engine.hooks.dp_controller.ready_info", lambda patience_s: {"hooks": "4 seams"})
+    monkeypatch.setattr(
+        "pla_sglang.plugin.engine.hooks.dp_controller.ready_info", lambda patience_s: {"hooks": "4 seams"}
+    )
     _ReadyPipe(SimpleNamespace(send=sent.append)).send({"status": "ready"})
     assert sent == [{"status": "ready", "pla": {"hooks": "4 seams"}}]

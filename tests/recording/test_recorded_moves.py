@@ -11,6 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from pla_sglang.fleet.router.control.observability.recorder import DecisionRecorder
+from pla_sglang.fleet.router.control.policy_setup import RouterEffects
 from pla_sglang.parity import replay_file
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView, Role
@@ -22,8 +24,6 @@ from pla_sglang.recording.file import RecordWriter, read
 from pla_sglang.recording.rows import VERSION, Moved, RecordError, Running, Ticked
 from pla_sglang.recording.setup import header_of
 from pla_sglang.recording.views import plain_batch, restore_batch
-from pla_sglang.router.control.observability.recorder import DecisionRecorder
-from pla_sglang.router.control.policy_setup import RouterEffects
 
 PROFILE = "h100-llama3.1-8b-tp1"
 ROOM = 40_000

@@ -9,6 +9,8 @@ from random import Random
 
 import pytest
 
+from pla_sglang.fleet.router.control.observability.recorder import DecisionRecorder
+from pla_sglang.fleet.router.control.policy_setup import RouterEffects
 from pla_sglang.parity import main, replay_file
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import FleetView, InstanceState, InstanceView, RequestView, Role
@@ -21,9 +23,7 @@ from pla_sglang.recording.file import RecordWriter, read
 from pla_sglang.recording.rows import RecordError
 from pla_sglang.recording.setup import header_of, setup_of
 from pla_sglang.recording.views import Differ, restore
-from pla_sglang.router.control.observability.recorder import DecisionRecorder
-from pla_sglang.router.control.policy_setup import RouterEffects
-from pla_sglang.sim.parity import Parity
+from pla_sglang.sim.core.parity import Parity
 
 PROFILE = "linear"
 

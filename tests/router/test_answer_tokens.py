@@ -10,8 +10,8 @@ import pytest
 from support.instances import Script
 from support.relays import run, setting
 
-from pla_sglang.router.relay.answer_tokens import LINE_BYTES, TAIL_BYTES, TAIL_PIECES, tokens_of_answer
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.relay.answer_tokens import LINE_BYTES, TAIL_BYTES, TAIL_PIECES, tokens_of_answer
+from pla_sglang.fleet.router.wire import messages as m
 
 DONE = b"data: [DONE]\n\n"
 FORGED = '"completion_tokens":999,"usage":{"completion_tokens":998}'  # a model's or a client's words

@@ -12,16 +12,16 @@ import pytest
 from support.instances import Script
 from support.relays import Answer, Setting, request_bytes, run, setting
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay import dispatched_request
-from pla_sglang.router.relay.answer_errors import (
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay import dispatched_request
+from pla_sglang.fleet.router.relay.answer_errors import (
     NOT_FOR_ROOM,
     LoadRefusal,
     error_code,
     error_message,
     load_refusal,
 )
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.wire import messages as m
 
 PAIR = ("prefill", "decode")
 GENERATE = ("/generate", {"text": "hello", "rid": "r", "sampling_params": {"max_new_tokens": 4}})

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.router.http import json_body as b
-from pla_sglang.router.wire.inference import PATHS
-from pla_sglang.router.wire.rids import rid_at_instance
+from pla_sglang.fleet.router.http import json_body as b
+from pla_sglang.fleet.router.wire.inference import PATHS
+from pla_sglang.fleet.router.wire.rids import rid_at_instance
 
 BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "text": ({"text": "x" * 78}, {"input_tokens": 20, "exact_tokens": False}),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.instances import Script
 from support.relays import read_answer, request_bytes, run, setting
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.wire import messages as m
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.wire import messages as m
 
 ASK = {"text": "hello"}
 STREAM = ASK | {"stream": True}

@@ -12,15 +12,15 @@ import pytest
 from support.instances import Script
 from support.relays import read_answer, request_bytes, run, setting
 
-from pla_sglang.checks import describe_bad_slo
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.http import json_body
-from pla_sglang.router.http.head import BadMessage, RequestHead
-from pla_sglang.router.relay import client_connection, routes
-from pla_sglang.router.relay.answer_writer import AnswerWriter
-from pla_sglang.router.relay.client_connection import AcceptedRequest, ClientConnection
-from pla_sglang.router.relay.context import RelayContext
-from pla_sglang.router.wire import messages as m
+from pla_sglang.common.checks import describe_bad_slo
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.http import json_body
+from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
+from pla_sglang.fleet.router.relay import client_connection, routes
+from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter
+from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest, ClientConnection
+from pla_sglang.fleet.router.relay.context import RelayContext
+from pla_sglang.fleet.router.wire import messages as m
 
 ASK: dict[str, Any] = {"text": "hello"}
 KEYS = RelayConfig(api_key="users", admin_key="root")

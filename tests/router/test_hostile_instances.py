@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from support.relays import Setting, read_answer, request_bytes, run, setting
 
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.wire import messages as m
 
 ASK = {"text": "hello"}
 STREAM = ASK | {"stream": True}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.router.http.framing import Chunked, Sized, UntilClose, answer_framing
-from pla_sglang.router.http.head import BadMessage, parse_answer, parse_request
-from pla_sglang.router.http.responses import error_event, retry_after, whole_answer
+from pla_sglang.fleet.router.http.framing import Chunked, Sized, UntilClose, answer_framing
+from pla_sglang.fleet.router.http.head import BadMessage, parse_answer, parse_request
+from pla_sglang.fleet.router.http.responses import error_event, retry_after, whole_answer
 
 HOST = b"Host: x\r\n"
 

@@ -13,12 +13,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import HttpRequestParserC
 from support.http_cases import CASES, Case
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.http.head import RequestHead
-from pla_sglang.router.relay.answer_writer import AnswerWriter
-from pla_sglang.router.relay.client_connection import AcceptedRequest, ClientConnection
-from pla_sglang.router.relay.context import RelayContext
-from pla_sglang.router.relay.counters import ByteAccount
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.http.head import RequestHead
+from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter
+from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest, ClientConnection
+from pla_sglang.fleet.router.relay.context import RelayContext
+from pla_sglang.fleet.router.relay.counters import ByteAccount
 
 Request = tuple[str, bytes, bytes]  # method, target, body
 Read = tuple[str, Request | None]  # verdict, and the request where it is "ok"

@@ -12,10 +12,10 @@ import pytest
 from support.instances import Script
 from support.relays import request_bytes, run, setting
 
-from pla_sglang.router.http import json_body
-from pla_sglang.router.relay.routes import PASSED_GET, PASSED_POST, ROUTES
-from pla_sglang.router.wire import messages as m
-from pla_sglang.router.wire.inference import BY_ENDPOINT, NOT_SERVED, PATHS, find_refusal
+from pla_sglang.fleet.router.http import json_body
+from pla_sglang.fleet.router.relay.routes import PASSED_GET, PASSED_POST, ROUTES
+from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT, NOT_SERVED, PATHS, find_refusal
 
 TEXT = "x" * 78  # with quotes 80 bytes: 20 tokens by estimate
 BODIES: dict[str, tuple[dict[str, Any], int, int]] = {  # body, tokens, prompts

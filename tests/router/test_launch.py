@@ -19,12 +19,12 @@ import psutil
 import pytest
 from support.serving import until
 
-from pla_sglang.cli import EXIT_BAD_ARGUMENTS, Settings
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.cli import EXIT_BAD_ARGUMENTS, Settings
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.process.process_main import EXIT_FAILED
 from pla_sglang.launch_router import main, read_config
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.process.process_main import EXIT_FAILED
 from pla_sglang.testing.mock_instance import request_body, running_mocks
 from pla_sglang.testing.server import ServerError, open_url
 

@@ -12,8 +12,8 @@ from support.instances import Script
 from support.loop_time import LoopTime
 from support.relays import read_answer, request_bytes, run, setting
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.wire import messages as m
 
 ASK = {"text": "hello"}
 STREAM = ASK | {"stream": True}

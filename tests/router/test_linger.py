@@ -6,11 +6,11 @@ import asyncio
 import random
 from typing import Any
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay.aborts import LINGER_S
-from pla_sglang.router.relay.server import Relay
-from pla_sglang.router.relay.upstream_connection import UpstreamConnection
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.aborts import LINGER_S
+from pla_sglang.fleet.router.relay.server import Relay
+from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection
+from pla_sglang.fleet.router.wire import messages as m
 
 PREFILL, DECODE = 0, 1
 ADDRESSES = [

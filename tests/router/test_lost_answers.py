@@ -11,9 +11,9 @@ from support.instances import Script
 from support.relays import read_answer, request_bytes, run, setting
 from support.token_streams import Conduct, make_answer, tokens_of
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay.answer_errors import given_up
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.answer_errors import given_up
+from pla_sglang.fleet.router.wire import messages as m
 
 STREAM = {"text": "hello", "stream": True}
 
@@ -200,7 +200,7 @@ def test_a_stream_leaves_a_silent_instance_only_if_it_stands_still_and_can(
     flows: bool, migration: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The instance may be alive: nothing ends for its silence."""
-    monkeypatch.setattr("pla_sglang.router.relay.request_moves.STILL_S", 30.0 if flows else 0.0)
+    monkeypatch.setattr("pla_sglang.fleet.router.relay.request_moves.STILL_S", 30.0 if flows else 0.0)
 
     async def scenario() -> None:
         async with fleet(Conduct(holds=[700]), Conduct(), migration=migration) as here:

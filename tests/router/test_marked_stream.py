@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.token_streams import DONE, content_of, make_answer, make_events, tags_place, tokens_of
 
-from pla_sglang.router.relay.counters import ByteAccount
-from pla_sglang.router.relay.marked_stream import MarkedStreamReader
+from pla_sglang.fleet.router.relay.counters import ByteAccount
+from pla_sglang.fleet.router.relay.marked_stream import MarkedStreamReader
 
 CHAT: dict[str, Any] = {"rid": "r", "messages": [{"role": "user", "content": "q"}], "stream": True}
 USAGE = CHAT | {"stream_options": {"include_usage": True}}

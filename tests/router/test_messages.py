@@ -7,7 +7,7 @@ import typing
 import msgspec
 import pytest
 
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.wire import messages as m
 
 ASK = m.Ask("r", 0, m.Endpoint.CHAT, True, 1.5, body_bytes=30, input_tokens=7, excluded=(3,), body=b"{}")
 ASSIGN = m.Assign("r", 1, decode=2, prefill=1, bootstrap_host="h", bootstrap_port=9, bootstrap_room=(1 << 63) - 9)

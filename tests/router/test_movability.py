@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.router.http.json_body import LONG_BYTES, read_body
-from pla_sglang.router.relay.movability import Movable, Unmovable, judge_request
-from pla_sglang.router.wire.inference import PATHS
-from pla_sglang.router.wire.messages import Ask, Endpoint
+from pla_sglang.fleet.router.http.json_body import LONG_BYTES, read_body
+from pla_sglang.fleet.router.relay.movability import Movable, Unmovable, judge_request
+from pla_sglang.fleet.router.wire.inference import PATHS
+from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 
 TEXT = {"role": "user", "content": "hello"}
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}

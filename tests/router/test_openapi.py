@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, settings
 from support.router_process import RouterProcess, router_process
 from support.serving import until
 
-from pla_sglang.router.control.admin import AdminRoutes
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.errors import WorkerError
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.workers.discovery import parse_url
-from pla_sglang.router.http import openapi
-from pla_sglang.router.relay import routes
-from pla_sglang.router.wire.inference import PATHS
+from pla_sglang.fleet.router.control.admin import AdminRoutes
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.errors import WorkerError
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.workers.discovery import parse_url
+from pla_sglang.fleet.router.http import openapi
+from pla_sglang.fleet.router.relay import routes
+from pla_sglang.fleet.router.wire.inference import PATHS
 
 USER, OPERATOR = "user-key", "operator-key"
 BUDGET_S = 180.0  # for all generated requests together; they take half a minute where the machine does nothing else

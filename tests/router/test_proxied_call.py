@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.router.http.head import parse_answer
-from pla_sglang.router.relay.proxied_call import UNREACHABLE, StatusCall
-from pla_sglang.router.wire.messages import FailureKind, WorkerEntry
+from pla_sglang.fleet.router.http.head import parse_answer
+from pla_sglang.fleet.router.relay.proxied_call import UNREACHABLE, StatusCall
+from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 
 class OneConnection:

@@ -11,8 +11,8 @@ from support.hop_fleet import CHAT, MARKS, Here, check_text, fleet
 from support.relays import read_answer, request_bytes, run
 from support.token_streams import Conduct, make_answer, tokens_of
 
-from pla_sglang.router.relay import pull
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.relay import pull
+from pla_sglang.fleet.router.wire import messages as m
 
 PATH = "/v1/chat/completions"
 BODY = CHAT | {"rid": "r"}

@@ -10,10 +10,10 @@ import pytest
 from support.instances import Script, transfer_failure
 from support.relays import Setting, request_bytes, run, setting
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay import attempt_cancellation
-from pla_sglang.router.relay.answer_errors import transfer_failed
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay import attempt_cancellation
+from pla_sglang.fleet.router.relay.answer_errors import transfer_failed
+from pla_sglang.fleet.router.wire import messages as m
 
 PAIR = ("prefill", "decode")
 PREFILL, DECODE = 0, 1

@@ -11,8 +11,8 @@ import pytest
 from support.instances import Script
 from support.relays import read_answer, request_bytes, run, setting
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.wire import messages as m
 
 ASK = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
 STREAM = ASK | {"stream": True}

@@ -17,11 +17,11 @@ from support.relays import run as run_relays
 from support.relays import setting
 from support.router_scene import QUICK, FakeRelay, run
 
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.reserved import ROUTER_KEY_FORM, ROUTER_KEY_HEADER
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.reserved import ROUTER_KEY_FORM, ROUTER_KEY_HEADER
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.wire import messages as m
 
 KEY = "key-of-this-router"
 PATIENCE_S = 30.0

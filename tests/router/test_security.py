@@ -12,10 +12,10 @@ import pytest
 from support.instances import FakeInstance, Rooms
 from support.relays import Setting, read_answer, request_bytes, run, setting
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.http.json_body import RESERVED_FIELDS
-from pla_sglang.router.relay import client_connection as front
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.http.json_body import RESERVED_FIELDS
+from pla_sglang.fleet.router.relay import client_connection as front
+from pla_sglang.fleet.router.wire import messages as m
 
 ASK: dict[str, Any] = {"text": "hello"}
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")

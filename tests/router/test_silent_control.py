@@ -11,11 +11,11 @@ import pytest
 from support.loop_time import LoopTime
 from support.relays import TurnControl, request_bytes, run, setting
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay.server import Relay
-from pla_sglang.router.wire import endpoints
-from pla_sglang.router.wire import messages as m
-from pla_sglang.router.wire.endpoints import ControlWire, RelayWire
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.server import Relay
+from pla_sglang.fleet.router.wire import endpoints
+from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.endpoints import ControlWire, RelayWire
 
 REPEATED = [("GET", "/pla/ledger"), ("GET", "/metrics"), ("POST", "/workers/0/drain"), ("POST", "/pla/reload")]
 ONCE = [("POST", "/workers"), ("POST", "/workers/"), ("DELETE", "/workers/0")]

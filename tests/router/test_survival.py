@@ -13,8 +13,8 @@ from support.hop_fleet import CHAT, GENERATE, MARKS, REQUESTS, check_text, fleet
 from support.relays import Answer, read_answer, request_bytes, run
 from support.token_streams import Conduct, make_answer, tokens_of
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.wire import messages as m
 
 
 def marked_answer(fields: dict[str, Any]) -> bytes:

@@ -18,12 +18,12 @@ from support.loop_time import LoopTime
 from support.router_scene import QUICK, count_moves, run
 from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
 
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.control.admin import METRICS
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.parity import replay_file
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.control.admin import METRICS
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.relay.server import Relay
 
 PAIRS = ["prefill", "prefill", "decode", "decode"]
 PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")

@@ -16,11 +16,11 @@ from support.collector import Collector, Seen, collector
 from support.router_process import RouterProcess, router_process
 from support.serving import until
 
-from pla_sglang.cli import EXIT_BAD_ARGUMENTS
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.errors import ConfigError
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.relay.request_translation import IdGenerator
+from pla_sglang.common.cli import EXIT_BAD_ARGUMENTS
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.relay.request_translation import IdGenerator
 
 SECRET, PROMPT = "hunter2-secret-key", "the prompt that nobody else may see"
 KEY = {"authorization": f"Bearer {SECRET}", "content-type": "application/json"}
@@ -188,9 +188,9 @@ def test_a_share_of_the_others(share: float, low: int, high: int) -> None:
 OFF = """
 import asyncio, sys
 from pla_sglang import launch_router
-from pla_sglang.router import relay
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router import relay
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
 
 async def work():
     plane = ControlPlane(ControlKnobs({knobs}))

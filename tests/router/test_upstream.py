@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from pla_sglang.router.http.head import AnswerHead
-from pla_sglang.router.relay import upstream_connection
-from pla_sglang.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
-from pla_sglang.router.wire.messages import FailureKind, WorkerEntry
+from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.relay import upstream_connection
+from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
+from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 WORKER = WorkerEntry(3, "u", "127.0.0.1", 1, "unified")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"

@@ -13,12 +13,12 @@ import pytest
 from support.instances import FakeInstance, Script
 from support.relays import Setting, TurnControl, run
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay.server import Relay
-from pla_sglang.router.wire import endpoints
-from pla_sglang.router.wire import messages as m
-from pla_sglang.router.wire.endpoints import ControlWire, RelayWire
-from pla_sglang.router.wire.frames import FramedConnection
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.server import Relay
+from pla_sglang.fleet.router.wire import endpoints
+from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.endpoints import ControlWire, RelayWire
+from pla_sglang.fleet.router.wire.frames import FramedConnection
 
 NOBODY = (1 << 22) + 1  # no process has such an id
 

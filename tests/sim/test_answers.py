@@ -9,10 +9,10 @@ import pytest
 from support.sim import profile, simulation, to_decode_pool
 
 from pla_sglang.policy.interface.fleet import Role
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
-from pla_sglang.sim.pool import KvPool
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
+from pla_sglang.sim.core.pool import KvPool
+from pla_sglang.sim.workload.trace import Trace
 
 # Two turns: 130 tokens, answered by 63; then both and 57 new ones. The first computes 192 tokens: 3 blocks of 64.
 TALK = Trace(

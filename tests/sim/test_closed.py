@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from support.sim import Fcfs, Route, profile, simulation
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.sim.closed import ClosedLoop
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.errors import SimConfigError
-from pla_sglang.sim.simulation import RunResult
-from pla_sglang.workload.trace import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.closed import ClosedLoop
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.errors import SimConfigError
+from pla_sglang.sim.core.simulation import RunResult
+from pla_sglang.sim.workload.trace import Trace
 
 
 def lengths(inputs: list[int], outputs: list[int], clients: list[int] | None = None) -> Trace:

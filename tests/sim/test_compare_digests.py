@@ -8,7 +8,7 @@ from pathlib import Path
 import compare_digests
 import pytest
 
-from pla_sglang.sim.experiment import ENGINES
+from pla_sglang.sim.core.experiment import ENGINES
 
 
 def test_a_difference_is_shown_and_is_the_exit_status(

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.sim import profile
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import LaunchFloor, StepProfile, load_profile, profile_names
 from pla_sglang.profiles.step import Grid
-from pla_sglang.sim.costs import Segment, StepCosts
+from pla_sglang.sim.core.costs import Segment, StepCosts
 
 LINEAR = profile(decode_base_s=5e-3, decode_request_s=1e-5, decode_read_s=4e-8)
 CORRECTED = dataclasses.replace(

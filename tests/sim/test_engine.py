@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from support.sim import Fcfs, profile, simulation, trace
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.longs import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.config import InstanceSpec, Policies, SimConfig
-from pla_sglang.sim.costs import Segment, StepCosts
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.simulation import RunResult, Simulation
-from pla_sglang.workload import Arrivals, chat_trace, generated_trace, length_model
-from pla_sglang.workload.lengths import fixed
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.costs import Segment, StepCosts
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.simulation import RunResult, Simulation
+from pla_sglang.sim.workload import Arrivals, chat_trace, generated_trace, length_model
+from pla_sglang.sim.workload.lengths import fixed
+from pla_sglang.sim.workload.trace import Trace
 
 HAND = profile(token_s=1e-3, decode_base_s=0.01)
 

@@ -12,13 +12,13 @@ import pytest
 from support.traces import write_plain
 
 from pla_sglang import simulate
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Slo
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.registry import policy_names
 from pla_sglang.profiles.load import FOLDER
-from pla_sglang.sim.experiment import ENGINES, Experiment, capacity_of, length_predictor, run_experiment
-from pla_sglang.sim.sweep import iterate_capacities, iterate_runs
-from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
+from pla_sglang.sim.core.experiment import ENGINES, Experiment, capacity_of, length_predictor, run_experiment
+from pla_sglang.sim.core.sweep import iterate_capacities, iterate_runs
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 
 SLO = Slo(1.0, 0.05)
 

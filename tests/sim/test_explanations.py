@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pla_sglang.legend.explanations import (
+from pla_sglang.common.legend.explanations import (
     ENGINE,
     ENGINE_PREFIX,
     FLEET,
@@ -12,10 +12,10 @@ from pla_sglang.legend.explanations import (
     WORKER_PREFIX,
     explain_reason,
 )
+from pla_sglang.fleet.router.control.request_record import MoveReason
+from pla_sglang.fleet.router.control.workers.table import WorkerReason
 from pla_sglang.policy.interface import prefill
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.router.control.request_record import MoveReason
-from pla_sglang.router.control.workers.table import WorkerReason
 
 
 def test_every_reason_has_its_sentence() -> None:

@@ -11,14 +11,14 @@ import pytest
 from support.traces import steady_trace, write_plain
 
 from pla_sglang import simulate
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.experiment import Experiment
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.planning import plan
 from pla_sglang.sim.planning.forms import OURS, STOCK_FORMS, FleetForm
 from pla_sglang.sim.planning.plan import plan_form
 from pla_sglang.sim.planning.result import FleetRow
 from pla_sglang.sim.planning.task import PlanTask
-from pla_sglang.workload import Trace
+from pla_sglang.sim.workload import Trace
 
 
 @pytest.fixture

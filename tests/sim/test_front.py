@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from support.sim import Route, profile, simulation, to_decode_pool, trace
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.admission import AdmissionKnobs
 from pla_sglang.policy.interface.fleet import Role
-from pla_sglang.sim.config import InstanceFault, InstanceSpec
-from pla_sglang.sim.front import FrontKnobs
+from pla_sglang.sim.core.config import InstanceFault, InstanceSpec
+from pla_sglang.sim.core.front import FrontKnobs
 
 HAND = profile(token_s=1e-3, decode_base_s=0.01)
 ONE = [InstanceSpec(HAND)]

@@ -10,12 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from pla_sglang.metrics.goodput import Slo
 from pla_sglang.policy.registry import policy_names
-from pla_sglang.sim import idle
-from pla_sglang.sim.experiment import Experiment, run_experiment
-from pla_sglang.sim.simulation import RunResult
-from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
+from pla_sglang.sim.core import idle
+from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.core.simulation import RunResult
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 
 SLO = Slo(1.0, 0.05)
 DAY_S = 86_400.0

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.kernel import Kernel, Priority
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.kernel import Kernel, Priority
 
 
 def test_time_then_priority_then_sequence() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from support.sim import profile, simulation, to_decode_pool, trace
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.fleet import Role
-from pla_sglang.sim.config import InstanceFault, InstanceSpec
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.host import HostKnobs
-from pla_sglang.sim.network import NetworkKnobs
-from pla_sglang.sim.simulation import RunResult
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.core.config import InstanceFault, InstanceSpec
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.host import HostKnobs
+from pla_sglang.sim.core.network import NetworkKnobs
+from pla_sglang.sim.core.simulation import RunResult
+from pla_sglang.sim.workload.trace import Trace
 
 HAND = profile(token_s=1e-3, decode_base_s=0.01)  # 1,000 KV bytes a token
 P, D = InstanceSpec(HAND, role=Role.PREFILL), InstanceSpec(HAND, role=Role.DECODE)

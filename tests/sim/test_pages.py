@@ -20,24 +20,24 @@ import pytest
 from support.traces import write_plain
 
 from pla_sglang import simulate
-from pla_sglang.errors import ConfigError
-from pla_sglang.legend.colours import NOT_READY_COLOUR, POLICY_COLOURS, ROLE_COLOURS, STAGE_COLOURS
-from pla_sglang.metrics.goodput import Capacity, Slo
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.legend.colours import NOT_READY_COLOUR, POLICY_COLOURS, ROLE_COLOURS, STAGE_COLOURS
 from pla_sglang.policy.interface.fleet import Role
-from pla_sglang.report import page as pages
-from pla_sglang.report.capacity_page import make_capacity_page
-from pla_sglang.report.columns import COLUMNS
-from pla_sglang.report.figures import Line, draw_lines, thin_distribution
-from pla_sglang.report.page import Heading, Page, PageTable, Section, render_page
-from pla_sglang.report.plan_page import make_plan_page
-from pla_sglang.report.run_page import make_run_page
-from pla_sglang.report.slow_requests import MOST, find_slow_requests, split_time
-from pla_sglang.report.timelines import MOST_INSTANCES, bin_samples, draw_instances, draw_pools
-from pla_sglang.report.verdict import Knee, describe_capacities, describe_knees, describe_runs, find_knees
-from pla_sglang.sim.experiment import Experiment, ExperimentResult, run_experiment
+from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
+from pla_sglang.sim.core.samples import GONE, ROLE_ORDER, Samples
+from pla_sglang.sim.metrics.goodput import Capacity, Slo
 from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, SizeTried
-from pla_sglang.sim.samples import GONE, ROLE_ORDER, Samples
-from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
+from pla_sglang.sim.report import page as pages
+from pla_sglang.sim.report.capacity_page import make_capacity_page
+from pla_sglang.sim.report.columns import COLUMNS
+from pla_sglang.sim.report.figures import Line, draw_lines, thin_distribution
+from pla_sglang.sim.report.page import Heading, Page, PageTable, Section, render_page
+from pla_sglang.sim.report.plan_page import make_plan_page
+from pla_sglang.sim.report.run_page import make_run_page
+from pla_sglang.sim.report.slow_requests import MOST, find_slow_requests, split_time
+from pla_sglang.sim.report.timelines import MOST_INSTANCES, bin_samples, draw_instances, draw_pools
+from pla_sglang.sim.report.verdict import Knee, describe_capacities, describe_knees, describe_runs, find_knees
+from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 
 SLO = Slo(0.3, 0.015)
 POLICIES = ("arrow", "round-robin")

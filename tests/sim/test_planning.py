@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from support.traces import steady_trace
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Slo
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.registry import POLICIES, policy_names
-from pla_sglang.sim.experiment import Experiment, run_experiment
-from pla_sglang.sim.live_case import LiveCase
+from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.core.live_case import LiveCase
+from pla_sglang.sim.core.upper_bound import least_instances
+from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.planning import limits
 from pla_sglang.sim.planning.forms import OURS, STOCK_FORMS, default_forms, parse_form, parse_forms
 from pla_sglang.sim.planning.measured_errors import MEASURED, MeasuredError, find_error
@@ -24,8 +25,7 @@ from pla_sglang.sim.planning.search import Trial
 from pla_sglang.sim.planning.table import cells_of, describe_span, list_notes
 from pla_sglang.sim.planning.task import PlanTask
 from pla_sglang.sim.planning.words import describe_verdict
-from pla_sglang.sim.upper_bound import least_instances
-from pla_sglang.workload import Trace
+from pla_sglang.sim.workload import Trace
 
 SLO = Slo(0.5, 0.05)
 BASE = Experiment("round-robin", SLO)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.pool import KvPool
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.pool import KvPool
 
 
 def hold(pool: KvPool, ids: tuple[int, ...]) -> None:

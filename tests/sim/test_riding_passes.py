@@ -21,10 +21,10 @@ from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.mixed_batches import MixedBatches
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.config import InstanceSpec, Policies, SimConfig
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.experiment import engine_policy, ride_model, step_model
-from pla_sglang.sim.simulation import RunResult, Simulation
+from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.experiment import engine_policy, ride_model, step_model
+from pla_sglang.sim.core.simulation import RunResult, Simulation
 
 DEVICE = profile(token_s=1e-4, base_s=0.001, attention_s=1e-9, decode_base_s=0.010, decode_read_s=1e-8)
 DEVICE = dataclasses.replace(DEVICE, prefill=dataclasses.replace(DEVICE.prefill, floor_s=0.010, read_s=1e-8))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pla_sglang.sim.request import SimRequest, SimStage
-from pla_sglang.sim.running import RunningBatch
+from pla_sglang.sim.core.request import SimRequest, SimStage
+from pla_sglang.sim.core.running import RunningBatch
 
 
 def request(row: int, output_tokens: int) -> SimRequest:

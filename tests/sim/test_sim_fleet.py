@@ -12,21 +12,21 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.sim import Fcfs, Route, Script, least, profile, simulation, to_decode_pool, trace
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.decisions import FleetAction, Migrate, ScaleTo, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import ProfileError
-from pla_sglang.sim.config import Flip, InstanceFault, InstanceSpec, LinkFault, SimConfig
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.fleet import Life
-from pla_sglang.sim.host import NO_HOST, HostKnobs
-from pla_sglang.sim.network import Network, NetworkKnobs
-from pla_sglang.sim.simulation import RunResult
-from pla_sglang.workload import Arrivals, TraceError, generated_trace, length_model
-from pla_sglang.workload.lengths import fixed
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.core.config import Flip, InstanceFault, InstanceSpec, LinkFault, SimConfig
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.fleet import Life
+from pla_sglang.sim.core.host import NO_HOST, HostKnobs
+from pla_sglang.sim.core.network import Network, NetworkKnobs
+from pla_sglang.sim.core.simulation import RunResult
+from pla_sglang.sim.workload import Arrivals, TraceError, generated_trace, length_model
+from pla_sglang.sim.workload.lengths import fixed
+from pla_sglang.sim.workload.trace import Trace
 
 HAND = profile(token_s=1e-3, decode_base_s=0.01)  # 1,000 KV bytes a token
 P, D = InstanceSpec(HAND, role=Role.PREFILL), InstanceSpec(HAND, role=Role.DECODE)

@@ -11,10 +11,10 @@ import pytest
 from support.sim import Fcfs, Route, profile, simulation
 
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.workload import Arrivals, LengthModel, generated_trace
-from pla_sglang.workload.lengths import fixed
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.workload import Arrivals, LengthModel, generated_trace
+from pla_sglang.sim.workload.lengths import fixed
+from pla_sglang.sim.workload.trace import Trace
 
 TOKEN_S = 1e-3
 REQUESTS = 120_000

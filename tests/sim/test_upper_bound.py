@@ -9,11 +9,10 @@ import random
 import numpy as np
 import pytest
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Slo
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.experiment import Experiment, run_experiment
-from pla_sglang.sim.upper_bound import (
+from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.core.upper_bound import (
     LeastWork,
     attainment_bound,
     least_work,
@@ -21,7 +20,8 @@ from pla_sglang.sim.upper_bound import (
     upper_bound_over_span,
     upper_bound_per_s,
 )
-from pla_sglang.workload import Arrivals, LengthModel, Trace, generated_trace, hol_trace
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Arrivals, LengthModel, Trace, generated_trace, hol_trace
 
 PROFILE = load_profile("h100-llama3.1-8b-tp1")
 

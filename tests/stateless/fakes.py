@@ -9,9 +9,9 @@ from typing import Any
 
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.host.requests import set_extend
-from pla_sglang.engine.stateless.host.calls import Outcome
-from pla_sglang.engine.stateless.transfer.rooms import UsedRooms
+from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
+from pla_sglang.plugin.engine.host.requests import set_extend
 
 
 class FakeSender:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from fakes import FakeRequest
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.engine.stateless.transfer.legs import Uncounted
-from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, Told
-from pla_sglang.engine.stateless.transfer.receiving import Receiver
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.fleet.stateless.transfer.legs import Uncounted
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, Told
+from pla_sglang.fleet.stateless.transfer.receiving import Receiver
+from pla_sglang.plugin.engine.faults import Faults
 
 PEER = Peer("b", "10.0.0.2", 9001, "i1")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.stateless.host.adapters import PATIENT_PASSES, AdapterPlaces, split_joining
-from pla_sglang.engine.stateless.scheduler_hooks import after_can_schedule_lora, before_can_schedule_lora
+from pla_sglang.fleet.stateless.host.adapters import PATIENT_PASSES, AdapterPlaces, split_joining
+from pla_sglang.fleet.stateless.scheduler_hooks import after_can_schedule_lora, before_can_schedule_lora
 
 PLACES = 2
 

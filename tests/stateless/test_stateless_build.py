@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.transfer import build, queues
-from pla_sglang.engine.stateless.transfer.legs import Caps
-from pla_sglang.engine.stateless.transfer.peers import PeerBook
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.transfer import build, queues
+from pla_sglang.fleet.stateless.transfer.legs import Caps
+from pla_sglang.fleet.stateless.transfer.peers import PeerBook
+from pla_sglang.plugin.engine.faults import Faults
 
 
 class FakeEnd:

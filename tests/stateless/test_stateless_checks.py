@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.stateless.checks import (
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.stateless.checks import (
     VARIABLES,
     around_from_cli_args,
     check_model,
     check_port,
     check_stateless,
 )
-from pla_sglang.errors import ConfigError
+from pla_sglang.plugin.config import PlaConfig
 
 CONFIG = PlaConfig(stateless=True)
 GOOD: dict[str, Any] = {"disaggregation_mode": "null", "disaggregation_transfer_backend": "nixl", "pp_size": 1}

@@ -10,16 +10,16 @@ import pytest
 from fakes import FakeRequest
 from receive_scene import ReceiveScene
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.hooks import running
-from pla_sglang.engine.hooks import scheduler as scheduler_hooks
-from pla_sglang.engine.stateless import scheduler_hooks as hooks
-from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.host.side_channel import PULL
-from pla_sglang.engine.stateless.requests import admission
-from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.engine.stateless.transfer.rooms import GUARD
+from pla_sglang.fleet.stateless import scheduler_hooks as hooks
+from pla_sglang.fleet.stateless.engine import StatelessEngine
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.host.side_channel import PULL
+from pla_sglang.fleet.stateless.requests import admission
+from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.fleet.stateless.transfer.rooms import GUARD
+from pla_sglang.plugin.engine.faults import Faults
+from pla_sglang.plugin.engine.hooks import running
+from pla_sglang.plugin.engine.hooks import scheduler as scheduler_hooks
 
 
 class JoiningRequest(FakeRequest):
@@ -213,9 +213,7 @@ def test_each_answer_with_foreign_kv_ends_and_the_others_are_ready(monkeypatch: 
     for rid in ("a", "b", "good"):
         bench.add(rid)
     bench.transfers.arrived = {"a", "b", "good"}
-    monkeypatch.setattr(
-        "pla_sglang.engine.stateless.transfer.receiving.came_with_its_kv", lambda req: req.rid == "good"
-    )
+    monkeypatch.setattr("pla_sglang.fleet.stateless.transfer.receiving.came_with_its_kv", lambda req: req.rid == "good")
     fail_for(monkeypatch, "end_with_error", "a")
     bench.receiver.pump()
     assert [req.rid for req in bench.receiver.ready] == ["good"]

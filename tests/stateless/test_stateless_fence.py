@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import zmq
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless.host.side_channel import SideChannel
-from pla_sglang.engine.stateless.transfer import fence
-from pla_sglang.engine.stateless.transfer.deferred_free import TIMEOUT_S, DeferredFree
-from pla_sglang.engine.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.fleet.stateless.host.side_channel import SideChannel
+from pla_sglang.fleet.stateless.transfer import fence
+from pla_sglang.fleet.stateless.transfer.deferred_free import TIMEOUT_S, DeferredFree
+from pla_sglang.fleet.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.plugin.engine.faults import Faults
 
 
 def sender(workers: int) -> SimpleNamespace:

@@ -10,9 +10,8 @@ import pytest
 from receive_scene import PEER, ReceiveScene
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.host.transfers import metadata_options
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.transfer.fingerprints import (
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.transfer.fingerprints import (
     UNSAID,
     Fingerprint,
     Fingerprints,
@@ -20,9 +19,10 @@ from pla_sglang.engine.stateless.transfer.fingerprints import (
     read_fingerprint,
     write_fingerprint,
 )
-from pla_sglang.engine.stateless.transfer.holds import make_shadow
-from pla_sglang.engine.stateless.transfer.legs import SOURCE_ATTRIBUTE
-from pla_sglang.engine.stateless.transfer.peers import Peer
+from pla_sglang.fleet.stateless.transfer.holds import make_shadow
+from pla_sglang.fleet.stateless.transfer.legs import SOURCE_ATTRIBUTE
+from pla_sglang.fleet.stateless.transfer.peers import Peer
+from pla_sglang.plugin.engine.host.transfers import metadata_options
 
 PROMPT = list(range(10, 72))
 STOCK = Peer("b", "10.0.0.2", 9001)  # told without an incarnation
@@ -116,7 +116,7 @@ def make_buffers(fingerprints: Fingerprints | None = None) -> Any:
     import torch
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
-    from pla_sglang.engine.stateless.transfer.queues import SendBuffers
+    from pla_sglang.fleet.stateless.transfer.queues import SendBuffers
 
     options = metadata_options(SimpleNamespace(server_args=SimpleNamespace(sampling_mask_max_tokens=0)))
     options |= {"hidden_size": 16, "hidden_states_dtype": torch.float32}
@@ -156,7 +156,7 @@ def test_a_held_request_is_sent_as_prompt_and_answer() -> None:
 
 
 def make_transfers() -> Any:
-    from pla_sglang.engine.stateless.transfer.queues import TransferQueue
+    from pla_sglang.fleet.stateless.transfer.queues import TransferQueue
 
     queue: Any = object.__new__(TransferQueue)
     queue.metadata_buffers, queue.fingerprints = make_buffers(), Fingerprints(make_scheduler())
@@ -221,7 +221,7 @@ def test_a_target_that_can_be_sent_nothing_gets_the_fingerprint(
     """It has more than there is, or all of a shorter prompt: the host would send it nothing, ever."""
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 
-    from pla_sglang.engine.stateless.transfer.queues import SendQueue
+    from pla_sglang.fleet.stateless.transfer.queues import SendQueue
 
     monkeypatch.setattr(PrefillBootstrapQueue, "finalize_bootstrap", lambda queue, req: True)
     queue: Any = object.__new__(SendQueue)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.stateless.requests.http_front import Front, RefusedLegError
-from pla_sglang.engine.stateless.requests.router_keys import (
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.reserved import ROUTER_KEY_HEADER, make_router_key
+from pla_sglang.fleet.stateless.requests.http_front import Front, RefusedLegError
+from pla_sglang.fleet.stateless.requests.router_keys import (
     KEEP_S,
     MAX_KEYS,
     REST_S,
@@ -19,8 +21,6 @@ from pla_sglang.engine.stateless.requests.router_keys import (
     find_reserved,
     split_key,
 )
-from pla_sglang.errors import ConfigError
-from pla_sglang.reserved import ROUTER_KEY_HEADER, make_router_key
 
 KEY, OTHER = "k" * 32, "o" * 32
 LEG = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 1}

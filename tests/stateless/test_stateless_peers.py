@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.request_rows import RowsWanted
-from pla_sglang.engine.stateless.transfer.legs import LegKind, SendLeg, SendState
-from pla_sglang.engine.stateless.transfer.peers import (
+from pla_sglang.common.errors import ConfigError, IllegalMoveError
+from pla_sglang.fleet.stateless.transfer.legs import LegKind, SendLeg, SendState
+from pla_sglang.fleet.stateless.transfer.peers import (
     MOST_PEERS,
     Peer,
     PeerBook,
@@ -18,7 +18,7 @@ from pla_sglang.engine.stateless.transfer.peers import (
     agree_on_states,
     parse_told,
 )
-from pla_sglang.errors import ConfigError, IllegalMoveError
+from pla_sglang.plugin.engine.request_rows import RowsWanted
 
 B = Peer("b", "10.0.0.2", 9001, "i1")
 C = Peer("c", "10.0.0.3", 9002, "i1")
@@ -132,7 +132,7 @@ def test_what_is_told_survives_the_way_to_the_schedulers() -> None:
     """By the host's own encoding."""
     from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
 
-    from pla_sglang.engine.stateless.requests.messages import PlaPeers, register_messages
+    from pla_sglang.fleet.stateless.requests.messages import PlaPeers, register_messages
 
     register_messages()
     for told in (Told(Peer("a", "10.0.0.1", 9000), (B, C)), Told(None, ()), Told(None, (B,), RowsWanted(0.5, 7))):

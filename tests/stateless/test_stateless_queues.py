@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.host.requests import set_extend
-from pla_sglang.engine.stateless.transfer.legs import Caps, Uncounted
-from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.fleet.stateless.transfer.legs import Caps, Uncounted
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.plugin.engine.faults import Faults
+from pla_sglang.plugin.engine.host.requests import set_extend
 
 pytestmark = pytest.mark.usefixtures("published")
 
@@ -32,7 +32,7 @@ class FakeConnector:
 
 def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held_tokens: int = 0) -> Any:
     """A receiving queue whose host has ``free_tokens``, 10 reserved for each request that grows."""
-    from pla_sglang.engine.stateless.transfer.queues import ReceiveQueue
+    from pla_sglang.fleet.stateless.transfer.queues import ReceiveQueue
 
     queue: Any = object.__new__(ReceiveQueue)
     pool = SimpleNamespace(available_size=lambda: free_tokens, page_size=1, prealloc_fits_assumes_reclaim=lambda: False)
@@ -252,7 +252,7 @@ def test_how_long_a_leg_has_waited_counts_from_its_first_pass(monkeypatch: pytes
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
     now_s = [5.0]
-    monkeypatch.setattr("pla_sglang.engine.stateless.transfer.queues.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("pla_sglang.fleet.stateless.transfer.queues.time.monotonic", lambda: now_s[0])
     monkeypatch.setattr(DecodePreallocQueue, "pop_preallocated", lambda self: ([], []))
     queue = queue_with()
     for came_s in (5.0, 9.0):
@@ -354,8 +354,8 @@ def test_kv_that_cannot_be_taken_over_leaves_no_leg_without_a_receiver(monkeypat
     """The host's loop goes on: it hands the leg out as the others, and its end answers and frees it."""
     from sglang.srt.disaggregation.decode import DecodeTransferQueue
 
-    from pla_sglang.engine.stateless.transfer.legs import FAULT_ATTRIBUTE
-    from pla_sglang.engine.stateless.transfer.queues import TransferQueue
+    from pla_sglang.fleet.stateless.transfer.legs import FAULT_ATTRIBUTE
+    from pla_sglang.fleet.stateless.transfer.queues import TransferQueue
 
     def commit(self: Any, decode_req: Any) -> None:
         if decode_req.req.rid == "bad":

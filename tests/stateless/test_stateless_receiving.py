@@ -11,15 +11,15 @@ from receive_scene import PEER, FakeReceiver, ReceiveScene
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from support.fake_scheduler import FakeAdder
 
-from pla_sglang.engine import backlog
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless import scheduler_hooks as hooks
-from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.requests.messages import PlaPeers
-from pla_sglang.engine.stateless.transfer.legs import FAULT_ATTRIBUTE, GOES_ON_ATTRIBUTE, KIND_ATTRIBUTE, LegKind
-from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, Told
-from pla_sglang.engine.stateless.transfer.rooms import UsedRooms
+from pla_sglang.fleet.stateless import scheduler_hooks as hooks
+from pla_sglang.fleet.stateless.engine import StatelessEngine
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.requests.messages import PlaPeers
+from pla_sglang.fleet.stateless.transfer.legs import FAULT_ATTRIBUTE, GOES_ON_ATTRIBUTE, KIND_ATTRIBUTE, LegKind
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, Told
+from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
+from pla_sglang.plugin.engine import backlog
+from pla_sglang.plugin.engine.faults import Faults
 
 AGAIN = Peer("b", "10.0.0.2", 9001, "i2")
 NO_HOPS: Any = SimpleNamespace(
@@ -409,7 +409,7 @@ def test_a_source_without_kv_for_a_leg_is_a_failed_transfer_and_for_a_pull_gone(
     monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: statuses.append(int(status)))
     bench.add("leg")
     setattr(bench.add("pull"), GOES_ON_ATTRIBUTE, True)
-    monkeypatch.setattr("pla_sglang.engine.stateless.transfer.receiving.announce_pull", lambda receiver: None)
+    monkeypatch.setattr("pla_sglang.fleet.stateless.transfer.receiving.announce_pull", lambda receiver: None)
     bench.refused.add(1)
     bench.receiver.pump()
     assert [entry.kv_receiver.aborted for entry in bench.transfers.queue] == [1, 1]

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.engine.stateless.host.rendezvous import keep_to_host, meet
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.stateless.host.rendezvous import keep_to_host, meet
 
 
 def args(**changes: Any) -> Any:

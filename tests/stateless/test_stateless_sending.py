@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from fakes import FakeBatch, FakeRequest, FakeScheduler, FakeSendQueue
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.host.requests import set_extend
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.host.calls import Outcome
-from pla_sglang.engine.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.engine.stateless.transfer.legs import Caps, SendLeg, SendState
-from pla_sglang.engine.stateless.transfer.sending import GivenUpError, Sender
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.host.calls import Outcome
+from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
+from pla_sglang.fleet.stateless.transfer.legs import Caps, SendLeg, SendState
+from pla_sglang.fleet.stateless.transfer.sending import GivenUpError, Sender
+from pla_sglang.plugin.engine.faults import Faults
+from pla_sglang.plugin.engine.host.requests import set_extend
 
 
 class Bench:
@@ -31,7 +31,7 @@ class Bench:
         monkeypatch.setattr(calls, "poll_senders", lambda scheduler, senders: [one.outcome for one in senders])
         monkeypatch.setattr(calls, "free_metadata", lambda scheduler, req: None)
         monkeypatch.setattr(calls, "has_failed", lambda manager, room: manager.request_status.get(room) == "failed")
-        monkeypatch.setattr("pla_sglang.engine.stateless.transfer.fence.mark_failed", lambda manager, room: None)
+        monkeypatch.setattr("pla_sglang.fleet.stateless.transfer.fence.mark_failed", lambda manager, room: None)
         monkeypatch.setattr(calls, "release_kv", self._release)
         monkeypatch.setattr(calls, "end_sent", lambda scheduler, req: self._answer(req, "sent"))
         monkeypatch.setattr(calls, "end_aborted", lambda scheduler, req, reason: self._answer(req, "aborted"))
@@ -423,7 +423,7 @@ def test_a_leg_that_fails_tells_its_receiver_and_an_abort_does_not(
     """Who orders an abort orders it at both instances."""
     told: list[int] = []
     monkeypatch.setattr(
-        "pla_sglang.engine.stateless.transfer.sending.send_refusal", lambda manager, who, room: told.append(room)
+        "pla_sglang.fleet.stateless.transfer.sending.send_refusal", lambda manager, who, room: told.append(room)
     )
     for room, rid in enumerate(("failed", "aborted")):
         req = bench.add(rid)

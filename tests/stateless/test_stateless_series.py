@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pla_sglang.engine.stateless.transfer.legs import SendState
-from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
-from pla_sglang.engine.stateless.transfer.series import STATES, LegSeries
+from pla_sglang.fleet.stateless.transfer.legs import SendState
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.fleet.stateless.transfer.series import STATES, LegSeries
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.report import Report, decode, encode
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, NixlKVManager, TransferInfo
 from support.serving import until
 
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.host.side_channel import (
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.host.side_channel import (
     ABORT,
     ACKNOWLEDGED,
     LINE_S,
@@ -30,7 +30,7 @@ from pla_sglang.engine.stateless.host.side_channel import (
     read_receiver,
     read_room,
 )
-from pla_sglang.engine.stateless.transfer import fence
+from pla_sglang.fleet.stateless.transfer import fence
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # as they are closed
 

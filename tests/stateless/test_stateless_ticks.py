@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.transfer.peers import PeerBook
-from pla_sglang.engine.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.fleet.stateless.engine import StatelessEngine
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.transfer.peers import PeerBook
+from pla_sglang.fleet.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
+from pla_sglang.plugin.engine.faults import Faults
 
 
 def nothing(*args: Any, **kwargs: Any) -> list[Any]:

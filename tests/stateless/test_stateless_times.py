@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.request_fields import RequestFields
 
-from pla_sglang.engine.faults import Faults
-from pla_sglang.engine.stateless.host import calls
-from pla_sglang.engine.stateless.requests import admission
+from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.requests import admission
+from pla_sglang.plugin.engine.faults import Faults
 
 
 def received_request() -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from hops.hop_scene import HopRequest, HopScene
 
-from pla_sglang.engine.hooks import scheduler as scheduler_hooks
-from pla_sglang.engine.stateless import scheduler_hooks as hooks
-from pla_sglang.engine.stateless.engine import StatelessEngine
-from pla_sglang.engine.stateless.transfer.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.fleet.stateless import scheduler_hooks as hooks
+from pla_sglang.fleet.stateless.engine import StatelessEngine
+from pla_sglang.fleet.stateless.transfer.legs import KIND_ATTRIBUTE, LegKind
+from pla_sglang.plugin.engine.hooks import scheduler as scheduler_hooks
 
 
 def engine_of(scheduler: Any) -> Any:

@@ -12,9 +12,9 @@ import pytest
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from support.serving import until
 
-from pla_sglang.engine.stateless.transfer import connecting
-from pla_sglang.engine.stateless.transfer.connecting import PeerConnector
-from pla_sglang.engine.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.fleet.stateless.transfer import connecting
+from pla_sglang.fleet.stateless.transfer.connecting import PeerConnector
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
 
 ANSWER: dict[str, Any] = {
     field.name: None if field.default is dataclasses.MISSING else field.default

@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from pla_sglang.reserved import ROUTER_KEY_HEADER
-from pla_sglang.router.relay.routes import PASSED_POST
-from pla_sglang.router.wire.inference import PATHS
+from pla_sglang.fleet.reserved import ROUTER_KEY_HEADER
+from pla_sglang.fleet.router.relay.routes import PASSED_POST
+from pla_sglang.fleet.router.wire.inference import PATHS
 
 INFO = {
     "disaggregation_mode": "null",

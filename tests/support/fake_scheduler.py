@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.host.requests import extend_end, set_extend
-from pla_sglang.engine.scheduler_adapter import PrefillAdapter
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine.host.requests import extend_end, set_extend
+from pla_sglang.plugin.engine.scheduler_adapter import PrefillAdapter
 from support.request_fields import RequestFields
 
 CHUNK_TOKENS = 256

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pla_sglang.cluster import supervisor
-from pla_sglang.cluster.children import Children
-from pla_sglang.cluster.forking import fork_workers
-from pla_sglang.cluster.zygote import MESSAGE_BYTES, Zygote, run_engine, run_module
+from pla_sglang.fleet.cluster import supervisor
+from pla_sglang.fleet.cluster.children import Children
+from pla_sglang.fleet.cluster.forking import fork_workers
+from pla_sglang.fleet.cluster.zygote import MESSAGE_BYTES, Zygote, run_engine, run_module
 
 OURS = "pla_sglang.launch_server"
 CLUSTER = "pla_sglang.launch_cluster"

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pla_sglang.cluster.children import Children, ClusterError
-from pla_sglang.cluster.lean import without_models
-from pla_sglang.cluster.supervisor import ENVIRONMENT
+from pla_sglang.fleet.cluster.children import Children, ClusterError
+from pla_sglang.fleet.cluster.lean import without_models
+from pla_sglang.fleet.cluster.supervisor import ENVIRONMENT
 from pla_sglang.testing.server import Server, ServerError
 
 PATIENCE_S = 300.0  # for SGLang's import, on a machine that does much else

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import sys
 
-from pla_sglang.config import PlaConfig
-from pla_sglang.engine.hooks import graphs
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.plugin.engine.hooks import graphs
 from pla_sglang.testing.steps import Stepper
 
 # Single requests, mixed lengths, cached prefixes, more than one pass, one that is too long; and three shapes of 128
@@ -23,7 +23,7 @@ TURNS, NEW_TOKENS, IDLE_MOMENTS = 4, 4, 8
 
 
 def force_comparison(pays: bool) -> None:
-    from pla_sglang.engine.graphs.compare import HostTimes
+    from pla_sglang.plugin.engine.graphs.compare import HostTimes
 
     PlaConfig.for_device = lambda self, device: self  # type: ignore[method-assign]
     HostTimes.pays = property(lambda self: pays)  # type: ignore[method-assign, assignment]

@@ -8,9 +8,9 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay.server import Relay
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.server import Relay
+from pla_sglang.fleet.router.wire import messages as m
 from support.relays import Answer, Setting, TurnControl
 from support.token_streams import Conduct, TokenInstance, content_of, make_answer, tokens_of
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import h11
 
-from pla_sglang.router.relay.routes import PASSED_POST
-from pla_sglang.router.wire.messages import WorkerEntry
+from pla_sglang.fleet.router.relay.routes import PASSED_POST
+from pla_sglang.fleet.router.wire.messages import WorkerEntry
 
 
 @dataclass

@@ -19,14 +19,15 @@ from aiohttp import web
 
 from bench.harness import live_fleet, servers
 from bench.harness.replay import Planned, Record
-from pla_sglang import chain, launch_cluster
-from pla_sglang.cluster.instance import Instance
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.cluster.spec import instances
-from pla_sglang.emulate.batch import StepShape
-from pla_sglang.emulate.device import EmulatedDevice
+from pla_sglang import launch_cluster
+from pla_sglang.fleet.cluster.instance import Instance
+from pla_sglang.fleet.cluster.ports import free_port
+from pla_sglang.fleet.cluster.spec import instances
 from pla_sglang.launch_router import read_config as read_router_config
 from pla_sglang.profiles import load_profile
+from pla_sglang.sim import chain
+from pla_sglang.sim.emulate.batch import StepShape
+from pla_sglang.sim.emulate.device import EmulatedDevice
 from support.fake_instance import FakeInstance
 
 # Device time of the first and the last token of each request, since the start of the run.

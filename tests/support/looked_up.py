@@ -112,6 +112,7 @@ LOOKED_UP = {
     "graph.idle": (_SCHEDULER + "event_loop_overlap", "self.on_idle"),
     "graph.info": ("sglang.srt.managers.scheduler.run_scheduler_process", "scheduler.get_init_info"),
     "graph.state": (_SCHEDULER + "init_request_dispatcher", "self.get_internal_state"),
+    "emu.parse": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.from_cli_args"),
     "less.parse": ("sglang.srt.server_args.prepare_server_args", "ServerArgs.from_cli_args"),
     "less.ends": (_SCHEDULER + "__init__", "self.init_disaggregation"),
     "less.dispatch": (_SCHEDULER + "__init__", "self.init_request_dispatcher"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 
 
 def prefill_boundary(alpha: float, beta: float, gamma_w: float) -> float:

@@ -6,8 +6,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from pla_sglang.emulate.arguments import with_emulation
 from pla_sglang.launch_server import with_model
+from pla_sglang.sim.emulate.arguments import with_emulation
 
 
 def main(command_lines: Sequence[str]) -> None:

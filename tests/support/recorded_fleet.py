@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+from pla_sglang.fleet.router.control.observability.recorder import DecisionRecorder
 from pla_sglang.policy.interface.decisions import Dispatch, SetLengthClass, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
@@ -14,7 +15,6 @@ from pla_sglang.profiles.load import load_profile
 from pla_sglang.recording import rows
 from pla_sglang.recording.file import RecordWriter
 from pla_sglang.recording.setup import header_of
-from pla_sglang.router.control.observability.recorder import DecisionRecorder
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`&"
 

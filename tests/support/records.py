@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
+from pla_sglang.fleet.router.control.prompts import Prompt
+from pla_sglang.fleet.router.control.request_record import Hop, RequestRecord
+from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.pairs import Choice
-from pla_sglang.router.control.prompts import Prompt
-from pla_sglang.router.control.request_record import Hop, RequestRecord
-from pla_sglang.router.wire.messages import Ask, Endpoint
 
 _OF_ASK = set(Ask.__struct_fields__) - set(RequestRecord.__struct_fields__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import h11
 
-from pla_sglang.router.config import RelayConfig
-from pla_sglang.router.relay.server import Relay
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.server import Relay
+from pla_sglang.fleet.router.wire import messages as m
 from support.instances import FakeInstance, Rooms, Script
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from pla_sglang.cluster.ports import free_port
+from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.testing.server import HttpError, ServerError, open_url
 from support.fake_instance import FakeInstance
 from support.serving import until

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.workers.health import HealthKnobs
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.workers.health import HealthKnobs
+from pla_sglang.fleet.router.wire import messages as m
 from support.fake_instance import FakeInstance
 
 QUICK = HealthKnobs(interval_s=0.05, timeout_s=2.0, fresh_s=0.2, misses=2, refused=2)

@@ -12,9 +12,9 @@ from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, 
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import LaunchFloor, StepProfile
 from pla_sglang.profiles.step import DecodeTerms, PrefillTerms
-from pla_sglang.sim.config import InstanceSpec, Policies, SimConfig
-from pla_sglang.sim.simulation import Simulation
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.simulation import Simulation
+from pla_sglang.sim.workload import Trace
 
 
 def profile(

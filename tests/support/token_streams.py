@@ -18,7 +18,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pla_sglang.router.wire.messages import WorkerEntry
+from pla_sglang.fleet.router.wire.messages import WorkerEntry
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"

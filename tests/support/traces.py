@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pla_sglang.workload import Trace
-from pla_sglang.workload.csv_formats import PLAIN_HEADER
+from pla_sglang.sim.workload import Trace
+from pla_sglang.sim.workload.csv_formats import PLAIN_HEADER
 
 
 def steady_trace(count: int = 200, *, prompt: int = 2000, answer: int = 40) -> Trace:

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from pla_sglang.policy.interface.fleet import InstanceView
-from pla_sglang.viewer.history import (
+from pla_sglang.fleet.viewer.history import (
     MOST_INSTANCES,
     MOST_MOVES,
     FleetHistory,
@@ -17,6 +16,7 @@ from pla_sglang.viewer.history import (
     TtftSums,
     measure_load,
 )
+from pla_sglang.policy.interface.fleet import InstanceView
 
 READY = Membership("ready", "prefill", "")
 DECODE = Membership("ready", "decode", "")

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from support.recorded_fleet import EVIL, record_run
 
-from pla_sglang.legend.colours import ROLE_COLOURS, STATE_COLOURS
-from pla_sglang.legend.explanations import FLEET, WORKER
+from pla_sglang.common.legend.colours import ROLE_COLOURS, STATE_COLOURS
+from pla_sglang.common.legend.explanations import FLEET, WORKER
+from pla_sglang.fleet.viewer.history import FleetHistory, Load, Membership, RequestMove
+from pla_sglang.fleet.viewer.page import render_live, render_recorded
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.view_recording import make_document
-from pla_sglang.viewer.history import FleetHistory, Load, Membership, RequestMove
-from pla_sglang.viewer.page import render_live, render_recorded
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="the script of a page runs in Node, which is not installed")

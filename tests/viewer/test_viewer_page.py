@@ -14,10 +14,10 @@ import pytest
 from support.recorded_fleet import EVIL, record_run
 
 from pla_sglang.__main__ import main as command
+from pla_sglang.fleet.viewer.history import FleetHistory, Membership
+from pla_sglang.fleet.viewer.page import live_headers, render_live, render_recorded
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.view_recording import make_document
-from pla_sglang.viewer.history import FleetHistory, Membership
-from pla_sglang.viewer.page import live_headers, render_live, render_recorded
 
 
 class Elements(HTMLParser):

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bench.harness.talks import read_talks
-from pla_sglang import cli, parity, reading, simulate, view_recording
-from pla_sglang.errors import ConfigError, PlaError
+from pla_sglang import parity, simulate, view_recording
+from pla_sglang.common import cli, reading
+from pla_sglang.common.errors import ConfigError, PlaError
 from pla_sglang.profiles.load import FOLDER, load_profile
 from pla_sglang.recording.file import read
-from pla_sglang.workload import TraceError, load_trace
+from pla_sglang.sim.workload import TraceError, load_trace
 
 HEADER = "arrival_s,input_tokens,output_tokens"
 PLAIN = f"{HEADER},session_id,client_id\n0,100,5,7,a\n1.5,200,6,8,b\n"

@@ -12,9 +12,9 @@ import pyarrow.parquet as parquet
 import pytest
 from support.traces import write_plain
 
-from pla_sglang.workload import Arrivals, TraceError, load_trace
-from pla_sglang.workload.csv_formats import load_plain
-from pla_sglang.workload.load import guess_kind
+from pla_sglang.sim.workload import Arrivals, TraceError, load_trace
+from pla_sglang.sim.workload.csv_formats import load_plain
+from pla_sglang.sim.workload.load import guess_kind
 
 PLAIN = "arrival_s,input_tokens,output_tokens\n0.0,374,44\n4.5,396,109\n"
 AZURE = (

@@ -9,8 +9,8 @@ import statistics
 import numpy as np
 import pytest
 
-from pla_sglang.workload import Arrivals, TraceError, chat_trace, generated_trace, hol_trace, length_model
-from pla_sglang.workload.lengths import LengthModel, fixed
+from pla_sglang.sim.workload import Arrivals, TraceError, chat_trace, generated_trace, hol_trace, length_model
+from pla_sglang.sim.workload.lengths import LengthModel, fixed
 
 DRAWS = 20_000
 

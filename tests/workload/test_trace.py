@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pla_sglang.workload import Trace, TraceError
+from pla_sglang.sim.workload import Trace, TraceError
 
 
 def trace(times: list[float], **columns: object) -> Trace:

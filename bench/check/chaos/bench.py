@@ -41,7 +41,7 @@ from bench.harness.load_client import START_DELAY_S
 from bench.harness.replay import Planned, Record, Replay, encode_planned, print_figures
 from bench.harness.report import device_conditions, emit, environment, markdown, progress_bar, say, yes_no
 from bench.harness.servers import Router, running_cluster
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.testing.server import fetch
 
 PAIRED_S = 15.0  # within which one that is started again has the others, and they it

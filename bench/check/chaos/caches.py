@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from bench.harness.replay import Record
-from pla_sglang import chain
+from pla_sglang.sim import chain
 
 MOST_PROMPTS = 400  # the latest of a run
 ASKED_TOKENS = 4

@@ -28,7 +28,7 @@ from bench.check.leftovers import abort_request, try_flush
 from bench.harness.load_client import START_DELAY_S
 from bench.harness.replay import Planned, Record, count_wrong
 from bench.harness.report import say
-from pla_sglang import chain
+from pla_sglang.sim import chain
 from pla_sglang.testing.server import HttpError, fetch
 
 DOWN_S = 3.0  # from a kill to the order to start again

@@ -22,7 +22,7 @@ from bench.check.leftovers import read_series
 from bench.harness import servers
 from bench.harness.report import say
 from bench.harness.servers import Router, is_healthy
-from pla_sglang.cluster.ports import free_port
+from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.testing.server import HttpError, ServerError, fetch
 
 CONTROL, WHOLE = "control", "router"

@@ -36,7 +36,7 @@ from bench.check.leftovers import errors_in
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
 from bench.harness.steps import Steps
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 START_S, PER_REQUEST_S = 60.0, 0.5  # of real time, for the budget
 COUNTS = ("requests", "whole", "aborted", "left", "failed", "tokens", "hops", "redos", "resumes")

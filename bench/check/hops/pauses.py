@@ -16,8 +16,8 @@ from bench.check.hops.settings import ENGINES, KV_GBPS, PROFILE
 from bench.check.hops.storm import open_session
 from bench.check.hops.streams import GENERATE, count_wrong_tokens
 from bench.harness.latency import percentile
-from pla_sglang import chain
 from pla_sglang.profiles import load_profile
+from pla_sglang.sim import chain
 
 CONTEXTS_TOKENS = (512, 2048, 8192, 16384)
 TIME_SCALE = 4.0  # so that hosts keep up with seven streams

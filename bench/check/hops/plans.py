@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.check.hops.settings import CHAIN
 from bench.check.hops.streams import CHAT, COMPLETIONS, GENERATE
-from pla_sglang import chain
-from pla_sglang.chain.vocab import BYTE_BASE, WORD_BASE
+from pla_sglang.sim import chain
+from pla_sglang.sim.chain.vocab import BYTE_BASE, WORD_BASE
 
 PROMPT_TOKENS, ANSWER_TOKENS = (8, 400), (6, 90)
 LIVES_OF_A_BODY = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 CHAIN, DEMO = "chain", "demo"
 MODELS = (CHAIN, DEMO)

@@ -28,7 +28,7 @@ from bench.check.poison.values import Generator, Schema, Sent, read_declared
 from bench.harness import report
 from bench.harness.bench import Result, is_complete, measuring
 from bench.harness.cli import DEFAULT_PROFILE, add_budget, add_output, add_quick
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.testing.server import ServerError
 
 AT_ONCE = 8

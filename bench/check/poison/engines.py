@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.check.poison.values import Sent
 from bench.harness.cli import emulation_flags
-from pla_sglang.demo import demo_model_path
+from pla_sglang.plugin.demo import demo_model_path
 from pla_sglang.testing.server import HttpError, Server, ServerError, open_url
 
 STARTS_S = 600.0

@@ -19,7 +19,7 @@ from bench.check.leftovers import read_series
 from bench.check.survive.streams import Stream, send_stream, until
 from bench.harness.report import say
 from bench.harness.steps import Row
-from pla_sglang.errors import PlaError
+from pla_sglang.common.errors import PlaError
 from pla_sglang.testing.server import fetch
 
 BEGUN_S, EMPTY_S, END_S, OVER_S = 300.0, 120.0, 60.0, 600.0  # limits, of real time

@@ -33,7 +33,7 @@ from bench.harness.figures import COLOURS, panels
 from bench.harness.latency import percentile
 from bench.harness.live_fleet import SLOTS
 from bench.harness.steps import Row, Steps
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 SETTINGS = ("instances", "wave", "drain_streams", "policy", "profile", "time_scale", "seed")
 DRAIN, SIGTERM = "drain", "sigterm"

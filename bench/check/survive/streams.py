@@ -24,11 +24,11 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from pla_sglang import chain
-from pla_sglang.chain.algebra import step
-from pla_sglang.chain.oracle import asked_end, check_prompt, state_after
-from pla_sglang.chain.spread import spread_logits
-from pla_sglang.chain.vocab import EOS
+from pla_sglang.sim import chain
+from pla_sglang.sim.chain.algebra import step
+from pla_sglang.sim.chain.oracle import asked_end, check_prompt, state_after
+from pla_sglang.sim.chain.spread import spread_logits
+from pla_sglang.sim.chain.vocab import EOS
 
 SAMPLED, CHAT = "sampled", "chat"
 TOP_K = 4

@@ -30,8 +30,8 @@ from bench.harness.cli import add_output, add_quick
 from bench.harness.figures import draw_bars, panels
 from bench.harness.report import emit, environment, say, show
 from bench.harness.servers import is_healthy, running_child, wait_until_paired, wait_until_ready
-from pla_sglang.cluster.ports import free_port
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.testing.mock_instance import Mocks, running_mocks
 
 START_S, STOP_S = 40.0, 5.0  # of a router

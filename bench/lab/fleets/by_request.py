@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.harness.steps import Row
 from bench.lab.named_workloads import WORKLOADS, Workload, workload
 from pla_sglang.policy.common.forecast import Forecaster, LastValue, Oracle
-from pla_sglang.sim.experiment import Experiment, ExperimentResult, run_experiment
+from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
 
 TRACES = ("azure_code", "azure_conv")
 FORECASTERS = ("last", "peak", "holt_winters", "arima", "oracle")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from pla_sglang.metrics.goodput import find_capacity
-from pla_sglang.sim.experiment import Experiment, run_experiment
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.metrics.goodput import find_capacity
+from pla_sglang.sim.workload import Trace
 
 TraceAt = Callable[[float], Trace]  # the requests that are run at a rate, at that rate
 

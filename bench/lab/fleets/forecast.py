@@ -27,7 +27,7 @@ from bench.lab.fleets import by_request, interval_plans
 from bench.lab.fleets.interval_plans import Forecasts, History, cheapest, fixed_fleet, planner_for
 from bench.lab.fleets.load_series import LoadSeries, read_series
 from bench.lab.fleets.tables import Table, mark_best
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.arima import ArimaForecaster
 from pla_sglang.policy.common.forecast import Forecaster, HoltWinters, HoltWintersKnobs, LastValue, RecentPeak
 from pla_sglang.policy.common.load_meter import LoadSample

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from bench.lab.named_workloads import WORKLOADS, workload
 from pla_sglang.policy.common.load_meter import LoadSample
 from pla_sglang.policy.dopd.planner import Planner
-from pla_sglang.workload import Trace
+from pla_sglang.sim.workload import Trace
 
 # Mean lengths quoted for BurstGPT; its hourly summary has counts only.
 BURSTGPT_INPUT_TOKENS, BURSTGPT_OUTPUT_TOKENS = 621.0, 126.0

@@ -30,11 +30,11 @@ from bench.lab.cells import CellRunner, data_folder
 from bench.lab.fleets.capacity import find_best_capacity
 from bench.lab.fleets.tables import Table, mark_best
 from bench.lab.named_workloads import WORKLOADS, Workload, available, workload
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import LEAST_SPAN_S
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.experiment import Experiment, ExperimentResult, run_experiment
-from pla_sglang.workload import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
+from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
+from pla_sglang.sim.workload import Trace
 
 BEST_SPLIT = "static-pd-best"
 ROLE_SCALERS = ("threshold-scaler", "sla-scaler")  # on a fleet of fixed size they are static-pd

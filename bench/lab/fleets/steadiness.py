@@ -18,14 +18,14 @@ from bench.harness.report import emit, environment, say, show
 from bench.harness.steps import NoStepError, Row
 from bench.lab.fleets.tables import Table
 from bench.lab.world import World
-from pla_sglang.metrics.goodput import Slo, goodput
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.policy.runner import PoolMove
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.workload import Arrivals, generated_trace
-from pla_sglang.workload.lengths import LengthModel
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.metrics.goodput import Slo, goodput
+from pla_sglang.sim.workload import Arrivals, generated_trace
+from pla_sglang.sim.workload.lengths import LengthModel
 
 PROFILE = "h100-llama70b-fp8-dopd"
 SLO = Slo(3.0, 0.1)

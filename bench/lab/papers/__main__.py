@@ -29,7 +29,7 @@ from bench.lab.cells import DATA_VARIABLE, data_folder
 from bench.lab.papers.context import Context
 from bench.lab.papers.finding import Finding, sections, show, write
 from bench.lab.papers.points import Point, PointsError
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 # In the order of the papers. ``MODULE_FUNCTION`` is a function ``(Context) -> Finding``; of ``MODULE`` alone, ``run``.
 FIGURES = {

@@ -17,9 +17,9 @@ from bench.lab.papers.charts import Panel, curves, draw
 from bench.lab.papers.context import Context, trace_named, traces_facts
 from bench.lab.papers.finding import Claim, Finding, Point, Row, listed, number
 from bench.lab.papers.phase_load import PhaseLoad, load_of_phases
-from pla_sglang.metrics.goodput import SLOS, Capacity, find_capacity
-from pla_sglang.sim.experiment import Experiment, run_experiment
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core.experiment import Experiment, run_experiment
+from pla_sglang.sim.metrics.goodput import SLOS, Capacity, find_capacity
+from pla_sglang.sim.workload import Trace
 
 PROFILES = Path(__file__).parent / "profiles"
 TARGET = 0.9  # section 7.1

@@ -18,9 +18,9 @@ from bench.harness.talks import Dataset
 from bench.lab.papers.facts import TraceFacts, facts_of
 from bench.lab.papers.points import Point, point_of, result_of
 from bench.lab.papers.stand_ins import recorded_or_generated
-from pla_sglang.errors import ConfigError
-from pla_sglang.sim.processes import measure_cases
-from pla_sglang.workload import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.processes import measure_cases
+from pla_sglang.sim.workload import Trace
 
 Case = TypeVar("Case", bound=Hashable)
 Result = TypeVar("Result")

@@ -30,17 +30,17 @@ from bench.lab.papers.dopd_testbed import (
 from bench.lab.papers.facts import facts_of
 from bench.lab.papers.finding import Claim, Finding, Point, Row, listed, number, ordered, points_of
 from bench.lab.world import Steady, World, rate_of_ends, steady
-from pla_sglang.metrics.goodput import goodput
 from pla_sglang.policy.baselines.dispatch import MinimalLoad
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.ratio import optimal_ratio
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.samples import ROLE_ORDER, Samples
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.samples import ROLE_ORDER, Samples
+from pla_sglang.sim.metrics.goodput import goodput
+from pla_sglang.sim.workload import Trace
 
 CURVE_ONLY = "the paper shows curves without numbers"
 # -- Figure 6: the closed-form ratio ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 
 BANDWIDTH_SHARE = 0.6  # alpha of eq. 12: "empirically, alpha = 0.6 is considered excellent"
 

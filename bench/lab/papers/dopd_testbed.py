@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.lab.world import World
-from pla_sglang.metrics.goodput import Slo
 from pla_sglang.policy.baselines.dispatch import MinimalLoad, RoundRobin
 from pla_sglang.policy.common.curve import profile_curve
 from pla_sglang.policy.common.dispatch import least_tokens
@@ -22,9 +21,10 @@ from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.profiles import StepProfile, load_profile
 from pla_sglang.profiles.step import DecodeTerms
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.workload import Trace
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Trace
 
 PROFILE = load_profile("h100-llama70b-fp8-dopd")
 DECODE_KV_TOKENS = 250_244  # eq. 11 at TP 2 with M' = 4 GB: 82 GB of 327,680 bytes a token

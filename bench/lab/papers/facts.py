@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.workload.trace import Trace
 
 GENERATED = "generated, like"  # begins the name of a stand-in: synthetic workloads say so wherever they are shown
 

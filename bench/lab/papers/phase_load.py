@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from pla_sglang.metrics.goodput import Floats, Served
+from pla_sglang.sim.metrics.goodput import Floats, Served
 
 
 @dataclasses.dataclass(frozen=True)

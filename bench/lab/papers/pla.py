@@ -1,4 +1,4 @@
-"""PLA-Serve's figures and Table 2 (section 4); what they run is in ``pla_sglang/sim/prefill_chats``."""
+"""PLA-Serve's figures and Table 2 (section 4); what they run is in ``pla_sglang/sim/core/prefill_chats``."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from bench.lab.papers.prefill_chats import (
     temporal,
 )
 from bench.lab.world import Steady, World, steady, take_rows
-from pla_sglang.metrics.goodput import quantile
 from pla_sglang.policy.baselines.dispatch import CacheAware
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.pla.awd import AwdKnobs
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
-from pla_sglang.workload import Arrivals, LengthModel, generated_trace
-from pla_sglang.workload.generate import LONG, SHORT, short_and_long_trace
-from pla_sglang.workload.lengths import fixed
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
+from pla_sglang.sim.metrics.goodput import quantile
+from pla_sglang.sim.workload import Arrivals, LengthModel, generated_trace
+from pla_sglang.sim.workload.generate import LONG, SHORT, short_and_long_trace
+from pla_sglang.sim.workload.lengths import fixed
 
 # -- Figures 1 and 3: longs and shorts in each other's way -----------------------------------------------------------
 

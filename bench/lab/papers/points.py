@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pla_sglang.errors import PlaError
+from pla_sglang.common.errors import PlaError
 
 Point = dict[str, Any]  # flat: numbers, texts, None, lists of numbers
 MEASURED = "measured"  # column with the name of the function

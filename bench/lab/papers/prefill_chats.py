@@ -15,7 +15,6 @@ import numpy as np
 
 from bench.harness.talks import Dataset
 from bench.lab.world import MakeEngine, Steady, World, steady
-from pla_sglang.metrics.goodput import Slo
 from pla_sglang.policy.baselines.dispatch import CacheAware, RoundRobin
 from pla_sglang.policy.common.dispatch import least_tokens
 from pla_sglang.policy.interface.fleet import Role
@@ -25,10 +24,11 @@ from pla_sglang.policy.pla.graphs.layouts import token_steps
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import AnswerCaching, EngineKnobs
-from pla_sglang.sim.experiment import step_model
-from pla_sglang.workload import Arrivals, Trace, chat_trace, length_model
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
+from pla_sglang.sim.core.experiment import step_model
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Arrivals, Trace, chat_trace, length_model
 
 TTFT_SLO_S = 0.4  # section 4.1
 SLO = Slo(TTFT_SLO_S, 1.0)  # requests end with their first token, so TPOT does not count

@@ -17,7 +17,7 @@ from bench.lab.papers.dopd_testbed import SLO, decode_spec, make_predictor, pref
 from bench.lab.papers.finding import Claim, Finding, Row, listed, points_of
 from bench.lab.world import Steady, World, steady
 from pla_sglang.policy.baselines.dispatch import MinimalLoad
-from pla_sglang.workload import Trace
+from pla_sglang.sim.workload import Trace
 
 COMPOSITIONS = {"6P/1D": (6, 1), "4P/2D": (4, 2), "2P/3D": (2, 3)}  # one GPU a P, two a D: eight GPUs
 WHY = "The paper prints neither the compositions it compares nor their lengths; a worse worst one makes any ratio."

@@ -12,11 +12,11 @@ import random
 from pathlib import Path
 
 from bench.lab.papers.facts import GENERATED
-from pla_sglang.errors import ConfigError
-from pla_sglang.workload.generate import Arrivals, generated_trace
-from pla_sglang.workload.lengths import LengthModel
-from pla_sglang.workload.load import load_trace
-from pla_sglang.workload.trace import Trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.workload.generate import Arrivals, generated_trace
+from pla_sglang.sim.workload.lengths import LengthModel
+from pla_sglang.sim.workload.load import load_trace
+from pla_sglang.sim.workload.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True)

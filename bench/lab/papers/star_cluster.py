@@ -23,7 +23,6 @@ from bench.lab.papers.context import Context
 from bench.lab.papers.finding import Claim, Point
 from bench.lab.papers.seeds import Change, geometric_mean, measure_change
 from bench.lab.world import World
-from pla_sglang.metrics.goodput import Slo, quantile
 from pla_sglang.policy.baselines.dispatch import least_tokens, split_roles
 from pla_sglang.policy.interface.decisions import Controller
 from pla_sglang.policy.interface.remaining_length import RemainingPredictor
@@ -32,10 +31,11 @@ from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import FIGURE_7_SHARES, PAPER_BINS, Binned, NoPrediction, Oracle, Refining
 from pla_sglang.policy.star.select import SelectKnobs
 from pla_sglang.profiles import StepProfile, load_profile
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.simulation import RunResult
-from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.simulation import RunResult
+from pla_sglang.sim.metrics.goodput import Slo, quantile
+from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 
 Key = TypeVar("Key", bound=Hashable)
 Floats = npt.NDArray[np.float64]

@@ -18,9 +18,9 @@ from bench.lab.world import World
 from pla_sglang.policy.baselines.dispatch import RoundRobin
 from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassDecision, PassView, Reason
 from pla_sglang.profiles import load_profile
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.workload import Arrivals, LengthModel, generated_trace
-from pla_sglang.workload.lengths import fixed
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.workload import Arrivals, LengthModel, generated_trace
+from pla_sglang.sim.workload.lengths import fixed
 
 TOKEN_S = 1e-3
 LIMIT = 0.02  # the bound

@@ -13,7 +13,7 @@ from bench.harness import arms
 from bench.harness.catalogue import BENCHES
 from bench.harness.cli import Layout
 from bench.lab import baselines
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 
 @pytest.fixture

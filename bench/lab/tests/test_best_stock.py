@@ -12,7 +12,7 @@ from bench.harness.catalogue import BENCHES
 from bench.lab import best_stock
 from bench.lab.stock_frontier import Limit, best_stock_arm, read_limits
 from bench.lab.stock_search import HeldRate
-from pla_sglang.sim.fleet_arms import OURS, FleetArm, read_arm, stock_arms
+from pla_sglang.sim.core.fleet_arms import OURS, FleetArm, read_arm, stock_arms
 
 FEW = [
     FleetArm(router, prefills, mixed, chunk_tokens, order)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.lab.papers.dopd_concurrency import Device, bandwidth_kv_bytes, decode_concurrency, memory_kv_bytes
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 # 80 layers, 8 KV heads of 128, keys and values, 2 bytes: 327,680 bytes a token. M' is not printed in the paper.
 H100 = Device(80e9, 4e9, 3.35e12, 70e9, 327_680)

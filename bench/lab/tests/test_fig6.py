@@ -8,8 +8,8 @@ import pytest
 
 from bench.harness.catalogue import BENCHES
 from bench.lab.fig6 import ARMS, MEASURED, compare, page
-from pla_sglang.errors import ConfigError
-from pla_sglang.reading import read_json
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.common.reading import read_json
 
 
 def row(rps: float, p90_ms: float, share: float = 0.01, wrong: int = 0) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from bench.lab.fleets import by_request, policies
 from bench.lab.fleets.__main__ import COMMANDS, RESULTS, page_texts
 from bench.lab.kept import unfit_capacities
 from bench.lab.named_workloads import available, workload
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 
 def test_without_data_the_generated_workloads_are_there() -> None:
@@ -59,19 +59,19 @@ def test_a_run_is_resumed_and_a_line_that_was_cut_off_is_left_out(tmp_path: Path
 
 def test_a_cell_depends_on_what_its_code_imports_and_on_nothing_else(tmp_path: Path) -> None:
     files = {
-        "bench/lab/measure.py": "from bench.harness import report\nfrom pla_sglang.sim import engine\n",
-        "bench/harness/report.py": "import pla_sglang.router\n",
-        "pla_sglang/sim/engine.py": "def run():\n    from pla_sglang.profiles import load_profile\n",
-        "pla_sglang/sim/__init__.py": "",
+        "bench/lab/measure.py": "from bench.harness import report\nfrom pla_sglang.sim.core import engine\n",
+        "bench/harness/report.py": "import pla_sglang.fleet.router\n",
+        "pla_sglang/sim/core/engine.py": "def run():\n    from pla_sglang.profiles import load_profile\n",
+        "pla_sglang/sim/core/__init__.py": "",
         "pla_sglang/profiles/__init__.py": "import numpy\n",
         "pla_sglang/profiles/data/h100.json": "{}",
-        "pla_sglang/router/__init__.py": "",
+        "pla_sglang/fleet/router/__init__.py": "",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     behind = {str(path.relative_to(tmp_path)) for path in files_behind(tmp_path / "bench/lab/measure.py", tmp_path)}
-    assert behind == files.keys() - {"bench/harness/report.py", "pla_sglang/router/__init__.py"}
+    assert behind == files.keys() - {"bench/harness/report.py", "pla_sglang/fleet/router/__init__.py"}
 
 
 def square(cell: int) -> dict[str, Any]:

@@ -26,11 +26,11 @@ from bench.lab.fleets.interval_plans import (
 )
 from bench.lab.fleets.load_series import LoadSeries, from_trace
 from bench.lab.named_workloads import WORKLOADS
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.forecast import LastValue
 from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
 from pla_sglang.policy.dopd.planner import DopdController
-from pla_sglang.workload import Arrivals, Trace, generated_trace, length_model
+from pla_sglang.sim.workload import Arrivals, Trace, generated_trace, length_model
 
 
 def history_of(rates: list[float], interval_s: float = 60.0) -> History:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from bench.lab.halving import Ladder, Place, RungSearch, race_arms, search_rungs
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 
 class Attainments:

@@ -20,8 +20,8 @@ from bench.lab.papers.finding import Claim, Finding, Row, ordered, section, sect
 from bench.lab.papers.points import read_points
 from bench.lab.papers.prefill_chats import conversations
 from bench.lab.papers.stand_ins import SHAPES
-from pla_sglang.demo import demo_model_path
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.demo import demo_model_path
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bench.lab.papers.phase_load import load_of_phases
-from pla_sglang.metrics.goodput import Served
+from pla_sglang.sim.metrics.goodput import Served
 
 
 def test_requests_in_each_phase_over_time() -> None:

@@ -11,7 +11,7 @@ from bench.lab.papers import arrow
 from bench.lab.papers.context import Context, trace_named
 from bench.lab.papers.pla import judge
 from bench.lab.papers.prefill_chats import BLOCK_TOKENS, conversations, prompts_alone
-from pla_sglang.metrics.goodput import Capacity
+from pla_sglang.sim.metrics.goodput import Capacity
 
 
 def uncached_tokens(dataset: str) -> tuple[list[int], list[int]]:

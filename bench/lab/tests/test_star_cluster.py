@@ -23,8 +23,8 @@ from bench.lab.papers.star_cluster import (
     points_by_seed,
     runs_by_seed,
 )
-from pla_sglang.sim.engine_knobs import EngineKnobs
-from pla_sglang.sim.growth import GrowthRatio
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.growth import GrowthRatio
 
 
 def runs(**fields: list[float]) -> Runs:

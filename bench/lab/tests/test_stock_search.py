@@ -11,11 +11,20 @@ import pytest
 from bench.lab.halving import Measure
 from bench.lab.stock_frontier import Limit, best_stock_arm, geometric_mean_of_ratios, read_limits
 from bench.lab.stock_search import TARGETS, Course, HeldRate, Round, race_families, race_members, search_limits
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import Slo
-from pla_sglang.sim.experiment import run_experiment
-from pla_sglang.sim.fleet_arms import CHUNKS_TOKENS, INSTANCES, ORDERS, OURS, ROUTERS, FleetArm, read_arm, stock_arms
-from pla_sglang.workload import Trace, hol_trace
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.experiment import run_experiment
+from pla_sglang.sim.core.fleet_arms import (
+    CHUNKS_TOKENS,
+    INSTANCES,
+    ORDERS,
+    OURS,
+    ROUTERS,
+    FleetArm,
+    read_arm,
+    stock_arms,
+)
+from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Trace, hol_trace
 
 SLO = Slo(4.0, 0.1)
 BEST = FleetArm("two-choices", mixed=True, chunk_tokens=1024, order="hrrn")

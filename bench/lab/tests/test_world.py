@@ -7,9 +7,9 @@ import pytest
 from support.sim import Fcfs, Route, profile, simulation
 
 from bench.lab.world import while_all_are_there
-from pla_sglang.metrics.goodput import Served
-from pla_sglang.sim.config import InstanceSpec
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.core.config import InstanceSpec
+from pla_sglang.sim.metrics.goodput import Served
+from pla_sglang.sim.workload.trace import Trace
 
 
 def serve(users: int, *, session: list[int] | None = None, rows: int = 0) -> Served:

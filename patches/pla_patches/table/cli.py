@@ -6,8 +6,8 @@ import functools
 
 from pla_patches.seam import Group, Hook, Subscriber, subscribe
 
-_HOOKS = "pla_sglang.engine.hooks.http_server"
-_HIDDEN = "pla_sglang.engine.hooks.hidden_keys"
+_HOOKS = "pla_sglang.plugin.engine.hooks.http_server"
+_HIDDEN = "pla_sglang.plugin.engine.hooks.hidden_keys"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS)
 
@@ -48,7 +48,7 @@ CLI = (
         id="guard.logprobs",
         group=Group.GUARD_SCHEDULER,
         key="logprob_processor.compute_logprobs",
-        handler="pla_sglang.engine.hooks.guards:after_compute_logprobs",
+        handler="pla_sglang.plugin.engine.hooks.guards:after_compute_logprobs",
         why="token_ids_logprob (/v1/score) beside a request without it ends the scheduler: a list has no tolist().",
         verify="tests/test_request_checks.py; tests/e2e/test_poison.py: /v1/score beside a stream",
         exit="When get_token_ids_logprobs_raw gives tensors for requests without ids.",

@@ -6,7 +6,7 @@ import functools
 
 from pla_patches.seam import Group, subscribe
 
-_HOOKS = "pla_sglang.engine.hooks.graphs"
+_HOOKS = "pla_sglang.plugin.engine.hooks.graphs"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.GRAPHS)
 

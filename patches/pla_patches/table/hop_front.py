@@ -10,7 +10,7 @@ _TESTS = "tests/hops/test_hop_splices.py"
 
 _subscribe = functools.partial(
     subscribe,
-    module="pla_sglang.engine.stateless.front_hooks",
+    module="pla_sglang.fleet.stateless.front_hooks",
     group=Group.STATELESS_FRONT,
     exit="When SGLang gives token ids in every stream, and goes on with answers that began elsewhere.",
 )

@@ -6,7 +6,7 @@ import functools
 
 from pla_patches.seam import Group, Hook, Subscriber, subscribe
 
-_HOOKS = "pla_sglang.emulate.hooks"
+_HOOKS = "pla_sglang.sim.emulate.hooks"
 
 _on_cpu = functools.partial(Subscriber, group=Group.CPU)
 _on_emulated = functools.partial(subscribe, module=_HOOKS, group=Group.EMULATE)
@@ -16,7 +16,7 @@ PLATFORM = (
         id="cpu.nixl_rest",
         key="kv_manager.init",
         hook=Hook.BEFORE,
-        handler="pla_sglang.platform.host_fixes:let_nixl_rest",
+        handler="pla_sglang.plugin.platform.host_fixes:let_nixl_rest",
         why="NIXL's progress thread polls without a pause, or spins for workers that nobody serves: most of a core.",
         verify="tests/e2e/test_cpu_pd.py: an idle pair uses a fraction of a core; KV still moves, both orders",
         exit="When SGLang or NIXL's Python API has a setting for pthrDelay.",
@@ -25,7 +25,7 @@ PLATFORM = (
         id="cpu.nixl_dram",
         key="kv_manager.init",
         hook=Hook.BEFORE,
-        handler="pla_sglang.platform.host_fixes:announce_kv_as_dram",
+        handler="pla_sglang.plugin.platform.host_fixes:announce_kv_as_dram",
         why="SGLang declares every KV pool but HiSparse's to NIXL as VRAM, and UCX refuses host memory as VRAM.",
         verify="without it a PD server stops with NIXL_ERR_BACKEND while starting; tests/e2e/test_cpu_pd.py moves KV",
         exit="When SGLang derives kv_data_mem_kinds from the device of the KV pool.",
@@ -34,7 +34,7 @@ PLATFORM = (
         id="cpu.collectives",
         key="group_coordinator.init",
         hook=Hook.BEFORE,
-        handler="pla_sglang.platform.host_fixes:without_gpu_communicators",
+        handler="pla_sglang.plugin.platform.host_fixes:without_gpu_communicators",
         why="With more than one rank the coordinator builds NCCL communicators on torch.cuda whatever the platform.",
         verify="a server with --tp-size 2 --device cpu answers; without the seam it stops in PyNcclCommunicator",
         exit="When GroupCoordinator asks the platform for its communicator (DeviceMixin.get_communicator_class).",
@@ -43,7 +43,7 @@ PLATFORM = (
         id="cpu.pd_early_send",
         key="prefill_mixin.maybe_send_cached_prefix_chunk",
         hook=Hook.AROUND,
-        handler="pla_sglang.platform.host_fixes:early_send_without_event",
+        handler="pla_sglang.plugin.platform.host_fixes:early_send_without_event",
         why="A prefill server with the overlap schedule records a torch.cuda.Event on the CPU forward stream.",
         verify="without it a prefill server stops at the second chunk of a prompt; tests/e2e/test_cpu_pd.py has such",
         exit="When SGLang takes the event from torch.get_device_module(device).",
@@ -52,10 +52,20 @@ PLATFORM = (
         id="cpu.reasoning",
         key="reasoner_grammar.init",
         hook=Hook.BEFORE,
-        handler="pla_sglang.platform.host_fixes:offer_mask_functions",
+        handler="pla_sglang.plugin.platform.host_fixes:offer_mask_functions",
         why="With --reasoning-parser the host asks a grammar backend for functions that only xgrammar's has.",
         verify="without it every grammar is refused: tests/e2e/test_reasoning_grammars.py",
         exit="When ReasonerGrammarBackend takes them from the grammar.",
+    ),
+    subscribe(
+        id="emu.parse",
+        group=Group.CLI,
+        key="server_args.from_cli_args",
+        module="pla_sglang.sim.emulate.arguments",
+        hook=Hook.AROUND,
+        why="What cannot go together with --pla-emulate, after cli.parse has read our flags.",
+        verify="tests/emulate",
+        exit="As emu.forward.",
     ),
     _on_emulated(
         id="emu.forward",

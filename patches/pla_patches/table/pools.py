@@ -6,7 +6,7 @@ import functools
 
 from pla_patches.seam import Group, Hook, Subscriber, subscribe
 
-_HOOKS = "pla_sglang.engine.hooks.dp_controller"
+_HOOKS = "pla_sglang.plugin.engine.hooks.dp_controller"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS)
 
@@ -16,7 +16,7 @@ POOLS = (
         group=Group.POOLS,
         key="dp_controller.run_process",
         hook=Hook.REPLACE,
-        handler="pla_sglang.engine.hooks.dp_entry:ControllerProcess",
+        handler="pla_sglang.plugin.engine.hooks.dp_entry:ControllerProcess",
         why="Tells the process that it is the controller, loads plugins, and is ready when every rank has reported.",
         verify="tests/test_pool_patches.py; e2e: spatial server",
         exit="When SGLang has pluggable load balancing.",

@@ -6,7 +6,7 @@ import functools
 
 from pla_patches.seam import Group, Hook, Subscriber
 
-_OURS = "pla_sglang.engine.stateless.transfer.queues:"
+_OURS = "pla_sglang.fleet.stateless.transfer.queues:"
 _TESTS = "tests/stateless/test_stateless_queues.py"
 _PRINTS = "tests/stateless/test_stateless_fingerprints.py"
 _PAIR = "tests/e2e/test_stateless_pair.py"

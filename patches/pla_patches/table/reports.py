@@ -6,7 +6,7 @@ import functools
 
 from pla_patches.seam import Group, Hook, subscribe
 
-_HOOKS = "pla_sglang.engine.hooks.load_report"
+_HOOKS = "pla_sglang.plugin.engine.hooks.load_report"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.TELEMETRY, verify="tests/load/test_probe.py")
 

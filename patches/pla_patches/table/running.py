@@ -11,7 +11,7 @@ from pla_patches.seam import Group, Hook, subscribe
 
 _E2E = "tests/e2e/test_same_answers.py"
 
-_subscribe = functools.partial(subscribe, module="pla_sglang.engine.hooks.running", group=Group.RUNNING)
+_subscribe = functools.partial(subscribe, module="pla_sglang.plugin.engine.hooks.running", group=Group.RUNNING)
 
 RUNNING = (
     _subscribe(

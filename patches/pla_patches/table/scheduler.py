@@ -6,7 +6,7 @@ import functools
 
 from pla_patches.seam import Group, Hook, subscribe
 
-_HOOKS = "pla_sglang.engine.hooks.scheduler"
+_HOOKS = "pla_sglang.plugin.engine.hooks.scheduler"
 
 _subscribe = functools.partial(subscribe, module=_HOOKS, group=Group.SCHEDULER, exit="As sched.pass.")
 

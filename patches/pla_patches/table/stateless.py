@@ -6,8 +6,8 @@ import functools
 
 from pla_patches.seam import Group, Hook, subscribe
 
-_SCHEDULER = "pla_sglang.engine.stateless.scheduler_hooks"
-_FRONT = "pla_sglang.engine.stateless.front_hooks"
+_SCHEDULER = "pla_sglang.fleet.stateless.scheduler_hooks"
+_FRONT = "pla_sglang.fleet.stateless.front_hooks"
 _E2E = "tests/e2e/test_stateless_pair.py"
 
 _subscribe = functools.partial(subscribe, module=_SCHEDULER, group=Group.STATELESS)
@@ -18,7 +18,7 @@ STATELESS = (
         id="less.parse",
         group=Group.CLI,
         key="server_args.from_cli_args",
-        module="pla_sglang.engine.stateless.checks",
+        module="pla_sglang.fleet.stateless.checks",
         hook=Hook.AROUND,
         why="What cannot go together with --pla-stateless, after cli.parse has read our flags.",
         verify="tests/stateless/test_stateless_checks.py",

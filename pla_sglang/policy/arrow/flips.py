@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from pla_sglang.checks import Range, check_fields, knob, require_order
+from pla_sglang.common.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.common.pools import PoolEvent, least_running, movable
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, Role

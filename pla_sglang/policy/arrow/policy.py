@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
-from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.arrow.flips import FlipGuard, FlipKnobs, pick_for_decode, pick_for_prefill
 from pla_sglang.policy.common.pools import PoolEvent, can_settle, flip, least_running, movable
 from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor

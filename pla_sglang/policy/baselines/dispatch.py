@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from random import Random
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.dispatch import (
     LeastLoad,
     Pool,

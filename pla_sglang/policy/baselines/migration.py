@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.client_gain import ClientGain, DecodeLoad
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView

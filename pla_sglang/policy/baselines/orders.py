@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassDecision, PassView, Reason, WaitingView
 

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from pla_sglang.checks import Range, check_fields, knob, require, require_order
+from pla_sglang.common.checks import Range, check_fields, knob, require, require_order
 from pla_sglang.policy.baselines.migration import used_share
 from pla_sglang.policy.common.forecast import Forecaster, LastValue, next_values
 from pla_sglang.policy.common.load_meter import LoadMeter

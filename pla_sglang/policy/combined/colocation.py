@@ -39,7 +39,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from pla_sglang.checks import Range, check_fields, knob, require_order
+from pla_sglang.common.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.combined.sized_backlog import SizedBacklog
 from pla_sglang.policy.combined.stalls import Stalls

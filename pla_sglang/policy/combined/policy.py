@@ -43,7 +43,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.combined.colocation import ColocationMode
 from pla_sglang.policy.combined.stall_budget import InPlace

@@ -25,8 +25,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable
 
-from pla_sglang.checks import Range, check_fields, knob, require, require_order
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.checks import Range, check_fields, knob, require, require_order
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.combined.stalls import Stalls
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView

@@ -17,7 +17,7 @@ from collections import deque
 
 import numpy as np
 
-from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.common.checks import Range, check_fields, knob, require
 
 
 @dataclasses.dataclass(frozen=True)

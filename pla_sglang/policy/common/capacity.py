@@ -5,7 +5,7 @@ The least of what the KV cache holds and what one decode step may read within th
 
 from __future__ import annotations
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 from pla_sglang.policy.interface.step_times import StepTimes
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.interface.fleet import DecodeBatch
 from pla_sglang.policy.interface.step_times import StepTimes
 

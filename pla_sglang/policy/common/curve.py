@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pla_sglang.checks import require
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.step_times import StepTimes
 
 PROFILE_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 
 
 class DeviceClock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 from pla_sglang.policy.interface.decisions import Dispatch, Placement
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason, Reason

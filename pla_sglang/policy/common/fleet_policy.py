@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from pla_sglang.checks import Declared, Range, check_fields, declared_fields, knob, require
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.checks import Declared, Range, check_fields, declared_fields, knob, require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.arima import ArimaForecaster
 from pla_sglang.policy.common.capacity import max_running_tokens
 from pla_sglang.policy.common.client_gain import ClientGain, ClientGainKnobs

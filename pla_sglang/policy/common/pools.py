@@ -11,7 +11,7 @@ import enum
 import math
 from collections.abc import Iterable, Sequence
 
-from pla_sglang.errors import IllegalMoveError
+from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.policy.interface.decisions import SetRole
 from pla_sglang.policy.interface.fleet import InstanceView, Role
 from pla_sglang.policy.interface.reasons import FleetReason

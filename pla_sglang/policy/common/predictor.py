@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from pla_sglang.checks import Range, check_fields, knob, require_order
+from pla_sglang.common.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.common.curve import PrefillCurve
 from pla_sglang.policy.interface.decisions import Observer, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView

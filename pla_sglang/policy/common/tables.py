@@ -11,8 +11,8 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from pla_sglang.checks import require
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.step_times import StepTimes
 
 FLOOR = 0.2

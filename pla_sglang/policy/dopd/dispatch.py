@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
 from pla_sglang.policy.interface.decisions import Dispatch, Placement
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role

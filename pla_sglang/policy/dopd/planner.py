@@ -20,7 +20,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.common.forecast import Corrected, Forecaster, LastValue, next_values
 from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
 from pla_sglang.policy.common.pools import least_loaded

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 
 
 def optimal_ratio(*, prefill_s: float, step_s: float, output_tokens: float, concurrency: float) -> float:

@@ -32,7 +32,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Sequence
 
-from pla_sglang.checks import Range, check_fields, knob, require_order
+from pla_sglang.common.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Reason, WaitingView
 from pla_sglang.policy.pla.graphs.batching import (

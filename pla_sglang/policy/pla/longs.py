@@ -34,7 +34,7 @@ import math
 import operator
 from collections.abc import Sequence
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import WaitingView
 

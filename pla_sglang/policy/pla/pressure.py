@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, SetLengthClass
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView

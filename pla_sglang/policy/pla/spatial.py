@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.common.pools import least_running
 from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
 from pla_sglang.policy.interface.decisions import Dispatch, Placement, PrefillSample

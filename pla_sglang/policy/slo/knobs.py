@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.policy.pla.longs import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.checks import Range, check_fields, knob, require
+from pla_sglang.common.checks import Range, check_fields, knob, require
 from pla_sglang.policy.interface.fleet import DecodeBatch
 
 Floats = npt.NDArray[np.float64]

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from pla_sglang.checks import Range, check_fields, knob
+from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.client_gain import ClientGain
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate, Observer
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView

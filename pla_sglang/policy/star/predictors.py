@@ -11,8 +11,8 @@ from random import Random
 
 import numpy as np
 
-from pla_sglang.checks import require
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.remaining_length import Floats, RemainingPredictor
 
 # Figure 7, requests of 30K to 32K tokens: mean absolute error by tokens generated, as a share of the rest of 31,000.

@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pla_sglang.config import DEADLINES
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import DEADLINES
 from pla_sglang.policy_packages import find_policy
 from pla_sglang.profiles import profile_names
-from pla_sglang.sim.experiment import ENGINES, Experiment
-from pla_sglang.sim.fleet_arms import ORDERS, ROUTERS, STOCK_CHUNK_TOKENS, STOCK_ORDER
+from pla_sglang.sim.core.experiment import ENGINES, Experiment
+from pla_sglang.sim.core.fleet_arms import ORDERS, ROUTERS, STOCK_CHUNK_TOKENS, STOCK_ORDER
 
 # As the flags have the engines, and with engines of ours in which decodes ride and targets decide.
 OURS = ("combined", "combined/temporal/mixed/decide")

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.checks import plain
+from pla_sglang.common.checks import plain
 from pla_sglang.profiles import StepProfile, load_profile
-from pla_sglang.sim.experiment import Experiment
+from pla_sglang.sim.core.experiment import Experiment
+from pla_sglang.sim.core.upper_bound import longest_known_prefix_tokens
 from pla_sglang.sim.planning.search import Trial
-from pla_sglang.sim.upper_bound import longest_known_prefix_tokens
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.workload.trace import Trace
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from pla_sglang.policy_packages import find_policy
-from pla_sglang.sim.fleet_arms import STOCK_ORDER
-from pla_sglang.sim.live_case import LiveCase
+from pla_sglang.sim.core.fleet_arms import STOCK_ORDER
+from pla_sglang.sim.core.live_case import LiveCase
 from pla_sglang.sim.planning.forms import FleetForm
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.metrics.goodput import LEAST_SPAN_S, Capacity, find_capacity
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import StepProfile, load_profile
-from pla_sglang.sim.engine_knobs import AnswerCaching
-from pla_sglang.sim.errors import SimError
-from pla_sglang.sim.experiment import Experiment, ExperimentResult, run_experiment
+from pla_sglang.sim.core.engine_knobs import AnswerCaching
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
+from pla_sglang.sim.core.sweep import measure_on_trace
+from pla_sglang.sim.core.upper_bound import least_instances
+from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S, Capacity, find_capacity
 from pla_sglang.sim.planning import limits
 from pla_sglang.sim.planning.forms import FleetForm
 from pla_sglang.sim.planning.measured_errors import MeasuredError, find_error
@@ -21,9 +23,7 @@ from pla_sglang.sim.planning.result import FleetRow, PlanResult, RateTried, Size
 from pla_sglang.sim.planning.search import Least, SizeSearch, Trial
 from pla_sglang.sim.planning.task import PlanTask
 from pla_sglang.sim.planning.words import describe_problem, describe_row, describe_too_few
-from pla_sglang.sim.sweep import measure_on_trace
-from pla_sglang.sim.upper_bound import least_instances
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.workload.trace import Trace
 
 MARGIN_MOST = 8.0  # times the rate: where the search for the knee ends
 Tell = Callable[[str], None]  # what is under way

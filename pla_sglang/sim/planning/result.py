@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from pla_sglang.metrics.goodput import LEAST_SPAN_S
+from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 from pla_sglang.sim.planning.measured_errors import MeasuredError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pla_sglang.metrics.goodput import Slo
+from pla_sglang.sim.metrics.goodput import Slo
 
 INSTANCES_MOST = 512
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pla_sglang.sim.experiment import Experiment
+from pla_sglang.sim.core.experiment import Experiment
 from pla_sglang.sim.planning import limits
 from pla_sglang.sim.planning.forms import FleetForm
 from pla_sglang.sim.planning.measured_errors import MeasuredError
 from pla_sglang.sim.planning.result import FleetRow, PlanResult
 from pla_sglang.sim.planning.search import Least, SizeSearch
 from pla_sglang.sim.planning.task import PlanTask
-from pla_sglang.workload.trace import Trace
+from pla_sglang.sim.workload.trace import Trace
 
 
 def describe_problem(experiment: Experiment, trace: Trace, task: PlanTask) -> str:

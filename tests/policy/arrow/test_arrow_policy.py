@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import apply, d2p, decode, fleet, mixed, p2d, predictor, prefill, request
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.interface.decisions import Hold, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceState, RequestView, Role

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fleets import d2p, decode, fleet, p2d, predictor, prefill
 
-from pla_sglang.errors import ConfigError, IllegalMoveError
+from pla_sglang.common.errors import ConfigError, IllegalMoveError
 from pla_sglang.policy.arrow.flips import (
     FlipGuard,
     FlipKnobs,

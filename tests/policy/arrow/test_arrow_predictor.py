@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fleets import CURVE, LinearSteps, instance, predictor, request
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.capacity import max_running_tokens
 from pla_sglang.policy.common.curve import PrefillCurve, fit_curve, profile_curve
 from pla_sglang.policy.common.predictor import PredictorKnobs, TtftPredictor

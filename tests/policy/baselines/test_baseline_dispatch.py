@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.fleets import LinearSteps, decode, fleet, mixed, names, predictor, prefill, request
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.dispatch import (
     CacheAware,
     CacheAwareKnobs,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.views import FLAT, pass_view, waiting
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.baselines.orders import ENGINE_ORDERS, Fcfs, Hrrn, PassSrpt, ShortestPrefillFirst, fluid_srpt
 from pla_sglang.policy.interface.prefill import Action, PassView, Reason, WaitingView
 

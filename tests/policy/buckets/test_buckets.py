@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.pla.graphs.batching import LEAST_KEPT, computed_tokens, fitting_prefix, one_fills
 from pla_sglang.policy.pla.graphs.choose import LayoutKnobs, build_layout
 from pla_sglang.policy.pla.graphs.eviction import CachedGraph, SharedBytes, total_bytes, victims
@@ -20,7 +20,7 @@ from pla_sglang.policy.pla.graphs.layouts import Bucket, GridLayout, VariableLay
 from pla_sglang.policy.pla.graphs.plan import CaptureChoice, CaptureKnobs, CapturePlan
 from pla_sglang.policy.pla.graphs.reasons import CaptureReason as C
 from pla_sglang.policy.pla.graphs.reasons import GraphReason as G
-from pla_sglang.workload import length_model
+from pla_sglang.sim.workload import length_model
 
 LAYOUT = VariableLayout([32, 64, 128, 256], [1, 4, 16], longest=128)
 A, B, D, E = Bucket(32, 1, 128), Bucket(64, 4, 128), Bucket(256, 16, 128), Bucket(128, 4, 128)

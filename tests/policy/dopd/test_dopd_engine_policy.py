@@ -9,10 +9,10 @@ import pytest
 from support.temporal_scene import KNOBS, engine_knobs
 from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short, waiting
 
-from pla_sglang.config import DOPD, PlaConfig
+from pla_sglang.plugin.config import DOPD, PlaConfig
+from pla_sglang.plugin.temporal_knobs import EngineLimits, temporal_knobs
 from pla_sglang.policy.combined.length_batched import LengthBatchedPolicy
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
-from pla_sglang.temporal_knobs import EngineLimits, temporal_knobs
 
 TIMED = engine_knobs(KNOBS, batch_timeout_s=0.1)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from statsmodels.tsa.arima.model import ARIMA
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.arima import ArimaForecaster, ArimaKnobs
 from pla_sglang.policy.common.forecast import (
     Corrected,

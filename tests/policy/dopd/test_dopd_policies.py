@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.fleets import LinearSteps, decode, fleet, mixed, predictor, prefill, request
 from support.views import pass_view, waiting
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.load_meter import LoadMeter, LoadSample
 from pla_sglang.policy.common.pools import least_loaded
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.fleets import LinearSteps
 from support.paper_formulas import expected_cost_s, pareto_moments, prefill_latency_s
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.tables import DecodeTable, PrefillTable
 from pla_sglang.policy.dopd.ratio import batch_timeout_s, kingman_wait_s, optimal_ratio, servers_for_wait
 

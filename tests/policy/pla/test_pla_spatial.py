@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fleets import apply, fleet, mixed, predictor, prefill, request
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.decisions import SetLengthClass
 from pla_sglang.policy.interface.fleet import FleetView, InstanceState
 from pla_sglang.policy.interface.prefill import PrefillClass

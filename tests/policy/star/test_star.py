@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.fleets import decode, fleet, prefill, request
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView
 from pla_sglang.policy.interface.reasons import FleetReason as R

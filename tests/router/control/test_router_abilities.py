@@ -9,9 +9,9 @@ import pytest
 from support.fake_instance import INFO
 from support.router_scene import Scene, run, scene
 
-from pla_sglang.router.control.workers.discovery import describe
-from pla_sglang.router.control.workers.exclusions import find_unfit
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.control.workers.discovery import describe
+from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
+from pla_sglang.fleet.router.wire import messages as m
 
 EMBEDS = {"is_embedding": True}
 CHAT, EMBEDDINGS, SCORE = m.Endpoint.CHAT, m.Endpoint.EMBEDDINGS, m.Endpoint.SCORE

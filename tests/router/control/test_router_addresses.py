@@ -9,9 +9,9 @@ from aiohttp import ClientSession, web
 from support.fake_instance import FakeInstance
 from support.router_scene import run, scene
 
-from pla_sglang.router.control.errors import WorkerError
-from pla_sglang.router.control.workers.discovery import parse_url
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.control.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.discovery import parse_url
+from pla_sglang.fleet.router.wire import messages as m
 
 LONG = "a" * 63
 GOOD = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.admission import Admission, AdmissionKnobs, AdmissionReason
 from pla_sglang.policy.fair_queue import TENANTS_KEPT, FairQueue
 

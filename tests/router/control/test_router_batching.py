@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.router_scene import Scene, run, scene
 
+from pla_sglang.fleet.router.control.workers import batching
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.dopd.batching import BatchingKnobs
 from pla_sglang.policy.dopd.planner import DopdController
-from pla_sglang.router.control.workers import batching
-from pla_sglang.router.wire import messages as m
 
 
 def planner_of(one: Scene) -> int:

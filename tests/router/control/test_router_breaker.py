@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pla_sglang.errors import ConfigError
-from pla_sglang.router.control.workers.breaker import Breaker, BreakerKnobs, BreakerReason, BreakerState
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.router.control.workers.breaker import Breaker, BreakerKnobs, BreakerReason, BreakerState
 
 KNOBS = BreakerKnobs(consecutive=3, share=0.5, window_s=10, window_requests=8, cool_down_s=2, cool_down_max_s=5)
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
+from pla_sglang.fleet.router.control.workers.peering import READY
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load.report import Backlog, PassTiming, PassTotals, Report
 from pla_sglang.policy.interface.fleet import InstanceKind
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.registry import live_policy_names
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.workers.discovery import Description, parse_url
-from pla_sglang.router.control.workers.peering import READY
-from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
-from pla_sglang.router.wire import messages as m
 
 PREFILLS, DECODES = 4, 2
 TICK_S, STEPS = 0.05, 500

@@ -10,9 +10,9 @@ import pytest
 from router.control.test_router_migration import ON, THREE, TWO, at_rest, done, join, lose, move, pull_of, start
 from support.router_scene import Scene, count_moves, run, scene
 
-from pla_sglang.router.control import drains
-from pla_sglang.router.control import migration as mig
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.control import drains
+from pla_sglang.fleet.router.control import migration as mig
+from pla_sglang.fleet.router.wire import messages as m
 
 
 def pulls(one: Scene) -> list[m.Continue]:

@@ -7,9 +7,9 @@ import time
 import pytest
 from support.router_scene import run, scene
 
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.decisions import Dispatch
 from pla_sglang.policy.interface.fleet import FleetView, RequestView
-from pla_sglang.router.wire import messages as m
 
 
 def test_a_policys_mistake_ends_one_request_and_no_other(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from support.router_scene import Scene, run, scene
 
+from pla_sglang.fleet.router.control.prompts import PromptKnobs, Prompts, prompt_texts
+from pla_sglang.fleet.router.control.workers.exclusions import ExclusionKnobs
+from pla_sglang.fleet.router.control.workers.table import WorkerReason, WorkerState
+from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.load.prefix_index import PrefixIndex
-from pla_sglang.router.control.prompts import PromptKnobs, Prompts, prompt_texts
-from pla_sglang.router.control.workers.exclusions import ExclusionKnobs
-from pla_sglang.router.control.workers.table import WorkerReason, WorkerState
-from pla_sglang.router.wire import messages as m
-from pla_sglang.router.wire.inference import BY_ENDPOINT
 
 UNIFIED_ONLY = [endpoint for endpoint, (_, path) in BY_ENDPOINT.items() if not path.pairs]
 SENT, TOKEN = m.Milestone.SENT, m.Milestone.FIRST_TOKEN

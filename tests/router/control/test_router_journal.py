@@ -11,14 +11,14 @@ from support.router_process import router_process
 from support.router_scene import run, scene
 from support.serving import until
 
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
+from pla_sglang.fleet.router.control.workers.discovery import Address, Description
+from pla_sglang.fleet.router.control.workers.health import Health, HealthKnobs, ProbeResult
+from pla_sglang.fleet.router.control.workers.journal import LINES, NO_WORKERS, WorkerJournal
+from pla_sglang.fleet.router.control.workers.table import LEGAL, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.policy.interface.fleet import InstanceKind
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.workers.breaker import BreakerKnobs
-from pla_sglang.router.control.workers.discovery import Address, Description
-from pla_sglang.router.control.workers.health import Health, HealthKnobs, ProbeResult
-from pla_sglang.router.control.workers.journal import LINES, NO_WORKERS, WorkerJournal
-from pla_sglang.router.control.workers.table import LEGAL, WorkerReason, WorkerState, WorkerTable
 
 UNIFIED = Description(InstanceKind.UNIFIED, "p1", "h:1", 431_316, 1, 1, "/models/llama-8b/", "t", "0.5.17")
 

@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from support.router_scene import Scene, run, scene
 
+from pla_sglang.fleet.router.control.policy_setup import RouterEffects
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.parity import replay_file
 from pla_sglang.policy.interface.decisions import Dispatch, FleetAction, PolicySet, SetRole
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
@@ -20,9 +22,7 @@ from pla_sglang.policy_packages import build
 from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import VERSION
 from pla_sglang.recording.setup import setup_of
-from pla_sglang.router.control.policy_setup import RouterEffects
-from pla_sglang.router.wire import messages as m
-from pla_sglang.sim.parity import Replay
+from pla_sglang.sim.core.parity import Replay
 
 P, D = Role.PREFILL, Role.DECODE
 WHY = FleetReason.FLIP_TTFT

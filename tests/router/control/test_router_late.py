@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from support.router_scene import Scene, count_moves, run, scene
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.migration import PULLING
+from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.parity import replay_file
 from pla_sglang.policy.interface.decisions import Placement
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import Placed
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.migration import PULLING
-from pla_sglang.router.control.workers.table import Worker
-from pla_sglang.router.wire import messages as m
 
 LATE: dict[str, Any] = {"policy": "static-pd", "migration": "on", "hops": True, "place_decode": "prefilled"}
 TWO, FOUR = ["stateless"] * 2, ["stateless"] * 4

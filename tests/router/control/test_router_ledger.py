@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.records import make_record
 
-from pla_sglang.errors import IllegalMoveError
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.ledger import PLACE_BITS, ROOM_SPACING, AbortOrder, Ledger
-from pla_sglang.router.control.request_record import Hop, LegEntry, LegState, RequestRecord, Stage
-from pla_sglang.router.wire.messages import Leg, Outcome
+from pla_sglang.common.errors import IllegalMoveError
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.ledger import PLACE_BITS, ROOM_SPACING, AbortOrder, Ledger
+from pla_sglang.fleet.router.control.request_record import Hop, LegEntry, LegState, RequestRecord, Stage
+from pla_sglang.fleet.router.wire.messages import Leg, Outcome
 
 PAIR = [(Leg.PREFILL, 1), (Leg.DECODE, 2)]
 LEGAL_STAGES = {

@@ -9,11 +9,11 @@ import pytest
 from support.fake_instance import INFO
 from support.router_scene import Scene, run, scene
 
+from pla_sglang.fleet.router.control.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.discovery import describe
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Report
-from pla_sglang.router.control.errors import WorkerError
-from pla_sglang.router.control.workers.discovery import describe
 
 STATE: dict[str, Any] = {
     "sending": {"legs": {"prefill": 2}, "kv_tokens": 70, "sent": 5, "failed": 1},

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.router_scene import QUICK, Scene, run, scene
 
-from pla_sglang.router.control.workers.breaker import BreakerKnobs, BreakerState
-from pla_sglang.router.control.workers.health import HealthKnobs
-from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
+from pla_sglang.fleet.router.control.workers.health import HealthKnobs
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
+from pla_sglang.fleet.router.wire import messages as m
 
 THREE = ["stateless", "stateless", "stateless"]
 ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
@@ -318,7 +318,7 @@ def test_a_known_instance_that_starts_again_here_can_be_drained(path: str, tmp_p
 
 
 def _saved(memory: Path) -> bool:
-    from pla_sglang.router.control.state_file import load_state
+    from pla_sglang.fleet.router.control.state_file import load_state
 
     return load_state(memory).workers[0].draining
 

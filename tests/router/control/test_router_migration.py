@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.router_scene import Scene, count_moves, run, scene
 
-from pla_sglang.router.control import migration as mig
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.control import migration as mig
+from pla_sglang.fleet.router.wire import messages as m
 
 ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
 TWO, THREE = ["stateless"] * 2, ["stateless"] * 3

@@ -10,7 +10,17 @@ import pytest
 from support.records import make_record
 from support.router_scene import Scene, run, scene
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.router.control.hop_changes import start_hop, start_pending
+from pla_sglang.fleet.router.control.moves import MoveKnobs, MoveOrders
+from pla_sglang.fleet.router.control.policy_setup import RouterEffects
+from pla_sglang.fleet.router.control.request_record import ENDED, STREAMING, Hop, MoveReason, RequestRecord
+from pla_sglang.fleet.router.control.running_requests import LEAST_ROWS, RunningRequests
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
+from pla_sglang.fleet.router.control.workers.discovery import parse_url
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
+from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.rids import find_rid, rid_at_instance
 from pla_sglang.load.report import Report, RequestRow
 from pla_sglang.parity import replay_file
 from pla_sglang.policy.common.device_clock import DeviceClock
@@ -18,16 +28,6 @@ from pla_sglang.policy.interface.decisions import Migrate
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.runner import Refusal
-from pla_sglang.router.control.hop_changes import start_hop, start_pending
-from pla_sglang.router.control.moves import MoveKnobs, MoveOrders
-from pla_sglang.router.control.policy_setup import RouterEffects
-from pla_sglang.router.control.request_record import ENDED, STREAMING, Hop, MoveReason, RequestRecord
-from pla_sglang.router.control.running_requests import LEAST_ROWS, RunningRequests
-from pla_sglang.router.control.workers.breaker import BreakerKnobs
-from pla_sglang.router.control.workers.discovery import parse_url
-from pla_sglang.router.control.workers.table import Worker, WorkerTable
-from pla_sglang.router.wire import messages as m
-from pla_sglang.router.wire.rids import find_rid, rid_at_instance
 
 
 class FakeMover:

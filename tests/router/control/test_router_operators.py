@@ -13,13 +13,13 @@ import pytest
 from support.fake_instance import FakeInstance
 from support.router_scene import QUICK, Scene, run, scene
 
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.workers.table import WorkerState
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.parity import replay_file
 from pla_sglang.policy.registry import live_policy_names
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.workers.table import WorkerState
-from pla_sglang.router.wire import messages as m
 
 
 def test_workers_come_and_go() -> None:

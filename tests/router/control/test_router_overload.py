@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 from support.router_scene import Scene, run, scene
 
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
+from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
+from pla_sglang.fleet.router.control.workers.exclusions import Exclusion, ExclusionKnobs, Exclusions
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import InstanceKind
 from pla_sglang.policy.registry import build
@@ -16,12 +21,7 @@ from pla_sglang.policy.retry_budget import RetryBudgetKnobs
 from pla_sglang.recording.file import read
 from pla_sglang.recording.rows import Dispatched, Header
 from pla_sglang.recording.setup import setup_of
-from pla_sglang.router.control.workers.breaker import BreakerKnobs, BreakerState
-from pla_sglang.router.control.workers.discovery import Description, parse_url
-from pla_sglang.router.control.workers.exclusions import Exclusion, ExclusionKnobs, Exclusions
-from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
-from pla_sglang.router.wire import messages as m
-from pla_sglang.sim.parity import Replay
+from pla_sglang.sim.core.parity import Replay
 
 LONG = ExclusionKnobs(full_s=30.0)
 FULL, BREAKER, REFUSED, *_ = Exclusion

@@ -14,16 +14,16 @@ import pytest
 from support.fake_instance import INFO, FakeInstance
 from support.router_scene import QUICK, Scene, run, scene
 
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.errors import WorkerError
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.workers.discovery import describe
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Report
 from pla_sglang.policy.common.joining import join_role
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.errors import WorkerError
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.workers.discovery import describe
-from pla_sglang.router.wire import messages as m
 
 STATE: dict[str, Any] = {
     **{end: {"legs": {}, "kv_tokens": 0} for end in ("sending", "receiving")},

@@ -12,14 +12,14 @@ import pytest
 from support.fake_instance import FakeInstance
 from support.router_scene import QUICK, Scene, run, scene
 
+from pla_sglang.fleet.router.control.control_plane import ControlPlane
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.workers.table import WorkerState
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load import tracker
 from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Backlog, ClassQueue, PassTotals, Report
 from pla_sglang.policy.admission import AdmissionKnobs
-from pla_sglang.router.control.control_plane import ControlPlane
-from pla_sglang.router.control.knobs import ControlKnobs
-from pla_sglang.router.control.workers.table import WorkerState
-from pla_sglang.router.wire import messages as m
 
 
 def test_policies_and_metrics_learn_the_tokens_that_an_instance_has_counted() -> None:

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pla_sglang.router.control.errors import NoAnswerError
-from pla_sglang.router.control.workers import polls
-from pla_sglang.router.control.workers.breaker import BreakerKnobs
-from pla_sglang.router.control.workers.discovery import parse_url
-from pla_sglang.router.control.workers.polls import Polls
-from pla_sglang.router.control.workers.table import Worker, WorkerTable
+from pla_sglang.fleet.router.control.errors import NoAnswerError
+from pla_sglang.fleet.router.control.workers import polls
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
+from pla_sglang.fleet.router.control.workers.discovery import parse_url
+from pla_sglang.fleet.router.control.workers.polls import Polls
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 
 
 @asynccontextmanager

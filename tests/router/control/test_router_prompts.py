@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.chain import model_path
+from pla_sglang.fleet.router.control.prompts import PromptKnobs, Prompts, load_tokenizer, prompt_texts
+from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 from pla_sglang.load.prefix_index import BLOCK_ENDS, FINE_BYTES, PrefixIndex, byte_block_keys
-from pla_sglang.router.control.prompts import PromptKnobs, Prompts, load_tokenizer, prompt_texts
-from pla_sglang.router.wire.messages import Ask, Endpoint
+from pla_sglang.sim.chain import model_path
 
 
 def ask(body: object, endpoint: Endpoint = Endpoint.CHAT, **fields: object) -> Ask:

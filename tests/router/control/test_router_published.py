@@ -13,13 +13,13 @@ import zmq
 from support.fake_instance import INFO
 from support.router_scene import run, scene
 
+from pla_sglang.fleet.router.control.workers import published_load
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
+from pla_sglang.fleet.router.control.workers.discovery import Address, describe
+from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads, decode_message, endpoints_of
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.load.report import Report
 from pla_sglang.policy.interface.fleet import InstanceKind
-from pla_sglang.router.control.workers import published_load
-from pla_sglang.router.control.workers.breaker import BreakerKnobs
-from pla_sglang.router.control.workers.discovery import Address, describe
-from pla_sglang.router.control.workers.published_load import PublishedLoads, decode_message, endpoints_of
-from pla_sglang.router.control.workers.table import Worker, WorkerTable
 
 
 class Publisher:

@@ -8,13 +8,13 @@ import pytest
 from support.fleets import LinearSteps
 from support.router_scene import Scene, run, scene
 
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView
 from pla_sglang.policy.interface.prefill import PrefillClass
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.registry import Setup, build
 from pla_sglang.policy.runner import Effects
-from pla_sglang.router.wire import messages as m
 
 BUSY = {"queued_tokens": 9}
 FAILED: dict[str, Any] = {

@@ -7,8 +7,8 @@ import random
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from pla_sglang.fleet.router.control.observability.series import RouterSeries
 from pla_sglang.policy.admission import Correction
-from pla_sglang.router.control.observability.series import RouterSeries
 
 
 def samples(series: RouterSeries) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from support.router_scene import QUICK, Scene, run, scene
 
+from pla_sglang.fleet.router.control import survival
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
+from pla_sglang.fleet.router.control.workers.discovery import Address, Description
+from pla_sglang.fleet.router.control.workers.silence import longest_pass_s, silent_for_s
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.common.curve import PrefillCurve
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.interface.fleet import InstanceKind
-from pla_sglang.router.control import survival
-from pla_sglang.router.control.workers.breaker import BreakerKnobs
-from pla_sglang.router.control.workers.discovery import Address, Description
-from pla_sglang.router.control.workers.silence import longest_pass_s, silent_for_s
-from pla_sglang.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
-from pla_sglang.router.wire import messages as m
 
 ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
 SENT = (m.Milestone.SENT, m.Milestone.FIRST_TOKEN)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from support.records import make_record
 
-from pla_sglang.router.control.observability.explain import STAGES, stages
-from pla_sglang.router.control.observability.spans import attributes, failed, parts
-from pla_sglang.router.control.request_record import FormerAttempt
-from pla_sglang.router.wire.messages import Endpoint, Outcome
+from pla_sglang.fleet.router.control.observability.explain import STAGES, stages
+from pla_sglang.fleet.router.control.observability.spans import attributes, failed, parts
+from pla_sglang.fleet.router.control.request_record import FormerAttempt
+from pla_sglang.fleet.router.wire.messages import Endpoint, Outcome
 
 PAIR = {"instances": ("a:1", "b:1")}
 TOKEN = {"assigned_s": 2.0, "sent_s": 2.5, "first_token_s": 6.0, "own_prefill_s": 1.0}

@@ -11,9 +11,9 @@ from router.control.test_router_migration import at_rest, done, join, move, pull
 from support.fake_instance import INFO, FakeInstance
 from support.router_scene import Scene, run, scene
 
-from pla_sglang.router.control.workers.discovery import Description, describe
-from pla_sglang.router.control.workers.peering import find_misfit
-from pla_sglang.router.wire import messages as m
+from pla_sglang.fleet.router.control.workers.discovery import Description, describe
+from pla_sglang.fleet.router.control.workers.peering import find_misfit
+from pla_sglang.fleet.router.wire import messages as m
 
 OLD = {"transfer_protocol": "nixl-a", "kv_layout": "pages of 1"}
 NEW = OLD | {"transfer_protocol": "nixl-b"}

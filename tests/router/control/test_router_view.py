@@ -10,11 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.router_scene import Scene, run, scene
 
+from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.viewer.page import CONTENT_TYPE, live_headers, render_live
 from pla_sglang.policy.interface.decisions import SetRole
 from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.reasons import FleetReason
-from pla_sglang.router.wire import messages as m
-from pla_sglang.viewer.page import CONTENT_TYPE, live_headers, render_live
 
 
 def read_view(one: Scene, since_s: float = 0.0) -> dict[str, Any]:

@@ -6,18 +6,18 @@ import dataclasses
 
 import pytest
 
-from pla_sglang.errors import ConfigError, IllegalMoveError
+from pla_sglang.common.errors import ConfigError, IllegalMoveError
+from pla_sglang.fleet.router.control.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
+from pla_sglang.fleet.router.control.workers.discovery import Address, Description
+from pla_sglang.fleet.router.control.workers.health import Health, HealthKnobs, ProbeResult
+from pla_sglang.fleet.router.control.workers.report_intake import ReportIntake
+from pla_sglang.fleet.router.control.workers.table import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable
 from pla_sglang.load import report as telemetry
 from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.load.tracker import Phase, TrackedRequest
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceState, LoadAmounts, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
-from pla_sglang.router.control.errors import WorkerError
-from pla_sglang.router.control.workers.breaker import BreakerKnobs, BreakerState
-from pla_sglang.router.control.workers.discovery import Address, Description
-from pla_sglang.router.control.workers.health import Health, HealthKnobs, ProbeResult
-from pla_sglang.router.control.workers.report_intake import ReportIntake
-from pla_sglang.router.control.workers.table import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable
 
 UNIFIED = Description(InstanceKind.UNIFIED, "p1", "h:1", 1000, 1, 1, "m", "t", "0.5.17")
 PREFILL = dataclasses.replace(UNIFIED, kind=InstanceKind.PREFILL, bootstrap_port=9)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from pla_sglang.checks import require
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.pla.graphs.layouts import (
     PAPER_BATCHES,
     PAPER_LENGTHS,

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from random import Random
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 from pla_sglang.policy.pla.graphs.layouts import Bucket, Layout
 
 
@@ -18,8 +18,8 @@ from pla_sglang.policy.pla.graphs.layouts import Bucket, Layout
 class BatchPrior:
     """Log-normal lengths of new tokens, and P(size) proportional to 1 / size up to ``most_requests``.
 
-    The start values are those of ``lmsys_later_turn_prompt`` in ``pla_sglang.workload.lengths`` (PLA-Serve Fig. 2: 81 %
-    of later turns under 256 tokens); a test keeps the two equal. Raises ConfigError for sigma below 0 or no draws.
+    The start values are those of ``lmsys_later_turn_prompt`` in ``pla_sglang.sim.workload.lengths`` (PLA-Serve Fig. 2:
+    81 % of later turns under 256 tokens); a test keeps the two equal. Raises ConfigError for sigma below 0 or no draws.
     """
 
     mu: float = 4.51016

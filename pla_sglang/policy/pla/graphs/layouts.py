@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from pla_sglang.checks import require
-from pla_sglang.errors import ConfigError
+from pla_sglang.common.checks import require
+from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.pla.graphs.reasons import GraphReason
 
 PAPER_LENGTHS = (8, 16, 32, 64, 128, 256)

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from pla_sglang.checks import require
+from pla_sglang.common.checks import require
 from pla_sglang.policy.pla.graphs.layouts import Bucket
 from pla_sglang.policy.pla.graphs.reasons import CaptureReason
 

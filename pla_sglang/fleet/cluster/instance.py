@@ -1,0 +1,68 @@
+"""One member of a cluster and its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+from pla_sglang.common.secret_names import hide_arguments
+from pla_sglang.fleet.cluster.spec import EngineSpec
+
+
+class State(enum.Enum):
+    """Life of an instance."""
+
+    STARTING = "starting"  # forked, or about to be
+    READY = "ready"  # has answered its health check
+    STOPPING = "stopping"  # was told to end
+    DEAD = "dead"  # its process has ended
+
+
+_LEGAL = {
+    State.STARTING: {State.READY, State.STOPPING, State.DEAD},
+    State.READY: {State.STOPPING, State.DEAD},
+    State.STOPPING: {State.DEAD},
+    State.DEAD: {State.STARTING},
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Instance:
+    """An engine (with a spec) or the router (without).
+
+    Attributes:
+        command: the arguments of the router.
+        ended_s: when the end of its last process was detected, by ``time.monotonic``; None: never.
+    """
+
+    name: str
+    url: str
+    spec: EngineSpec | None = None
+    command: tuple[str, ...] = ()
+    state: State = State.STARTING
+    pid: int | None = None
+    restarts: int = 0
+    exit_status: int | None = None
+    ended_s: float | None = None
+
+    def move_to(self, state: State) -> None:
+        """Change the state. Raises ValueError for a change that cannot happen."""
+        if state not in _LEGAL[self.state]:
+            raise ValueError(f"{self.name}: {self.state.value} cannot become {state.value}")
+        self.state = state
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the state file."""
+        described: dict[str, Any] = {
+            "name": self.name,
+            "kind": "router" if self.spec is None else self.spec.kind,
+            "url": self.url,
+            "pid": self.pid,
+            "state": self.state.value,
+            "restarts": self.restarts,
+        }
+        if self.spec is not None:
+            described["bootstrap_port"] = self.spec.bootstrap_port
+            described["argv"] = hide_arguments(self.spec.argv)
+        return described

@@ -1,0 +1,98 @@
+"""What the engine of a stateless instance would refuse, told before any process starts.
+
+The engine's own check is used, on those arguments of its command line that it reads. What SGLang derives from the model
+or from other arguments, only the engine can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pla_sglang.common.cli import Parser, load_yaml
+from pla_sglang.fleet.cluster.engine_flags import known_flags
+from pla_sglang.fleet.cluster.spec import TRANSFER_BACKEND, TRANSFER_FLAG
+from pla_sglang.fleet.stateless.checks import VARIABLES, check_stateless
+from pla_sglang.launch_server import FILE_FLAG
+from pla_sglang.plugin import config as pla_config
+from pla_sglang.plugin.config import PlaConfig
+
+# SGLang's flags of the arguments that the engine's check reads, whichever version has them; the first of each has the
+# argument's name.
+NUMBERS = (
+    ("--pp-size", "--pipeline-parallel-size"),
+    ("--dp-size", "--data-parallel-size"),
+    ("--dcp-size", "--decode-context-parallel-size"),
+    ("--nnodes",),
+    ("--tokenizer-worker-num",),
+    ("--optimistic-prefill-attempts",),
+    ("--attn-dp-size",),
+    ("--prefill-decode-interval",),
+)
+SHARES = (("--disaggregation-decode-host-receive-threshold",),)
+TEXTS = (
+    ("--disaggregation-mode",),
+    (TRANSFER_FLAG,),
+    ("--speculative-algorithm",),
+    ("--dllm-algorithm",),
+    ("--disaggregation-decode-allocation-policy",),
+)
+SWITCHES = (
+    "--enable-dp-attention",
+    "--enable-prefill-context-parallel",
+    "--enable-prefill-cp",
+    "--enable-hierarchical-cache",
+    "--enable-hisparse",
+    "--enable-unified-memory",
+    "--enable-pdmux",
+    "--is-embedding",
+    "--language-only",
+    "--disaggregation-decode-enable-offload-kvcache",
+)
+
+
+def check_stateless_arguments(arguments: Sequence[str]) -> None:
+    """``arguments``: of a stateless instance, without those that the cluster sets.
+
+    Raises:
+        ConfigError: with every reason.
+    """
+    full = [TRANSFER_FLAG, TRANSFER_BACKEND, *map(_expand_flag, arguments)]
+    parser = make_parser()
+    path = parser.parse_known_args(full)[0].config_file
+    from_file = list(_arguments_of(load_yaml(path))) if path else []
+    options, _ = parser.parse_known_args([*full[:2], *from_file, *full[2:]])
+    check_stateless(options, PlaConfig(stateless=True), pla_config.read_variables(VARIABLES))
+
+
+def make_parser() -> Parser:
+    """A parser of these flags alone; the others are left to the engine."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument(FILE_FLAG, dest="config_file")
+    for kind, flags in ((int, NUMBERS), (float, SHARES), (str, TEXTS)):
+        for names in flags:
+            parser.add_argument(*names, type=kind)
+    for name in SWITCHES:
+        parser.add_argument(name, action="store_true")
+    return parser
+
+
+def _expand_flag(argument: str) -> str:
+    """SGLang takes the beginning of a flag for the flag, where there is only one."""
+    name, equals, value = argument.partition("=")
+    flags = known_flags()
+    if not name.startswith("--") or name in flags:
+        return argument
+    meant = [flag for flag in flags if flag.startswith(name)]
+    return f"{meant[0]}{equals}{value}" if len(meant) == 1 else argument
+
+
+def _arguments_of(values: dict[str, Any]) -> Iterator[str]:
+    """The keys of SGLang's ``--config`` file as arguments, as SGLang reads them; they stand before the others."""
+    for key, text in values.items():
+        flag = f"--{key}".replace("_", "-")
+        if flag in SWITCHES:
+            if text == "true":
+                yield flag
+        elif isinstance(text, str):
+            yield f"{flag}={text}"

@@ -1,0 +1,400 @@
+"""Starts a cluster, watches it, restarts members on request, leaves no process behind. One event loop, one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pla_sglang.fleet.cluster.children import Children, ClusterError
+from pla_sglang.fleet.cluster.instance import Instance, State
+from pla_sglang.fleet.cluster.lean import serves_chain
+from pla_sglang.fleet.cluster.logs import LastErrors, LineReader
+from pla_sglang.fleet.cluster.memory import tree_pss_bytes
+from pla_sglang.fleet.cluster.spec import (
+    ROUTER_MODULES,
+    WHOLE,
+    ClusterConfig,
+    at_new_bootstrap_port,
+    instances,
+    router_arguments,
+    with_own_rendezvous,
+)
+from pla_sglang.launch_server import request_line
+
+HEALTH_INTERVAL_S = 0.25
+HEALTH_TIMEOUT_S = 10.0
+STOP_GRACE_S = 3.0
+# SGLang's decode instances keep the addresses of a prefill instance until two of their heartbeats, one in 5 s, have
+# found it dead. One that comes back sooner at the same bootstrap port is never paired again: they go on writing to
+# ports that nobody listens on. Our router asks instances for that port; SGLang's has it on its command line.
+FORGOTTEN_S = 12.0
+# What makes the host's device a CPU, before anything asks; and one thread of torch a process, as engines share cores.
+ENVIRONMENT = {
+    "SGLANG_PLA_PLATFORM": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+CLIENT_KEY = ("PLA_WORKER_API_KEY", "PLA_ROUTER_API_KEY")  # variables with the key of clients: of engines, of a router
+_KEY_FLAGS = frozenset({"--api-key", "--api-key-file"})
+ROUTER = "router"
+CHAIN_ANSWERS = "the chain model answers with made-up words: they are there to be checked, not to be read"
+Sink = Callable[[str, str], None]
+
+
+class Supervisor:
+    """One cluster. ``run`` is its whole life; ``stop`` ends it from a signal handler or another task.
+
+    Args:
+        drain_s: time that a stateless instance has to finish, or hand over, what it does before it is restarted; 0: as
+            any other, none.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        free_port: Callable[[], int],
+        sink: Sink,
+        environment: dict[str, str],
+        state_file: Path | None = None,
+        drain_s: float = 0.0,
+    ) -> None:
+        self.config = config
+        self._drain_s = drain_s
+        self._free_port = free_port
+        self.engines = [Instance(spec.name, spec.url, spec) for spec in instances(config, free_port)]
+        self.router = self._make_router(free_port)
+        self.ready = asyncio.Event()
+        self._sink = sink
+        self._errors = LastErrors()
+        self._environment = ENVIRONMENT | environment
+        self._state_file = state_file
+        self._stop = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._children: Children | None = None
+        self._readers: list[LineReader] = []
+        self._failure: str | None = None
+        self._forked = False  # the zygote can fork
+        self._measured: dict[str, Any] = {}  # what the state file says about the start, once all are ready
+        self._started_s = 0.0
+
+    def _make_router(self, free_port: Callable[[], int]) -> Instance | None:
+        if self.config.router == "none":
+            return None
+        port = self.config.router_port or free_port()
+        specs = [engine.spec for engine in self.engines if engine.spec is not None]
+        command = router_arguments(self.config, specs, port, free_port())
+        return Instance(ROUTER, f"http://{self.config.host}:{port}", command=tuple(command))
+
+    @property
+    def members(self) -> list[Instance]:
+        """Engines first: the router starts once they answer."""
+        return [*self.engines, *([self.router] if self.router is not None else [])]
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Start everything, serve until ``stop``, end everything.
+
+        Raises:
+            ClusterError: something ended, or was not ready in time, during the start; or the zygote ended.
+        """
+        self._started_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._children = children = Children(self._environment)
+        self._readers.append(LineReader("zygote", os.dup(children.output), self._sink))
+        loop.add_reader(children.fileno(), self._on_event)
+        control = await self._open_control()
+        try:
+            await self._start_members()
+            self.ready.set()
+            await self._until_stopped()
+        finally:
+            loop.remove_reader(children.fileno())
+            if control is not None:
+                control.close()
+            await self._end_members(children)
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    async def _start_members(self) -> None:
+        self._write_state()
+        self._log_line(f"importing SGLang once, for {len(self.engines)} engine(s)")
+        async with aiohttp.ClientSession(trust_env=False) as http:
+            await self._wait_for(lambda: self._forked, "the fork server")
+            for engine in self.engines:
+                self._launch_member(engine)
+            for group in (self.engines, [self.router] if self.router is not None else []):
+                if group and group[0].spec is None:
+                    self._launch_member(group[0])
+                await asyncio.gather(*(self._wait_ready(member, http) for member in group))
+        pss_bytes = tree_pss_bytes(os.getpid())
+        self._log_line(
+            f"all {len(self.members)} ready after {self._elapsed_s():.1f} s, memory (PSS) {pss_bytes / 2**30:.2f} GiB"
+        )
+        self._log_request()
+        self._measured = {"ready_s": round(self._elapsed_s(), 3), "pss_bytes": pss_bytes}
+        self._write_state()
+
+    def _log_request(self) -> None:
+        """A request to try, where anybody answers whole ones."""
+        whole = [engine for engine in self.engines if engine.spec is not None and engine.spec.kind in WHOLE]
+        front = self.router or (whole[0] if whole else None)
+        if front is None:
+            return
+        arguments = [*self.config.common, *self.config.router_extra]
+        has_key = any(word.split("=")[0] in _KEY_FLAGS for word in arguments) or bool(
+            self._environment.get(CLIENT_KEY[self.router is not None])
+        )
+        url = front.url.replace("//0.0.0.0:", "//127.0.0.1:")
+        self._log_line(f"try: {request_line(url, has_key=has_key)}")
+        if any(engine.spec is not None and serves_chain(engine.spec.argv) for engine in self.engines):
+            self._log_line(CHAIN_ANSWERS)
+
+    async def _wait_for(self, done: Callable[[], bool], what: str) -> None:
+        while not done():
+            self._changed.clear()
+            self._check_start(what)
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with asyncio.timeout(HEALTH_INTERVAL_S):
+                    await self._changed.wait()
+
+    async def _wait_ready(self, member: Instance, http: aiohttp.ClientSession) -> None:
+        while not await _is_healthy(member.url, http):
+            self._check_start(member.name)
+            if member.state is State.DEAD:
+                why = self._describe_end(member)
+                raise ClusterError(f"{member.name} ended with status {member.exit_status} while starting{why}")
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+        if member.state is State.STARTING:
+            member.move_to(State.READY)
+        count = sum(member.state is State.READY for member in self.members)
+        self._log_line(f"{count}/{len(self.members)} ready: {member.name} at {member.url} ({self._elapsed_s():.1f} s)")
+        self._write_state()
+
+    def _check_start(self, what: str) -> None:
+        if self._failure is not None:
+            raise ClusterError(self._failure)
+        if self._stop.is_set():
+            raise asyncio.CancelledError
+        if not self.ready.is_set() and self._elapsed_s() > self.config.start_timeout_s:
+            raise ClusterError(f"{what} is not ready {self.config.start_timeout_s:g} s after the start")
+
+    def _launch_member(self, member: Instance) -> None:
+        assert self._children is not None
+        reading, writing = os.pipe()
+        try:
+            if member.spec is not None:
+                argv = with_own_rendezvous(member.spec.argv, self._free_port)
+                self._children.fork_process(member.name, argv, writing)
+            else:
+                self._children.fork_process(
+                    member.name, member.command, writing, module=ROUTER_MODULES[self.config.router]
+                )
+        finally:
+            os.close(writing)
+        self._errors.forget_member(member.name)
+        self._readers.append(LineReader(member.name, reading, self._on_line))
+
+    def _on_line(self, name: str, line: str) -> None:
+        self._errors.note_line(name, line)
+        self._sink(name, line)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def _until_stopped(self) -> None:
+        while not self._stop.is_set():
+            if self._failure is not None:
+                raise ClusterError(self._failure)
+            self._changed.clear()
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, self._changed)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+
+    def _on_event(self) -> None:
+        assert self._children is not None
+        try:
+            event = self._children.read_event()
+        except (ClusterError, OSError) as error:
+            asyncio.get_running_loop().remove_reader(self._children.fileno())
+            self._failure = str(error)
+            self._changed.set()
+            return
+        if event["event"] == "ready":
+            self._forked = True
+        else:
+            member = next(member for member in self.members if member.name == event["name"])
+            if event["event"] == "started":
+                member.pid = event["pid"]
+            elif event["pid"] == member.pid:
+                self._on_exit(member, event["status"])
+        self._changed.set()
+        self._write_state()
+
+    def _on_exit(self, member: Instance, status: int) -> None:
+        expected = member.state is State.STOPPING
+        member.move_to(State.DEAD)
+        member.exit_status, member.pid, member.ended_s = status, None, time.monotonic()
+        if not expected and not self._stop.is_set():
+            self._log_line(f"{member.name} ended with status {status}{self._describe_end(member)}")
+
+    def _describe_end(self, member: Instance) -> str:
+        """Its last error behind a colon; what it has printed may still be on its way."""
+        for reader in self._readers:
+            if reader.name == member.name:
+                reader.read_rest()
+        return self._errors.describe_error(member.name)
+
+    async def restart_member(self, name: str) -> None:
+        """End one member and start it again on the same port; returns once it is ready.
+
+        A prefill instance before decode instances gets a new bootstrap port where our router asks for it; else it stays
+        down for ``FORGOTTEN_S``. A stateless one may drain first. Raises ClusterError.
+        """
+        member = next((member for member in self.members if member.name == name), None)
+        if member is None:
+            raise ClusterError(f"no instance {name!r}; there are: {', '.join(member.name for member in self.members)}")
+        await self._bring_down(member)
+        await asyncio.sleep(max(0.0, self.may_start_s(member) - time.monotonic()))
+        self._check_start(name)
+        if member.state is State.DEAD:  # else somebody else has ordered the same meanwhile
+            member.restarts += 1
+            if member.spec is not None and self._must_be_forgotten(member) and self.config.router == "pla":
+                member.spec = at_new_bootstrap_port(member.spec, self.config, self._free_port())
+            member.move_to(State.STARTING)
+            self._launch_member(member)
+        async with aiohttp.ClientSession(trust_env=False) as http:
+            await self._wait_ready(member, http)
+
+    async def _bring_down(self, member: Instance) -> None:
+        assert self._children is not None
+        if member.state in (State.STARTING, State.READY):
+            drains = self._drain_s > 0 and member.state is State.READY and _is_stateless(member)
+            member.move_to(State.STOPPING)
+            # The process that serves HTTP waits for its requests; its scheduler would end at once.
+            (self._children.kill_first if drains else self._children.kill_group)(member.name, signal.SIGTERM)
+            end_s = time.monotonic() + (self._drain_s if drains else STOP_GRACE_S)
+            while member.state is State.STOPPING and time.monotonic() < end_s:
+                await asyncio.sleep(HEALTH_INTERVAL_S)
+            if member.state is State.STOPPING:
+                self._children.kill_group(member.name, signal.SIGKILL)
+        while member.state is State.STOPPING:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    def may_start_s(self, member: Instance) -> float:
+        """When a member that has ended may be started again, by ``time.monotonic``."""
+        if member.ended_s is None or not self._must_be_forgotten(member) or self.config.router == "pla":
+            return 0.0
+        return member.ended_s + FORGOTTEN_S
+
+    def _must_be_forgotten(self, member: Instance) -> bool:
+        """True if decode instances know addresses of ``member``."""
+        decodes = any(engine.spec is not None and engine.spec.kind == "decode" for engine in self.engines)
+        return decodes and member.spec is not None and member.spec.kind in ("prefill", "stateless")
+
+    # -- control and state -----------------------------------------------------------------------------------------
+
+    async def _open_control(self) -> asyncio.AbstractServer | None:
+        if self._state_file is None:
+            return None
+        path = control_path(self._state_file)
+        path.unlink(missing_ok=True)
+        return await asyncio.start_unix_server(self._on_control, path=str(path))
+
+    async def _on_control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One line in, one line out: ``restart NAME`` or ``stop``."""
+        line = (await reader.readline()).decode().split()
+        answer = "ok"
+        try:
+            if line[:1] == ["restart"] and len(line) == 2:
+                await self.restart_member(line[1])
+            elif line == ["stop"]:
+                self.stop()
+            else:
+                answer = f"error: unknown command {' '.join(line)!r}; known: restart NAME, stop"
+        except ClusterError as error:
+            answer = f"error: {error}"
+        writer.write(answer.encode() + b"\n")
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    def _write_state(self) -> None:
+        if self._state_file is None:
+            return
+        state = {
+            "pid": os.getpid(),
+            "ready": bool(self._measured),
+            "url": self.router.url if self.router is not None else self.engines[0].url,
+            "router": None if self.router is None else self.router.to_dict() | {"policy": self.config.policy},
+            "instances": [engine.to_dict() for engine in self.engines],
+        }
+        temporary = self._state_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._measured | state, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self._state_file)
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    async def _end_members(self, children: Children) -> None:
+        for member in reversed(self.members):
+            if member.pid is not None and self._failure is None:
+                with contextlib.suppress(OSError):
+                    children.kill_group(member.name, signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(children.close_zygote)
+        for reader in self._readers:
+            reader.close_reader()
+        if self._state_file is not None:
+            self._state_file.unlink(missing_ok=True)
+            control_path(self._state_file).unlink(missing_ok=True)
+        self._log_line("stopped, nothing left running")
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    def _log_line(self, text: str) -> None:
+        self._sink("cluster", text)
+
+
+def _is_stateless(member: Instance) -> bool:
+    return member.spec is not None and member.spec.kind == "stateless"
+
+
+def control_path(state_file: Path) -> Path:
+    """The control socket of the cluster that writes ``state_file``."""
+    return state_file.with_suffix(".sock")
+
+
+def send_command(state_file: Path, command: str, timeout_s: float = 300.0) -> str:
+    """Send ``command`` to a running cluster and return its answer. Raises ClusterError if none runs."""
+    try:
+        with socket.socket(socket.AF_UNIX) as channel:
+            channel.settimeout(timeout_s)
+            channel.connect(str(control_path(state_file)))
+            channel.sendall(command.encode() + b"\n")
+            return channel.makefile().readline().strip()
+    except OSError as error:
+        raise ClusterError(f"no cluster answers at {control_path(state_file)}: {error}") from None
+
+
+async def _is_healthy(url: str, http: aiohttp.ClientSession) -> bool:
+    try:
+        async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)) as answer:
+            return answer.status == 200
+    except (TimeoutError, aiohttp.ClientError, OSError):
+        return False

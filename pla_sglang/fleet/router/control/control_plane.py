@@ -1,0 +1,411 @@
+"""The control plane: puts the parts together, keeps the clock, and talks to relays. One event loop.
+
+relays ──► on_message ──► RequestDispatcher (requests) ──► PairRunner ──► policy
+instances ──► InstanceMonitor (health, telemetry) ──► WorkerTable, LoadTracker ──► FleetView
+operators ──► AdminRoutes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.router.control.admin import AdminRoutes
+from pla_sglang.fleet.router.control.drains import Drains
+from pla_sglang.fleet.router.control.failure_intake import FailureIntake
+from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.late_placement import LatePlacement
+from pla_sglang.fleet.router.control.ledger import AbortOrder
+from pla_sglang.fleet.router.control.migration import Migration
+from pla_sglang.fleet.router.control.moves import MoveOrders
+from pla_sglang.fleet.router.control.observability.gauges import gauges, state_of
+from pla_sglang.fleet.router.control.observability.series import RouterSeries
+from pla_sglang.fleet.router.control.observability.watch import FleetWatch, describe_fleet, note_move
+from pla_sglang.fleet.router.control.policy_setup import LivePolicy
+from pla_sglang.fleet.router.control.prompts import load_tokenizer
+from pla_sglang.fleet.router.control.relay_ports import RelayPorts
+from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.fleet.router.control.running_requests import RunningRequests
+from pla_sglang.fleet.router.control.silence import SilenceWatch
+from pla_sglang.fleet.router.control.state_file import StateFile
+from pla_sglang.fleet.router.control.survival import Survival
+from pla_sglang.fleet.router.control.workers.batching import BatchingOrders
+from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
+from pla_sglang.fleet.router.control.workers.health import Health
+from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
+from pla_sglang.fleet.router.control.workers.journal import NO_WORKERS, WorkerJournal
+from pla_sglang.fleet.router.control.workers.monitor import InstanceMonitor
+from pla_sglang.fleet.router.control.workers.peering import Peering
+from pla_sglang.fleet.router.control.workers.report_intake import NewReport
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
+from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
+from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.protocols import RelayPort
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy_packages import find_policy
+from pla_sglang.profiles.load import load_profile
+
+if TYPE_CHECKING:
+    from pla_sglang.fleet.router.control.observability.tracing import OtlpTracing
+
+logger = logging.getLogger(__name__)
+SWEEP_S = 0.25
+FILE_S = 1.0
+
+
+class ControlPlane:
+    """Implements ``pla_sglang.fleet.router.wire.protocols.ControlPort``.
+
+    Args:
+        router_key: of this start of the router, by which stateless instances know it; empty: they take legs from
+            anybody.
+        clock: monotonic seconds, the relays' clock.
+    """
+
+    def __init__(
+        self, knobs: ControlKnobs, *, router_key: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.knobs = knobs
+        self.epoch = secrets.randbits(62)  # differs from that of any earlier life; a clock may be set back
+        self._clock = clock
+        self._tasks = Tasks()
+        self._client: InstanceClient | None = None
+        self._state_file = StateFile(knobs.memory_file)
+        self._journal = WorkerJournal()
+        self.series = RouterSeries(lambda: gauges(self.dispatcher, self._clock()))
+        policy = find_policy(knobs.policy)
+        self._length_blind = policy.length_blind
+        device_clock = DeviceClock()  # set when the first instance says what it is
+        self.table = WorkerTable(
+            knobs.breaker,
+            next_number=self._state_file.state.next_number,
+            pools=policy.pools,
+            settle_s=knobs.settle_s,
+            clock=device_clock,
+            on_change=self._on_worker_change,
+        )
+        self._watch = FleetWatch(self.table, self.series.worker_ttft.by_worker)
+        self._worker_file = None if knobs.worker_file is None else WorkerFile(knobs.worker_file, self.table)
+        self._relays = RelayPorts(knobs, self.table, self.epoch, router_key=router_key)
+        health = Health(self.table, knobs.health)
+        self._monitor = self._make_monitor(health)
+        self._peering = Peering(self.table, self.series.peer_lists, router_key=router_key)
+        self._batching = BatchingOrders(self.table)
+        self.policy = self._make_policy(device_clock)
+        self._peering.wanted_rows = self.policy.wanted_rows
+        self.dispatcher = RequestDispatcher(
+            knobs,
+            health,
+            self.series,
+            self.policy,
+            send_message=self._relays.send_message,
+            order_abort=self._monitor.abort,
+        )
+        self._survival = Survival(
+            self.dispatcher, send_message=self._relays.send_message, order_abort=self._monitor.abort
+        )
+        self._silence = SilenceWatch(health, self.policy, self._survival)
+        self.migration = self._make_migration()
+        self._late = LatePlacement(self.dispatcher, self.migration)
+        self._drains = Drains(self.dispatcher, self.migration, clock=clock)
+        self._routes = AdminRoutes(self, clock)
+        self._handlers = self._message_handlers()
+
+    def _make_monitor(self, health: Health) -> InstanceMonitor:
+        return InstanceMonitor(
+            self.table,
+            health,
+            self._clock,
+            poll_interval_s=self.knobs.poll_interval_s,
+            on_report=self._on_report,
+            on_description=self._on_description,
+            on_aborted=self._on_aborted,
+        )
+
+    def _make_migration(self) -> Migration:
+        """It carries out what the policy orders, where the operator wants it."""
+        migration = Migration(
+            self.dispatcher,
+            send_message=self._relays.send_message,
+            order_abort=self._monitor.abort,
+            is_connected=self._peering.is_connected,
+            never_connects=self._peering.never_connects,
+            clock=self._clock,
+        )
+        orders = self.policy.orders
+        orders.find_record = self.dispatcher.ledger.records.get
+        if self.knobs.migrates:
+            orders.mover, migration.on_failed = migration, orders.note_failed
+        return migration
+
+    def _make_policy(self, clock: DeviceClock) -> LivePolicy:
+        knobs, now = self.knobs.moves, self._clock
+        orders = MoveOrders(knobs.rest_s, clock=now, device_clock=clock, find_worker=self.table.of)
+        return LivePolicy(
+            self.knobs,
+            self.table.fleet,
+            running=RunningRequests(knobs, self.table, orders, clock=now, device_clock=clock),
+            clock=clock,
+            set_class=self._monitor.set_class,
+            is_connected=self._peering.is_connected,
+            on_action=self.series.actions.inc,
+        )
+
+    # -- ControlPort -------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises ConfigError if an address cannot be bound, a file cannot be read or written, or a profile or a package
+        is missing."""
+        knobs = self.knobs
+        if knobs.profile != "auto":
+            load_profile(knobs.profile)
+        self.policy.open_recording(keep=self._state_file.state.next_number > 0)
+        if knobs.trace_endpoint:
+            self.dispatcher.tracing = load_tracing(knobs, self._clock)
+        self._client = client = InstanceClient(
+            timeout_s=knobs.health.timeout_s, api_key=knobs.worker_api_key, admin_key=knobs.worker_admin_key
+        )
+        try:
+            self._add_workers()
+            if not self.table.workers:
+                logger.warning(NO_WORKERS)
+            self._monitor.start(client, knobs.telemetry)
+            self._peering.start(client)
+            self.migration.start(client)
+            self._drains.start(client)
+            self._batching.start(client)
+        except ConfigError:
+            await client.close()
+            raise
+        self._call_every(m.HEARTBEAT_INTERVAL_S, self._relays.send_heartbeat)
+        self._call_every(SWEEP_S, self._sweep)
+        if self._worker_file is not None:
+            follow = self._worker_file.reload_if_changed
+            self._call_every(FILE_S, lambda: follow(self._clock()))
+
+    async def stop(self) -> None:
+        await self._tasks.close()
+        await self._monitor.stop()
+        await self._peering.stop()
+        await self._drains.stop()
+        await self.migration.stop()
+        await self._batching.stop()
+        if self._client is not None:
+            await self._client.close()
+        self.policy.close_recording()
+        self._save_state()
+        if self.dispatcher.tracing is not None:
+            await self.dispatcher.tracing.stop()
+
+    def attach_relay(self, relay: int, port: RelayPort) -> None:
+        self._relays.attach_relay(relay, port)
+
+    def detach_relay(self, relay: int) -> None:
+        self._relays.detach_relay(relay)
+        self.dispatcher.on_relay_lost(relay, self._clock())
+
+    def on_message(self, message: m.FromRelay) -> None:
+        self._handlers[type(message)](message, self._clock())
+
+    def _message_handlers(self) -> dict[type[Any], Callable[[Any, float], None]]:
+        """By type of message: called with the message and the time."""
+        failures = FailureIntake(
+            self.dispatcher.health,
+            self.dispatcher.exclusions,
+            self.series,
+            check_soon=self._monitor.check_soon,
+            verify_soon=self._monitor.verify_soon,
+        )
+        return {
+            m.Ask: self._on_ask,
+            m.Progress: self._late.on_progress,
+            m.Lost: self._on_lost,
+            m.Joined: self._on_joined,
+            m.Ended: self.dispatcher.on_ended,
+            m.Failure: failures.on_failure,
+            m.RelayReport: lambda report, _: self.series.on_relay(report),
+            m.AdminAsk: lambda ask, _: self._relays.send_message(ask.relay, self._routes.answer_request(ask)),
+            m.Hello: self._on_hello,
+        }
+
+    def _on_hello(self, hello: m.Hello, now_s: float) -> None:
+        if hello.protocol == m.PROTOCOL:
+            self.dispatcher.on_hello(hello, now_s)
+            return
+        logger.error("relay %d speaks version %d, not %d; it is not served", hello.relay, hello.protocol, m.PROTOCOL)
+        self._relays.detach_relay(hello.relay)
+
+    def _on_lost(self, lost: m.Lost, now_s: float) -> None:
+        if not self.migration.on_lost(lost, now_s):
+            self._survival.on_lost(lost, now_s)
+
+    def _on_joined(self, joined: m.Joined, now_s: float) -> None:
+        if not self.migration.on_joined(joined, now_s):
+            self._survival.on_joined(joined, now_s)
+        record = self.dispatcher.ledger.find_open(joined.rid)
+        if record is not None and record.hop.number == joined.hop:
+            note_move(record, now_s, history=self._watch.history, policy=self.policy)
+
+    def _on_ask(self, ask: m.Ask, now_s: float) -> None:
+        self.dispatcher.on_ask(ask, now_s)
+        self.series.decision_s.observe(self._clock() - now_s)
+
+    # -- for operators -----------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """For /pla/state."""
+        recorder = self.policy.recorder
+        return {
+            **state_of(self.dispatcher, self._clock()),
+            "telemetry": {
+                "address": self.knobs.telemetry,
+                "polls": self._monitor.polls,
+                "published": self._monitor.published.received,
+                "published_malformed": self._monitor.published.malformed,
+                "reports_of_nobody": self._monitor.intake.unknown,
+                "reports_lost": sum(worker.load.lost_reports for worker in self.table.workers),
+            },
+            "batching": self._batching.to_dict(),
+            "place_decode": self._late.to_dict(),
+            "profile": self.policy.profile,
+            "epoch": self.epoch,
+            "recorded_decisions": None if recorder is None else recorder.decisions,
+            "record_error": None if recorder is None else recorder.error,
+        }
+
+    def view_document(self, since_s: float) -> dict[str, Any]:
+        """For /pla/view: the last minutes, of samples those after ``since_s``."""
+        document = self._watch.history.to_document(self._clock(), since_s)
+        return {**document, "life": str(self.epoch), "head": describe_fleet(self.dispatcher)}
+
+    def reload_worker_file(self) -> dict[str, Any]:
+        """Raises ConfigError without a file or for a bad one; nothing changes then."""
+        if self._worker_file is None:
+            raise ConfigError("there is no worker file (--worker-file)")
+        changes = self._worker_file.reload(self._clock())
+        return {
+            "added": [address.url for address in changes.add],
+            "removed": [address.url for address in changes.remove],
+        }
+
+    def order_role(self, worker: Worker, role: str, epoch: int | None) -> None:
+        """An operator's order. Raises WorkerError."""
+        now_s = self._clock()
+        self.policy.order_role(worker.view, role, now_s, epoch=epoch)
+        self.dispatcher.dispatch_pending(now_s)
+
+    def save_later(self, *, removed: str | None = None) -> None:
+        """An operator has changed the table. ``removed``: the address of a worker that is to go."""
+        self._state_file.mark_changed(removed=removed)
+
+    # -- workers -----------------------------------------------------------------------------------------------------
+
+    def _add_workers(self) -> None:
+        """The saved ones first, with their numbers, then the command line's and the file's."""
+        now_s, saved = self._clock(), self._state_file.state
+        for entry in saved.workers:
+            worker = self.table.add(parse_url(entry.url), now_s, number=entry.number)
+            worker.expected_identity, worker.wants_drain = entry.identity, entry.draining
+            worker.leaves = entry.leaves
+        for url in self.knobs.workers:
+            if self.table.at(parse_url(url)) is None and url not in saved.removed:
+                self.table.add(parse_url(url), now_s)
+        if self._worker_file is not None:
+            self._worker_file.reload(now_s)
+
+    def _on_description(self, description: Description) -> None:
+        """The first instance says what the policy's predictor starts from, and which tokenizer there is."""
+        if self.policy.runner is None:
+            runner = self.policy.make(description, instances=len(list(self.table)))
+            self.table.split = self.policy.roles
+            self.dispatcher.on_policy_made()
+            for number, controller in enumerate(runner.policy.controllers):
+                interval_s = self.policy.clock.wall_s(controller.interval_s)
+                self._call_every(interval_s, functools.partial(self._tick_controller, number))
+        if self.dispatcher.prompts.encode is None and not self._length_blind:
+            self.dispatcher.prompts.encode = load_tokenizer(self.knobs.tokenizer or description.tokenizer)
+
+    def _on_worker_change(self, worker: Worker) -> None:
+        """Something that relays or policies see has changed."""
+        now_s = self._clock()
+        self.series.moves.inc(worker.state.value, worker.reason.value)
+        self._journal.note_change(worker)
+        if worker.state is WorkerState.READY and worker.wants_drain:
+            worker.wants_drain = False
+            self.table.drain(worker, now_s, then_remove=worker.leaves)
+            return
+        if self.policy.runner is not None:
+            self.policy.runner.record_views(now_s)
+        self._state_file.mark_changed()
+        self._relays.publish_table()
+        self._peering.update_peers()
+        self._batching.tell_workers()
+        self._late.on_fleet_change()
+        if worker.state is WorkerState.DEAD:
+            self.dispatcher.on_worker_dead(worker, now_s)
+        self._drains.empty_drained()
+        self.dispatcher.dispatch_pending(now_s)
+
+    def _on_report(self, report: NewReport) -> None:
+        """A load report has come: the policy learns from it, and a request that waits may go now."""
+        now_s = self._clock()
+        self.policy.on_report(report.worker.view, report.sample, now_s)
+        self.dispatcher.dispatch_pending(now_s)
+
+    def _on_aborted(self, order: AbortOrder, outcome: str) -> None:
+        self.series.aborts.inc(outcome)
+        self.dispatcher.ledger.confirm_abort(order, self._clock())
+
+    # -- timers ------------------------------------------------------------------------------------------------------
+
+    def _call_every(self, interval_s: float, call: Callable[[], None]) -> None:
+        async def repeat() -> None:
+            while True:
+                await asyncio.sleep(interval_s)
+                call()
+
+        self._tasks.spawn(repeat())
+
+    def _sweep(self) -> None:
+        now_s = self._clock()
+        self._silence.look(now_s)
+        self.migration.sweep_moves(now_s)
+        self._drains.empty_drained()
+        self._survival.retry_waiting(now_s)
+        self.table.remove_drained(now_s)
+        self._journal.note_waits(self.table)
+        for worker in self.table:
+            worker.load.age_ttft_ratio(now_s)
+        self.dispatcher.refuse_overdue(now_s)
+        self.dispatcher.dispatch_pending(now_s)
+        self._watch.observe_fleet(
+            self.policy.runner, now_s, open_requests=self.dispatcher.ledger.live, waiting=len(self.dispatcher.queue)
+        )
+        self._save_state()
+
+    def _tick_controller(self, number: int) -> None:
+        assert self.policy.runner is not None
+        now_s = self._clock()
+        self.policy.runner.tick(number, now_s)
+        self._batching.order_batching(self.policy.batching)
+        self.dispatcher.dispatch_pending(now_s)
+
+    def _save_state(self) -> None:
+        self._state_file.save_changes(self.table.next_number, (worker.to_saved() for worker in self.table))
+
+
+def load_tracing(knobs: ControlKnobs, clock: Callable[[], float]) -> OtlpTracing:
+    """OpenTelemetry is an optional dependency, loaded where spans are wanted. Raises ConfigError without it."""
+    try:
+        from pla_sglang.fleet.router.control.observability.tracing import OtlpTracing
+    except ImportError as error:
+        wanted = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-grpc"
+        raise ConfigError(f"--enable-trace needs OpenTelemetry ({error}); install it: pip install {wanted}") from None
+    return OtlpTracing(knobs.trace_endpoint, policy=knobs.policy, clock=clock)

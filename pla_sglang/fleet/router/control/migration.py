@@ -1,0 +1,302 @@
+"""Moves requests that run, from one stateless instance to another, exact to the token.
+
+Their KV cache is pulled. Where none can ever go to the target, as it runs another version of SGLang, the target
+computes prompt and answer so far again; all else is the same.
+
+    HOLDING ──held──► PULLING ──first event of the next hop──► over: the one left is told to commit
+       │                 │ the target cannot, or the request has gone on by itself
+       └─► failed ◄──────┘   over: the one that holds it is told to resume, and the request rests
+
+The instance where the request is owns it until it is told to commit: when the time of its hold is over it goes on by
+itself, whoever has died. So nothing here has to happen for a request to live. One move of a request at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pla_sglang.fleet.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
+from pla_sglang.fleet.router.control.hop_changes import start_pending
+from pla_sglang.fleet.router.control.hop_ledger import HopLedger
+from pla_sglang.fleet.router.control.ledger import AbortOrder
+from pla_sglang.fleet.router.control.load_booking import book_pending, close_pending
+from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.fleet.router.control.request_record import LEAVING, STREAMING, Hop, RequestRecord
+from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
+from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
+from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.fleet.router.wire import messages as m
+from pla_sglang.fleet.router.wire.rids import rid_at_instance
+from pla_sglang.policy.interface.fast_enum import FastEnum
+from pla_sglang.policy.interface.fleet import InstanceView
+
+logger = logging.getLogger(__name__)
+HOLD_S = 10.0  # at most; then a held request goes on by itself
+REST_S = 10.0  # of device time, after a move that came to nothing
+DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
+_PULL, _REDO = m.MoveKind.PULL, m.MoveKind.REDO
+_RESUMED = m.LossReason.RESUMED
+# Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
+_OVER = frozenset({m.LossReason.NOT_SENT, m.LossReason.FULL, m.LossReason.REFUSED, m.LossReason.ABORTED})
+_NOT_THERE = frozenset({WorkerState.DEAD, WorkerState.SUSPECT})
+
+
+class MoveState(FastEnum):
+    HOLDING = "holding"  # its instance was told to hold it
+    PULLING = "pulling"  # its relay was told where it goes on
+
+
+HOLDING, PULLING = MoveState  # named once: see ``fast_enum``
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RunningMove:
+    """One request on its way. ``rid``: under which id the source knows it; ``hop``: the one that is to follow."""
+
+    record: RequestRecord
+    source: Worker
+    target: Worker
+    rid: str
+    room: int
+    hop: Hop
+    state: MoveState = HOLDING
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failed:
+    """A request's last move came to nothing; ``times``: so have as many in a row, each shortly after the other."""
+
+    at_s: float
+    times: int
+
+
+class Migration:
+    """Orders the steps of each move, and keeps it until it is over. It moves nothing before ``start``.
+
+    Args:
+        send_message: to a relay by its number.
+        order_abort: at an instance.
+        is_connected, never_connects: whether KV cache can go from the first instance to the second now, or never can.
+
+    Attributes:
+        on_failed: called with the request's id when a move that was under way has come to nothing.
+        on_over: called when one is over, whatever has come of it.
+    """
+
+    def __init__(
+        self,
+        dispatcher: RequestDispatcher,
+        *,
+        send_message: Callable[[int, m.FromControl], None],
+        order_abort: Callable[[AbortOrder], None],
+        is_connected: Callable[[InstanceView, InstanceView], bool],
+        never_connects: Callable[[InstanceView, InstanceView], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        self.on_failed: Callable[[str], None] = lambda rid: None
+        self.on_over: Callable[[], None] = lambda: None
+        self._dispatcher = dispatcher
+        self._legs = HopLedger(dispatcher.ledger)
+        self._send_message, self._order_abort = send_message, order_abort
+        self._is_connected, self._never_connects, self._clock = is_connected, never_connects, clock
+        self._client: InstanceClient | None = None
+        self._tasks = Tasks()
+        self._moves: dict[str, RunningMove] = {}
+        self._failed: dict[str, Failed] = {}  # by request
+
+    def start(self, client: InstanceClient) -> None:
+        self._client = client
+
+    async def stop(self) -> None:
+        await self._tasks.close()
+
+    def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
+        """Moves the request that the router knows as ``rid``. None: it is under way; otherwise why it cannot be."""
+        record = self._dispatcher.ledger.records.get(rid)
+        why_not = "it is not open" if record is None else self.find_obstacle(record, target)
+        if record is None or why_not is not None:
+            return why_not
+        source = record.hop.decode
+        assert source is not None
+        how = self.find_way(source, target)
+        assert how is not None
+        hop = start_pending(record, how=how, why=reason)
+        hop.prefill = hop.decode = target
+        room = self._legs.open_pending(record, target.number, self._clock())
+        move = RunningMove(record, source, target, rid_at_instance(rid, record.reached), room, hop)
+        self._moves[rid] = move
+        self._tasks.spawn(self._hold(move))
+        return None
+
+    def count_leaving(self, source: Worker) -> int:
+        """Moves under way that leave ``source``."""
+        return sum(move.source is source for move in self._moves.values())
+
+    def count_unbooked(self, target: Worker) -> int:
+        """Those that are to come to ``target``, and that its load does not show yet."""
+        return sum(move.target is target and move.state is HOLDING for move in self._moves.values())
+
+    def sweep_moves(self, now_s: float) -> None:
+        """Called a few times a second: forgets moves of requests that have ended, and rests that are over."""
+        for move in list(self._moves.values()):
+            if self._is_current(move) and move.state is PULLING and move.target.state in _NOT_THERE:
+                # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
+                self._tasks.spawn(self._resume(move))
+        rest_s = self._dispatcher.policy.clock.wall_s(REST_S)
+        self._failed = {rid: failed for rid, failed in self._failed.items() if now_s - failed.at_s < 2 * rest_s}
+
+    def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
+        """Why the request cannot move there now."""
+        source = record.hop.decode
+        if record.stage is not STREAMING or source is None or not record.movable:
+            return "its stream cannot go on elsewhere"
+        if record.pending is not None:
+            return "it is on its way already"
+        if self._is_resting(record, source):
+            return "it rests, as its last move came to nothing"
+        if self._client is None or source.state is WorkerState.DEAD:
+            return "its instance cannot be asked"
+        if target is source or not target.is_ready() or target.description is None or not target.description.hops:
+            return "the target cannot take it"
+        if target.view in find_unfit(record.ask, self._dispatcher.table):
+            return "the target cannot serve it"
+        return "no KV cache can go to the target" if self.find_way(source, target) is None else None
+
+    def find_way(self, source: Worker, target: Worker) -> m.MoveKind | None:
+        """How a request goes from the one to the other, both being well; None: not now."""
+        if self._is_connected(source.view, target.view):
+            return _PULL
+        return _REDO if self._never_connects(source.view, target.view) else None
+
+    def _is_resting(self, record: RequestRecord, source: Worker) -> bool:
+        failed = self._failed.get(record.rid)
+        if failed is None:
+            return False
+        drains = source.state is WorkerState.DRAINING
+        rest_s = min(REST_S, DRAIN_REST_S * 2 ** (failed.times - 1)) if drains else REST_S
+        return self._clock() - failed.at_s < self._dispatcher.policy.clock.wall_s(rest_s)
+
+    # -- what comes of it --------------------------------------------------------------------------------------------
+
+    async def _hold(self, move: RunningMove) -> None:
+        command = {"do": "hold", "rid": move.rid, "room": move.room, "for_s": HOLD_S}
+        answer = await self._order(move.source, command)
+        record = move.record
+        if not self._is_current(move):  # it has ended, or its instance is lost
+            return
+        if answer.get("status") != "held":
+            self._fail(move, str(answer.get("status")), resume=answer.get("status") is None)
+            return
+        if move.target.state is WorkerState.DEAD:
+            self._fail(move, "dead", resume=True)
+            return
+        description, now_s = move.source.description, self._clock()
+        assert description is not None
+        move.state = PULLING
+        hop = move.hop
+        assert hop.how is not None
+        pulls, tokens = hop.how is _PULL, int(answer["kv_tokens"]) + 1
+        hop.tokens, hop.kv_tokens, hop.assigned_s = int(answer["tokens"]), tokens - 1 if pulls else 0, now_s
+        book_pending(record, move.target, tokens, now_s)
+        self._legs.send_pending(record)
+        order = m.Continue(
+            record.rid,
+            hop.number,
+            move.target.number,
+            hop.how,
+            hop.reached,
+            hop.why,
+            hop.tokens,
+            source=move.source.number,
+            bootstrap_host=move.source.address.host if pulls else "",
+            bootstrap_port=description.bootstrap_port or 0 if pulls else 0,
+            bootstrap_room=move.room if pulls else 0,
+        )
+        self._send_message(record.relay, order)
+
+    def on_joined(self, joined: m.Joined, now_s: float) -> bool:
+        """True if it was a move; the next hop is the answer from here on."""
+        move = self._moves.get(joined.rid)
+        if move is None or not self._is_current(move) or move.hop.number != joined.hop:
+            return False
+        del self._moves[joined.rid]
+        record, dispatcher, left = move.record, self._dispatcher, move.record.hop
+        for worker, _ in left.workers():
+            worker.load.end_request(record.key, now_s)
+            worker.breaker.end_trial(record.rid)
+        left.ended_s = now_s
+        self._legs.join_pending(record, now_s)
+        assert move.hop.how is not None
+        move.hop.gap_s = joined.gap_s
+        move.target.load.start_request(record.key, now_s)
+        dispatcher.index.insert_prompt(move.target.view.index, record.prompt.keys)
+        dispatcher.series.hops.inc(move.hop.how.label, move.hop.why)
+        dispatcher.series.hop_gap_s.observe(joined.gap_s)
+        self._tasks.spawn(self._commit(move, left))
+        dispatcher.dispatch_pending(now_s)
+        self.on_over()
+        return True
+
+    def on_lost(self, lost: m.Lost, now_s: float) -> bool:
+        """True if the pending hop is lost. Where the present one is, nothing comes of its move."""
+        move = self._moves.get(lost.rid)
+        if move is None or not self._is_current(move):
+            return False
+        if lost.hop != move.hop.number:
+            if lost.hop == move.record.hop.number:
+                self._fail(move, "source_lost", resume=False)
+            return False
+        self._fail(move, lost.why.name.lower(), resume=lost.why is not _RESUMED, over=lost.why in _OVER)
+        return True
+
+    def _is_current(self, move: RunningMove) -> bool:
+        """True if the move is still under way; else it is forgotten."""
+        if move.record.pending is move.hop and move.record.stage is STREAMING:
+            return True
+        if self._moves.get(move.record.rid) is move:
+            del self._moves[move.record.rid]
+        return False
+
+    def _fail(self, move: RunningMove, why: str, *, resume: bool, over: bool = False) -> None:
+        """The request goes on where it is, and rests. ``over``: the target holds nothing of it."""
+        del self._moves[move.record.rid]
+        record, dispatcher, now_s = move.record, self._dispatcher, self._clock()
+        close_pending(record, now_s)
+        for order in self._legs.drop_pending(record, now_s, over=over):
+            self._order_abort(order)
+        former = self._failed.get(record.rid)
+        self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)
+        dispatcher.series.hop_failures.inc(why)
+        if resume:
+            self._tasks.spawn(self._resume(move))
+        self.on_failed(record.rid)
+        self.on_over()
+
+    async def _resume(self, move: RunningMove) -> None:
+        await self._order(move.source, {"do": "resume", "room": move.room})
+
+    async def _commit(self, move: RunningMove, left: Hop) -> None:
+        """The instance that was left ends its stream and frees the KV cache. Where it does not say so, it is told to
+        abort, until it confirms or is dead. The request may have ended meanwhile."""
+        answer = await self._order(move.source, {"do": "commit", "room": move.room})
+        ledger, record = self._dispatcher.ledger, move.record
+        open_legs = [leg for leg in left.legs if leg.state is LEAVING]
+        if answer.get("status") == "committed":
+            for leg in open_legs:
+                ledger.finish_leg(record, leg.leg, self._clock(), attempt=leg.attempt)
+            return
+        for order in self._legs.leave_legs(record, open_legs, self._clock()):
+            self._order_abort(order)
+
+    async def _order(self, worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
+        """The answer; empty where there is none."""
+        assert self._client is not None
+        try:
+            return (await self._client.order_hops(worker, [command]))[0]
+        except (NobodyListensError, NoAnswerError, WorkerError) as error:
+            logger.warning("%s at %s: %s", command["do"], worker.view.name, error)
+            return {}

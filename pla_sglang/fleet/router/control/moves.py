@@ -1,0 +1,164 @@
+"""Moves of running requests, as policies order them: who carries them out, and which requests rest.
+
+A request rests after every order, whatever comes of it, and after a move that came to nothing: without that a policy
+would order the same move again at each of its ticks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pla_sglang.common.checks import MILLI, Choice, Range, check_fields, knob
+from pla_sglang.fleet.router.control.request_record import STREAMING, RequestRecord
+from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.fleet.router.wire.rids import find_rid
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.interface.decisions import Migrate
+from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.runner import Refusal
+
+STATED = "stated"
+DISPATCH, PREFILLED = "dispatch", "prefilled"
+NO_MOVER, NOT_THERE = "nothing here can move requests", "it does not run at the source"
+MOST_RESTS = 1024  # beyond so many, those that are over are looked for
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveKnobs:
+    """Knobs of policies that move running requests. Times are device time."""
+
+    interval_s: float = knob(
+        0.5,
+        "--move-interval-ms MS",
+        "load-migration, star, combined: between two decisions about moves, in device time",
+        allowed=Range(10, unit="ms"),
+        scale=MILLI,
+    )
+    rest_s: float = knob(
+        5.0,
+        "--move-rest-ms MS",
+        "how long a request that was ordered to move, or has moved, or whose move failed, stays put, in device time",
+        allowed=Range(0, unit="ms"),
+        scale=MILLI,
+    )
+    pause_s: float = knob(
+        0.02,
+        "--move-pause-ms MS",
+        "predicted pause of a client whose request moves, without the transfer of its KV cache, in device time",
+        allowed=Range(0, unit="ms"),
+        scale=MILLI,
+    )
+    gain: float = knob(
+        1.0,
+        "--move-gain",
+        "a request moves only where its answer gains so many times the predicted pause; 0: whether it gains or not",
+        allowed=Range(0),
+    )
+    lengths: str = knob(
+        "none",
+        "--lengths {none,stated}",
+        "what star knows of answers to come; stated: the length that header x-answer-tokens says, for benches",
+        allowed=Choice(("none", STATED)),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class Mover(Protocol):
+    """Moves running requests."""
+
+    def move_request(self, rid: str, target: Worker, reason: str) -> str | None:
+        """Moves the request that the router knows as ``rid``. None: under way; otherwise why it cannot be."""
+        ...
+
+
+class MoveOrders:
+    """What policies order, and what came of it.
+
+    Args:
+        clock: wall seconds.
+        device_clock: in whose seconds ``rest_s`` is.
+
+    Attributes:
+        mover: None: every order is refused.
+        find_record: the open request of this id; set by the owner of the records.
+    """
+
+    def __init__(
+        self,
+        rest_s: float,
+        *,
+        clock: Callable[[], float],
+        device_clock: DeviceClock,
+        find_worker: Callable[[InstanceView], Worker],
+    ) -> None:
+        self.mover: Mover | None = None
+        self.find_record: Callable[[str], RequestRecord | None] = lambda rid: None
+        self.ordered = 0
+        self.failed = 0
+        self.refused: Counter[str] = Counter()  # by why
+        self._rest_s = rest_s
+        self._clock = clock
+        self._device_clock = device_clock
+        self._find_worker = find_worker
+        self._rests_until_s: dict[str, float] = {}
+
+    def order_move(self, action: Migrate) -> Refusal | None:
+        """Has the request moved, if it is where the policy has seen it."""
+        rid, _ = find_rid(action.rid)  # to a policy each hop is a request of its own
+        self._let_rest(rid)
+        if self.mover is None:
+            self.refused[NO_MOVER] += 1
+            return Refusal.UNSUPPORTED
+        record = self.find_record(rid)
+        here = record is not None and record.stage is STREAMING and record.hop.decode is not None
+        if not here or record.hop.decode.view is not action.source:  # type: ignore[union-attr]
+            self.refused[NOT_THERE] += 1
+            return Refusal.NOT_MOVABLE
+        why_not = self.mover.move_request(rid, self._find_worker(action.target), action.reason.value)
+        if why_not is not None:
+            self.refused[why_not] += 1
+            return Refusal.NOT_MOVABLE
+        self.ordered += 1
+        return None
+
+    def note_failed(self, rid: str) -> None:
+        """A move that was under way came to nothing; the request goes on where it was."""
+        self.failed += 1
+        self._let_rest(rid)
+
+    def is_resting(self, record: RequestRecord) -> bool:
+        """True if a request is to stay where it is: it was ordered to move, or came there, shortly before."""
+        now_s = self._clock()
+        if self._rests_until_s.get(record.rid, now_s) > now_s:
+            return True
+        joined_s = record.hop.assigned_s if len(record.hops) > 1 else None
+        return joined_s is not None and now_s - joined_s < self._device_clock.wall_s(self._rest_s)
+
+    def count_resting(self) -> int:
+        """Requests that were ordered to move and rest; those that have ended are left out."""
+        self._forget_rested()
+        return sum(self.find_record(rid) is not None for rid in self._rests_until_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /pla/state."""
+        return {
+            "can_move": self.mover is not None,
+            "ordered": self.ordered,
+            "failed": self.failed,
+            "refused": dict(self.refused),
+            "resting": self.count_resting(),
+        }
+
+    def _let_rest(self, rid: str) -> None:
+        if len(self._rests_until_s) >= MOST_RESTS:
+            self._forget_rested()
+        self._rests_until_s[rid] = self._clock() + self._device_clock.wall_s(self._rest_s)
+
+    def _forget_rested(self) -> None:
+        now_s = self._clock()
+        self._rests_until_s = {rid: until_s for rid, until_s in self._rests_until_s.items() if until_s > now_s}

@@ -1,0 +1,223 @@
+"""Why a request went where it went, and what its time to the first token was made of.
+
+The stages lie end to end, so they add up to the TTFT:
+
+    arrived ─ queue ─ decided ─ route ─ sent ─ prefill wait ─ prefill ─ done ─ transfer ─ first token ─ seen
+
+Times between messages are measured. What lies between *sent* and *done* is one measured span; it is split by the
+prefill time that the policy's predictor expects for the request alone, and so is what lies between *done* and *seen*
+by the token interval of the decode instance. ``split`` says so. A unified instance reports no *done*: there the whole
+span from *sent* to *seen* is wait and prefill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from pla_sglang.fleet.router.control.request_record import Hop, RequestRecord
+from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.pairs import Choice
+
+SHOWN_CANDIDATES = 8
+FIRST_TRANSFER = "transfer_s has the set-up of the connection between these two instances; no prediction learns from it"
+STAGES = ("queue_s", "route_s", "prefill_wait_s", "prefill_s", "transfer_s", "first_token_s")
+
+
+def note_choice(
+    record: RequestRecord,
+    choice: Choice,
+    ready: Sequence[InstanceView],
+    clock: DeviceClock,
+    *,
+    excluded: Mapping[InstanceView, Exclusion],
+    own_prefill_s: float | None,
+) -> None:
+    """What the policy chose, what it could have chosen, and what was kept from it. ``own_prefill_s`` and what views say
+    is device time."""
+    hop, view = record.hop, record.view
+    hop.choice = choice
+    hop.cached_tokens = view.history_tokens(choice.prefill)
+    hop.predicted_ttft_s = clock.known_wall_s(view.predicted_ttft_s)
+    hop.token_interval_s = clock.known_wall_s(choice.decode.token_interval_s)
+    hop.own_prefill_s = clock.known_wall_s(own_prefill_s)
+    cached = view.cached
+    hop.candidates = tuple(
+        [(one.name, one.queued_tokens, cached.get(one.index, 0)) for one in ready[:SHOWN_CANDIDATES]]
+    )
+    hop.excluded = tuple([(one.name, reason.value) for one, reason in excluded.items()]) if excluded else ()
+
+
+def stages(record: RequestRecord) -> dict[str, float] | None:
+    """As ``stage_seconds``, by name."""
+    seconds = stage_seconds(record)
+    return None if seconds is None else dict(zip(STAGES, seconds, strict=True))
+
+
+def stage_seconds(record: RequestRecord) -> tuple[float, float, float, float, float, float] | None:
+    """Seconds by stage, in the order of ``STAGES``; their sum is the TTFT. None before the first token.
+
+    Reports of several processes may cross; a time that would lie before its predecessor is taken to be at it.
+    """
+    hop = record.shown_hop
+    if hop.first_token_s is None:
+        return None
+    arrived_s, choice = record.ask.arrived_s, hop.choice
+    seen_s = max(hop.first_token_s, arrived_s)
+    decided_s = _between(arrived_s, hop.assigned_s, seen_s)
+    sent_s = _between(decided_s, hop.sent_s, seen_s)
+    done_s = seen_s
+    if hop.prefill_done_s is not None and choice is not None and choice.decode is not choice.prefill:
+        done_s = _between(sent_s, hop.prefill_done_s, seen_s)
+    prefill_s = done_s - sent_s if hop.own_prefill_s is None else min(done_s - sent_s, hop.own_prefill_s)
+    last_s = min(seen_s - done_s, hop.token_interval_s or 0.0)
+    return (
+        decided_s - arrived_s,
+        sent_s - decided_s,
+        done_s - sent_s - prefill_s,
+        prefill_s,
+        seen_s - done_s - last_s,
+        last_s,
+    )
+
+
+def _between(low_s: float, time_s: float | None, high_s: float) -> float:
+    if time_s is None or time_s < low_s:
+        return low_s
+    return time_s if time_s < high_s else high_s
+
+
+class ExplainStore:
+    """The latest records, the oldest forgotten first.
+
+    Args:
+        wall_s, clock: seconds of the day's clock and of that of the records, at one time.
+    """
+
+    def __init__(
+        self,
+        capacity: int = 10_000,
+        *,
+        wall_s: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._capacity = capacity
+        self._wall_s, self._clock = wall_s, clock
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def add(self, record: RequestRecord) -> None:
+        records = self._records
+        if record.rid in records:
+            records.move_to_end(record.rid)
+        records[record.rid] = record
+        if len(records) > self._capacity:
+            records.popitem(last=False)
+
+    def explain(self, rid: str) -> dict[str, Any] | None:
+        """Everything about a request; None if it is not known (any more)."""
+        record = self._records.get(rid)
+        return None if record is None else explain(record, offset_s=self._wall_s() - self._clock())
+
+
+def wall_times(record: RequestRecord, offset_s: float) -> dict[str, str | None]:
+    """The times of a request by the clock of the day, UTC. ``offset_s``: from the clock of records to that one."""
+    hop = record.shown_hop
+    times = {
+        "arrived": record.ask.arrived_s,
+        "decided": hop.assigned_s,
+        "sent": hop.sent_s,
+        "done": hop.prefill_done_s,
+        "first": hop.first_token_s,
+        "ended": record.hop.ended_s,
+    }
+    return {name: None if at_s is None else _utc_text(at_s + offset_s) for name, at_s in times.items()}
+
+
+def _utc_text(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def explain(record: RequestRecord, *, offset_s: float) -> dict[str, Any]:
+    """For /pla/explain; ``offset_s`` as in ``wall_times``. Fields that end with ``_s`` are of the records' clock."""
+    hop, choice = record.shown_hop, record.shown_hop.choice
+    explained: dict[str, Any] = {
+        "rid": record.rid,
+        "times": wall_times(record, offset_s),
+        "arrived_s": record.ask.arrived_s,
+        "tenant": record.tenant,
+        "input_tokens": record.prompt.tokens,
+        "exact_tokens": record.prompt.exact,
+        "cached_tokens": hop.cached_tokens,
+        "slo_ttft_s": record.ttft_slo_s,
+        "slo_tpot_s": record.tpot_slo_s,
+        "slo_from": dict(zip(("ttft", "tpot"), record.slo_from, strict=True)),
+        "admission": record.admission,
+        "attempts": record.hop.attempts,
+        "former": [msgspec.structs.asdict(attempt) for attempt in record.former],
+        "reason": "" if choice is None else choice.reason.value,
+        "placement": "" if choice is None else choice.placement.value,
+        "prefill": None if choice is None else choice.prefill.name,
+        "decode": None if choice is None else choice.decode.name,
+        "placed_s": hop.placed_s,
+        "placed_on": hop.placed_on,
+        "room": hop.room,
+        "predicted_ttft_s": hop.predicted_ttft_s,
+        "own_prefill_s": hop.own_prefill_s,
+        "token_interval_s": hop.token_interval_s,
+        "actions": () if choice is None else [f"{type(one).__name__}:{one.reason.value}" for one in choice.actions],
+        "candidates": {
+            name: {"queued_tokens": queued, "cached_tokens": cached} for name, queued, cached in hop.candidates
+        },
+        "excluded": dict(hop.excluded),
+        "decided_s": hop.assigned_s,
+        "sent_s": hop.sent_s,
+        "done_s": hop.prefill_done_s,
+        "first_s": hop.first_token_s,
+        "ended_s": record.hop.ended_s,
+        "end": None if record.outcome is None else record.outcome.label,
+        "status": record.status,
+        "output_tokens": record.output_tokens,
+        "exact_output": record.exact_output,
+        "detail": record.detail,
+    }
+    if len(record.hops) > 1:
+        explained["hops"] = [describe_hop(hop) for hop in record.hops]
+    return explained | explain_first_token(record)
+
+
+def explain_first_token(record: RequestRecord) -> dict[str, Any]:
+    """The stages before it; empty where there was none."""
+    hop, seconds = record.shown_hop, stages(record)
+    if seconds is None or hop.first_token_s is None:
+        return {}
+    explained: dict[str, Any] = {
+        "ttft_s": max(hop.first_token_s, record.ask.arrived_s) - record.ask.arrived_s,
+        "stages": seconds,
+    }
+    if hop.first_transfer:
+        explained["first_transfer"] = FIRST_TRANSFER
+    explained["split"] = {"prefill_wait_s, prefill_s": "predicted", "transfer_s, first_token_s": "predicted"}
+    return explained
+
+
+def describe_hop(hop: Hop) -> dict[str, Any]:
+    """One of several; the first has no ``how`` and no ``why``."""
+    return {
+        "hop": hop.number,
+        "how": None if hop.how is None else hop.how.label,
+        "why": hop.why or None,
+        "tokens": hop.tokens,
+        "gap_s": hop.gap_s,
+        "kv_tokens": hop.kv_tokens,
+        "prefill": None if hop.prefill is None else hop.prefill.view.name,
+        "decode": None if hop.decode is None else hop.decode.view.name,
+        "decided_s": hop.assigned_s,
+        "ended_s": hop.ended_s,
+    }

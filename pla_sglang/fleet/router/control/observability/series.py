@@ -1,0 +1,191 @@
+"""``pla_router_*`` metrics of the control plane, and what relays report of themselves."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pla_sglang.fleet.router.control.observability.explain import STAGES
+from pla_sglang.fleet.router.wire.messages import RelayReport
+from pla_sglang.fleet.viewer.history import TtftSums
+
+_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_NAME = re.compile(r'^([a-z_]+)(?:\{([a-z_]+)="([^"\\]*)"\})?$')
+Row = tuple[str, str, dict[str, str], float]  # name without prefix, help, labels, value
+
+
+class RouterSeries(Collector):
+    """Counters by reason, kept here; gauges are read from the state at each scrape.
+
+    Args:
+        gauges: yields the gauges of the moment.
+    """
+
+    def __init__(self, gauges: Callable[[], Iterator[Row]]) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._gauges = gauges
+        self._reports: dict[int, RelayReport] = {}  # by relay
+        self.requests = Tally(registry, "requests", "Requests that have ended, by how.", "end")
+        self.output_tokens = Tally(
+            registry, "output_tokens", "Tokens of answers, as instances say; of answers without a count, events.", "by"
+        )
+        self.admissions = Tally(registry, "admissions", "Requests let in or refused, by reason.", "decision", "reason")
+        self.dispatches = Tally(registry, "dispatches", "Requests sent to instances, by reason.", "reason")
+        self.placements = Tally(registry, "placements", "Decode instances chosen, by reason.", "reason")
+        self.actions = Tally(registry, "actions", "Fleet actions of policies, also those not done.", "action", "reason")
+        self.failures = Tally(registry, "instance_failures", "Failures of instances.", "kind")
+        self.refusals = Tally(registry, "instance_refusals", "Requests refused by instances for load.", "worker")
+        self.exclusions = Tally(registry, "exclusions", "Dispatches with instances left out, by reason.", "reason")
+        self.moves = Tally(registry, "worker_moves", "Changes of worker states.", "state", "reason")
+        self.aborts = Tally(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
+        self.peer_lists = Tally(registry, "peer_lists", "Lists of peers sent to instances, by outcome.", "outcome")
+        self.retries = Tally(registry, "retries", "Requests sent again, by why.", "reason")
+        self.hops = Tally(registry, "moves", "Requests that went on at another instance.", "how", "reason")
+        self.hop_failures = Tally(registry, "move_failures", "Requests that could not go on elsewhere.", "reason")
+        self.hop_gap_s = Durations(registry, "move_gap_seconds", "From the last event at one instance to the next.")
+        self.worker_ttft = WorkerTtft(registry)
+        self.ttft_s = Durations(registry, "ttft_seconds", "Arrival to first token.")
+        self.stage_s = StageSums(registry, "ttft_stage_seconds", "Parts of the time to first token, summed.")
+        self.decision_s = Durations(registry, "decision_seconds", "Time of the control plane for one dispatch.")
+        registry.register(self)
+
+    def on_relay(self, report: RelayReport) -> None:
+        self._reports[report.relay] = report
+
+    def render_text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges, and the relays' own counters and gauges with the label ``relay``."""
+        yield from _make_families(GaugeMetricFamily, self._gauges())
+        reports = [report for _, report in sorted(self._reports.items())]
+        counters = (row for report in reports for row in _relay_rows(report.relay, report.counters))
+        yield from _make_families(CounterMetricFamily, counters)
+        gauges = (row for report in reports for row in _relay_rows(report.relay, report.gauges))
+        yield from _make_families(GaugeMetricFamily, gauges)
+
+
+class _Named(Collector):
+    """Counted in plain Python, as a request is counted ten times; turned into samples when somebody asks.
+
+    Prometheus' own counters lock and check at each step, for threads that do not exist here.
+    """
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str) -> None:
+        self._name, self._text = f"pla_router_{name}", text
+        registry.register(self)
+
+
+class Tally(_Named):
+    """A counter by labels."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, *labels: str) -> None:
+        super().__init__(registry, name, text)
+        self._labels = labels
+        self._counts: dict[tuple[str, ...], float] = {}
+
+    def inc(self, *labels: str, by: float = 1.0) -> None:
+        self._counts[labels] = self._counts.get(labels, 0.0) + by
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
+        yield family
+
+
+class WorkerTtft(Collector):
+    """Time from dispatch to first token by instance, beside what was predicted; sums, so that any span has means.
+
+    Requests without a prediction, and the first ones of a pair, which wait for its connection, are left out.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.by_worker: dict[str, TtftSums] = {}
+        registry.register(self)
+
+    def observe(self, worker: str, measured_s: float, predicted_s: float | None) -> None:
+        """``worker``: the instance that has prefilled, by name."""
+        if predicted_s is None:
+            return
+        sums = self.by_worker.get(worker)
+        if sums is None:
+            sums = self.by_worker[worker] = TtftSums()
+        sums.add_request(measured_s, predicted_s)
+
+    def collect(self) -> Iterator[Metric]:
+        for name, text, read in (
+            ("first_tokens", "First tokens of requests with a prediction.", lambda sums: sums.count),
+            ("ttft_seconds", "From dispatch to first token, summed.", lambda sums: sums.measured_s),
+            ("predicted_ttft_seconds", "What was predicted for these, summed.", lambda sums: sums.predicted_s),
+            ("ttft_error_seconds", "Absolute differences of the two, summed.", lambda sums: sums.error_s),
+        ):
+            family = CounterMetricFamily(f"pla_router_worker_{name}", text, labels=("worker",))
+            for worker, sums in self.by_worker.items():
+                family.add_metric((worker,), read(sums))
+            yield family
+
+
+class StageSums(_Named):
+    """Seconds by stage, always added to together; there from the first time."""
+
+    _sums: Sequence[float] = ()
+
+    def add_stages(self, seconds: Sequence[float] | None) -> None:
+        """One for each of ``STAGES``; None: of a request without a first token."""
+        if seconds is not None:
+            self._sums = [a + b for a, b in zip(self._sums, seconds, strict=True)] if self._sums else seconds
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=("stage",))
+        for stage, total_s in zip(STAGES, self._sums, strict=False):
+            family.add_metric((stage.removesuffix("_s"),), total_s)
+        yield family
+
+
+class Durations(_Named):
+    """A histogram of seconds."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str) -> None:
+        super().__init__(registry, name, text)
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect.bisect_left(_SECONDS, seconds)] += 1
+        self._sum_s += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(str, _SECONDS), "+Inf"]
+        upto = itertools.accumulate(self._counts)
+        yield HistogramMetricFamily(self._name, self._text, list(zip(bounds, upto, strict=True)), self._sum_s)
+
+
+def _make_families(kind: Any, rows: Iterable[Row]) -> Iterable[Metric]:
+    """A name's first row says which labels it has; rows with others are left out."""
+    families: dict[str, Any] = {}
+    for name, text, labels, value in rows:
+        family = families.get(name)
+        if family is None:
+            family = families[name] = kind(f"pla_router_{name}", text, labels=list(labels))
+        if list(family._labelnames) == list(labels):
+            family.add_metric(list(labels.values()), value)
+    return families.values()
+
+
+def _relay_rows(relay: int, values: Mapping[str, float]) -> Iterator[Row]:
+    """Invalid metric names are skipped."""
+    for full, value in values.items():
+        parts = _NAME.match(full)
+        if parts is not None:
+            name, label, text = parts.groups()
+            labels = {"relay": str(relay)} | ({} if label is None else {label: text})
+            yield f"relay_{name.removesuffix('_total')}", "Reported by a relay.", labels, value

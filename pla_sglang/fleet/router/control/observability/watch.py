@@ -1,0 +1,111 @@
+"""Keeps the history of the last minutes that ``/pla/view`` draws: looks at the table of workers at every sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pla_sglang.common.legend.explanations import WORKER_PREFIX
+from pla_sglang.fleet.router.control.policy_setup import LivePolicy
+from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
+from pla_sglang.fleet.router.control.request_record import RequestRecord
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
+from pla_sglang.fleet.viewer.history import (
+    BOTH_CLASSES,
+    NO_REQUESTS,
+    FleetHistory,
+    RequestMove,
+    TtftSums,
+    measure_load,
+    membership_of,
+)
+from pla_sglang.policy.interface.fleet import Role
+from pla_sglang.policy.runner import FleetRunner, PoolMove
+from pla_sglang.recording import rows
+
+_ROLES = frozenset(role.value for role in Role)
+
+
+class FleetWatch:
+    """A policy's moves come with their own time and reason; what else has changed is seen at the next sweep.
+
+    Args:
+        ttft: by name of worker, as the series count it.
+    """
+
+    def __init__(self, table: WorkerTable, ttft: Mapping[str, TtftSums]) -> None:
+        self.history = FleetHistory()
+        self._table = table
+        self._ttft = ttft
+        self._noted_moves = 0
+        self._gone: set[int] = set()  # indices of dead workers that are noted as such
+
+    def observe_fleet(self, runner: FleetRunner | None, now_s: float, *, open_requests: int, waiting: int) -> None:
+        """``runner``: None until the policy is made."""
+        if runner is not None:
+            self._note_moves(runner)
+        for worker in self._table.workers:
+            if worker.view.index not in self._gone:
+                self._note_worker(worker, now_s)
+        if self.history.is_due(now_s):
+            loads = {
+                worker.view.index: measure_load(worker.view, self._ttft.get(worker.view.name, NO_REQUESTS))
+                for worker in self._table
+            }
+            self.history.add_sample(now_s, loads, open_requests=open_requests, waiting=waiting)
+
+    def _note_moves(self, runner: FleetRunner) -> None:
+        """Those since the last look, as far as the runner still has them."""
+        new = runner.moved.total() - self._noted_moves
+        self._noted_moves += new
+        for move in list(runner.moves)[-new:] if new else ():
+            self._note_move(move)
+
+    def _note_move(self, move: PoolMove) -> None:
+        before = self.history.find_membership(move.instance.index)
+        if before is None:
+            return
+        if move.role in _ROLES:
+            now, epoch = before._replace(role=move.role), move.epoch
+        else:
+            now, epoch = before._replace(length_class="" if move.role == BOTH_CLASSES else move.role), None
+        self.history.note_membership(move.instance.index, now, move.at_s, reason=move.reason, epoch=epoch)
+
+    def _note_worker(self, worker: Worker, now_s: float) -> None:
+        view, state = worker.view, worker.state
+        capacity = None if worker.description is None else view.kv_capacity_tokens
+        self.history.note_instance(view.index, view.name, view.kind.value, capacity)
+        before, now = self.history.find_membership(view.index), membership_of(view)._replace(state=state.value)
+        if before is None or before.state != now.state:
+            reason = f"{WORKER_PREFIX}{worker.reason.value}"
+            self.history.note_membership(view.index, now, worker.since_s, reason=reason)
+        else:
+            self.history.note_membership(view.index, now, now_s)
+        if state is WorkerState.DEAD:
+            self._gone.add(view.index)
+
+
+def note_move(record: RequestRecord, now_s: float, *, history: FleetHistory, policy: LivePolicy) -> None:
+    """The request goes on at another instance since ``now_s`` (wall time): for the page and for the recording."""
+    hop, left = record.hop, record.hops[-2] if len(record.hops) > 1 else None
+    if left is None or left.decode is None or hop.decode is None or hop.how is None:
+        return
+    source, target, pause_s = left.decode.view, hop.decode.view, hop.gap_s or 0.0
+    what = (hop.how.label, hop.why, hop.kv_tokens * policy.kv_bytes_per_token)
+    history.note_move(RequestMove(now_s, record.rid, source.name, target.name, *what, pause_s))
+    if policy.recorder is not None:
+        device_s = policy.clock.device_s
+        moved = rows.Moved(device_s(now_s), record.rid, source.index, target.index, *what, device_s(pause_s))
+        policy.recorder.write_move(moved)
+
+
+def describe_fleet(dispatcher: RequestDispatcher) -> dict[str, str]:
+    """The box at the top of the page: names and short texts."""
+    runner = dispatcher.policy.runner
+    return {
+        "policy": dispatcher.knobs.policy,
+        "ready": str(sum(worker.is_ready() for worker in dispatcher.table)),
+        "open requests": str(dispatcher.ledger.live),
+        "waiting in the router": str(len(dispatcher.queue)),
+        "moves between pools": "0" if runner is None else str(runner.moved.total()),
+        "TTFT over predicted, median": f"{dispatcher.admission.correction.quantile(0.5):.3g}",
+    }

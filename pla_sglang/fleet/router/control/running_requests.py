@@ -1,0 +1,121 @@
+"""Which requests run where, for policies that move them: rows of load reports, joined with the router's own records.
+
+An instance sends rows of its running requests every ``MoveKnobs.interval_s``, as the router asks it to. Since then some
+have ended and others have come, and requests of other senders have no record here. So a row counts only while the
+router's record says that the request runs there, and the rest of the instance's load (its view is up to date) counts as
+requests that are not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from pla_sglang.fleet.router.control.moves import STATED, MoveKnobs, MoveOrders
+from pla_sglang.fleet.router.control.request_record import ENDED, STREAMING, RequestRecord
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
+from pla_sglang.fleet.router.wire.rids import find_rid
+from pla_sglang.load.report import MOST_ROWS, RequestRow
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.interface.fleet import DecodeBatch, InstanceKind, InstanceView
+
+ROWS_IN_ALL = 8192  # of all instances in an interval: what the control plane reads and joins in some 20 ms
+LEAST_ROWS = 16  # of one instance
+STALE_INTERVALS = 4  # rows that are older than so many are no ground for a move
+LEAST_INTERVAL_S = 0.02  # of wall time; instances refuse less
+
+
+class RunningRequests:
+    """Joins the rows of load reports with the router's own records.
+
+    Args:
+        orders: knows which requests rest.
+        clock: wall seconds.
+        device_clock: in whose seconds the knobs are.
+    """
+
+    def __init__(
+        self,
+        knobs: MoveKnobs,
+        table: WorkerTable,
+        orders: MoveOrders,
+        *,
+        clock: Callable[[], float],
+        device_clock: DeviceClock,
+    ) -> None:
+        self._knobs = knobs
+        self._table = table
+        self.orders = orders
+        self._clock = clock
+        self._device_clock = device_clock
+
+    def wanted_rows(self) -> Mapping[str, Any]:
+        """What each instance is asked for: ``rows`` of ``POST /pla/peers``."""
+        instances = max(1, sum(1 for _ in self._table))
+        return {"every_s": self._interval_s(), "most": min(MOST_ROWS, max(LEAST_ROWS, ROWS_IN_ALL // instances))}
+
+    def list_decodes(self, view: InstanceView) -> DecodeBatch:
+        """The running requests of one instance now, under the ids by which policies know them."""
+        worker = self._table.of(view)
+        age_s = self.rows_age_s(worker)
+        fresh = age_s is not None and age_s <= STALE_INTERVALS * self._interval_s()
+        rows: list[tuple[str, int, float | None]] = []
+        movable: list[bool] = []
+        for row, record in self._join_rows(worker):
+            rows.append((record.view.rid, row.prompt_tokens + row.output_tokens, self._remaining_of(record, row)))
+            movable.append(fresh and self._may_move(record, row, view))
+        batch = DecodeBatch.of(rows)
+        batch.movable = np.array(movable, dtype=np.bool_)
+        batch.unlisted_requests = max(0, view.running - len(rows))
+        batch.unlisted_tokens = max(0, view.context_tokens - int(batch.tokens.sum()))
+        return batch
+
+    def rows_age_s(self, worker: Worker) -> float | None:
+        """How old its rows are; None: there are none yet."""
+        if not worker.rows:
+            return None
+        return self._clock() - min(at_s for at_s, _ in worker.rows.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """For /pla/state: by instance, how many rows there are of it and how old they are."""
+        aged = ((worker, self.rows_age_s(worker)) for worker in self._table)
+        return {
+            worker.view.name: {"rows": sum(len(rows) for _, rows in worker.rows.values()), "age_s": round(age_s, 3)}
+            for worker, age_s in aged
+            if age_s is not None
+        }
+
+    def _interval_s(self) -> float:
+        return max(LEAST_INTERVAL_S, self._device_clock.wall_s(self._knobs.interval_s))
+
+    def _join_rows(self, worker: Worker) -> Iterator[tuple[RequestRow, RequestRecord]]:
+        """Rows of the router's requests that run there now, as far as it knows."""
+        find_record = self.orders.find_record
+        for _, rows in worker.rows.values():
+            for row in rows:
+                rid, reached = find_rid(row.rid)
+                record = find_record(rid)
+                if record is None or record.stage is ENDED or record.reached != reached:
+                    continue
+                if record.hop.decode is worker:
+                    yield row, record
+
+    def _may_move(self, record: RequestRecord, row: RequestRow, view: InstanceView) -> bool:
+        """Only a stream of one answer from a stateless instance can move; where there is a mover, only one of which its
+        relay says so. What else forbids it, the mover knows."""
+        if self.orders.mover is not None and not record.movable:
+            return False
+        if (
+            row.held
+            or record.pending is not None
+            or view.kind is not InstanceKind.STATELESS
+            or record.stage is not STREAMING
+        ):
+            return False
+        return record.is_single() and record.ask.stream and not self.orders.is_resting(record)
+
+    def _remaining_of(self, record: RequestRecord, row: RequestRow) -> float | None:
+        stated = record.ask.answer_tokens if self._knobs.lengths == STATED else None
+        return None if stated is None else float(max(1, stated - row.output_tokens))

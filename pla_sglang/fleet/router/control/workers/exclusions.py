@@ -1,0 +1,156 @@
+"""Which ready instances a request must not go to now, and why. Pure: time comes in.
+
+An instance that refuses a request for load (429, 503) is full, not ill. For a short while nothing goes there that can
+go elsewhere, and the refused request never goes there again. An instance whose breaker is on trial gets that one
+request.
+An instance that cannot serve a request at all, as it says of itself, never gets it.
+Policies are asked as if these instances were not there; what controls pools and roles sees all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+from pla_sglang.common.checks import MILLI, Range, check_fields, knob
+from pla_sglang.fleet.router.control.workers.breaker import BreakerState
+from pla_sglang.fleet.router.control.workers.discovery import Description
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
+from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
+from pla_sglang.fleet.router.wire.messages import Ask
+from pla_sglang.policy.admission import AdmissionReason, Verdict
+from pla_sglang.policy.interface.fast_enum import FastEnum
+from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
+from pla_sglang.policy.pairs import PREFILLS, SERVES_WHOLE, TAKES_HANDOFFS
+
+
+class Exclusion(FastEnum):
+    """Why a ready instance is left out of a dispatch."""
+
+    FULL = "full"  # it has just refused a request for load
+    BREAKER = "breaker"  # its breaker is not closed, and its trial is under way
+    REFUSED = "refused_it"  # it has refused this very request for load
+    MODEL = "other_model"  # the path needs a model that generates, or one that embeds, and it has the other
+    ADAPTER = "no_adapter"  # it serves no LoRA adapters, or not this one and another instance does
+    CONTEXT = "over_context"  # the prompt is longer than its context
+
+
+@dataclasses.dataclass(frozen=True)
+class ExclusionKnobs:
+    """``full_s``: how long an instance that has said that it is full is avoided, in device time."""
+
+    full_s: float = knob(
+        0.1,
+        "--full-avoid-ms MS",
+        "an instance that refuses a request as it is full gets nothing that others can take; 0: at once again",
+        allowed=Range(0, 60_000, "ms"),
+        scale=MILLI,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, "exclusions")
+
+
+_FULL, _BREAKER, _REFUSED, _MODEL, _ADAPTER, _CONTEXT = Exclusion
+_ADMISSION = {
+    _MODEL: AdmissionReason.OTHER_MODEL,
+    _ADAPTER: AdmissionReason.NO_ADAPTER,
+    _CONTEXT: AdmissionReason.OVER_CONTEXT,
+}
+_CLOSED, _DEAD = BreakerState.CLOSED, WorkerState.DEAD
+_NONE: Mapping[InstanceView, Exclusion] = {}
+
+
+class Exclusions:
+    """Exclusions of the workers of one table."""
+
+    def __init__(self, table: WorkerTable, knobs: ExclusionKnobs) -> None:
+        self._table = table
+        self._knobs = knobs
+
+    def note_full(self, worker: Worker, now_s: float) -> None:
+        """It has refused a request for load."""
+        worker.load.note_full(now_s, self._knobs.full_s)
+        self._table.restricted.add(worker)
+
+    def find(
+        self,
+        refused_by: Collection[int],
+        now_s: float,
+        *,
+        unfit: Mapping[InstanceView, Exclusion] = _NONE,
+        whole_only: bool = False,
+    ) -> Mapping[InstanceView, Exclusion]:
+        """For one request. ``refused_by``: numbers of the workers that have refused it for load. ``unfit``: as
+        ``find_unfit`` says. ``whole_only``: a pair cannot serve it, so an instance that is full and can do it whole is
+        not left out for a pair.
+
+        A request that nobody has refused yet goes somewhere even if all have just said that they are full: one of them
+        may have room by now, and its client then gets that instance's own answer.
+        """
+        if not self._table.restricted and not refused_by:
+            return unfit
+        excluded: dict[InstanceView, Exclusion] = {}
+        for worker in list(self._table.restricted):
+            if not worker.breaker.admits():
+                excluded[worker.view] = _BREAKER
+            elif worker.view.full_until_s > now_s:
+                excluded[worker.view] = _FULL
+            elif worker.breaker.state is _CLOSED or worker.state is _DEAD:
+                self._table.restricted.discard(worker)
+        for number in refused_by:
+            if number in self._table.by_number:
+                excluded[self._table.by_number[number].view] = _REFUSED
+        if not refused_by:
+            for kinds in (PREFILLS, TAKES_HANDOFFS, SERVES_WHOLE) if whole_only else (PREFILLS, TAKES_HANDOFFS):
+                self._allow_full(excluded, kinds, unfit)
+        return {**excluded, **unfit} if unfit else excluded
+
+    def _allow_full(
+        self,
+        excluded: dict[InstanceView, Exclusion],
+        kinds: Collection[InstanceKind],
+        unfit: Mapping[InstanceView, Exclusion],
+    ) -> None:
+        """Where every ready instance of ``kinds`` is left out, those that are only full are not."""
+        members = [view for view in self._table.fleet.ready if view.kind in kinds and view not in unfit]
+        if all(view in excluded for view in members):
+            for view in members:
+                if excluded[view] is _FULL:
+                    del excluded[view]
+
+
+def find_unfit(ask: Ask, table: WorkerTable) -> Mapping[InstanceView, Exclusion]:
+    """Who cannot serve the request at all, as instances say of themselves. One that has not said anything yet can."""
+    path = BY_ENDPOINT[ask.endpoint][1]
+    wrong = table.models & {not path.generates} if path.generates or path.embeds else ()
+    if not wrong and ask.adapter is None and ask.input_tokens < table.least_context_tokens:
+        return _NONE  # as almost always
+    described = [(worker, worker.description) for worker in table if worker.description is not None]
+    named = ask.adapter is not None and any(ask.adapter in (said.adapters or ()) for _, said in described)
+    unfit: dict[InstanceView, Exclusion] = {}
+    for worker, said in described:
+        if (why := _why_unfit(ask, said, adapter_is_named=named)) is not None:
+            unfit[worker.view] = why
+    return unfit
+
+
+def judge_unfit(unfit: Mapping[InstanceView, Exclusion], table: WorkerTable) -> Verdict | None:
+    """Why no instance can ever serve a request; None: one that is not ``unfit`` can, or has not said yet what it is."""
+    if not unfit or len(unfit) < sum(1 for _ in table):
+        return None
+    reasons = set(unfit.values())
+    return Verdict(False, next(_ADMISSION[why] for why in (_CONTEXT, _ADAPTER, _MODEL) if why in reasons))
+
+
+def _why_unfit(ask: Ask, said: Description, *, adapter_is_named: bool) -> Exclusion | None:
+    path = BY_ENDPOINT[ask.endpoint][1]
+    if (path.generates and said.generates is False) or (path.embeds and said.generates):
+        return _MODEL
+    if ask.adapter is not None and (said.adapters is None or (adapter_is_named and ask.adapter not in said.adapters)):
+        return _ADAPTER
+    # An answer that has begun elsewhere makes the prompt longer, never shorter; estimates and batches are its own.
+    exact = ask.exact_tokens and ask.prompts == 1
+    if exact and said.most_input_tokens is not None and ask.input_tokens >= said.most_input_tokens:
+        return _CONTEXT
+    return None

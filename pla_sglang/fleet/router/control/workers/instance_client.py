@@ -1,0 +1,160 @@
+"""Calls to instances over HTTP: what are you, are you well, about to end, how loaded, your class, your peers, drop a
+request.
+
+The only file of the control plane that talks to instances. Every call has a time limit, and every failure is one of
+two kinds: nobody listens, or no proper answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from pla_sglang.fleet.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
+from pla_sglang.fleet.router.control.workers.discovery import Address, Description, describe, polled_load
+from pla_sglang.fleet.router.control.workers.polls import ANSWER_BYTES, Polls, quote_answer
+from pla_sglang.fleet.router.control.workers.table import Worker
+from pla_sglang.load.instance_load import InstanceLoad
+from pla_sglang.policy.dopd.batching import BatchingKnobs
+from pla_sglang.policy.interface.prefill import PrefillClass
+
+
+class InstanceClient:
+    """A client for all instances; ``close`` it."""
+
+    def __init__(self, *, timeout_s: float, api_key: str = "", admin_key: str = "") -> None:
+        self._keys = (api_key, admin_key)
+        self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=8),
+            headers=headers,
+            trust_env=False,
+        )
+        self._polls = Polls(timeout_s=timeout_s, api_key=api_key)
+
+    async def close(self) -> None:
+        await self._polls.close_polls()
+        await self._http.close()
+
+    async def describe(self, address: Address, *, with_model: bool = False) -> Description:
+        """``with_model``: whether its model generates is asked for too, where the instance can tell.
+
+        Raises NobodyListensError, NoAnswerError, WorkerError.
+        """
+        url = f"{address.url}/server_info"
+        info = _object(await self._call("GET", url), url)
+        return describe(info, await self._read_model(address) if with_model else None)
+
+    async def _read_model(self, address: Address) -> dict[str, Any]:
+        """Empty where the instance does not say. Raises NobodyListensError, NoAnswerError."""
+        url = f"{address.url}/model_info"
+        try:
+            content = await self._call("GET", url)
+        except NoAnswerError as error:
+            if error.status:
+                return {}
+            raise
+        try:
+            return _object(content, url)
+        except (NoAnswerError, WorkerError):
+            return {}
+
+    async def health(self, address: Address) -> None:
+        """Returns if it is well. Raises NobodyListensError, NoAnswerError."""
+        await self._call("GET", f"{address.url}/health")
+
+    async def is_ending(self, worker: Worker) -> bool:
+        """True if the instance says that it was told to end (SIGTERM). Raises NoAnswerError, WorkerError."""
+        target = "/pla/ending"
+        answer = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
+        return answer.get("ending") is True
+
+    async def loads(self, worker: Worker) -> InstanceLoad:
+        """Raises NoAnswerError, WorkerError."""
+        target = "/v1/loads?include=core"
+        answer = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
+        return polled_load(answer, worker.view.kind)
+
+    async def set_class(self, worker: Worker, length_class: PrefillClass | None) -> None:
+        """Where the instance has no classes, the pool is a matter of the router alone.
+
+        Raises NobodyListensError, NoAnswerError.
+        """
+        role = "mixed" if length_class is None else length_class.value
+        try:
+            await self._call("POST", f"{worker.url}/pla/role", {"role": role})
+        except NoAnswerError as error:
+            if error.status not in (404, 405):
+                raise
+
+    async def set_batching(self, worker: Worker, knobs: BatchingKnobs) -> None:
+        """The threshold and the timeout (by the clock of the device) of DOPD's Algorithm 1 there.
+
+        Raises NobodyListensError, NoAnswerError.
+        """
+        told = {"boundary_tokens": knobs.i_next_tokens, "batch_timeout_ms": knobs.timeout_s * 1e3}
+        await self._call("POST", f"{worker.url}/pla/config", told)
+
+    async def abort(self, worker: Worker, rid: str) -> None:
+        """The instance drops ``rid``; it answers the same for one it does not have.
+
+        Raises NobodyListensError, NoAnswerError.
+        """
+        await self._call("POST", f"{worker.url}/abort_request", {"rid": rid})
+
+    async def tell_peers(self, worker: Worker, peers: Mapping[str, Any]) -> dict[str, str]:
+        """``peers``: the body of ``POST /pla/peers``. Returns what the instance says of each peer, by its name.
+
+        Raises NobodyListensError, NoAnswerError, WorkerError.
+        """
+        url = f"{worker.url}/pla/peers"
+        states = _object(await self._call("POST", url, peers), url).get("peers")
+        if not isinstance(states, dict):
+            raise WorkerError(f"{url} answered without peers", status=502)
+        return {name: str(state) for name, state in states.items()}
+
+    async def order_hops(self, worker: Worker, commands: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """``commands``: of ``POST /pla/hops`` (docs/protocol.md). Returns an answer for each, in order.
+
+        Raises NobodyListensError, NoAnswerError, WorkerError.
+        """
+        url = f"{worker.url}/pla/hops"
+        answers = _object(await self._call("POST", url, {"commands": commands}), url).get("answers")
+        if not isinstance(answers, list) or len(answers) != len(commands):
+            raise WorkerError(f"{url} answered {answers!r:.100}", status=502)
+        return answers
+
+    async def _call(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> bytes:
+        """Those with a body are an operator's: they bring the admin key, where there is one."""
+        headers = {} if body is None else self._admin
+        try:
+            async with self._http.request(method, url, json=body, headers=headers) as answer:
+                content = await answer.content.read(ANSWER_BYTES)
+                if answer.status >= 400:
+                    text = quote_answer(content, *self._keys)
+                    raise NoAnswerError(f"{url} answered {answer.status}: {text}", answer.status)
+                while more := await answer.content.read(ANSWER_BYTES):
+                    content += more
+                    if len(content) > ANSWER_BYTES:
+                        raise NoAnswerError(f"{url} answered more than {ANSWER_BYTES} bytes")
+                return content
+        except aiohttp.ClientConnectorError as error:
+            raise NobodyListensError(f"{url}: {error}") from None
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise NoAnswerError(f"{url}: {type(error).__name__} {error}") from None
+
+
+def _object(data: bytes, url: str) -> dict[str, Any]:
+    """Raises NoAnswerError, WorkerError."""
+    try:
+        parsed = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise NoAnswerError(f"{url} answered no JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise WorkerError(f"{url} answered {type(parsed).__name__}, not an object", status=502)
+    return parsed

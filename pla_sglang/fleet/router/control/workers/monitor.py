@@ -1,0 +1,326 @@
+"""Watches the instances: asks what they are, checks that they are well, takes their reports or the loads that they
+publish, polls those that send neither, tells them their pool, and drops requests there. Peers, batching and moves are
+told to instances by ``peering``, ``batching`` and ``migration``.
+
+Each worker has at most one check and one poll under way. Tasks belong to the monitor and end with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import zmq
+
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.fleet.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
+from pla_sglang.fleet.router.control.ledger import AbortOrder
+from pla_sglang.fleet.router.control.workers.discovery import Description, polled_load
+from pla_sglang.fleet.router.control.workers.health import Health, ProbeResult
+from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
+from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads
+from pla_sglang.fleet.router.control.workers.report_intake import NewReport, ReportIntake
+from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.load.pull import Puller
+from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.policy.interface.prefill import PrefillClass
+
+logger = logging.getLogger(__name__)
+CHECK_TICK_S = 0.1
+QUIET_S = 2.0  # an instance that reports is polled after such a silence; a long pass keeps it from reporting
+ABORT_RETRY_S = 0.5
+UNTOLD = "does not know its class"
+CLASS_RETRY_S = (0.5, 30.0)  # first and longest wait until an instance is told its class again
+# An abort that overtakes its request on the way to an instance is lost, so it is said again before it counts.
+ABORT_AGAIN_S = 0.3
+DRAIN_TICK_S = 0.02  # ZMQ's descriptor tells of new messages only once
+Clock = Callable[[], float]
+
+
+class InstanceMonitor:
+    """Checks, polls and orders of all workers. It does nothing before ``start``.
+
+    Args:
+        poll_interval_s: of instances without fresh reports.
+        on_report: called with every report that says something new.
+        on_description: called with what a worker says of itself for the first time, before the table has it. It raises
+            ConfigError where such an instance cannot be served.
+        on_aborted: called when an instance has confirmed an abort, or is dead; the second argument says which.
+    """
+
+    _client: InstanceClient
+
+    def __init__(
+        self,
+        table: WorkerTable,
+        health: Health,
+        clock: Clock,
+        *,
+        poll_interval_s: float,
+        on_report: Callable[[NewReport], None],
+        on_description: Callable[[Description], None],
+        on_aborted: Callable[[AbortOrder, str], None],
+    ) -> None:
+        self.intake = ReportIntake(table)
+        self.published = PublishedLoads()
+        self.polls = 0
+        self._table = table
+        self._health = health
+        self._clock = clock
+        self._poll_interval_s = poll_interval_s
+        self._on_report, self._on_description, self._on_aborted = on_report, on_description, on_aborted
+        self._tasks = Tasks()
+        self._checked_s: dict[int, float] = {}
+        self._verified_s: dict[int, float] = {}
+        self._polled_s: dict[int, float] = {}
+        self._doubted: set[int] = set()  # workers that have answered 500 since their last verification began
+        self._busy: set[tuple[str, int]] = set()
+        self._classes: dict[int, PrefillClass | None] = {}  # as the workers were told
+        self._puller: Puller | None = None
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def start(self, client: InstanceClient, telemetry: str) -> None:
+        """Raises ConfigError where the address of the telemetry cannot be bound."""
+        self._client = client
+        if telemetry:
+            try:
+                self._puller = Puller(telemetry)
+            except zmq.ZMQError as error:
+                raise ConfigError(f"--telemetry {telemetry}: {error}") from None
+            self._tasks.spawn(self._drain())
+        self._tasks.spawn(self._take_published())
+        self._tasks.spawn(self._watch())
+
+    async def stop(self) -> None:
+        await self._tasks.close()
+        self.published.close()
+        if self._puller is not None:
+            self._puller.close()
+
+    async def _watch(self) -> None:
+        while True:
+            now_s = self._clock()
+            self.published.follow(self._table)
+            for worker in list(self._table):
+                if self._due(self._checked_s, worker, self._health.check_interval_s(worker), now_s):
+                    worker.breaker.tick(now_s)
+                    if self._health.needs_check(worker, now_s):
+                        self._once(self._check, worker)
+                self._verify_doubted(worker, now_s)
+                is_pushed = bool(worker.load.reports) or self.published.is_heard(worker.number, now_s)
+                quiet_s = QUIET_S if is_pushed else 0.0
+                fresh = worker.load.is_fresh(now_s, max(quiet_s, 2 * self._poll_interval_s))
+                known = worker.state is not WorkerState.STARTING
+                if known and not fresh and self._due(self._polled_s, worker, self._poll_interval_s, now_s):
+                    self._once(self._poll, worker)
+            await asyncio.sleep(min(CHECK_TICK_S, self._poll_interval_s))
+
+    def _due(self, last_s: dict[int, float], worker: Worker, interval_s: float, now_s: float) -> bool:
+        if now_s - last_s.get(worker.number, float("-inf")) < interval_s:
+            return False
+        last_s[worker.number] = now_s
+        return True
+
+    def _once(self, work: Callable[[Worker], Coroutine[Any, Any, None]], worker: Worker) -> None:
+        """One of a kind at a time for a worker."""
+        key = (work.__name__, worker.number)
+        if key in self._busy:
+            return
+        self._busy.add(key)
+
+        async def guarded() -> None:
+            try:
+                await work(worker)
+            finally:
+                self._busy.discard(key)
+
+        self._tasks.spawn(guarded())
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def check_soon(self, worker: Worker) -> None:
+        """A request has failed there: look now, not at the next turn."""
+        self._once(self._check, worker)
+
+    def verify_soon(self, worker: Worker) -> None:
+        """It has answered a request with 500, which may be the client's own mistake: its health decides. Checked at
+        once, but not more often than health is checked anyway, so that such requests cost little."""
+        self._doubted.add(worker.number)
+        self._verify_doubted(worker, self._clock())
+
+    def _verify_doubted(self, worker: Worker, now_s: float) -> None:
+        number = worker.number
+        if number not in self._doubted or ("_verify", number) in self._busy:
+            return
+        if self._due(self._verified_s, worker, self._health.knobs.interval_s, now_s):
+            self._doubted.discard(number)
+            self._once(self._verify, worker)
+
+    async def _verify(self, worker: Worker) -> None:
+        """SGLang's /health generates a token: a scheduler that hangs does not answer."""
+        probe, detail, began_s = ProbeResult.OK, "", self._clock()
+        try:
+            await self._client.health(worker.address)
+            worker.heard_s = self._clock()
+        except NobodyListensError as error:
+            probe, detail = ProbeResult.REFUSED, str(error)
+        except NoAnswerError as error:
+            probe, detail = ProbeResult.FAILED, str(error)
+        self._health.on_verified(worker, probe, self._clock(), detail, began_s=began_s)
+
+    async def _check(self, worker: Worker) -> None:
+        """One that serves is asked what it is: its scheduler must answer, and no token is generated for it. Before one
+        is let in (again), SGLang's /health generates a token there."""
+        probe, detail = ProbeResult.OK, ""
+        try:
+            await self._describe(worker)
+            if worker.state in (WorkerState.STARTING, WorkerState.SUSPECT):
+                await self._client.health(worker.address)
+        except NobodyListensError as error:
+            probe, detail = ProbeResult.REFUSED, str(error)
+        except (NoAnswerError, WorkerError) as error:
+            probe, detail = ProbeResult.FAILED, str(error)
+        self._health.on_probe(worker, probe, self._clock(), detail)
+
+    async def _describe(self, worker: Worker) -> None:
+        """Asks what it is. Another process than before at the same address is another worker."""
+        said = await self._client.describe(worker.address, with_model=worker.description is None)
+        if worker.state is WorkerState.DEAD:
+            return
+        worker.heard_s = self._clock()
+        same = self._table.same_process(worker, said.identity)
+        if same is not None:  # under another name of its machine, or behind a router: this one
+            raise WorkerError(f"the process that answers there is worker {same.number} already ({same.url})", 409)
+        worker.legs = said.legs or worker.legs
+        expected = worker.expected_identity if worker.description is None else worker.description.identity
+        if expected and said.identity != expected:
+            self.restarted(worker)
+        elif worker.description is None:
+            try:
+                self._on_description(said)
+            except ConfigError as error:  # it cannot serve like that, and its detail says why
+                logger.error("worker %s: %s", worker.view.name, error)
+                raise WorkerError(str(error)) from None
+            self._table.describe(worker, said, self._clock())
+            self._tell_classes()
+
+    def restarted(self, worker: Worker) -> None:
+        """Another process answers at the worker's address."""
+        if worker.state is not WorkerState.DEAD:
+            worker.load.restart()
+            self._health.replace_worker(worker, WorkerReason.RESTARTED, self._clock())
+
+    # -- load --------------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Takes reports as they come."""
+        puller = self._puller
+        assert puller is not None
+        loop, wake = asyncio.get_running_loop(), asyncio.Event()
+        descriptor = int(puller.socket.getsockopt(zmq.FD))
+        loop.add_reader(descriptor, wake.set)
+        try:
+            while True:
+                for report in puller.drain():
+                    heard = self.intake.on_report(report, self._clock())
+                    if heard is not None and heard.restarted:
+                        self.restarted(heard.worker)
+                    elif heard is not None:
+                        self._on_report(heard)
+                wake.clear()
+                # Not wait_for: where both fall together, it takes a cancellation for a wake-up, and this never ends.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(DRAIN_TICK_S):
+                        await wake.wait()
+        finally:
+            loop.remove_reader(descriptor)
+
+    async def _take_published(self) -> None:
+        """Takes the loads that stock engines publish, as if they had been polled."""
+        while True:
+            now_s = self._clock()
+            for number, answer in self.published.drain(now_s):
+                worker = self._table.by_number[number]
+                if worker.state is not WorkerState.DEAD:
+                    worker.load.on_load(polled_load(answer, worker.view.kind), now_s)
+                    self._on_report(NewReport(worker, None))
+            await asyncio.sleep(DRAIN_TICK_S if self.published.is_following() else CHECK_TICK_S)
+
+    async def _poll(self, worker: Worker) -> None:
+        try:
+            load = await self._client.loads(worker)
+        except (NobodyListensError, NoAnswerError, WorkerError):
+            return  # health checks judge; a load that is not known is corrected by what was sent
+        self.polls += 1
+        if worker.state is not WorkerState.DEAD:
+            worker.load.on_load(load, self._clock())
+            self._on_report(NewReport(worker, None))
+
+    # -- orders ------------------------------------------------------------------------------------------------------
+
+    def set_class(self, view: InstanceView, length_class: PrefillClass | None) -> None:
+        """The policy has moved an instance to another pool; the instance is told, which may fail."""
+        self._tell_class(self._table.of(view))
+
+    def _tell_classes(self) -> None:
+        """Whose class is not the one it was told; a newcomer changes that of an instance that was alone."""
+        for worker in self._table:
+            known = worker.number in self._classes and self._classes[worker.number] is worker.view.length_class
+            if not known:
+                self._tell_class(worker)
+
+    def _tell_class(self, worker: Worker) -> None:
+        said = worker.description
+        if said is None or not said.has_role or not self._table.pools:
+            return
+        self._classes[worker.number] = worker.view.length_class
+        self._once(self._post_class, worker)
+
+    async def _post_class(self, worker: Worker) -> None:
+        """Until it knows the class that it has then. Whatever comes is served there all the same meanwhile, so the
+        pools stay as the policy sees them."""
+        wait_s = CLASS_RETRY_S[0]
+        while worker.state is not WorkerState.DEAD:
+            length_class = worker.view.length_class
+            try:
+                await self._client.set_class(worker, length_class)
+            except (NobodyListensError, NoAnswerError) as error:
+                worker.detail = f"{UNTOLD}: {error}"
+                logger.warning("worker %s: %s", worker.view.name, worker.detail)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, CLASS_RETRY_S[1])
+                continue
+            if worker.detail.startswith(UNTOLD):
+                worker.detail = ""
+            if worker.view.length_class is length_class:
+                return
+
+    def abort(self, order: AbortOrder) -> None:
+        """Drop a request at an instance, and insist: what runs for nobody keeps memory from others."""
+        self._tasks.spawn(self._post_abort(order))
+
+    async def _post_abort(self, order: AbortOrder) -> None:
+        while True:
+            worker = self._table.by_number.get(order.worker)
+            if worker is None or worker.state is WorkerState.DEAD:
+                self._on_aborted(order, "dead")
+                return
+            try:
+                for wait_s in (0.0, ABORT_AGAIN_S):
+                    await asyncio.sleep(wait_s)
+                    for rid in order.rids:
+                        await self._client.abort(worker, rid)
+            except (NobodyListensError, NoAnswerError) as error:
+                logger.warning("abort of %s at %s: %s", order.rid, worker.view.name, error)
+                if isinstance(error, NoAnswerError) and error.status in (401, 403):
+                    worker.detail = f"refuses aborts with {error.status}; its --admin-api-key is our --worker-admin-key"
+                self.check_soon(worker)
+                await asyncio.sleep(ABORT_RETRY_S)
+                continue
+            self._on_aborted(order, "confirmed")
+            return

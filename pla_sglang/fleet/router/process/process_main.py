@@ -1,0 +1,134 @@
+"""What the processes of a router run: a relay, or the control plane. Light imports: each relay pays for them.
+
+A child reads its settings, one line of JSON, from standard input, so that no key stands in a command line. The end of
+standard input means that the launcher is gone, and so it ends as well. SIGTERM: a relay drains first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Coroutine
+from typing import Any
+
+import uvloop
+
+from pla_sglang.common.cli import Settings, report_error
+from pla_sglang.common.errors import PlaError
+
+RARELY = 10_000  # objects that must have been added until the collector looks at the youngest; Python's own value: 700
+EXIT_FAILED = 1
+
+
+class Stop:
+    """Set by SIGTERM, SIGINT or the launcher's end. ``forced``: by the latter, or by a second signal."""
+
+    def __init__(self, *, watch_stdin: bool) -> None:
+        self.asked = asyncio.Event()
+        self.forced = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.request_stop)
+        if watch_stdin:
+            loop.add_reader(sys.stdin.fileno(), self._on_stdin)
+
+    def request_stop(self) -> None:
+        (self.forced if self.asked.is_set() else self.asked).set()
+
+    def _on_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self.asked.set()
+            self.forced.set()
+
+
+def run_main(main: Coroutine[Any, Any, int]) -> int:
+    """On uvloop. The exit status; errors that name their cause are printed. The log goes to stderr."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("pla_sglang").setLevel(logging.INFO)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(main)
+    except PlaError as error:
+        return report_error(error)
+    except OSError as error:
+        report_error(error)
+        return EXIT_FAILED
+
+
+def settle_memory() -> None:
+    """What was imported stays, so collections need not look at it again; and requests leave no cycles behind, so
+    collections can be rare."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(RARELY)
+
+
+async def relay_main(settings: dict[str, Any]) -> int:
+    """Keys: number, address, port, given (``Settings.given``)."""
+    from pla_sglang.fleet.router.config import RelayConfig
+    from pla_sglang.fleet.router.relay.server import Relay
+    from pla_sglang.fleet.router.wire.endpoints import RelayWire
+
+    config = dataclasses.replace(Settings(settings["given"]).build(RelayConfig), port=settings["port"])
+    stop = Stop(watch_stdin=True)
+    wire = RelayWire(settings["address"], settings["number"], now_s=time.monotonic)
+    relay = Relay(
+        config,
+        number=settings["number"],
+        send_to_control=wire.send_message,
+        rng=random.SystemRandom(),
+        control_is_silent=wire.is_silent,
+    )
+    wire.start_wire(relay.on_message, relay.on_attached)
+    await relay.start_serving(shared=True)
+    settle_memory()
+    await stop.asked.wait()
+    await until_first(relay.drain_requests(), stop.forced.wait())
+    await relay.stop_serving()
+    wire.close_wire()
+    return 0
+
+
+async def control_main(settings: dict[str, Any]) -> int:
+    """Keys: address, given (``Settings.given``), router_key (as in ``ControlPlane``)."""
+    from pla_sglang.fleet.router.control.control_plane import ControlPlane
+    from pla_sglang.fleet.router.control.knobs import ControlKnobs
+    from pla_sglang.fleet.router.wire.endpoints import ControlWire
+
+    plane = ControlPlane(Settings(settings["given"]).build(ControlKnobs), router_key=settings["router_key"])
+    stop = Stop(watch_stdin=True)
+    await plane.start()
+    wire = ControlWire(settings["address"], plane, now_s=time.monotonic)
+    await wire.start_listening()
+    settle_memory()
+    await stop.asked.wait()
+    wire.close_wire()
+    await plane.stop()
+    return 0
+
+
+async def until_first(*waits: Awaitable[Any]) -> None:
+    """Until one of them is done; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+MAINS = {"relay": relay_main, "control": control_main}
+
+
+if __name__ == "__main__":
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as source:  # the event loop watches what follows
+        line = source.readline()
+    sys.exit(run_main(MAINS[sys.argv[1]](json.loads(line))))

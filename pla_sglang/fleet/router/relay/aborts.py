@@ -1,0 +1,109 @@
+"""Aborts that a relay sends to instances, so that they free what they hold of a request: at once, or after a while."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+
+import msgspec
+
+from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.relay.counters import Counters
+from pla_sglang.fleet.router.relay.proxied_call import StatusCall
+from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
+from pla_sglang.fleet.router.relay.upstream_leg import AnswerLeg, PrefillLeg, PrefillResult, UpstreamLeg
+from pla_sglang.fleet.router.relay.worker_directory import WorkerDirectory
+from pla_sglang.fleet.router.wire.messages import FailureKind, Outcome
+
+# When an abort is sent, counted from the first. One that overtakes its request on the way to an instance is lost
+# (SGLang knows no such rid yet), so it is repeated. An instance that has ended the request ignores it.
+ABORT_TIMES_S = (0.0, 0.25, 0.7)
+ABORT_TIMEOUT_S = 5.0
+# How long a prefill leg may take to end its answer once decode has answered completely, by the request's outcome.
+LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
+
+
+class InstanceAborts:
+    """``unanswered``: aborts that instances have not answered yet."""
+
+    def __init__(
+        self, pool: UpstreamPool, workers: WorkerDirectory, counters: Counters, *, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._pool, self._workers, self._counters, self._loop = pool, workers, counters, loop
+        self.unanswered = 0
+
+    def abort_repeatedly(self, number: int, rids: Sequence[str]) -> None:
+        """Make an instance free what it holds of a request."""
+        for delay_s in ABORT_TIMES_S:
+            if delay_s:
+                self._loop.call_later(delay_s, functools.partial(self.send_abort, number, rids))
+            else:
+                self.send_abort(number, rids)
+
+    def send_abort(self, number: int, rids: Sequence[str]) -> None:
+        """Once, for each of ``rids``."""
+        worker = self._workers.find_worker(number)
+        if worker is None:
+            return
+        self.unanswered += len(rids)
+        for rid in rids:
+            call = StatusCall(self._pool, self._loop, self._on_status, timeout_s=ABORT_TIMEOUT_S)
+            call.send_request(worker, "POST", "/abort_request", msgspec.json.encode({"rid": rid}), admin=True)
+
+    def _on_status(self, status: int) -> None:
+        self.unanswered -= 1
+        self._counters.count_event("upstream_aborts_total", status=str(status))
+
+    async def wait_answered(self, limit_s: float) -> None:
+        """Until every abort is answered, at most ``limit_s``."""
+        end_s = self._loop.time() + limit_s
+        while self.unanswered and self._loop.time() < end_s:
+            await asyncio.sleep(limit_s / 100)
+
+
+class LingeringLegs:
+    """Legs that have not ended when nobody needs their answer any more: they get some time, and then they are aborted.
+
+    Prefill legs of requests that are answered, and legs that a request has left for another instance. Observes these
+    legs in place of their requests.
+    """
+
+    def __init__(self, aborts: InstanceAborts) -> None:
+        self._aborts = aborts
+        self._waiting: dict[UpstreamLeg, tuple[float, Sequence[str]]] = {}  # end of its time, and the ids there
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add_leg(self, leg: AnswerLeg | PrefillLeg, rids: Sequence[str], *, until_s: float) -> None:
+        """``rids``: under which ids the instance knows the request."""
+        leg.observer = self
+        self._waiting[leg] = (until_s, rids)
+
+    def check_time_limits(self, now_s: float) -> None:
+        for leg, (until_s, rids) in list(self._waiting.items()):
+            if now_s > until_s:
+                del self._waiting[leg]
+                if leg.connection is not None:
+                    leg.connection.drop_connection()
+                self._aborts.abort_repeatedly(leg.worker, rids)
+
+    # -- AnswerObserver and PrefillObserver ----------------------------------------------------------------------------
+
+    def on_answer_head(self, head: AnswerHead) -> bool:
+        """Nobody gets this answer."""
+        return False
+
+    def on_answer_body(self, data: bytes) -> None:
+        """Nobody gets this answer."""
+
+    def on_answer_done(self) -> None:
+        for leg in [leg for leg in self._waiting if leg.done]:
+            del self._waiting[leg]
+
+    def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:
+        self._waiting.pop(leg, None)
+
+    def on_leg_lost(self, leg: UpstreamLeg, kind: FailureKind, detail: str) -> None:
+        self._waiting.pop(leg, None)

@@ -1,0 +1,103 @@
+"""How many tokens an answer has, by what its instance says in it.
+
+Instances say so at the end of an answer: ``meta_info.completion_tokens`` of /generate, in each event of a stream the
+sum so far; ``usage.completion_tokens`` of OpenAI's answers, in streams only where the client wants it. Events are no
+measure: an answer in one piece has none, and SGLang joins tokens in one event where its client is slow.
+
+In JSON, quotes inside strings are escaped, so neither a model's words nor a client's look like a count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from typing import Protocol
+
+from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
+
+TAIL_PIECES = 4  # the last event in two pieces, "[DONE]", and the end of the chunked coding
+TAIL_BYTES = 4096  # of each piece
+LINE_BYTES = 1 << 20  # kept of an event whose end has not come
+_COUNT = re.compile(rb'"(?:completion|output)_tokens":\s*([0-9]{1,9})(?=[^0-9])')
+_COUNT_BYTES = 64  # a match is shorter
+_INDEXED = re.compile(_COUNT.pattern + rb'[^\n]*"index":\s*([0-9]{1,6})\}')
+_TOTAL = re.compile(rb'"choices":\s*\[\][^\n]*' + _COUNT.pattern)
+
+
+class AnswerTokens(Protocol):
+    """Sees the pieces of one answer as they are forwarded, with the chunked coding or without."""
+
+    def feed(self, data: bytes) -> None: ...
+
+    def count(self) -> int | None:
+        """Tokens so far; None: the instance has not said."""
+
+
+class WholeAnswer:
+    """An answer that is no stream: the sum over what it says, as /generate answers a batch with a list."""
+
+    __slots__ = ("_rest", "_tokens")
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._tokens: int | None = None
+
+    def feed(self, data: bytes) -> None:
+        data = self._rest + data if self._rest else data
+        end = 0
+        for match in _COUNT.finditer(data):
+            self._tokens = (self._tokens or 0) + int(match[1])
+            end = match.end()
+        self._rest = data[max(end, len(data) - _COUNT_BYTES) :]
+
+    def count(self) -> int | None:
+        return self._tokens
+
+
+class StreamTail:
+    """A stream: the last count that its last pieces hold.
+
+    Args:
+        pattern: of a count; ``_TOTAL`` for several answers in one stream, whose own counts are not those of all.
+    """
+
+    __slots__ = ("_pattern", "_pieces")
+
+    def __init__(self, pattern: re.Pattern[bytes] = _COUNT) -> None:
+        self._pattern = pattern
+        self._pieces: deque[bytes] = deque(maxlen=TAIL_PIECES)
+
+    def feed(self, data: bytes) -> None:
+        self._pieces.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
+
+    def count(self) -> int | None:
+        counts = self._pattern.findall(b"".join(self._pieces))
+        return int(counts[-1]) if counts else None
+
+
+class StreamOfSeveral:
+    """A stream of /generate with several answers, whose events are mixed: the sum over the last count of each."""
+
+    __slots__ = ("_line", "_tokens")
+
+    def __init__(self) -> None:
+        self._line = b""
+        self._tokens: dict[bytes, int] = {}  # by index
+
+    def feed(self, data: bytes) -> None:
+        lines, _, line = (self._line + data).rpartition(b"\n")
+        self._line = line[-LINE_BYTES:]
+        for tokens, index in _INDEXED.findall(lines):
+            self._tokens[index] = int(tokens)
+
+    def count(self) -> int | None:
+        return sum(self._tokens.values()) if self._tokens else None
+
+
+def tokens_of_answer(ask: Ask, *, streams: bool) -> AnswerTokens:
+    """For the answer to ``ask``."""
+    if not streams:
+        return WholeAnswer()
+    if ask.prompts * ask.samples == 1:
+        return StreamTail()
+    return StreamOfSeveral() if ask.endpoint is Endpoint.GENERATE else StreamTail(_TOTAL)

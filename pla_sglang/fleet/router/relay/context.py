@@ -1,0 +1,56 @@
+"""What the parts of one relay share. They are handed this object, and none of them knows the relay."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from pla_sglang.fleet.router.config import RelayConfig
+from pla_sglang.fleet.router.relay.aborts import InstanceAborts, LingeringLegs
+from pla_sglang.fleet.router.relay.counters import ByteAccount, Counters
+from pla_sglang.fleet.router.relay.request_translation import IdGenerator
+from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
+from pla_sglang.fleet.router.relay.worker_directory import WorkerDirectory
+from pla_sglang.fleet.router.wire.messages import FromRelay
+
+
+class RelayContext:
+    """One relay's clock, configuration, counters, connections to instances, and its way to the control plane.
+
+    Args:
+        number: of the relay, from 0; named in every message.
+        send_to_control: takes messages for the control plane.
+        rng: for request and trace ids.
+        now_s: CLOCK_MONOTONIC.
+        control_is_silent: whether the control plane was not heard for a while.
+
+    Attributes:
+        incoming: bytes of request bodies that are being received, or wait to be sent to an instance.
+        kept: bytes of request bodies that are kept for another attempt.
+        draining: no new requests; set by the relay.
+    """
+
+    def __init__(
+        self,
+        config: RelayConfig,
+        *,
+        number: int,
+        send_to_control: Callable[[FromRelay], None],
+        rng: random.Random,
+        now_s: Callable[[], float],
+        control_is_silent: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.config, self.number, self.send_to_control = config, number, send_to_control
+        self.control_is_silent = control_is_silent
+        self.now_s, self.loop = now_s, asyncio.get_running_loop()
+        self.call_soon, self.call_later = self.loop.call_soon, self.loop.call_later
+        self.ids = IdGenerator(rng)
+        self.counters = Counters()
+        self.workers = WorkerDirectory()
+        self.pool = UpstreamPool(self.loop, connect_timeout_s=config.connect_timeout_s, idle_s=config.upstream_idle_s)
+        self.aborts = InstanceAborts(self.pool, self.workers, self.counters, loop=self.loop)
+        self.lingering = LingeringLegs(self.aborts)
+        self.incoming = ByteAccount(config.max_buffered_bytes)
+        self.kept = ByteAccount(config.max_kept_bytes)
+        self.draining = False

@@ -1,0 +1,109 @@
+"""The dispatched requests that a relay has open, by rid: where they begin, hear from the control plane, and end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pla_sglang.fleet.router.http.head import RequestHead
+from pla_sglang.fleet.router.http.json_body import Body
+from pla_sglang.fleet.router.relay.access_log import AccessLog
+from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter
+from pla_sglang.fleet.router.relay.context import RelayContext
+from pla_sglang.fleet.router.relay.dispatched_request import DispatchedRequest
+from pla_sglang.fleet.router.wire.messages import Abort, Ask, Assign, Continue, End, Ended, OpenRequest, Outcome, Refuse
+
+ENDED_COUNTERS = {outcome: f'requests_total{{outcome="{outcome.name.lower()}"}}' for outcome in Outcome}
+
+
+class OpenRequests:
+    """``all_ended`` is set while there are none and the relay drains."""
+
+    def __init__(self, context: RelayContext, access_log: AccessLog) -> None:
+        self._context, self._access_log = context, access_log
+        self._by_rid: dict[str, DispatchedRequest] = {}
+        self._batch_rids: set[str] = set()  # the clients' own names for the prompts of their batches
+        self._all_ended = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._by_rid)
+
+    def __contains__(self, rid: str) -> bool:
+        """True if instances know a request that is open, or a prompt of one, by ``rid``."""
+        return rid in self._by_rid or rid in self._batch_rids
+
+    def begin_request(self, client: AnswerWriter, head: RequestHead, *, raw: bytes, body: Body, ask: Ask) -> None:
+        request = DispatchedRequest(self._context, client, head, raw=raw, body=body, ask=ask, on_end=self._on_end)
+        client.attach_work(request)
+        self._by_rid[ask.rid] = request
+        self._batch_rids.update(ask.rids)
+        request.ask_control()
+
+    def _on_end(self, ask: Ask, assign: Assign | None, ended: Ended) -> None:
+        """The only place where a request leaves the relay."""
+        del self._by_rid[ended.rid]
+        self._batch_rids.difference_update(ask.rids)
+        self._context.counters.count_event(ENDED_COUNTERS[ended.outcome])
+        self._context.send_to_control(ended)
+        self._access_log.write_entry(ask, assign, ended)
+        if self._context.draining and not self._by_rid:
+            self._all_ended.set()
+
+    # -- messages of the control plane -------------------------------------------------------------------------------
+
+    def on_assign(self, assign: Assign) -> None:
+        request = self._by_rid.get(assign.rid)
+        if request is not None:
+            request.on_assign(assign)
+
+    def on_refuse(self, refuse: Refuse) -> None:
+        request = self._by_rid.get(refuse.rid)
+        if request is not None:
+            request.on_refuse(refuse)
+
+    def on_continue(self, order: Continue) -> None:
+        request = self._by_rid.get(order.rid)
+        if request is not None:
+            assign = request.moves.on_continue(order)
+            if assign is not None:
+                request.on_assign(assign)
+
+    def on_no_hop(self, end: End) -> None:
+        request = self._by_rid.get(end.rid)
+        if request is not None:
+            request.moves.on_no_hop(end)
+
+    def on_abort(self, abort: Abort) -> None:
+        request = self._by_rid.get(abort.rid)
+        if request is not None:
+            request.on_abort(abort)
+
+    def describe_open(self) -> tuple[OpenRequest, ...]:
+        """Those that are dispatched, for a control plane that has just started. It knows nothing of moves: what is held
+        goes on by itself."""
+        for request in self._by_rid.values():
+            request.moves.cancel_pull()
+        described = [request.life.describe_open() for request in self._by_rid.values()]
+        return tuple(request for request in described if request is not None)
+
+    def repeat_asks(self) -> None:
+        """The control plane has restarted: it knows nothing of questions that it has not answered."""
+        for request in list(self._by_rid.values()):
+            request.ask_control()
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def check_time_limits(self, now_s: float) -> None:
+        for request in list(self._by_rid.values()):
+            request.check_time_limits(now_s)
+
+    async def wait_ended(self, limit_s: float) -> None:
+        """While the relay drains: until no request is open. What is still open after ``limit_s`` is aborted."""
+        if not self._by_rid:
+            return
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._all_ended.wait()
+        except TimeoutError:
+            for request in list(self._by_rid.values()):
+                abort = Abort(request.life.ask.rid, 503, "draining", "the router is shutting down")
+                request.on_abort(abort, Outcome.DRAINED)

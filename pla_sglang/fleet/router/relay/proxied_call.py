@@ -1,0 +1,97 @@
+"""Requests to one instance that need no dispatch: those of the router itself here, clients' in ``pass_through``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.relay.request_translation import host_header
+from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
+from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
+
+UNREACHABLE = 0  # status of a call that got no answer
+
+
+class ProxiedCall:
+    """One request to one instance, with a time limit. A subclass is the ``AnswerSink`` of its answer.
+
+    ``on_lost`` is called for every kind of failure, at most once, and never after ``_finish_call``.
+    """
+
+    plain = True
+
+    def __init__(self, pool: UpstreamPool, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> None:
+        self._pool = pool
+        self._connection: UpstreamConnection | None = None
+        self._finished = False
+        self._timer = loop.call_later(timeout_s, self._time_out)
+
+    def on_lost(self, kind: FailureKind, detail: str) -> None:
+        raise NotImplementedError
+
+    def _send_to(self, worker: WorkerEntry, method: str, head: bytes, body: bytes) -> None:
+        def on_connection(connection: UpstreamConnection | None, why: str) -> None:
+            if self._finished:
+                if connection is not None:
+                    self._pool.give_back(connection)
+            elif connection is None:
+                self.on_lost(FailureKind.CONNECT, why)
+            else:
+                self._connection = connection
+                connection.send_request(method, head, body, self)  # type: ignore[arg-type]
+
+        self._pool.take_connection(worker, on_connection)
+
+    def _time_out(self) -> None:
+        self._drop_connection()
+        self.on_lost(FailureKind.TIMEOUT, "too slow")
+
+    def _finish_call(self) -> None:
+        self._timer.cancel()
+        self._finished, self._connection = True, None
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.drop_connection()
+
+
+class StatusCall(ProxiedCall):
+    """A request of the router itself; ``on_status`` gets the status (UNREACHABLE without an answer), once."""
+
+    def __init__(
+        self,
+        pool: UpstreamPool,
+        loop: asyncio.AbstractEventLoop,
+        on_status: Callable[[int], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(pool, loop, timeout_s=timeout_s)
+        self._on_status = on_status
+        self._status = UNREACHABLE
+
+    def send_request(self, worker: WorkerEntry, method: str, path: str, body: bytes = b"", *, admin: bool) -> None:
+        """``admin``: the path needs the instance's admin key, where it has one."""
+        token = (admin and worker.admin_key) or worker.api_key
+        key = f"authorization: Bearer {token}\r\n" if token else ""
+        head = (
+            f"{method} {path} HTTP/1.1\r\nhost: {host_header(worker.host, worker.port).decode()}\r\n{key}"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self._send_to(worker, method, head.encode(), body)
+
+    def on_head(self, head: AnswerHead) -> None:
+        self._status = head.status
+
+    def on_body(self, data: bytes) -> None:
+        """Only the status counts."""
+
+    def on_done(self) -> None:
+        self._finish_call()
+        self._on_status(self._status)
+
+    def on_lost(self, kind: FailureKind, detail: str) -> None:
+        self._finish_call()
+        self._on_status(UNREACHABLE)

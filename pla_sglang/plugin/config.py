@@ -1,0 +1,456 @@
+"""The configuration of a server: one frozen, self-checking dataclass, and its way into child processes.
+
+The flags of a server are read here alone. A checked config travels from the process that parsed the command line to
+every process SGLang spawns as JSON in one environment variable, because SGLang's own ``ServerArgs`` takes no foreign
+fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import ipaddress
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pla_sglang.common import cli
+from pla_sglang.common.checks import CONNECT, KEY, Choice, Pattern, Range, check_fields, knob, require_order
+from pla_sglang.common.errors import ConfigError
+
+CONFIG_ENV = "SGLANG_PLA_CONFIG"
+HOST_VARIABLES = ("SGLANG_HOST_IP", "HOST_IP")  # where SGLang looks for this machine's address first
+UCX_NETWORKS, LOOPBACK_NETWORK = "UCX_NET_DEVICES", "lo"
+
+DOPD = "dopd"  # value of --prefill-disagg
+DEADLINES = ("advise", "decide")
+LONG_ORDERS = ("least-remaining", "fcfs")
+ROLES = ("mixed", "short", "long")
+PRESSURE = ("auto", "off")
+REFUSE, ALLOW = UNTESTED_HOST = ("refuse", "allow")
+PAPER_SLO_TTFT_MS = 400.0  # PLA-Serve
+HOUR_MS = 3_600_000
+MILLISECONDS = Range(1, HOUR_MS, "ms")
+WAIT = Range(0, 60_000, "ms")
+TOKENS = Range(1, 1 << 20, "tokens")
+SHARE = Range(0.05, 0.95)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaConfig:
+    """Every knob, checked at construction.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the flag, the value and what is allowed.
+    """
+
+    prefill_disagg: str = knob(
+        "off",
+        "--prefill-disagg {off,temporal,spatial,dopd}",
+        "Prefill-length-aware scheduling: 'temporal' serves short prefills of one instance before long ones "
+        "and lets shorts pass between the chunks of a long. 'dopd' gathers shorts up to the boundary and runs longs "
+        "alone, in order of arrival (DOPD Algorithm 1). 'off' is stock SGLang.",
+        allowed=Choice(("off", "temporal", "spatial", DOPD)),
+        heading="Prefill-length-aware scheduling (pla_sglang)",
+    )
+    boundary_tokens: int | None = knob(
+        None,
+        "--pla-boundary {auto,N}",
+        "A request with at least N new (uncached) prefill tokens is long. 'auto' fits the boundary between "
+        "memory-bound and compute-bound prefill from measured step times.",
+        allowed=TOKENS,
+        none="auto",
+    )
+    slo_ttft_ms: float | None = knob(
+        None,
+        "--pla-slo-ttft-ms",
+        "Default TTFT target of every request in milliseconds. A request overrides it with the header x-slo-ttft-ms or "
+        "with custom_params {'slo_ttft_ms': X}. Default: no target.",
+        allowed=MILLISECONDS,
+    )
+    slo_tpot_ms: float | None = knob(
+        None,
+        "--pla-slo-tpot-ms",
+        "Default TPOT target of every request in milliseconds: with --enable-mixed-chunk, passes are cut so that the "
+        "decodes that ride in them keep it. Per request: header x-slo-tpot-ms, custom_params {'slo_tpot_ms': X}. "
+        "Default: no target.",
+        allowed=MILLISECONDS,
+    )
+    deadlines: str = knob(
+        "advise",
+        "--pla-deadlines {advise,decide}",
+        "'decide': a request that cannot meet its TTFT target any more gives way to those that can, at most until its "
+        "age bound. 'advise': targets only end waits for fuller batches.",
+        allowed=Choice(DEADLINES),
+    )
+    wait_min_ms: float = knob(
+        0.0, "--pla-wait-min-ms", "Lower bound of the adaptive wait for a fuller short batch (AWD W_min).", allowed=WAIT
+    )
+    wait_max_ms: float = knob(
+        10.0,
+        "--pla-wait-max-ms",
+        "Upper bound of the adaptive wait for a fuller short batch (AWD W_max). 0: never wait.",
+        allowed=WAIT,
+    )
+    batch_timeout_ms: float = knob(
+        100.0,
+        "--pla-batch-timeout-ms",
+        "With --prefill-disagg dopd: a long lets gathered shorts go first once they have waited for so long. A router "
+        "with the policy dopd tells this and the boundary.",
+        allowed=WAIT,
+    )
+    long_chunk_tokens: int | None = knob(
+        None,
+        "--pla-long-chunk-tokens",
+        "Largest chunk of a long prefill; it shrinks under short pressure. Default: --chunked-prefill-size.",
+        allowed=TOKENS,
+    )
+    long_chunk_min_tokens: int | None = knob(
+        None,
+        "--pla-long-chunk-min-tokens",
+        "Smallest chunk of a long prefill under short pressure. With the size of the largest, chunks are never cut. "
+        "Default: an eighth of the largest.",
+        allowed=TOKENS,
+    )
+    long_max_age_ms: float = knob(
+        10_000.0,
+        "--pla-long-max-age-ms",
+        "Starvation bound: shorts give way early enough for a long to get its first token about this long after its "
+        "arrival.",
+        allowed=MILLISECONDS,
+    )
+    lost_max_age_ms: float = knob(
+        30_000.0,
+        "--pla-lost-max-age-ms",
+        "With --pla-deadlines decide: so long one that is lost gives way, before it has a share of 5 %. Also the "
+        "bound, in place of --pla-long-max-age-ms where that is less, of requests whose TTFT target is later.",
+        allowed=MILLISECONDS,
+    )
+    decode_gap_ms: float = knob(
+        500.0,
+        "--pla-decode-gap-ms",
+        "While prefills go on, running requests still get a decode step at least this often. 0: decode only when no "
+        "prefill can run, as SGLang does.",
+        allowed=Range(0, HOUR_MS, "ms"),
+    )
+    long_order: str = knob(
+        "least-remaining",
+        "--pla-long-order {least-remaining,fcfs}",
+        "Order among longs: least remaining new tokens with ageing, or first come first served.",
+        allowed=Choice(LONG_ORDERS),
+    )
+    mixing: str = knob(
+        "auto",
+        "--pla-mixing {auto,never,allow}",
+        "Whether long and short prefills share a pass: where that takes fewer seconds of those in it and of those who "
+        "wait. For ablation: 'never', as in the paper, or 'allow', always with a long's chunk.",
+        allowed=Choice(("auto", "never", "allow")),
+    )
+    graph_layout: str = knob(
+        "auto",
+        "--pla-graph-layout {auto,off,varlen,grid}",
+        "CUDA graphs of ours for short prefills: 'varlen' by tokens and request slots, 'grid' by length and batch size "
+        "in powers of two (PLA-Serve); 'auto': varlen with --prefill-disagg on a GPU, if a pass then takes the host "
+        "less time. Everything else runs in SGLang's own graphs.",
+        allowed=Choice(("auto", "off", "varlen", "grid")),
+    )
+    graph_budget_gb: float = knob(
+        2.0,
+        "--pla-graph-budget-gb",
+        "Device memory for these graphs; the least recently used are evicted first.",
+        allowed=Range(0.001, 1024, "GiB"),
+    )
+    graph_capture_budget_s: float = knob(
+        30.0,
+        "--pla-graph-capture-budget-s",
+        "Time for captures at start, the most expected first; others come when they are missed.",
+        allowed=Range(0, 3600, "s"),
+    )
+    graph_busy_capture_s_per_minute: float = knob(
+        0.0,
+        "--pla-graph-busy-capture-s-per-minute",
+        "In any minute, captures may pause passes that wait for so long in all; 0: captures only while nothing waits.",
+        allowed=Range(0, 60, "s"),
+    )
+    emulate: str | None = knob(
+        None,
+        "--pla-emulate PROFILE",
+        "Emulate a GPU on the CPU platform: each forward pass takes the time that PROFILE (a name, or the path of a "
+        "JSON file) states for its batch. Results are those of the model that is served.",
+    )
+    time_scale: float = knob(
+        1.0,
+        "--pla-time-scale",
+        "Makes the emulated device this many times slower, so that the host keeps up.",
+        allowed=Range(0.01, 1000),
+    )
+    emulate_launch: str = knob(
+        "graph",
+        "--pla-emulate-launch {graph,eager}",
+        "Whether prefills replay a CUDA graph or pay the profile's eager launch floor.",
+        allowed=Choice(("graph", "eager")),
+    )
+    emulate_kv_gbps: float | None = knob(
+        None,
+        "--pla-emulate-kv-gbps",
+        "A KV transfer takes the profile's KV bytes at this many Gbit/s (times the time scale), one transfer after the "
+        "other. Default: as long as the real transfer of the model's own KV.",
+        allowed=Range(0.001, 100_000, "Gbit/s"),
+    )
+    emulate_kv_failures: float = knob(
+        0.0,
+        "--pla-emulate-kv-failures SHARE",
+        "This share of KV transfers fails, half at the prefill and half at the decode instance; give it to both. For "
+        "tests of routers.",
+        allowed=Range(0, 1, "of all transfers"),
+    )
+    role: str = knob(
+        "mixed",
+        "--pla-role {mixed,short,long}",
+        "Class of this instance in a router's spatial pools; 'mixed' takes both. Changed live through POST /pla/role. "
+        "It only tells a router what to send; whatever comes is served.",
+        allowed=Choice(ROLES),
+    )
+    telemetry: str | None = knob(
+        None,
+        "--pla-telemetry ADDRESS",
+        "Push load reports to this ZMQ address (tcp://HOST:PORT or ipc:///PATH). Default: nowhere.",
+        allowed=CONNECT,
+    )
+    instance: str | None = knob(
+        None,
+        "--pla-instance NAME",
+        "Name of this server in its load reports. Default: its host and port.",
+        allowed=Pattern("(?s).{1,200}", "1 to 200 characters"),
+    )
+    short_ranks: int | None = knob(
+        None,
+        "--pla-short-ranks",
+        "With --prefill-disagg spatial and --dp-size N: how many ranks start in the short pool. Default: half of them.",
+        allowed=Range(0, 1024, "ranks"),
+    )
+    pressure: str = knob(
+        "auto",
+        "--pla-pressure {auto,off}",
+        "'auto' moves ranks between the short and the long pool by their pressure (PLA-Serve Algorithm 2); 'off' "
+        "leaves the pools to POST /pla/role.",
+        allowed=Choice(PRESSURE),
+    )
+    pressure_interval_ms: float = knob(
+        1000.0,
+        "--pla-pressure-interval-ms",
+        "Control period of the pools, by the clock of the device (Algorithm 2, Delta t).",
+        allowed=Range(10, HOUR_MS, "ms"),
+    )
+    pressure_cool_down_ms: float = knob(
+        10_000.0,
+        "--pla-pressure-cool-down-ms",
+        "Least time between two moves of ranks, by the clock of the device (Algorithm 2, T_cool).",
+        allowed=Range(0, HOUR_MS, "ms"),
+    )
+    pressure_hysteresis: float = knob(
+        0.5,
+        "--pla-pressure-hysteresis",
+        "A pool asks for a rank when its pressure is over 1 + this times the other's (Algorithm 2, tau).",
+        allowed=Range(0, 100),
+    )
+    stateless: bool = knob(
+        False,
+        "--pla-stateless",
+        "Serve either phase of any request: whole requests, prefill legs (KV is sent away) and decode legs (KV is "
+        "received), as the bootstrap address of each request says. Needs --disaggregation-transfer-backend nixl.",
+    )
+    receive_share: float = knob(
+        0.5,
+        "--pla-receive-share",
+        "With --pla-stateless: share of KV memory and of request rows that requests may hold whose KV is received, "
+        "until they run. One request alone may hold more.",
+        allowed=SHARE,
+    )
+    send_share: float = knob(
+        0.5,
+        "--pla-send-share",
+        "With --pla-stateless: share of KV memory and of request rows that prefill legs may hold until their KV is "
+        "sent. One request alone may hold more.",
+        allowed=SHARE,
+    )
+    hold_share: float = knob(
+        0.25,
+        "--pla-hold-share",
+        "With --pla-stateless: share of KV memory and of request rows that held requests may keep. One request alone "
+        "may keep more; a hold above it is refused.",
+        allowed=SHARE,
+    )
+    untested_host: str = knob(
+        REFUSE,
+        "--pla-untested-host {refuse,allow}",
+        "A version of SGLang that is not supported: 'allow' starts on it where every function that we enter is as "
+        "recorded of the nearest version, and says so in the log and in /server_info.",
+        allowed=Choice(UNTESTED_HOST),
+    )
+    controller_folder: str | None = None  # sockets of a server's own pool controller; None: it has none
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require_order("--pla-wait-min-ms", self.wait_min_ms, "--pla-wait-max-ms", self.wait_max_ms)
+        if not self.enabled and self.role != "mixed":
+            raise ConfigError(f"--pla-role {self.role} needs --prefill-disagg spatial or temporal")
+        if not self.stateless and (self.receive_share, self.send_share, self.hold_share) != (0.5, 0.5, 0.25):
+            raise ConfigError("--pla-receive-share, --pla-send-share and --pla-hold-share need --pla-stateless")
+        given = (self.time_scale, self.emulate_kv_gbps, self.emulate_kv_failures)
+        if self.emulate is None and given != (1.0, None, 0.0):
+            flags = "--pla-time-scale, --pla-emulate-kv-gbps and --pla-emulate-kv-failures"
+            raise ConfigError(f"{flags} need --pla-emulate PROFILE")
+
+    @property
+    def enabled(self) -> bool:
+        return self.prefill_disagg != "off"
+
+    @property
+    def pool_slo_ttft_ms(self) -> float:
+        """TTFT target that a server's own pools are steered by: the operator's, else the paper's (section 4.1)."""
+        return PAPER_SLO_TTFT_MS if self.slo_ttft_ms is None else self.slo_ttft_ms
+
+    @property
+    def reports(self) -> bool:
+        """True if schedulers push load reports."""
+        return self.telemetry is not None or self.controller_folder is not None
+
+    @property
+    def graphs(self) -> bool:
+        """True if there may be prefill graphs of ours."""
+        return self.graph_layout != "off" and (self.enabled or self.graph_layout != "auto")
+
+    def for_device(self, device: str) -> PlaConfig:
+        """With what is left to be decided by the device decided, as far as it can be before anything runs there."""
+        idle = self.graph_layout == "auto" and not (self.enabled and device == "cuda")
+        return self.replace(graph_layout="off") if idle else self
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def replace(self, **changes: Any) -> PlaConfig:
+        """A checked copy with ``changes``. Raises ConfigError for an unknown knob or a bad value."""
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in changes:
+            if name not in known:
+                raise ConfigError(f"unknown knob {name!r}; known: {', '.join(sorted(known))}")
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> PlaConfig:
+        return cls().replace(**values)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerKeys:
+    """SGLang's own keys: what it has flags for, we read from files and from the environment too.
+
+    The variables are those of the router's ``--worker-api-key`` and ``--worker-admin-key``: what it sends is what its
+    instances ask for.
+    """
+
+    api_key: str | None = knob(
+        None, "--api-key KEY", "of requests", allowed=KEY, secret=True, variable="PLA_WORKER_API_KEY"
+    )
+    admin_api_key: str | None = knob(
+        None, "--admin-api-key KEY", "of control endpoints", allowed=KEY, secret=True, variable="PLA_WORKER_ADMIN_KEY"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add our flags to SGLang's parser, as a group of their own."""
+    cli.add_flags(parser, PlaConfig)
+    cli.add_flags(parser, ServerKeys, only_key_files=True)
+
+
+def read_server_keys(args: argparse.Namespace) -> ServerKeys:
+    """Reads them from a command line that SGLang's parser has read. Raises ConfigError."""
+    options = argparse.Namespace(**vars(args))
+    for field in dataclasses.fields(ServerKeys):
+        if (typed := getattr(args, field.name, None)) is not None:
+            setattr(options, f"{cli.PREFIX}{cli.key_of(field.name)}", typed)
+    return cli.read_settings(options, ServerKeys).build(ServerKeys)
+
+
+def from_namespace(args: argparse.Namespace) -> PlaConfig:
+    """The checked config that a parsed command line asks for. Raises ConfigError."""
+    return from_texts(cli.read_settings(args, PlaConfig).given)
+
+
+def check_texts(given: Mapping[str, Sequence[Any]]) -> None:
+    """Raises ConfigError for what ``from_texts`` refuses; says nothing of what it only warns of."""
+    _without_graphs(given).build(PlaConfig)
+
+
+def _without_graphs(given: Mapping[str, Sequence[Any]]) -> cli.Settings:
+    return cli.Settings({key: text for key, text in given.items() if not key.startswith("pla-graph-")})
+
+
+def from_texts(given: Mapping[str, Sequence[Any]]) -> PlaConfig:
+    """The checked config of ``Settings.given``. Raises ConfigError.
+
+    A bad value for graphs only warns: a server is as correct without them, and is not worth keeping from its start.
+    """
+    others = _without_graphs(given).given
+    try:
+        cli.Settings({key: text for key, text in given.items() if key not in others}).build(PlaConfig)
+    except ConfigError as error:
+        print(f"warning: {error}; no prefill graphs of ours", file=sys.stderr, flush=True)
+        given = others
+    return cli.Settings(given).build(PlaConfig)
+
+
+def read_variables(names: Iterable[str]) -> dict[str, str]:
+    """Those environment variables of ``names`` that are set: SGLang has switches there that no argument shows."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def controller_address(config: PlaConfig, name: str) -> str | None:
+    """A socket of the server's own pool controller; None where the server has none."""
+    return None if config.controller_folder is None else f"ipc://{config.controller_folder}/{name}"
+
+
+def publish(config: PlaConfig) -> None:
+    """Hand ``config`` to every process that this one will start."""
+    os.environ[CONFIG_ENV] = json.dumps(config.to_dict())
+
+
+def publish_address(host: str) -> None:
+    """Have all sockets over which KV goes listen where the HTTP server does, in every process that this one will start.
+
+    SGLang takes the address of the machine's outer network for them, and UCX takes every network, whatever ``--host``
+    says. What an operator has set in the environment stays. A server for all addresses, or for a name, keeps both.
+    """
+    address = read_single_address(host)
+    if address is None:
+        return
+    if not any(os.environ.get(name) for name in HOST_VARIABLES):
+        os.environ[HOST_VARIABLES[0]] = address
+    if ipaddress.ip_address(address).is_loopback:
+        os.environ.setdefault(UCX_NETWORKS, LOOPBACK_NETWORK)
+
+
+def read_single_address(host: str) -> str | None:
+    """The one IP address that ``--host`` names; None: it names all, or is a name other than ``localhost``."""
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return None
+    return None if address.is_unspecified else str(address)
+
+
+def current() -> PlaConfig:
+    """The config that the parent process published; all off where none did."""
+    return _read(os.environ.get(CONFIG_ENV, ""))
+
+
+@functools.lru_cache(maxsize=1)  # hooks ask in every pass, some for each request: reading it anew takes 0.8 ms
+def _read(text: str) -> PlaConfig:
+    return PlaConfig.from_mapping(json.loads(text)) if text else PlaConfig()

@@ -1,0 +1,116 @@
+"""What a prefill pass has to know of the running requests that may join it. Reads the host's running batch.
+
+SGLang 0.5.17 lets running requests join a pass (``mix_with_running``) only where no request of either wants logprobs
+or gives embeddings in place of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from pla_sglang.plugin.engine.host.requests import fail_with_next_step, kv_committed_len
+from pla_sglang.plugin.engine.snapshot import tpot_target_s
+from pla_sglang.policy.common.device_clock import DeviceClock
+
+TOKENS_ATTRIBUTE = "pla_tokens"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassTimes:
+    """On the clock of the device: when the pass under decision begins, and when running requests had or will have the
+    last token that is decided already.
+    """
+
+    begin_s: float
+    last_token_s: float
+
+
+@dataclasses.dataclass(slots=True)
+class _Tokens:
+    """Of one request: its TPOT target, and when it had how many tokens as it was first seen running."""
+
+    target_s: float | None
+    seen_s: float
+    seen_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Riders:
+    """Sums over the running requests, the time from the start of the pass to the first next-token deadline, and the
+    least TPOT target."""
+
+    context_tokens: int
+    new_kv_tokens: int
+    token_slack_s: float | None
+    tpot_target_s: float | None
+
+
+class RiderClock:
+    """Next-token deadlines (docs/reference/policies/temporal.md): token g + 1 is due g targets after the first one,
+    or one target after the last token if that is later. Counted from where a request was first seen, which is at its
+    first token if prefills wait then; what it was early before is not held to its account.
+    """
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+
+    def read(self, reqs: Iterable[Any], times: PassTimes, default_ms: float | None, page_tokens: int) -> Riders:
+        """One look at each running request; what is first seen is stamped."""
+        context = new_pages = 0
+        first_due_s: float | None = None
+        least_target_s: float | None = None
+        for req in reqs:
+            committed = kv_committed_len(req)
+            context += committed
+            new_pages += committed % page_tokens == 0
+            given = committed - len(req.origin_input_ids) + 1  # what is under way included
+            tokens: _Tokens | None = getattr(req, TOKENS_ATTRIBUTE, None)
+            if tokens is None:
+                tokens = self._stamp(req, given, times, default_ms)
+            if tokens.target_s is None:
+                continue
+            if least_target_s is None or tokens.target_s < least_target_s:
+                least_target_s = tokens.target_s
+            steps = given - tokens.seen_tokens + 1
+            due_s, next_s = tokens.seen_s + steps * tokens.target_s, times.last_token_s + tokens.target_s
+            if due_s < next_s:
+                due_s = next_s
+            if first_due_s is None or due_s < first_due_s:
+                first_due_s = due_s
+        slack_s = None if first_due_s is None else first_due_s - times.begin_s
+        return Riders(context, new_pages * page_tokens, slack_s, least_target_s)
+
+    def _stamp(self, req: Any, given: int, times: PassTimes, default_ms: float | None) -> _Tokens:
+        target_s = tpot_target_s(req, default_ms)
+        if target_s is not None:
+            target_s = self._clock.device_s(target_s)
+        tokens = _Tokens(target_s, times.last_token_s, given)
+        setattr(req, TOKENS_ATTRIBUTE, tokens)
+        return tokens
+
+
+def may_ride(running_batch: Any) -> bool:
+    """Whether the host would let the running requests join a pass."""
+    return not (running_batch.is_empty() or running_batch.return_logprob or running_batch.is_prefill_only)
+
+
+def keeps_riders_out(reqs: Iterable[Any]) -> bool:
+    """Whether a pass with one of these would take no riders."""
+    return any(req.return_logprob or req.input_embeds is not None for req in reqs)
+
+
+def end_riders(result: Any, batch: Any, riders: Any) -> None:
+    """Where they could not be placed: with the host's own place KV might be read that is not written."""
+    for req in riders.reqs:
+        fail_with_next_step(req, "it could not be placed in a pass")
+
+
+def set_rider_prefixes(batch: Any, riders: Any) -> None:
+    """After ``mix_with_running``: each rider's prefix is what it has in the KV cache before this pass.
+
+    With overlap the host counts one token more than it knows of, the one under way. A request that sat out the pass
+    before has none under way, and its prefix would be one too long: a wrong position, and KV read that is not written.
+    """
+    batch.prefix_lens[-len(riders.reqs) :] = [kv_committed_len(req) - 1 for req in riders.reqs]

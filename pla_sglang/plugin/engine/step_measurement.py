@@ -1,0 +1,116 @@
+"""What forward passes of one scheduler cost, for its policy: the step model and the duration of decode steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+from pla_sglang.plugin.engine.pass_timer import PassTime, PassTimer
+from pla_sglang.plugin.engine.snapshot import attention_of, context_tokens, prefill_count
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_fit import StepFit, StepSample
+from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.slo.decode_fit import RideFit, RideSample
+from pla_sglang.policy.slo.mixed_batches import START
+
+DECODE_WEIGHT = 0.3  # of the latest decode step in the running mean
+
+
+class StepMeasurement:
+    """This rank's own measurements, by the clock of the device; those of rank 0 are broadcast and count."""
+
+    def __init__(self, scheduler: Any, start: StepModel, timer: PassTimer, clock: DeviceClock) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self.fit = StepFit(start)
+        self.rides = RideFit(START)
+        self.decode_step_s = 0.0
+        self._timer = timer
+        self._scheduling_began_s = 0.0
+        self._new_model: tuple[float, ...] = ()
+        self._new_ride: tuple[float, ...] = ()
+
+    def begin_scheduling(self) -> None:
+        self._scheduling_began_s = time.perf_counter()
+
+    def launch(self, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around the host's launch of a batch."""
+        self._timer.begin_launch(self._scheduling_began_s)
+        result = original(self._scheduler, *args, **kwargs)
+        self._timer.end_launch(result)
+        return result
+
+    def on_result(self, batch: Any) -> float:
+        """A batch's result has been processed: derive what the pass cost.
+
+        Returns the wall seconds for which the device waited before the pass although it had it to do.
+        """
+        measured = self._timer.end_pass(time.perf_counter())
+        if measured is None:
+            return 0.0
+        host_s = self._clock.device_s(self.host_s(measured))
+        pass_s = self._clock.device_s(measured.device_s) + host_s
+        if batch.forward_mode.is_extend() and batch.extend_lens and not batch.forward_mode.is_mixed():
+            waited_s = host_s + self._clock.device_s(measured.gap_s)
+            sample = StepSample(
+                sum(batch.extend_lens), sum(batch.prefix_lens), float(attention_of(batch)), pass_s, waited_s
+            )
+            if self.fit.observe(sample):
+                self._new_model = self.fit.model.to_floats()
+                if self.rides.on_step_model(self.fit.model):
+                    self._new_ride = dataclasses.astuple(self.rides.model)
+        elif batch.forward_mode.is_mixed():
+            self._on_mixed(batch, pass_s)
+        elif batch.forward_mode.is_decode():
+            self._on_decode(batch, pass_s)
+            self.decode_step_s += DECODE_WEIGHT * (self._clock.device_s(measured.device_s) - self.decode_step_s)
+        return measured.gap_s
+
+    def _on_mixed(self, batch: Any, pass_s: float) -> None:
+        count = prefill_count(batch)
+        riders = len(batch.extend_lens) - count
+        sample = RideSample(
+            sum(batch.extend_lens[:count]),
+            sum(batch.prefix_lens[:count]),
+            float(attention_of(batch)),
+            riders,
+            sum(batch.prefix_lens[count:]) + riders,
+            pass_s,
+        )
+        if riders and self.rides.observe_mixed(sample, self.fit.model):
+            self._new_ride = dataclasses.astuple(self.rides.model)
+
+    def _on_decode(self, batch: Any, step_s: float) -> None:
+        """Only where decodes may ride; elsewhere nobody asks."""
+        if self._scheduler.is_mixed_chunk and self.rides.observe_decode(len(batch.reqs), context_tokens(batch), step_s):
+            self._new_ride = dataclasses.astuple(self.rides.model)
+
+    def host_s(self, measured: PassTime) -> float:
+        """Wall time beside ``device_s`` in which the device waited for its host: while it scheduled and, on a CPU,
+        processed the result."""
+        scheduling_s: float = measured.launched_s - measured.note
+        overlap = self._scheduler.enable_overlap  # the host prepares a pass while the device computes the one before
+        if self._timer.synchronous:
+            return scheduling_s + (0.0 if overlap else measured.processing_s)
+        return 0.0 if overlap else scheduling_s
+
+    def take_new_model(self) -> tuple[float, ...]:
+        """Coefficients of a model that was fitted since the last call; empty: unchanged."""
+        model, self._new_model = self._new_model, ()
+        return model
+
+    def take_new_ride(self) -> tuple[float, ...]:
+        """Likewise of a new model of riding decodes."""
+        ride, self._new_ride = self._new_ride, ()
+        return ride
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "fits": self.fit.fits,
+            "samples": len(self.fit),
+            "mean_relative_error": self.fit.error,
+            "riding_samples": len(self.rides),
+            "passes": self._timer.passes,
+            "pass_gap_s": self._clock.device_s(self._timer.gap_s),
+        }

@@ -1,0 +1,67 @@
+"""The knobs of the temporal policy from flags and an engine's own limits: the same in servers and in the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pla_sglang.plugin.config import PlaConfig
+from pla_sglang.policy.pla.awd import AwdKnobs
+from pla_sglang.policy.pla.graphs.layouts import Layout
+from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.temporal import Mixing
+from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
+
+AGE_MARGIN = 1.5  # the step model errs, and decode steps fall between the chunks of an aged long
+MOST_CUTS = 8  # a long's chunk never gets smaller than this part of the configured one
+DEPTH_WITHOUT_GRAPHS = AwdKnobs().depth_max
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can do.
+
+    Attributes:
+        pass_tokens: new tokens of one pass at most.
+        chunk_tokens: of a chunk at most; None: prompts are not chunked.
+        page_tokens: of a KV page.
+        grid_tokens: chunks end at multiples of it.
+        depth_max: short requests of a batch at most.
+        layout: of captured graphs; None: there are none.
+    """
+
+    pass_tokens: int
+    chunk_tokens: int | None
+    page_tokens: int = 1
+    grid_tokens: int = 1
+    depth_max: int = DEPTH_WITHOUT_GRAPHS
+    layout: Layout | None = None
+
+
+def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> EnginePolicyKnobs:
+    """What ``config`` says, within ``limits``."""
+    chunk_tokens = config.long_chunk_tokens or limits.chunk_tokens
+    if chunk_tokens is not None and limits.chunk_tokens is not None:
+        chunk_tokens = min(chunk_tokens, limits.chunk_tokens)
+    smallest_tokens = config.long_chunk_min_tokens or (chunk_tokens or 0) // MOST_CUTS
+    return EnginePolicyKnobs(
+        boundary_tokens=config.boundary_tokens,
+        boundary_cap_tokens=limits.pass_tokens,
+        awd=AwdKnobs(
+            wait_min_s=config.wait_min_ms / 1e3,
+            wait_max_s=config.wait_max_ms / 1e3,
+            depth_max=limits.depth_max,
+            layout=limits.layout,
+        ),
+        longs=LongKnobs(
+            max_age_s=config.long_max_age_ms / 1e3,
+            margin=AGE_MARGIN,
+            chunk_max_tokens=chunk_tokens,
+            chunk_min_tokens=max(limits.page_tokens, smallest_tokens, 1),
+            grid_tokens=limits.grid_tokens,
+            least_remaining=config.long_order == "least-remaining",
+        ),
+        mixing=Mixing(config.mixing),
+        decode_gap_s=config.decode_gap_ms / 1e3,
+        slo=SloKnobs(lost_age_s=config.lost_max_age_ms / 1e3 if config.deadlines == "decide" else None),
+        batch_timeout_s=config.batch_timeout_ms / 1e3,
+    )

@@ -1,0 +1,336 @@
+"""The life of requests in a fleet: arrival, prefill, hand-off, decode, end; and what faults do to it.
+
+Asks the dispatcher and the controllers, carries out their answers, and tells them what happened. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from pla_sglang.policy.interface.decisions import PrefillSample
+from pla_sglang.policy.interface.fleet import InstanceState
+from pla_sglang.policy.runner import FleetRunner
+from pla_sglang.sim.core.config import Policies, SimConfig
+from pla_sglang.sim.core.effects import ClusterEffects
+from pla_sglang.sim.core.engine_knobs import AnswerCaching
+from pla_sglang.sim.core.errors import SimError
+from pla_sglang.sim.core.fleet import Fleet
+from pla_sglang.sim.core.front import AdmissionQueue
+from pla_sglang.sim.core.handoffs import Handoffs
+from pla_sglang.sim.core.instance import SimInstance
+from pla_sglang.sim.core.kernel import Kernel, Priority
+from pla_sglang.sim.core.ledger import RequestCounts
+from pla_sglang.sim.core.network import Network
+from pla_sglang.sim.core.request import ENDS, SimRequest, SimStage
+
+
+class Cluster:
+    """Requests, instances and the network between them. It is the ``Host`` of its instances."""
+
+    def __init__(self, kernel: Kernel, config: SimConfig, policies: Policies, *, expected: int, block_tokens: int):
+        self.ledger = RequestCounts(expected)
+        self.network = Network(config.network)
+        self.pass_reasons: Counter[str] = Counter()  # engine decisions
+        self.counts: Counter[str] = Counter()
+        self.on_closed: Callable[[SimRequest], None] | None = None  # told of every end, after all observers
+        self._kernel = kernel
+        self._config = config
+        self._pending: list[SimRequest] = []  # no instance was ready for their prefill
+        self._front = None if config.front is None else AdmissionQueue(config.front, self.counts)
+        self._dispatching = False
+        self._unplaced: list[SimRequest] = []  # none was ready for their decode
+        self.fleet = Fleet(kernel, config, policies, self, block_tokens=block_tokens, on_change=self.place_waiting)
+        effects = ClusterEffects(self.fleet, self.ledger, self.counts)
+        self.handoffs = Handoffs(
+            kernel,
+            self.fleet,
+            self.network,
+            wait_s=config.handoff_wait_s,
+            on_late=self._late,
+            counts=self.counts,
+        )
+        self.runner = FleetRunner(policies, self.fleet.view, effects)
+        self._largest = min(spec.capacity_tokens for spec in config.fleet)
+
+    # -- arrival and placement ---------------------------------------------------------------------------------------
+
+    def arrive(self, request: SimRequest) -> None:
+        self.ledger.open(request)
+        self.runner.arrive(request.fleet, self._kernel.now_s)
+        if request.input_tokens + request.output_tokens > self._largest:
+            self._end(request, SimStage.REFUSED)
+            return
+        if self._front is not None and not self._front.admits(len(self.ledger.live) - 1):
+            self._end(request, SimStage.REFUSED)
+            return
+        self._dispatch(request)
+
+    def _dispatch(self, request: SimRequest) -> None:
+        """Sends ``request`` to an instance, or puts it where it waits for one."""
+        if self._front is None:
+            if not self._send_prefill(request):
+                self._pending.append(request)
+            return
+        self._await_turn(request)
+        self._front.queue.push(request)
+        self._dispatch_queue()
+
+    def _dispatch_queue(self) -> None:
+        """Sends what may go, by turns. A role change on the way may call this again: the first call goes on."""
+        assert self._front is not None
+        if self._dispatching:
+            return
+        self._dispatching = True
+        while (request := self._front.next_request(self.fleet.view)) is not None:
+            if not self._send_prefill(request):
+                break
+        self._dispatching = False
+
+    @staticmethod
+    def _await_turn(request: SimRequest) -> None:
+        if request.stage is not SimStage.PENDING:
+            request.move(SimStage.PENDING)
+
+    def _send_prefill(self, request: SimRequest) -> bool:
+        """Asks where ``request`` goes; False while nobody is ready for it."""
+        view = request.fleet
+        if request.hash_ids:
+            view.cached = self.fleet.cache.lookup(request.hash_ids)
+        answer = self.runner.dispatch(view, self._kernel.now_s)
+        if answer.prefill is None:
+            self._await_turn(request)
+            return False
+        instance = self.fleet.of(answer.prefill)
+        if not self.fleet.is_ready(instance):
+            raise SimError(f"{request.rid} was sent to {answer.prefill}, which is {answer.prefill.state.value}")
+        slo_s = math.inf if view.ttft_slo_s is None else view.ttft_slo_s
+        if self._front is not None and not self._front.admits_dispatch(request, slo_s, self._kernel.now_s):
+            self._end(request, SimStage.REFUSED)
+            return True
+        request.move(SimStage.PREFILL)
+        request.planned = None if answer.decode is None else answer.decode.index
+        if self._config.host.room_first:
+            self._plan_pair(request, instance)
+        instance.submit(request)
+        return True
+
+    def _plan_pair(self, request: SimRequest, instance: SimInstance) -> None:
+        """Where ``request`` decodes is said with its dispatch, and there has to be room before it is prefilled."""
+        if request.planned is None:
+            request.fleet.prefilled_on = instance.view
+            answer = self.runner.place_decode(request.fleet, self._kernel.now_s)
+            request.planned = None if answer.decode is None else self.fleet.of(answer.decode).view.index
+        if request.planned is None or request.planned == instance.view.index:
+            return
+        request.target, request.planned = request.planned, None
+        request.epoch += 1
+        event, now_s = (request, request.epoch), self._kernel.now_s
+        self._kernel.at(now_s + self._config.host.front_s, Priority.ARRIVAL, self._reserve, event)
+        self._kernel.at(now_s + self._config.handoff_wait_s, Priority.END, self._end_handshake, event)
+
+    def _reserve(self, event: tuple[SimRequest, int]) -> None:
+        request, epoch = event
+        if request.epoch == epoch and request.target is not None:
+            self.fleet.instances[request.target].reserve(request)
+
+    def _end_handshake(self, event: tuple[SimRequest, int]) -> None:
+        """A pair has not begun in time: the room is given back, and asked for again once the prefill is done.
+
+        Engines whose room is kept for each other's prefills would wait for ever.
+        """
+        request, epoch = event
+        if request.epoch != epoch or request.home is None or request.private_tokens or request.shared_blocks:
+            return
+        self.handoffs.call_off(request)
+        self.fleet.overlapped(request.home).admit(request, self._kernel.now_s)
+
+    def place_waiting(self) -> None:
+        """Asks again for requests that found nobody ready."""
+        if self._front is not None:
+            self._dispatch_queue()
+        pending, self._pending = self._pending, []
+        for request in pending:
+            self._dispatch(request)
+        unplaced, self._unplaced = self._unplaced, []
+        for request in unplaced:
+            self._place(request)
+
+    def _place(self, request: SimRequest) -> None:
+        """Where a prefilled request decodes: as planned, or where the dispatcher says now."""
+        planned, request.planned = request.planned, None
+        target = None if planned is None else self.fleet.instances[planned]
+        if target is None or not self.fleet.is_ready(target):
+            answer = self.runner.place_decode(request.fleet, self._kernel.now_s)
+            target = None if answer.decode is None else self.fleet.of(answer.decode)
+        if target is not None and target.view.index == request.home:
+            target.join(request)
+            return
+        if request.stage is not SimStage.HANDOFF:
+            request.move(SimStage.HANDOFF)
+        if target is None:
+            self._unplaced.append(request)
+        else:
+            self.handoffs.start(request, target)
+
+    def _late(self, request: SimRequest, target: int) -> None:
+        """No room came in time. The KV is given up and computed anew at the target: two engines that wait for each
+        other's memory would wait for ever."""
+        assert request.home is not None
+        self.fleet.instances[request.home].release(request)
+        request.restart()
+        self.counts["handoffs_redone"] += 1
+        request.move(SimStage.PENDING)
+        instance = self.fleet.instances[target]
+        if not self.fleet.is_ready(instance):
+            self._dispatch(request)
+            return
+        request.move(SimStage.PREFILL)
+        request.planned = target
+        instance.submit(request)
+
+    # -- what instances report (Host) --------------------------------------------------------------------------------
+
+    def on_first_token(self, request: SimRequest, instance: int) -> None:
+        now_s, slo_s = self._kernel.now_s, request.fleet.ttft_slo_s
+        at = self.fleet.instances[instance]
+        if slo_s:
+            at.report.note_ttft((now_s - request.arrival_s) / slo_s, now_s)
+        self.runner.first_token(request.fleet, at.view, now_s)
+        if self._front is not None:
+            self._front.on_first_token(request, now_s)
+
+    def on_prefilled(self, request: SimRequest, instance: int) -> None:
+        request.fleet.prefilled_on = self.fleet.instances[instance].view
+        if not request.reserved:
+            self._place(request)
+            return
+        request.move(SimStage.HANDOFF)
+        request.epoch += 1
+        at_s = self._kernel.now_s + self._config.host.handoff_s
+        self._kernel.at(at_s, Priority.END, self._offer, (request, request.epoch))
+
+    def _offer(self, event: tuple[SimRequest, int]) -> None:
+        """The KV of a prefilled request may be sent to where there is room for it."""
+        request, epoch = event
+        if request.epoch == epoch and request.target is not None:
+            self.fleet.overlapped(request.target).receive(request)
+
+    def on_finished(self, request: SimRequest, instance: int) -> None:
+        if self._config.engine.answers is not AnswerCaching.DROPPED and request.answer_ids:
+            self._keep_answer(request, instance)
+        self._closed(request, request.output_tokens)
+
+    def _keep_answer(self, request: SimRequest, instance: int) -> None:
+        """``request`` has ended on ``instance``; blocks that it did not compute itself only come back when RETURNED."""
+        at, ids = self.fleet.instances[request.prefilled_at], request.hash_ids + request.answer_ids
+        if self._config.engine.answers is AnswerCaching.KEPT:
+            ids = ids[: request.context_tokens // at.pool.block_tokens] if request.prefilled_at == instance else ()
+        if at.alive:
+            at.pool.keep(ids)
+
+    def on_prefill_pass(self, sample: PrefillSample) -> None:
+        self.runner.prefilled(sample, self._kernel.now_s)
+
+    def on_pass_reason(self, reason: str) -> None:
+        self.pass_reasons[reason] += 1
+
+    def on_reserved(self, request: SimRequest, instance: int) -> None:
+        request.reserved = True
+        if request.stage is SimStage.PREFILL:
+            assert request.home is not None
+            at_s = self._kernel.now_s + self._config.host.handshake_s
+            self.fleet.overlapped(request.home).admit(request, at_s)
+        else:
+            self.handoffs.transfer(request)
+
+    def on_left(self, request: SimRequest, instance: int) -> None:
+        target = None if request.target is None else self.fleet.instances[request.target]
+        request.move(SimStage.HANDOFF)
+        if target is None or not self.fleet.is_ready(target):
+            request.target = None
+            self.counts["migrations_back"] += 1
+            self.fleet.instances[instance].join(request)
+            return
+        request.migrations += 1
+        self.counts["migrations"] += 1
+        self.handoffs.start(request, target)
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def cancel(self, request: SimRequest) -> None:
+        """Its user has gone; nothing happens when it has ended already."""
+        if request.stage in ENDS:
+            return
+        if request.stage is SimStage.NEW:
+            raise SimError(f"{request.rid} was cancelled before it arrived")
+        self._pending = [other for other in self._pending if other is not request]
+        self._unplaced = [other for other in self._unplaced if other is not request]
+        self.handoffs.call_off(request)
+        home, stage = None if request.home is None else self.fleet.instances[request.home], request.stage
+        given = request.done_tokens if home is None else home.given_tokens(request)
+        request.move(SimStage.CANCELLED)
+        if home is not None:
+            home.drop(request, stage)
+        self._closed(request, given)
+
+    def _end(self, request: SimRequest, stage: SimStage) -> None:
+        request.move(stage)
+        self._closed(request, request.done_tokens)
+
+    def _closed(self, request: SimRequest, output_tokens: int) -> None:
+        self.ledger.close(request)
+        self.runner.finish(request.fleet, output_tokens, self._kernel.now_s)
+        if self._front is not None:
+            self._front.on_end(request, output_tokens)
+            self._dispatch_queue()
+        self.fleet.check_drained()
+        if self.on_closed is not None:
+            self.on_closed(request)
+
+    def kill(self, index: int, down_s: float | None) -> None:
+        """An instance dies. Requests whose KV was there start anew; those on their way to it are placed again."""
+        instance = self.fleet.instances[index]
+        if instance.view.state is InstanceState.DEAD:
+            return
+        live = self.ledger.live.values()
+        here = [request for request in live if request.home == index]
+        coming = [request for request in live if request.target == index and request.home != index]
+        for request in here:
+            request.done_tokens = instance.given_tokens(request)
+        spec, role = self.fleet.spec_of(instance), instance.view.role
+        self.fleet.end(instance)
+        for request in coming:
+            self.handoffs.call_off(request)
+            if request.stage is SimStage.HANDOFF:
+                self._place(request)
+            elif request.stage is SimStage.PREFILL and request.home is not None:
+                self.fleet.overlapped(request.home).admit(request, self._kernel.now_s)
+        for request in here:
+            self._lost(request)
+        if down_s is not None:
+            at_s = self._kernel.now_s + down_s
+            self._kernel.at(at_s, Priority.FAULT, lambda _: self.fleet.add(spec, role, InstanceState.STARTING))
+
+    def _lost(self, request: SimRequest) -> None:
+        self._unplaced = [other for other in self._unplaced if other is not request]
+        self.handoffs.call_off(request)
+        request.restart()
+        if request.retries >= self._config.retries:
+            self._end(request, SimStage.FAILED)
+            return
+        request.retries += 1
+        self.counts["restarts"] += 1
+        request.waiting.seen = False
+        request.move(SimStage.PENDING)
+        self._dispatch(request)
+
+    def check_integrity(self) -> None:
+        """Asserts that no request and no token of KV is lost or counted twice."""
+        self.ledger.check_integrity()
+        self.fleet.check_integrity()
+        if not self.ledger.live:
+            for instance in self.fleet.instances:
+                instance.pool.check_integrity(empty=True)
+                assert instance.view.requests() == 0, f"{instance.view} still counts requests"

@@ -1,0 +1,200 @@
+"""What a simulation is made of: fleet, engines, network, faults. Frozen, checked when built."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pla_sglang.common.checks import Range, check_fields, knob, require
+from pla_sglang.policy.interface.decisions import Controller, Dispatcher, Observer, observers_of
+from pla_sglang.policy.interface.fleet import InstanceKind, Role
+from pla_sglang.policy.interface.prefill import EnginePolicy, PrefillClass
+from pla_sglang.profiles import StepProfile
+from pla_sglang.sim.core.costs import StepCosts
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.errors import SimConfigError
+from pla_sglang.sim.core.front import FrontKnobs
+from pla_sglang.sim.core.host import NO_HOST, HostKnobs
+from pla_sglang.sim.core.kernel import LATEST_S
+from pla_sglang.sim.core.network import NetworkKnobs
+
+# (input tokens, answer tokens so far, answer tokens still to come) -> estimate of those to come, None where unknown
+Predict = Callable[[int, int, int], float | None]
+
+
+class Flip(enum.Enum):
+    """How an instance that is not stateless changes its role."""
+
+    LABEL = "label"  # at once; old work is finished beside the new
+    DRAIN = "drain"  # old work is finished first, nothing new meanwhile
+    RESTART = "restart"  # drained, then started anew, model reload included
+
+
+@dataclass(frozen=True)
+class InstanceSpec:
+    """``count`` equal instances.
+
+    Attributes:
+        profile: step times and memory.
+        count, kind, role, length_class: see ``InstanceView``.
+        tensor_parallel: GPUs of the instance. None: the profile's.
+        kv_capacity_tokens: None: the profile's.
+
+    Raises:
+        ConfigError: a count or capacity below 1, or a profile that cannot do what the kind needs.
+    """
+
+    profile: StepProfile
+    count: int = knob(1, allowed=Range(1))
+    kind: InstanceKind = InstanceKind.STATELESS
+    role: Role = Role.MIXED
+    length_class: PrefillClass | None = None
+    tensor_parallel: int | None = knob(None, allowed=Range(1))
+    kv_capacity_tokens: int | None = knob(None, allowed=Range(1))
+
+    def __post_init__(self) -> None:
+        check_fields(self, "instance")
+        if not self.profile.decode_s(1, 1) > 0:
+            raise SimConfigError(f"profile {self.profile.name} has no decode times; a simulation needs both phases")
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.kv_capacity_tokens or self.profile.kv_capacity_tokens
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel or self.profile.gpus
+
+
+@dataclass(frozen=True)
+class InstanceFault:
+    """Instance ``index`` dies at ``at_s``; a new one takes its place ``down_s`` later (None: never)."""
+
+    at_s: float
+    index: int
+    down_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require("fault at_s", self.at_s, 0, LATEST_S)
+        require("fault down_s", self.down_s, 0, LATEST_S)
+
+
+@dataclass(frozen=True)
+class LinkFault:
+    """Transfers from ``source`` to ``target`` break off at ``at_s``; the way is back ``down_s`` later."""
+
+    at_s: float
+    source: int
+    target: int
+    down_s: float
+
+    def __post_init__(self) -> None:
+        require("link fault at_s", self.at_s, 0, LATEST_S)
+        require("link fault down_s", self.down_s, 0, LATEST_S)
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Who decides. The same objects serve the real router; a simulation changes their state, so build them anew.
+
+    Attributes:
+        dispatcher: places requests.
+        controllers: change the fleet, each at its own interval.
+        engine: makes the policy of one engine, from its costs' profile and its knobs.
+        predict: remaining answer tokens that migration policies see; None: unknown.
+        name: what reports call the combination.
+    """
+
+    dispatcher: Dispatcher
+    engine: Callable[[StepProfile, EngineKnobs], EnginePolicy]
+    controllers: Sequence[Controller] = ()
+    predict: Predict | None = None
+    name: str = "policy"
+
+    def observers(self) -> list[Observer]:
+        """Those of them that want reports; each once, in a fixed order."""
+        return observers_of(self.dispatcher, *self.controllers)
+
+
+@dataclass(frozen=True)
+class SimConfig:
+    """A fleet and its world.
+
+    Attributes:
+        fleet: instances at the start; at least one.
+        engine: limits of every engine.
+        network: between instances.
+        flip: how instances that are not stateless change roles.
+        report_interval_s: how old an instance's numbers get before a router has them anew. What the router itself
+            sent, and what it heard of (first tokens, ends), it knows at once.
+        sample_s: distance of the samples that reports plot.
+        startup_s: from the decision to a ready instance; None: 10 s and reading the weights at 2 GB/s.
+        handoff_wait_s: how long a prefilled or migrating request waits for room at its target before its KV is given up
+            and computed anew there.
+        retries: how often a request is started anew after its instance died.
+        output_limit_tokens: ``max_tokens`` that clients send; None: just what the answer has.
+        ttft_slo_s, tpot_slo_s: targets that requests carry; None: none.
+        decode_graph_batches, prefill_graph_tokens, overhead_s, time_scale: see ``StepCosts``.
+        instance_faults, link_faults: what breaks when.
+        cancels: row of the trace -> when its user goes away, in seconds after its arrival.
+        users: a closed loop instead of the trace's times: client of the trace -> users at once (``ClosedLoop``).
+        pauses_s: row of the trace -> how long its user, in a closed loop, waits before it sends it; None: not at all.
+        host: what the hosts of real engines add.
+        front: admission and a fair queue before the dispatcher; None: every request is dispatched at once.
+        seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    fleet: Sequence[InstanceSpec]
+    engine: EngineKnobs = dataclasses.field(default_factory=EngineKnobs)
+    network: NetworkKnobs = dataclasses.field(default_factory=NetworkKnobs)
+    flip: Flip = Flip.LABEL
+    report_interval_s: float = knob(0.25, allowed=Range(0, LATEST_S, above=True))
+    sample_s: float = knob(5.0, allowed=Range(0, LATEST_S, above=True))
+    startup_s: float | None = knob(None, allowed=Range(0, LATEST_S))
+    handoff_wait_s: float = knob(30.0, allowed=Range(0, LATEST_S, above=True))
+    retries: int = knob(3, allowed=Range(0))
+    output_limit_tokens: int | None = knob(None, allowed=Range(1))
+    ttft_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
+    tpot_slo_s: float | None = knob(None, allowed=Range(0, above=True, infinite=True))
+    decode_graph_batches: tuple[int, ...] | None = None
+    prefill_graph_tokens: tuple[int, ...] | None = None
+    overhead_s: float = 0.0
+    time_scale: float = 1.0
+    instance_faults: Sequence[InstanceFault] = ()
+    link_faults: Sequence[LinkFault] = ()
+    cancels: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    users: Mapping[int, int] | None = None
+    pauses_s: Sequence[float] | None = None
+    host: HostKnobs = NO_HOST
+    front: FrontKnobs | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.fleet:
+            raise SimConfigError("the fleet has zero instances; allowed: at least one")
+        check_fields(self)
+        for row, pause_s in enumerate(self.pauses_s or ()):
+            require(f"pause before row {row}, seconds", pause_s, 0, LATEST_S)
+        for row, after_s in self.cancels.items():
+            require(f"cancel of row {row}, seconds", after_s, 0, LATEST_S)
+
+    def startup_of(self, spec: InstanceSpec) -> float:
+        """Seconds from the decision to start such an instance until it is ready."""
+        if self.startup_s is not None:
+            return self.startup_s
+        return 10.0 + spec.profile.weights_bytes / spec.gpus / 2e9
+
+    def costs_of(self, spec: InstanceSpec) -> StepCosts:
+        """Step times of such an instance."""
+        return StepCosts(
+            spec.profile,
+            decode_graph_batches=self.decode_graph_batches,
+            prefill_graph_tokens=self.prefill_graph_tokens,
+            overhead_s=self.overhead_s + self.host.step_s,
+            time_scale=self.time_scale,
+        )

@@ -1,0 +1,321 @@
+"""One experiment by names: trace, policy, engine order, profile, SLO. Picklable, so that sweeps can use processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable
+
+from pla_sglang.common.checks import GIGA, Choice, Range, check_fields, knob, require
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.plugin.config import DEADLINES, PlaConfig
+from pla_sglang.plugin.temporal_knobs import DEPTH_WITHOUT_GRAPHS, EngineLimits, temporal_knobs
+from pla_sglang.policy.baselines.orders import ENGINE_ORDERS
+from pla_sglang.policy.common.forecast import Forecaster
+from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
+from pla_sglang.policy.engine_policies import make_engine_policy
+from pla_sglang.policy.interface.fleet import InstanceKind, Role
+from pla_sglang.policy.interface.prefill import EnginePolicy
+from pla_sglang.policy.interface.remaining_length import RemainingPredictor
+from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PolicySet, Setup, policy_names
+from pla_sglang.policy.slo.mixed_batches import RideModel
+from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
+from pla_sglang.policy_packages import PolicyName, build, read_knobs
+from pla_sglang.profiles import StepProfile, load_profile, profile_names
+from pla_sglang.sim.core.config import Flip, InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
+from pla_sglang.sim.core.host import NO_HOST, HostKnobs
+from pla_sglang.sim.core.network import NetworkKnobs
+from pla_sglang.sim.core.simulation import Progress, RunResult, Simulation
+from pla_sglang.sim.metrics.goodput import Capacity, Goodput, Slo, find_capacity, goodput
+from pla_sglang.sim.workload.trace import Trace
+
+TEMPORAL = "temporal"
+ENGINES = (*ENGINE_ORDERS, TEMPORAL)
+SMALL_FIRST = ("shortest-prefill-first", "pass-srpt", TEMPORAL)  # of them
+LENGTHS = ("oracle", "none", "binned", "noisy:TOKENS")
+COUNT = Range(1)
+STOCK_KINDS = {
+    Role.MIXED: InstanceKind.UNIFIED,
+    Role.PREFILL: InstanceKind.PREFILL,
+    Role.DECODE: InstanceKind.DECODE,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """What to run. Everything but the trace, which is large and shared by many.
+
+    ``chunk_tokens``, ``mixed``, ``slots``, ``answers``, ``kv_capacity_tokens``, ``bandwidth_bytes_per_s``, ``flip``,
+    ``startup_s``: see ``EngineKnobs``, ``InstanceSpec``, ``NetworkKnobs`` and ``SimConfig``. ``lengths`` "binned" has
+    STAR's bins of section 6.5, 6 of them unless "binned:N" says 2 or 4; the TOKENS of "noisy" are a mean absolute
+    error.
+    """
+
+    policy: str = knob(
+        flag="--policy NAME",
+        help=f"one of: {', '.join(policy_names())}, or one of an installed package",
+        allowed=PolicyName(),
+    )
+    slo: Slo  # type: ignore[misc]  # neither it nor policy has a default
+    engine: str = knob(
+        "fcfs", "--engine NAME", f"order of prefills in an engine: {', '.join(ENGINES)}", allowed=Choice(ENGINES)
+    )
+    profile: str = knob("h100-llama3.1-8b-tp1", "--profile NAME", "a path, or of: " + ", ".join(profile_names()))
+    instances: int = knob(8, "--instances", "at the start", allowed=COUNT)
+    prefills: int | None = knob(
+        None,
+        "--prefills",
+        "prefill instances at the start; default: half, or none behind plain routers",
+        allowed=Range(0),
+    )
+    rate_per_s: float | None = None  # mean rate that the trace is scaled to; None: as recorded
+    lengths: str = knob(
+        "oracle", "--lengths NAME", f"what migration knows of answers to come: {', '.join(LENGTHS)}, binned:N"
+    )
+    move_gain: float = knob(
+        0.0,
+        "--move-gain",
+        "of migration: a request moves only where its answer gains so many times the pause; 0: as in the papers",
+        allowed=Range(0),
+    )
+    chunk_tokens: int = knob(8192, "--chunk-tokens", "prefill tokens of a pass at most", allowed=COUNT)
+    mixed: bool = knob(False, "--mixed", "decodes join prefill passes")
+    deadlines: str = knob(
+        "advise",
+        "--deadlines {advise,decide}",
+        "of engine temporal: 'decide' lets requests whose TTFT target is lost give way",
+        allowed=Choice(DEADLINES),
+    )
+    slots: int = knob(1024, "--slots", "requests that run in an engine at once", allowed=COUNT)
+    answers: AnswerCaching = knob(
+        AnswerCaching.DROPPED, "--answers {dropped,kept,returned}", "what becomes of the KV of answers in conversations"
+    )
+    kv_capacity_tokens: int | None = knob(None, "--kv-capacity-tokens", "default: the profile's", allowed=COUNT)
+    bandwidth_bytes_per_s: float = knob(
+        50e9, "--bandwidth-gb-s", "of KV transfers, a link", allowed=Range(0, unit="GB/s", above=True), scale=GIGA
+    )
+    flip: Flip = knob(Flip.LABEL, "--flip {label,drain,restart}", "how an instance changes its role")
+    startup_s: float | None = knob(None, "--startup-s", "from the decision to a ready instance", allowed=Range(0))
+    output_limit_tokens: int | None = knob(
+        None, "--output-limit-tokens", "max_tokens that clients send; default: just what the answer has", allowed=COUNT
+    )
+    seed: int = knob(1, "--seed", "of policies that draw at random")
+    policy_knobs: tuple[str, ...] = knob(
+        (), "--policy-knob PART.NAME=VALUE", "PART.NAME: a knob of the policy, on its page; may be repeated"
+    )
+    instances_min: int = knob(2, "--instances-min", "for policies that scale", allowed=COUNT)
+    instances_max: int | None = knob(
+        None, "--instances-max", "for policies that scale; default: 64, at least twice as many", allowed=COUNT
+    )
+    plan_interval_s: float = knob(
+        60.0, "--plan-interval-s", "for policies that scale", allowed=Range(0, unit="s", above=True)
+    )
+    headroom: float = knob(1.0, "--headroom", "factor on the forecast load", allowed=Range(0, above=True))
+    forecaster: str | Callable[[], Forecaster] | None = knob(
+        None, "--forecaster NAME", f"of the load: {', '.join(FORECASTERS)}; default: {DEFAULT_FORECASTER}"
+    )
+    stateless: bool = True  # ``Setup.stateless``
+    migrates: bool = True  # ``Setup.migrates``
+    conservativeness: float = knob(1.0, allowed=Range(0))  # share of SGLang's reserve for answers that grow
+    report_interval_s: float = 0.25
+    host: HostKnobs = NO_HOST  # what real hosts add; ``python -m bench fidelity`` measures it
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require("--instances-max", self.instances_max, self.instances)
+        length_predictor(self.lengths, self.seed)
+        read_knobs(self.policy, self.policy_knobs)
+
+    def at_rate(self, rate_per_s: float) -> Experiment:
+        return dataclasses.replace(self, rate_per_s=rate_per_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentResult:
+    """An experiment and what came of it. ``rate_per_s`` is the mean rate of the trace as run."""
+
+    experiment: Experiment
+    rate_per_s: float
+    result: RunResult
+    figures: Goodput
+
+
+def length_predictor(lengths: str, seed: int) -> RemainingPredictor:
+    """What ``Experiment.lengths`` names. Raises ConfigError for anything else."""
+    name, _, value = lengths.partition(":")
+    if lengths in ("oracle", "none"):
+        return Oracle() if lengths == "oracle" else NoPrediction()
+    if name == "binned" and (value or lengths == "binned"):
+        bins = {str(count): edges for count, edges in PAPER_BINS.items()}
+        if (value or "6") not in bins:
+            raise ConfigError(f"--lengths {lengths!r} is not known; allowed: binned:{', binned:'.join(bins)}")
+        return Binned(bins[value or "6"])
+    try:
+        mae_tokens = float(value) if name == "noisy" else math.nan
+    except ValueError:
+        mae_tokens = math.nan
+    if not (math.isfinite(mae_tokens) and mae_tokens >= 0):
+        raise ConfigError(f"--lengths {lengths!r} is not known; allowed: {', '.join(LENGTHS)} (0 tokens and more)")
+    return Noisy(mae_tokens, random.Random(seed))
+
+
+def step_model(profile: StepProfile, pass_s: float = 0.0) -> StepModel:
+    """The roofline that engine policies start from, out of a profile's terms.
+
+    ``pass_s``: what a pass costs besides, and beside what the profile says of that.
+    """
+    terms, curve = profile.prefill, profile.prefill_correction
+    return StepModel(
+        g0_s=terms.floor_s,
+        gw_s=0.0,
+        gr_s=terms.read_s,
+        k0_s=terms.base_s,
+        bend=tuple(map(curve, BEND_TOKENS)) if curve.at else (),
+        edge=tuple(curve(size + 1) for size in BEND_TOKENS) if curve.at else (),
+        b_s=terms.token_s,
+        a_s=terms.attention_s,
+        kr_s=terms.read_s,
+        pass_s=profile.pass_s + pass_s,
+    )
+
+
+def ride_model(profile: StepProfile) -> RideModel:
+    """What decodes cost beside prefills, out of a profile's terms.
+
+    Its error is that of ``step_model`` for passes of the size to which a chunk is cut, the crossing and above.
+    """
+    terms, curve = profile.decode, profile.prefill_correction
+    crossing = step_model(profile).crossing_tokens(0)
+    slower = max((factor for at, factor in zip(curve.at, curve.factor, strict=True) if at >= crossing), default=1.0)
+    return RideModel(terms.base_s, terms.request_s, terms.read_s, error=max(0.0, slower - 1))
+
+
+def engine_policy(
+    name: str, profile: StepProfile, knobs: EngineKnobs, *, decide: bool = False, pass_s: float = 0.0
+) -> EnginePolicy:
+    """A fresh engine policy by name; ``decide``: deadlines do; ``pass_s``: what a pass costs beside its profile."""
+    model = step_model(profile, pass_s)
+    if name == TEMPORAL:
+        config = PlaConfig(prefill_disagg=TEMPORAL, deadlines="decide" if decide else "advise")
+        limits = EngineLimits(knobs.chunk_tokens, knobs.chunk_tokens, depth_max=min(DEPTH_WITHOUT_GRAPHS, knobs.slots))
+        return make_engine_policy(temporal_knobs(config, limits), model, ride_model(profile))
+    return ENGINE_ORDERS[name](model)
+
+
+def riding_tokens(engine: str, chunk_tokens: int) -> int:
+    """``Setup.riding_tokens`` of engines with mixed passes."""
+    return 1 if engine == TEMPORAL else chunk_tokens
+
+
+def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | None = None) -> ExperimentResult:
+    """Runs it once. Raises ConfigError and its kin for what does not fit together."""
+    trace.require_requests()
+    if experiment.rate_per_s is not None:
+        trace = trace.at_rate(experiment.rate_per_s)
+    profile = load_profile(experiment.profile)
+    chosen = build(experiment.policy, _setup(experiment, profile, trace))
+    slo = experiment.slo
+    config = SimConfig(
+        _fleet(experiment, profile, chosen),
+        engine=EngineKnobs(
+            chunk_tokens=experiment.chunk_tokens,
+            slots=experiment.slots,
+            mixed=experiment.mixed,
+            answers=experiment.answers,
+            growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
+            growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),
+        ),
+        network=NetworkKnobs(experiment.bandwidth_bytes_per_s),
+        flip=experiment.flip,
+        startup_s=experiment.startup_s,
+        output_limit_tokens=experiment.output_limit_tokens,
+        ttft_slo_s=slo.ttft_s,
+        tpot_slo_s=slo.tpot_s,
+        seed=experiment.seed,
+        host=experiment.host,
+        report_interval_s=experiment.report_interval_s,
+    )
+    decide = experiment.deadlines == "decide"
+    policies = Policies(
+        chosen.dispatcher,
+        lambda its_profile, knobs: engine_policy(
+            experiment.engine, its_profile, knobs, decide=decide, pass_s=experiment.host.step_s
+        ),
+        chosen.controllers,
+        # The truth; the predictor of the policy decides how much of it is seen.
+        predict=None if experiment.lengths == "none" else lambda _input, _done, remaining: float(remaining),
+        name=experiment.policy,
+    )
+    result = Simulation(trace, config, policies).run(progress)
+    return ExperimentResult(experiment, trace.rate_per_s, result, goodput(result.served, slo))
+
+
+def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
+    # A running request holds its prompt and, on average over its life, half of its answer.
+    context = float(trace.input_tokens.mean() + trace.output_tokens.mean() / 2)
+    return Setup(
+        steps=profile,
+        kv_capacity_tokens=experiment.kv_capacity_tokens or profile.kv_capacity_tokens,
+        ttft_slo_s=experiment.slo.ttft_s,
+        tpot_slo_s=experiment.slo.tpot_s,
+        instances=experiment.instances,
+        prefills=experiment.prefills,
+        seed=experiment.seed,
+        predictor=length_predictor(experiment.lengths, experiment.seed),
+        mean_context_tokens=context,
+        riding_tokens=riding_tokens(experiment.engine, experiment.chunk_tokens) if experiment.mixed else None,
+        small_first=experiment.engine in SMALL_FIRST,
+        stateless=experiment.stateless,
+        migrates=experiment.migrates,
+        instances_min=experiment.instances_min,
+        instances_max=experiment.instances_max or max(64, 2 * experiment.instances),
+        plan_interval_s=experiment.plan_interval_s,
+        headroom=experiment.headroom,
+        forecaster=experiment.forecaster or DEFAULT_FORECASTER,
+        move_gain=experiment.move_gain,
+        knobs=read_knobs(experiment.policy, experiment.policy_knobs),
+    )
+
+
+def _fleet(experiment: Experiment, profile: StepProfile, chosen: PolicySet) -> list[InstanceSpec]:
+    classes = chosen.length_classes or (None,) * len(chosen.roles)
+    kv_tokens = experiment.kv_capacity_tokens
+    specs = [
+        InstanceSpec(profile, role=role, length_class=length_class, kv_capacity_tokens=kv_tokens)
+        for role, length_class in zip(chosen.roles, classes, strict=True)
+    ]
+    return specs if experiment.stateless else [dataclasses.replace(spec, kind=STOCK_KINDS[spec.role]) for spec in specs]
+
+
+def capacity_of(
+    experiment: Experiment,
+    trace: Trace,
+    *,
+    low_per_s: float,
+    high_per_s: float,
+    target: float = 0.9,
+    tolerance: float = 0.02,
+    tell: Callable[[float], None] | None = None,
+) -> Capacity:
+    """The highest rate at which the experiment keeps the attainment target (Arrow 7.1), and the span at that rate.
+
+    ``tell``: called with each rate before it is tried.
+    """
+
+    def attainment_at(rate_per_s: float) -> float:
+        if tell is not None:
+            tell(rate_per_s)
+        return run_experiment(experiment.at_rate(rate_per_s), trace).figures.attainment
+
+    capacity = find_capacity(
+        attainment_at,
+        low_per_s=low_per_s,
+        high_per_s=high_per_s,
+        target=target,
+        tolerance=tolerance,
+    )
+    held_per_s = capacity.held_per_s
+    span_s = None if held_per_s is None else trace.at_rate(held_per_s).span_s
+    return dataclasses.replace(capacity, span_s=span_s)

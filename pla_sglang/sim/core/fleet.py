@@ -1,0 +1,213 @@
+"""The instances of a simulation: birth, roles, draining, death, and the time they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
+from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
+from pla_sglang.sim.core.config import Flip, InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
+from pla_sglang.sim.core.kernel import Kernel, Priority
+from pla_sglang.sim.core.overlap import OverlappedInstance
+from pla_sglang.sim.core.pool import KvPool
+
+_FLIP_END = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
+
+
+@dataclasses.dataclass(slots=True)
+class Life:
+    """When an instance was there and paid for. ``end_s`` None: it still is."""
+
+    spec: InstanceSpec
+    start_s: float
+    end_s: float | None = None
+
+    def gpu_s(self, until_s: float) -> float:
+        """GPU seconds up to ``until_s``."""
+        end_s = until_s if self.end_s is None else min(self.end_s, until_s)
+        return max(0.0, end_s - self.start_s) * self.spec.gpus
+
+
+class Fleet:
+    """Makes, flips, drains and ends instances. Tells ``on_change`` when an instance has become ready."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        config: SimConfig,
+        policies: Policies,
+        host: InstanceEvents,
+        *,
+        block_tokens: int,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.instances: list[SimInstance] = []
+        self.lives: list[Life] = []
+        self.cache = PrefixIndex(even_block_ends(block_tokens))
+        self.view = FleetView((), self._decodes)
+        self.flips = 0
+        self._kernel = kernel
+        self._config = config
+        self._policies = policies
+        self._host = host
+        self._block_tokens = block_tokens
+        self._on_change = on_change
+        self._draining: dict[int, Role | None] = {}  # index -> role afterwards; None: it ends
+        for spec in config.fleet:
+            for _ in range(spec.count):
+                self.add(spec, spec.role, InstanceState.READY)
+
+    def add(self, spec: InstanceSpec, role: Role, state: InstanceState) -> SimInstance:
+        """A new instance; one that is STARTING becomes ready after its start-up time."""
+        index = len(self.instances)
+        view = InstanceView(
+            index=index,
+            name=f"i{index}",
+            kind=spec.kind,
+            role=role,
+            state=state,
+            length_class=spec.length_class,
+            kv_capacity_tokens=spec.capacity_tokens,
+            tensor_parallel=spec.gpus,
+            profile=spec.profile.name,
+            since_s=self._kernel.now_s,
+        )
+        pool = KvPool(spec.capacity_tokens, self._block_tokens, functools.partial(self._change_block, index))
+        made = OverlappedInstance if self._config.host.overlap else SimInstance
+        instance = made(
+            self._kernel,
+            view,
+            costs=self._config.costs_of(spec),
+            knobs=self._config.engine,
+            policy=self._policies.engine(spec.profile, self._config.engine),
+            pool=pool,
+            host=self._host,
+        )
+        if isinstance(instance, OverlappedInstance):
+            instance.set_host(self._config.host)
+        self.instances.append(instance)
+        self.lives.append(Life(spec, self._kernel.now_s))
+        self.view.add(view)
+        if state is InstanceState.STARTING:
+            ready_s = self._kernel.now_s + self._config.startup_of(spec)
+            self._kernel.at(ready_s, Priority.END, self._started, instance)
+        return instance
+
+    def _change_block(self, index: int, block: int, came: bool) -> None:
+        if came:
+            self.cache.add_block(index, block)
+        else:
+            self.cache.remove_block(index, block)
+
+    def _started(self, instance: SimInstance) -> None:
+        if instance.view.state is InstanceState.STARTING:
+            self.view.set_state(instance.view, InstanceState.READY)
+            self._on_change()
+
+    def of(self, view: InstanceView) -> SimInstance:
+        """The instance behind a view."""
+        return self.instances[view.index]
+
+    def overlapped(self, index: int) -> OverlappedInstance:
+        """An instance of a fleet whose hosts work ahead."""
+        instance = self.instances[index]
+        assert isinstance(instance, OverlappedInstance)
+        return instance
+
+    def spec_of(self, instance: SimInstance) -> InstanceSpec:
+        return self.lives[instance.view.index].spec
+
+    def is_ready(self, instance: SimInstance) -> bool:
+        return instance.view.state is InstanceState.READY
+
+    # -- roles and scaling -------------------------------------------------------------------------------------------
+
+    def set_role(self, view: InstanceView, role: Role) -> None:
+        """A role change as the fleet's way of flipping has it; a stateless instance only changes its label."""
+        if view.role is role or view.state is InstanceState.DEAD:
+            return
+        self.flips += 1
+        at_once = view.kind in (InstanceKind.STATELESS, InstanceKind.UNIFIED) or self._config.flip is Flip.LABEL
+        if at_once or view.state is InstanceState.STARTING:
+            self.view.set_role(view, role, self._kernel.now_s)
+        elif view.state is InstanceState.READY:
+            self._drain(view, role)
+
+    def stop(self, view: InstanceView) -> None:
+        """Finishes what it has, then ends."""
+        if view.state is InstanceState.READY:
+            self._drain(view, None)
+        elif view.state is InstanceState.STARTING:
+            self.end(self.of(view))
+
+    def _drain(self, view: InstanceView, role: Role | None) -> None:
+        self.view.set_state(view, InstanceState.DRAINING)
+        self._draining[view.index] = role
+        self.check_drained()
+
+    def check_drained(self) -> None:
+        """Drained instances go where they were to go."""
+        for index, role in list(self._draining.items()):
+            instance = self.instances[index]
+            if instance.empty:
+                del self._draining[index]
+                self._drained(instance, role)
+
+    def _drained(self, instance: SimInstance, role: Role | None) -> None:
+        view = instance.view
+        if role is None:
+            self.end(instance)
+            return
+        spec = self.spec_of(instance)
+        kind = _FLIP_END.get(view.kind, view.kind)
+        if self._config.flip is Flip.RESTART:
+            self.end(instance)
+            self.add(dataclasses.replace(spec, count=1, kind=kind, role=role), role, InstanceState.STARTING)
+            return
+        view.kind = kind
+        self.view.set_role(view, role, self._kernel.now_s)
+        self.view.set_state(view, InstanceState.READY)
+        self._on_change()
+
+    def start(self, role: Role, count: int) -> None:
+        """``count`` new instances, like those that have this role, else like the first."""
+        like = next((life.spec for life in self.lives if life.spec.role is role), self.lives[0].spec)
+        spec = dataclasses.replace(like, count=1, role=role)
+        for _ in range(count):
+            self.add(spec, role, InstanceState.STARTING)
+
+    def end(self, instance: SimInstance) -> None:
+        """The instance is dead from now on; what was on it is the cluster's to save."""
+        index = instance.view.index
+        self._draining.pop(index, None)
+        self.lives[index].end_s = self._kernel.now_s
+        self.view.set_state(instance.view, InstanceState.DEAD)
+        instance.kill()
+
+    def gpu_hours(self, until_s: float) -> float:
+        """GPU hours of all instances, from their start (not from being ready) to their end or ``until_s``."""
+        return sum(life.gpu_s(until_s) for life in self.lives) / 3600
+
+    # -- views -------------------------------------------------------------------------------------------------------
+
+    def _decodes(self, view: InstanceView) -> DecodeBatch:
+        predict = self._policies.predict
+        rows = self.of(view).report.rows(self._kernel.now_s)
+        seen: list[tuple[str, int, float | None]] = []
+        for request, tokens, done in rows:
+            left = request.output_tokens - done
+            seen.append((request.rid, tokens, None if predict is None else predict(request.input_tokens, done, left)))
+        batch = DecodeBatch.of(seen)
+        batch.movable = np.array([request.target is None for request, _, _ in rows], dtype=np.bool_)
+        return batch
+
+    def check_integrity(self) -> None:
+        self.view.check_integrity()
+        for instance in self.instances:
+            if instance.alive:
+                instance.check_integrity()

@@ -1,0 +1,96 @@
+"""Configurations of a fleet that are compared: every one that stock SGLang can be given, and ours.
+
+Stock: unified engines with ``--chunked-prefill-size`` 512 to 8,192, with and without ``--enable-mixed-chunk``, or a
+static split into prefill and decode engines; each order of prefills that SGLang 0.5.23 has; five routers. In a split no
+pass of a prefill engine has decodes to join, so mixing makes no difference there and is left out. Ours: ``combined``
+before temporal engines whose decodes ride and whose deadlines decide, the same form for every workload.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.experiment import TEMPORAL, Experiment
+from pla_sglang.sim.metrics.goodput import Slo
+
+INSTANCES = 8
+CHUNKS_TOKENS = (512, 1024, 2048, 4096, 8192)
+ORDERS = ("fcfs", "shortest-prefill-first", "hrrn")
+ROUTERS = ("round-robin", "least-requests", "two-choices", "cache-aware", "least-tokens")
+STOCK_CHUNK_TOKENS, STOCK_ORDER = 8192, "fcfs"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class FleetArm:
+    """A fleet of ``INSTANCES`` instances as flags would make it.
+
+    Attributes:
+        policy: of the router.
+        prefills: prefill instances of a static split; 0: unified engines, or what the policy makes of them.
+        order: of prefills in an engine.
+        deadlines: of temporal engines (``Experiment.deadlines``).
+    """
+
+    policy: str
+    prefills: int = 0
+    mixed: bool = False
+    chunk_tokens: int = STOCK_CHUNK_TOKENS
+    order: str = STOCK_ORDER
+    deadlines: str = "advise"
+
+    @property
+    def name(self) -> str:
+        """Such as ``least-tokens/unified/mixed/2048/fcfs`` or ``cache-aware/3+5/8192/hrrn``."""
+        if self == OURS:
+            return self.policy
+        layout = f"{self.prefills}+{INSTANCES - self.prefills}" if self.prefills else "unified"
+        mixing = ["mixed"] if self.mixed else []
+        return "/".join([self.policy, layout, *mixing, str(self.chunk_tokens), self.order])
+
+    @property
+    def family(self) -> FleetArm:
+        """The arm that stands for all that differ from it only in order and, without mixing, in the size of chunks."""
+        chunk_tokens = self.chunk_tokens if self.mixed else STOCK_CHUNK_TOKENS
+        return dataclasses.replace(self, chunk_tokens=chunk_tokens, order=STOCK_ORDER)
+
+    def experiment(self, slo: Slo) -> Experiment:
+        """With the profile and all limits as ``Experiment`` has them by default."""
+        return Experiment(
+            self.policy,
+            slo,
+            engine=self.order,
+            instances=INSTANCES,
+            prefills=self.prefills or None,
+            chunk_tokens=self.chunk_tokens,
+            mixed=self.mixed,
+            deadlines=self.deadlines,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+
+OURS = FleetArm("combined", mixed=True, chunk_tokens=4096, order=TEMPORAL, deadlines="decide")
+
+
+def read_arm(fields: dict[str, Any]) -> FleetArm:
+    """What ``as_json`` has written."""
+    return FleetArm(**{name: value for name, value in fields.items() if name != "name"})
+
+
+def stock_arms(routers: Sequence[str] = ROUTERS) -> list[FleetArm]:
+    """All of them behind these routers. Raises ConfigError for a router that stock does not have."""
+    for router in routers:
+        if router not in ROUTERS:
+            raise ConfigError(f"router {router!r} is not known; allowed: {', '.join(ROUTERS)}")
+    return [
+        FleetArm(router, prefills, mixed, chunk_tokens, order)
+        for router in routers
+        for prefills in range(INSTANCES)
+        for mixed in ((False, True) if not prefills else (False,))
+        for chunk_tokens in CHUNKS_TOKENS
+        for order in ORDERS
+    ]

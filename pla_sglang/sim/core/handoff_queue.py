@@ -1,0 +1,77 @@
+"""Decodes that come to an engine from elsewhere: first room for their KV, then the KV itself."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pla_sglang.policy.interface.fleet import InstanceView
+from pla_sglang.sim.core.decoding import Decoding
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
+from pla_sglang.sim.core.pool import KvPool
+from pla_sglang.sim.core.prefill import PrefillQueue
+from pla_sglang.sim.core.request import SimRequest
+
+
+class HandoffQueue:
+    """First come first served. ``InstanceView.waiting_decodes`` counts who waits for room and who is on the way."""
+
+    def __init__(
+        self, view: InstanceView, pool: KvPool, decoding: Decoding, queue: PrefillQueue, knobs: EngineKnobs
+    ) -> None:
+        self.waiting: deque[SimRequest] = deque()  # for room
+        self._view = view
+        self._pool = pool
+        self._decoding = decoding
+        self._queue = queue
+        self._slots = knobs.slots
+
+    @property
+    def on_the_way(self) -> int:
+        """Requests that have their room and whose KV is being sent."""
+        return self._view.waiting_decodes - len(self.waiting)
+
+    def expect(self, request: SimRequest) -> None:
+        """``request`` is to come; it waits for room."""
+        self.waiting.append(request)
+        self._count(request, 1)
+
+    def give_up(self, request: SimRequest, *, reserved: bool) -> None:
+        """``request`` does not come after all; ``reserved``: it had its room already."""
+        if reserved:
+            self._pool.give(request.arriving_tokens)
+        else:
+            self.waiting.remove(request)
+        self._count(request, -1)
+
+    def settle(self, request: SimRequest) -> None:
+        """The KV is here, in the room that was reserved."""
+        self._count(request, -1)
+        request.private_tokens, request.shared_blocks = request.context_tokens, 0
+
+    def has_room(self, tokens: int) -> bool:
+        """Room for that much KV now, less what running requests are expected to add."""
+        free = self._pool.available_tokens - self._decoding.expected_tokens() - self._queue.chunk_rest_tokens
+        return free >= tokens
+
+    def next_with_room(self, now_s: float) -> SimRequest | None:
+        """The first in the queue, if there is room for it: the room is taken."""
+        if not self.waiting or not self._fits(self.waiting[0], now_s):
+            return None
+        request = self.waiting.popleft()
+        self._pool.take(request.arriving_tokens)
+        return request
+
+    def _fits(self, request: SimRequest, now_s: float) -> bool:
+        """Room for its KV, and for what it and the others are expected to add; an empty engine takes anybody."""
+        decoding, batch, joining = self._decoding, len(self._decoding.running), len(self._decoding.joining)
+        # The step that is under way will take its tokens, whatever comes.
+        steps = decoding.steps_now(now_s) + (decoding.segment is not None)
+        free = self._pool.available_tokens - steps * batch - self._queue.chunk_rest_tokens
+        if not batch and not joining and not self._pool.private_tokens:
+            return free >= request.arriving_tokens
+        growth = decoding.growth.value * (decoding.running.growth_tokens() + request.limit_left)
+        return free >= request.arriving_tokens + growth and batch + joining + self.on_the_way < self._slots
+
+    def _count(self, request: SimRequest, sign: int) -> None:
+        self._view.waiting_decodes += sign
+        self._view.waiting_decode_tokens += sign * request.arriving_tokens

@@ -1,0 +1,106 @@
+"""Columns of the table of runs, for the terminal and for the page, and what each of them means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pla_sglang.sim.core.experiment import ExperimentResult
+
+NOTHING = "-"  # in place of a value that no request has
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column.
+
+    Attributes:
+        legend: what it holds, with units.
+        show: the text of its cell.
+        rank: a terminal that is too narrow leaves out the columns of the highest rank first; 0: never.
+    """
+
+    name: str
+    legend: str
+    show: Callable[[ExperimentResult], str]
+    rank: int = 0
+
+
+def show_quantiles(run: ExperimentResult, name: str, scale: float = 1.0) -> str:
+    """Three quantiles of "ttft" or "tpot", times ``scale``."""
+    values = [getattr(run.figures, f"{name}_{q}_s") * scale for q in ("p50", "p90", "p99")]
+    return " / ".join(map(show_number, values))
+
+
+def show_number(value: float) -> str:
+    """Three digits; a dash where no request has the value."""
+    return f"{value:.3g}" if math.isfinite(value) else NOTHING
+
+
+COLUMNS = (
+    Column("policy", "the policy that routes requests", lambda run: run.experiment.policy),
+    Column("rate, 1/s", "mean arrival rate of the trace as run, requests/s", lambda run: show_number(run.rate_per_s)),
+    Column(
+        "attainment",
+        "share of all requests that finished and met both targets",
+        lambda run: f"{run.figures.attainment:.3f}",
+    ),
+    Column(
+        "TTFT ok",
+        "share of all requests whose first token came in time",
+        lambda run: f"{run.figures.ttft_attainment:.3f}",
+        2,
+    ),
+    Column(
+        "TPOT ok",
+        "share of all requests whose further tokens came in time, on average over the answer",
+        lambda run: f"{run.figures.tpot_attainment:.3f}",
+        2,
+    ),
+    Column("goodput, 1/s", "requests/s that met both targets", lambda run: show_number(run.figures.goodput_per_s)),
+    Column(
+        "TTFT p50 / p90 / p99, s",
+        "time from arrival to the first token: median, 90th, 99th percentile",
+        lambda run: show_quantiles(run, "ttft"),
+        1,
+    ),
+    Column(
+        "TPOT p50 / p90 / p99, ms",
+        "mean time per token after the first: median, 90th, 99th percentile of the requests",
+        lambda run: show_quantiles(run, "tpot", 1e3),
+        1,
+    ),
+    Column("flips", "changes of an instance's role", lambda run: str(run.result.counts["flips"]), 3),
+    Column(
+        "moves",
+        "requests that were moved to another instance while they decoded",
+        lambda run: str(run.result.counts.get("migrations", 0)),
+        3,
+    ),
+    Column(
+        "retracted",
+        "times that a running request lost its KV memory and was computed again",
+        lambda run: str(run.result.counts["retractions"]),
+        3,
+    ),
+    Column("refused", "requests that fit no instance", lambda run: str(run.result.counts.get("refused", 0)), 3),
+    Column("GPU h", "hours of all GPUs together, starts included", lambda run: f"{run.result.gpu_hours:.2f}", 2),
+)
+SPEED = Column(
+    "sim req/s",
+    "requests that the simulator ran per second of CPU time",
+    lambda run: f"{len(run.result.stage) / run.result.cpu_s:,.0f}",
+    3,
+)
+
+
+def columns_of(runs: Sequence[ExperimentResult], *, verbose: bool = False) -> list[Column]:
+    """Those that say something: refused requests where there are any, the simulator's own speed if ``verbose``."""
+    shown = [column for column in COLUMNS if column.name != "refused" or any(map(count_refused, runs))]
+    return [*shown, SPEED] if verbose else shown
+
+
+def count_refused(run: ExperimentResult) -> int:
+    """Requests that fit no instance."""
+    return run.result.counts.get("refused", 0)
