@@ -23,7 +23,7 @@ MAX_MODEL_BYTES = 10_000_000
 @pytest.mark.parametrize(
     ("group", "name", "target"),
     [
-        ("sglang.srt.plugins", "pla_sglang", "pla_sglang.plugin:register"),
+        ("sglang.srt.plugins", "pla_sglang", "pla_sglang.plugin.entry:register"),
         ("sglang.srt.platforms", "pla_cpu", "pla_sglang.plugin.platform:activate"),
     ],
 )
@@ -66,7 +66,7 @@ def test_wheel_holds_the_four_packages_and_the_demo_model(tmp_path: Path) -> Non
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {
-        "pla_sglang/plugin.py",
+        "pla_sglang/plugin/entry.py",
         "pla_kernels/__init__.py",
         "pla_patches/__init__.py",
         "pla_graphs/__init__.py",

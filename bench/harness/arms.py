@@ -229,7 +229,7 @@ def platform_overlay(folder: Path, *, plugin: bool = False) -> dict[str, str]:
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: pla-sglang\nVersion: 0.1.0\n", encoding="utf-8")
     entry_points = "[sglang.srt.platforms]\npla_cpu = pla_sglang.plugin.platform:activate\n"
     if plugin:
-        entry_points += "[sglang.srt.plugins]\npla_sglang = pla_sglang.plugin:register\n"
+        entry_points += "[sglang.srt.plugins]\npla_sglang = pla_sglang.plugin.entry:register\n"
     (record / "entry_points.txt").write_text(entry_points, encoding="utf-8")
     for name in ("pla_sglang", "pla_kernels", *(["pla_patches"] if plugin else [])):
         spec = importlib.util.find_spec(name)

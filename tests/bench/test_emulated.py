@@ -81,7 +81,7 @@ def test_a_peer_gets_our_emulation_and_nothing_is_installed(tmp_path: Path) -> N
     assert server.command[:3] == [str(interpreter), "-m", "pla_sglang.launch_server"]
     assert server.command[-1] == "--x-y", "an arm's own flags come last and win"
     entry_points = (tmp_path / "peer" / "pla_sglang-0.1.0.dist-info" / "entry_points.txt").read_text()
-    assert "pla_sglang.plugin:register" in entry_points
+    assert "pla_sglang.plugin.entry:register" in entry_points
     assert (tmp_path / "peer" / "pla_patches" / "install.py").is_file()
     with pytest.raises(ConfigError, match="--peer-python 'nowhere' is not an executable"):
         Setup("linear", 1.0, (), tmp_path, "test", "nowhere")

@@ -59,7 +59,8 @@ def test_hol_shows_the_gain_of_shortest_first(model: Path, tmp_path: Path, capsy
     assert result["sglang"] == "0.5.17"
     assert result["figures_of"] == "ours"
     assert set(result["workload"]) >= {"pattern", "scale", "burst_s", "spread_s", "chunk_tokens"}
-    assert (tmp_path / "out" / "hol.png").stat().st_size > 10_000
+    for picture in ("hol.png", "hol-queue.png"):
+        assert (tmp_path / "out" / picture).stat().st_size > 10_000
     assert list(result["figures"]) == [*arms.startable(arms.BEST_STOCK), "ours"]
     assert len((tmp_path / "out" / "hol.requests.jsonl").read_text().splitlines()) == 20 * len(result["figures"])
     shown = hol.page(result)
