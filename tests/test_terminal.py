@@ -101,7 +101,8 @@ def test_json_on_a_terminal_where_it_is_asked_for(trace_file: Path) -> None:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_bench_says_where_its_result_is(tmp_path: Path, as_json: bool) -> None:
     script = (
-        "import sys; from pathlib import Path; from bench.harness.report import emit; from pla_sglang import terminal;"
+        "import sys; from pathlib import Path; from bench.harness.report import emit; "
+        "from pla_sglang.common import terminal; "
         f"terminal.output.as_json = {as_json}; emit({{'seed': 1}}, 'some', Path(sys.argv[1]))"
     )
     shown, status = run_on_terminal([sys.executable, "-c", script, str(tmp_path)], 40)
