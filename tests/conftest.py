@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -50,19 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
         if item.path.stem in HOST_E2E if is_e2e else item.path in modules_that_meet_the_host():
             item.add_marker(pytest.mark.host)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n``: each file on one worker, so that its fixtures are made once; all of ``E2E`` on one worker."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class EndToEndOnOne(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return E2E if nodeid.startswith(E2E) else super()._split_scope(nodeid)
-
-    config.option.loadscopereorder = False  # in the order of the collection
-    return EndToEndOnOne(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

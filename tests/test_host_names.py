@@ -1,4 +1,4 @@
-"""Names that versions of SGLang do not share stand in ``engine/host/``, and in the modules that read its schedulers."""
+"""Names that versions of SGLang do not share stand in ``plugin/engine/host/``, and where its schedulers are read."""
 
 from __future__ import annotations
 

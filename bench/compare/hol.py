@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
     print_starts_and_bounds(result)
     reference = measured.solo[STOCK if STOCK in measured.solo else next(iter(measured.solo))]
     status = comparison.keep(result, measured.runs, title=title, solo_s=reference.ttft_s)
-    titles = {STOCK: "stock SGLang", OURS: "pla_sglang: from arrival to first token"}
+    titles = {STOCK: "stock SGLang", OURS: "pla_sglang"}
     plot_queue(args.out / "hol.requests.jsonl", args.out / "hol-queue.png", titles)
     return status
 
@@ -202,16 +202,18 @@ def run(args: argparse.Namespace) -> int:
 def plot_queue(requests: Path, target: Path, arms: Mapping[str, str]) -> None:
     """The prefill queue of one round, arm beside arm: a bar a request, from its arrival to its first token.
 
-    Rows are in order of arrival, the same in every panel.
+    Rows are in order of arrival, the same in every panel. Nothing is drawn where none of the arms has answers.
 
     Args:
-        requests: The file that ``write_requests`` made.
-        arms: Titles by arm; an arm that the file lacks is left out.
+        requests: the file that ``write_requests`` made.
+        arms: titles by arm; an arm that the file lacks is left out.
     """
     lines = [json.loads(line) for line in requests.read_text("utf-8").splitlines()]
     first_round = [line for line in lines if line["round"] == 1 and line["ttft_s"] is not None]
     shown = {arm: [line for line in first_round if line["arm"] == arm] for arm in arms}
     shown = {arm: sorted(of_arm, key=lambda line: line["at_s"]) for arm, of_arm in shown.items() if of_arm}
+    if not shown:
+        return
     ends_s = max(line["at_s"] + line["ttft_s"] for of_arm in shown.values() for line in of_arm)
     with panels(target, len(shown), size=(4.6 * len(shown), 4.0)) as axes:
         for panel, (arm, of_arm) in zip(axes, shown.items(), strict=True):

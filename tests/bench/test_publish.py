@@ -70,8 +70,12 @@ def test_publishing_again_changes_nothing(tmp_path: Path) -> None:
     page.write_text("before <!-- results:sched_pass --><!-- /results:sched_pass --> after", encoding="utf-8")
     source = tmp_path / "sched_pass.json"
     source.write_text((RESULTS / "sched_pass.json").read_text(encoding="utf-8"), encoding="utf-8")
+    for picture in ("sched_pass.png", "sched_pass-queue.png", "sched_pass-other.png"):
+        (tmp_path / picture).write_text(picture)
     publish("sched_pass", source, tmp_path, PAGES)
     once = page.read_text(encoding="utf-8")
     publish("sched_pass", source, tmp_path, PAGES)
     assert "p99" in once
     assert page.read_text(encoding="utf-8") == once
+    kept = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("bench/results/*/*.png")}
+    assert kept == {name: name for name in ("sched_pass.png", "sched_pass-queue.png")}

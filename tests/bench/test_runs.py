@@ -70,6 +70,27 @@ def test_hol_shows_the_gain_of_shortest_first(model: Path, tmp_path: Path, capsy
     assert json.loads((tmp_path / "out" / "hol.json").read_text()) == result
 
 
+def request_line(arm: str, round_: int = 1, ttft_s: float | None = 0.5) -> str:
+    return json.dumps({"arm": arm, "round": round_, "kind": "short", "at_s": 0.1, "ttft_s": ttft_s}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_drawn"),
+    [
+        ([request_line("stock"), request_line("ours")], True),
+        ([request_line("ours"), request_line("ours", ttft_s=None)], True),
+        ([request_line("hrrn")], False),
+        ([request_line("stock", ttft_s=None), request_line("ours", round_=2)], False),
+        ([], False),
+    ],
+)
+def test_the_queue_is_drawn_where_an_arm_has_answers(tmp_path: Path, lines: list[str], is_drawn: bool) -> None:
+    requests, target = tmp_path / "requests.jsonl", tmp_path / "queue.png"
+    requests.write_text("".join(lines))
+    hol.plot_queue(requests, target, {"stock": "stock", "ours": "ours"})
+    assert target.exists() is is_drawn
+
+
 def test_hol_over_several_starts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--arms", "stock,ours", "--starts", "2", "--rounds", "1"]
     assert BENCHES["hol"].main(common(model, tmp_path / "out", *flags)) == 0

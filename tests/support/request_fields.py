@@ -9,7 +9,7 @@ from typing import Any
 class RequestFields:
     """Each field under the name that each version gives it, so that one fake serves all.
 
-    Set what a pass extends by ``engine/host/requests.py``'s ``set_extend``, and read it by its functions.
+    Set what a pass extends by ``plugin/engine/host/requests.py``'s ``set_extend``, and read it by its functions.
     """
 
     kv_committed_len = kv_allocated_len = 0

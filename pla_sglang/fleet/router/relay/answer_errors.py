@@ -21,7 +21,7 @@ _CODE = re.compile(rb'"(?:status_)?code":\s*(\d{3})\b')
 _MESSAGE = re.compile(rb'"message":\s*"((?:[^"\\]|\\.){1,300})')
 # SGLang 0.5.17: Scheduler.handle_inflight_transfer_failure and handle_bootstrap_failure, and the decode side's
 # pop_transferred. An ordered abort causes the same message, with a reason that the second pattern finds.
-# The last is that of a stateless instance (engine.stateless: receiving, sending).
+# The last is that of a stateless instance (fleet.stateless.transfer: receiving, sending).
 _FAILED = (b" failed for request rank=", b" transfer failed for request ")
 _ORDERED = re.compile(rb"KVTransferError\(bootstrap_room=[^)]*\): Aborted by")
 # The same: _set_or_validate_priority and _abort_on_running_timeout. The first is due to the request, which fares alike
