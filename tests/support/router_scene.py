@@ -56,13 +56,13 @@ class Scene:
     async def ready(self, count: int) -> None:
         await self.until(lambda: len(self.plane.table.fleet.ready) == count)
 
-    def ask(self, rid: str, body: object = None, **fields: Any) -> m.Assign | m.Refuse | None:
-        """The answer, if there is one at once."""
+    def ask(self, rid: str, body: object = None, *, ago_s: float = 0.0, **fields: Any) -> m.Assign | m.Refuse | None:
+        """The answer, if there is one at once. ``ago_s``: how long ago the request arrived."""
         data = msgspec.json.encode(body or {"messages": [{"role": "user", "content": rid * 20}]})
         told = len(self.relay.told)
         values = {"input_tokens": 50, "body": data} | fields
         endpoint, relay = values.pop("endpoint", m.Endpoint.CHAT), values.pop("relay", 0)
-        self.plane.on_message(m.Ask(rid, relay, endpoint, True, time.monotonic(), len(data), **values))
+        self.plane.on_message(m.Ask(rid, relay, endpoint, True, time.monotonic() - ago_s, len(data), **values))
         answers = [one for one in self.relay.told[told:] if isinstance(one, (m.Assign, m.Refuse))]
         return answers[0] if answers else None
 

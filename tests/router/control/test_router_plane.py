@@ -376,8 +376,7 @@ def test_a_pool_that_was_late_is_forgiven_once_it_gets_nothing(monkeypatch: pyte
 
     async def work() -> None:
         async with scene(["null"], slo_ttft_s=0.01) as one:
-            one.ask("late")
-            await asyncio.sleep(0.05)
+            one.ask("late", ago_s=0.1)
             one.reach("late", m.Milestone.SENT, m.Milestone.FIRST_TOKEN)
             view = one.plane.table.by_number[0].view
             assert view.ttft_ratio is not None
