@@ -13,7 +13,7 @@ from pla_sglang.plugin.config import PlaConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/*.md")])
-LINES = ROOT / "docs" / "papers-line-by-line.md"
+LINES = ROOT / "bench" / "lab" / "docs" / "papers-line-by-line.md"
 FOLDERS = ("pla_sglang", "patches", "graphs", "kernels", "bench", "scripts", "tests")
 FILES = [
     str(path) for path in [*ROOT.glob("*"), *(path for name in FOLDERS for path in sorted((ROOT / name).rglob("*")))]
