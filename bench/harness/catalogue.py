@@ -17,7 +17,6 @@ _ALL = (
     Bench("check.parity", "6 min", "engines"),
     Bench("check.poison.bench", "40 min", "engines"),
     Bench("check.router_clients", "3 min", "engines"),
-    Bench("check.star", "35 min", "engines", results="emulated"),
     Bench("check.survive.bench", "20 min", "engines", results="emulated"),
     Bench("check.upgrade", "10 min", "engines, 2 SGLangs", results="emulated"),
     Bench("check.verified", "5 min/trace", "engines, traces"),
@@ -49,5 +48,6 @@ _ALL = (
     Bench("lab.frontier", "8 min", "engines", results="emulated"),
     Bench("lab.pass_sharing", "2 min", "nothing", results="simulated"),
     Bench("lab.papers.__main__", "27 min", "nothing"),
+    Bench("lab.star", "35 min", "engines", results="emulated"),
 )
 BENCHES = {bench.name: bench for bench in _ALL}
