@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pla_sglang.common.checks import KEY, MILLI, PORT, Choice, Pattern, Range, check_fields, knob
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.router.control.moves import DISPATCH, PREFILLED, MoveKnobs
-from pla_sglang.fleet.router.control.prompts import PromptKnobs
+from pla_sglang.fleet.router.control.requests.moves import DISPATCH, PREFILLED, MoveKnobs
+from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.exclusions import ExclusionKnobs
