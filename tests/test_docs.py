@@ -1,4 +1,4 @@
-"""Pages say what is there: links lead somewhere, and names of code and flags in them exist."""
+"""Pages say what is there: links lead somewhere, and names of code and flags in them exist. Sentences and lines are short."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from pla_sglang.plugin.config import PlaConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("patches/*.md")])
-LINES = ROOT / "docs" / "papers-line-by-line.md"
+LINES = ROOT / "bench" / "lab" / "docs" / "papers-line-by-line.md"
+WRITTEN = sorted(
+    {*ROOT.glob("README.md"), *ROOT.glob("CONTRIBUTING.md"), *ROOT.glob("docs/**/*.md"), *LINES.parent.glob("*.md")}
+    - {ROOT / "docs" / "reference" / "flags.md"}  # generated
+    - {ROOT / "docs" / "benchmarks" / "check.md"}  # still longer
+)
+MOST_WORDS, MOST_CHARACTERS = 25, 120  # of a sentence, of a line
 FOLDERS = ("pla_sglang", "patches", "graphs", "kernels", "bench", "scripts", "tests")
 FILES = [
     str(path) for path in [*ROOT.glob("*"), *(path for name in FOLDERS for path in sorted((ROOT / name).rglob("*")))]
 ]
 CODE = "\n".join(Path(path).read_text(encoding="utf-8") for path in FILES if path.endswith(".py"))
 FENCED = re.compile(r"```.*?```", re.DOTALL)
+RESULTS = re.compile(r"<!-- results:(\S+) -->.*?<!-- /results:\1 -->", re.DOTALL)  # written by ``bench publish``
 
 
 def named(page: Path) -> str:
@@ -31,6 +38,39 @@ def anchors(page: Path) -> set[str]:
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def written_lines(page: Path) -> list[str]:
+    """Without what is generated, code, tables, headings, pictures and comments; each of these leaves an empty line."""
+    text = FENCED.sub("\n", RESULTS.sub("\n", page.read_text(encoding="utf-8")))
+    return ["" if re.match(r"\s*(\||#|<|!\[)", line) else line for line in text.splitlines()]
+
+
+def sentences(lines: list[str]) -> list[str]:
+    """Of paragraphs and items of lists. A link counts as its words; a code span, or several in a row, as one word."""
+    text = re.sub(r"\n\s*(?:[-*]|\d+\.) ", "\n\n", "\n".join(["", *lines]))
+    text = re.sub(r"`[^`]*`", "CODE", re.sub(r"\]\([^)]*\)", "]", text))
+    text = re.sub(r"CODE(?:,?\s(?:and\s|or\s)?CODE)+", "CODE", text)
+    paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text)]
+    return [one for each in paragraphs for one in re.split(r"(?<=[.!?])[\"*)_]*\s+(?=[\"*(_\[A-Z0-9])", each)]
+
+
+def count_words(sentence: str) -> int:
+    return sum(any(letter.isalnum() for letter in word) for word in sentence.split())
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=named)
+def test_sentences_and_lines_are_short(page: Path) -> None:
+    lines = written_lines(page)
+    assert [sentence for sentence in sentences(lines) if count_words(sentence) > MOST_WORDS] == []
+    too_long = [line for line in lines if len(line) > MOST_CHARACTERS]
+    assert [line for line in too_long if " " in re.sub(r"\[[^\]]*\]\([^)]*\)", "", line).strip()] == []
+
+
+def test_the_measure_of_a_sentence_counts_links_and_code_as_readers_do() -> None:
+    lines = ["One [link of four](a/b.md) words, `a`, `b`", "and `c` in it. Another", "- item", "", "| table |"]
+    assert sentences(lines) == ["One [link of four] words, CODE in it.", "Another", "item", "| table |"]
+    assert [count_words(sentence) for sentence in sentences(lines)] == [8, 1, 1, 1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -28,7 +28,7 @@ class SloKnobs:
         decode_share: of the TPOT target, which decode steps must leave for lost requests to start. Steps get longer by
             those that start, and by the prefills that they share passes with.
         short_steps: where KV cache is short, a prefill is cut to the time of so many decode steps. With 3, half as many
-            again were thrown out on mooncake (docs/benchmarks/rules.md).
+            again were thrown out on mooncake (bench/lab/docs/rules.md).
         probe_passes: after so many passes without decodes, they join one to measure what they cost. Where joining takes
             twice as long as not, this takes 0.4 % of the device.
     """

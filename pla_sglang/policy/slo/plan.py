@@ -6,7 +6,7 @@ of the device than it would alone (``SloKnobs.slower``).
 
 The plan says who is kept, not who is next. The usual order (shorts, then the least work) stays as long as it makes
 nobody late that the plan keeps, not even if others arrive meanwhile (``SloKnobs.arriving``): it answers sooner.
-Otherwise the first of the plan is next. Measured on azure_code, burst and hol: docs/benchmarks/rules.md.
+Otherwise the first of the plan is next. Measured on azure_code, burst and hol: bench/lab/docs/rules.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ possible (``plan.py``): who is given up for their sake is left out too, in this 
 Where nobody can be kept the lost ones run, as far as that leaves room for those to come (``reserve.py``).
 Where the usual order would make one late that is kept, the first long of the plan is *urgent*. Not where those that are
 kept do not fit the KV cache together: then memory decides, and larger requests first would keep fewer (measured on
-mooncake and azure_conv, docs/benchmarks/rules.md).
+mooncake and azure_conv, bench/lab/docs/rules.md).
 """
 
 from __future__ import annotations
