@@ -7,34 +7,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from bench.check.leftovers import ServerLeftovers, abort_request, errors_in, read_kv_used, wait_until_empty
+from bench.check.faults.bodies import GENERATE, Body
+from bench.check.faults.client import GONE, FaultClient, Stream
+from bench.check.faults.fleet import Fleet
+from bench.check.faults.table import Due, send_and_inject
+from bench.check.leftovers import ServerLeftovers, errors_in, read_kv_used, wait_until_empty
 from bench.harness import report
 from bench.harness.arms import OURS
 from bench.harness.bench import BenchError, Result, measuring
 from bench.harness.comparison import Comparison, add_comparison, prepare_comparison
-from bench.harness.fleet import Fleet, Member, final_state
-from bench.harness.load_client import START_DELAY_S, Client, Outcome, Request, encode_body, sleep_until
+from bench.harness.fleet import Fleet as Servers
+from bench.harness.fleet import Member, final_state
 from bench.harness.workload import round_rng
 
-FATES = {"finish": 0.65, "abort": 0.18, "disconnect": 0.17}
+FATES = {"finish": 0.65, "abort_routed": 0.18, "leave": 0.17}  # rows of the table of faults
 LONG_SHARE = 0.06
 SHORT_TOKENS, LONG_TOKENS, NEW_TOKENS = (5, 300), (1000, 3000), (1, 32)
 CHUNK_TOKENS = 1024
 SETTLE_TIMEOUT_S = 90.0  # how long gauges may take to reach 0
 MAX_DELAY_S = 1.5  # until an abort or a disconnect: from "still waiting" to "almost done"
-
-
-@dataclass(frozen=True, slots=True)
-class Shot:
-    request: Request
-    fate: str
-    delay_s: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,70 +39,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--rate", type=float, default=40.0, help="requests per second; above capacity on purpose")
 
 
-def make_shots(args: argparse.Namespace) -> list[Shot]:
+def plan_storm(args: argparse.Namespace) -> tuple[list[Stream], list[Due]]:
+    """Streams and what befalls them, of a run that begins at 0."""
     rng = round_rng(args.seed, 0, "storm")
-    shots, at_s = [], 0.0
+    streams, plan, at_s = list[Stream](), list[Due](), 0.0
     for index in range(args.requests):
         at_s += rng.expovariate(args.rate)
-        kind = "long" if rng.random() < LONG_SHARE else "short"
-        low, high = LONG_TOKENS if kind == "long" else SHORT_TOKENS
-        prompt = args.vocabulary.draw(rng, rng.randint(low, high))
+        low, high = LONG_TOKENS if rng.random() < LONG_SHARE else SHORT_TOKENS
+        prompt, tokens = args.vocabulary.draw(rng, rng.randint(low, high)), rng.randint(*NEW_TOKENS)
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = Body("storm", GENERATE, {"input_ids": prompt, "sampling_params": sampling}, tokens)
         # Fixed width: SGLang aborts every request whose id *starts with* the one given.
-        request = Request(f"storm-{args.seed}-{index:06d}", kind, at_s, prompt, rng.randint(*NEW_TOKENS))
+        streams.append(Stream(rid=f"storm-{args.seed}-{index:06d}", body=body, due_s=at_s))
         fate = rng.choices(list(FATES), weights=list(FATES.values()))[0]
-        shots.append(Shot(request, fate, rng.uniform(0, MAX_DELAY_S)))
-    return shots
+        delay_s = rng.uniform(0, MAX_DELAY_S)
+        if fate != "finish":
+            plan.append(Due(fate, streams[-1].rid, at_s + delay_s))
+    return streams, plan
 
 
-async def fire(client: Client, shot: Shot, start_s: float) -> str:
-    """Send one request and let its fate befall it. Returns what became of it."""
-    await sleep_until(start_s + shot.request.at_s)
-    stream = asyncio.create_task(client.generate(shot.request, encode_body(shot.request), start_s))
-    if shot.fate != "finish":
-        done, _ = await asyncio.wait({stream}, timeout=shot.delay_s)
-        if done:
-            return describe_end(stream.result(), expect_abort=False)
-        if shot.fate == "disconnect":
-            stream.cancel()  # closes the connection in the middle of the stream
-            await asyncio.wait({stream})
-            return "disconnected"
-        await abort_request(client.session, client.base_url, shot.request.rid)
-    return describe_end(await stream, expect_abort=shot.fate == "abort")
-
-
-def describe_end(outcome: Outcome, *, expect_abort: bool) -> str:
-    outcome.settle()
-    if expect_abort and "abort" in (outcome.error or "").lower():
+def describe_end(stream: Stream, aborted: Collection[str]) -> str:
+    stream.settle()
+    if stream.error == GONE:
+        return "disconnected"
+    if stream.rid in aborted and "abort" in (stream.error or "").lower():
         return "aborted"
-    return "finished" if outcome.ok else f"failed: {outcome.error}"
+    if stream.error is not None:
+        return f"failed: {stream.error}"
+    said, wanted = len(stream.output_ids), stream.body.tokens
+    return "finished" if said == wanted else f"failed: {said} tokens instead of {wanted}"
 
 
-async def storm(client: Client, shots: Sequence[Shot]) -> Counter[str]:
+async def storm(url: str, streams: Sequence[Stream], plan: Sequence[Due]) -> Counter[str]:
     """How the requests ended; of an interrupted storm those that did."""
-    start_s = time.perf_counter() + START_DELAY_S
-    ends: Counter[str] = Counter()
-    with report.progress_bar("storm", len(shots)) as advance, measuring():
-
-        async def send(shot: Shot) -> None:
-            ends[await fire(client, shot, start_s)] += 1
-            advance()
-
-        async with asyncio.TaskGroup() as group:
-            for shot in shots:
-                group.create_task(send(shot))
-    return ends
+    fleet = Fleet({"url": url, "instances": []}, streams=streams)
+    with report.progress_bar("storm", len(streams)) as advance, measuring():
+        await send_and_inject(fleet, plan, on_done=advance)
+    return Counter(describe_end(stream, fleet.aborted) for stream in streams if stream.is_over)
 
 
-async def measure(args: argparse.Namespace, fleet: Fleet, member: Member) -> tuple[Counter[str], ServerLeftovers, int]:
+async def measure(
+    args: argparse.Namespace, servers: Servers, member: Member
+) -> tuple[Counter[str], ServerLeftovers, int]:
     """How the requests ended, what was left, and the KV tokens in use before."""
-    shots = make_shots(args)
-    async with fleet.awake(member) as client:
-        await client.solo([shot.request for shot in shots[:3]])  # warm-up; its KV is flushed
+    streams, plan = plan_storm(args)
+    async with servers.awake(member) as client:
+        for number, stream in enumerate(streams[:3]):  # warm-up; its KV is flushed
+            await FaultClient(client.base_url).send_all([Stream(rid=f"first-{number}", body=stream.body)])
         if not await client.flush_cache():
             raise BenchError("the server is not idle after three requests")
         before = await read_kv_used(client.session, client.base_url)
         report.say(f"{args.requests} requests at {args.rate:g} per second, {before} KV tokens in use before")
-        ends = await storm(client, shots)
+        ends = await storm(client.base_url, streams, plan)
         report.say(f"all answered; waiting for gauges to reach 0 (up to {SETTLE_TIMEOUT_S:g} s)")
         left = await wait_until_empty(client.session, client.base_url, SETTLE_TIMEOUT_S)
     return ends, left, before
@@ -117,10 +100,10 @@ async def check(args: argparse.Namespace) -> int:
     comparison = Comparison("abort_storm", args, chunk_tokens=CHUNK_TOKENS, kv_tokens=12 * LONG_TOKENS[1])
     if len(comparison.arms) != 1:
         raise BenchError(f"this bench storms one server; --arms names {len(comparison.arms)}")
-    async with comparison.fleet() as fleet:
-        ends, left, before = await measure(args, fleet, fleet.members[0])
-        errors = errors_in(fleet.members[0].server.log_text())
-        state = await final_state(fleet)
+    async with comparison.fleet() as servers:
+        ends, left, before = await measure(args, servers, servers.members[0])
+        errors = errors_in(servers.members[0].server.log_text())
+        state = await final_state(servers)
     failed = {text: count for text, count in ends.items() if text.startswith("failed")}
     result: dict[str, Any] = {
         "bench": "abort_storm",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.check import fidelity, find_instances_live, flips, parity, star
+from bench.check import fidelity, find_instances_live, flips, parity
 from bench.compare import spatial
 from bench.cost import stateless
 from bench.harness.bench import ROOT, Result
@@ -128,7 +128,6 @@ AGAIN: dict[str, Callable[[Result], Mapping[str, Any]]] = {  # bench -> figures 
     "hol_emulated": headline_again,
     "overload_router": served_again,
     "parity": lambda result: parity.totals(result["by_policy"]),
-    "star": lambda result: star.compare_arms(result["arms"]),
     "stateless": lambda result: stateless.compare_rounds(result["rows"]),
     "spatial": lambda result: spatial.summary(result["arms"]),
     "verified": lambda result: sums(result["groups"], *VERIFIED),

@@ -33,15 +33,16 @@ from typing import Any
 
 import aiohttp
 
-from bench.check.chaos.bench import encode_named
-from bench.check.chaos.faults import explain_request, rid_of
+from bench.check.faults.client import Stream, describe_streams, make_streams
+from bench.check.faults.fleet import Fleet, explain_request, read_workers
+from bench.check.faults.table import send_and_inject
 from bench.cost.stateless import make_trace
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, is_complete, measuring
 from bench.harness.latency import percentile
 from bench.harness.live_fleet import LiveFleet, is_in_time, running_fleet
 from bench.harness.load_client import START_DELAY_S, sleep_until
-from bench.harness.replay import Planned, Record, Replay, count_wrong, plan
+from bench.harness.replay import plan
 from bench.harness.steps import Row, Steps
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim import chain
@@ -70,16 +71,6 @@ class FlipOrder:
     after_tokens: int
 
 
-class TimedReplay(Replay):
-    """Requests with ids that ``/pla/explain`` knows; ``start_s``: of the run, by ``time.perf_counter``."""
-
-    start_s = 0.0
-
-    async def send_body(self, record: Record, body: bytes, start_s: float) -> None:
-        self.start_s = start_s
-        await super().send_body(record, body, start_s)
-
-
 class Flipper:
     """Orders flips at fixed times, by HTTP.
 
@@ -97,11 +88,10 @@ class Flipper:
     async def run(self) -> None:
         """Raises ServerError where an order is not carried out."""
         async with aiohttp.ClientSession(trust_env=False) as http:
-            rows = (await self._call(http, f"{self._router_url}/workers"))["workers"]
-            waiting = [(row["number"], row["url"], PHASE_OF[row["role"]]) for row in rows]
+            waiting = [(row["number"], row["url"], PHASE_OF[row["role"]]) for row in read_workers(self._router_url)]
             for _, url, _ in waiting:
                 await self._probe_cache(http, url)  # the first one fills the cache
-            start_s = time.perf_counter() + START_DELAY_S
+            start_s = time.monotonic() + START_DELAY_S
             for turn in range(self._flips):
                 wanted = (PREFILL, DECODE)[turn % 2]
                 number, url, _ = longest = next(worker for worker in waiting if worker[2] != wanted)
@@ -115,7 +105,7 @@ class Flipper:
                 self.orders.append(FlipOrder(name, wanted, sent_s, answered_s, before_tokens, after_tokens))
 
     async def _order_role(self, http: aiohttp.ClientSession, number: int, role: str) -> tuple[float, float]:
-        sent_s = time.monotonic()
+        sent_s = time.monotonic()  # a thread beside a loop with streams would add to what is measured
         row = await self._call(http, f"{self._router_url}/workers/{number}/role", {"role": role})
         answered_s = time.monotonic()
         if PHASE_OF.get(row["role"]) != role:
@@ -128,8 +118,8 @@ class Flipper:
         return int(answer["meta_info"]["cached_tokens"])
 
     @staticmethod
-    async def _call(http: aiohttp.ClientSession, url: str, body: Any = None) -> Any:
-        async with http.get(url) if body is None else http.post(url, json=body) as answer:
+    async def _call(http: aiohttp.ClientSession, url: str, body: Any) -> Any:
+        async with http.post(url, json=body) as answer:
             if answer.status != 200:
                 raise ServerError(f"{url}: status {answer.status}: {(await answer.text())[:200]}")
             return await answer.json()
@@ -138,21 +128,15 @@ class Flipper:
 # -- a part ------------------------------------------------------------------------------------------------------------
 
 
-async def send_and_flip(
-    router_url: str, planned: list[Planned], flipper: Flipper, *, timeout_s: float
-) -> tuple[list[Record], float]:
-    """The answers, and the start of the run by ``time.perf_counter``, which is the clock of ``time.monotonic`` too.
-
-    Raises ServerError where an order is not carried out.
-    """
-    client = TimedReplay(router_url, timeout_s=timeout_s, body=encode_named)
+async def send_and_flip(router_url: str, streams: Sequence[Stream], flipper: Flipper, *, timeout_s: float) -> None:
+    """Raises ServerError where an order is not carried out."""
+    fleet = Fleet({"url": router_url, "instances": []}, streams=streams)
     try:
         async with asyncio.TaskGroup() as group:
-            answers = group.create_task(client.run(planned))
+            group.create_task(send_and_inject(fleet, (), timeout_s=timeout_s))
             group.create_task(flipper.run())
     except* ServerError as errors:
         raise errors.exceptions[0] from None
-    return answers.result(), client.start_s
 
 
 def first_work_ms(
@@ -197,22 +181,24 @@ def measure_part(fleet: LiveFleet, part: int, options: Options) -> Row:
     """Raises ServerError; KeyboardInterrupt where it was cut short."""
     scale, requests = options.time_scale, round(options.part * options.gap_s * options.rate)
     planned = plan(make_trace(requests, options.rate, options.seed + part), seed=options.seed + part, time_scale=scale)
+    streams = make_streams(planned, "flips")
     report.say(f"part {part}: {requests} requests, {options.part} flips, {planned[-1].at_s:.0f} s")
     before = servers.read_devices(fleet.described)
     with fleet.running_router(POLICY, ("--explain-requests", str(2 * requests))) as url:
         flipper = Flipper(url, options.part, gap_s=options.gap_s * scale, seed=options.seed + part)
-        records, start_s = asyncio.run(send_and_flip(url, planned, flipper, timeout_s=options.timeout_s))
+        asyncio.run(send_and_flip(url, streams, flipper, timeout_s=options.timeout_s))
         if not is_complete():
             raise KeyboardInterrupt
-        answered = [record for record in records if record.error is None]
-        stories = [explain_request(url, rid_of(record.planned)) for record in answered]
-    report.say_errors(records)
-    second_s = {rid_of(record.planned): start_s + record.token_s[1] for record in answered if len(record.token_s) > 1}
-    hosts = fleet.describe_hosts(before, servers.read_devices(fleet.described), records)
+        told = describe_streams(streams)
+        answered = [stream for stream in streams if stream.error is None]
+        stories = [explain_request(url, stream.rid) for stream in answered]
+    report.say_errors(streams)
+    second_s = {stream.rid: stream.token_s[1] for stream in answered if len(stream.token_s) > 1}
+    hosts = fleet.describe_hosts(before, servers.read_devices(fleet.described), streams)
     return hosts | {
-        "requests": len(records),
-        "failed": len(records) - len(answered),
-        "altered": sum(count_wrong(record) > 0 for record in answered),
+        "requests": len(streams),
+        "failed": len(streams) - len(answered),
+        "altered": told["altered"],
         "orders": time_flips(flipper.orders, stories, second_s, scale),
     }
 

@@ -60,6 +60,12 @@ def read_series(metrics: str) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
+def sum_series(metrics: str, name: str, label: str = "") -> float:
+    """Over all labels, or over those series that have one; 0 where there is none yet."""
+    series = read_series(metrics)
+    return sum(value for key, value in series.items() if key.partition("{")[0] == name and label in key)
+
+
 def request_gauges(metrics: str) -> dict[str, float]:
     """The request-counting gauges of a Prometheus page, summed over labels."""
     counts: dict[str, float] = {}

@@ -23,45 +23,29 @@ import contextlib
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
 from typing import Any
 
-import aiohttp
-
-from bench.check.leftovers import read_series
-from bench.check.survive.acts import BEGUN_S, OPENED_GAP_S, OVER_S, make_session, until
-from bench.check.survive.streams import (
-    ANSWER_TOKENS,
-    FILLER_LETTERS,
-    TOOL_PARSER,
-    Stream,
-    draw_letters,
-    make_chat,
-    normalize,
-    read_chat,
-    send_stream,
-)
+from bench.check.faults.bodies import TEXT_KINDS, TOOL_PARSER, make_text
+from bench.check.faults.client import OVER_S, FaultClient, Stream, describe_streams, until
+from bench.check.faults.fleet import order, read_workers, wait_until_empty
+from bench.check.leftovers import sum_series
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
 from bench.harness.live_fleet import SLOTS
 from bench.harness.servers import Router
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.cluster.ports import free_port
-from pla_sglang.sim import chain
 from pla_sglang.testing.server import Server, ServerError, fetch
 
 SETTINGS = ("instances", "policy", "profile", "time_scale", "seed")
-KINDS = ("chat", "completion", "schema", "tool")
 MODEL = {"chain_answers": "text", "chain_check_prefixes": True}
 ASK_VERSION = "import importlib.metadata as m, pla_sglang; print(m.version('sglang'))"
-ASK_S, JOIN_S, EMPTY_S, POLL_S = 60.0, 60.0, 120.0, 0.1
-MOVES = re.compile(r'pla_router_moves_total\{how="(\w+)"')
+ASK_S, JOIN_S, BEGUN_S, POLL_S = 60.0, 60.0, 300.0, 0.1
 Options = argparse.Namespace
 Row = dict[str, Any]
 
@@ -107,89 +91,6 @@ def check_engine(name: str, host: Host, info: Mapping[str, Any]) -> None:
     """Raises ConfigError for an engine of another version than its interpreter had when it was asked."""
     if info.get("version") != host.version:
         raise ConfigError(f"{name} runs SGLang {info.get('version')}, and {host.flag} was checked as {host.version}")
-
-
-# -- streams -----------------------------------------------------------------------------------------------------------
-
-
-def make_stream(number: int, rid: str, rng: random.Random) -> Stream:
-    """The kinds take turns."""
-    kind = KINDS[number % len(KINDS)]
-    if kind in ("schema", "tool"):
-        return make_chat(rid, rng, calls_tool=kind == "tool")
-    wanted = draw_letters(rng, rng.randint(*ANSWER_TOKENS))
-    tokens = len(wanted) + 1  # of one letter each, and the end
-    text = draw_letters(rng, rng.randint(*FILLER_LETTERS)) + wanted + chain.ask_text(tokens)
-    asked: Row = {"prompt": text} if kind == "completion" else {"messages": [{"role": "user", "content": text}]}
-    common = {"rid": rid, "model": "chain", "temperature": 0, "max_tokens": tokens + 8, "stream": True}
-    path = "/v1/completions" if kind == "completion" else "/v1/chat/completions"
-    body = {**common, "stream_options": {"include_usage": True}, **asked}
-    return Stream(rid, path, body, tokens, wanted=wanted)
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a stream says. ``frame``: what there must be exactly one of, or as many as stand in ``Answer.wanted``."""
-
-    text: str
-    tokens: int
-    frame: tuple[Any, ...]
-
-
-def read_answer(stream: Stream) -> Answer:
-    """Raises ValueError or KeyError for events that are none of the protocol's."""
-    if stream.path == "/v1/chat/completions":
-        said = read_chat(stream.events)
-        text = said.arguments if stream.calls_tool else said.content
-        return Answer(text, said.tokens, (said.ids, said.roles, said.finishes, said.names))
-    chunks = [json.loads(event) for event in stream.events if event != b"[DONE]"]
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    finishes = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
-    usages = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
-    text = "".join(choice["text"] for choice in choices)
-    ids = len({chunk["id"] for chunk in chunks})
-    return Answer(text, usages[-1]["completion_tokens"] if usages else 0, (ids, 0, finishes, []))
-
-
-def count_wrong(stream: Stream) -> tuple[int, int]:
-    """Tokens and bytes, of a stream without ``error``. Raises ValueError, KeyError: not the stream of one answer."""
-    answer = read_answer(stream)
-    roles = int(stream.path == "/v1/chat/completions")
-    finish, names = ("tool_calls", ["look_up"]) if stream.calls_tool else ("stop", [])
-    if answer.frame != (1, roles, [finish], names) or stream.events[-1] != b"[DONE]":
-        raise ValueError(f"not the stream of one answer: {answer.frame}, at last {stream.events[-1][:40]!r}")
-    said, wanted = answer.text, stream.wanted
-    if stream.calls_tool:  # its parser puts spaces in
-        said, wanted = normalize(said), normalize(wanted)
-    tokens = sum(one != other for one, other in zip_longest(said, wanted)) + abs(answer.tokens - stream.tokens)
-    return tokens, sum(a != b for a, b in zip_longest(said.encode(), wanted.encode())) + stream.stray_bytes
-
-
-def describe_streams(streams: Sequence[Stream]) -> Row:
-    tokens = wrong_tokens = wrong_bytes = completed = 0
-    errors = [f"{stream.rid}: {stream.error}" for stream in streams if stream.error is not None]
-    for stream in streams:
-        if stream.error is not None:
-            continue
-        try:
-            wrong = count_wrong(stream)
-        except (ValueError, KeyError) as error:
-            errors.append(f"{stream.rid}: {error!r}"[:400])
-            wrong = (stream.tokens, len(stream.wanted))
-        else:
-            completed += 1
-        tokens += stream.tokens
-        wrong_tokens, wrong_bytes = wrong_tokens + wrong[0], wrong_bytes + wrong[1]
-    gaps_s = [later - sooner for stream in streams for sooner, later in pairwise(stream.event_s)]
-    return {
-        "streams": len(streams),
-        "completed": completed,
-        "tokens": tokens,
-        "tokens_wrong": wrong_tokens,
-        "bytes_wrong": wrong_bytes,
-        "longest_gap_s": round(max(gaps_s), 3) if gaps_s else None,
-        "errors": errors[:10],
-    }
 
 
 # -- the fleet ---------------------------------------------------------------------------------------------------------
@@ -248,11 +149,8 @@ class Fleet:
         for engine in self.serving:
             engine.wait_ready()
 
-    def workers(self) -> list[Row]:
-        return [row for row in fetch(f"{self.url}/workers")["workers"] if row["state"] != "dead"]
-
     def worker_of(self, engine: Engine) -> Row | None:
-        return next((row for row in self.workers() if row["url"] == engine.server.url), None)
+        return next((row for row in read_workers(self.url) if row["url"] == engine.server.url), None)
 
     async def join(self, engine: Engine) -> None:
         """Until it serves, and all of a version are connected. Raises TimeoutError."""
@@ -265,11 +163,11 @@ class Fleet:
         end_s = time.monotonic() + JOIN_S
         while not await asyncio.to_thread(self._are_connected):
             if time.monotonic() > end_s:
-                raise TimeoutError(f"not ready and connected within {JOIN_S:g} s: {self.workers()}"[:600])
+                raise TimeoutError(f"not ready and connected within {JOIN_S:g} s: {read_workers(self.url)}"[:600])
             await asyncio.sleep(POLL_S)
 
     def _are_connected(self) -> bool:
-        rows = {row["url"]: row for row in self.workers()}
+        rows = {row["url"]: row for row in read_workers(self.url)}
         here = [rows.get(engine.server.url) for engine in self.serving]
         alike = [sum(other.host is engine.host for other in self.serving) - 1 for engine in self.serving]
         return all(
@@ -285,23 +183,15 @@ class Fleet:
         row = await asyncio.to_thread(self.worker_of, engine)
         assert row is not None, "it serves"
         start_s = time.monotonic()
-        await asyncio.to_thread(fetch, f"{self.url}/workers/{row['number']}/drain", {})
-        while (left := await asyncio.to_thread(self.worker_of, engine)) is not None and left["open_requests"]:
-            if time.monotonic() > start_s + EMPTY_S:
-                raise TimeoutError(f"{engine.name} has requests {EMPTY_S:g} s after it was drained")
-            await asyncio.sleep(POLL_S)
-        empty_s = time.monotonic() - start_s
+        await asyncio.to_thread(order, self.url, row["number"], "drain")
+        empty_s = await wait_until_empty(self.url, row["number"], start_s)
         await asyncio.to_thread(fetch, f"{self.url}/workers/{row['number']}", method="DELETE")
         self.serving.remove(engine)
         await asyncio.to_thread(engine.server.stop)
         return {"here": row["open_requests"], "empty_s": round(empty_s, 3)}
 
-    def count_moves(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for name, value in read_series(fetch(f"{self.url}/metrics")).items():
-            if (found := MOVES.match(name)) is not None:
-                counts[found[1]] = counts.get(found[1], 0) + round(value)
-        return counts
+    def count_moves(self, how: str) -> int:
+        return round(sum_series(fetch(f"{self.url}/metrics"), "pla_router_moves_total", f'how="{how}"'))
 
 
 @contextlib.contextmanager
@@ -331,23 +221,17 @@ async def replace_engine(fleet: Fleet, newcomer: Engine, streams: list[Stream]) 
     newcomer.start()
     await asyncio.to_thread(newcomer.wait_ready)
     half = len(streams) // 2
-    async with make_session() as http, asyncio.TaskGroup() as group:
-        await open_streams(group, http, fleet.url, streams[:half])
+    async with FaultClient(fleet.url) as client, asyncio.TaskGroup() as group:
+        await client.open(group, streams[:half])
         await fleet.join(newcomer)
-        await open_streams(group, http, fleet.url, streams[half:])
+        await client.open(group, streams[half:])
         begun = "first tokens of all streams"
-        await until(lambda: all(stream.event_s or stream.is_over for stream in streams), limit_s=BEGUN_S, what=begun)
+        await until(lambda: all(stream.has(1) for stream in streams), limit_s=BEGUN_S, what=begun)
         running = sum(not stream.is_over for stream in streams)
         row = await fleet.retire(leaving)
     what = row | {"leaves": leaving.name, "from": leaving.host.version, "to": newcomer.host.version, "running": running}
     report.say(f"{leaving.name} -> {newcomer.name}: {what}")
     return what
-
-
-async def open_streams(group: asyncio.TaskGroup, http: aiohttp.ClientSession, url: str, streams: list[Stream]) -> None:
-    for stream in streams:
-        group.create_task(send_stream(http, url, stream))
-        await asyncio.sleep(OPENED_GAP_S)
 
 
 async def run_rounds(fleet: Fleet, hosts: Sequence[Host], streams: list[Stream], rows: list[Row]) -> None:
@@ -407,9 +291,11 @@ def run(options: Options) -> int:
         raise ConfigError(f"{given}: allowed are 2 instances and more, and 4 streams and more for each")
     hosts = find_hosts(options)
     rng = random.Random(options.seed)
-    streams = [make_stream(number, f"u{number:04d}", rng) for number in range(options.streams)]
+    streams = [
+        Stream(rid=f"u{number:04d}", body=make_text(TEXT_KINDS[number % len(TEXT_KINDS)], rng))
+        for number in range(options.streams)
+    ]
     rows: list[Row] = []
-    moves: dict[str, int] = {}
     failure = None
     with measuring(), running_fleet(hosts[0], options) as fleet:
         try:
@@ -419,7 +305,7 @@ def run(options: Options) -> int:
             if isinstance(first, ConfigError):
                 raise first from None
             failure = str(first) or type(first).__name__
-        moves = fleet.count_moves()
+        moves = {how: fleet.count_moves(how) for how in ("pull", "redo")}
     result: Row = {"bench": "upgrade", **{name: getattr(options, name) for name in SETTINGS}}
     result |= describe_streams(streams)
     result["errors"] = [*([failure] if failure is not None else []), *result["errors"]][:10]
@@ -428,8 +314,8 @@ def run(options: Options) -> int:
         "sglang": hosts[1].version,
         "replaced": len(rows),
         "running_at_drain": sum(row["running"] for row in rows),
-        "moved_by_pull": moves.get("pull", 0),
-        "moved_by_redo": moves.get("redo", 0),
+        "moved_by_pull": moves["pull"],
+        "moved_by_redo": moves["redo"],
         "longest_drain_s": max((row["empty_s"] for row in rows), default=None),
         "replacements": rows,
         "environment": report.environment(),

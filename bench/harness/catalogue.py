@@ -17,8 +17,7 @@ _ALL = (
     Bench("check.parity", "6 min", "engines"),
     Bench("check.poison.bench", "40 min", "engines"),
     Bench("check.router_clients", "3 min", "engines"),
-    Bench("check.star", "35 min", "engines", results="emulated"),
-    Bench("check.survive.bench", "20 min", "engines", results="emulated"),
+    Bench("check.survive", "20 min", "engines", results="emulated"),
     Bench("check.upgrade", "10 min", "engines, 2 SGLangs", results="emulated"),
     Bench("check.verified", "5 min/trace", "engines, traces"),
     Bench("compare.chat", "5 min", "engines"),
@@ -35,7 +34,6 @@ _ALL = (
     Bench("cost.router_cost.bench", "6 min", "sglang_router"),
     Bench("cost.sched_pass", "1 min", "nothing"),
     Bench("cost.sim_speed", "1 min", "nothing"),
-    Bench("cost.star_decision", "1 min", "nothing"),
     Bench("cost.stateless", "35 min", "engines", results="emulated"),
     Bench("gpu.gpu", "7 min", "a GPU"),
     Bench("harness.publish", "seconds", "results"),
@@ -49,5 +47,7 @@ _ALL = (
     Bench("lab.frontier", "8 min", "engines", results="emulated"),
     Bench("lab.pass_sharing", "2 min", "nothing", results="simulated"),
     Bench("lab.papers.__main__", "27 min", "nothing"),
+    Bench("lab.star", "35 min", "engines", results="emulated"),
+    Bench("lab.star_decision", "1 min", "nothing"),
 )
 BENCHES = {bench.name: bench for bench in _ALL}

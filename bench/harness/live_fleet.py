@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.harness import cli, report, servers
 from bench.harness.fidelity import Points
-from bench.harness.replay import MAX_LAG_MS, Planned, Record, count_wrong, lag_s, plan, replay, require_answers
+from bench.harness.replay import MAX_LAG_MS, Planned, Record, Sent, count_wrong, lag_s, plan, replay, require_answers
 from bench.harness.steps import Row
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.sim.workload import Trace
@@ -93,7 +93,7 @@ class LiveFleet:
         row = {"points": points_of(records, self.time_scale), "rate_rps": trace.rate_per_s} | told
         return row | self.describe_hosts(before, after, records) | {"tokens_wrong": sum(map(count_wrong, records))}
 
-    def describe_hosts(self, before: Devices, after: Devices, records: Sequence[Record]) -> Row:
+    def describe_hosts(self, before: Devices, after: Devices, records: Sequence[Sent]) -> Row:
         """Whether the client and the engines' hosts kept up between two ``read_devices``, and with which commit."""
         gap_s, passes = (sum(after[at][of] - before[at][of] for at in after) for of in ("host_gap_s", "steps"))
         return {

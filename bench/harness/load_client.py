@@ -111,13 +111,19 @@ class StreamClient:
         await self.session.close()
 
     async def stream(
-        self, answer: Answer, body: bytes, start_s: float, *, headers: Mapping[str, str] = _HEADERS
+        self,
+        answer: Answer,
+        body: bytes,
+        start_s: float,
+        *,
+        path: str = "/generate",
+        headers: Mapping[str, str] = _HEADERS,
     ) -> None:
         """Send one request now and time its stream. Never raises for what the network or the server does."""
         clock, raw, times = time.perf_counter, answer.raw, answer.token_s
         answer.sent_s = clock() - start_s
         try:
-            async with self.session.post(f"{self.base_url}/generate", data=body, headers=headers) as response:
+            async with self.session.post(f"{self.base_url}{path}", data=body, headers=headers) as response:
                 answer.status = response.status
                 async for chunk in response.content.iter_any():
                     times.extend([clock() - start_s] * chunk.count(EVENT))

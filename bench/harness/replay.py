@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -196,8 +196,12 @@ def require_answers(records: Sequence[Record]) -> None:
 def count_wrong(record: Record) -> int:
     """Tokens that differ from the oracle's, or are missing or too many; 0 for an answer that is right."""
     wanted = chain.expected(record.prompt_ids, record.planned.output_tokens + 1).tokens
-    pairs = zip(wanted, record.output_ids, strict=False)
-    return sum(a != b for a, b in pairs) + abs(len(wanted) - len(record.output_ids))
+    return count_wrong_tokens(wanted, record.output_ids)
+
+
+def count_wrong_tokens(wanted: Sequence[object], got: Sequence[object]) -> int:
+    """Those that differ, are missing or are too many."""
+    return sum(a != b for a, b in zip(wanted, got, strict=False)) + abs(len(wanted) - len(got))
 
 
 def served(records: Sequence[Record], time_scale: float) -> Served:
@@ -214,7 +218,14 @@ def served(records: Sequence[Record], time_scale: float) -> Served:
     )
 
 
-def lag_s(records: Sequence[Record]) -> np.ndarray:
+class Sent(Protocol):
+    """A request that was to be sent at a time, and when it was."""
+
+    sent_s: float | None
+    due_s: float
+
+
+def lag_s(records: Sequence[Sent]) -> np.ndarray:
     """How late the client sent each request, in real seconds."""
     return np.array([record.sent_s - record.due_s for record in records if record.sent_s is not None])
 

@@ -1,11 +1,10 @@
-"""The chaos bench: its judge of who had a right to fail, and a storm on stand-ins of stateless instances."""
+"""The chaos bench: its figures, its flags, and a storm on stand-ins of stateless instances."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,92 +14,25 @@ from support.live_stand_ins import ChainInstance
 from support.router_process import fake_instances
 
 from bench.check.chaos import bench as storm
-from bench.check.chaos import faults as judging
-from bench.check.chaos.bench import result_of
-from bench.check.chaos.faults import GONE, Faults, Freed, Kill, is_paired
+from bench.check.chaos.probes import Freed
+from bench.check.faults import fleet as fleets
 from bench.check.leftovers import ClusterLeftovers
 from bench.harness import servers
 from bench.harness.catalogue import BENCHES
-from bench.harness.replay import Planned, Record
 from pla_sglang import launch_cluster
-from pla_sglang.sim import chain
 
-KILL = Kill("prefill-0", at_s=10.0, since_start_s=1.0, over_s=10.3)
 KILLED = ["stateless-0", "stateless-1", "stateless-2", "stateless-0"]
-HOSTS = {"prefill": "a:1", "decode": "b:2"}
 
 
-@pytest.mark.parametrize(
-    ("name", "story", "there"),
-    [
-        ("in prefill", {"decided_s": 9.0, "ended_s": 10.1}, True),
-        ("it has not ended for the router yet", {"decided_s": 9.0}, True),
-        ("sent to a process that was dead and had its sockets", {"decided_s": 10.2, "ended_s": 10.3}, True),
-        ("dispatched after it was gone", {"decided_s": 10.4, "ended_s": 10.5}, False),
-        ("ended before", {"decided_s": 9.0, "ended_s": 9.9}, False),
-        ("its KV was with decode already", {"decided_s": 9.0, "done_s": 9.8, "ended_s": 11.0}, False),
-        ("its KV came to decode meanwhile", {"decided_s": 9.0, "done_s": 10.1, "ended_s": 11.0}, True),
-        ("elsewhere", {"decided_s": 9.0, "ended_s": 11.0, "prefill": "c:3"}, False),
-        ("never dispatched", {"decided_s": None, "ended_s": 11.0}, False),
-        ("unknown to the router", {"prefill": None, "decode": None}, False),
-    ],
-)
-def test_who_was_in_flight_at_a_killed_prefill_instance(name: str, story: dict[str, Any], there: bool) -> None:
-    assert judging.was_there(HOSTS | story, KILL, "a:1") is there, name
-
-
-def test_a_decode_instance_has_a_request_until_its_end() -> None:
-    story = HOSTS | {"decided_s": 9.0, "done_s": 9.5, "ended_s": 10.1}
-    assert judging.was_there(story, KILL, "b:2")
-    assert not judging.was_there(story | {"ended_s": 9.9}, KILL, "b:2")
-
-
-def record(index: int, error: str | None, *, wrong: bool = False) -> Record:
-    prompt = chain.prompt_of(20, 4, random.Random(index))
-    tokens = chain.expected(prompt, 5).tokens
-    made = Record(Planned(index, 0.0, prompt, 4), 0.0, prompt_ids=prompt, error=error)
-    made.output_ids = tuple(tokens[:-1]) if wrong else tuple(tokens)
-    made.finish = "stop"
-    return made
-
-
-def test_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_kill = HOSTS | {"decided_s": 9.0, "ended_s": 10.1}
-    elsewhere = {"prefill": "c:3", "decode": "d:4", "decided_s": 9.0, "ended_s": 10.1, "detail": "KVTransferError"}
-    stories = {"chaos-000004": at_kill, "chaos-000005": elsewhere, "chaos-000006": {}}
-    monkeypatch.setattr(judging, "explain_request", lambda url, rid: stories[rid])
-    described = {"url": "", "instances": [{"name": "prefill-0", "url": "http://a:1"}]}
-    faults = Faults(described, Path("unused"), aborts={}, kills=())
-    faults.kills.append(KILL)
-    faults.aborted.add("chaos-000003")
-    errors = [None, None, GONE, "status 502", "status 502", "status 502", "reset"]
-    records = [record(index, error, wrong=index == 1) for index, error in enumerate(errors)]
-    verdict = judging.judge(records, faults, described)
-    assert (verdict.completed, verdict.disconnected, verdict.aborted, verdict.failed) == (2, 1, 1, 3)
-    assert (verdict.failed_in_flight_at_kill, verdict.failed_by_transfer) == (1, 1)
-    assert (verdict.failed_unexplained, verdict.unexplained, verdict.wrongly_failed(moves=False)) == (1, 2, 2)
-    assert verdict.tokens_wrong == 1
-    assert len(verdict.errors) == 2
+def test_figures() -> None:
+    counts = ("disconnected", "aborted", "failed_in_flight_at_kill", "failed_no_instance", "failed_at_router_restart")
+    verdict = dict.fromkeys(counts, 1) | {"completed": 7, "failed": 5, "failed_by_transfer": 1, "failed_unexplained": 1}
     retries = {"dispatches": 100.0, "retried_after_transfer": 4.0, "retried_unsent": 1.0}
     rest = ClusterLeftovers(ledger_balanced=True, gauges_zero=True, kv_free=True, details=[])
-    result = result_of(verdict, rest, retries, [Freed(0.25, 0.5)], requests=7)
+    result = storm.result_of(verdict, rest, retries, [Freed(0.25, 0.5)], requests=7)
     assert result["failed_not_in_flight_at_kill"] == 2
     assert result["transfer_failure_share"] == 0.05
     assert (result["decode_free_after_abort_p99_s"], result["decode_free_after_order_p99_s"]) == (0.25, 0.5)
-
-
-def test_where_requests_move_a_kill_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_kill = HOSTS | {"decided_s": 9.0, "ended_s": 10.1}
-    alone = at_kill | {"detail": "the instance is lost: closed; no other instance can go on with it"}
-    monkeypatch.setattr(judging, "explain_request", lambda url, rid: alone if rid == "chaos-000002" else at_kill)
-    described = {"url": "", "instances": [{"name": "prefill-0", "url": "http://a:1"}]}
-    faults = Faults(described, Path("unused"), aborts={}, kills=())
-    faults.kills.append(KILL)
-    records = [record(index, error) for index, error in enumerate([None, "status 502", "the stream broke"])]
-    verdict = judging.judge(records, faults, described, moves=True)
-    assert (verdict.failed, verdict.failed_in_flight_at_kill, verdict.failed_no_instance) == (2, 1, 1)
-    assert verdict.wrongly_failed(moves=True) == 1
-    assert len(verdict.errors) == 1
 
 
 def test_moves_need_stateless_instances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,9 +70,9 @@ class StandIns:
         rest = ClusterLeftovers(ledger_balanced=True, gauges_zero=True, kv_free=True, details=[])
         monkeypatch.setattr(storm, "running_cluster", self.run_cluster)
         monkeypatch.setattr(storm, "wait_until_at_rest", lambda described: asyncio.sleep(0, rest))
-        monkeypatch.setattr(judging, "DOWN_S", 0.2)
-        monkeypatch.setattr(judging.os, "killpg", self.kill)
-        monkeypatch.setattr(judging, "restart_instance", self.restart)
+        monkeypatch.setattr(fleets, "DOWN_S", 0.2)
+        monkeypatch.setattr(fleets.os, "killpg", self.kill)
+        monkeypatch.setattr(fleets, "restart_instance", self.restart)
 
     @contextlib.contextmanager
     def run_cluster(self, flags: list[str], folder: Path, name: str) -> Iterator[dict[str, Any]]:
@@ -217,13 +149,3 @@ def test_kills_go_round() -> None:
     assert named == ["stateless-0", "stateless-1"] * 2 + ["stateless-0"]
     assert storm.plan_kills(parse("--kills", "0"), 100.0) == []
     assert BENCHES["chaos"].main(["--kills", "-1"]) == 2
-
-
-def test_paired_is_who_is_ready_and_knows_all_others() -> None:
-    ready, other = {"kind": "stateless", "state": "ready"}, {"kind": "unified", "state": "ready", "peers": None}
-    rows = [ready | {"peers": {"1": "ready"}}, ready | {"peers": {"0": "ready"}}, other]
-    assert is_paired(rows, 2)
-    assert not is_paired(rows, 3)
-    assert not is_paired([rows[0], ready | {"peers": None}], 2)
-    assert not is_paired([rows[0], ready | {"peers": {"0": "warming"}}], 2)
-    assert not is_paired([rows[0], rows[1] | {"state": "starting"}], 2)

@@ -13,32 +13,32 @@ from aiohttp.test_utils import TestServer
 
 from bench.check.chaos import bench as storm
 from bench.check.chaos.caches import CacheAudit, audit_caches, prompt_of
-from bench.check.chaos.faults import Faults, judge
-from bench.check.chaos.routers import CONTROL, WHOLE, Restart, Routers, label_instances, plan_restarts
+from bench.check.faults.bodies import make_ids, make_sampled
+from bench.check.faults.client import Stream
+from bench.check.faults.routers import CONTROL, WHOLE, Restart, Routers, label_instances, plan_restarts
 from bench.harness.catalogue import BENCHES
-from bench.harness.replay import Planned, Record
 from bench.harness.servers import Router
 from pla_sglang import launch_cluster
 from pla_sglang.sim import chain
 from pla_sglang.testing.server import HttpError
 
 
-def record(index: int, error: str | None = None) -> Record:
-    prompt = chain.prompt_of(20, 4, random.Random(index))
-    made = Record(Planned(index, 0.0, prompt, 4), 0.0, prompt_ids=prompt, error=error)
-    made.output_ids = tuple(chain.expected(prompt, 5).tokens) if error is None else ()
+def stream(index: int, error: str | None = None) -> Stream:
+    body = make_ids(chain.prompt_of(20, 4, random.Random(index)), 4)
+    made = Stream(rid=f"r{index}", body=body, error=error)
+    made.output_ids = (body.oracle or ()) if error is None else ()
     return made
 
 
 def test_control_processes_and_routers_are_ended_in_turns() -> None:
-    assert plan_restarts(5, 2, 10.0) == [
-        (CONTROL, 0, 10.0),
-        (WHOLE, 1, 20.0),
-        (CONTROL, 1, 30.0),
-        (WHOLE, 0, 40.0),
-        (CONTROL, 0, 50.0),
-    ]
-    assert plan_restarts(2, 1, 1.0) == [(CONTROL, 0, 1.0), (WHOLE, 0, 2.0)]
+    turns = [(CONTROL, 0), (WHOLE, 1), (CONTROL, 1), (WHOLE, 0), (CONTROL, 0)]
+    assert plan_restarts(5, 2) == turns
+    assert plan_restarts(2, 1) == [(CONTROL, 0), (WHOLE, 0)]
+    options = BENCHES["chaos"].parse("--restarts", "5", "--kills", "0", "--requests", "10")
+    streams = [Stream(rid=f"r{place}", body=make_sampled(random.Random(0)), due_s=1.0 + place) for place in range(60)]
+    planned = [due for due in storm.plan_faults(streams, 2, options) if due.fault in (CONTROL, WHOLE)]
+    assert [(due.fault, int(due.where)) for due in planned] == turns
+    assert [due.at_s for due in planned] == pytest.approx([9.0, 18.0, 27.0, 36.0, 45.0])
 
 
 def make_routers(restarts: list[Restart], count: int = 2) -> Routers:
@@ -58,8 +58,8 @@ def test_only_the_end_of_their_router_excuses_requests() -> None:
 
 def test_moves_count_for_the_latest_restart_of_their_router(monkeypatch: pytest.MonkeyPatch) -> None:
     series = {'pla_router_moves_total{how="pull",reason="prefilled"}': 3.0, 'pla_router_moves_total{how="redo"}': 5.0}
-    monkeypatch.setattr("bench.check.chaos.routers.fetch", lambda url: "")
-    monkeypatch.setattr("bench.check.chaos.routers.read_series", lambda text: series)
+    monkeypatch.setattr("bench.check.faults.routers.fetch", lambda url: "")
+    monkeypatch.setattr("bench.check.leftovers.read_series", lambda text: series)
     first, second, other = Restart(CONTROL, 0, 1.0, 2.0), Restart(WHOLE, 0, 3.0, 4.0), Restart(WHOLE, 1, 3.0, 4.0)
     routers = make_routers([first, second, other])
     routers.count_moves(0)
@@ -80,20 +80,11 @@ def test_instances_are_labelled_once_a_new_control_process_knows_them(monkeypatc
         roles["abcd"[number]] = {"prefill": "decode_to_prefill"}.get(body["role"], body["role"])
         return {}
 
-    monkeypatch.setattr("bench.check.chaos.routers.fetch", fetch)
-    monkeypatch.setattr("bench.check.chaos.routers.is_healthy", lambda url: url != "d")
+    monkeypatch.setattr("bench.check.faults.routers.fetch", fetch)
+    monkeypatch.setattr("bench.check.faults.routers.is_healthy", lambda url: url != "d")
     label_instances("http://router")
     assert roles == {"a": "decode_to_prefill", "b": "decode_to_prefill", "c": "decode", "d": "unified"}
     assert asked == [0, 1, 2, 0, 1, 2]
-
-
-def test_the_verdict_with_a_router_that_was_ended() -> None:
-    described = {"url": "http://127.0.0.1:9", "instances": []}
-    faults = Faults(described, Path("unused"), aborts={}, kills=())
-    records = [record(0), record(1, "reset")]
-    verdict = judge(records, faults, described, moves=True, is_excused=lambda one: one.planned.index == 1)
-    assert (verdict.completed, verdict.failed, verdict.failed_at_router_restart) == (1, 1, 1)
-    assert (verdict.unexplained, verdict.wrongly_failed(moves=True)) == (0, 0)
 
 
 @pytest.mark.parametrize("flags", [["--routers", "2"], ["--restarts", "1"], ["--routers", "0"], ["--restarts", "-1"]])
@@ -111,16 +102,16 @@ def test_the_cluster_has_no_router_then() -> None:
 
 def test_an_entry_under_another_prompt_shows_in_the_audit() -> None:
     """Of three requests at one instance: one right, one wrong, and one that failed, whose prompt is asked alone."""
-    records = [record(0), record(1), record(2, "reset")]
-    spoiled = prompt_of(records[1])
-    assert prompt_of(records[2]) == records[2].prompt_ids
+    streams = [stream(0), stream(1), stream(2, "reset")]
+    spoiled = prompt_of(streams[1])
+    assert prompt_of(streams[2]) == streams[2].body.prompt_ids
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()
         tokens = list(chain.expected(body["input_ids"], body["sampling_params"]["max_new_tokens"]).tokens)
         if body["input_ids"] == spoiled:
             tokens[0] += 1
-        cached = 0 if body["input_ids"] == records[2].prompt_ids else len(body["input_ids"]) - 4
+        cached = 0 if body["input_ids"] == streams[2].body.prompt_ids else len(body["input_ids"]) - 4
         return web.json_response({"output_ids": tokens, "meta_info": {"cached_tokens": cached}})
 
     async def audit() -> CacheAudit:
@@ -128,8 +119,8 @@ def test_an_entry_under_another_prompt_shows_in_the_audit() -> None:
         app.router.add_post("/generate", answer)
         async with TestServer(app) as server:
             described: dict[str, Any] = {"instances": [{"url": str(server.make_url("")).rstrip("/")}]}
-            return await audit_caches(described, records)
+            return await audit_caches(described, streams)
 
     found = asyncio.run(audit())
     assert (found.cache_entries, found.cache_entries_wrong, len(found.wrong)) == (2, 1, 1)
-    assert found.cache_tokens == len(prompt_of(records[0])) + len(spoiled) - 8
+    assert found.cache_tokens == len(prompt_of(streams[0])) + len(spoiled) - 8

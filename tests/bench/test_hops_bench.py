@@ -11,12 +11,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from bench.check.faults.answers import Shown, count_wrong_bytes, read_shown
+from bench.check.faults.bodies import CHAT, GENERATE, Body, make_ids
 from bench.check.hops import bench, pauses, storm
 from bench.check.hops.instances import describe_gauges, describe_state
 from bench.check.hops.judge import judge_rides, make_references
-from bench.check.hops.plans import ENDS, Body, Event, Life, plan_lives
+from bench.check.hops.plans import ENDS, Event, Life, plan_lives
+from bench.check.hops.rider import MarkedAnswer
 from bench.check.hops.settings import SETTINGS, choose_settings
-from bench.check.hops.streams import CHAT, GENERATE, MarkedAnswer, Shown, count_wrong_bytes, read_shown
 from bench.harness.catalogue import BENCHES
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim import chain
@@ -178,9 +180,7 @@ def event_of(name: str, ids: tuple[int, ...], finish: str | None) -> bytes:
 
 def ids_body(asked: int) -> Body:
     prompt = chain.prompt_of(20, asked, random.Random(asked))
-    sampling = {"temperature": 0, "max_new_tokens": asked + 4}
-    oracle = chain.expected(prompt, asked + 4, repeats=True).tokens
-    return Body("words", GENERATE, {"input_ids": prompt, "sampling_params": sampling}, asked, oracle)
+    return make_ids(prompt, asked, kind="words", spare=4, repeats=True)
 
 
 def run_lives(stand_ins: StandIns, lives: list[Life], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from support.hop_commands import LONG_ANSWER, Instance, hold, hops, next_room, o
 from support.serving import Client, Prompt, aborted, outputs, until
 from support.stateless_pair import Pair
 
+from bench.check.faults.bodies import ANSWER_TOKENS, GENERATE, Body
 from bench.check.hops import storm
-from bench.check.hops.plans import ANSWER_TOKENS, Body, plan_life
-from bench.check.hops.streams import GENERATE
+from bench.check.hops.plans import plan_life
 from bench.harness import servers
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.testing.server import Server, fetch, greedy_body

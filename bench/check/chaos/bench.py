@@ -22,29 +22,31 @@ import math
 import os
 import random
 import shlex
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.check.chaos.caches import CacheAudit, audit_caches
-from bench.check.chaos.faults import GONE, Faults, Freed, Kill, Verdict, judge, measure_decode_free, rid_of
-from bench.check.chaos.routers import Routers, plan_restarts
-from bench.check.leftovers import ClusterLeftovers, read_series, wait_until_at_rest
+from bench.check.chaos.probes import Freed, measure_decode_free
+from bench.check.faults.client import GONE, Stream, make_streams
+from bench.check.faults.fleet import Fleet
+from bench.check.faults.routers import Routers, plan_restarts
+from bench.check.faults.table import Due, judge, send_and_inject
+from bench.check.leftovers import ClusterLeftovers, sum_series, wait_until_at_rest
 from bench.check.parity import workload
 from bench.harness.bench import Result, is_complete, measuring
 from bench.harness.cli import add_emulated_device, add_output, add_quick, emulation_flags
 from bench.harness.figures import panels
 from bench.harness.latency import percentile
-from bench.harness.load_client import START_DELAY_S
-from bench.harness.replay import Planned, Record, Replay, encode_planned, print_figures
+from bench.harness.replay import print_figures
 from bench.harness.report import device_conditions, emit, environment, markdown, progress_bar, say, yes_no
 from bench.harness.servers import Router, running_cluster
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.testing.server import fetch
 
 PAIRED_S = 15.0  # within which one that is started again has the others, and they it
+TIMEOUT_S = 300.0  # for one request
 KILL_SPAN = 0.9  # of the run: the last one that is killed is back before the run ends
 TRANSFER_SWITCH = "SGLANG_TEST_DISAGG_FAILURE_PROB"  # of SGLang: each poll of a transfer fails so often
 
@@ -110,69 +112,39 @@ def plan_kills(options: argparse.Namespace, end_s: float) -> list[tuple[str, flo
     return [(name, step_s * number) for number, name in zip(range(1, options.kills + 1), itertools.cycle(names))]
 
 
-def encode_named(request: Planned, prompt_ids: list[int]) -> bytes:
-    return encode_planned(request, rid=rid_of(request), input_ids=prompt_ids)
-
-
-class DisconnectingClient(Replay):
-    """Requests have ids of their own; some go away in the middle, after ``give_up_s`` by index."""
-
-    def __init__(self, base_url: str, *, give_up_s: Mapping[int, float], spans: dict[int, tuple[float, float]]) -> None:
-        super().__init__(base_url, timeout_s=300, body=encode_named)
-        self._give_up_s, self._spans = give_up_s, spans
-
-    async def send_body(self, record: Record, body: bytes, start_s: float) -> None:
-        began_s = time.monotonic()
-        try:
-            async with asyncio.timeout(self._give_up_s.get(record.planned.index)):
-                await super().send_body(record, body, start_s)
-        except TimeoutError:
-            record.error, record.done_s = GONE, time.perf_counter() - start_s
-        finally:
-            self._spans[record.planned.index] = began_s, time.monotonic()
-
-
-async def storm(
-    described: dict[str, Any], state: Path, options: argparse.Namespace, routers: Routers | None = None
-) -> tuple[list[Record], Faults, dict[int, tuple[float, float]]]:
-    """All requests and all faults; of an interrupted storm the requests that ended. And when each began and ended.
-
-    With several ``routers`` they get requests in turns.
-    """
-    rng = random.Random(options.seed)
-    planned = workload(options.requests, options.rate, options.seed)
-    give_up_s = {
-        request.index: rng.uniform(0.01, 4.0) for request in planned if rng.random() < options.disconnect_share
+def plan_faults(streams: Sequence[Stream], routers: int, options: argparse.Namespace) -> list[Due]:
+    """Of a run that begins at 0."""
+    rng, end_s = random.Random(options.seed), streams[-1].due_s
+    leaving = {
+        stream.rid: Due("leave", stream.rid, stream.due_s + rng.uniform(0.01, 4.0))
+        for stream in streams
+        if rng.random() < options.disconnect_share
     }
-    urls, spans = [described["url"]] if routers is None else routers.urls, dict[int, tuple[float, float]]()
-    clients = [DisconnectingClient(url, give_up_s=give_up_s, spans=spans) for url in urls]
-    others = [request for request in planned if request.index not in give_up_s]
-    aborted = rng.sample(others, int(options.abort_share * len(planned)))
-    aborts = {rid_of(request): request.at_s + rng.uniform(0.02, 1.0) for request in aborted}
-    faults = Faults(described, state, aborts=aborts, kills=plan_kills(options, planned[-1].at_s))
-    with measuring(), progress_bar("chaos", len(planned)) as advance:
-        async with asyncio.TaskGroup() as group:
-            running = [
-                group.create_task(client.run(planned[place :: len(urls)], on_done=advance))
-                for place, client in enumerate(clients)
-            ]
-            group.create_task(faults.run())
-            if routers is not None:
-                step_s = KILL_SPAN * planned[-1].at_s / (options.restarts + 1)
-                restarts = plan_restarts(options.restarts, len(urls), step_s)
-                group.create_task(routers.restart_in_turn(restarts, time.monotonic() + START_DELAY_S))
-    records = sorted((record for run in running for record in run.result()), key=lambda record: record.planned.index)
-    return records, faults, spans
+    others = [stream for stream in streams if stream.rid not in leaving]
+    aborted = rng.sample(others, int(options.abort_share * len(streams)))
+    restarts = enumerate(plan_restarts(options.restarts, routers), 1)
+    restart_s = KILL_SPAN * end_s / (options.restarts + 1)
+    return [
+        *leaving.values(),
+        *(Due("abort", stream.rid, stream.due_s + rng.uniform(0.02, 1.0)) for stream in aborted),
+        *(Due("kill", name, at_s) for name, at_s in plan_kills(options, end_s)),
+        *(Due(what, str(router), number * restart_s) for number, (what, router) in restarts),
+    ]
+
+
+async def storm(fleet: Fleet, plan: Sequence[Due]) -> None:
+    with measuring(), progress_bar("chaos", len(fleet.streams)) as advance:
+        await send_and_inject(fleet, plan, timeout_s=TIMEOUT_S, on_done=advance)
 
 
 def result_of(
-    verdict: Verdict, rest: ClusterLeftovers, retries: dict[str, float], freed: list[Freed], requests: int
+    verdict: Mapping[str, Any], rest: ClusterLeftovers, retries: dict[str, float], freed: list[Freed], requests: int
 ) -> dict[str, Any]:
-    failed_transfers = retries["retried_after_transfer"] + verdict.failed_by_transfer
+    failed_transfers = retries["retried_after_transfer"] + verdict["failed_by_transfer"]
     return {
         "requests": requests,
-        **dataclasses.asdict(verdict),
-        "failed_not_in_flight_at_kill": verdict.unexplained,
+        **verdict,
+        "failed_not_in_flight_at_kill": verdict["failed_by_transfer"] + verdict["failed_unexplained"],
         **retries,
         "transfer_failure_share": failed_transfers / max(1.0, retries["dispatches"]),
         **{name: getattr(rest, name) for name in CHAOS_CHECKS},
@@ -189,12 +161,12 @@ def decode_free_s(after: str, values_s: list[float]) -> dict[str, float | None]:
 
 def read_retry_counts(url: str) -> dict[str, float]:
     """Dispatches and retries by reason, off the router's metrics."""
-    series = read_series(fetch(f"{url}/metrics"))
+    metrics, retries = fetch(f"{url}/metrics"), "pla_router_retries_total"
     return {
-        "dispatches": sum(value for name, value in series.items() if name.startswith("pla_router_dispatches_total")),
-        "retried_after_transfer": series.get('pla_router_retries_total{reason="transfer_failed"}', 0.0),
-        "retried_unsent": series.get('pla_router_retries_total{reason="not_sent"}', 0.0),
-        "hops": sum(value for name, value in series.items() if name.startswith("pla_router_moves_total{")),
+        "dispatches": sum_series(metrics, "pla_router_dispatches_total"),
+        "retried_after_transfer": sum_series(metrics, retries, 'reason="transfer_failed"'),
+        "retried_unsent": sum_series(metrics, retries, 'reason="not_sent"'),
+        "hops": sum_series(metrics, "pla_router_moves_total"),
     }
 
 
@@ -226,11 +198,11 @@ def run(options: argparse.Namespace) -> int:
     ):
         found = look_into(described, options, routers)
     result = found.result()
-    print_figures(result, f"chaos, {len(found.records)} requests, policy {options.policy}")
+    print_figures(result, f"chaos, {len(found.streams)} requests, policy {options.policy}")
     name = name_of(options)
-    plot(found.records, found.faults.kills, options.out / f"{name}.png")
+    plot(found, options.out / f"{name}.png")
     settings = {name: value for name, value in vars(options).items() if name != "out"}
-    killed, paired_s = [kill.name for kill in found.faults.kills], found.faults.paired_s
+    killed, paired_s = [kill.name for kill in found.fleet.kills], found.fleet.paired_s
     about = {"bench": "chaos", **settings, "killed": killed, "paired_s": paired_s}
     emit({**about, **result, "environment": environment()}, name, options.out)
     late = late_to_pair(killed, paired_s) if options.stateless else []
@@ -242,8 +214,8 @@ def run(options: argparse.Namespace) -> int:
     unseen = found.caches is not None and not found.caches.cache_entries
     if unseen:
         say("failed: no prefix cache had anything to compare with the oracle")
-    wrong = found.verdict.tokens_wrong or result.get("cache_entries_wrong") or found.rest.details
-    return 0 if not (found.verdict.wrongly_failed(moves=options.moves) or wrong or unseen or late or idle) else 1
+    wrong = result["tokens_wrong"] or result["bytes_wrong"] or result.get("cache_entries_wrong") or found.rest.details
+    return 0 if not (result["failed_wrongly"] or wrong or unseen or late or idle) else 1
 
 
 @contextlib.contextmanager
@@ -262,50 +234,42 @@ def own_routers(options: argparse.Namespace, described: dict[str, Any]) -> Itera
 class Found:
     """What became of everything. ``caches``: of stateless instances; others keep no answers, or serve none alone."""
 
-    records: list[Record]
-    faults: Faults
-    verdict: Verdict
+    fleet: Fleet
+    streams: list[Stream]  # that have ended
+    verdict: Mapping[str, Any]
     caches: CacheAudit | None
     rest: ClusterLeftovers
     retries: dict[str, float]
     freed: list[Freed]
-    routers: Routers | None
 
     def result(self) -> dict[str, Any]:
-        made = result_of(self.verdict, self.rest, self.retries, self.freed, len(self.records))
+        made = result_of(self.verdict, self.rest, self.retries, self.freed, len(self.streams))
         if self.caches is not None:
             made |= dataclasses.asdict(self.caches)
-        if self.routers is not None:
-            made["pulls"] = self.routers.moves
-            made["restarted"] = [f"{one.what} {one.router}" for one in self.routers.restarts]
-            made["moves_after_restart"] = [one.moves for one in self.routers.restarts]
+        if (routers := self.fleet.routers) is not None:
+            made["pulls"] = routers.moves
+            made["restarted"] = [f"{one.what} {one.router}" for one in routers.restarts]
+            made["moves_after_restart"] = [one.moves for one in routers.restarts]
         return made
 
 
 def look_into(described: dict[str, Any], options: argparse.Namespace, routers: Routers | None) -> Found:
     """The storm, and what it has left."""
+    planned = make_streams(workload(options.requests, options.rate, options.seed), "chaos")
     state = options.out / "chaos.state.json"
-    records, faults, spans = asyncio.run(storm(described, state, options, routers))
-    urls = [described["url"]] if routers is None else routers.urls
+    fleet = Fleet(described, state, streams=planned, routers=routers, moves=options.moves)
+    asyncio.run(storm(fleet, plan_faults(planned, len(fleet.router_urls), options)))
+    streams = [stream for stream in planned if stream.is_over]
+    for stream in streams:
+        stream.settle()
     caches = None
     if options.stateless:
         say("comparing prefix caches with the oracle")
-        caches = asyncio.run(audit_caches(described, records))
+        caches = asyncio.run(audit_caches(described, streams))
     say("waiting until nothing is left")
+    urls = fleet.router_urls
     rest = add_up([asyncio.run(wait_until_at_rest(described | {"url": url})) for url in urls])
-
-    def is_excused(record: Record) -> bool:
-        index = record.planned.index
-        return routers is not None and routers.is_excused(index % len(urls), *spans[index])
-
-    verdict = judge(
-        records,
-        faults,
-        described,
-        moves=options.moves,
-        url_of=lambda record: urls[record.planned.index % len(urls)],
-        is_excused=is_excused,
-    )
+    verdict = judge(fleet, streams)
     counts = [read_retry_counts(url) for url in urls]
     retries = {name: sum(of_one[name] for of_one in counts) for name in counts[0]}
     if routers is not None:
@@ -313,8 +277,8 @@ def look_into(described: dict[str, Any], options: argparse.Namespace, routers: R
             routers.count_moves(number)
     # A probe has to hold up one prefill instance, which no role of a stateless one forbids to decode.
     probes = options.abort_probes if is_complete() and not options.stateless else 0
-    freed = asyncio.run(measure_decode_free(described, probes, options.seed))
-    return Found(records, faults, verdict, caches, rest, retries, freed, routers)
+    freed = asyncio.run(measure_decode_free(fleet, probes, options.seed))
+    return Found(fleet, streams, verdict, caches, rest, retries, freed)
 
 
 def add_up(rests: Sequence[ClusterLeftovers]) -> ClusterLeftovers:
@@ -328,19 +292,21 @@ def late_to_pair(killed: Sequence[str], paired_s: Mapping[str, float]) -> list[s
     return [name for name in dict.fromkeys(killed) if paired_s.get(name, math.inf) > PAIRED_S]
 
 
-def plot(records: Sequence[Record], kills: Sequence[Kill], path: Path) -> None:
+def plot(found: Found, path: Path) -> None:
     ends = {None: "completed", GONE: "client gone"}
-    counts = Counter((ends.get(record.error, "failed or aborted"), int(record.due_s)) for record in records)
-    seconds = range(int(max(record.due_s for record in records)) + 1)
+    arrivals = [(stream, int(stream.due_s - found.fleet.start_s)) for stream in found.streams]
+    counts = Counter((ends.get(stream.error, "failed or aborted"), second) for stream, second in arrivals)
+    seconds = range(max(second for _, second in arrivals) + 1)
     base = [0] * len(seconds)
     with panels(path, size=(9, 3.5)) as (panel,):
         for name, colour in (("completed", "#4477aa"), ("client gone", "#bbbbbb"), ("failed or aborted", "#cc3311")):
             height = [counts[name, second] for second in seconds]
             panel.bar(seconds, height, width=1.0, bottom=base, label=name, color=colour)
             base = [below + more for below, more in zip(base, height, strict=True)]
-        for kill in kills:
-            panel.axvline(kill.since_start_s, color="black", linestyle="--", linewidth=1)
-            panel.annotate(f"SIGKILL {kill.name}", (kill.since_start_s, max(base)), fontsize=8, va="top")
+        for kill in found.fleet.kills:
+            at_s = kill.at_s - found.fleet.start_s
+            panel.axvline(at_s, color="black", linestyle="--", linewidth=1)
+            panel.annotate(f"SIGKILL {kill.name}", (at_s, max(base)), fontsize=8, va="top")
         panel.set(xlabel="arrival, s", ylabel="requests a second")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.harness.replay import Record
+from bench.check.faults.client import Stream
 from pla_sglang.sim import chain
 
 MOST_PROMPTS = 400  # the latest of a run
@@ -32,7 +32,7 @@ class CacheAudit:
     wrong: list[str] = dataclasses.field(default_factory=list)  # the first few
 
 
-async def audit_caches(described: dict[str, Any], records: Sequence[Record]) -> CacheAudit:
+async def audit_caches(described: dict[str, Any], streams: Sequence[Stream]) -> CacheAudit:
     """While the caches are as the run has left them: before anybody flushes one."""
     audit, at_once = CacheAudit(), {one["url"]: asyncio.Semaphore(AT_ONCE) for one in described["instances"]}
 
@@ -51,9 +51,9 @@ async def audit_caches(described: dict[str, Any], records: Sequence[Record]) -> 
             _note_answer(audit, url, prompt_ids, status, said)
 
     async with aiohttp.ClientSession(trust_env=False) as http, asyncio.TaskGroup() as group:
-        for record in records[-MOST_PROMPTS:]:
+        for stream in streams[-MOST_PROMPTS:]:
             for url in at_once:
-                group.create_task(ask(http, url, prompt_of(record)))
+                group.create_task(ask(http, url, prompt_of(stream)))
     return audit
 
 
@@ -61,12 +61,12 @@ def body_of(prompt_ids: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": prompt_ids, "sampling_params": sampling}
 
 
-def prompt_of(record: Record) -> list[int]:
+def prompt_of(stream: Stream) -> list[int]:
     """The longest that an instance may have kept: prompt and answer, and what asks for more. Of one without an answer
     the prompt as it was."""
-    if record.error is not None or not record.output_ids:
-        return record.prompt_ids
-    return [*record.prompt_ids, *record.output_ids, *chain.ask_ids(ASKED_TOKENS)]
+    if stream.error is not None or not stream.output_ids:
+        return stream.body.prompt_ids
+    return [*stream.body.prompt_ids, *stream.output_ids, *chain.ask_ids(ASKED_TOKENS)]
 
 
 def _note_answer(audit: CacheAudit, url: str, prompt_ids: list[int], status: int, answer: Any) -> None:

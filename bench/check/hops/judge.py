@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.check.hops.plans import Body
+from bench.check.faults.answers import Shown, count_wrong_bytes, describe_difference, read_shown
+from bench.check.faults.client import GONE, Stream
+from bench.check.faults.fleet import Fleet
 from bench.check.hops.rider import Ride
-from bench.check.hops.streams import Shown, count_wrong_bytes, count_wrong_tokens, describe_difference, read_shown
+from bench.harness.replay import count_wrong_tokens
 
 SHOWN_ERRORS = 5
 Row = dict[str, Any]
@@ -84,8 +86,23 @@ def describe(ride: Ride) -> str:
     return f"life {ride.life.index} ({ride.life.body.kind}, {ride.ended}, {events or 'no events'})"
 
 
-def judge_body(body: Body, events: Sequence[bytes], wanted: Reference) -> tuple[int, int]:
-    """Of an answer without marks: tokens where the endpoint shows them, bytes and fields."""
-    got = read_shown(body.path, events)
-    tokens = count_wrong_tokens(wanted.shown.output_ids, got.output_ids)
-    return tokens, count_wrong_bytes(wanted.shown, got)
+def judge_routed(fleet: Fleet, streams: Sequence[Stream], references: Mapping[str, Reference]) -> Row:
+    """Of streams through a router: tokens where the endpoint shows them, bytes and fields."""
+    counts: Counter[str] = Counter()
+    errors: list[str] = []
+    for stream in streams:
+        stream.settle()
+        ended = "left" if stream.error == GONE else "aborted" if stream.rid in fleet.aborted else "whole"
+        if ended == "whole" and (stream.status != 200 or stream.done_s is None):
+            ended = "failed"
+            errors.append(f"{stream.rid}: {stream.error}")
+        counts[ended] += 1
+        if ended == "whole":
+            wanted, got = references[stream.body.key], read_shown(stream.body.path, stream.events)
+            tokens = count_wrong_tokens(wanted.shown.output_ids, got.output_ids)
+            wrong_bytes = count_wrong_bytes(wanted.shown, got) + stream.stray_bytes
+            counts += Counter(tokens_wrong=tokens, bytes_wrong=wrong_bytes, tokens=len(wanted.ids))
+            if tokens or wrong_bytes:
+                errors.append(f"{stream.rid} ({stream.body.kind}): {tokens} tokens and {wrong_bytes} bytes wrong")
+    names = ("whole", "aborted", "left", "failed", "tokens", "tokens_wrong", "bytes_wrong")
+    return {name: counts[name] for name in names} | {"errors": errors[:SHOWN_ERRORS]}

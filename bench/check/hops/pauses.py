@@ -8,14 +8,15 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.check.faults.bodies import Body, make_ids
 from bench.check.hops.instances import Instances
 from bench.check.hops.judge import Row
-from bench.check.hops.plans import Body, Event, Life
+from bench.check.hops.plans import Event, Life
 from bench.check.hops.rider import Ride, Rider
 from bench.check.hops.settings import ENGINES, KV_GBPS, PROFILE
 from bench.check.hops.storm import open_session
-from bench.check.hops.streams import GENERATE, count_wrong_tokens
 from bench.harness.latency import percentile
+from bench.harness.replay import count_wrong_tokens
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim import chain
 
@@ -39,10 +40,7 @@ def plan_mover(context_tokens: int, number: int, rng: random.Random) -> Life:
 
 
 def make_body(kind: str, prompt_tokens: int, answer_tokens: int, rng: random.Random) -> Body:
-    prompt = chain.prompt_of(prompt_tokens, answer_tokens, rng)
-    sampling = {"temperature": 0, "max_new_tokens": answer_tokens + 1}
-    oracle = chain.expected(prompt, answer_tokens + 1, repeats=True).tokens
-    return Body(kind, GENERATE, {"input_ids": prompt, "sampling_params": sampling}, answer_tokens, oracle)
+    return make_ids(chain.prompt_of(prompt_tokens, answer_tokens, rng), answer_tokens, kind=kind, repeats=True)
 
 
 def link_seconds(context_tokens: int) -> float:

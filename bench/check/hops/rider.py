@@ -18,7 +18,6 @@ import aiohttp
 
 from bench.check.hops.instances import Instances
 from bench.check.hops.plans import Event, Life
-from bench.check.hops.streams import MarkedAnswer
 
 STEP_LIMIT_S = 60.0  # for whatever is waited for
 HOLD_S, FORGOTTEN_S = 30.0, 0.2
@@ -28,6 +27,65 @@ GONE = 410  # the room is not held
 # Why a request that could be held is not held now.
 HELD_LATER = ("share of memory", "stop string", "metadata buffer", "on its way", "it went on before")
 HOLD_OVER = "hold_over"  # a count of ``Ride``
+_END, _TOKENS, _PROMPT = b"\n\n", b": pla ", b": pla-prompt "
+
+
+class MarkedAnswer:
+    """One answer over all its hops, off marked streams (docs/protocol.md): what a client would have of it, and what
+    another instance has to be told.
+
+    Attributes:
+        events: complete events, without comments, in the order in which the client gets them.
+        ids: token ids that came with them.
+        came_s: when each token came, by the clock of ``feed``.
+        seen, prompt: the last word of the instance about what was shown, and what it said of the prompt.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+        self.ids: list[int] = []
+        self.came_s: list[float] = []
+        self.seen = self.prompt = ""
+        self._rest = b""
+        self._unmarked = self._skip = 0  # events behind the last comment; those of them that will be said again
+
+    def feed(self, data: bytes, at_s: float) -> None:
+        """Raises ValueError for a comment that is not as it must be."""
+        *whole, self._rest = (self._rest + data).split(_END)
+        for event in whole:
+            self._take(event, at_s)
+
+    def begin_hop(self) -> None:
+        """Another instance goes on behind the last marked event; half an event is dropped."""
+        self._rest, self._skip = b"", self._unmarked
+
+    def tags(self, answer_id: str) -> dict[str, Any]:
+        """``custom_params`` for the instance that goes on."""
+        told: dict[str, Any] = {"pla_movable": 1, "pla_answer_id": answer_id, "pla_prompt": self.prompt}
+        return told | ({"pla_tokens": list(self.ids), "pla_seen": self.seen} if self.ids else {})
+
+    def _take(self, event: bytes, at_s: float) -> None:
+        marked = False
+        while event.startswith(b":"):
+            line, _, event = event.partition(b"\n")
+            if line.startswith(_PROMPT):
+                self.prompt = self.prompt or line[len(_PROMPT) :].decode()
+            elif line.startswith(_TOKENS):
+                marked = True
+                words, _, seen = line[len(_TOKENS) :].partition(b" ")
+                new = [] if words == b"-" else [int(word) for word in words.split(b",")]
+                self.ids += new
+                self.came_s += [at_s] * len(new)
+                self.seen = seen.decode()
+        if marked:
+            self._unmarked = self._skip = 0
+        elif self._skip:
+            self._skip -= 1
+            return
+        else:
+            self._unmarked += 1
+        if event:
+            self.events.append(event)
 
 
 class RiderError(Exception):

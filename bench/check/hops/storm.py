@@ -13,17 +13,20 @@ from typing import Any
 
 import aiohttp
 
+from bench.check.faults.client import FaultClient, Stream
+from bench.check.faults.fleet import Fleet
+from bench.check.faults.table import Due, drain_for_a_while, inject
 from bench.check.hops.instances import Instances
-from bench.check.hops.judge import Reference, Row, judge_body, judge_rides, make_references
-from bench.check.hops.plans import ENDS, Event, Life, plan_lives
+from bench.check.hops.judge import Reference, Row, judge_rides, judge_routed, make_references
+from bench.check.hops.plans import Event, Life, plan_lives
 from bench.check.hops.rider import HOLD_OVER, STEP_LIMIT_S, Ride, Rider
 from bench.check.hops.settings import ENGINES, Setting
-from bench.check.leftovers import abort_request, read_series, wait_until_at_rest
+from bench.check.leftovers import sum_series, wait_until_at_rest
 from bench.harness import servers
-from pla_sglang.testing.server import fetch
+from pla_sglang.testing.server import HttpError, fetch
 
 AT_ONCE = 24  # requests that run at a time
-DRAINED_S, APART_S = 0.6, 0.3
+APART_S = 0.3  # from one drain to the next
 ROUTER = servers.Router("pla", "round-robin", ("--migration", "on"))
 PREFIX = "hops"
 
@@ -128,7 +131,9 @@ async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_do
         instances = Instances(http, described, part.name)
         references, errors = await ask_references(instances, lives, f"{PREFIX}-ref-{part.name}", marked=False)
         await instances.wait_until_at_rest()
-        counts, wrong = await _storm_router(http, url, part.name, lives, references, on_done)
+        streams = [Stream(rid=f"{PREFIX}-{part.name}-{life.index:06d}", body=life.body) for life in lives]
+        fleet = Fleet(described | {"url": url}, streams=streams)
+        drains = await _storm_router(fleet, lives, on_done)
         rest = await wait_until_at_rest({**described, "url": url})
         left = [*rest.details, *await instances.wait_until_at_rest()]
     after = fetch(f"{url}/metrics")
@@ -136,95 +141,58 @@ async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_do
         sum_series(after, name) - sum_series(before, name)
         for name in ("pla_router_moves_total", "pla_router_move_failures_total")
     )
-    names = ("whole", "aborted", "left", "failed", "tokens", "redos", "tokens_wrong", "bytes_wrong")
     return {
         "requests": len(lives),
-        **{name: counts.pop(name, 0) for name in names},
+        **judge_routed(fleet, streams, references),
         "hops": int(moved),
+        "redos": 0,
         "resumes": 0,
-        "events": {**counts, "move_failures": int(failures)},
+        "events": {**drains, "move_failures": int(failures)},
         "pauses_s": [],
         "ledger_balanced": rest.ledger_balanced and rest.gauges_zero,
         "wrong_by_kind": {},
-        "errors": wrong[:5],
         "reference_errors": errors[:5],
         "references_wrong": len(errors),
         "leftovers": left,
     }
 
 
-async def _storm_router(
-    http: aiohttp.ClientSession,
-    url: str,
-    name: str,
-    lives: Sequence[Life],
-    references: Mapping[str, Reference],
-    on_done: Callable[[], None],
-) -> tuple[Counter[str], list[str]]:
-    places, counts, wrong = asyncio.Semaphore(AT_ONCE), Counter[str](), list[str]()
+async def _storm_router(fleet: Fleet, lives: Sequence[Life], on_done: Callable[[], None]) -> Counter[str]:
+    """All streams, while one instance after the other is drained; the answers to these orders."""
+    places, counts = asyncio.Semaphore(AT_ONCE), Counter[str]()
 
-    async def send(life: Life) -> None:
-        async with places:
-            ended, events = await send_life(http, url, life, f"{PREFIX}-{name}-{life.index:06d}")
+    async def send(client: FaultClient, life: Life, stream: Stream) -> None:
+        async with places, asyncio.TaskGroup() as group:
+            group.create_task(inject(fleet, plan_end(life, stream.rid)))
+            group.create_task(client.send(stream))
         on_done()
-        counts[ended.partition(":")[0]] += 1
-        if ended != "whole":
-            wrong.extend([f"life {life.index}: {ended}"] if ended.startswith("failed") else [])
-            return
-        tokens, text = judge_body(life.body, events, references[life.body.key])
-        counts["tokens_wrong"] += tokens
-        counts["bytes_wrong"] += text
-        counts["tokens"] += len(references[life.body.key].ids)
-        if tokens or text:
-            wrong.append(f"life {life.index} ({life.body.kind}): {tokens} tokens and {text} bytes wrong")
 
-    drains = asyncio.create_task(drain_in_turns(http, url, counts))
+    drains = asyncio.create_task(drain_in_turns(fleet, counts))
     try:
-        async with asyncio.TaskGroup() as group:
-            for life in lives:
-                group.create_task(send(life))
+        async with FaultClient(fleet.url, timeout_s=2 * STEP_LIMIT_S) as client, asyncio.TaskGroup() as group:
+            for life, stream in zip(lives, fleet.streams.values(), strict=True):
+                group.create_task(send(client, life, stream))
     finally:
         drains.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await drains
-    return counts, wrong
+    return counts
 
 
-async def send_life(http: aiohttp.ClientSession, url: str, life: Life, rid: str) -> tuple[str, list[bytes]]:
-    """How it ended, and the events of its answer. Of what befalls it, only its end is the client's to decide."""
-    data = b""
-    end = life.events[-1] if life.ends_early else None
-    try:
-        async with asyncio.timeout(STEP_LIMIT_S * 2):
-            async with http.post(url + life.body.path, json=life.body.encode(rid, None)) as response:
-                async for chunk in response.content.iter_any():
-                    data += chunk
-                    if end is not None and data.count(b"\n\n") >= end[0]:
-                        if end[1] in (Event.LEAVE, Event.LEAVE_HELD):
-                            return "left", []
-                        await abort_request(http, url, rid)
-                        end = None
-                if response.status != 200:
-                    return f"failed: status {response.status}: {data[:200]!r}", []
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        return f"failed: {error!r}", []
-    if life.ends_early and life.events[-1][1] in ENDS and end is None:
-        return "aborted", []
-    return "whole", [event for event in data.split(b"\n\n") if event]
+def plan_end(life: Life, rid: str) -> list[Due]:
+    """Of what befalls a life, only its end is the client's to decide."""
+    if not life.ends_early:
+        return []
+    events, end = life.events[-1]
+    return [Due("leave" if end in (Event.LEAVE, Event.LEAVE_HELD) else "abort_routed", rid, events=events)]
 
 
-async def drain_in_turns(http: aiohttp.ClientSession, url: str, counts: Counter[str]) -> None:
+async def drain_in_turns(fleet: Fleet, counts: Counter[str]) -> None:
     """Until cancelled; at the end every instance serves again."""
     for number in itertools.cycle(range(ENGINES)):
         try:
-            async with http.post(f"{url}/workers/{number}/drain", json={}) as answer:
-                counts[f"drain_{answer.status}"] += 1
-                await asyncio.sleep(DRAINED_S)
-        finally:
-            async with http.post(f"{url}/workers/{number}/undrain", json={}):
-                pass
+            await drain_for_a_while(fleet, str(number))
+            counts["drain_200"] += 1
+        except HttpError as error:
+            counts[f"drain_{error.status}"] += 1
         await asyncio.sleep(APART_S)
-
-
-def sum_series(metrics: str, name: str) -> float:
-    return sum(value for series, value in read_series(metrics).items() if series.partition("{")[0] == name)

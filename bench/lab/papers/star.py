@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.cost.star_decision import measure as measure_decisions
 from bench.lab.papers.charts import curves, draw
 from bench.lab.papers.context import Context
 from bench.lab.papers.finding import Claim, Finding, Point, Row, finite, listed, number
@@ -34,6 +33,7 @@ from bench.lab.papers.star_cluster import (
 )
 from bench.lab.papers.star_tables import table3 as table3
 from bench.lab.papers.star_tables import table4 as table4
+from bench.lab.star_decision import measure as measure_decisions
 
 PAIRS = [*((later, earlier) for earlier, later in itertools.pairwise(STRATEGIES)), ("prediction", "vLLM")]
 

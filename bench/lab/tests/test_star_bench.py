@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from support.live_stand_ins import LiveStandIns, after_arrival
 
-from bench.check import star as bench
-from bench.check.consistency import AGAIN
-from bench.check.star import Arm
 from bench.harness.catalogue import BENCHES
 from bench.harness.replay import Planned, Record
+from bench.lab import star as bench
+from bench.lab.kept import AGAIN
+from bench.lab.star import Arm
 from pla_sglang.profiles import load_profile
 
 SCALE, PROFILE = 2.0, "h100-qwen2.5-14b-tp1"

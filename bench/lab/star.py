@@ -33,7 +33,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from bench.check.leftovers import read_series
+from bench.check.leftovers import sum_series
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
 from bench.harness.fidelity import served_of
@@ -197,7 +197,7 @@ def set_roles(router_url: str, prefills: int) -> None:
 
 def count_series(page: str, name: str) -> int:
     """The sum over all labels; 0 where the series is not there yet."""
-    return round(sum(value for series, value in read_series(page).items() if series.partition("{")[0] == name))
+    return round(sum_series(page, name))
 
 
 def count_oom(fleet: LiveFleet) -> int:

@@ -6,19 +6,19 @@ was open there, or came while nobody listened, has a right to fail. Both must mo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench.check.leftovers import read_series
+from bench.check.leftovers import sum_series
 from bench.harness import servers
 from bench.harness.report import say
 from bench.harness.servers import Router, is_healthy
@@ -41,12 +41,9 @@ class Restart:
     moves: int = 0  # that it has made since, until its next restart or the end of the run
 
 
-def plan_restarts(count: int, routers: int, step_s: float) -> list[tuple[str, int, float]]:
-    """What, of which router, and when: control processes and routers in turns, each router in turns too."""
-    return [
-        ((CONTROL, WHOLE)[number % 2], (number // 2 + number) % routers, step_s * (number + 1))
-        for number in range(count)
-    ]
+def plan_restarts(count: int, routers: int) -> list[tuple[str, int]]:
+    """What, and of which router: control processes and routers in turns, each router in turns too."""
+    return [((CONTROL, WHOLE)[number % 2], (number // 2 + number) % routers) for number in range(count)]
 
 
 class Routers:
@@ -57,6 +54,7 @@ class Routers:
         self._ports = [free_port() for _ in range(count)]
         self._stacks = [contextlib.ExitStack() for _ in range(count)]
         self._pids = [0] * count
+        self._one_at_a_time = threading.Lock()
         self.restarts: list[Restart] = []
         self.moves = 0  # of all control processes that there were
 
@@ -86,14 +84,12 @@ class Routers:
         child = servers.running_child(command, log, stop_s=servers.ROUTER_STOP_S)
         self._pids[number] = self._stacks[number].enter_context(child).pid
 
-    async def restart_in_turn(self, planned: Sequence[tuple[str, int, float]], start_s: float) -> None:
-        """``planned``: from ``plan_restarts``, in seconds since ``start_s``."""
-        for what, number, since_s in planned:
-            await asyncio.sleep(start_s + since_s - time.monotonic())
-            await asyncio.to_thread(self._restart, what, number)
+    def restart(self, what: str, number: int) -> None:
+        """One at a time. Raises ServerError where it does not serve again."""
+        with self._one_at_a_time:
+            self._restart(what, number)
 
     def _restart(self, what: str, number: int) -> None:
-        """Raises ServerError where it does not serve again."""
         self.count_moves(number)
         at_s = time.monotonic()
         if what == CONTROL:
@@ -124,10 +120,7 @@ class Routers:
 
     def count_moves(self, number: int) -> None:
         """Before its next restart, and at the end: its control process takes the counts with it."""
-        series = read_series(fetch(f"{self.urls[number]}/metrics"))
-        moves = sum(
-            int(value) for name, value in series.items() if name.startswith('pla_router_moves_total{how="pull"')
-        )
+        moves = int(sum_series(fetch(f"{self.urls[number]}/metrics"), "pla_router_moves_total", 'how="pull"'))
         self.moves += moves
         mine = [restart for restart in self.restarts if restart.router == number]
         if mine:

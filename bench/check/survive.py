@@ -3,7 +3,7 @@
     python -m bench survive
 
 Emulated stateless engines behind our router with ``--migration on``. ``--streams`` streams in waves of ``--wave``: half
-of them sampled at temperature 1, half chats with a grammar or a tool (``streams.py`` says how each token is checked).
+of them sampled at temperature 1, half chats with a grammar or a tool (``faults/bodies.py``: how each token is known).
 In each wave one instance gets SIGKILL when a stream that is drawn at random has reached a token that is drawn at
 random. Then ``--drain-streams`` streams run at one instance, which is drained, and as many at one which gets SIGTERM. A
 wave, the drain and the signal are steps; finished ones are kept in ``--out``.
@@ -22,11 +22,14 @@ import argparse
 import asyncio
 import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.check.survive.acts import Cluster, empty_one, kill_at_random
-from bench.check.survive.streams import CHAT, SAMPLED, TOOL_PARSER, make_stream
+from bench.check.faults.bodies import SAMPLED, SCHEMA, TOOL, TOOL_PARSER, make_sampled, make_text
+from bench.check.faults.client import FaultClient, Stream, describe_streams, until
+from bench.check.faults.fleet import Fleet, explain_request, order, read_workers, wait_until_empty
+from bench.check.leftovers import sum_series
 from bench.harness import cli, report, servers
 from bench.harness.bench import Result, measuring
 from bench.harness.figures import COLOURS, panels
@@ -34,7 +37,9 @@ from bench.harness.latency import percentile
 from bench.harness.live_fleet import SLOTS
 from bench.harness.steps import Row, Steps
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.testing.server import fetch
 
+CHAT = "chat"
 SETTINGS = ("instances", "wave", "drain_streams", "policy", "profile", "time_scale", "seed")
 DRAIN, SIGTERM = "drain", "sigterm"
 MODEL = {
@@ -42,6 +47,7 @@ MODEL = {
     CHAT: {"chain_answers": "text", "chain_check_prefixes": True},
 }
 START_S, STEP_S = 90.0, 60.0  # of real time
+BEGUN_S = 300.0  # for the first tokens of a wave, of real time
 Options = argparse.Namespace
 
 
@@ -65,19 +71,86 @@ def cluster_flags(model: str, options: Options) -> list[str]:
     ]
 
 
-def run_step(cluster: Cluster, key: Mapping[str, Any], options: Options) -> Row:
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def make_stream(model: str, rid: str, number: int, rng: random.Random) -> Stream:
+    """Chats take turns: JSON under a schema, a call of a tool."""
+    body = make_sampled(rng) if model == SAMPLED else make_text((SCHEMA, TOOL)[number % 2], rng)
+    return Stream(rid=rid, body=body)
+
+
+def run_step(fleet: Fleet, key: Mapping[str, Any], options: Options) -> Row:
     """Raises PlaError, TimeoutError."""
     name = f"{key['act']}-{key['model']}-{key['at']}"
     rng = random.Random(f"{options.seed}/{name}")
     count = options.wave if key["act"] == "kill" else options.drain_streams
     streams = [make_stream(key["model"], f"{name}-{number:04d}", number, rng) for number in range(count)]
     if key["act"] == "kill":
-        row = asyncio.run(kill_at_random(cluster, streams, rng))
+        row = asyncio.run(kill_at_random(fleet, streams, rng))
     else:
-        row = asyncio.run(empty_one(cluster, streams, by_signal=key["act"] == SIGTERM))
+        row = asyncio.run(empty_one(fleet, streams, by_signal=key["act"] == SIGTERM))
     counts = {name: value for name, value in row.items() if name != "hops"}
     report.say(f"{name}: {counts}, {len(row['hops'])} hops")
     return row | {"plugin_commit": report.environment()["plugin_commit"]}
+
+
+async def kill_at_random(fleet: Fleet, streams: list[Stream], rng: random.Random) -> Row:
+    """All streams at once; when one of them has reached a random place of its answer, the instance where it is gets
+    SIGKILL. Returns once all have ended and the instance is back."""
+    chosen = rng.choice(streams)
+    place = rng.randint(1, max(1, chosen.body.tokens - 10))
+    async with FaultClient(fleet.url) as client, asyncio.TaskGroup() as group:
+        await client.open(group, streams)
+        await until(lambda: chosen.has(place), limit_s=BEGUN_S, what=f"event {place} of {chosen.rid}")
+        instance = await asyncio.to_thread(fleet.find_instance, chosen.rid)
+        await fleet.kill(instance["name"])
+    row = describe_wave(fleet, streams) | {"killed": 1}
+    await fleet.start_again(instance["name"])
+    return row
+
+
+async def empty_one(fleet: Fleet, streams: list[Stream], *, by_signal: bool) -> Row:
+    """All streams at one instance, as the others are drained before; then that one is drained, or gets SIGTERM, and the
+    others take its streams. ``empty_s``: until the router has nothing there, of real time."""
+    first, *others = read_workers(fleet.url)
+    for row in others:
+        order(fleet.url, row["number"], "drain")
+    name, aborts = fleet.instance(first["url"])["name"], count_aborts(fleet)
+    async with FaultClient(fleet.url) as client, asyncio.TaskGroup() as group:
+        await client.open(group, streams)
+        begun = "first tokens of all streams"
+        await until(lambda: all(stream.has(1) for stream in streams), limit_s=BEGUN_S, what=begun)
+        for row in others:
+            order(fleet.url, row["number"], "undrain")
+        here = next(row for row in read_workers(fleet.url) if row["number"] == first["number"])["open_requests"]
+        start_s = time.monotonic()
+        ending = group.create_task(fleet.terminate(name)) if by_signal else None
+        if ending is None:
+            order(fleet.url, first["number"], "drain")
+        empty_s = await wait_until_empty(fleet.url, first["number"], start_s)
+        left = sum(not stream.is_over for stream in streams)
+        ended_s = None if ending is None else await ending
+    what = {"streams_here": here, "streams_left": left, "empty_s": empty_s, "ended_s": ended_s}
+    what |= describe_wave(fleet, streams) | {"aborted": count_aborts(fleet) - aborts}
+    if by_signal:
+        await fleet.start_again(name)
+    else:
+        order(fleet.url, first["number"], "undrain")
+    return what
+
+
+def describe_wave(fleet: Fleet, streams: Sequence[Stream]) -> Row:
+    """Counts, and all hops with their gaps in seconds of this machine."""
+    stories = [explain_request(fleet.url, stream.rid) for stream in streams]
+    hops = [hop for story in stories for hop in (story.get("hops") or [])[1:]]
+    return describe_streams(streams) | {
+        "hops": [{"why": hop["why"], "tokens": hop["tokens"], "gap_s": hop["gap_s"]} for hop in hops]
+    }
+
+
+def count_aborts(fleet: Fleet) -> float:
+    return sum_series(fetch(f"{fleet.url}/metrics"), "pla_router_aborts_total")
 
 
 def run_open(keys: list[Row], steps: Steps, options: Options) -> None:
@@ -89,10 +162,10 @@ def run_open(keys: list[Row], steps: Steps, options: Options) -> None:
         name = f"survive-{model}"
         with servers.running_cluster(cluster_flags(model, options), options.out, name) as described:
             servers.wait_until_paired(described["url"])
-            cluster = Cluster(described, options.out / f"{name}.state.json")
+            fleet = Fleet(described, options.out / f"{name}.state.json")
             for key in missing:
                 if steps.has_time(STEP_S):
-                    steps.add(key, run_step(cluster, key, options))
+                    steps.add(key, run_step(fleet, key, options))
 
 
 # -- result ------------------------------------------------------------------------------------------------------------
@@ -106,6 +179,7 @@ def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
     result: Row = {name: sum(row[name] for row in kills) for name in ("streams", "killed", "completed", "tokens")}
     result["streams_hit"] = sum(len(row["hops"]) for row in kills)
     result["tokens_wrong"] = sum(row["tokens_wrong"] for row in rows)
+    result["bytes_wrong"] = sum(row.get("bytes_wrong", 0) for row in rows)  # steps that were kept before have none
     result |= {f"gap_p{q}_s": percentile(gaps_s, q) if gaps_s else None for q in (50, 99)}
     aborted = 0
     for act in (DRAIN, SIGTERM):
@@ -124,7 +198,8 @@ def sum_up(pairs: Sequence[tuple[Row, Row]], time_scale: float) -> Row:
 
 
 def is_right(result: Result) -> bool:
-    return result["completed"] == result["streams"] and not result["tokens_wrong"] and not result["drain_aborted"]
+    wrong = result["tokens_wrong"] or result["bytes_wrong"] or result["drain_aborted"]
+    return result["completed"] == result["streams"] and not wrong
 
 
 ROWS = (

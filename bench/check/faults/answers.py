@@ -1,74 +1,28 @@
-"""What comes on a marked stream (docs/protocol.md), and what its client was shown, field by field. Pure."""
+"""What a client was shown of an answer, field by field, and how much of it is wrong. Pure.
+
+An answer is right where it is the one that is known, or what the same body gets where nothing befalls it. Of a sampled
+one chance decides the tokens: each must be one that the model can have drawn behind those before it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
-GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
+from bench.check.faults.bodies import CHAT, FUNCTION, GENERATE, TOOL, TOP_K, Body
+from bench.harness.replay import count_wrong_tokens
+from pla_sglang.sim.chain.algebra import step
+from pla_sglang.sim.chain.oracle import asked_end, check_prompt, state_after
+from pla_sglang.sim.chain.spread import spread_logits
+from pla_sglang.sim.chain.vocab import EOS
+
+DATA, DONE = b"data: ", b"data: [DONE]"
 TEXTS = ("text", "reasoning")  # fields of ``Shown`` that are compared byte by byte
-_END, _DATA, _DONE = b"\n\n", b"data: ", b"data: [DONE]"
-_TOKENS, _PROMPT = b": pla ", b": pla-prompt "
-
-
-class MarkedAnswer:
-    """One answer over all its hops: what a client would have of it, and what another instance has to be told.
-
-    Attributes:
-        events: complete events, without comments, in the order in which the client gets them.
-        ids: token ids that came with them.
-        came_s: when each token came, by the clock of ``feed``.
-        seen, prompt: the last word of the instance about what was shown, and what it said of the prompt.
-    """
-
-    def __init__(self) -> None:
-        self.events: list[bytes] = []
-        self.ids: list[int] = []
-        self.came_s: list[float] = []
-        self.seen = self.prompt = ""
-        self._rest = b""
-        self._unmarked = self._skip = 0  # events behind the last comment; those of them that will be said again
-
-    def feed(self, data: bytes, at_s: float) -> None:
-        """Raises ValueError for a comment that is not as it must be."""
-        *whole, self._rest = (self._rest + data).split(_END)
-        for event in whole:
-            self._take(event, at_s)
-
-    def begin_hop(self) -> None:
-        """Another instance goes on behind the last marked event; half an event is dropped."""
-        self._rest, self._skip = b"", self._unmarked
-
-    def tags(self, answer_id: str) -> dict[str, Any]:
-        """``custom_params`` for the instance that goes on."""
-        told: dict[str, Any] = {"pla_movable": 1, "pla_answer_id": answer_id, "pla_prompt": self.prompt}
-        return told | ({"pla_tokens": list(self.ids), "pla_seen": self.seen} if self.ids else {})
-
-    def _take(self, event: bytes, at_s: float) -> None:
-        marked = False
-        while event.startswith(b":"):
-            line, _, event = event.partition(b"\n")
-            if line.startswith(_PROMPT):
-                self.prompt = self.prompt or line[len(_PROMPT) :].decode()
-            elif line.startswith(_TOKENS):
-                marked = True
-                words, _, seen = line[len(_TOKENS) :].partition(b" ")
-                new = [] if words == b"-" else [int(word) for word in words.split(b",")]
-                self.ids += new
-                self.came_s += [at_s] * len(new)
-                self.seen = seen.decode()
-        if marked:
-            self._unmarked = self._skip = 0
-        elif self._skip:
-            self._skip -= 1
-            return
-        else:
-            self._unmarked += 1
-        if event:
-            self.events.append(event)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +46,10 @@ def read_shown(path: str, events: Iterable[bytes]) -> Shown:
     """``path``: of the endpoint. Cumulative and incremental streams of /generate give the same."""
     ends, said = 0, []
     for event in events:
-        if event == _DONE:
+        if event == DONE:
             ends += 1
-        elif event.startswith(_DATA):
-            said.append(msgspec.json.decode(event[len(_DATA) :]))
+        elif event.startswith(DATA):
+            said.append(msgspec.json.decode(event[len(DATA) :]))
     errors = tuple(str(one["error"]) for one in said if one.get("error"))
     good = [one for one in said if not one.get("error")]
     shown = _read_generate(good) if path == GENERATE else _read_openai(good)
@@ -107,24 +61,25 @@ def _read_generate(said: Sequence[dict[str, Any]]) -> Shown:
         return Shown()
     meta = said[-1]["meta_info"]
     last, finish = said[-1], meta["finish_reason"] or {}
-    ids, text = last["output_ids"], last["text"] or ""
+    ids, text = last["output_ids"], last.get("text") or ""
     if len(ids) < meta.get("completion_tokens", 0):  # events hold what is new only
         ids = [token for one in said for token in one["output_ids"]]
-        text = "".join(one["text"] or "" for one in said)
+        text = "".join(one.get("text") or "" for one in said)
     return Shown(
         text=text,
         finish=finish.get("type"),
         matched=finish.get("matched"),
         tokens=(meta.get("prompt_tokens", 0), meta.get("completion_tokens", 0)),
         output_ids=tuple(ids),
-        answer_ids=len({one["meta_info"]["id"] for one in said}),
+        answer_ids=len({one["meta_info"].get("id") for one in said}),
     )
 
 
 def _read_openai(said: Sequence[dict[str, Any]]) -> Shown:
     text = reasoning = ""
     calls: dict[int, tuple[str, str]] = {}
-    finish = matched = tokens = None
+    matched = tokens = None
+    finishes: list[str] = []
     roles = 0
     for one in said:
         if usage := one.get("usage"):
@@ -141,14 +96,11 @@ def _read_openai(said: Sequence[dict[str, Any]]) -> Shown:
                     name + (function.get("name") or ""),
                     arguments + (function.get("arguments") or ""),
                 )
-            finish, matched = choice.get("finish_reason") or finish, choice.get("matched_stop") or matched
+            finishes += filter(None, [choice.get("finish_reason")])
+            matched = choice.get("matched_stop") or matched
     names = tuple(calls[index] for index in sorted(calls))
+    finish = ",".join(finishes) or None  # there has to be one
     return Shown(text, reasoning, names, finish, matched, roles, tokens, (), len({one["id"] for one in said}))
-
-
-def count_wrong_tokens(wanted: Sequence[int], got: Sequence[int]) -> int:
-    """Those that differ, are missing or are too many."""
-    return sum(a != b for a, b in zip(wanted, got, strict=False)) + abs(len(wanted) - len(got))
 
 
 def count_wrong_bytes(wanted: Shown, got: Shown) -> int:
@@ -158,7 +110,7 @@ def count_wrong_bytes(wanted: Shown, got: Shown) -> int:
         ours, theirs = getattr(wanted, field.name), getattr(got, field.name)
         if field.name in TEXTS:
             a, b = ours.encode(errors="surrogatepass"), theirs.encode(errors="surrogatepass")
-            wrong += sum(x != y for x, y in zip(a, b, strict=False)) + abs(len(a) - len(b))
+            wrong += count_wrong_tokens(a, b)
         else:
             wrong += ours != theirs
     return wrong
@@ -178,3 +130,54 @@ def describe_difference(wanted: Shown, got: Shown) -> str:
             return f"{field.name} at {same}: {ours[cut]!r} came as {theirs[cut]!r}"
         return f"{field.name}: {ours!r:.150} came as {theirs!r:.150}"
     return ""
+
+
+# -- answers that are known --------------------------------------------------------------------------------------------
+
+
+def judge_known(body: Body, got: Shown) -> tuple[int, int]:
+    """Tokens, and bytes of texts, that are wrong, missing or too many.
+
+    Raises ValueError for what is not the stream of one answer.
+    """
+    if body.wanted is not None:
+        return _judge_text(body, body.wanted, got)
+    if got.finish != "stop":
+        raise ValueError(f"not the stream of one answer: it ended with {got.finish}")
+    if body.oracle is not None:
+        return count_wrong_tokens(body.oracle, got.output_ids), 0
+    return count_impossible(body.prompt_ids, got.output_ids), 0
+
+
+def _judge_text(body: Body, wanted: str, got: Shown) -> tuple[int, int]:
+    """Its tokens are letters."""
+    calls = body.kind == TOOL
+    names = [name for name, _ in got.calls]
+    frame = (got.answer_ids, got.roles, got.finish, names)
+    if frame != (1, int(body.path == CHAT), "tool_calls" if calls else "stop", [FUNCTION] * calls):
+        raise ValueError(f"not the stream of one answer: {frame}")
+    said = got.text
+    if calls:  # its parser puts spaces in
+        said, wanted = normalize(got.calls[0][1]), normalize(wanted)
+    tokens = count_wrong_tokens(wanted, said)
+    tokens += abs((got.tokens or (0, 0))[1] - body.tokens)
+    return tokens, count_wrong_tokens(wanted.encode(), said.encode())
+
+
+def normalize(text: str) -> str:
+    """JSON, the same for the same content."""
+    return json.dumps(json.loads(text), sort_keys=True)
+
+
+def count_impossible(prompt_ids: Sequence[int], answer: Sequence[int]) -> int:
+    """Tokens that the model cannot have sampled behind those before them, and those that are missing or too many."""
+    ids = check_prompt(prompt_ids)
+    state, end = state_after(ids), asked_end(ids)
+    wrong = abs(end - (len(ids) - 1) + 1 - len(answer))
+    for place, token in enumerate(answer, len(ids) - 1):
+        is_end = place == end
+        logits = spread_logits(state, is_end=is_end)
+        allowed = {EOS} if is_end else set(np.argsort(logits)[-TOP_K:].tolist())
+        wrong += token not in allowed
+        state = step(state, token)
+    return int(wrong)

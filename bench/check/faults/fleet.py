@@ -1,0 +1,220 @@
+"""A fleet under faults: instances of ``launch_cluster`` behind a router, what is done to them, and what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from bench.check.faults.client import Stream
+from bench.check.faults.routers import Routers
+from bench.check.leftovers import abort_request
+from bench.harness.report import say
+from bench.harness.steps import Row
+from pla_sglang.common.errors import PlaError
+from pla_sglang.testing.server import HttpError, fetch
+
+DOWN_S = 3.0  # from a kill to the order to start again
+DEAD_POLL_S, POLL_S = 0.005, 0.03
+PAIRED_LIMIT_S, EMPTY_S, END_S = 300.0, 120.0, 60.0  # of real time
+
+
+# -- what a router says and is told ------------------------------------------------------------------------------------
+
+
+def read_workers(url: str) -> list[Row]:
+    """Those that are not dead."""
+    return [row for row in fetch(f"{url}/workers")["workers"] if row["state"] != "dead"]
+
+
+def order(url: str, number: int, what: str, **body: Any) -> Row:
+    """To a router, about one of its workers: drain, undrain, role. Raises ServerError."""
+    return dict(fetch(f"{url}/workers/{number}/{what}", body))
+
+
+def explain_request(url: str, rid: str) -> Row:
+    """The router's story of a request; empty if it knows none."""
+    with contextlib.suppress(HttpError):
+        return dict(fetch(f"{url}/pla/explain/{rid}"))
+    return {}
+
+
+async def wait_until_empty(url: str, number: int, start_s: float) -> float:
+    """Until a router has nothing at a worker; seconds since ``start_s``. Raises TimeoutError."""
+    while time.monotonic() < start_s + EMPTY_S:
+        rows = [row for row in await asyncio.to_thread(read_workers, url) if row["number"] == number]
+        if not rows or rows[0]["open_requests"] == 0:
+            return time.monotonic() - start_s
+        await asyncio.sleep(POLL_S)
+    raise TimeoutError(f"worker {number} has requests {EMPTY_S:g} s after it was to be empty")
+
+
+def is_paired(rows: Sequence[Mapping[str, Any]], count: int) -> bool:
+    """``rows``: of the router's ``/workers``; ``count``: of its stateless instances."""
+    ready = [row["peers"] or {} for row in rows if row["kind"] == "stateless" and row["state"] == "ready"]
+    return len(ready) == count and all(list(peers.values()) == ["ready"] * (count - 1) for peers in ready)
+
+
+# -- the fleet ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kill:
+    """An instance that was killed. Times are of ``time.monotonic``, which all processes of a machine share."""
+
+    name: str
+    at_s: float  # when it was ordered
+    # When nobody listened there any more. The kernel closes sockets last when a process ends, so a request that is sent
+    # before that is accepted by a process that is dead.
+    over_s: float
+
+
+class Fleet:
+    """All that one run does to a cluster.
+
+    Args:
+        state: the cluster's file, which knows the process that an instance is now.
+        streams: all that are sent.
+        routers: in place of the cluster's one.
+        moves: requests go on elsewhere when their instance ends.
+
+    Attributes:
+        start_s: when the run began; 0 until then.
+        aborted: requests for which an abort was sent.
+        paired_s: from the order to start a stateless instance again until it and all others are connected, by name; of
+            several the longest.
+    """
+
+    def __init__(
+        self,
+        described: Mapping[str, Any],
+        state: Path | None = None,
+        *,
+        streams: Sequence[Stream] = (),
+        routers: Routers | None = None,
+        moves: bool = True,
+    ) -> None:
+        self.described, self.state, self.routers, self.moves = described, state, routers, moves
+        self.streams = {stream.rid: stream for stream in streams}
+        self._numbers = {rid: number for number, rid in enumerate(self.streams)}
+        self.start_s = 0.0
+        self.aborted: set[str] = set()
+        self.kills: list[Kill] = []
+        self.paired_s: dict[str, float] = {}
+        self._down: dict[str, asyncio.Lock] = {}  # from a kill until it is back
+
+    @property
+    def url(self) -> str:
+        """Of the router, or the first of several."""
+        return str(self.described["url"])
+
+    @property
+    def router_urls(self) -> list[str]:
+        return [self.url] if self.routers is None else self.routers.urls
+
+    def router_of(self, stream: Stream) -> int:
+        """Several routers get requests in turns."""
+        return self._numbers[stream.rid] % len(self.router_urls)
+
+    def urls_of(self, *kinds: str) -> list[str]:
+        return [instance["url"] for instance in self.described["instances"] if instance["kind"] in kinds]
+
+    def instance(self, what: str) -> Row:
+        """By its name or address, as it is now: the file is kept up to date."""
+        assert self.state is not None, "its processes are known"
+        instances = json.loads(self.state.read_text(encoding="utf-8"))["instances"]
+        return dict(next(one for one in instances if what in (one["name"], one["url"])))
+
+    def find_instance(self, rid: str) -> Row:
+        """Where a request is, or was last."""
+        story = explain_request(self.url, rid)
+        return self.instance(f"http://{(story.get('hops') or [story])[-1]['decode']}")
+
+    def explain(self, stream: Stream) -> Row:
+        return explain_request(self.router_urls[self.router_of(stream)], stream.rid)
+
+    async def abort(self, rid: str) -> None:
+        """At every instance that prefills: an operator does not know which one has it."""
+        self.aborted.add(rid)
+        async with aiohttp.ClientSession(trust_env=False) as http:
+            for url in self.urls_of("prefill", "stateless"):
+                with contextlib.suppress(aiohttp.ClientError, OSError):  # it has been killed
+                    await abort_request(http, url, rid)
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL; until nobody listens there any more."""
+        instance, at_s = self.instance(name), time.monotonic()
+        os.killpg(instance["pid"], signal.SIGKILL)
+        over_s = await wait_until_closed(instance["url"])
+        self.kills.append(Kill(name, at_s, over_s))
+        say(f"killed {name}; its sockets were closed after {over_s - at_s:.2f} s")
+
+    async def kill_for_a_while(self, name: str) -> None:
+        """It is started again, and connected with all others. One that is down is killed when it is back."""
+        async with self._down.setdefault(name, asyncio.Lock()):
+            await self.kill(name)
+            await asyncio.sleep(DOWN_S)
+            try:
+                await self.start_again(name)
+            except (PlaError, TimeoutError) as error:  # the bench shows that it was late
+                say(str(error))
+
+    async def start_again(self, name: str) -> None:
+        """Raises PlaError where it cannot be started, TimeoutError where it is not connected with the others."""
+        ordered_s = time.monotonic()
+        if (status := await restart_instance(name, self.state)) != 0:
+            raise PlaError(f"{name} was not started again: status {status}")
+        say(f"{name} is back")
+        if (count := len(self.urls_of("stateless"))) and self.instance(name)["kind"] == "stateless":
+            while not is_paired(await asyncio.to_thread(self._read_rows), count):
+                if time.monotonic() > ordered_s + PAIRED_LIMIT_S:
+                    raise TimeoutError(f"{name} is not connected with all others after {PAIRED_LIMIT_S:g} s")
+                await asyncio.sleep(POLL_S)
+            paired_s = time.monotonic() - ordered_s
+            self.paired_s[name] = max(self.paired_s.get(name, 0.0), paired_s)
+            say(f"{name} is paired with all others after {paired_s:.1f} s")
+
+    def _read_rows(self) -> list[Row]:
+        with contextlib.suppress(PlaError, OSError):  # the router may be down itself
+            return read_workers(self.url)
+        return []
+
+    async def terminate(self, name: str) -> float:
+        """SIGTERM; seconds until its process has ended, as the cluster says. Raises TimeoutError."""
+        start_s = time.monotonic()
+        os.kill(self.instance(name)["pid"], signal.SIGTERM)
+        while self.instance(name)["state"] != "dead":
+            if time.monotonic() > start_s + EMPTY_S + END_S:
+                raise TimeoutError(f"{name} has not ended {EMPTY_S + END_S:g} s after SIGTERM")
+            await asyncio.sleep(POLL_S)
+        return time.monotonic() - start_s
+
+
+async def restart_instance(name: str, state: Path | None) -> int:
+    """Until it is ready. The exit status of the order."""
+    command = [sys.executable, "-m", "pla_sglang.launch_cluster", "--restart", name, "--state-file", str(state)]
+    restart = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    return await restart.wait()
+
+
+async def wait_until_closed(url: str) -> float:
+    """When nobody listens at the address any more."""
+    address = urllib.parse.urlsplit(url)
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+        except OSError:
+            return time.monotonic()
+        writer.transport.abort()
+        await asyncio.sleep(DEAD_POLL_S)

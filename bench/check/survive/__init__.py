@@ -1,1 +1,0 @@
-"""Streams of stateless instances that die, drain or are told to end."""
