@@ -48,7 +48,7 @@ class RouterSeries(Collector):
         self.aborts = Tally(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
         self.peer_lists = Tally(registry, "peer_lists", "Lists of peers sent to instances, by outcome.", "outcome")
         self.retries = Tally(registry, "retries", "Requests sent again, by why.", "reason")
-        self.hops = Tally(registry, "moves", "Requests that went on at another instance.", "how", "reason")
+        self.hops = Tally(registry, "moves", "Requests that moved to another instance.", "how", "reason")
         self.hop_failures = Tally(registry, "move_failures", "Requests that could not go on elsewhere.", "reason")
         self.hop_gap_s = Durations(registry, "move_gap_seconds", "From the last event at one instance to the next.")
         self.worker_ttft = WorkerTtft(registry)
