@@ -33,7 +33,7 @@ _WHEN_PREFILLED, _NOT_MOVABLE, _KEEP_LOCAL = (
 
 
 class LatePlacement:
-    """Hears of the progress of requests after the dispatcher. It does nothing where the operator does not want it.
+    """Handles progress of requests after the dispatcher has. It does nothing where the operator does not want it.
 
     Args:
         mover: moves a request to the instance that the policy names.

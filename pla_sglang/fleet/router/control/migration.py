@@ -157,7 +157,7 @@ class Migration:
         if record.pending is not None:
             return "it is on its way already"
         if self._is_resting(record, source):
-            return "it rests, as its last move came to nothing"
+            return "it is in its cool-down, as its last move failed"
         if self._client is None or source.state is WorkerState.DEAD:
             return "its instance cannot be asked"
         if target is source or not target.is_ready() or target.description is None or not target.description.hops:

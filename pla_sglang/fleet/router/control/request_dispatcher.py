@@ -190,7 +190,7 @@ class RequestDispatcher:
             self.queue.push(record)
             self.dispatch_pending(now_s)
         elif self.policy.runner is None or not self._dispatch(record, now_s):
-            self.queue.push(record)  # else nobody was before it, and it need not stand in line
+            self.queue.push(record)  # else the queue was empty and an instance has taken it
 
     def _dispatch(self, record: RequestRecord, now_s: float) -> bool:
         """False: no instance can take it now, and so nothing behind it."""
