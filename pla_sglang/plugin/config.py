@@ -51,8 +51,8 @@ class PlaConfig:
         "off",
         "--prefill-disagg {off,temporal,spatial,dopd}",
         "Prefill-length-aware scheduling: 'temporal' serves short prefills of one instance before long ones "
-        "and lets shorts pass between the chunks of a long. 'dopd' gathers shorts up to the boundary and runs longs "
-        "alone, in order of arrival (DOPD Algorithm 1). 'off' is stock SGLang.",
+        "and lets them pass between the chunks of a long one. 'dopd' gathers short prompts up to the boundary and runs "
+        "long ones alone, in order of arrival (DOPD Algorithm 1). 'off' is stock SGLang.",
         allowed=Choice(("off", "temporal", "spatial", DOPD)),
         heading="Prefill-length-aware scheduling (pla_sglang)",
     )
@@ -75,15 +75,15 @@ class PlaConfig:
         None,
         "--pla-slo-tpot-ms",
         "Default TPOT target of every request in milliseconds: with --enable-mixed-chunk, passes are cut so that the "
-        "decodes that ride in them keep it. Per request: header x-slo-tpot-ms, custom_params {'slo_tpot_ms': X}. "
+        "piggybacked decodes keep it. Per request: header x-slo-tpot-ms, custom_params {'slo_tpot_ms': X}. "
         "Default: no target.",
         allowed=MILLISECONDS,
     )
     deadlines: str = knob(
         "advise",
         "--pla-deadlines {advise,decide}",
-        "'decide': a request that cannot meet its TTFT target any more gives way to those that can, at most until its "
-        "age bound. 'advise': targets only end waits for fuller batches.",
+        "'decide': an infeasible request, which cannot meet its TTFT target any more, is deferred behind those that "
+        "can, at most until its age bound. 'advise': targets only end waits for fuller batches.",
         allowed=Choice(DEADLINES),
     )
     wait_min_ms: float = knob(
@@ -98,8 +98,8 @@ class PlaConfig:
     batch_timeout_ms: float = knob(
         100.0,
         "--pla-batch-timeout-ms",
-        "With --prefill-disagg dopd: a long lets gathered shorts go first once they have waited for so long. A router "
-        "with the policy dopd tells this and the boundary.",
+        "With --prefill-disagg dopd: a long prompt lets gathered short ones go first once they have waited so long. "
+        "A router with the policy dopd sets this and the boundary.",
         allowed=WAIT,
     )
     long_chunk_tokens: int | None = knob(
@@ -118,15 +118,15 @@ class PlaConfig:
     long_max_age_ms: float = knob(
         10_000.0,
         "--pla-long-max-age-ms",
-        "Starvation bound: shorts give way early enough for a long to get its first token about this long after its "
-        "arrival.",
+        "Starvation bound: short prompts let a long one go early enough to get its first token about this long after "
+        "its arrival.",
         allowed=MILLISECONDS,
     )
     lost_max_age_ms: float = knob(
         30_000.0,
         "--pla-lost-max-age-ms",
-        "With --pla-deadlines decide: so long one that is lost gives way, before it has a share of 5 %. Also the "
-        "bound, in place of --pla-long-max-age-ms where that is less, of requests whose TTFT target is later.",
+        "With --pla-deadlines decide: so long an infeasible request is deferred, before it has a share of 5 %. Also "
+        "the bound, in place of --pla-long-max-age-ms where that is less, of requests whose TTFT target is later.",
         allowed=MILLISECONDS,
     )
     decode_gap_ms: float = knob(
@@ -139,14 +139,14 @@ class PlaConfig:
     long_order: str = knob(
         "least-remaining",
         "--pla-long-order {least-remaining,fcfs}",
-        "Order among longs: least remaining new tokens with ageing, or first come first served.",
+        "Order among long prompts: least remaining new tokens with ageing, or first come first served.",
         allowed=Choice(LONG_ORDERS),
     )
     mixing: str = knob(
         "auto",
         "--pla-mixing {auto,never,allow}",
-        "Whether long and short prefills share a pass: where that takes fewer seconds of those in it and of those who "
-        "wait. For ablation: 'never', as in the paper, or 'allow', always with a long's chunk.",
+        "Whether long and short prompts share a pass: where that takes fewer seconds of those in it and of those who "
+        "wait. For ablation: 'never', as in the paper, or 'allow', always with the chunk of a long one.",
         allowed=Choice(("auto", "never", "allow")),
     )
     graph_layout: str = knob(
@@ -260,7 +260,7 @@ class PlaConfig:
     stateless: bool = knob(
         False,
         "--pla-stateless",
-        "Serve either phase of any request: whole requests, prefill legs (KV is sent away) and decode legs (KV is "
+        "Serve either phase of any request: whole requests, prefill parts (KV is sent away) and decode parts (KV is "
         "received), as the bootstrap address of each request says. Needs --disaggregation-transfer-backend nixl.",
     )
     receive_share: float = knob(
@@ -273,15 +273,15 @@ class PlaConfig:
     send_share: float = knob(
         0.5,
         "--pla-send-share",
-        "With --pla-stateless: share of KV memory and of request rows that prefill legs may hold until their KV is "
+        "With --pla-stateless: share of KV memory and of request rows that prefill parts may hold until their KV is "
         "sent. One request alone may hold more.",
         allowed=SHARE,
     )
     hold_share: float = knob(
         0.25,
         "--pla-hold-share",
-        "With --pla-stateless: share of KV memory and of request rows that held requests may keep. One request alone "
-        "may keep more; a hold above it is refused.",
+        "With --pla-stateless: share of KV memory and of request rows that paused requests may keep. One request alone "
+        "may keep more; a pause above it is refused.",
         allowed=SHARE,
     )
     untested_host: str = knob(

@@ -98,7 +98,7 @@ class Stepper:
         scheduler = self.scheduler
         passes = []
         for _ in range(MOST_PASSES):
-            if hasattr(scheduler, "pla"):  # the clock rides on received requests, and nothing is received here
+            if hasattr(scheduler, "pla"):  # the clock comes with received requests, and nothing is received here
                 scheduler.pla.now_s = time.perf_counter()
             plan = scheduler.get_next_batch_to_run(
                 running_batch=scheduler.running_batch, last_batch=scheduler.last_batch

@@ -117,6 +117,9 @@ def test_an_answer_that_an_oracle_knows() -> None:
     right = list(body.oracle)
     assert receive(stream_of(body), token_events(right)).count_wrong() == (0, 0)
     assert receive(stream_of(body), token_events(right[:-1])).count_wrong() == (1, 0)
+    assert receive(stream_of(body), token_events(right), end=b"").count_wrong() == (0, 0)
+    with pytest.raises(ValueError, match="not the stream of one answer"):
+        receive(stream_of(body), token_events(right), end=DONE + DONE).count_wrong()
 
 
 def text_events(body: Body, text: str | None = None, **changes: Any) -> list[dict[str, Any]]:

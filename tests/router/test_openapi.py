@@ -16,9 +16,9 @@ from support.serving import until
 
 from pla_sglang.fleet.router.control.admin import AdminRoutes
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
-from pla_sglang.fleet.router.control.errors import WorkerError
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.http import openapi
 from pla_sglang.fleet.router.relay import routes
 from pla_sglang.fleet.router.wire.inference import PATHS

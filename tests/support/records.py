@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.fleet.router.control.prompts import Prompt
-from pla_sglang.fleet.router.control.request_record import Hop, RequestRecord
+from pla_sglang.fleet.router.control.requests.prompts import Prompt
+from pla_sglang.fleet.router.control.requests.request_record import Hop, RequestRecord
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason

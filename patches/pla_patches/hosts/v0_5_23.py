@@ -320,7 +320,7 @@ CONSTRUCTED = {
 # Subscribers that are not installed there, each with the reason.
 ABSENT: dict[str, str] = {
     "guard.logprobs": "A request without ids has an empty tensor there.",
-    "sched.ride": "The host takes a rider's prefix from its sequence length.",
+    "sched.ride": "The host takes a piggybacked decode's prefix from its sequence length.",
     "less.ride": "As sched.ride.",
     "less.status": "Any status of 400 to 599 reaches the client.",
 }

@@ -40,7 +40,7 @@ STATELESS = (
         id="less.enqueue",
         key="scheduler.add_request_to_queue",
         hook=Hook.AROUND,
-        why="Prefill legs wait for their handshake, decode legs for their KV; whole and retracted requests as before.",
+        why="Prefill legs await their handshake, decode legs their KV; whole and retracted requests as before.",
         verify=_E2E,
     ),
     _subscribe(

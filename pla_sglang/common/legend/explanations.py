@@ -93,9 +93,9 @@ ENGINE: Mapping[str, str] = {
     "short_held": "A long prompt runs while short ones wait for a fuller batch.",
     "short_blocked": "A long prompt runs: the short ones have no KV memory or slots.",
     "age": "A long prompt runs: it is near its age bound.",
-    "lost_short": "A long prompt runs: the short ones that wait cannot be in time any more, it can.",
-    "lost_long": "A long prompt runs before the one whose turn it was, which cannot be in time any more.",
-    "overdue": "Prompts that cannot be in time any more have given way for long enough; a share of time is theirs.",
+    "lost_short": "A long prompt runs: it is feasible, and the short ones that wait are not.",
+    "lost_long": "A long prompt runs before the one whose turn it was, which is infeasible or was rejected.",
+    "overdue": "Infeasible prompts were deferred for long enough; a share of time is theirs.",
     "urgent": "A long prompt runs: it has the earliest deadline of those to be kept, and one would be late else.",
     "priority": "A long prompt runs: its priority is above that of every short one.",
     "decode_turn": "No prefill: running requests have waited long enough for their next token.",
@@ -123,7 +123,7 @@ WORKER: Mapping[str, str] = {
 }
 MOVE: Mapping[str, str] = {  # of requests; policies have reasons of their own
     "survive": "The instance where it ran was lost.",
-    "aborted": "Its instance has given it up, and nobody had told it to.",
+    "aborted": "Its instance has aborted it, and nobody had ordered that.",
     "not_sent": "It could not be sent to its instance.",
     "full": "Its instance had no room.",
     "drain": "The instance where it ran is to be empty.",

@@ -131,7 +131,7 @@ class StatelessEngine:
             logger.exception("pla_sglang: taking over request %s", req.rid)
             sound = False
         if req.bootstrap_host is not None:
-            # What befell one rank, all do: a leg that some have and others not would hold them up in every later pass.
+            # All ranks act on a failure of any: a part that some have and others not would delay every later pass.
             sound, wanted = self._agree([sound, wanted])
         if not sound:
             self.faults.count += 1
@@ -142,7 +142,7 @@ class StatelessEngine:
         return taken
 
     def _let_go(self, req: Any, reason: str, status: HTTPStatus) -> None:
-        """Of a request that some rank could not take over."""
+        """Ends a request that some rank could not take over."""
         ends: tuple[Sender | Receiver, ...] = (self.sender, self.receiver)
         self.faults.for_each(ends, lambda end: end.forget(req), "forgetting a leg")
         if not req.finished():
@@ -157,7 +157,7 @@ class StatelessEngine:
             return True
         setattr(req, KIND_ATTRIBUTE, kind)
         if kind is not LegKind.WHOLE and (req.bootstrap_room is None or req.bootstrap_room < 0):
-            self._refuse(req, "a leg needs a bootstrap_room that is not negative", HTTPStatus.BAD_REQUEST)
+            self._refuse(req, "its part needs a bootstrap_room that is not negative", HTTPStatus.BAD_REQUEST)
             return True
         if self._is_taken(kind, req.bootstrap_room):
             self._refuse(req, f"room {req.bootstrap_room} is used here, or was", HTTPStatus.CONFLICT)

@@ -141,7 +141,7 @@ def before_start_decode_listener_thread(manager: Any) -> None:
 
 
 def around_add_remote_peer(original: Any, manager: Any, receiver: Any) -> None:
-    """Of the same thread: a receiver registers, with what its transfer library says of itself."""
+    """In the same thread a receiver registers, with what its transfer library says of itself."""
     register_receiver(original, manager, receiver, _channel)
 
 

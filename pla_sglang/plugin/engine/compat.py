@@ -74,7 +74,8 @@ def _rules(args: Any, config: PlaConfig) -> list[tuple[bool, str]]:
 
 
 def _mixed_rules(mixed: bool, config: PlaConfig) -> list[tuple[bool, str]]:
-    """With mixed chunks running decodes ride in passes of either class (docs/reference/policies/temporal.md)."""
+    """With mixed chunks running decodes are piggybacked on passes of either class
+    (docs/reference/policies/temporal.md)."""
     return [
         (
             mixed and config.mixing == "allow",

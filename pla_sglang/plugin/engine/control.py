@@ -1,6 +1,6 @@
 """Knobs that may change while the server runs, and how they travel.
 
-They ride SGLang's own ``/set_internal_state`` request: it is broadcast to every rank in order, already fans out over
+They go with SGLang's own ``/set_internal_state`` request: it is broadcast to every rank in order, already fans out over
 data-parallel ranks, and its values are numbers. Names carry the prefix ``pla.``; a choice travels as its index.
 """
 

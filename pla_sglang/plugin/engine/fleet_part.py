@@ -32,7 +32,7 @@ class FleetPart(Protocol):
 
 
 class _Alone:
-    """Of a server that is in no fleet."""
+    """The part of a server that is in no fleet: it does nothing."""
 
     def keeps_from_prefill(self, req: Any) -> bool:
         return False

@@ -24,7 +24,7 @@ def find_early_tokens(info: Any, *, overlap: bool) -> list[Early]:
 
 
 def count_known_tokens(req: Any, *, overlap: bool) -> int:
-    """Of the answer, before the pass under way samples its next token. A grammar of its own makes the host wait."""
+    """Tokens of the answer before the pass under way samples its next one. A grammar of its own makes the host wait."""
     late = int(overlap and req.grammar is None)
     return max(0, kv_committed_len(req) - len(req.origin_input_ids) - late)
 

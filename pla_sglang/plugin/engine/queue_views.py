@@ -114,7 +114,7 @@ class QueueViews:
         for req in queue[len(order) :]:
             view = self.find_view(req)
             if order is not self._order:
-                break  # that was an old acquaintance
+                break  # a known request re-entered; the order was reset
             order.append(req)
             views.append(view)
             self.waiting_tokens += view.new_tokens
@@ -147,7 +147,7 @@ class QueueViews:
         self._on_arrival(view)
 
     def _set_history(self, view: WaitingView, history_tokens: int) -> None:
-        """Of a view in the order."""
+        """Notes the new prefix match of a view in the order."""
         self.waiting_tokens += view.history_tokens - history_tokens
         view.set_history(history_tokens)
 

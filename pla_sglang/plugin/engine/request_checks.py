@@ -145,7 +145,7 @@ def _most_top_logprobs() -> int:
 
 
 def _check_leg(manager: Any, message: Any) -> None:
-    """Of a prefill and decode pair. A decode instance that is not told where the KV is ends."""
+    """Checks a part of a prefill and decode pair. A decode instance that does not know where the KV is ends."""
     moves_kv = manager.server_args.disaggregation_transfer_backend != "fake"
     decodes = manager.disaggregation_mode.value == "decode"
     if moves_kv and decodes and message.bootstrap_room is not None and not message.bootstrap_host:

@@ -29,7 +29,7 @@ class PassTimes:
 
 @dataclasses.dataclass(slots=True)
 class _Tokens:
-    """Of one request: its TPOT target, and when it had how many tokens as it was first seen running."""
+    """TPOT target of one request, and when it had how many tokens as it was first seen running."""
 
     target_s: float | None
     seen_s: float

@@ -189,7 +189,7 @@ def context_tokens(batch: Any) -> int:
 
 
 def prefill_count(batch: Any) -> int:
-    """Requests of an extend batch that prefill. In a mixed batch decodes ride along behind them, one token each."""
+    """Requests of an extend batch that prefill. In a mixed batch decodes stand behind them, one token each."""
     riders = len(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else 0
     return len(batch.extend_lens) - riders
 

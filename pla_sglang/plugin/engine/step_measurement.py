@@ -82,7 +82,7 @@ class StepMeasurement:
             self._new_ride = dataclasses.astuple(self.rides.model)
 
     def _on_decode(self, batch: Any, step_s: float) -> None:
-        """Only where decodes may ride; elsewhere nobody asks."""
+        """Only where decodes may be piggybacked; elsewhere no one asks."""
         if self._scheduler.is_mixed_chunk and self.rides.observe_decode(len(batch.reqs), context_tokens(batch), step_s):
             self._new_ride = dataclasses.astuple(self.rides.model)
 

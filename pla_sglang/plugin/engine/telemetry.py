@@ -19,7 +19,7 @@ SHORT, LONG = PrefillClass.SHORT.value, PrefillClass.LONG.value
 
 
 class Telemetry:
-    """Plain counts, mirrored to Prometheus once ``attach`` was called. It is told device time and shows wall time."""
+    """Plain counts, mirrored to Prometheus once ``attach`` was called. Takes device time, exports wall time."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock

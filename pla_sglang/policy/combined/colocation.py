@@ -18,7 +18,7 @@ it, the other for those that come later: what is computed again delays them, not
 first, whether the fleet is united or not. An answer of n tokens tolerates n * (target - step) seconds of stalls, and
 lives for at most n * target seconds. So for a few quantiles of recent answers a lane sums its prefill seconds, decaying
 with time constant n * target; that answer is late if the sum exceeds ``bears_share`` of the stalls that it tolerates.
-Where decodes ride in prefill passes, a prefill counts with the part of its time that they lose (``stalls.py``), here
+Where decodes are piggybacked, a prefill counts with the part of its time that they lose (``stalls.py``), here
 and in the last term of the cost: such a fleet stays united unless TPOT targets are tight.
 ``late_share`` is the share of late quantiles, averaged over recent arrivals.
 

@@ -1,7 +1,7 @@
 """Prefills on decode instances: the stall budget of their decodes, and the choice of an instance for a prefill.
 
-A prefill stops the decodes of its instance while it runs, or for a part of that time where they ride (``stalls.py``). A
-TPOT target is a mean over an answer, so an answer of n tokens tolerates stalls of n * (target - step) in total, step
+A prefill stops the decodes of its instance while it runs, or for a part of that time in a mixed batch (``stalls.py``).
+A TPOT target is a mean over an answer, so an answer of n tokens tolerates stalls of n * (target - step) in total, step
 being the decode step without them. Each decode instance has a stall budget, a leaky bucket: a prefill adds what it
 takes from decodes, and ``rate`` seconds a second drain. While it holds at most ``depth`` seconds, an answer of n tokens
 that lives for T seconds is stalled for at most depth + rate * T, hence

@@ -61,9 +61,9 @@ class Reason(enum.Enum):
     SHORT_HELD = "short_held"  # shorts are waiting for a fuller batch
     SHORT_BLOCKED = "short_blocked"  # the short class could not run (KV cache, slots)
     AGE = "age"  # a long is near its age bound and is owed device time
-    LOST_SHORT = "lost_short"  # only shorts are waiting that cannot be kept; this long can
-    LOST_LONG = "lost_long"  # the long that was next cannot be kept, or only at the cost of more others; this one can
-    OVERDUE = "overdue"  # a lost request has given way for its bound; SHORT passes too
+    LOST_SHORT = "lost_short"  # only infeasible short prompts are waiting; this long one is feasible
+    LOST_LONG = "lost_long"  # the long one that was next is infeasible or rejected; this one is not
+    OVERDUE = "overdue"  # an infeasible request was deferred for its bound; SHORT passes too
     URGENT = "urgent"  # first by deadlines of those that are to be kept; in the usual order one of them would be late
     PRIORITY = "priority"  # the long has a better priority than every short
     # HOLD
@@ -73,7 +73,7 @@ class Reason(enum.Enum):
     WAIT_FOR_SLOT = "wait_for_slot"  # as above, for the one request that fills a captured graph's slots
     KV_DRAIN = "kv_drain"  # an aged long, or the chunk under way, needs KV cache that running requests will free
     KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected shorts
-    RESERVE = "reserve"  # only lost requests wait, and would take KV cache or decode time of those to come
+    RESERVE = "reserve"  # only infeasible requests wait, and would take KV cache or decode time of those to come
     BLOCKED = "blocked"  # nothing that waits can run before memory or slots are freed
     EMPTY = "empty"  # nothing waits
 

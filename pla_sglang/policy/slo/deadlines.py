@@ -1,12 +1,12 @@
-"""Who can still be kept: TTFT targets in the order of prefills (our rule; PLA-Serve uses slack for its windows only).
+"""Feasible requests first: TTFT targets in the order of prefills (our rule; PLA-Serve uses slack for its windows only).
 
-A request is *lost* when its own prefill, begun now, would end after its deadline. It then gives way to every request
-that can still be kept: to keep one that is lost costs the same device time and brings nothing. Once it has done so for
-its bound (``SloKnobs.give_way_s``) it is *overdue* and has a share (``overdue.py``); ``SloKnobs.lost_end_s`` after
-its arrival it counts as if it were not lost. Without targets nothing is lost, and all answers are as without this rule.
+A request is *infeasible* when its own prefill, begun now, would end after its deadline. It is then deferred behind all
+that are feasible: serving it costs the same device time and meets no target. Once it was deferred for its bound
+(``SloKnobs.give_way_s``) it is *overdue* and has a share (``overdue.py``); ``SloKnobs.lost_end_s`` after its arrival it
+counts as feasible. Without targets nothing is infeasible, and all decisions are as without this rule.
 
-Each of those that can be kept could be kept alone. Where not all of them can be, ``plan.py`` plans whom to give up
-for the sake of the others, and gives the order that keeps them.
+Each feasible request could meet its target alone. Where not all of them can, ``plan.py`` plans which to reject for the
+sake of the others, and gives the order in which those meet theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LATEST_S = operator.attrgetter("latest_s")
 
 
 class Deadlines:
-    """Splits what waits by whether it can be kept. Remembers the latest start of each request in its view.
+    """Splits what waits into feasible and infeasible. Remembers the latest start of each request in its view.
 
     Attributes:
         stamp: changes with knobs and model; views that bear it know their latest start.
@@ -62,19 +62,19 @@ class Deadlines:
         return view.latest_s
 
     def is_lost(self, view: WaitingView, now_s: float) -> bool:
-        """It cannot be kept and still gives way."""
+        """It cannot meet its target and is still deferred."""
         self.latest_start_s(view)
         return not self.keep((view,), now_s)
 
     def plan(
         self, longs: Sequence[WaitingView], shorts: Sequence[WaitingView], now_s: float, model: StepModel
     ) -> Plan | None:
-        """Which of those that do not give way are kept (``plan.py``); None where the usual order counts.
+        """Which of those that are not deferred meet their targets (``plan.py``); None where the usual order counts.
 
         That is so where all have time, where too many wait for a plan, where priorities differ, and where somebody
-        would come last in it who must not wait for all others: a short without a target that can be kept, or a long
-        that was retracted, whose user already sees a stream. (Other longs without one have their share once they are
-        aged.)
+        would come last in it who must not wait for all others: a short one without a feasible target, or a long one
+        that was retracted, whose user already sees a stream. (Other long ones without a target have their share once
+        they are aged.)
 
         Args:
             model: step times of a pass, with what decodes add to it.
@@ -115,7 +115,7 @@ class Deadlines:
         return now_s + self._knobs.arriving * (alone_s + added_s * passes) <= first_due_s
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
-        """Those that are lost and have given way for their bound, in their order. On the hot path."""
+        """Infeasible requests that were deferred for their bound, in their order. On the hot path."""
         stamp, arrived_s = self.stamp, now_s - self._knobs.give_way_s(self._longs)
         latest_start_s = self.latest_start_s
         return [
@@ -127,7 +127,7 @@ class Deadlines:
         ]
 
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
-        """Those that do not give way, in their order. Their latest starts are known (``DeadlineQueues``)."""
+        """Those that are not deferred, in their order. Their latest starts are known (``DeadlineQueues``)."""
         arrived_s = now_s - self._knobs.lost_end_s(self._longs)
         return [view for view in views if view.latest_s >= now_s or view.arrival_s <= arrived_s or view.resumed]
 
@@ -171,7 +171,7 @@ class DeadlineQueues(ClassQueues):
 
 
 class TargetLongs(LongQueue):
-    """The long class, in which a TTFT target protects its request until it is lost."""
+    """The long class, in which a TTFT target protects its request until it is infeasible."""
 
     def __init__(self, knobs: LongKnobs, slo: SloKnobs, model: StepModel) -> None:
         self._slo = slo

@@ -85,7 +85,7 @@ class RideFit:
     def on_step_model(self, step: StepModel) -> bool:
         """The step model of prefills was fitted again; True when this model changed with it.
 
-        What riders add is measured against that model. While it is rough, riding may look dear; then nobody rides, no
+        What riders add is measured against that model. While it is rough, they may look dear; then none join, no
         new sample comes, and only judging the kept ones again can show that it is cheap.
         """
         return len(self._mixed) >= self.MIN_MIXED and self._replace(**self._fit_mixed(step))

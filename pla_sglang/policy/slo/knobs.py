@@ -15,8 +15,8 @@ class SloKnobs:
     """How deadlines decide, and how decodes share passes with prefills. Of these, ``lost_age_s`` alone has a flag.
 
     Attributes:
-        lost_age_s: so long after its arrival a lost request gives way; None: deadlines do not decide.
-        lost_times: a lost request counts as if it were not, after so many times the time that it gives way.
+        lost_age_s: so long after its arrival an infeasible request is deferred; None: deadlines do not decide.
+        lost_times: an infeasible request counts as feasible after so many times that.
         slower: a prefill takes so many times what it would take alone, as decode steps fall between and passes end
             early for next tokens.
         arriving: all takes so many times as long, as others arrive meanwhile.
@@ -24,9 +24,9 @@ class SloKnobs:
         overdue_share: of prefill time for overdue requests, while that serves all of them within their bound.
         lasting_share: what they get where it cannot, as under overload that lasts. With 0.05 half a point less is kept,
             and P99 TTFT is no better (bench/lab/docs/fleets.md).
-        kv_share: of the KV cache, which lost requests leave free for those that can be kept.
-        decode_share: of the TPOT target, which decode steps must leave for lost requests to start. Steps get longer by
-            those that start, and by the prefills that they share passes with.
+        kv_share: of the KV cache, which infeasible requests leave free for feasible ones.
+        decode_share: of the TPOT target, which decode steps must leave for infeasible ones to start. Steps get longer
+            by those that start, and by the prefills that they share passes with.
         short_steps: where KV cache is short, a prefill is cut to the time of so many decode steps. With 3, half as many
             again were thrown out on mooncake (bench/lab/docs/rules.md).
         probe_passes: after so many passes without decodes, they join one to measure what they cost. Where joining takes
@@ -49,18 +49,18 @@ class SloKnobs:
         check_fields(self, "slo")
 
     def give_way_s(self, longs: LongKnobs) -> float:
-        """How long after its arrival a lost request gives way; from then on it is overdue."""
+        """How long after its arrival an infeasible request is deferred; from then on it is overdue."""
         return max(longs.max_age_s, self.lost_age_s or 0.0)
 
     def lost_end_s(self, longs: LongKnobs) -> float:
-        """How long after its arrival a request counts as if it were not lost."""
+        """How long after its arrival an infeasible request counts as feasible."""
         return self.lost_times * self.give_way_s(longs)
 
     def age_bound_s(self, view: WaitingView, longs: LongKnobs) -> float | None:
         """How long after its arrival ``view`` may be passed; None: as ``longs`` say.
 
-        Where deadlines decide, a target protects its request until it is lost; what then made it early would be device
-        time taken from those that can still be kept. From when on it is overdue it has a share of its own.
+        Where deadlines decide, a target protects its request until it is infeasible; what then made it early would be
+        device time taken from feasible ones. From when on it is overdue it has a share of its own.
         """
         if self.lost_age_s is None or view.deadline_s is None:
             return None

@@ -2,10 +2,10 @@
 
 They join the pass of any policy that decides prefills. One with riding decodes costs
 
-    mixed(L, H, n, C) = max(step(L + n, H) + extra + rider*n + read*C, decode(n, C))
+    mixed(L, H, n, C) = max(step(L + n, H) + extra + each*n + read*C, decode(n, C))
     decode(n, C)      = base + request*n + read*C
 
-with L new and H history tokens of the prefills, n riding requests and C tokens of their context. Its riders take part
+with L new and H history tokens of the prefills, n running requests and C tokens of their context. Its riders take part
 in the linear layers, and their context is read besides; it is never faster than their decode step alone. ``extra`` is
 what it loses: a captured graph, for example.
 

@@ -1,12 +1,12 @@
-"""Lost requests that have given way for their bound: a small share of prefill time is theirs (our rule, not a paper's).
+"""A starvation guard: overdue requests have a small share of prefill time (our rule, not a paper's).
 
-If they went before everything from then on, a load that is too large would be served late as a whole: device time that
-goes to requests that nobody can keep any more is missing for those that can be kept, which are then lost in their turn.
-So the overdue ones get ``SloKnobs.overdue_share`` of the predicted prefill time, the earliest first, and all that is
-left while nobody can be kept. With W seconds of prefills overdue before it, a request ends about W / share after its
+They are infeasible and were deferred for their bound. If they went before everything from then on, a load that is too
+large would be served late as a whole: device time that goes to infeasible requests makes feasible ones miss their
+targets. So they get ``SloKnobs.overdue_share`` of the predicted prefill time, the earliest first, and all that is left
+while none is feasible. With W seconds of prefills overdue before it, a request ends about W / share after its
 bound at the latest, so within twice its bound while W is no more than that share of the bound. Where W is more, as
 under overload that lasts, that promise cannot be kept whatever the share is, and they get ``lasting_share``.
-``lost_times`` the bound after its arrival a request counts as if it were not lost: what has no room in the KV cache
+``lost_times`` the bound after its arrival a request counts as feasible: what has no room in the KV cache
 gets it then, too.
 """
 

@@ -1,11 +1,11 @@
-"""Whose TTFT targets are kept where not all can be: as many as possible (our rule, not a paper's).
+"""Whose TTFT targets are met where not all can be: as many as possible (our rule, not a paper's).
 
 Of jobs with deadlines on one machine the fewest are late where they run by their deadlines, and where each time that
-one would be late the largest of those up to it is given up (Moore 1968, with Hodgson's algorithm). A prefill takes more
+one would be late the largest of those up to it is rejected (Moore 1968, with Hodgson's algorithm). A prefill takes more
 of the device than it would alone (``SloKnobs.slower``).
 
-The plan says who is kept, not who is next. The usual order (shorts, then the least work) stays as long as it makes
-nobody late that the plan keeps, not even if others arrive meanwhile (``SloKnobs.arriving``): it answers sooner.
+The plan says which are kept, not which is next. The usual order (short prompts, then the least work) stays as long as
+it makes none late that the plan keeps, not even if others arrive meanwhile (``SloKnobs.arriving``): it answers sooner.
 Otherwise the first of the plan is next. Measured on azure_code, burst and hol: bench/lab/docs/rules.md.
 """
 
@@ -25,7 +25,7 @@ class Turn:
     """One request of a plan.
 
     Attributes:
-        due_s: by when its prefill is to end; infinite without a target, or where that is lost.
+        due_s: by when its prefill is to end; infinite without a target, or where that is infeasible.
         service_s: what it takes of the device.
     """
 
@@ -52,7 +52,7 @@ class Plan:
         return id(view) not in self.given_up
 
     def bears(self, first: Iterable[WaitingView], now_s: float, slower: float) -> bool:
-        """These may go before all others, and still nobody that is kept is late.
+        """These may go before all others, and still none that is kept is late.
 
         ``slower``: all takes so many times as long as planned, as others arrive.
         """
@@ -82,5 +82,5 @@ def plan_most_kept(turns: Iterable[Turn], now_s: float) -> Plan:
 
 
 def due_of(view: WaitingView, now_s: float) -> float:
-    """Its deadline; infinite where that is lost, or there is none. Its latest start is known."""
+    """Its deadline; infinite where that is infeasible, or there is none. Its latest start is known."""
     return math.inf if view.deadline_s is None or view.latest_s < now_s else view.deadline_s

@@ -1,16 +1,16 @@
-"""Deadlines decide: who is lost, or given up, leaves the next pass to the others. Around PLA-Serve's temporal policy.
+"""Deadlines decide: infeasible and rejected requests are deferred. Around PLA-Serve's temporal policy.
 
 The paper's policy chooses among those that are left, by its own rules (``pla/temporal.py``). Two rules come between its
-second and its third: a request that is lost and has given way for long enough runs, in its small share of time
-(OVERDUE, ``overdue.py``); then a long that would be late behind shorts and smaller longs, and is to be kept (URGENT).
-Where only lost requests wait, nothing may run for the sake of those to come (RESERVE). While deadlines do not decide,
-all is as without this file.
+second and its third: an infeasible request that was deferred for long enough runs, in its small share of time
+(OVERDUE, ``overdue.py``); then a long one that would be late behind others, and is to be kept (URGENT).
+Where only infeasible requests wait, nothing may run for the sake of those to come (RESERVE). While deadlines do not
+decide, all is as without this file.
 
-First those that cannot be kept even alone are left out (``deadlines.py``). Of the others a plan keeps as many as
-possible (``plan.py``): who is given up for their sake is left out too, in this pass; the next one plans again.
-Where nobody can be kept the lost ones run, as far as that leaves room for those to come (``reserve.py``).
-Where the usual order would make one late that is kept, the first long of the plan is *urgent*. Not where those that are
-kept do not fit the KV cache together: then memory decides, and larger requests first would keep fewer (measured on
+First infeasible requests are left out (``deadlines.py``). Of the others a plan keeps as many as possible
+(``plan.py``): who is rejected for their sake is left out too, in this pass; the next one plans again.
+Where none is feasible the infeasible ones run, as far as that leaves room for those to come (``reserve.py``).
+Where the usual order would make one late that is kept, the first long one of the plan is *urgent*. Not where those that
+are kept do not fit the KV cache together: then memory decides, and larger requests first would keep fewer (measured on
 mooncake and azure_conv, bench/lab/docs/rules.md).
 """
 
@@ -33,14 +33,14 @@ from pla_sglang.policy.slo.reserve import leave_reserve
 
 @dataclasses.dataclass(slots=True)
 class Contenders(Candidates):
-    """The candidates without those that give way.
+    """The candidates without those that are deferred.
 
     Attributes:
-        why: the reason of a long that is next only because others give way.
-        lost_chunk: the chunk under way is lost.
-        some_give_way: to others that are kept, or that may still come.
-        reserved: all that wait are lost, and nobody starts for the sake of those to come.
-        urgent: the long that has to go before shorts and smaller longs.
+        why: the reason of a long one that is next only because others are deferred.
+        lost_chunk: the chunk under way is infeasible.
+        some_give_way: some are, to others that are kept, or that may still come.
+        reserved: all that wait are infeasible, and none starts for the sake of those to come.
+        urgent: the long one that has to go before short and smaller long ones.
     """
 
     why: Reason | None = None
@@ -148,15 +148,15 @@ class SloPolicy(TemporalPolicy):
             return None
         return self._alone(pick, view, longs, now_s, Reason.OVERDUE)
 
-    # -- who gives way -----------------------------------------------------------------------------------------------
+    # -- who is deferred ---------------------------------------------------------------------------------------------
 
     def _leave_out(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
-        """Takes out of ``field`` who gives way. ``model``: step times of a pass, with what decodes add."""
+        """Removes deferred requests from ``field``. ``model``: step times of a pass, with what decodes add."""
         self._leave_lost_out(field, view, now_s)
         self._keep_most(field, view, now_s, model)
 
     def _leave_lost_out(self, field: Contenders, view: PassView, now_s: float) -> None:
-        """Shorts that are lost give way to longs too, longs only among themselves: shorts go first."""
+        """Infeasible short prompts are deferred behind long ones too, long ones only among themselves."""
         deadlines, shorts, longs = self.deadlines, field.shorts, field.longs
         kept_shorts, kept = shorts, longs
         if self._queues.any_is_late(now_s):
@@ -173,7 +173,7 @@ class SloPolicy(TemporalPolicy):
             self._leave_reserve(field, view, now_s, shorts_lost=not kept_shorts)
 
     def _leave_reserve(self, field: Contenders, view: PassView, now_s: float, *, shorts_lost: bool) -> None:
-        """All longs are lost, and the shorts that are left too, or none of them."""
+        """All long prompts are infeasible, and the short ones that are left too, or none of them."""
         if shorts_lost:
             field.shorts = leave_reserve(field.shorts, view, self.knobs.slo)
         longs = leave_reserve(field.longs, view, self.knobs.slo)

@@ -1,8 +1,8 @@
-"""KV cache and decode time that are kept for requests that can be kept (our rule, not a paper's).
+"""KV cache and decode time that infeasible requests leave to feasible ones (our rule, not a paper's).
 
 What has started holds its KV cache and takes part in every decode step until its answer ends, seconds or minutes, and
-cannot be made to wait again without computing it anew. So a lost request that starts because nobody else waits at this
-moment takes the place of those that come next, and they are lost in their turn. It starts only where it leaves
+cannot be made to wait again without computing it anew. So an infeasible request that starts because nothing else waits
+at this moment takes the place of those that come next, which then miss their targets. It starts only where it leaves
 ``SloKnobs.kv_share`` of the cache free while decode steps leave ``SloKnobs.decode_share`` of the TPOT target; or in the
 time that is its own (``overdue.py``); or while nothing runs.
 """

@@ -85,7 +85,7 @@ class Experiment:
     deadlines: str = knob(
         "advise",
         "--deadlines {advise,decide}",
-        "of engine temporal: 'decide' lets requests whose TTFT target is lost give way",
+        "of engine temporal: 'decide' defers infeasible requests, which cannot meet their TTFT target",
         allowed=Choice(DEADLINES),
     )
     slots: int = knob(1024, "--slots", "requests that run in an engine at once", allowed=COUNT)

@@ -3,7 +3,7 @@
 Stock: unified engines with ``--chunked-prefill-size`` 512 to 8,192, with and without ``--enable-mixed-chunk``, or a
 static split into prefill and decode engines; each order of prefills that SGLang 0.5.23 has; five routers. In a split no
 pass of a prefill engine has decodes to join, so mixing makes no difference there and is left out. Ours: ``combined``
-before temporal engines whose decodes ride and whose deadlines decide, the same form for every workload.
+before temporal engines with mixed batches whose deadlines decide, the same form for every workload.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class LiveCase:
 
     @property
     def launch_flags(self) -> list[str]:
-        """Of ``launch_cluster``."""
+        """The flags of ``launch_cluster``."""
         flags = [part for kind, count in self.counts.items() for part in (f"--{kind}", str(count))]
         return [*flags, *ENGINE_FLAGS[self.engine]]
 

@@ -8,7 +8,7 @@ terms of the step profile (``StepProfile.step_s``), with ``k`` the least factor 
   time, floors and the cached part that later chunks read again are left out. ``h`` is the longest prefix whose blocks
   stood in any earlier prompt: as if nothing were ever evicted, and every instance held what any of them has computed.
   (Caches hold prompts only, as simulated engines do by default; where answers stay in them too, this is no bound.)
-* an answer token at context ``c``, in a decode step or riding in a mixed pass. A pass reads at most the KV capacity
+* an answer token at context ``c``, in a decode step or in a mixed batch. A pass reads at most the KV capacity
   ``C`` of an instance, so of its base time a token with context ``c`` bears at least the share ``c / C``. Hence at
   least ``a + r * c`` with ``a = min(k_d * request_s, k_p * token_s)`` and
   ``r = min(k_d * (read_s + base_s / C) [decode terms], read_s + k_p * base_s [prefill terms] / C)``. The first token

@@ -17,7 +17,7 @@ from pla_sglang.profiles import profile_names
 from pla_sglang.sim.core.experiment import ENGINES, Experiment
 from pla_sglang.sim.core.fleet_arms import ORDERS, ROUTERS, STOCK_CHUNK_TOKENS, STOCK_ORDER
 
-# As the flags have the engines, and with engines of ours in which decodes ride and targets decide.
+# As the flags have the engines, and with engines of ours with mixed batches in which targets decide.
 OURS = ("combined", "combined/temporal/mixed/decide")
 # As SGLang starts, the best ones that ``python -m bench best_stock`` has found (each router with mixed chunks), and the
 # best static split.

@@ -9,8 +9,8 @@ from aiohttp import ClientSession, web
 from support.fake_instance import FakeInstance
 from support.router_scene import run, scene
 
-from pla_sglang.fleet.router.control.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.wire import messages as m
 
 LONG = "a" * 63

@@ -85,7 +85,7 @@ def test_what_could_not_leave_a_drain_tries_again_soon(drain_rest_s: float, monk
             await one.until(lambda: failed)
             del one.instances[source].hop_answers["hold"]
             if drain_rest_s:
-                assert move(one, 1 - source) == "it rests, as its last move came to nothing"
+                assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
             else:
                 order = await pull_of(one, one.plane.dispatcher.ledger.records["r"].last_number + 1)
                 join(one, order.hop)

@@ -12,7 +12,7 @@ from support.records import make_record
 from support.router_scene import run, scene
 
 from pla_sglang.fleet.router.control.observability.explain import FIRST_TRANSFER, ExplainStore
-from pla_sglang.fleet.router.control.targets import Target, find_tpot_target, find_ttft_target
+from pla_sglang.fleet.router.control.requests.targets import Target, find_tpot_target, find_ttft_target
 from pla_sglang.fleet.router.wire import messages as m
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}

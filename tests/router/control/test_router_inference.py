@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from support.router_scene import Scene, run, scene
 
-from pla_sglang.fleet.router.control.prompts import PromptKnobs, Prompts, prompt_texts
+from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs, Prompts, prompt_texts
 from pla_sglang.fleet.router.control.workers.exclusions import ExclusionKnobs
 from pla_sglang.fleet.router.control.workers.table import WorkerReason, WorkerState
 from pla_sglang.fleet.router.wire import messages as m

@@ -12,8 +12,9 @@ from support.records import make_record
 from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
-from pla_sglang.fleet.router.control.ledger import PLACE_BITS, ROOM_SPACING, AbortOrder, Ledger
-from pla_sglang.fleet.router.control.request_record import Hop, LegEntry, LegState, RequestRecord, Stage
+from pla_sglang.fleet.router.control.requests.ledger import PLACE_BITS, ROOM_SPACING, Ledger
+from pla_sglang.fleet.router.control.requests.request_record import Hop, LegEntry, LegState, RequestRecord, Stage
+from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.wire.messages import Leg, Outcome
 
 PAIR = [(Leg.PREFILL, 1), (Leg.DECODE, 2)]

@@ -9,8 +9,8 @@ import pytest
 from support.fake_instance import INFO
 from support.router_scene import Scene, run, scene
 
-from pla_sglang.fleet.router.control.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.discovery import describe
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.push import Pusher
 from pla_sglang.load.report import Report

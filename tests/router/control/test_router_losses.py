@@ -318,7 +318,7 @@ def test_a_known_instance_that_starts_again_here_can_be_drained(path: str, tmp_p
 
 
 def _saved(memory: Path) -> bool:
-    from pla_sglang.fleet.router.control.state_file import load_state
+    from pla_sglang.fleet.router.control.workers.state_file import load_state
 
     return load_state(memory).workers[0].draining
 

@@ -139,7 +139,7 @@ def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None) -> No
             one.instances[source].hop_answers["hold"] = None if status is None else {"status": status}
             assert move(one, 1 - source) is None
             await one.until(lambda: failed == ["r"])
-            assert move(one, 1 - source) == "it rests, as its last move came to nothing"
+            assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
             assert open_at(one)[1 - source] == 0
             if status is None:  # it may be held, for all that is known
                 await one.until(lambda: done(one, source) == ["hold", "resume"])

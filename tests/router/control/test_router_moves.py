@@ -11,11 +11,11 @@ from support.records import make_record
 from support.router_scene import Scene, run, scene
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.router.control.hop_changes import start_hop, start_pending
-from pla_sglang.fleet.router.control.moves import MoveKnobs, MoveOrders
 from pla_sglang.fleet.router.control.policy_setup import RouterEffects
-from pla_sglang.fleet.router.control.request_record import ENDED, STREAMING, Hop, MoveReason, RequestRecord
-from pla_sglang.fleet.router.control.running_requests import LEAST_ROWS, RunningRequests
+from pla_sglang.fleet.router.control.requests.hop_changes import start_hop, start_pending
+from pla_sglang.fleet.router.control.requests.moves import MoveKnobs, MoveOrders
+from pla_sglang.fleet.router.control.requests.request_record import ENDED, STREAMING, Hop, MoveReason, RequestRecord
+from pla_sglang.fleet.router.control.requests.running_requests import LEAST_ROWS, RunningRequests
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable

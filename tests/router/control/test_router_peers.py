@@ -15,9 +15,9 @@ from support.fake_instance import INFO, FakeInstance
 from support.router_scene import QUICK, Scene, run, scene
 
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
-from pla_sglang.fleet.router.control.errors import WorkerError
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.discovery import describe
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.push import Pusher

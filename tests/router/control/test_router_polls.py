@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pla_sglang.fleet.router.control.errors import NoAnswerError
 from pla_sglang.fleet.router.control.workers import polls
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
+from pla_sglang.fleet.router.control.workers.errors import NoAnswerError
 from pla_sglang.fleet.router.control.workers.polls import Polls
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 

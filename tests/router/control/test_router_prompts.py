@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.fleet.router.control.prompts import PromptKnobs, Prompts, load_tokenizer, prompt_texts
+from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs, Prompts, load_tokenizer, prompt_texts
 from pla_sglang.fleet.router.wire.messages import Ask, Endpoint
 from pla_sglang.load.prefix_index import BLOCK_ENDS, FINE_BYTES, PrefixIndex, byte_block_keys
 from pla_sglang.sim.chain import model_path

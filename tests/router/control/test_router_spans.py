@@ -9,7 +9,7 @@ from support.records import make_record
 
 from pla_sglang.fleet.router.control.observability.explain import STAGES, stages
 from pla_sglang.fleet.router.control.observability.spans import attributes, failed, parts
-from pla_sglang.fleet.router.control.request_record import FormerAttempt
+from pla_sglang.fleet.router.control.requests.request_record import FormerAttempt
 from pla_sglang.fleet.router.wire.messages import Endpoint, Outcome
 
 PAIR = {"instances": ("a:1", "b:1")}

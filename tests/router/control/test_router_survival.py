@@ -11,11 +11,11 @@ from support.router_scene import Scene, run, scene
 
 from pla_sglang.common.errors import IllegalMoveError
 from pla_sglang.fleet.router.control import survival
-from pla_sglang.fleet.router.control.hop_changes import start_hop
-from pla_sglang.fleet.router.control.hop_ledger import HopLedger
-from pla_sglang.fleet.router.control.ledger import Ledger
-from pla_sglang.fleet.router.control.prompts import Prompt
-from pla_sglang.fleet.router.control.request_record import LegState, MoveReason, RequestRecord, record_of
+from pla_sglang.fleet.router.control.requests.hop_changes import start_hop
+from pla_sglang.fleet.router.control.requests.hop_ledger import HopLedger
+from pla_sglang.fleet.router.control.requests.ledger import Ledger
+from pla_sglang.fleet.router.control.requests.prompts import Prompt
+from pla_sglang.fleet.router.control.requests.request_record import LegState, MoveReason, RequestRecord, record_of
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.fleet import RequestView
 

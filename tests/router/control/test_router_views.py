@@ -14,10 +14,10 @@ from support.loads import load_amounts
 from support.records import make_record
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.router.control.errors import WorkerError
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.observability.explain import STAGES, ExplainStore, stages
 from pla_sglang.fleet.router.control.workers.discovery import Address, describe, parse_url, polled_load
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.worker_file import FileChanges, compare, read_workers
 from pla_sglang.load.instance_load import combine_ranks
 from pla_sglang.load.report import Backlog, Report

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from pla_sglang.common.errors import ConfigError, IllegalMoveError
-from pla_sglang.fleet.router.control.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.health import Health, HealthKnobs, ProbeResult
 from pla_sglang.fleet.router.control.workers.report_intake import ReportIntake
 from pla_sglang.fleet.router.control.workers.table import LEGAL, Worker, WorkerReason, WorkerState, WorkerTable

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 import msgspec
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.router.control.errors import WorkerError
-from pla_sglang.fleet.router.control.observability.gauges import row_of
+from pla_sglang.fleet.router.control.gauges import row_of
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.http.bodies import ErrorBody, ErrorDetail, NewWorker, RoleOrder, WorkerRow
 from pla_sglang.fleet.router.http.responses import JSON

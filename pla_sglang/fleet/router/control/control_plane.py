@@ -19,22 +19,21 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.admin import AdminRoutes
 from pla_sglang.fleet.router.control.drains import Drains
 from pla_sglang.fleet.router.control.failure_intake import FailureIntake
+from pla_sglang.fleet.router.control.gauges import gauges, state_of
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.late_placement import LatePlacement
-from pla_sglang.fleet.router.control.ledger import AbortOrder
 from pla_sglang.fleet.router.control.migration import Migration
-from pla_sglang.fleet.router.control.moves import MoveOrders
-from pla_sglang.fleet.router.control.observability.gauges import gauges, state_of
 from pla_sglang.fleet.router.control.observability.series import RouterSeries
-from pla_sglang.fleet.router.control.observability.watch import FleetWatch, describe_fleet, note_move
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
-from pla_sglang.fleet.router.control.prompts import load_tokenizer
 from pla_sglang.fleet.router.control.relay_ports import RelayPorts
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.running_requests import RunningRequests
+from pla_sglang.fleet.router.control.requests.moves import MoveOrders
+from pla_sglang.fleet.router.control.requests.prompts import load_tokenizer
+from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
 from pla_sglang.fleet.router.control.silence import SilenceWatch
-from pla_sglang.fleet.router.control.state_file import StateFile
 from pla_sglang.fleet.router.control.survival import Survival
+from pla_sglang.fleet.router.control.watch import FleetWatch, describe_fleet, note_move
+from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.batching import BatchingOrders
 from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
 from pla_sglang.fleet.router.control.workers.health import Health
@@ -43,6 +42,7 @@ from pla_sglang.fleet.router.control.workers.journal import NO_WORKERS, WorkerJo
 from pla_sglang.fleet.router.control.workers.monitor import InstanceMonitor
 from pla_sglang.fleet.router.control.workers.peering import Peering
 from pla_sglang.fleet.router.control.workers.report_intake import NewReport
+from pla_sglang.fleet.router.control.workers.state_file import StateFile
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
@@ -96,7 +96,7 @@ class ControlPlane:
         self._relays = RelayPorts(knobs, self.table, self.epoch, router_key=router_key)
         health = Health(self.table, knobs.health)
         self._monitor = self._make_monitor(health)
-        self._peering = Peering(self.table, self.series.peer_lists, router_key=router_key)
+        self._peering = Peering(self.table, self.series.peer_lists.inc, router_key=router_key)
         self._batching = BatchingOrders(self.table)
         self.policy = self._make_policy(device_clock)
         self._peering.wanted_rows = self.policy.wanted_rows

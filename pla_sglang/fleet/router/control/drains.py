@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pla_sglang.fleet.router.control.errors import NoAnswerError, WorkerError
 from pla_sglang.fleet.router.control.migration import Migration
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.request_record import MoveReason, RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import MoveReason, RequestRecord
+from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, WorkerError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState
 from pla_sglang.fleet.router.control.workers.tasks import Tasks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pla_sglang.common.checks import KEY, MILLI, PORT, Choice, Pattern, Range, check_fields, knob
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.router.control.moves import DISPATCH, PREFILLED, MoveKnobs
-from pla_sglang.fleet.router.control.prompts import PromptKnobs
+from pla_sglang.fleet.router.control.requests.moves import DISPATCH, PREFILLED, MoveKnobs
+from pla_sglang.fleet.router.control.requests.prompts import PromptKnobs
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.exclusions import ExclusionKnobs
@@ -85,7 +85,7 @@ class ControlKnobs:
     )
     pressure_hysteresis: float = knob(0.5, "--pressure-hysteresis", "pla: tau of Algorithm 2", allowed=Range(0))
     tokenizer: str = knob("", "--tokenizer PATH", "folder or file; default: that of the first instance")
-    seed: int = knob(1, "--policy-seed", "of the policy's choices, and of nothing else: ids and KV rooms are random")
+    seed: int = knob(1, "--policy-seed", "of the policy's choices alone: ids of requests and transfers are random")
     record: Path | None = knob(None, "--record FILE", "record decisions, for python -m pla_sglang.parity")
     migration: str = knob(
         "off",

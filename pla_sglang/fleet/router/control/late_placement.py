@@ -13,9 +13,9 @@ import logging
 from collections import Counter
 from typing import Any
 
-from pla_sglang.fleet.router.control.moves import PREFILLED, Mover
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.request_record import RequestRecord
+from pla_sglang.fleet.router.control.requests.moves import PREFILLED, Mover
+from pla_sglang.fleet.router.control.requests.request_record import RequestRecord
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire import messages as m
@@ -33,7 +33,7 @@ _WHEN_PREFILLED, _NOT_MOVABLE, _KEEP_LOCAL = (
 
 
 class LatePlacement:
-    """Hears of the progress of requests after the dispatcher. It does nothing where the operator does not want it.
+    """Handles progress of requests after the dispatcher has. It does nothing where the operator does not want it.
 
     Args:
         mover: moves a request to the instance that the policy names.

@@ -18,13 +18,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pla_sglang.fleet.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
-from pla_sglang.fleet.router.control.hop_changes import start_pending
-from pla_sglang.fleet.router.control.hop_ledger import HopLedger
-from pla_sglang.fleet.router.control.ledger import AbortOrder
-from pla_sglang.fleet.router.control.load_booking import book_pending, close_pending
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.request_record import LEAVING, STREAMING, Hop, RequestRecord
+from pla_sglang.fleet.router.control.requests.hop_changes import start_pending
+from pla_sglang.fleet.router.control.requests.hop_ledger import HopLedger
+from pla_sglang.fleet.router.control.requests.load_booking import book_pending, close_pending
+from pla_sglang.fleet.router.control.requests.request_record import LEAVING, STREAMING, Hop, RequestRecord
+from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
+from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
@@ -157,7 +157,7 @@ class Migration:
         if record.pending is not None:
             return "it is on its way already"
         if self._is_resting(record, source):
-            return "it rests, as its last move came to nothing"
+            return "it is in its cool-down, as its last move failed"
         if self._client is None or source.state is WorkerState.DEAD:
             return "its instance cannot be asked"
         if target is source or not target.is_ready() or target.description is None or not target.description.hops:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.router.control.errors import WorkerError
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
-from pla_sglang.fleet.router.control.moves import MoveOrders
 from pla_sglang.fleet.router.control.observability.recorder import DecisionRecorder, open_record
-from pla_sglang.fleet.router.control.running_requests import RunningRequests
+from pla_sglang.fleet.router.control.requests.moves import MoveOrders
+from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
 from pla_sglang.fleet.router.control.workers.discovery import Description
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.http.bodies import ROLES
 from pla_sglang.policy.common.curve import profile_curve
 from pla_sglang.policy.common.device_clock import DeviceClock

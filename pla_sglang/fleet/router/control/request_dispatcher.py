@@ -12,20 +12,21 @@ from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
-from pla_sglang.fleet.router.control.ledger import AbortOrder, Ledger, is_named
-from pla_sglang.fleet.router.control.load_booking import book_request, close_bookings
 from pla_sglang.fleet.router.control.observability.explain import ExplainStore, note_choice, stage_seconds
 from pla_sglang.fleet.router.control.observability.series import RouterSeries
-from pla_sglang.fleet.router.control.pair_limits import (
+from pla_sglang.fleet.router.control.policy_setup import LivePolicy
+from pla_sglang.fleet.router.control.requests.ledger import Ledger, is_named
+from pla_sglang.fleet.router.control.requests.load_booking import book_request, close_bookings
+from pla_sglang.fleet.router.control.requests.pair_limits import (
     RETRY_NO_INSTANCE_S,
     choose_whole,
     judge_pair,
     needs_whole,
 )
-from pla_sglang.fleet.router.control.policy_setup import LivePolicy
-from pla_sglang.fleet.router.control.prompts import Prompt, Prompts
-from pla_sglang.fleet.router.control.relay_messages import assign_message, refuse_message
-from pla_sglang.fleet.router.control.request_record import ENDED, RequestRecord, record_of
+from pla_sglang.fleet.router.control.requests.prompts import Prompt, Prompts
+from pla_sglang.fleet.router.control.requests.relay_messages import assign_message, refuse_message
+from pla_sglang.fleet.router.control.requests.request_record import ENDED, RequestRecord, record_of
+from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusions, find_unfit, judge_unfit
 from pla_sglang.fleet.router.control.workers.health import Health
 from pla_sglang.fleet.router.control.workers.table import Worker
@@ -189,7 +190,7 @@ class RequestDispatcher:
             self.queue.push(record)
             self.dispatch_pending(now_s)
         elif self.policy.runner is None or not self._dispatch(record, now_s):
-            self.queue.push(record)  # else nobody was before it, and it need not stand in line
+            self.queue.push(record)  # else the queue was empty and an instance has taken it
 
     def _dispatch(self, record: RequestRecord, now_s: float) -> bool:
         """False: no instance can take it now, and so nothing behind it."""

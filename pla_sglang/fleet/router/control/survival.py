@@ -20,13 +20,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from pla_sglang.fleet.router.control.hop_changes import start_hop
-from pla_sglang.fleet.router.control.hop_ledger import HopLedger
-from pla_sglang.fleet.router.control.ledger import AbortOrder
-from pla_sglang.fleet.router.control.load_booking import book_request, close_bookings
 from pla_sglang.fleet.router.control.observability.explain import note_choice
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.request_record import ENDED, Hop, MoveReason, RequestRecord
+from pla_sglang.fleet.router.control.requests.hop_changes import start_hop
+from pla_sglang.fleet.router.control.requests.hop_ledger import HopLedger
+from pla_sglang.fleet.router.control.requests.load_booking import book_request, close_bookings
+from pla_sglang.fleet.router.control.requests.request_record import ENDED, Hop, MoveReason, RequestRecord
+from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.silence import silent_for_s
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerReason, WorkerState

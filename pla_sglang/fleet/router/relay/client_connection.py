@@ -227,7 +227,7 @@ class ClientConnection(asyncio.Protocol):
         self._writer.send_answer(error.status, text, headers=error.headers)
 
     def _turn_away(self, error: BadMessage) -> None:
-        """What comes next on this connection cannot be told from this request any more, so it ends."""
+        """Message boundaries are lost, so the connection closes."""
         self._drop_parts()
         self._count_refusal(error)
         self._phase = _CLOSED

@@ -88,7 +88,7 @@ class DispatchedRequest(ClientWork):
     # -- dispatch ----------------------------------------------------------------------------------------------------
 
     def ask_control(self) -> None:
-        """Where does it go, or go on? Again, where the control plane has restarted and has not answered."""
+        """Asks control where it goes, or goes on. Again, where the control plane has restarted and has not answered."""
         life = self.life
         question = life.ask if life.state is ASKING else life.hops.question
         if question is not None:

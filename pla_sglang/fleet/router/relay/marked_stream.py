@@ -43,7 +43,7 @@ class MarkedStreamReader:
 
     Attributes:
         ids: of the tokens that the client has.
-        seen: the last word about what was shown, for the instance that goes on; "" before the first.
+        seen: the last cursor of what the client has, for the instance that goes on; "" before the first.
         prompt: ``LENGTH:HASH``; "" where it was not said.
         given_up: the event that says that its instance has given it up; neither that nor what follows is passed on.
         is_done: the stream's last event was passed on.

@@ -25,7 +25,7 @@ class RequestHops:
         number: of the present hop, from 1.
         stream: the answer, where it says its token ids; None also before it was sent.
         assign: where the present hop is, or the last one was.
-        question: what was said of the last hop's loss, while the control plane has not answered.
+        question: the report of the last hop's loss, until the control plane has answered it.
     """
 
     __slots__ = ("_answer_id", "_avoided", "_context", "_killed", "_movable", "assign", "number", "question", "stream")

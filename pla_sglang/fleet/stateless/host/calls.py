@@ -21,7 +21,7 @@ Agree = Callable[[Sequence[bool]], Sequence[bool]]  # what all ranks say togethe
 
 
 class Outcome(enum.Enum):
-    """Of a transfer, as all ranks see it."""
+    """How a transfer stands, as all ranks see it."""
 
     OPEN = "open"  # the receiver has not said where the KV goes
     ASKED = "asked"  # it has, and nothing was sent yet

@@ -19,7 +19,7 @@ PROMPT_TAIL = 5  # tokens of the prompt before the answer, from which the host's
 
 
 class Detokenizer:
-    """Of one answer.
+    """Turns the token ids of one answer into text.
 
     Args:
         manager: the host's TokenizerManager.

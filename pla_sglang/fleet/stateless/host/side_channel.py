@@ -40,7 +40,7 @@ class Drop(enum.Enum):
 
 
 class SideChannel:
-    """Of one scheduler process: what was dropped, and which threads read. Called by these threads."""
+    """Counts what one scheduler process has dropped, and knows which threads read. Called by these threads."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s

@@ -186,7 +186,7 @@ def _end_of(chunk: dict[str, Any]) -> str | None:
 
 
 async def read_steps(feed: Feed, *, incremental: bool) -> AsyncGenerator[Step, None]:
-    """Of an answer that begins here.
+    """The steps of an answer that begins here.
 
     ``incremental``: the host gives in each chunk what is new, else all so far. Then the list of ids is the host's own,
     which goes on growing: it is read before anything else may run.

@@ -150,7 +150,7 @@ class Continuation:
     def _add_new(
         self, new_ids: list[int], finish_reason: dict[str, Any] | None, detokenizer: Detokenizer, ends: PieceEnds
     ) -> None:
-        """Of one chunk, and what has waited. A chunk holds several pieces where the host was slow to hand them on."""
+        """Adds the text of one chunk, and what has waited. A chunk has several pieces where the host was slow."""
         answer = self._answer
         for place, token in enumerate(new_ids, start=1):
             answer.held_ids.append(token)

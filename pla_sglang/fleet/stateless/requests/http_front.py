@@ -44,7 +44,7 @@ class RefusedStreamError(RefusedLegError, ValueError):
 
 
 class Front:
-    """Of the process that serves HTTP."""
+    """What the process that serves HTTP knows of peers and routers."""
 
     def __init__(self, server_args: Any) -> None:
         self.book = PeerBook(server_args.host, server_args.disaggregation_bootstrap_port)
@@ -86,7 +86,7 @@ class Front:
             except UntoldPeerError as error:
                 raise RefusedLegError(HTTPStatus.CONFLICT, str(error)) from None
             if kind is not LegKind.WHOLE and (room is None or room < 0):
-                raise RefusedLegError(HTTPStatus.BAD_REQUEST, "a leg needs a bootstrap_room that is not negative")
+                raise RefusedLegError(HTTPStatus.BAD_REQUEST, "its part needs a bootstrap_room that is not negative")
 
     def take_peers(self, body: Any) -> PlaPeers:
         """Remember what was told; the message for the schedulers, which need no key.

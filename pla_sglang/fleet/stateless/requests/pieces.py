@@ -36,7 +36,7 @@ async def split_steps(
 
 
 class _Cutter:
-    """Of one answer, whose steps it sees from the first one on."""
+    """Cuts one answer, whose steps it sees from the first one on."""
 
     def __init__(self, manager: Any, request: Any, *, incremental: bool) -> None:
         self._incremental = incremental

@@ -28,7 +28,7 @@ class Account(Protocol):
 
 
 class GenerateAccount:
-    """Of ``/generate``: one event for each chunk, with the text of the chunk."""
+    """Counts what a stream of ``/generate`` has shown: one event for each chunk, with the text of the chunk."""
 
     def __init__(self, shown: Shown, *, incremental: bool) -> None:
         self._shown = shown
@@ -50,7 +50,10 @@ class GenerateAccount:
 
 
 class OpenAiAccount:
-    """Of completions and chats. ``keeps_created``: all events of an answer give the same time at which it began."""
+    """Counts what a stream of a completion or chat has shown.
+
+    ``keeps_created``: all events of an answer give the same time at which it began.
+    """
 
     def __init__(self, shown: Shown, *, keeps_created: bool) -> None:
         self._shown = shown

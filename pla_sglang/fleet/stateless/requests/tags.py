@@ -26,7 +26,7 @@ PROMPT = "pla_prompt"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrontTags:
-    """Of one request.
+    """The tags of one request.
 
     Attributes:
         movable: its stream carries its token ids.
@@ -44,7 +44,7 @@ class FrontTags:
 
 
 def find_custom_params(obj: Any) -> Mapping[str, Any] | None:
-    """Of the host's request; None where it has none, or is a batch with lists of them."""
+    """The ``custom_params`` of the host's request; None where it has none, or is a batch with lists of them."""
     params = obj.sampling_params
     custom = params.get("custom_params") if isinstance(params, dict) else None
     return custom if isinstance(custom, Mapping) else None

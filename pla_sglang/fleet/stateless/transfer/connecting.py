@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 THREADS = 8
 RETRY_S = 0.2
 LONGEST_RETRY_S = 10.0
-PATIENCE_S = 3.0  # a peer that does not answer for so long is called failed; it is asked on
+PATIENCE_S = 3.0  # a peer that does not answer for so long counts as failed; retries continue
 ASK_S = 5.0  # time-out of one question
 OF_ALL_RANKS = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 

@@ -24,9 +24,9 @@ DIGEST_BYTES = 7  # some devices keep these numbers as signed 64-bit integers
 
 
 class Fingerprint(NamedTuple):
-    """Of the KV of some tokens: how many, and a hash of them with adapter, cache salt, layout and transfer protocol.
+    """Number of the tokens whose KV it is, and a hash of them with adapter, cache salt, layout and transfer protocol.
 
-    Of a request with images: of its prompt without what stands for them, and without its answer.
+    For a request with images it covers the prompt without what stands for them, and not the answer.
     """
 
     tokens: int
@@ -44,11 +44,11 @@ class Fingerprints:
 
     @functools.cached_property
     def layout(self) -> str:
-        """Of the KV here."""
+        """The layout of the KV here."""
         return calls.describe_kv_layout(self._scheduler)
 
     def of_kv(self, req: Any, ids: Sequence[int]) -> Fingerprint:
-        """Of the KV of ``ids``, which are tokens of ``req``."""
+        """The fingerprint of the KV of ``ids``, which are tokens of ``req``."""
         if req.multimodal_inputs is not None:  # what stands for an image may be numbers that each instance draws anew
             ids = req.origin_input_ids_unpadded
         hashed = hashlib.blake2b(array("q", ids).tobytes(), digest_size=DIGEST_BYTES)

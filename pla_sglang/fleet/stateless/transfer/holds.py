@@ -1,7 +1,7 @@
 """Held requests, and their KV for whoever asks for their rooms, over the host's PD protocol.
 
 To the host's sender a held request looks like a prefill of prompt and answer that has just sampled its first token: a
-*shadow* of the request says so. Nothing is computed, and the request itself is not touched.
+copy of it, the *export request*, says so. Nothing is computed, and the request itself is not touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class HoldState(enum.Enum):
-    """Of a held request. It keeps its KV, its request row and its stream in all states but the last."""
+    """Where a paused request is. It keeps its KV, its request row and its stream in all states but the last."""
 
     LEAVING = "leaving"  # out of the batch; the step that it was in last is not processed yet
     HELD = "held"  # at a step boundary; its KV can be asked for under its room

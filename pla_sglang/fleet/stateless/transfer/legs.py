@@ -48,7 +48,7 @@ def came_with_its_kv(req: Any) -> bool:
 
 
 class SendState(enum.Enum):
-    """Of a prefill leg. It holds a metadata buffer from ``QUEUED`` on, KV and a request row from ``PREFILL`` on."""
+    """Where a prefill part is. It has a metadata buffer from ``QUEUED``, KV and a request row from ``PREFILL`` on."""
 
     HANDSHAKE = "handshake"  # its decode leg has not said yet where the KV goes
     QUEUED = "queued"  # in the host's waiting queue

@@ -114,7 +114,7 @@ class OpenRooms:
             self._refuse(puller, room)
 
     def on_pull(self, puller: Puller, room: int) -> None:
-        """Of the bootstrap thread."""
+        """Called by the bootstrap thread."""
         with self._lock:
             self._asked.setdefault(room, []).append(puller)
 

@@ -245,7 +245,7 @@ def allocated_bytes(runner: Any) -> int:
 
 
 def free_bytes(runner: Any) -> int:
-    """Of the device, on the rank that has least."""
+    """Free memory of the device, on the rank that has least."""
     return int(get_available_gpu_memory(runner.device, runner.gpu_id, distributed=False) * GIB)
 
 

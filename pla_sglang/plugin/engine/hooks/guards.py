@@ -6,7 +6,7 @@ from typing import Any
 
 
 def after_compute_logprobs(result: Any, processor: Any, logprobs: Any, *args: Any, **kwargs: Any) -> None:
-    """Of a request that asks for no token ids SGLang has an empty list, where it wants a tensor for each."""
+    """For a request that asks for no token ids SGLang has an empty list, where it wants a tensor for each."""
     values = result.token_ids_logprobs_val
     if values is not None:
         empty = logprobs.new_empty(0)

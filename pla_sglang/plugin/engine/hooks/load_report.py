@@ -38,7 +38,7 @@ def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
 
 
 def name_of(host: str, port: int) -> str:
-    """Of a server in its reports. Servers that listen on every address of their machine have the same host."""
+    """The name of a server in its reports. Servers that listen on every address of their machine have the same host."""
     return f"{socket.gethostname() if host in EVERYWHERE else host}:{port}"
 
 

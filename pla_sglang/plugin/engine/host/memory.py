@@ -24,7 +24,7 @@ CERTAIN_GROWTH_IN_FULL = bool(
 
 
 def growth_ratio(req: Any, ratio: float) -> float:
-    """Of what ``req`` may still generate, the part that admission counts where it counts ``ratio`` of most requests."""
+    """Share of what ``req`` may still generate that admission counts, where it counts ``ratio`` of most requests."""
     return 1.0 if CERTAIN_GROWTH_IN_FULL and req.sampling_params.ignore_eos else ratio
 
 

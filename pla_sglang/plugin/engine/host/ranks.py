@@ -1,4 +1,4 @@
-"""Of this process among those of the server, what ``get_parallel()`` does not say in every version."""
+"""What ``get_parallel()`` does not say in every version of this process among those of the server."""
 
 from __future__ import annotations
 

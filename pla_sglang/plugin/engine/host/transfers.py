@@ -83,12 +83,12 @@ def wants_kv(info: Any) -> bool:
 
 
 def forget_sent(manager: Any, room: int) -> None:
-    """Of a sender."""
+    """Drops what the host keeps of a failed send."""
     getattr(manager, "exceptions", {}).pop(room, None)
 
 
 def forget_received(manager: Any, room: int) -> None:
-    """Of a receiver."""
+    """Drops what the host keeps of a failed receive."""
     getattr(manager, "transfer_statuses", {}).pop(room, None)
     if hasattr(manager, "clear_deferred_abort_state"):  # what the receiver's abort has armed
         manager.clear_deferred_abort_state(room)

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from pla_sglang.fleet.router.control.request_record import Hop, RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import Hop, RequestRecord
 from pla_sglang.fleet.router.control.workers.exclusions import Exclusion
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.interface.fleet import InstanceView

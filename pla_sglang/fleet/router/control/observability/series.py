@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pla_sglang.common.series import with_former_names
 from pla_sglang.fleet.router.control.observability.explain import STAGES
 from pla_sglang.fleet.router.wire.messages import RelayReport
 from pla_sglang.fleet.viewer.history import TtftSums
@@ -47,7 +48,7 @@ class RouterSeries(Collector):
         self.aborts = Tally(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
         self.peer_lists = Tally(registry, "peer_lists", "Lists of peers sent to instances, by outcome.", "outcome")
         self.retries = Tally(registry, "retries", "Requests sent again, by why.", "reason")
-        self.hops = Tally(registry, "moves", "Requests that went on at another instance.", "how", "reason")
+        self.hops = Tally(registry, "moves", "Requests that moved to another instance.", "how", "reason")
         self.hop_failures = Tally(registry, "move_failures", "Requests that could not go on elsewhere.", "reason")
         self.hop_gap_s = Durations(registry, "move_gap_seconds", "From the last event at one instance to the next.")
         self.worker_ttft = WorkerTtft(registry)
@@ -61,7 +62,7 @@ class RouterSeries(Collector):
 
     def render_text(self) -> bytes:
         """In Prometheus' text format."""
-        return generate_latest(self._registry)
+        return generate_latest(_UnderAllNames(self._registry))
 
     def collect(self) -> Iterator[Metric]:
         """The gauges, and the relays' own counters and gauges with the label ``relay``."""
@@ -71,6 +72,16 @@ class RouterSeries(Collector):
         yield from _make_families(CounterMetricFamily, counters)
         gauges = (row for report in reports for row in _relay_rows(report.relay, report.gauges))
         yield from _make_families(GaugeMetricFamily, gauges)
+
+
+class _UnderAllNames(Collector):
+    """What ``collected`` collects, and series that have got another name under their former one too."""
+
+    def __init__(self, collected: Collector) -> None:
+        self._collected = collected
+
+    def collect(self) -> Iterator[Metric]:
+        return with_former_names(self._collected.collect())
 
 
 class _Named(Collector):

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pla_sglang.fleet.router.control.observability.explain import stages
-from pla_sglang.fleet.router.control.request_record import RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import RequestRecord
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT
 from pla_sglang.fleet.router.wire.messages import Endpoint, Outcome
 

@@ -23,7 +23,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from pla_sglang.fleet.router.control.observability.spans import MEASURED, Part, attributes, failed, name_of, parts
-from pla_sglang.fleet.router.control.request_record import RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import RequestRecord
 
 SERVICE = "pla-sglang-router"
 SCOPE = InstrumentationScope("pla_sglang.fleet.router")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from pla_sglang.fleet.router.control.errors import NoAnswerError, NobodyListensError
+from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks

@@ -16,7 +16,7 @@ import msgspec
 from pla_sglang.common.checks import read_host
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.common.secret_names import hide_in_text
-from pla_sglang.fleet.router.control.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.plugin.config import DOPD

@@ -1,8 +1,8 @@
 """Which ready instances a request must not go to now, and why. Pure: time comes in.
 
-An instance that refuses a request for load (429, 503) is full, not ill. For a short while nothing goes there that can
-go elsewhere, and the refused request never goes there again. An instance whose breaker is on trial gets that one
-request.
+An instance that refuses a request for load (429, 503) is overloaded, not unhealthy. For a short while nothing goes
+there that can go elsewhere, and the refused request never goes there again. An instance whose breaker is on trial gets
+that one request.
 An instance that cannot serve a request at all, as it says of itself, never gets it.
 Policies are asked as if these instances were not there; what controls pools and roles sees all of them.
 """

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from pla_sglang.fleet.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description, describe, polled_load
+from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.fleet.router.control.workers.polls import ANSWER_BYTES, Polls, quote_answer
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.load.instance_load import InstanceLoad

@@ -16,9 +16,9 @@ from typing import Any
 import zmq
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
-from pla_sglang.fleet.router.control.ledger import AbortOrder
+from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.discovery import Description, polled_load
+from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.fleet.router.control.workers.health import Health, ProbeResult
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads

@@ -23,9 +23,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from pla_sglang.fleet.router.control.errors import NoAnswerError, NobodyListensError, WorkerError
-from pla_sglang.fleet.router.control.observability.series import Tally
 from pla_sglang.fleet.router.control.workers.discovery import Description
+from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError, WorkerError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.journal import PeerJournal
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
@@ -46,14 +45,14 @@ class Peering:
     """Peers of the workers of one table. It tells nobody before ``start``.
 
     Args:
-        tells: counts what came of each list, by outcome.
+        count: called with what came of a list: ``told`` or ``failed``.
         router_key: told with each list, so that instances take legs from nobody else; empty: none is told.
     """
 
-    def __init__(self, table: WorkerTable, tells: Tally, *, router_key: str = "") -> None:
+    def __init__(self, table: WorkerTable, count: Callable[[str], None], *, router_key: str = "") -> None:
         self._table = table
         self._key = {"router_key": router_key} if router_key else {}
-        self._tells = tells
+        self._count = count
         self._journal = PeerJournal()
         self._tasks = Tasks()
         self._client: InstanceClient | None = None
@@ -134,7 +133,7 @@ class Peering:
 
     def _note_states(self, worker: Worker, said: Mapping[Worker, str]) -> float | None:
         """What it has ``said`` of its peers. When it is asked again; None: one has failed that may be well."""
-        self._tells.inc("told")
+        self._count("told")
         misfits = {peer: _describe_misfit(peer, worker) for peer in said}
         states = {peer: misfits[peer] or state for peer, state in said.items()}
         worker.peers = {peer.number: state for peer, state in states.items()}
@@ -149,7 +148,7 @@ class Peering:
 
     def _note_untold(self, worker: Worker, error: Exception) -> None:
         """What it said before stays true of the peers that it has; a new one of them is not in there."""
-        self._tells.inc("failed")
+        self._count("failed")
         if worker.state is not WorkerState.DEAD:
             worker.detail = f"{UNTOLD}: {error}"
             self._journal.note_untold(worker, worker.detail)

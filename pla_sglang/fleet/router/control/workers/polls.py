@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from pla_sglang.common.secret_names import HIDDEN, hide_in_text
-from pla_sglang.fleet.router.control.errors import NoAnswerError
+from pla_sglang.fleet.router.control.workers.errors import NoAnswerError
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.http.head import AnswerHead
 from pla_sglang.fleet.router.relay.proxied_call import ProxiedCall

@@ -21,10 +21,10 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from pla_sglang.common.errors import IllegalMoveError
-from pla_sglang.fleet.router.control.errors import WorkerError
-from pla_sglang.fleet.router.control.state_file import SavedWorker
 from pla_sglang.fleet.router.control.workers.breaker import Breaker, BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
+from pla_sglang.fleet.router.control.workers.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.state_file import SavedWorker
 from pla_sglang.fleet.router.http.bodies import WorkerRow
 from pla_sglang.fleet.viewer.history import TtftSums
 from pla_sglang.load.legs import LegLoad

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pla_sglang.common.checks import MILLI, Choice, Range, check_fields, knob
-from pla_sglang.fleet.router.control.request_record import STREAMING, RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import STREAMING, RequestRecord
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.rids import find_rid
 from pla_sglang.policy.common.device_clock import DeviceClock

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pla_sglang.fleet.router.control.moves import STATED, MoveKnobs, MoveOrders
-from pla_sglang.fleet.router.control.request_record import ENDED, STREAMING, RequestRecord
+from pla_sglang.fleet.router.control.requests.moves import STATED, MoveKnobs, MoveOrders
+from pla_sglang.fleet.router.control.requests.request_record import ENDED, STREAMING, RequestRecord
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 from pla_sglang.fleet.router.wire.rids import find_rid
 from pla_sglang.load.report import MOST_ROWS, RequestRow

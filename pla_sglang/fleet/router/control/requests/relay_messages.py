@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pla_sglang.fleet.router.control.request_record import RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import RequestRecord
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.inference import BY_ENDPOINT, PATHS
 from pla_sglang.policy.admission import AdmissionReason, Verdict

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Container, Sequence
 
 from pla_sglang.common.errors import IllegalMoveError
-from pla_sglang.fleet.router.control.request_record import (
+from pla_sglang.fleet.router.control.requests.request_record import (
     ABORTING,
     CLOSED,
     ENDED,
@@ -34,6 +34,7 @@ from pla_sglang.fleet.router.control.request_record import (
     LegEntry,
     RequestRecord,
 )
+from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.wire.messages import Leg, Outcome
 from pla_sglang.fleet.router.wire.rids import rids_at_instances
 
@@ -45,20 +46,6 @@ ROOM_BITS = 63
 SLOT_BITS = 49
 ROOM_SPACING = 1 << (ROOM_BITS - SLOT_BITS)
 PLACE_BITS = 13  # of a request's first room within its slot
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AbortOrder:
-    """Tell instance ``worker`` to drop what attempt ``attempt`` of ``rid`` has there.
-
-    ``rids``: under which ids SGLang knows the prompts of the request.
-    """
-
-    rid: str
-    leg: Leg
-    worker: int
-    attempt: int
-    rids: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pla_sglang.fleet.router.control.hop_changes import drop_pending, join_pending
-from pla_sglang.fleet.router.control.ledger import AbortOrder, Ledger, draw_room, free_rooms, order_aborts
-from pla_sglang.fleet.router.control.request_record import (
+from pla_sglang.fleet.router.control.requests.hop_changes import drop_pending, join_pending
+from pla_sglang.fleet.router.control.requests.ledger import Ledger, draw_room, free_rooms, order_aborts
+from pla_sglang.fleet.router.control.requests.request_record import (
     CLOSED,
     ENDED,
     LEAVING,
@@ -14,6 +14,7 @@ from pla_sglang.fleet.router.control.request_record import (
     LegEntry,
     RequestRecord,
 )
+from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.wire.messages import Leg
 
 _WHOLE = Leg.WHOLE

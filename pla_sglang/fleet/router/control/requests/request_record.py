@@ -14,8 +14,8 @@ from __future__ import annotations
 import msgspec
 
 from pla_sglang.common.errors import IllegalMoveError
-from pla_sglang.fleet.router.control.prompts import Prompt
-from pla_sglang.fleet.router.control.targets import find_tpot_target, find_ttft_target
+from pla_sglang.fleet.router.control.requests.prompts import Prompt
+from pla_sglang.fleet.router.control.requests.targets import find_tpot_target, find_ttft_target
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.messages import Ask, Leg, MoveKind, Outcome
 from pla_sglang.policy.common.device_clock import DeviceClock

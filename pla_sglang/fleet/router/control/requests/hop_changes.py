@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pla_sglang.fleet.router.control.request_record import CLOSED, Hop, RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import CLOSED, Hop, RequestRecord
 from pla_sglang.fleet.router.wire.messages import MoveKind
 from pla_sglang.policy.interface.fleet import RequestView
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pla_sglang.fleet.router.control.pair_limits import decodes_after
-from pla_sglang.fleet.router.control.request_record import RequestRecord
+from pla_sglang.fleet.router.control.requests.pair_limits import decodes_after
+from pla_sglang.fleet.router.control.requests.request_record import RequestRecord
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.messages import MoveKind
 from pla_sglang.load.tracker import Phase, TrackedRequest

@@ -24,7 +24,7 @@ def gauges(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
     yield "queued_requests", "Requests that wait in the router for an instance.", {}, float(len(dispatcher.queue))
     budget = dispatcher.retry_budget.left(now_s)
     yield "retry_budget_left", "Refused requests that may be sent to another instance now.", {}, budget
-    yield "rooms", "KV rooms that instances may still use.", {}, float(len(dispatcher.ledger.rooms))
+    yield "rooms", "Transfer ids that instances may still use.", {}, float(len(dispatcher.ledger.rooms))
     states = Counter(worker.state for worker in dispatcher.table)
     for state in WorkerState:
         if state is not WorkerState.DEAD:
@@ -75,12 +75,12 @@ def _of_legs(labels: dict[str, str], legs: LegLoad) -> Iterator[Row]:
     """Gauges of one stateless instance."""
     for end, states in (("sending", legs.sending), ("receiving", legs.receiving)):
         for state, count in states.items():
-            yield "worker_legs", "Legs there, by state.", {**labels, "end": end, "state": state}, float(count)
+            yield "worker_legs", "Parts there, by state.", {**labels, "end": end, "state": state}, float(count)
     for holder, tokens in legs.kv_tokens.items():
-        text = "KV tokens that legs hold there beside the batches."
+        text = "KV tokens of transfers there beside the batches."
         yield "worker_leg_kv_tokens", text, {**labels, "holder": holder}, float(tokens)
     yield "worker_quarantined_requests", "Given up; a transfer may touch their pages.", labels, float(legs.quarantined)
-    yield "worker_legs_refused", "Refused as legs there since its start.", labels, float(legs.refused)
+    yield "worker_legs_refused", "Refused as parts there since its start.", labels, float(legs.refused)
     yield "worker_leg_ready", "1: it can hand over KV; 0: start it again.", labels, float(legs.ready)
     yield "worker_leg_faults", "Exceptions of our own code there since its start.", labels, float(legs.faults)
 
@@ -91,7 +91,7 @@ def _of_moves(dispatcher: RequestDispatcher) -> Iterator[Row]:
     if not policy.moves_requests:
         return
     resting = float(policy.orders.count_resting())
-    yield "resting_requests", "Requests that were ordered to move, and stay where they are for a while.", {}, resting
+    yield "resting_requests", "Requests in their migration cool-down.", {}, resting
     for worker in dispatcher.table:
         age_s = policy.running.rows_age_s(worker)
         if age_s is not None:

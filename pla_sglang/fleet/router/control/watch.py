@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pla_sglang.common.legend.explanations import WORKER_PREFIX
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
 from pla_sglang.fleet.router.control.request_dispatcher import RequestDispatcher
-from pla_sglang.fleet.router.control.request_record import RequestRecord
+from pla_sglang.fleet.router.control.requests.request_record import RequestRecord
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.viewer.history import (
     BOTH_CLASSES,
