@@ -1,4 +1,4 @@
-"""Pages say what is there: links lead somewhere, and names of code and flags in them exist. Sentences and lines are short."""
+"""Pages say what is there: links lead somewhere, names of code and flags exist. Sentences and lines are short."""
 
 from __future__ import annotations
 
