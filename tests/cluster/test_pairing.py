@@ -17,11 +17,11 @@ import requests
 from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, CommonKVReceiver
 from sglang.srt.environ import envs
+from support.serving import until
 
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.fleet.cluster.supervisor import FORGOTTEN_S
 
-BEAT_S = 1.0  # the shorter, the sooner a busy machine misses two of them where it should miss none
 FORMER, PRESENT = 1111, 2222  # where a prefill's scheduler takes the decode side's messages, before and after
 _rooms = itertools.count(1)
 _session = requests.Session()
@@ -34,6 +34,27 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     disagg = SimpleNamespace(disaggregation_decode_allocation_policy="early")
     monkeypatch.setattr(conn, "get_disagg", lambda: disagg, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+class Heart(requests.Session):
+    """The session of a decode side's heartbeats, each of which waits here until ``beat`` lets it go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._came, self._may_go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def get(self, *args: Any, **kwargs: Any) -> requests.Response:
+        self._came.release()
+        self._may_go.acquire()
+        return super().get(*args, **kwargs)
+
+    def beat(self) -> None:
+        """One of them. What comes of it is known once the next one is due, if there is a next one."""
+        assert self._came.acquire(timeout=20)
+        self._may_go.release()
+
+    def stop(self) -> None:
+        self._may_go.release(1000)
 
 
 class Receiver(CommonKVReceiver):
@@ -62,8 +83,8 @@ def prefill_side(port: int, rank_port: int) -> CommonKVBootstrapServer:
             time.sleep(0.02)
 
 
-def decode_side() -> CommonKVManager:
-    """A manager as a decode instance has it, without device and sockets, for any version. Its heartbeat runs."""
+def decode_side(heart: Heart) -> CommonKVManager:
+    """A manager as a decode instance has it, without device and sockets, for any version. Its heartbeats wait."""
     manager = CommonKVManager.__new__(CommonKVManager)
     alone = {"attn_tp_size": 1, "attn_cp_size": 1, "attn_cp_rank": 0, "dcp_size": 1, "pp_size": 1, "pp_rank": 0}
     plain = ("is_mla_backend", "is_hybrid_mla_backend", "enable_all_cp_ranks_for_transfer", "enable_staging")
@@ -75,13 +96,19 @@ def decode_side() -> CommonKVManager:
     manager.kv_args = SimpleNamespace(page_size=1, engine_rank=0)
     manager.kv_cache_dtype_str = "auto"
     manager.required_prefill_response_num_table = {}
-    manager.session_pool, manager.addr_to_rooms_tracker = defaultdict(requests.Session), defaultdict(set)
+    manager.session_pool, manager.addr_to_rooms_tracker = defaultdict(lambda: heart), defaultdict(set)
     manager.prefill_response_tracker, manager._heartbeat_shutdown = defaultdict(set), threading.Event()
     manager._deferred_ack_poisoned_rooms = set()
-    manager.heartbeat_interval = BEAT_S
+    manager.heartbeat_interval = 0.01
     manager.max_failures = envs.SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE.default
     manager._start_heartbeat_checker_thread()
     return manager
+
+
+def stop(manager: CommonKVManager, heart: Heart) -> None:
+    manager.heartbeat_interval = 3600.0  # the thread has no other end
+    manager.prefill_info_table.clear()
+    heart.stop()
 
 
 def port_for_next_request(manager: CommonKVManager, address: str) -> int:
@@ -96,37 +123,40 @@ def port_for_next_request(manager: CommonKVManager, address: str) -> int:
     return int(found["rank_port"])
 
 
-@pytest.mark.parametrize(("beats_down", "expected"), [(0, FORMER), (3, PRESENT)])
+@pytest.mark.parametrize(("beats_down", "expected"), [(0, FORMER), (1, FORMER), (2, PRESENT)])
 def test_the_addresses_of_a_prefill_instance_outlive_it_for_two_heartbeats(beats_down: int, expected: int) -> None:
     """One that comes back before that is written to at ports that nobody has any more, and this does not heal."""
     port = free_port()
-    address = f"127.0.0.1:{port}"
-    server, manager = prefill_side(port, FORMER), decode_side()
+    address, heart = f"127.0.0.1:{port}", Heart()
+    server, manager = prefill_side(port, FORMER), decode_side(heart)
     try:
         assert port_for_next_request(manager, address) == FORMER
         server.close()
-        time.sleep(beats_down * BEAT_S)
+        for _ in range(beats_down):
+            heart.beat()
+        if expected == PRESENT:
+            until(lambda: address not in manager.prefill_info_table, what="an address that is forgotten")
         server = prefill_side(port, PRESENT)
-        time.sleep(4 * BEAT_S)
+        for _ in range(3 if expected == FORMER else 0):
+            heart.beat()
         assert port_for_next_request(manager, address) == expected
     finally:
-        manager.heartbeat_interval = 3600.0  # the thread has no other end
-        manager.prefill_info_table.clear()
+        stop(manager, heart)
         server.close()
 
 
 def test_a_prefill_instance_at_a_new_bootstrap_port_is_paired_at_once() -> None:
     """What is kept is kept by its address."""
     former, present = free_port(), free_port()
-    server, manager = prefill_side(former, FORMER), decode_side()
+    heart = Heart()
+    server, manager = prefill_side(former, FORMER), decode_side(heart)
     try:
         assert port_for_next_request(manager, f"127.0.0.1:{former}") == FORMER
         server.close()
         server = prefill_side(present, PRESENT)
         assert port_for_next_request(manager, f"127.0.0.1:{present}") == PRESENT
     finally:
-        manager.heartbeat_interval = 3600.0  # the thread has no other end
-        manager.prefill_info_table.clear()
+        stop(manager, heart)
         server.close()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from e2e.test_emulation import ask
-from support.fake_instance import INFO, LOAD
+from fake_sglang import INFO, LOAD
 
 from bench.harness.replay import Planned, Replay, count_wrong
 from pla_sglang.fleet.router.control.workers.discovery import describe, polled_load

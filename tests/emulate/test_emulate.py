@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.platform import value_of
 from pla_sglang.profiles import ProfileError, load_profile
+from pla_sglang.sim.emulate import device as device_module
 from pla_sglang.sim.emulate import hooks
 from pla_sglang.sim.emulate.arguments import check, with_emulation
 from pla_sglang.sim.emulate.batch import StepShape, shape_of
@@ -145,16 +145,25 @@ def test_cost_follows_the_profile_and_the_scale() -> None:
     assert device.cost_s(StepShape()) == 0.0
 
 
-def test_a_result_is_waited_for_and_seen_once() -> None:
+def test_a_result_is_waited_for_and_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, naps_s = 100.0, []
+
+    def sleep(nap_s: float) -> None:
+        nonlocal now_s
+        naps_s.append(nap_s)
+        now_s += nap_s + 0.001
+
+    monkeypatch.setattr(device_module, "time", SimpleNamespace(perf_counter=lambda: now_s, sleep=sleep))
     device = EmulatedDevice(load_profile("linear"), time_scale=1.0, prefill_graph=True)
-    started_s = time.perf_counter()
-    ready = ResultReady(device.launch(StepShape(new_tokens=10, attention=100, requests=1), started_s), device.log)
+    span = device.launch(StepShape(new_tokens=10, attention=100, requests=1), now_s)
+    ready = ResultReady(span, device.log)
     assert not ready.query()
     ready.record()
     ready.synchronize()
     ready.synchronize()
     assert ready.query()
-    assert time.perf_counter() - started_s >= 0.030
+    assert naps_s == [pytest.approx(span.ready_s - 100.0)]
+    assert naps_s[0] >= 0.030
     assert device.log.steps == 1
     assert device.state()["steps"] == 1
 

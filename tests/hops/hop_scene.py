@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stateless.fakes import FakeSendQueue
 from support.request_fields import RequestFields
 
 from pla_sglang.fleet.stateless.host import calls
@@ -15,21 +16,9 @@ from pla_sglang.fleet.stateless.requests import migration
 from pla_sglang.fleet.stateless.requests.commands import Command
 from pla_sglang.fleet.stateless.requests.migration import MigrationSide
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
 from pla_sglang.plugin.engine.faults import Faults
 
 FIRST_TOKEN = 100
-
-
-class FakeSender:
-    outcome = Outcome.OPEN
-    aborted = cleared = False
-
-    def abort(self) -> None:
-        self.aborted, self.outcome = True, Outcome.FAILED
-
-    def clear(self) -> None:
-        self.cleared = True
 
 
 class HopRequest(RequestFields):
@@ -80,44 +69,6 @@ class FakeBatch:
         return self.needed_tokens
 
 
-class FakeSendQueue:
-    """The sending end's queue and manager: ``marks`` are fences behind what workers have taken."""
-
-    def __init__(self) -> None:
-        self.buffers = 4
-        self.rooms = UsedRooms()
-        self.marks: deque[Any] = deque()
-        self.refusals: list[tuple[str, int, int]] = []
-        self.kv_manager = SimpleNamespace(
-            failure_records={},
-            exceptions={},
-            request_status={},
-            transfer_infos={},
-            decode_kv_args_table={"receiver": SimpleNamespace(endpoint="10.0.0.9", dst_port=40)},
-            req_to_decode_prefix_len={},
-            transfer_queues=[SimpleNamespace(put=self.marks.append)],
-        )
-
-    def pass_marks(self) -> None:
-        while self.marks:
-            assert self.marks.popleft().room < 0
-
-    def ensure_metadata_buffer(self, shadow: HopRequest) -> bool:
-        if self.buffers == 0:
-            return False
-        self.buffers -= 1
-        shadow.metadata_buffer_index = 0  # type: ignore[attr-defined]
-        return True
-
-    def create_sender(self, shadow: HopRequest, heads: int) -> bool:
-        shadow.disagg_kv_sender = FakeSender()
-        shadow.sampling_params.max_new_tokens = 1  # as the host does
-        return True
-
-    def finalize_bootstrap(self, shadow: HopRequest) -> bool:
-        return True
-
-
 class HopScene:
     """One scheduler, one turn of its loop at a time; ``overlap``: a step's result is processed in the next turn."""
 
@@ -127,7 +78,7 @@ class HopScene:
         self.running, self.last = FakeBatch(), None
         self.results: deque[tuple[FakeBatch, None]] = deque()
         self.waiting: list[HopRequest] = []
-        self.queue = FakeSendQueue()
+        self.queue = FakeSendQueue(buffers=4)
         self.answered: list[tuple[str, str]] = []
         self.freed: list[str] = []
         self.sent: list[tuple[str, int, list[int]]] = []

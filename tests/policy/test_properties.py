@@ -101,47 +101,43 @@ def test_longs_that_share_a_pass_fit_it_whole(arrivals: list[Arrival], least_rem
 
 @EXAMPLES
 @given(workload, knobs, pool)
-def test_every_request_gets_all_its_tokens_once(
-    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
-) -> None:
+def test_what_holds_in_every_run(arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]) -> None:
     run = engine(arrivals, settings, limits)
-    requests = run.run()
-    assert all(request.finished_s is not None for request in requests)
-    assert [request.done_tokens for request in requests] == [one.output_tokens for one in arrivals]
+    run.run()
+    each_request_has_all_its_tokens_once(run, arrivals)
+    the_device_is_never_idle_while_work_waits_unless_waiting_pays(run, settings)
+    no_head_is_made_to_wait_longer_than_wait_max(run, settings)
+    running_requests_get_their_decode_turns(run, settings)
+
+
+def each_request_has_all_its_tokens_once(run: VirtualEngine, arrivals: list[Arrival]) -> None:
+    assert all(request.finished_s is not None for request in run.requests)
+    assert [request.done_tokens for request in run.requests] == [one.output_tokens for one in arrivals]
     assert (run.waiting, run.running, run.chunk) == ([], [], None)
-    assert sum(request.kv_tokens for request in requests) == 0
+    assert sum(request.kv_tokens for request in run.requests) == 0
 
 
-@EXAMPLES
-@given(workload, knobs, pool)
-def test_never_idle_while_work_waits_unless_waiting_pays(
-    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
-) -> None:
-    run = engine(arrivals, settings, limits)
-    run.run()
+def the_device_is_never_idle_while_work_waits_unless_waiting_pays(run: VirtualEngine, settings: TemporalKnobs) -> None:
     for line in run.log:
-        if line.action is not Action.HOLD or not line.device_idle:
-            continue
-        assert line.reason is Reason.WAIT_FOR_DEPTH
-        assert line.head_arrival_s is not None
-        assert line.gain_s > 0 or line.now_s - line.head_arrival_s < settings.awd.wait_min_s
+        if line.action is Action.HOLD and line.device_idle:
+            assert line.reason is Reason.WAIT_FOR_DEPTH
+            assert line.head_arrival_s is not None
+            assert line.gain_s > 0 or line.now_s - line.head_arrival_s < settings.awd.wait_min_s
 
 
-@EXAMPLES
-@given(workload, knobs, pool)
-def test_no_head_is_made_to_wait_longer_than_wait_max(
-    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
-) -> None:
+def no_head_is_made_to_wait_longer_than_wait_max(run: VirtualEngine, settings: TemporalKnobs) -> None:
     """Waiting by choice, that is: the device or the memory may be busy for longer."""
-    run = engine(arrivals, settings, limits)
-    run.run()
     for line in run.log:
-        if line.reason is Reason.WAIT_FOR_DEPTH:
-            assert line.release_s is not None
-        elif line.reason is not Reason.SHORT_HELD:
-            continue
-        assert line.head_arrival_s is not None
-        assert line.now_s - line.head_arrival_s < settings.awd.wait_max_s
+        if line.reason in (Reason.WAIT_FOR_DEPTH, Reason.SHORT_HELD):
+            assert line.release_s is not None or line.reason is Reason.SHORT_HELD
+            assert line.head_arrival_s is not None
+            assert line.now_s - line.head_arrival_s < settings.awd.wait_max_s
+
+
+def running_requests_get_their_decode_turns(run: VirtualEngine, settings: TemporalKnobs) -> None:
+    """Within the gap and the pass that was under way when it ended."""
+    longest_pass_s = MODEL.step_s(1000, 8000)
+    assert not settings.decode_gap_s or run.longest_decode_wait_s <= settings.decode_gap_s + longest_pass_s
 
 
 @EXAMPLES
@@ -155,19 +151,6 @@ def test_all_ranks_decide_alike_and_runs_repeat(
     second = engine(arrivals, settings, limits)
     second.run()
     assert first.log == second.log
-
-
-@EXAMPLES
-@given(workload, knobs, pool)
-def test_running_requests_get_their_decode_turns(
-    arrivals: list[Arrival], settings: TemporalKnobs, limits: dict[str, float]
-) -> None:
-    """Within the gap and the pass that was under way when it ended."""
-    run = engine(arrivals, settings, limits)
-    run.run()
-    if settings.decode_gap_s:
-        longest_pass_s = MODEL.step_s(1000, 8000)
-        assert run.longest_decode_wait_s <= settings.decode_gap_s + longest_pass_s
 
 
 def test_the_tight_pool_is_tight() -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from aiohttp import web
+from fake_sglang import FakeSglang, Script
+from support.router_process import fake_instances
+from support.token_streams import DONE, Event
 
 from pla_sglang import profile
 from pla_sglang.profiles import load_profile
@@ -19,47 +19,21 @@ PREFILL_S = 0.04
 STEP_S = 0.02
 
 
-async def generate(request: web.Request) -> web.StreamResponse:
-    body = await request.json()
-    response = web.StreamResponse()
-    await response.prepare(request)
-    await asyncio.sleep(PREFILL_S + len(body["input_ids"]) * 1e-4)
-    for _ in range(body["sampling_params"]["max_new_tokens"]):
-        await response.write(b"data: " + json.dumps({"output_ids": [1]}).encode() + b"\n\n")
-        await asyncio.sleep(STEP_S)
-    await response.write(b"data: [DONE]\n\n")
-    return response
-
-
-async def info(request: web.Request) -> web.Response:
-    return web.json_response({"model_path": "fake", "max_total_num_tokens": 777, "tp_size": 2})
-
-
 @pytest.fixture
 def server() -> Iterator[str]:
     """Its address. The server runs on a thread of its own, as the fitter has an event loop of its own."""
-    started, stop = threading.Event(), threading.Event()
-    address: list[str] = []
+    script = Script(first_s=PREFILL_S, token_s=1e-4, gap_s=STEP_S)
+    with fake_instances([Counting(script=script, max_total_num_tokens=777, tp_size=2)]) as [fake]:
+        yield fake.url
 
-    async def serve() -> None:
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        app.router.add_get("/server_info", info)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        address.append("http://{}:{}".format(*runner.addresses[0][:2]))
-        started.set()
-        while not stop.is_set():
-            await asyncio.sleep(0.02)
-        await runner.cleanup()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    started.wait(10)
-    yield address[0]
-    stop.set()
-    thread.join()
+class Counting(FakeSglang):
+    """As many events as are asked for, each with one token."""
+
+    async def say(self, fields: dict[str, Any], leg: str) -> tuple[dict[str, Any], Iterable[Event]]:
+        whole, _ = await super().say(fields, leg)
+        event = Event(b'data: {"output_ids": [1]}\n\n', (1,))
+        return whole, [*[event] * fields["sampling_params"]["max_new_tokens"], Event(DONE)]
 
 
 def test_a_server_is_measured_and_fitted(server: str, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from support.instances import Script
-from support.relays import run, setting
+from fake_sglang import Script
+from support.relays import setting
 
 from pla_sglang.fleet.router.relay.answer_tokens import LINE_BYTES, TAIL_BYTES, TAIL_PIECES, tokens_of_answer
 from pla_sglang.fleet.router.wire import messages as m
@@ -163,15 +163,12 @@ def test_an_event_of_several_answers_without_an_end_is_not_kept_whole() -> None:
         ("/v1/completions", Script(body=b"{}"), (0, False)),
     ],
 )
-def test_what_a_relay_reports(kinds: tuple[str, ...], path: str, script: Script, expected: tuple[int, bool]) -> None:
+async def test_what_a_relay_reports(
+    kinds: tuple[str, ...], path: str, script: Script, expected: tuple[int, bool]
+) -> None:
     """Where no count is said, it is the events: three and the end."""
-
-    async def scenario() -> None:
-        async with setting(*kinds, scripts={len(kinds) - 1: script}) as here:
-            body = {"prompt": "hello", "text": "hello", "stream": script.body is None}
-            assert (await here.ask(body, path)).status == 200
-            [ended] = here.ended()
-            assert (ended.output_tokens, ended.exact_tokens) == expected
-            here.check_balance()
-
-    run(scenario)
+    async with setting(*kinds, scripts={len(kinds) - 1: script}) as here:
+        body = {"prompt": "hello", "text": "hello", "stream": script.body is None}
+        assert (await here.ask(body, path)).status == 200
+        [ended] = here.ended()
+        assert (ended.output_tokens, ended.exact_tokens) == expected

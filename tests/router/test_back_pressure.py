@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.instances import Script
-from support.relays import Answer, Setting, request_bytes, run, setting
+from fake_sglang import Script
+from support.relays import Answer, Setting, request_bytes, setting
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.relay import dispatched_request
@@ -45,77 +45,60 @@ def is_refusal(answer: Answer, code: int) -> bool:
 
 @pytest.mark.parametrize("code", [503, 429])
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_a_full_instance_costs_another_dispatch(path: str, body: dict[str, Any], code: int) -> None:
+async def test_a_full_instance_costs_another_dispatch(path: str, body: dict[str, Any], code: int) -> None:
     if code == 429 and path == "/generate" and body["stream"]:
         code = 503  # SGLang says nothing else there
-
-    async def scenario() -> None:
-        async with setting("unified", "unified", scripts={1: Script(refusals=[code])}) as here:
-            answer = await here.ask(body, path)
-            assert answer.status == 200
-            assert "error" not in answer.body.decode()
-            assert "w0" in answer.body.decode()
-            first, second = here.control.of(m.Ask)
-            assert (second.attempt, second.retry_reason, second.refused_by) == (2, m.RetryReason.INSTANCE_FULL, (1,))
-            assert FULL in second.detail
-            assert (first.refused_by, second.reached) == ((), 1)
-            assert failures(here) == [(1, m.FailureKind.FULL)]
-            assert [instance.bodies[0]["rid"] for instance in here.instances] == ["pla-2~r", "r"]
-            assert not any(instance.aborts for instance in here.instances)
-            [ended] = here.ended()
-            assert (ended.outcome, ended.aborted) == (m.Outcome.OK, ())
-            here.check_balance()
-
-    run(scenario)
+    async with setting("unified", "unified", scripts={1: Script(refusals=[code])}) as here:
+        answer = await here.ask(body, path)
+        assert answer.status == 200
+        assert "error" not in answer.body.decode()
+        assert "w0" in answer.body.decode()
+        first, second = here.control.of(m.Ask)
+        assert (second.attempt, second.retry_reason, second.refused_by) == (2, m.RetryReason.INSTANCE_FULL, (1,))
+        assert FULL in second.detail
+        assert (first.refused_by, second.reached) == ((), 1)
+        assert failures(here) == [(1, m.FailureKind.FULL)]
+        assert [instance.bodies[0]["rid"] for instance in here.instances] == ["pla-2~r", "r"]
+        assert not any(instance.aborted for instance in here.instances)
+        [ended] = here.ended()
+        assert (ended.outcome, ended.aborted) == (m.Outcome.OK, ())
 
 
-def test_a_name_of_the_clients_own_is_another_at_each_attempt_of_responses_too() -> None:
+async def test_a_name_of_the_clients_own_is_another_at_each_attempt_of_responses_too() -> None:
     """There it is ``request_id``; under the former name aborts of this attempt would hit nothing."""
-
-    async def scenario() -> None:
-        async with setting("unified", "unified", scripts={1: Script(refusals=[503])}) as here:
-            answer = await here.ask({"input": "a", "request_id": "r"}, "/v1/responses")
-            assert answer.status == 200
-            assert [instance.bodies[0]["request_id"] for instance in here.instances] == ["pla-2~r", "r"]
-            assert not any("rid" in instance.bodies[0] for instance in here.instances)
-            here.check_balance()
-
-    run(scenario)
+    async with setting("unified", "unified", scripts={1: Script(refusals=[503])}) as here:
+        answer = await here.ask({"input": "a", "request_id": "r"}, "/v1/responses")
+        assert answer.status == 200
+        assert [instance.bodies[0]["request_id"] for instance in here.instances] == ["pla-2~r", "r"]
+        assert not any("rid" in instance.bodies[0] for instance in here.instances)
 
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_where_nobody_else_takes_it_the_client_gets_the_instances_own_answer(path: str, body: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with setting("unified", scripts={0: Script(refusals=[503])}) as here:
-            here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else turns_down(ask)
-            reader_answer = await here.ask(body, path)
-            assert is_refusal(reader_answer, 503)
-            assert reader_answer.status == (200 if body["stream"] else 503)
-            assert reader_answer.headers.get("retry-after") == (None if body["stream"] else "1")
-            assert reader_answer.headers["x-request-id"] == "r"
-            assert failures(here) == [(0, m.FailureKind.FULL)]
-            [ended] = here.ended()
-            assert (ended.outcome, ended.status) == (m.Outcome.INSTANCE_REFUSED, reader_answer.status)
-            assert m.Milestone.FIRST_TOKEN not in [progress.milestone for progress in here.control.of(m.Progress)]
-            here.check_balance()
-
-    run(scenario)
+async def test_where_nobody_else_takes_it_the_client_gets_the_instances_own_answer(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with setting("unified", scripts={0: Script(refusals=[503])}) as here:
+        here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else turns_down(ask)
+        reader_answer = await here.ask(body, path)
+        assert is_refusal(reader_answer, 503)
+        assert reader_answer.status == (200 if body["stream"] else 503)
+        assert reader_answer.headers.get("retry-after") == (None if body["stream"] else "1")
+        assert reader_answer.headers["x-request-id"] == "r"
+        assert failures(here) == [(0, m.FailureKind.FULL)]
+        [ended] = here.ended()
+        assert (ended.outcome, ended.status) == (m.Outcome.INSTANCE_REFUSED, reader_answer.status)
+        assert m.Milestone.FIRST_TOKEN not in [progress.milestone for progress in here.control.of(m.Progress)]
 
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_attempts_at_full_instances_are_bounded(path: str, body: dict[str, Any]) -> None:
+async def test_attempts_at_full_instances_are_bounded(path: str, body: dict[str, Any]) -> None:
     """The last refusal is forwarded as it comes; each of them is reported once."""
-
-    async def scenario() -> None:
-        always = {0: Script(refusals=[503] * 9)}
-        async with setting("unified", scripts=always, config=RelayConfig(full_attempts=2)) as here:
-            assert is_refusal(await here.ask(body, path), 503)
-            assert [ask.attempt for ask in here.control.of(m.Ask)] == [1, 2]
-            assert failures(here) == [(0, m.FailureKind.FULL)] * 2
-            assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
-            here.check_balance()
-
-    run(scenario)
+    always = {0: Script(refusals=[503] * 9)}
+    async with setting("unified", scripts=always, config=RelayConfig(full_attempts=2)) as here:
+        assert is_refusal(await here.ask(body, path), 503)
+        assert [ask.attempt for ask in here.control.of(m.Ask)] == [1, 2]
+        assert failures(here) == [(0, m.FailureKind.FULL)] * 2
+        assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
 
 
 @pytest.mark.parametrize(
@@ -128,31 +111,24 @@ def test_attempts_at_full_instances_are_bounded(path: str, body: dict[str, Any])
         ("several samples", FORMS[0][1] | {"sampling_params": {"n": 2}}, RelayConfig()),
     ],
 )
-def test_who_gets_no_other_attempt(name: str, body: dict[str, Any], config: RelayConfig) -> None:
-    async def scenario() -> None:
-        async with setting("unified", "unified", scripts={1: Script(refusals=[503])}, config=config) as here:
-            assert is_refusal(await here.ask(body), 503), name
-            assert len(here.control.of(m.Ask)) == 1
-            assert failures(here) == [(1, m.FailureKind.FULL)]
-            assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
-            here.check_balance()
-
-    run(scenario)
+async def test_who_gets_no_other_attempt(name: str, body: dict[str, Any], config: RelayConfig) -> None:
+    async with setting("unified", "unified", scripts={1: Script(refusals=[503])}, config=config) as here:
+        assert is_refusal(await here.ask(body), 503), name
+        assert len(here.control.of(m.Ask)) == 1
+        assert failures(here) == [(1, m.FailureKind.FULL)]
+        assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
 
 
 @pytest.mark.parametrize("words", [words.decode() for words in NOT_FOR_ROOM])
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_a_refusal_that_is_not_for_lack_of_room_is_no_ones_load(path: str, body: dict[str, Any], words: str) -> None:
+async def test_a_refusal_that_is_not_for_lack_of_room_is_no_ones_load(
+    path: str, body: dict[str, Any], words: str
+) -> None:
     """A client could otherwise make every instance look full by asking for what none of them does."""
-
-    async def scenario() -> None:
-        async with setting("unified", "unified", scripts={1: Script(refusals=[503], refusal=words)}) as here:
-            assert words in (await here.ask(body, path)).body.decode()
-            assert (len(here.control.of(m.Ask)), failures(here)) == (1, [])
-            assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
-            here.check_balance()
-
-    run(scenario)
+    async with setting("unified", "unified", scripts={1: Script(refusals=[503], refusal=words)}) as here:
+        assert words in (await here.ask(body, path)).body.decode()
+        assert (len(here.control.of(m.Ask)), failures(here)) == (1, [])
+        assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
 
 
 def test_the_words_of_such_refusals_are_the_hosts() -> None:
@@ -170,102 +146,81 @@ def test_the_words_of_such_refusals_are_the_hosts() -> None:
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_a_pair_of_which_one_is_full_is_left_behind(path: str, body: dict[str, Any], who: int) -> None:
-    async def scenario() -> None:
-        async with setting(*PAIR, scripts={who: Script(refusals=[503])}) as here:
-            assert "w0" in (await here.ask(body, path)).body.decode()
-            reasons = [ask.retry_reason for ask in here.control.of(m.Ask)]
-            assert reasons == [m.RetryReason.NOT_SENT, m.RetryReason.INSTANCE_FULL]
-            assert failures(here) == [(who, m.FailureKind.FULL)]
-            for instance in here.instances:
-                assert [fields["rid"] for fields in instance.bodies] == ["r", "pla-2~r"]
-            assert here.instances[who].aborts == []
-            assert here.ended()[0].outcome is m.Outcome.OK
-            here.check_balance()
-
-    run(scenario)
+async def test_a_pair_of_which_one_is_full_is_left_behind(path: str, body: dict[str, Any], who: int) -> None:
+    async with setting(*PAIR, scripts={who: Script(refusals=[503])}) as here:
+        assert "w0" in (await here.ask(body, path)).body.decode()
+        reasons = [ask.retry_reason for ask in here.control.of(m.Ask)]
+        assert reasons == [m.RetryReason.NOT_SENT, m.RetryReason.INSTANCE_FULL]
+        assert failures(here) == [(who, m.FailureKind.FULL)]
+        for instance in here.instances:
+            assert [fields["rid"] for fields in instance.bodies] == ["r", "pla-2~r"]
+        assert here.instances[who].aborted == []
+        assert here.ended()[0].outcome is m.Outcome.OK
 
 
 @pytest.mark.parametrize("attempts", [1, 3])
 @pytest.mark.parametrize(("path", "body"), FORMS)
-def test_a_full_prefill_instance_is_told_by_its_code(path: str, body: dict[str, Any], attempts: int) -> None:
+async def test_a_full_prefill_instance_is_told_by_its_code(path: str, body: dict[str, Any], attempts: int) -> None:
     """And in its words, without the framing of its answer."""
-
-    async def scenario() -> None:
-        config = RelayConfig(full_attempts=attempts)
-        async with setting(*PAIR, scripts={0: Script(refusals=[503] * 3)}, config=config) as here:
-            here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else turns_down(ask)
-            answer = await here.ask(body, path)
-            assert (answer.status, answer.error["type"], answer.headers["retry-after"]) == (503, "instance_full", "1")
-            assert answer.error["message"] == f"the prefill instance has refused the request: {FULL}"
-            assert failures(here) == [(0, m.FailureKind.FULL)]
-            await here.until(lambda: not here.instances[1].held, patience_s=1.0)
-            assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
-            here.check_balance()
-
-    run(scenario)
+    config = RelayConfig(full_attempts=attempts)
+    async with setting(*PAIR, scripts={0: Script(refusals=[503] * 3)}, config=config) as here:
+        here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else turns_down(ask)
+        answer = await here.ask(body, path)
+        assert (answer.status, answer.error["type"], answer.headers["retry-after"]) == (503, "instance_full", "1")
+        assert answer.error["message"] == f"the prefill instance has refused the request: {FULL}"
+        assert failures(here) == [(0, m.FailureKind.FULL)]
+        await here.until(lambda: not here.instances[1].held)
+        assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
 
 
-def test_a_prefills_other_refusals_keep_their_code() -> None:
-    async def scenario() -> None:
-        disabled = Script(refusals=[503], refusal="Using priority is disabled for this server.")
-        for code, script in ((400, Script(refusals=[400])), (503, disabled)):
-            async with setting(*PAIR, scripts={0: script}) as here:
-                answer = await here.ask(CHAT[1] | {"stream": True}, CHAT[0])
-                assert (answer.status, answer.error["type"]) == (code, "prefill_refused")
-                assert answer.error["message"] == f"the prefill was refused: {script.refusal}"
-                assert failures(here) == []
-                here.check_balance()
-
-    run(scenario)
+async def test_a_prefills_other_refusals_keep_their_code() -> None:
+    disabled = Script(refusals=[503], refusal="Using priority is disabled for this server.")
+    for code, script in ((400, Script(refusals=[400])), (503, disabled)):
+        async with setting(*PAIR, scripts={0: script}) as here:
+            answer = await here.ask(CHAT[1] | {"stream": True}, CHAT[0])
+            assert (answer.status, answer.error["type"]) == (code, "prefill_refused")
+            assert answer.error["message"] == f"the prefill was refused: {script.refusal}"
+            assert failures(here) == []
 
 
 # -- answers that do not end, and errors inside streams --------------------------------------------------------------
 
 
-def test_a_refusal_whose_stream_goes_on_is_forwarded_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_whose_stream_goes_on_is_forwarded_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatched_request, "HELD_S", 0.1)
     refusal = json.dumps({"error": {"message": FULL, "code": 503}}).encode()
 
-    async def scenario() -> None:
-        def event(index: int, body: dict[str, Any]) -> bytes:
-            return refusal if index == 0 else b'{"text": "w"}'
+    def event(index: int, body: dict[str, Any]) -> bytes:
+        return refusal if index == 0 else b'{"text": "w"}'
 
-        script = Script(events=2, gap_s=1.0, event=event)
-        async with setting("unified", "unified", scripts={1: script}) as here:
-            answer = await here.ask(FORMS[1][1])
-            assert answer.events == [refusal.decode(), '{"text": "w"}', "[DONE]"]
-            assert len(here.control.of(m.Ask)) == 1
-            assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
-            here.check_balance()
-
-    run(scenario)
+    script = Script(events=2, gap_s=1.0, event=event)
+    async with setting("unified", "unified", scripts={1: script}) as here:
+        answer = await here.ask(FORMS[1][1])
+        assert answer.events == [refusal.decode(), '{"text": "w"}', "[DONE]"]
+        assert len(here.control.of(m.Ask)) == 1
+        assert here.ended()[0].outcome is m.Outcome.INSTANCE_REFUSED
 
 
 @pytest.mark.parametrize(("code", "kind"), [(400, None), (500, m.FailureKind.STATUS), (503, m.FailureKind.FULL)])
 @pytest.mark.parametrize("at", [0, 2])
-def test_an_error_inside_a_stream_is_seen(at: int, code: int, kind: m.FailureKind | None) -> None:
+async def test_an_error_inside_a_stream_is_seen(at: int, code: int, kind: m.FailureKind | None) -> None:
     """After the first token it is the client's as well, and the instance is reported as for a status."""
     outcomes = {400: m.Outcome.OK, 500: m.Outcome.UPSTREAM_ERROR, 503: m.Outcome.INSTANCE_REFUSED}
 
-    async def scenario() -> None:
-        def event(index: int, body: dict[str, Any]) -> bytes:
-            if index < at:
-                return json.dumps({"text": "w", "meta_info": {"finish_reason": None}}).encode()
-            if code == 500:  # an abort with it is no answer: ``test_losses``
-                return json.dumps({"error": {"message": "scripted", "code": code}}).encode()
-            reason = {"type": "abort", "status_code": code, "message": "scripted"}
-            return json.dumps({"text": "w", "meta_info": {"finish_reason": reason}}).encode()
+    def event(index: int, body: dict[str, Any]) -> bytes:
+        if index < at:
+            return json.dumps({"text": "w", "meta_info": {"finish_reason": None}}).encode()
+        if code == 500:  # an abort with it is no answer: ``test_losses``
+            return json.dumps({"error": {"message": "scripted", "code": code}}).encode()
+        reason = {"type": "abort", "status_code": code, "message": "scripted"}
+        return json.dumps({"text": "w", "meta_info": {"finish_reason": reason}}).encode()
 
-        script = Script(events=at + 1, gap_s=0.02, event=event)
-        async with setting("unified", scripts={0: script}, config=RelayConfig(full_attempts=1)) as here:
-            answer = await here.ask(FORMS[1][1])
-            assert len(answer.events) == at + 2
-            assert failures(here) == ([] if kind is None else [(0, kind)])
-            assert here.ended()[0].outcome is outcomes[code]
-            here.check_balance()
-
-    run(scenario)
+    script = Script(events=at + 1, gap_s=0.02, event=event)
+    async with setting("unified", scripts={0: script}, config=RelayConfig(full_attempts=1)) as here:
+        answer = await here.ask(FORMS[1][1])
+        assert len(answer.events) == at + 2
+        assert failures(here) == ([] if kind is None else [(0, kind)])
+        assert here.ended()[0].outcome is outcomes[code]
 
 
 ECHO = json.dumps({"response": {"metadata": {"error": {"code": 503}}}}).encode()
@@ -280,87 +235,68 @@ TOOL = json.dumps({"content": [{"type": "tool_use", "input": {"error": {"code": 
         ("/v1/messages", {"messages": []}, Script(body=TOOL)),
     ],
 )
-def test_words_of_the_client_or_the_model_are_no_refusal(path: str, body: dict[str, Any], script: Script) -> None:
+async def test_words_of_the_client_or_the_model_are_no_refusal(path: str, body: dict[str, Any], script: Script) -> None:
     """They are objects in these answers: a request that was served would be computed again, and its instance full."""
-
-    async def scenario() -> None:
-        async with setting("unified", "unified", scripts={0: script, 1: script}) as here:
-            assert (await here.ask(body, path)).status == 200
-            assert len(here.control.of(m.Ask)) == 1
-            assert failures(here) == []
-            assert here.ended()[0].outcome is m.Outcome.OK
-            here.check_balance()
-
-    run(scenario)
+    async with setting("unified", "unified", scripts={0: script, 1: script}) as here:
+        assert (await here.ask(body, path)).status == 200
+        assert len(here.control.of(m.Ask)) == 1
+        assert failures(here) == []
+        assert here.ended()[0].outcome is m.Outcome.OK
 
 
 @pytest.mark.parametrize("status", [500, 503, 502])
-def test_no_connection_is_used_again_after_an_answer_of_500_or_above(status: int) -> None:
+async def test_no_connection_is_used_again_after_an_answer_of_500_or_above(status: int) -> None:
     """An instance closes it behind an exception, and may not have said so."""
 
     body = {"text": "hello"}
-
-    async def scenario() -> None:
-        async with setting("unified", scripts={0: Script(status=status)}, config=RelayConfig(full_attempts=1)) as here:
-            for count in (1, 2, 3):
-                assert (await here.ask(body)).status == status
-                assert here.instances[0].connections == count
-            here.instances[0].script = Script(status=400)
-            for _ in range(3):
-                assert (await here.ask(body)).status == 400
-            assert here.instances[0].connections == 4
-            here.check_balance()
-
-    run(scenario)
+    async with setting("unified", scripts={0: Script(status=status)}, config=RelayConfig(full_attempts=1)) as here:
+        for count in (1, 2, 3):
+            assert (await here.ask(body)).status == status
+            assert here.instances[0].connections == count
+        here.instances[0].script = Script(status=400)
+        for _ in range(3):
+            assert (await here.ask(body)).status == 400
+        assert here.instances[0].connections == 4
 
 
-def test_an_event_in_pieces_is_read_as_a_whole() -> None:
+async def test_an_event_in_pieces_is_read_as_a_whole() -> None:
     """A stream whose first event comes in two segments; a client that leaves meanwhile costs nothing."""
     event = json.dumps({"error": {"message": FULL, "code": 503}})
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     chunk = f"data: {event}\n\n".encode()
     framed = b"%x\r\n%s\r\n0\r\n\r\n" % (len(chunk), chunk)
+    go_on = asyncio.Event()
 
-    async def scenario() -> None:
-        go_on = asyncio.Event()
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + framed[:30])
+        await go_on.wait()
+        writer.write(framed[30:])
 
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(head + framed[:30])
-            await go_on.wait()
-            writer.write(framed[30:])
-
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        async with server, setting("unified", "unified") as here:
-            port = server.sockets[0].getsockname()[1]
-            broken = here.instances[1].worker(port=port)
-            here.control.workers = (here.instances[0].worker(), broken)
-            here.relay.on_message(here.control.table())
-            asked = asyncio.ensure_future(here.ask(FORMS[1][1]))
-            await here.until(lambda: here.control.of(m.Progress))
-            await asyncio.sleep(0.05)
-            assert m.Milestone.FIRST_TOKEN not in [progress.milestone for progress in here.control.of(m.Progress)]
-            go_on.set()
-            assert "w0" in (await asked).body.decode()
-            assert failures(here) == [(1, m.FailureKind.FULL)]
-            here.check_balance()
-
-    run(scenario)
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server, setting("unified", "unified") as here:
+        port = server.sockets[0].getsockname()[1]
+        broken = here.instances[1].worker(port=port)
+        here.control.workers = (here.instances[0].worker(), broken)
+        here.relay.on_message(here.control.table())
+        asked = asyncio.ensure_future(here.ask(FORMS[1][1]))
+        await here.until(lambda: here.control.of(m.Progress))
+        await asyncio.sleep(0.05)
+        assert m.Milestone.FIRST_TOKEN not in [progress.milestone for progress in here.control.of(m.Progress)]
+        go_on.set()
+        assert "w0" in (await asked).body.decode()
+        assert failures(here) == [(1, m.FailureKind.FULL)]
 
 
-def test_a_client_that_goes_while_a_refusal_is_held() -> None:
-    async def scenario() -> None:
-        async with setting("unified", scripts={0: Script(refusals=[503])}) as here:
-            here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else None
-            _, writer = await here.connect()
-            writer.write(request_bytes(FORMS[0][1]))
-            await here.until(lambda: len(here.control.of(m.Ask)) == 2)
-            writer.close()
-            [ended] = await here.until(here.ended)
-            assert ended.outcome is m.Outcome.CLIENT_GONE
-            here.check_balance()
-
-    run(scenario)
+async def test_a_client_that_goes_while_a_refusal_is_held() -> None:
+    async with setting("unified", scripts={0: Script(refusals=[503])}) as here:
+        here.control.answer = lambda ask: here.control.assign(ask) if ask.attempt == 1 else None
+        _, writer = await here.connect()
+        writer.write(request_bytes(FORMS[0][1]))
+        await here.until(lambda: len(here.control.of(m.Ask)) == 2)
+        writer.close()
+        [ended] = await here.until(here.ended)
+        assert ended.outcome is m.Outcome.CLIENT_GONE
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 import pytest
+from fake_sglang import Script
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.instances import Script
 from support.relays import read_answer, request_bytes, run, setting
 
 from pla_sglang.common.errors import ConfigError
@@ -39,7 +39,6 @@ def test_requests_in_any_pieces(cuts: list[int], chunks: bool) -> None:
                 assert (await read_answer(reader)).status == 200
             writer.close()
             assert [fields["number"] for fields in here.instances[0].bodies] == [0, 1]
-            here.check_balance()
 
     run(scenario)
 
@@ -79,7 +78,6 @@ def test_streams_in_any_pieces(contents: list[bytes], cuts: list[int]) -> None:
             answer = await here.ask(STREAM)
             assert answer.body == b"".join(contents)
             assert here.ended()[0].output_bytes == len(body)
-            here.check_balance()
         server.close()
 
     run(scenario)
@@ -96,7 +94,6 @@ def test_noise_never_reaches_an_instance(noise: bytes) -> None:
             await asyncio.wait_for(reader.read(), 5)
             writer.close()
             assert here.instances[0].requests == []
-            here.check_balance()
             assert (await here.ask(ASK)).status == 200
 
     run(scenario)
@@ -128,199 +125,163 @@ REFUSED: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
+async def test_what_is_refused(name: str) -> None:
     raw, status = REFUSED[name]
-
-    async def scenario() -> None:
-        async with setting("unified", config=LIMITS) as here:
-            reader, writer = await here.connect()
-            writer.write(raw)
-            answer = await read_answer(reader)
-            assert answer.status == status
-            assert answer.error["message"]
-            assert here.instances[0].requests == []
-            assert here.control.of(m.Ask) == []
-            assert any(key.startswith("bad_requests_total") for key in here.relay.context.counters.values)
-            writer.close()
-
-    run(scenario)
+    async with setting("unified", config=LIMITS) as here:
+        reader, writer = await here.connect()
+        writer.write(raw)
+        answer = await read_answer(reader)
+        assert answer.status == status
+        assert answer.error["message"]
+        assert here.instances[0].requests == []
+        assert here.control.of(m.Ask) == []
+        assert any(key.startswith("bad_requests_total") for key in here.relay.context.counters.values)
+        writer.close()
 
 
-def test_a_client_that_still_sends_reads_why_it_is_refused() -> None:
-    async def scenario() -> None:
-        async with setting("unified", config=LIMITS) as here:
-            reader, writer = await here.connect()
-            writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n")
-            for _ in range(90):
-                writer.write(b"x" * 100_000)
-            assert (await read_answer(reader)).status == 413
-            await here.until(lambda: here.relay.read_gauges()["client_connections"] == 0)
-            writer.transport.abort()
-
-    run(scenario)
+async def test_a_client_that_still_sends_reads_why_it_is_refused() -> None:
+    async with setting("unified", config=LIMITS) as here:
+        reader, writer = await here.connect()
+        writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 9000000\r\n\r\n")
+        for _ in range(90):
+            writer.write(b"x" * 100_000)
+        assert (await read_answer(reader)).status == 413
+        await here.until(lambda: here.relay.read_gauges()["client_connections"] == 0)
+        writer.transport.abort()
 
 
-def test_headers_say_what_a_request_wants() -> None:
-    async def scenario() -> None:
-        async with setting("unified") as here:
-            trace = f"00-{'a' * 32}-{'b' * 16}-01"
-            wishes = {"x-slo-ttft-ms": "400", "x-slo-tpot-ms": "50.5", "x-priority": "-3", "traceparent": trace}
-            await here.ask(
-                STREAM | {"max_tokens": 7}, headers={**wishes, "authorization": "Bearer k", "x-session-id": "s"}
-            )
-            [ask] = here.control.of(m.Ask)
-            found = (
-                ask.ttft_slo_ms,
-                ask.tpot_slo_ms,
-                ask.priority,
-                ask.trace,
-                ask.session,
-                ask.output_tokens,
-                ask.stream,
-            )
-            assert found == (400.0, 50.5, -3, trace, "s", 7, True)
-            assert ask.tenant is not None
-            assert "Bearer" not in ask.tenant
-            assert here.instances[0].bodies[0]["priority"] == -3
-            assert ask.answer_tokens is None
-            stated = {"x-tenant-id": "acme", "authorization": "Bearer k", "x-answer-tokens": "1200"}
-            await here.ask(ASK, headers=stated)
-            assert here.control.of(m.Ask)[1].tenant == "acme"
-            assert here.control.of(m.Ask)[1].answer_tokens == 1200
-
-    run(scenario)
+async def test_headers_say_what_a_request_wants() -> None:
+    async with setting("unified") as here:
+        trace = f"00-{'a' * 32}-{'b' * 16}-01"
+        wishes = {"x-slo-ttft-ms": "400", "x-slo-tpot-ms": "50.5", "x-priority": "-3", "traceparent": trace}
+        await here.ask(STREAM | {"max_tokens": 7}, headers={**wishes, "authorization": "Bearer k", "x-session-id": "s"})
+        [ask] = here.control.of(m.Ask)
+        found = (
+            ask.ttft_slo_ms,
+            ask.tpot_slo_ms,
+            ask.priority,
+            ask.trace,
+            ask.session,
+            ask.output_tokens,
+            ask.stream,
+        )
+        assert found == (400.0, 50.5, -3, trace, "s", 7, True)
+        assert ask.tenant is not None
+        assert "Bearer" not in ask.tenant
+        assert here.instances[0].bodies[0]["priority"] == -3
+        assert ask.answer_tokens is None
+        stated = {"x-tenant-id": "acme", "authorization": "Bearer k", "x-answer-tokens": "1200"}
+        await here.ask(ASK, headers=stated)
+        assert here.control.of(m.Ask)[1].tenant == "acme"
+        assert here.control.of(m.Ask)[1].answer_tokens == 1200
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "title": "\u00fc \u2028"}}}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_the_openai_clients_fields_reach_the_instances_unchanged() -> None:
+async def test_the_openai_clients_fields_reach_the_instances_unchanged() -> None:
     """Tools, a JSON schema, logprobs, and whatever else the router knows nothing of."""
     from openai import AsyncOpenAI
 
-    async def scenario() -> None:
-        async with setting("prefill", "decode") as here:
-            url = f"http://127.0.0.1:{here.relay.listener.port}/v1"
-            fields: dict[str, Any] = {
-                "model": "m",
-                "messages": [{"role": "user", "content": "\u00fc \U0001f600"}],
-                "tools": [TOOL],
-                "tool_choice": {"type": "function", "function": {"name": "look_up"}},
-                "response_format": SCHEMA,
-                "logprobs": True,
-                "top_logprobs": 3,
-            }
-            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=10) as client:
-                await client.chat.completions.create(**fields, extra_body={"chat_template_kwargs": {"thinking": True}})
-            wanted = fields | {"chat_template_kwargs": {"thinking": True}}
-            for one in here.instances:
-                assert {name: one.bodies[0][name] for name in wanted} == wanted
-                added = set(one.bodies[0]) - set(wanted)
-                assert added == {"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
-            here.check_balance()
-
-    run(scenario)
+    async with setting("prefill", "decode") as here:
+        url = f"http://127.0.0.1:{here.relay.listener.port}/v1"
+        fields: dict[str, Any] = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "\u00fc \U0001f600"}],
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "look_up"}},
+            "response_format": SCHEMA,
+            "logprobs": True,
+            "top_logprobs": 3,
+        }
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=10) as client:
+            await client.chat.completions.create(**fields, extra_body={"chat_template_kwargs": {"thinking": True}})
+        wanted = fields | {"chat_template_kwargs": {"thinking": True}}
+        for one in here.instances:
+            assert {name: one.bodies[0][name] for name in wanted} == wanted
+            added = set(one.bodies[0]) - set(wanted)
+            assert added == {"rid", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
 
 
 @pytest.mark.parametrize("body", [ASK, STREAM])
-def test_an_old_client_gets_an_answer_that_it_can_read(body: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with setting("unified") as here:
-            reader, writer = await here.connect()
-            writer.write(request_bytes(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
-            raw = await asyncio.wait_for(reader.read(), 5)
-            head, _, content = raw.partition(b"\r\n\r\n")
-            assert b"transfer-encoding" not in head.lower()
-            assert content.startswith(b"data: {" if body is STREAM else b"{")
-            assert content.endswith(b"[DONE]\n\n" if body is STREAM else b"}")
-            writer.close()
-
-    run(scenario)
+async def test_an_old_client_gets_an_answer_that_it_can_read(body: dict[str, Any]) -> None:
+    async with setting("unified") as here:
+        reader, writer = await here.connect()
+        writer.write(request_bytes(body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        raw = await asyncio.wait_for(reader.read(), 5)
+        head, _, content = raw.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head.lower()
+        assert content.startswith(b"data: {" if body is STREAM else b"{")
+        assert content.endswith(b"[DONE]\n\n" if body is STREAM else b"}")
+        writer.close()
 
 
-def test_expect_continue() -> None:
-    async def scenario() -> None:
-        async with setting("unified") as here:
-            reader, writer = await here.connect()
-            head, _, body = request_bytes(ASK, headers={"Expect": "100-continue"}).partition(b"\r\n\r\n")
-            writer.write(head + b"\r\n\r\n")
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            writer.write(body)
-            assert (await read_answer(reader)).status == 200
-            writer.close()
-
-    run(scenario)
+async def test_expect_continue() -> None:
+    async with setting("unified") as here:
+        reader, writer = await here.connect()
+        head, _, body = request_bytes(ASK, headers={"Expect": "100-continue"}).partition(b"\r\n\r\n")
+        writer.write(head + b"\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await read_answer(reader)).status == 200
+        writer.close()
 
 
-def test_what_is_about_the_clients_connection_stays_here() -> None:
-    async def scenario() -> None:
-        async with setting("unified") as here:
-            for options in ("keep-alive", "Keep-Alive, X-Mine"):
-                headers = {"connection": options, "x-mine": "1", "x-yours": "2", "keep-alive": "timeout=5"}
-                assert (await here.ask(ASK, headers=headers)).status == 200
-            first, second = ({name for name, _ in one.headers} for one, _ in here.instances[0].requests)
-            assert first - second == {b"x-mine"}
-            assert not {b"connection", b"keep-alive"} & first
-
-    run(scenario)
+async def test_what_is_about_the_clients_connection_stays_here() -> None:
+    async with setting("unified") as here:
+        for options in ("keep-alive", "Keep-Alive, X-Mine"):
+            headers = {"connection": options, "x-mine": "1", "x-yours": "2", "keep-alive": "timeout=5"}
+            assert (await here.ask(ASK, headers=headers)).status == 200
+        first, second = ({name for name, _ in one.headers} for one, _ in here.instances[0].requests)
+        assert first - second == {b"x-mine"}
+        assert not {b"connection", b"keep-alive"} & first
 
 
-def test_an_id_that_is_in_use() -> None:
-    async def scenario() -> None:
-        async with setting("unified", scripts={0: Script(first_s=0.2)}) as here:
-            first = asyncio.ensure_future(here.ask(ASK | {"rid": "the-same-name"}))
-            await here.until(lambda: here.relay.requests)
-            second = await here.ask(ASK | {"rid": "the-same-name"})
-            assert (second.status, second.error["type"]) == (409, "rid_in_use")
-            assert (await first).status == 200
-            here.check_balance()
-
-    run(scenario)
+async def test_an_id_that_is_in_use() -> None:
+    async with setting("unified", scripts={0: Script(first_s=0.2)}) as here:
+        first = asyncio.ensure_future(here.ask(ASK | {"rid": "the-same-name"}))
+        await here.until(lambda: here.relay.requests)
+        second = await here.ask(ASK | {"rid": "the-same-name"})
+        assert (second.status, second.error["type"]) == (409, "rid_in_use")
+        assert (await first).status == 200
 
 
-def test_keys() -> None:
-    async def scenario() -> None:
-        config = RelayConfig(api_key="users", admin_key="root")
-        async with setting("unified", config=config) as here:
-            right = {"authorization": "Bearer users"}
-            assert (await here.ask(ASK)).status == 401
-            assert (await here.ask(ASK, headers={"authorization": "Bearer user"})).status == 401
-            assert (await here.ask(ASK, headers=right)).status == 200
-            seen = {name for name, _ in here.instances[0].requests[0][0].headers}
-            assert b"authorization" not in seen, "the router's key is not the instances' matter"
-            for path in ("/pla/state", "/workers", "/workers/3/drain"):
-                assert (await here.ask(None, path, method="GET", headers=right)).status == 401
-                admin = await here.ask(None, path, method="GET", headers={"authorization": "Bearer root"})
-                assert json.loads(admin.body)["path"] == path
-            assert (await here.ask(None, "/metrics", method="GET")).status == 200
-            assert (await here.ask(None, "/health", method="GET")).status == 200
-            here.check_balance()
-        async with setting("unified", config=RelayConfig(api_key="users")) as here:  # then it is the operators' as well
-            assert (await here.ask({"url": "http://127.0.0.1:1"}, "/workers")).status == 401
-            assert (await here.ask(None, "/workers", method="GET", headers=right)).status == 200
-
-    run(scenario)
+async def test_keys() -> None:
+    config = RelayConfig(api_key="users", admin_key="root")
+    async with setting("unified", config=config) as here:
+        right = {"authorization": "Bearer users"}
+        assert (await here.ask(ASK)).status == 401
+        assert (await here.ask(ASK, headers={"authorization": "Bearer user"})).status == 401
+        assert (await here.ask(ASK, headers=right)).status == 200
+        seen = {name for name, _ in here.instances[0].requests[0][0].headers}
+        assert b"authorization" not in seen, "the router's key is not the instances' matter"
+        for path in ("/pla/state", "/workers", "/workers/3/drain"):
+            assert (await here.ask(None, path, method="GET", headers=right)).status == 401
+            admin = await here.ask(None, path, method="GET", headers={"authorization": "Bearer root"})
+            assert json.loads(admin.body)["path"] == path
+        assert (await here.ask(None, "/metrics", method="GET")).status == 200
+        assert (await here.ask(None, "/health", method="GET")).status == 200
+    async with setting("unified", config=RelayConfig(api_key="users")) as here:  # then it is the operators' as well
+        assert (await here.ask({"url": "http://127.0.0.1:1"}, "/workers")).status == 401
+        assert (await here.ask(None, "/workers", method="GET", headers=right)).status == 200
 
 
-def test_what_any_instance_can_answer() -> None:
-    async def scenario() -> None:
-        async with setting("prefill", "decode") as here:
-            answers = [await here.ask(None, "/v1/models", method="GET") for _ in range(4)]
-            assert [(answer.status, answer.body) for answer in answers] == [(200, b"{}")] * 4
-            assert [len(one.requests) for one in here.instances] == [2, 2]
-            health = await here.ask(None, "/health_generate", method="GET")
-            assert health.status == 200
-            assert [one.requests[-1][0].target for one in here.instances] == [b"/health_generate"] * 2
-            await here.instances[1].stop()
-            assert (await here.ask(None, "/health_generate", method="GET")).status == 503
-            here.control.workers = ()
-            here.relay.on_message(here.control.table())
-            assert (await here.ask(None, "/health", method="GET")).status == 503
-            nobody = await here.ask(None, "/v1/models", method="GET")
-            assert (nobody.status, nobody.headers["retry-after"]) == (503, "1")
-
-    run(scenario)
+async def test_what_any_instance_can_answer() -> None:
+    async with setting("prefill", "decode") as here:
+        answers = [await here.ask(None, "/v1/models", method="GET") for _ in range(4)]
+        assert [(answer.status, answer.body) for answer in answers] == [(200, b"{}")] * 4
+        assert [len(one.requests) for one in here.instances] == [2, 2]
+        health = await here.ask(None, "/health_generate", method="GET")
+        assert health.status == 200
+        assert [one.requests[-1][0].target for one in here.instances] == [b"/health_generate"] * 2
+        await here.instances[1].stop()
+        assert (await here.ask(None, "/health_generate", method="GET")).status == 503
+        here.control.workers = ()
+        here.relay.on_message(here.control.table())
+        assert (await here.ask(None, "/health", method="GET")).status == 503
+        nobody = await here.ask(None, "/v1/models", method="GET")
+        assert (nobody.status, nobody.headers["retry-after"]) == (503, "1")
 
 
 def test_settings_check_themselves() -> None:
@@ -330,17 +291,13 @@ def test_settings_check_themselves() -> None:
 
 
 @pytest.mark.parametrize("path", ["/health", "/generate", "/nowhere", "/v1/models", "/metrics", "/openapi.json"])
-def test_an_answer_to_head_has_no_body(path: str) -> None:
+async def test_an_answer_to_head_has_no_body(path: str) -> None:
     """Its client takes what follows the head for the beginning of the next answer."""
-
-    async def scenario() -> None:
-        async with setting("unified") as here:
-            reader, writer = await here.connect()
-            writer.write(request_bytes(None, path, method="HEAD"))
-            answer = await read_answer(reader, method="HEAD")
-            assert answer.status == {"/health": 200, "/generate": 405, "/nowhere": 404}.get(path, 200)
-            writer.write(request_bytes(None, "/health", method="GET"))
-            assert (await read_answer(reader, method="GET")).status == 200
-            writer.close()
-
-    run(scenario)
+    async with setting("unified") as here:
+        reader, writer = await here.connect()
+        writer.write(request_bytes(None, path, method="HEAD"))
+        answer = await read_answer(reader, method="HEAD")
+        assert answer.status == {"/health": 200, "/generate": 405, "/nowhere": 404}.get(path, 200)
+        writer.write(request_bytes(None, "/health", method="GET"))
+        assert (await read_answer(reader, method="GET")).status == 200
+        writer.close()

@@ -9,7 +9,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from support.relays import Setting, read_answer, request_bytes, run, setting
+from support.relays import Setting, read_answer, request_bytes, setting
 
 from pla_sglang.fleet.router.wire import messages as m
 
@@ -59,85 +59,66 @@ async def scripted(answers: Answers, *, reset: bool = False) -> AsyncIterator[Se
 
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
 @pytest.mark.parametrize("framing", [b"content-length: 41\r\n", b"transfer-encoding: chunked\r\n"])
-def test_a_late_body_is_nobodys_answer(status: bytes, framing: bytes) -> None:
+async def test_a_late_body_is_nobodys_answer(status: bytes, framing: bytes) -> None:
     poison = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nPOISON"
     good = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\ngood"
 
     def answers(count: int) -> list[bytes]:
         return [b"HTTP/1.1 " + status + b"\r\n" + framing + b"\r\n", poison] if count == 1 else [good]
 
-    async def scenario() -> None:
-        async with scripted(answers) as here:
-            reader, writer = await here.connect()
+    async with scripted(answers) as here:
+        reader, writer = await here.connect()
+        writer.write(request_bytes(ASK))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status)
+        assert b"transfer-encoding" not in head
+        assert (b"content-length" in head) == (status.startswith(b"304") and b"length" in framing)
+        for _ in range(3):
             writer.write(request_bytes(ASK))
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 " + status)
-            assert b"transfer-encoding" not in head
-            assert (b"content-length" in head) == (status.startswith(b"304") and b"length" in framing)
-            for _ in range(3):
-                writer.write(request_bytes(ASK))
-                assert (await read_answer(reader)).body == b"good"
-            writer.close()
-            here.check_balance()
-
-    run(scenario)
+            assert (await read_answer(reader)).body == b"good"
+        writer.close()
 
 
 @pytest.mark.parametrize("case", ["old client, stream lost", "end of connection, reset"])
-def test_a_cut_answer_does_not_look_complete(case: str) -> None:
+async def test_a_cut_answer_does_not_look_complete(case: str) -> None:
     """Where its end is that of the connection, the client's connection is reset."""
     old = case.startswith("old")
     body = [EVENTS + chunk(b'data: {"text":"a"}\n\n')] if old else [b"HTTP/1.1 200 OK\r\n\r\nhalf of it"]
-
-    async def scenario() -> None:
-        async with scripted(lambda count: [*body, b""], reset=True) as here:
-            reader, writer = await here.connect()
-            raw = request_bytes(STREAM)
-            writer.write(raw.replace(b"HTTP/1.1", b"HTTP/1.0") if old else raw)
-            with pytest.raises(ConnectionResetError):
-                await asyncio.wait_for(reader.read(), 5)
-            writer.close()
-            assert here.ended()[0].outcome is m.Outcome.UPSTREAM_LOST
-            here.check_balance()
-
-    run(scenario)
+    async with scripted(lambda count: [*body, b""], reset=True) as here:
+        reader, writer = await here.connect()
+        raw = request_bytes(STREAM)
+        writer.write(raw.replace(b"HTTP/1.1", b"HTTP/1.0") if old else raw)
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        assert here.ended()[0].outcome is m.Outcome.UPSTREAM_LOST
 
 
-def test_an_error_event_begins_behind_a_blank_line() -> None:
+async def test_an_error_event_begins_behind_a_blank_line() -> None:
     """The instance dies between two chunks, in the middle of an event."""
-
-    async def scenario() -> None:
-        events = b'data: {"text":"a"}\n\ndata: {"text":"on'
-        async with scripted(lambda count: [EVENTS + chunk(events), b""]) as here:
-            answer = await here.ask(STREAM)
-            _, unfinished, failure = answer.events
-            assert unfinished == '{"text":"on'
-            assert failure.startswith('{"error":')
-            here.check_balance()
-
-    run(scenario)
+    events = b'data: {"text":"a"}\n\ndata: {"text":"on'
+    async with scripted(lambda count: [EVENTS + chunk(events), b""]) as here:
+        answer = await here.ask(STREAM)
+        _, unfinished, failure = answer.events
+        assert unfinished == '{"text":"on'
+        assert failure.startswith('{"error":')
 
 
-def test_what_is_about_the_instances_connection_stays_here() -> None:
+async def test_what_is_about_the_instances_connection_stays_here() -> None:
     fields = [
         *("connection: keep-alive, x-secret", "x-secret: 1", "upgrade: h2c", "proxy-connection: keep-alive"),
         *("trailer: x", "keep-alive: timeout=5", "te: trailers", "x-request-id: theirs", "x-yours: kept"),
     ]
     head = "\r\n".join(["HTTP/1.1 200 OK", "content-length: 2", *fields, "", "{}"]).encode()
-
-    async def scenario() -> None:
-        async with scripted(lambda count: [head]) as here:
-            reader, writer = await here.connect()
-            for _ in range(2):
-                writer.write(request_bytes(ASK))
-                raw = await reader.readuntil(b"{}")
-                names = [line.partition(b":")[0] for line in raw.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:]]
-                assert sorted(names) == [b"content-length", b"x-request-id", b"x-yours"]
-                assert b"theirs" not in raw
-            writer.close()
-            here.check_balance()
-
-    run(scenario)
+    async with scripted(lambda count: [head]) as here:
+        reader, writer = await here.connect()
+        for _ in range(2):
+            writer.write(request_bytes(ASK))
+            raw = await reader.readuntil(b"{}")
+            names = [line.partition(b":")[0] for line in raw.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:]]
+            assert sorted(names) == [b"content-length", b"x-request-id", b"x-yours"]
+            assert b"theirs" not in raw
+        writer.close()
 
 
 BAD_HEADS = {
@@ -147,12 +128,8 @@ BAD_HEADS = {
 
 
 @pytest.mark.parametrize("name", BAD_HEADS)
-def test_a_head_that_is_not_taken(name: str) -> None:
-    async def scenario() -> None:
-        async with scripted(lambda count: [BAD_HEADS[name]]) as here:
-            answer = await here.ask(ASK)
-            assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
-            assert here.control.of(m.Failure)[0].kind is m.FailureKind.BAD_ANSWER
-            here.check_balance()
-
-    run(scenario)
+async def test_a_head_that_is_not_taken(name: str) -> None:
+    async with scripted(lambda count: [BAD_HEADS[name]]) as here:
+        answer = await here.ask(ASK)
+        assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
+        assert here.control.of(m.Failure)[0].kind is m.FailureKind.BAD_ANSWER

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.instances import Script
-from support.relays import request_bytes, run, setting
+from fake_sglang import Script
+from support.relays import request_bytes, setting
 
 from pla_sglang.fleet.router.http import json_body
 from pla_sglang.fleet.router.relay.routes import PASSED_GET, PASSED_POST, ROUTES
@@ -75,92 +75,68 @@ def test_nested_lists_are_not_scanned_level_by_level(path: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_body_reaches_an_instance_as_it_is(path: str) -> None:
+async def test_the_body_reaches_an_instance_as_it_is(path: str) -> None:
     """But for the request's id, where SGLang takes one under this name."""
     fields = BODIES[path][0]
-
-    async def scenario() -> None:
-        async with setting("unified") as here:
-            answer = await here.ask(fields, path)
-            assert answer.status == 200
-            [ask] = here.control.of(m.Ask)
-            assert ask.endpoint is PATHS[path].endpoint
-            member = PATHS[path].rid_member
-            assert here.instances[0].bodies == [fields | ({member: ask.rid} if member else {})]
-            assert here.instances[0].requests[0][0].target == path.encode()
-            assert answer.headers["x-request-id"] == ask.rid
-            here.check_balance()
-
-    run(scenario)
+    async with setting("unified") as here:
+        answer = await here.ask(fields, path)
+        assert answer.status == 200
+        [ask] = here.control.of(m.Ask)
+        assert ask.endpoint is PATHS[path].endpoint
+        member = PATHS[path].rid_member
+        assert here.instances[0].bodies == [fields | ({member: ask.rid} if member else {})]
+        assert here.instances[0].requests[0][0].target == path.encode()
+        assert answer.headers["x-request-id"] == ask.rid
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_streams_are_passed_on(path: str) -> None:
-    async def scenario() -> None:
-        async with setting("unified", scripts={0: Script(events=5, gap_s=0.01)}) as here:
-            answer = await here.ask(BODIES[path][0] | {"stream": True}, path)
-            assert len(answer.events) == 6
-            [ended] = here.ended()
-            assert (ended.outcome, ended.events) == (m.Outcome.OK, 6)
-            here.check_balance()
-
-    run(scenario)
+async def test_streams_are_passed_on(path: str) -> None:
+    async with setting("unified", scripts={0: Script(events=5, gap_s=0.01)}) as here:
+        answer = await here.ask(BODIES[path][0] | {"stream": True}, path)
+        assert len(answer.events) == 6
+        [ended] = here.ended()
+        assert (ended.outcome, ended.events) == (m.Outcome.OK, 6)
 
 
-def test_a_client_that_goes_frees_the_instance() -> None:
+async def test_a_client_that_goes_frees_the_instance() -> None:
     """By the request's id, where it has one there; else by the end of the connection."""
-
-    async def scenario() -> None:
-        for path in ("/v1/responses", "/v1/embeddings"):
-            async with setting("unified", scripts={0: Script(first_s=30)}) as here:
-                _, writer = await here.connect()
-                writer.write(request_bytes(BODIES[path][0], path))
-                await here.until(lambda: here.instances[0].held)
-                writer.close()
-                await here.until(lambda: not here.instances[0].held, patience_s=1.0)
-                [ended] = here.ended()
-                assert ended.outcome is m.Outcome.CLIENT_GONE
-                here.check_balance()
-
-    run(scenario)
+    for path in ("/v1/responses", "/v1/embeddings"):
+        async with setting("unified", scripts={0: Script(first_s=30)}) as here:
+            _, writer = await here.connect()
+            writer.write(request_bytes(BODIES[path][0], path))
+            await here.until(lambda: here.instances[0].held)
+            writer.close()
+            await here.until(lambda: not here.instances[0].held)
+            [ended] = here.ended()
+            assert ended.outcome is m.Outcome.CLIENT_GONE
 
 
 @pytest.mark.parametrize("fields", [{"previous_response_id": "resp_1"}, {"background": True}])
-def test_what_one_instance_keeps_is_not_asked_of_another(fields: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with setting("unified") as here:
-            refused = await here.ask({"input": "a", **fields}, "/v1/responses")
-            assert (refused.status, refused.error["type"]) == (501, "stored_response")
-            assert (await here.ask({"input": "a", **dict.fromkeys(fields)}, "/v1/responses")).status == 200
-            assert (await here.ask({"text": "a", **fields}, "/generate")).status == 200  # only words there
-
-    run(scenario)
+async def test_what_one_instance_keeps_is_not_asked_of_another(fields: dict[str, Any]) -> None:
+    async with setting("unified") as here:
+        refused = await here.ask({"input": "a", **fields}, "/v1/responses")
+        assert (refused.status, refused.error["type"]) == (501, "stored_response")
+        assert (await here.ask({"input": "a", **dict.fromkeys(fields)}, "/v1/responses")).status == 200
+        assert (await here.ask({"text": "a", **fields}, "/generate")).status == 200  # only words there
 
 
 @pytest.mark.parametrize("path", ["/v1/responses/resp_1", "/v1/responses/x/cancel", *NOT_SERVED])
-def test_what_is_not_served_says_why(path: str) -> None:
-    async def scenario() -> None:
-        async with setting("unified") as here:
-            for method in ("GET", "POST"):
-                refused = await here.ask(None, path, method=method)
-                assert (refused.status, refused.error["type"]) == (501, "not_served")
-                assert path in refused.error["message"]
-            assert here.instances[0].requests == []
-
-    run(scenario)
+async def test_what_is_not_served_says_why(path: str) -> None:
+    async with setting("unified") as here:
+        for method in ("GET", "POST"):
+            refused = await here.ask(None, path, method=method)
+            assert (refused.status, refused.error["type"]) == (501, "not_served")
+            assert path in refused.error["message"]
+        assert here.instances[0].requests == []
 
 
 @pytest.mark.parametrize("path", PASSED_POST)
-def test_the_tokenizers_work_is_any_instances(path: str) -> None:
+async def test_the_tokenizers_work_is_any_instances(path: str) -> None:
     """Pairs do it as well, and it is no request of the policy."""
-
-    async def scenario() -> None:
-        async with setting("prefill", "decode") as here:
-            await here.ask({"bootstrap_room": 1, "rid": "r", "prompt": "a"}, path)
-            assert [len(one.requests) for one in here.instances] in ([1, 0], [0, 1])
-            assert here.control.of(m.Ask) == []
-
-    run(scenario)
+    async with setting("prefill", "decode") as here:
+        await here.ask({"bootstrap_room": 1, "rid": "r", "prompt": "a"}, path)
+        assert [len(one.requests) for one in here.instances] in ([1, 0], [0, 1])
+        assert here.control.of(m.Ask) == []
 
 
 # Of the instance's operators, or of nobody's use behind a router.

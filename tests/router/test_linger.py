@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
@@ -82,24 +81,18 @@ class Scene:
         self.relay._timer.cancel()
 
 
-def test_one_that_ends_soon_is_left_alone() -> None:
-    async def scenario() -> None:
-        scene = Scene()
-        scene.tick(max(LINGER_S.values()) - 1)
-        scene.upstream[PREFILL].data_received(ANSWER)
-        assert len(scene.relay.context.lingering) == 0
-        scene.tick(2.0)
-        assert (scene.aborted, scene.transports[PREFILL].closed) == ([], False)
-
-    asyncio.run(scenario())
+async def test_one_that_ends_soon_is_left_alone() -> None:
+    scene = Scene()
+    scene.tick(max(LINGER_S.values()) - 1)
+    scene.upstream[PREFILL].data_received(ANSWER)
+    assert len(scene.relay.context.lingering) == 0
+    scene.tick(2.0)
+    assert (scene.aborted, scene.transports[PREFILL].closed) == ([], False)
 
 
-def test_one_that_does_not_end_is_aborted() -> None:
-    async def scenario() -> None:
-        scene = Scene()
-        scene.tick(max(LINGER_S.values()) + 0.1)
-        assert (scene.aborted, scene.transports[PREFILL].closed) == ([PREFILL], True)
-        scene.tick(10.0)
-        assert (scene.aborted, len(scene.relay.context.lingering)) == ([PREFILL], 0)
-
-    asyncio.run(scenario())
+async def test_one_that_does_not_end_is_aborted() -> None:
+    scene = Scene()
+    scene.tick(max(LINGER_S.values()) + 0.1)
+    assert (scene.aborted, scene.transports[PREFILL].closed) == ([PREFILL], True)
+    scene.tick(10.0)
+    assert (scene.aborted, len(scene.relay.context.lingering)) == ([PREFILL], 0)

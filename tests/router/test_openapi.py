@@ -57,8 +57,6 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     listed = folder / "workers.json"
     listed.write_text('{"workers": []}')
     with router_process(["prefill", "decode", "null"], [*arguments, "--worker-file", str(listed)], folder) as running:
-        for one in running.fakes:
-            one.prefill_s = one.gap_s = 0.0
         yield running
 
 

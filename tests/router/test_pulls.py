@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from fake_sglang import Script
 from support.hop_fleet import CHAT, MARKS, Here, check_text, fleet
-from support.relays import read_answer, request_bytes, run
-from support.token_streams import Conduct, make_answer, tokens_of
+from support.relays import read_answer, request_bytes
+from support.token_streams import make_answer, tokens_of
 
 from pla_sglang.fleet.router.relay import pull
 from pla_sglang.fleet.router.wire import messages as m
@@ -52,253 +53,200 @@ def losses(here: Here) -> list[tuple[int, m.LossReason]]:
     return [(lost.hop, lost.why) for lost in here.control.of(m.Lost)]
 
 
-def test_a_held_stream_goes_on_elsewhere() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct()) as here:
-            asked = await begin(here)
-            tell(here, order())
-            answer = await asked
-            check_text(answer, CHAT)
-            assert b"pla-2~" not in answer.body
-            [sent] = here.instances[1].bodies
-            tags = sent.pop("custom_params")
-            room = {"bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": 77}
-            assert sent == CHAT | room | {"rid": "pla-2~r"}
-            assert (tags["pla_tokens"], tags["pla_answer_id"]) == (tokens_of(CHAT)[:HELD], "r")
-            [joined] = here.control.of(m.Joined)
-            assert joined.hop == 2
-            assert len(here.relay.context.lingering) == 1  # the one it left ends when it is told to commit
-            here.instances[0].words.put_nowait("commit")
-            await here.until(lambda: not len(here.relay.context.lingering))
-            assert here.instances[0].aborts == here.instances[1].aborts == []
-            assert losses(here) == []
-            here.check_balance()
-
-    run(scenario)
+async def test_a_held_stream_goes_on_elsewhere() -> None:
+    async with fleet(Script(holds=[end_of(HELD)]), Script()) as here:
+        asked = await begin(here)
+        tell(here, order())
+        answer = await asked
+        check_text(answer, CHAT)
+        assert b"pla-2~" not in answer.body
+        [sent] = here.instances[1].bodies
+        tags = sent.pop("custom_params")
+        room = {"bootstrap_host": "10.0.0.9", "bootstrap_port": 8998, "bootstrap_room": 77}
+        assert sent == CHAT | room | {"rid": "pla-2~r"}
+        assert (tags["pla_tokens"], tags["pla_answer_id"]) == (tokens_of(CHAT)[:HELD], "r")
+        [joined] = here.control.of(m.Joined)
+        assert joined.hop == 2
+        assert len(here.relay.context.lingering) == 1  # the one it left ends when it is told to commit
+        here.instances[0].words.put_nowait("commit")
+        await here.until(lambda: not len(here.relay.context.lingering))
+        assert here.instances[0].aborted == here.instances[1].aborted == []
+        assert losses(here) == []
 
 
-def test_a_held_stream_is_computed_again_elsewhere() -> None:
+async def test_a_held_stream_is_computed_again_elsewhere() -> None:
     """Its instance is told nothing of where the KV cache is."""
-
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct()) as here:
-            asked = await begin(here)
-            redo = m.Continue("r", 2, 1, m.MoveKind.REDO, 1, "drain", HELD, source=0)
-            tell(here, redo)
-            check_text(await asked, CHAT)
-            [sent] = here.instances[1].bodies
-            assert sent.pop("custom_params")["pla_tokens"] == tokens_of(CHAT)[:HELD]
-            assert sent == CHAT | {"rid": "pla-2~r"}
-            here.instances[0].words.put_nowait("commit")
-            await here.until(lambda: not len(here.relay.context.lingering))
-            assert losses(here) == []
-            here.check_balance()
-
-    run(scenario)
+    async with fleet(Script(holds=[end_of(HELD)]), Script()) as here:
+        asked = await begin(here)
+        redo = m.Continue("r", 2, 1, m.MoveKind.REDO, 1, "drain", HELD, source=0)
+        tell(here, redo)
+        check_text(await asked, CHAT)
+        [sent] = here.instances[1].bodies
+        assert sent.pop("custom_params")["pla_tokens"] == tokens_of(CHAT)[:HELD]
+        assert sent == CHAT | {"rid": "pla-2~r"}
+        here.instances[0].words.put_nowait("commit")
+        await here.until(lambda: not len(here.relay.context.lingering))
+        assert losses(here) == []
 
 
-def test_nothing_is_sent_before_everything_before_the_hold_is_here() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(2), end_of(HELD)]), Conduct()) as here:
-            asked = asyncio.ensure_future(here.ask(BODY, PATH))
-            await here.until(lambda: known(here) == 2)
-            tell(here, order())
-            await asyncio.sleep(0.05)
-            assert not here.instances[1].bodies
-            here.instances[0].words.put_nowait("go")
-            check_text(await asked, CHAT)
-            assert len(here.instances[1].bodies) == 1
-            here.instances[0].words.put_nowait("commit")
-            here.check_balance()
-
-    run(scenario)
+async def test_nothing_is_sent_before_everything_before_the_hold_is_here() -> None:
+    async with fleet(Script(holds=[end_of(2), end_of(HELD)]), Script()) as here:
+        asked = asyncio.ensure_future(here.ask(BODY, PATH))
+        await here.until(lambda: known(here) == 2)
+        tell(here, order())
+        await asyncio.sleep(0.05)
+        assert not here.instances[1].bodies
+        here.instances[0].words.put_nowait("go")
+        check_text(await asked, CHAT)
+        assert len(here.instances[1].bodies) == 1
+        here.instances[0].words.put_nowait("commit")
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_tokens_after_the_hold_win(early: bool) -> None:
+async def test_tokens_after_the_hold_win(early: bool) -> None:
     """Its instance has gone on by itself: the other one is told to abort, or is never asked."""
-
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct(stops_at=0)) as here:
-            asked = await begin(here)
-            tell(here, order(tokens=HELD - 1 if early else HELD))
-            if not early:
-                await here.until(lambda: here.instances[1].bodies)
-            here.instances[0].words.put_nowait("go")
-            check_text(await asked, CHAT)
-            assert losses(here) == [(2, m.LossReason.RESUMED)]
-            assert bool(here.instances[1].bodies) is not early
-            if not early:
-                await here.until(lambda: "pla-2~r" in here.instances[1].aborts)
-            assert here.ended()[0].outcome is m.Outcome.OK
-            here.check_balance()
-
-    run(scenario)
+    async with fleet(Script(holds=[end_of(HELD)]), Script(stops_at=0)) as here:
+        asked = await begin(here)
+        tell(here, order(tokens=HELD - 1 if early else HELD))
+        if not early:
+            await here.until(lambda: here.instances[1].bodies)
+        here.instances[0].words.put_nowait("go")
+        check_text(await asked, CHAT)
+        assert losses(here) == [(2, m.LossReason.RESUMED)]
+        assert bool(here.instances[1].bodies) is not early
+        if not early:
+            await here.until(lambda: "pla-2~r" in here.instances[1].aborted)
+        assert here.ended()[0].outcome is m.Outcome.OK
 
 
 @pytest.mark.parametrize(
     ("conduct", "why"),
     [
-        (Conduct(statuses=[410]), m.LossReason.REFUSED),
-        (Conduct(statuses=[503]), m.LossReason.FULL),
-        (Conduct(cuts=[0]), m.LossReason.DEAD),
-        (Conduct(cuts=[150]), m.LossReason.DEAD),
+        (Script(statuses=[410]), m.LossReason.REFUSED),
+        (Script(statuses=[503]), m.LossReason.FULL),
+        (Script(cuts=[0]), m.LossReason.DEAD),
+        (Script(cuts=[150]), m.LossReason.DEAD),
         (None, m.LossReason.NOT_SENT),
     ],
 )
-def test_a_target_that_cannot_changes_nothing(conduct: Conduct | None, why: m.LossReason) -> None:
+async def test_a_target_that_cannot_changes_nothing(conduct: Script | None, why: m.LossReason) -> None:
     """The request goes on where it is held, and may be moved again, under an id that nobody has had."""
-
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), conduct or Conduct(), Conduct()) as here:
-            if conduct is None:
-                await here.instances[1].stop()
-            asked = await begin(here)
-            tell(here, order())
-            await here.until(lambda: losses(here) == [(2, why)])
-            tell(here, order(hop=3, target=2))
-            check_text(await asked, CHAT)
-            assert here.instances[2].bodies[0]["rid"] == "pla-3~r"
-            assert [joined.hop for joined in here.control.of(m.Joined)] == [3]
-            here.instances[0].words.put_nowait("commit")
-            here.check_balance()
-
-    run(scenario)
+    async with fleet(Script(holds=[end_of(HELD)]), conduct or Script(), Script()) as here:
+        if conduct is None:
+            await here.instances[1].stop()
+        asked = await begin(here)
+        tell(here, order())
+        await here.until(lambda: losses(here) == [(2, why)])
+        tell(here, order(hop=3, target=2))
+        check_text(await asked, CHAT)
+        assert here.instances[2].bodies[0]["rid"] == "pla-3~r"
+        assert [joined.hop for joined in here.control.of(m.Joined)] == [3]
+        here.instances[0].words.put_nowait("commit")
 
 
-def test_the_instance_that_holds_it_dies_meanwhile() -> None:
-    async def scenario() -> None:
-        second = Conduct(stops_at=0)
-        async with fleet(Conduct(holds=[end_of(HELD)]), second, Conduct()) as here:
-            asked = await begin(here)
-            tell(here, order())
-            await here.until(lambda: here.instances[1].bodies)
-            second.stops_at = None
-            await here.instances[0].stop()
-            check_text(await asked, CHAT)
-            assert losses(here) == [(1, m.LossReason.BROKEN)]
-            await here.until(lambda: "pla-2~r" in here.instances[1].aborts)
-            here.check_balance()
-
-    run(scenario)
+async def test_the_instance_that_holds_it_dies_meanwhile() -> None:
+    second = Script(stops_at=0)
+    async with fleet(Script(holds=[end_of(HELD)]), second, Script()) as here:
+        asked = await begin(here)
+        tell(here, order())
+        await here.until(lambda: here.instances[1].bodies)
+        second.stops_at = None
+        await here.instances[0].stop()
+        check_text(await asked, CHAT)
+        assert losses(here) == [(1, m.LossReason.BROKEN)]
+        await here.until(lambda: "pla-2~r" in here.instances[1].aborted)
 
 
 @pytest.mark.parametrize("how", ["client", "control", "drain"])
-def test_the_end_of_a_request_that_is_on_its_way(how: str) -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct(stops_at=0)) as here:
-            reader, writer = await here.connect()
-            writer.write(request_bytes(BODY, PATH))
-            await here.until(lambda: known(here) == HELD)
-            tell(here, order())
-            await here.until(lambda: here.instances[1].bodies)
-            if how == "client":
-                writer.close()
-            elif how == "control":
-                tell(here, m.Abort("r", 502, "aborted", "by an operator"))
-            else:
-                await here.relay.requests.wait_ended(0.0)
-            [ended] = await here.until(here.ended)
-            assert set(ended.aborted) == {0, 1}
-            await here.until(lambda: "r" in here.instances[0].aborts and "pla-2~r" in here.instances[1].aborts)
-            if how != "client":
-                assert "error" in json.loads((await read_answer(reader)).events[-1])
+async def test_the_end_of_a_request_that_is_on_its_way(how: str) -> None:
+    async with fleet(Script(holds=[end_of(HELD)]), Script(stops_at=0)) as here:
+        reader, writer = await here.connect()
+        writer.write(request_bytes(BODY, PATH))
+        await here.until(lambda: known(here) == HELD)
+        tell(here, order())
+        await here.until(lambda: here.instances[1].bodies)
+        if how == "client":
             writer.close()
-            here.check_balance()
-
-    run(scenario)
-
-
-def test_a_control_plane_that_restarts_knows_of_no_move() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct(stops_at=0)) as here:
-            asked = await begin(here)
-            tell(here, order())
-            await here.until(lambda: here.instances[1].bodies)
-            here.control.epoch = 2
-            tell(here, here.control.table())
-            [opened] = here.control.of(m.Hello)[-1].open
-            assert (opened.hop, opened.lost, opened.assign.decode) == (1, False, 0)
-            await here.until(lambda: "pla-2~r" in here.instances[1].aborts)
-            here.instances[0].words.put_nowait("go")
-            check_text(await asked, CHAT)
-            assert losses(here) == []
-            here.check_balance()
-
-    run(scenario)
+        elif how == "control":
+            tell(here, m.Abort("r", 502, "aborted", "by an operator"))
+        else:
+            await here.relay.requests.wait_ended(0.0)
+        [ended] = await here.until(here.ended)
+        assert set(ended.aborted) == {0, 1}
+        await here.until(lambda: "r" in here.instances[0].aborted and "pla-2~r" in here.instances[1].aborted)
+        if how != "client":
+            assert "error" in json.loads((await read_answer(reader)).events[-1])
+        writer.close()
 
 
-def test_a_control_plane_that_restarts_behind_a_move() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct(holds=[300])) as here:
-            asked = await begin(here)
-            tell(here, order())
-            await here.until(lambda: here.control.of(m.Joined))
-            here.control.epoch = 2
-            tell(here, here.control.table())
-            [opened] = here.control.of(m.Hello)[-1].open
-            assert (opened.hop, opened.assign.decode, opened.assign.prefill) == (2, 1, None)
-            assert (opened.ask.reached, opened.ask.attempt) == (1, 2)
-            here.instances[1].words.put_nowait("go")
-            check_text(await asked, CHAT)
-            here.instances[0].words.put_nowait("commit")
-            here.check_balance()
-
-    run(scenario)
+async def test_a_control_plane_that_restarts_knows_of_no_move() -> None:
+    async with fleet(Script(holds=[end_of(HELD)]), Script(stops_at=0)) as here:
+        asked = await begin(here)
+        tell(here, order())
+        await here.until(lambda: here.instances[1].bodies)
+        here.control.epoch = 2
+        tell(here, here.control.table())
+        [opened] = here.control.of(m.Hello)[-1].open
+        assert (opened.hop, opened.lost, opened.assign.decode) == (1, False, 0)
+        await here.until(lambda: "pla-2~r" in here.instances[1].aborted)
+        here.instances[0].words.put_nowait("go")
+        check_text(await asked, CHAT)
+        assert losses(here) == []
 
 
-def test_an_instance_that_does_not_end_what_was_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_control_plane_that_restarts_behind_a_move() -> None:
+    async with fleet(Script(holds=[end_of(HELD)]), Script(holds=[300])) as here:
+        asked = await begin(here)
+        tell(here, order())
+        await here.until(lambda: here.control.of(m.Joined))
+        here.control.epoch = 2
+        tell(here, here.control.table())
+        [opened] = here.control.of(m.Hello)[-1].open
+        assert (opened.hop, opened.assign.decode, opened.assign.prefill) == (2, 1, None)
+        assert (opened.ask.reached, opened.ask.attempt) == (1, 2)
+        here.instances[1].words.put_nowait("go")
+        check_text(await asked, CHAT)
+        here.instances[0].words.put_nowait("commit")
+
+
+async def test_an_instance_that_does_not_end_what_was_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pull, "LEFT_S", 0.1)
-
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct()) as here:
-            asked = await begin(here)
-            tell(here, order())
-            check_text(await asked, CHAT)
-            await here.until(lambda: "r" in here.instances[0].aborts)
-            assert not len(here.relay.context.lingering)
-            here.check_balance()
-
-    run(scenario)
+    async with fleet(Script(holds=[end_of(HELD)]), Script()) as here:
+        asked = await begin(here)
+        tell(here, order())
+        check_text(await asked, CHAT)
+        await here.until(lambda: "r" in here.instances[0].aborted)
+        assert not len(here.relay.context.lingering)
 
 
-def test_orders_that_do_not_fit() -> None:
+async def test_orders_that_do_not_fit() -> None:
     """For a request that is not there any more, or is on its way, or cannot move."""
-
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct(), Conduct()) as here:
-            tell(here, order())
-            asked = await begin(here)
-            tell(here, order(hop=1))
-            tell(here, order())
-            tell(here, order(hop=3, target=2))
-            check_text(await asked, CHAT)
-            tell(here, order(hop=4))
-            assert not here.instances[2].bodies
-            assert losses(here) == []
-            here.instances[0].words.put_nowait("commit")
-            here.instances[0].conduct.holds, here.instances[0].conduct.mute = [300], True
-            asked = asyncio.ensure_future(here.ask(BODY, PATH))
-            await here.until(lambda: len(here.control.of(m.Progress)) == 4)
-            tell(here, order())
-            assert losses(here) == [(2, m.LossReason.REFUSED)]
-            here.instances[0].words.put_nowait("go")
-            check_text(await asked, CHAT)
-            here.check_balance()
-
-    run(scenario)
+    async with fleet(Script(holds=[end_of(HELD)]), Script(), Script()) as here:
+        tell(here, order())
+        asked = await begin(here)
+        tell(here, order(hop=1))
+        tell(here, order())
+        tell(here, order(hop=3, target=2))
+        check_text(await asked, CHAT)
+        tell(here, order(hop=4))
+        assert not here.instances[2].bodies
+        assert losses(here) == []
+        here.instances[0].words.put_nowait("commit")
+        here.instances[0].script.holds, here.instances[0].script.mute = [300], True
+        asked = asyncio.ensure_future(here.ask(BODY, PATH))
+        await here.until(lambda: len(here.control.of(m.Progress)) == 4)
+        tell(here, order())
+        assert losses(here) == [(2, m.LossReason.REFUSED)]
+        here.instances[0].words.put_nowait("go")
+        check_text(await asked, CHAT)
 
 
-def test_a_dead_instance_that_the_request_has_left_is_nothing_to_it() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(holds=[end_of(HELD)]), Conduct(holds=[300])) as here:
-            asked = await begin(here)
-            tell(here, order())
-            await here.until(lambda: here.control.of(m.Joined))
-            tell(here, m.Abort("r", 502, "instance_dead", "it is dead", worker=5))
-            here.instances[1].words.put_nowait("go")
-            check_text(await asked, CHAT)
-            here.instances[0].words.put_nowait("commit")
-            here.check_balance()
-
-    run(scenario)
+async def test_a_dead_instance_that_the_request_has_left_is_nothing_to_it() -> None:
+    async with fleet(Script(holds=[end_of(HELD)]), Script(holds=[300])) as here:
+        asked = await begin(here)
+        tell(here, order())
+        await here.until(lambda: here.control.of(m.Joined))
+        tell(here, m.Abort("r", 502, "instance_dead", "it is dead", worker=5))
+        here.instances[1].words.put_nowait("go")
+        check_text(await asked, CHAT)
+        here.instances[0].words.put_nowait("commit")

@@ -9,9 +9,10 @@ import random
 from typing import Any
 
 import pytest
+from fake_sglang import Script
 from support.hop_fleet import CHAT, GENERATE, MARKS, REQUESTS, check_text, fleet, whole_of
-from support.relays import Answer, read_answer, request_bytes, run
-from support.token_streams import Conduct, make_answer, tokens_of
+from support.relays import Answer, read_answer, request_bytes
+from support.token_streams import make_answer, tokens_of
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.wire import messages as m
@@ -42,106 +43,87 @@ def cut_between(fields: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_an_instance_dies_anywhere_in_its_answer(name: str) -> None:
+async def test_an_instance_dies_anywhere_in_its_answer(name: str) -> None:
     """Before its head, in it, between head and first event, in the middle of an event, between a comment and its event,
     after the last token, after the mark of the end."""
     fields, path = REQUESTS[name]
-
-    async def scenario() -> None:
-        cuts = find_cuts(fields)
-        async with fleet(Conduct(), Conduct()) as here:
-            for cut in cuts:
-                here.instances[0].conduct.cuts = [cut]
-                answer = await here.ask(fields | {"rid": "r"}, path)
-                assert answer.status == 200
-                check_text(answer, fields)
-                if "text" in fields:
-                    first_died = b"pla-2~r" in answer.body  # before its first event
-                    assert answer.body == whole_of(fields, "pla-2~r" if first_died else "r"), cut
-                    assert first_died <= (cut < 400)
-            assert {ended.outcome for ended in here.ended()} == {m.Outcome.OK}
-            assert len(here.ended()) == len(cuts)
-            here.check_balance()
-
-    run(scenario)
+    cuts = find_cuts(fields)
+    async with fleet(Script(), Script()) as here:
+        for cut in cuts:
+            here.instances[0].script.cuts = [cut]
+            answer = await here.ask(fields | {"rid": "r"}, path)
+            assert answer.status == 200
+            check_text(answer, fields)
+            if "text" in fields:
+                first_died = b"pla-2~r" in answer.body  # before its first event
+                assert answer.body == whole_of(fields, "pla-2~r" if first_died else "r"), cut
+                assert first_died <= (cut < 400)
+        assert {ended.outcome for ended in here.ended()} == {m.Outcome.OK}
+        assert len(here.ended()) == len(cuts)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_random_losses_and_pieces(name: str) -> None:
+async def test_random_losses_and_pieces(name: str) -> None:
     """Fragments of any size on the way, several tokens an event, and sometimes a second loss, which is the last."""
     path = REQUESTS[name][1]
     rng = random.Random(7)
-
-    async def scenario() -> None:
-        async with fleet(Conduct(), Conduct(), Conduct()) as here:
-            first, second, _ = here.instances
-            for number in range(120):
-                fields = copy.deepcopy(REQUESTS[name][0])
-                fields.get("sampling_params", fields)["max_new_tokens"] = rng.randint(1, 12)
-                for one in here.instances:
-                    one.conduct.pieces, one.conduct.interval = rng.randint(1, 400), rng.randint(1, 4)
-                first.conduct.cuts = [rng.randrange(size_of(fields))]
-                twice = number % 4 == 0
-                second.conduct.cuts = [0] if twice else []
-                answer = await here.ask(fields | {"rid": f"r{number}"}, path)
-                second.conduct.cuts = []
-                if b'"upstream_' in answer.body:
-                    assert twice
-                    continue
-                check_text(answer, fields)
-            assert 10 < sum(ended.outcome is m.Outcome.UPSTREAM_LOST for ended in here.ended()) <= 30
-            assert not here.instances[2].bodies  # what has killed two instances is not sent to a third
-            here.check_balance()
-
-    run(scenario)
+    async with fleet(Script(), Script(), Script()) as here:
+        first, second, _ = here.instances
+        for number in range(120):
+            fields = copy.deepcopy(REQUESTS[name][0])
+            fields.get("sampling_params", fields)["max_new_tokens"] = rng.randint(1, 12)
+            for one in here.instances:
+                one.script.pieces, one.script.interval = rng.randint(1, 400), rng.randint(1, 4)
+            first.script.cuts = [rng.randrange(size_of(fields))]
+            twice = number % 4 == 0
+            second.script.cuts = [0] if twice else []
+            answer = await here.ask(fields | {"rid": f"r{number}"}, path)
+            second.script.cuts = []
+            if b'"upstream_' in answer.body:
+                assert twice
+                continue
+            check_text(answer, fields)
+        assert 10 < sum(ended.outcome is m.Outcome.UPSTREAM_LOST for ended in here.ended()) <= 30
+        assert not here.instances[2].bodies  # what has killed two instances is not sent to a third
 
 
-def test_what_is_sent_where() -> None:
-    async def scenario() -> None:
-        cut = size_of(CHAT) - 5  # the end itself is missing
-        async with fleet(Conduct(cuts=[600]), Conduct(), Conduct()) as here:
-            await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
-            [first], [second] = here.instances[0].bodies, here.instances[1].bodies
-            assert first == CHAT | {"rid": "r"} | MARKS
-            tags = second.pop("custom_params")
-            assert second == CHAT | {"rid": "pla-2~r"}
-            assert tags["pla_tokens"] == tokens_of(CHAT)[: len(tags["pla_tokens"])]
-            assert (tags["pla_movable"], tags["pla_answer_id"], tags["pla_prompt"]) == (1, "r", "7:abc")
-            assert here.instances[0].aborts[:1] == ["r"]
-            [lost], [joined], [ended] = here.control.of(m.Lost), here.control.of(m.Joined), here.ended()
-            assert (lost.hop, lost.why, lost.shown, lost.killed) == (1, m.LossReason.BROKEN, True, (0,))
-            assert lost.tokens == len(tags["pla_tokens"])
-            assert joined.hop == 2
-            assert joined.gap_s >= 0
-            assert (ended.outcome, ended.status) == (m.Outcome.OK, 200)
-            here.instances[0].conduct.cuts = [cut]
-            await here.ask(CHAT | {"rid": "s"}, "/v1/chat/completions")
-            assert len(here.instances[1].bodies) == 1  # nothing had to be computed for it
-            here.check_balance()
-
-    run(scenario)
+async def test_what_is_sent_where() -> None:
+    cut = size_of(CHAT) - 5  # the end itself is missing
+    async with fleet(Script(cuts=[600]), Script(), Script()) as here:
+        await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+        [first], [second] = here.instances[0].bodies, here.instances[1].bodies
+        assert first == CHAT | {"rid": "r"} | MARKS
+        tags = second.pop("custom_params")
+        assert second == CHAT | {"rid": "pla-2~r"}
+        assert tags["pla_tokens"] == tokens_of(CHAT)[: len(tags["pla_tokens"])]
+        assert (tags["pla_movable"], tags["pla_answer_id"], tags["pla_prompt"]) == (1, "r", "7:abc")
+        assert here.instances[0].aborted[:1] == ["r"]
+        [lost], [joined], [ended] = here.control.of(m.Lost), here.control.of(m.Joined), here.ended()
+        assert (lost.hop, lost.why, lost.shown, lost.killed) == (1, m.LossReason.BROKEN, True, (0,))
+        assert lost.tokens == len(tags["pla_tokens"])
+        assert joined.hop == 2
+        assert joined.gap_s >= 0
+        assert (ended.outcome, ended.status) == (m.Outcome.OK, 200)
+        here.instances[0].script.cuts = [cut]
+        await here.ask(CHAT | {"rid": "s"}, "/v1/chat/completions")
+        assert len(here.instances[1].bodies) == 1  # nothing had to be computed for it
 
 
-def test_a_request_of_which_nothing_was_shown_goes_elsewhere_once() -> None:
+async def test_a_request_of_which_nothing_was_shown_goes_elsewhere_once() -> None:
     """Streamed and whole, on any instance that serves whole requests; the client's own id, or the router's."""
-
-    async def scenario() -> None:
-        conducts = Conduct(cuts=[30, 30, 30]), Conduct(cuts=[-1, -1, 30])
-        async with fleet(*conducts, Conduct(), hops=(False, False, False)) as here:
-            whole = {"text": "q", "rid": "w"}
-            answer = await here.ask(whole)
-            assert (answer.status, json.loads(answer.body)["meta_info"]["id"]) == (200, "pla-2~w")
-            answer = await here.ask(GENERATE)
-            rid = answer.headers["x-request-id"]
-            assert answer.body == whole_of(GENERATE, f"pla-2~{rid}")
-            assert "custom_params" not in here.instances[0].bodies[1]["sampling_params"]
-            answer = await here.ask(whole)
-            assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
-            assert [lost.shown for lost in here.control.of(m.Lost)] == [False] * 3
-            assert not here.instances[2].bodies
-            here.check_balance()
-
-    run(scenario)
+    conducts = Script(cuts=[30, 30, 30]), Script(cuts=[-1, -1, 30])
+    async with fleet(*conducts, Script(), hops=(False, False, False)) as here:
+        whole = {"text": "q", "rid": "w"}
+        answer = await here.ask(whole)
+        assert (answer.status, json.loads(answer.body)["meta_info"]["id"]) == (200, "pla-2~w")
+        answer = await here.ask(GENERATE)
+        rid = answer.headers["x-request-id"]
+        assert answer.body == whole_of(GENERATE, f"pla-2~{rid}")
+        assert "custom_params" not in here.instances[0].bodies[1]["sampling_params"]
+        answer = await here.ask(whole)
+        assert (answer.status, answer.error["type"]) == (502, "upstream_lost")
+        assert [lost.shown for lost in here.control.of(m.Lost)] == [False] * 3
+        assert not here.instances[2].bodies
 
 
 @pytest.mark.parametrize(
@@ -152,238 +134,181 @@ def test_a_request_of_which_nothing_was_shown_goes_elsewhere_once() -> None:
         ("logprobs", CHAT | {"logprobs": True}, RelayConfig(port=0), "logprobs"),
     ],
 )
-def test_what_cannot_move_is_served_and_counted(
+async def test_what_cannot_move_is_served_and_counted(
     name: str, fields: dict[str, Any], config: RelayConfig, reason: str | None
 ) -> None:
-    async def scenario() -> None:
-        cut = cut_between(fields | {"rid": "r"}) if reason else 700
-        async with fleet(Conduct(cuts=[-1, cut]), Conduct(), config=config) as here:
-            path = "/v1/chat/completions"
-            assert (await here.ask(fields | {"rid": "r"}, path)).body == whole_of(fields), name
-            answer = await here.ask(fields | {"rid": "r"}, path)
-            assert '"upstream_broke_off"' in answer.events[-1]
-            if reason is not None:
-                assert here.counted(f'unmovable_total{{reason="{reason}"}}') == 2
-            assert not here.instances[1].bodies
-            here.check_balance()
-
-    run(scenario)
+    cut = cut_between(fields | {"rid": "r"}) if reason else 700
+    async with fleet(Script(cuts=[-1, cut]), Script(), config=config) as here:
+        path = "/v1/chat/completions"
+        assert (await here.ask(fields | {"rid": "r"}, path)).body == whole_of(fields), name
+        answer = await here.ask(fields | {"rid": "r"}, path)
+        assert '"upstream_broke_off"' in answer.events[-1]
+        if reason is not None:
+            assert here.counted(f'unmovable_total{{reason="{reason}"}}') == 2
+        assert not here.instances[1].bodies
 
 
-def test_an_instance_that_cannot_say_its_tokens_gets_no_marks() -> None:
-    async def scenario() -> None:
-        cut = cut_between(CHAT | {"rid": "r"})
-        async with fleet(Conduct(cuts=[-1, cut]), Conduct(), hops=(False, True)) as here:
-            answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
-            assert answer.body == whole_of(CHAT)
-            assert here.instances[0].bodies == [CHAT | {"rid": "r"}]
-            assert here.counted('unmovable_total{reason="instance"}') == 1
-            answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
-            assert '"upstream_broke_off"' in answer.events[-1]
-            here.check_balance()
-
-    run(scenario)
+async def test_an_instance_that_cannot_say_its_tokens_gets_no_marks() -> None:
+    cut = cut_between(CHAT | {"rid": "r"})
+    async with fleet(Script(cuts=[-1, cut]), Script(), hops=(False, True)) as here:
+        answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+        assert answer.body == whole_of(CHAT)
+        assert here.instances[0].bodies == [CHAT | {"rid": "r"}]
+        assert here.counted('unmovable_total{reason="instance"}') == 1
+        answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+        assert '"upstream_broke_off"' in answer.events[-1]
 
 
-def test_a_stream_whose_instance_says_no_tokens_cannot_move() -> None:
+async def test_a_stream_whose_instance_says_no_tokens_cannot_move() -> None:
     """It was asked to, and the client's request is one that it cannot move."""
-
-    async def scenario() -> None:
-        cut = cut_between(CHAT | {"rid": "r"})
-        async with fleet(Conduct(cuts=[-1, cut], mute=True), Conduct()) as here:
-            answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
-            assert answer.body == whole_of(CHAT)
-            assert here.instances[0].bodies == [CHAT | {"rid": "r"} | MARKS]
-            assert here.counted('unmovable_total{reason="instance"}') == 1
-            assert [progress.movable for progress in here.control.of(m.Progress)] == [False, False]
-            answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
-            assert '"upstream_broke_off"' in answer.events[-1]
-            here.check_balance()
-
-    run(scenario)
+    cut = cut_between(CHAT | {"rid": "r"})
+    async with fleet(Script(cuts=[-1, cut], mute=True), Script()) as here:
+        answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+        assert answer.body == whole_of(CHAT)
+        assert here.instances[0].bodies == [CHAT | {"rid": "r"} | MARKS]
+        assert here.counted('unmovable_total{reason="instance"}') == 1
+        assert [progress.movable for progress in here.control.of(m.Progress)] == [False, False]
+        answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+        assert '"upstream_broke_off"' in answer.events[-1]
 
 
-def test_without_migration_nothing_is_different() -> None:
-    async def scenario() -> None:
-        cut, path = cut_between(CHAT | {"rid": "r"}), "/v1/chat/completions"
-        async with fleet(Conduct(cuts=[-1, 0, cut]), Conduct(), migration=False) as here:
-            assert (await here.ask(CHAT | {"rid": "r"}, path)).body == whole_of(CHAT)
-            assert here.instances[0].bodies == [CHAT | {"rid": "r"}]
-            assert (await here.ask(CHAT, path)).status == 502
-            assert '"upstream_broke_off"' in (await here.ask(CHAT | {"rid": "r"}, path)).events[-1]
-            assert here.control.of(m.Lost) == []
-            assert here.counted('unmovable_total{reason="instance"}') == 0
-            here.check_balance()
-
-    run(scenario)
+async def test_without_migration_nothing_is_different() -> None:
+    cut, path = cut_between(CHAT | {"rid": "r"}), "/v1/chat/completions"
+    async with fleet(Script(cuts=[-1, 0, cut]), Script(), migration=False) as here:
+        assert (await here.ask(CHAT | {"rid": "r"}, path)).body == whole_of(CHAT)
+        assert here.instances[0].bodies == [CHAT | {"rid": "r"}]
+        assert (await here.ask(CHAT, path)).status == 502
+        assert '"upstream_broke_off"' in (await here.ask(CHAT | {"rid": "r"}, path)).events[-1]
+        assert here.control.of(m.Lost) == []
+        assert here.counted('unmovable_total{reason="instance"}') == 0
 
 
 @pytest.mark.parametrize("status", [503, 429, 409, 500])
-def test_an_instance_that_does_not_take_it(status: int) -> None:
+async def test_an_instance_that_does_not_take_it(status: int) -> None:
     """Another one may have room; any other refusal is the end."""
-
-    async def scenario() -> None:
-        async with fleet(Conduct(cuts=[600]), Conduct(statuses=[status]), Conduct()) as here:
-            answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
-            if status in (503, 429):
-                check_text(answer, CHAT)
-                assert [lost.why for lost in here.control.of(m.Lost)] == [m.LossReason.BROKEN, m.LossReason.FULL]
-                assert here.control.of(m.Lost)[1].avoided == (1,)
-            else:
-                assert json.loads(answer.events[-1])["error"]["message"].endswith("scripted")
-                assert not here.instances[2].bodies
-            kinds = [failure.kind for failure in here.control.of(m.Failure)]
-            wanted = {409: [], 500: [m.FailureKind.STATUS]}.get(status, [m.FailureKind.FULL])
-            assert kinds == [m.FailureKind.BROKEN, *wanted]
-            here.check_balance()
-
-    run(scenario)
-
-
-def test_an_instance_that_cannot_be_reached_is_passed_over() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(cuts=[600]), Conduct(), Conduct()) as here:
-            await here.instances[1].stop()
-            answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+    async with fleet(Script(cuts=[600]), Script(statuses=[status]), Script()) as here:
+        answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+        if status in (503, 429):
             check_text(answer, CHAT)
-            assert [lost.why for lost in here.control.of(m.Lost)] == [m.LossReason.BROKEN, m.LossReason.NOT_SENT]
-            assert here.instances[2].bodies[0]["rid"] == "pla-3~r"
-            here.check_balance()
+            assert [lost.why for lost in here.control.of(m.Lost)] == [m.LossReason.BROKEN, m.LossReason.FULL]
+            assert here.control.of(m.Lost)[1].avoided == (1,)
+        else:
+            assert json.loads(answer.events[-1])["error"]["message"].endswith("scripted")
+            assert not here.instances[2].bodies
+        kinds = [failure.kind for failure in here.control.of(m.Failure)]
+        wanted = {409: [], 500: [m.FailureKind.STATUS]}.get(status, [m.FailureKind.FULL])
+        assert kinds == [m.FailureKind.BROKEN, *wanted]
 
-    run(scenario)
+
+async def test_an_instance_that_cannot_be_reached_is_passed_over() -> None:
+    async with fleet(Script(cuts=[600]), Script(), Script()) as here:
+        await here.instances[1].stop()
+        answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+        check_text(answer, CHAT)
+        assert [lost.why for lost in here.control.of(m.Lost)] == [m.LossReason.BROKEN, m.LossReason.NOT_SENT]
+        assert here.instances[2].bodies[0]["rid"] == "pla-3~r"
 
 
-def test_where_nobody_is_left_the_stream_ends_as_it_always_did() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(cuts=[600])) as here:
-            answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
-            error = json.loads(answer.events[-1])["error"]
-            assert (error["type"], error["code"]) == ("upstream_broke_off", 502)
-            assert "nobody is left" in error["message"]
-            assert here.ended()[0].outcome is m.Outcome.UPSTREAM_LOST
-            here.check_balance()
-
-    run(scenario)
+async def test_where_nobody_is_left_the_stream_ends_as_it_always_did() -> None:
+    async with fleet(Script(cuts=[600])) as here:
+        answer = await here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions")
+        error = json.loads(answer.events[-1])["error"]
+        assert (error["type"], error["code"]) == ("upstream_broke_off", 502)
+        assert "nobody is left" in error["message"]
+        assert here.ended()[0].outcome is m.Outcome.UPSTREAM_LOST
 
 
 @pytest.mark.parametrize("how", ["client", "control", "silence", "stall", "drain"])
 @pytest.mark.parametrize("phase", ["asked", "sent"])
-def test_the_end_of_a_request_between_two_hops(how: str, phase: str) -> None:
+async def test_the_end_of_a_request_between_two_hops(how: str, phase: str) -> None:
     """While the control plane is asked, and while the next instance has not said anything."""
     config = RelayConfig(port=0, dispatch_timeout_s=60.0)
     if how == "silence" or how == "stall":
         config = RelayConfig(port=0, dispatch_timeout_s=0.3, stall_timeout_s=0.3)
-
-    async def scenario() -> None:
-        second = Conduct(stops_at=0)
-        async with fleet(Conduct(cuts=[600]), second, config=config, silent=phase == "asked") as here:
-            reader, writer = await here.connect()
-            writer.write(request_bytes(CHAT | {"rid": "r"}, "/v1/chat/completions"))
-            told = here.instances[1].bodies if phase == "sent" else here.control.of
-            await here.until(lambda: told if phase == "sent" else here.control.of(m.Lost))
-            if how == "client":
-                writer.close()
-            elif how == "control":
-                here.control.ports[0].on_message(m.Abort("r", 502, "aborted", "by an operator"))
-            elif how == "drain":
-                await here.relay.requests.wait_ended(0.0)
-            [ended] = await here.until(here.ended)
-            outcome = {
-                "client": m.Outcome.CLIENT_GONE,
-                "control": m.Outcome.ABORTED,
-                "drain": m.Outcome.DRAINED,
-            }.get(how, m.Outcome.UPSTREAM_LOST if phase == "asked" else m.Outcome.TIMED_OUT)
-            assert ended.outcome is outcome
-            assert ended.aborted == ((1,) if phase == "sent" else ())
-            if how != "client":
-                answer = await read_answer(reader)
-                assert "error" in json.loads(answer.events[-1])
-            if phase == "sent":
-                await here.until(lambda: "pla-2~r" in here.instances[1].aborts)
+    second = Script(stops_at=0)
+    async with fleet(Script(cuts=[600]), second, config=config, silent=phase == "asked") as here:
+        reader, writer = await here.connect()
+        writer.write(request_bytes(CHAT | {"rid": "r"}, "/v1/chat/completions"))
+        told = here.instances[1].bodies if phase == "sent" else here.control.of
+        await here.until(lambda: told if phase == "sent" else here.control.of(m.Lost))
+        if how == "client":
             writer.close()
-            here.check_balance()
-
-    run(scenario)
-
-
-def test_a_dead_machine_closes_nothing_and_the_control_plane_says_so() -> None:
-    """And what it says of an instance that the request has left by then changes nothing."""
-
-    async def scenario() -> None:
-        async with fleet(Conduct(stops_at=600), Conduct(), Conduct()) as here:
-            asked = asyncio.ensure_future(here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions"))
-            await here.until(lambda: here.control.of(m.Progress)[1:])
-            here.control.ports[0].on_message(m.Abort("r", 502, "instance_dead", "it is dead", worker=0))
-            here.control.ports[0].on_message(m.Abort("r", 502, "instance_dead", "it is dead", worker=0))
-            check_text(await asked, CHAT)
-            here.check_balance()
-
-    run(scenario)
-
-
-def test_a_control_plane_that_restarts_hears_of_a_request_between_two_hops() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(cuts=[600]), Conduct(), silent=True) as here:
-            asked = asyncio.ensure_future(here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions"))
-            [lost] = await here.until(lambda: here.control.of(m.Lost))
-            here.control.epoch, here.control.silent = 2, False
-            here.control.ports[0].on_message(here.control.table())
-            [opened] = here.control.of(m.Hello)[-1].open
-            assert (opened.hop, opened.tokens, opened.lost, opened.assign.decode) == (1, lost.tokens, True, 0)
-            assert here.control.of(m.Lost) == [lost, lost]
-            check_text(await asked, CHAT)
-            here.check_balance()
-
-    run(scenario)
-
-
-def test_late_answers_of_the_control_plane_change_nothing() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(cuts=[600]), Conduct(), Conduct()) as here:
-            port = here.control.ports[0]
-            asked = asyncio.ensure_future(here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions"))
-            await here.until(lambda: here.control.of(m.Lost))
-            for order in (m.Continue("r", 2, 2, m.MoveKind.REDO, 5), m.Continue("r", 9, 2, m.MoveKind.REDO, 5)):
-                port.on_message(order)
-            port.on_message(m.End("r", 1, "too late"))
-            check_text(await asked, CHAT)
-            port.on_message(m.Continue("r", 3, 2, m.MoveKind.REDO, 5))
-            port.on_message(m.End("r", 2, "too late"))
-            assert not here.instances[2].bodies
-            here.check_balance()
-
-    run(scenario)
-
-
-def test_a_client_that_does_not_read_meanwhile_loses_nothing() -> None:
-    fields = GENERATE | {"sampling_params": {"max_new_tokens": 700}}
-
-    async def scenario() -> None:
-        async with fleet(Conduct(cuts=[1_500_000]), Conduct()) as here:
-            reader, writer = await here.connect()
-            writer.write(request_bytes(fields | {"rid": "r"}))
-            await here.until(lambda: here.instances[0].bodies)
-            await asyncio.sleep(0.3)  # buffers fill up
+        elif how == "control":
+            here.control.ports[0].on_message(m.Abort("r", 502, "aborted", "by an operator"))
+        elif how == "drain":
+            await here.relay.requests.wait_ended(0.0)
+        [ended] = await here.until(here.ended)
+        outcome = {
+            "client": m.Outcome.CLIENT_GONE,
+            "control": m.Outcome.ABORTED,
+            "drain": m.Outcome.DRAINED,
+        }.get(how, m.Outcome.UPSTREAM_LOST if phase == "asked" else m.Outcome.TIMED_OUT)
+        assert ended.outcome is outcome
+        assert ended.aborted == ((1,) if phase == "sent" else ())
+        if how != "client":
             answer = await read_answer(reader)
-            assert answer.body == whole_of(fields)
-            assert len(here.control.of(m.Joined)) == 1
-            writer.close()
-            here.check_balance()
-
-    run(scenario)
+            assert "error" in json.loads(answer.events[-1])
+        if phase == "sent":
+            await here.until(lambda: "pla-2~r" in here.instances[1].aborted)
+        writer.close()
 
 
-def test_a_client_of_http_1_0_gets_no_chunks() -> None:
-    async def scenario() -> None:
-        async with fleet(Conduct(cuts=[600]), Conduct()) as here:
-            reader, writer = await here.connect()
-            raw = request_bytes(CHAT | {"rid": "r"}, "/v1/chat/completions").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
-            writer.write(raw)
-            async with asyncio.timeout(5):
-                answer = await reader.read()
-            body = answer.partition(b"\r\n\r\n")[2]
-            check_text(Answer(200, {}, body), CHAT)
-            writer.close()
-            here.check_balance()
+async def test_a_dead_machine_closes_nothing_and_the_control_plane_says_so() -> None:
+    """And what it says of an instance that the request has left by then changes nothing."""
+    async with fleet(Script(stops_at=600), Script(), Script()) as here:
+        asked = asyncio.ensure_future(here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions"))
+        await here.until(lambda: here.control.of(m.Progress)[1:])
+        here.control.ports[0].on_message(m.Abort("r", 502, "instance_dead", "it is dead", worker=0))
+        here.control.ports[0].on_message(m.Abort("r", 502, "instance_dead", "it is dead", worker=0))
+        check_text(await asked, CHAT)
 
-    run(scenario)
+
+async def test_a_control_plane_that_restarts_hears_of_a_request_between_two_hops() -> None:
+    async with fleet(Script(cuts=[600]), Script(), silent=True) as here:
+        asked = asyncio.ensure_future(here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions"))
+        [lost] = await here.until(lambda: here.control.of(m.Lost))
+        here.control.epoch, here.control.silent = 2, False
+        here.control.ports[0].on_message(here.control.table())
+        [opened] = here.control.of(m.Hello)[-1].open
+        assert (opened.hop, opened.tokens, opened.lost, opened.assign.decode) == (1, lost.tokens, True, 0)
+        assert here.control.of(m.Lost) == [lost, lost]
+        check_text(await asked, CHAT)
+
+
+async def test_late_answers_of_the_control_plane_change_nothing() -> None:
+    async with fleet(Script(cuts=[600]), Script(), Script()) as here:
+        port = here.control.ports[0]
+        asked = asyncio.ensure_future(here.ask(CHAT | {"rid": "r"}, "/v1/chat/completions"))
+        await here.until(lambda: here.control.of(m.Lost))
+        for order in (m.Continue("r", 2, 2, m.MoveKind.REDO, 5), m.Continue("r", 9, 2, m.MoveKind.REDO, 5)):
+            port.on_message(order)
+        port.on_message(m.End("r", 1, "too late"))
+        check_text(await asked, CHAT)
+        port.on_message(m.Continue("r", 3, 2, m.MoveKind.REDO, 5))
+        port.on_message(m.End("r", 2, "too late"))
+        assert not here.instances[2].bodies
+
+
+async def test_a_client_that_does_not_read_meanwhile_loses_nothing() -> None:
+    fields = GENERATE | {"sampling_params": {"max_new_tokens": 700}}
+    async with fleet(Script(cuts=[1_500_000]), Script()) as here:
+        reader, writer = await here.connect()
+        writer.write(request_bytes(fields | {"rid": "r"}))
+        await here.until(lambda: here.instances[0].bodies)
+        await asyncio.sleep(0.3)  # buffers fill up
+        answer = await read_answer(reader)
+        assert answer.body == whole_of(fields)
+        assert len(here.control.of(m.Joined)) == 1
+        writer.close()
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
+    async with fleet(Script(cuts=[600]), Script()) as here:
+        reader, writer = await here.connect()
+        raw = request_bytes(CHAT | {"rid": "r"}, "/v1/chat/completions").replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+        writer.write(raw)
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        body = answer.partition(b"\r\n\r\n")[2]
+        check_text(Answer(200, {}, body), CHAT)
+        writer.close()

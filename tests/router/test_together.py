@@ -12,11 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from fake_sglang import FakeSglang, Script
 from prometheus_client.parser import text_string_to_metric_families
-from support.fake_instance import FakeInstance
 from support.loop_time import LoopTime
-from support.router_scene import QUICK, count_moves, run
+from support.router_scene import QUICK, count_moves
 from support.scrapes import ACCEPT, documented_names, sample_names, stored_name
+from support.serving import wait_until
+from support.token_streams import tags_of
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.control.admin import METRICS
@@ -52,9 +54,7 @@ QUIET = {
 class Here:
     """A router that serves, and a client."""
 
-    def __init__(
-        self, plane: ControlPlane, relay: Relay, fakes: list[FakeInstance], http: aiohttp.ClientSession
-    ) -> None:
+    def __init__(self, plane: ControlPlane, relay: Relay, fakes: list[FakeSglang], http: aiohttp.ClientSession) -> None:
         self.plane, self.relay, self.fakes = plane, relay, fakes
         self._http = http
         self._url = f"http://127.0.0.1:{relay.listener.port}"
@@ -88,10 +88,7 @@ class Here:
 
     async def at_rest(self) -> dict[str, Any]:
         """The ledger, once nothing is left in it."""
-        end_s = time.monotonic() + 5
-        while self.plane.dispatcher.ledger.records or len(self.relay.requests):
-            assert time.monotonic() < end_s, self.plane.dispatcher.ledger.audit(time.monotonic())
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: not self.plane.dispatcher.ledger.records and not self.relay.requests)
         status, ledger = await self.get("/pla/ledger")
         assert (status, ledger["balanced"], ledger["rooms"]) == (200, True, 0)
         assert all(worker.load.open_requests() == 0 for worker in self.plane.table)
@@ -101,7 +98,7 @@ class Here:
 
 @asynccontextmanager
 async def together(modes: list[str], *, hops: bool = False, **knobs: Any) -> AsyncIterator[Here]:
-    fakes = [await FakeInstance(mode).start() for mode in modes]
+    fakes = [await FakeSglang(mode, script=Script(first_s=0.02, gap_s=0.01, events=5)).start() for mode in modes]
     for number, one in enumerate(fakes):
         one.hops = hops
         one.info["disaggregation_bootstrap_port"] = 8998 + number
@@ -114,8 +111,7 @@ async def together(modes: list[str], *, hops: bool = False, **knobs: Any) -> Asy
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, trust_env=False) as http:
         here = Here(plane, relay, fakes, http)
-        while len(plane.table.fleet.ready) < len(fakes):
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: len(plane.table.fleet.ready) == len(fakes))
         yield here
     await relay.stop_serving()
     await plane.stop()
@@ -123,164 +119,141 @@ async def together(modes: list[str], *, hops: bool = False, **knobs: Any) -> Asy
         await one.stop()
 
 
-def test_many_requests_some_of_whose_clients_go(tmp_path: Path) -> None:
-    async def work() -> None:
-        record = tmp_path / "run.jsonl"
-        async with together(PAIRS, policy="pla", record=record) as here:
-            rng = random.Random(2)
-            for one in here.fakes:
-                one.prefill_s = 0.3
-            asked = [
-                here.ask(f"r{number:03d}", rng.choice([10, 2000]), give_up_s=0.25 if number % 6 == 0 else None)
-                for number in range(60)
-            ]
-            answers = await asyncio.gather(*asked)
-            assert answers[1::6] + answers[2::6] == [(200, 5)] * 20
-            assert sum(answer == (0, 0) for answer in answers) == 10
-            ledger = await here.at_rest()
-            gone = ledger["opened"] - 50  # on a slow machine some go before they are heard
-            assert 1 <= gone <= 10
-            assert ledger["ended"] == {"finished": 50, "client_gone": gone}
-            rooms = [sorted(one.rooms) for one in here.fakes]
-            assert sorted(rooms[0] + rooms[1]) == sorted(rooms[2] + rooms[3])
-            assert len(set(rooms[0] + rooms[1])) == len(rooms[0] + rooms[1])
-            _, told = await here.get("/pla/explain/r001")
-            assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
-            assert told["sent_s"] <= told["done_s"] <= told["ended_s"]
-            metrics = (await here.get("/metrics"))[1]
-            assert 'pla_router_requests_total{end="finished"} 50.0' in metrics
-            assert "pla_router_open_requests 0.0" in metrics
-        _, result = replay_file(record)
-        assert result.decisions["dispatched"] == 50 + gone
-        assert result.identical_share == 1.0, result.differences
-
-    run(work)
+async def test_many_requests_some_of_whose_clients_go(tmp_path: Path) -> None:
+    record = tmp_path / "run.jsonl"
+    async with together(PAIRS, policy="pla", record=record) as here:
+        rng = random.Random(2)
+        for one in here.fakes:
+            one.script.first_s = 0.3
+        asked = [
+            here.ask(f"r{number:03d}", rng.choice([10, 2000]), give_up_s=0.25 if number % 6 == 0 else None)
+            for number in range(60)
+        ]
+        answers = await asyncio.gather(*asked)
+        assert answers[1::6] + answers[2::6] == [(200, 5)] * 20
+        assert sum(answer == (0, 0) for answer in answers) == 10
+        ledger = await here.at_rest()
+        gone = ledger["opened"] - 50  # on a slow machine some go before they are heard
+        assert 1 <= gone <= 10
+        assert ledger["ended"] == {"finished": 50, "client_gone": gone}
+        rooms = [sorted(body["bootstrap_room"] for body in one.bodies) for one in here.fakes]
+        assert sorted(rooms[0] + rooms[1]) == sorted(rooms[2] + rooms[3])
+        assert len(set(rooms[0] + rooms[1])) == len(rooms[0] + rooms[1])
+        _, told = await here.get("/pla/explain/r001")
+        assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
+        assert told["sent_s"] <= told["done_s"] <= told["ended_s"]
+        metrics = (await here.get("/metrics"))[1]
+        assert 'pla_router_requests_total{end="finished"} 50.0' in metrics
+        assert "pla_router_open_requests 0.0" in metrics
+    _, result = replay_file(record)
+    assert result.decisions["dispatched"] == 50 + gone
+    assert result.identical_share == 1.0, result.differences
 
 
-def test_a_prefill_instance_that_dies_takes_only_its_own_requests_with_it() -> None:
-    async def work() -> None:
-        async with together(PAIRS, policy="round-robin") as here:
-            for one in here.fakes:
-                one.prefill_s = 0.5
-            waiting = [asyncio.create_task(here.ask(f"r{number}", 10)) for number in range(8)]
-            while sum(len(one.rooms) for one in here.fakes[:2]) < 8:  # prefills that have begun
-                await asyncio.sleep(0.01)
-            await here.fakes[0].stop()
-            answers = await asyncio.gather(*waiting)
-            served = {worker.number: worker.view.name for worker in here.plane.table.workers}
-            for number, (status, events) in enumerate(answers):
-                _, told = await here.get(f"/pla/explain/r{number}")
-                if told["prefill"] == served[0]:
-                    assert status >= 500
-                    assert told["end"] in ("prefill_aborted", "instance_dead")
-                else:
-                    assert (status, events) == (200, 5)
-            assert sum(status == 200 for status, _ in answers) == 4
-            async with LoopTime() as ran:
-                await here.at_rest()
-            assert ran.seconds < 1.0
-            later = await asyncio.gather(*(here.ask(f"later{number}", 10) for number in range(4)))
-            assert later == [(200, 5)] * 4
-            await here.fakes[0].start()
-
-    run(work)
+async def test_a_prefill_instance_that_dies_takes_only_its_own_requests_with_it() -> None:
+    async with together(PAIRS, policy="round-robin") as here:
+        for one in here.fakes:
+            one.script.first_s = 0.5
+        waiting = [asyncio.create_task(here.ask(f"r{number}", 10)) for number in range(8)]
+        await wait_until(lambda: sum(len(one.bodies) for one in here.fakes[:2]) == 8)  # prefills that have begun
+        await here.fakes[0].stop()
+        answers = await asyncio.gather(*waiting)
+        served = {worker.number: worker.view.name for worker in here.plane.table.workers}
+        for number, (status, events) in enumerate(answers):
+            _, told = await here.get(f"/pla/explain/r{number}")
+            if told["prefill"] == served[0]:
+                assert status >= 500
+                assert told["end"] in ("prefill_aborted", "instance_dead")
+            else:
+                assert (status, events) == (200, 5)
+        assert sum(status == 200 for status, _ in answers) == 4
+        async with LoopTime() as ran:
+            await here.at_rest()
+        assert ran.seconds < 1.0
+        later = await asyncio.gather(*(here.ask(f"later{number}", 10) for number in range(4)))
+        assert later == [(200, 5)] * 4
+        await here.fakes[0].start()
 
 
-def test_an_instance_that_cannot_be_reached_costs_nobody_anything() -> None:
-    async def work() -> None:
-        async with together(["null", "null"], policy="round-robin", poll_interval_s=5.0) as here:
-            await here.fakes[0].stop()
-            answers = await asyncio.gather(*(here.ask(f"r{number}", 10) for number in range(10)))
-            assert answers == [(200, 5)] * 10
-            ledger = await here.at_rest()
-            assert ledger["ended"] == {"finished": 10}
-            await here.fakes[0].start()
-
-    run(work)
+async def test_an_instance_that_cannot_be_reached_costs_nobody_anything() -> None:
+    async with together(["null", "null"], policy="round-robin", poll_interval_s=5.0) as here:
+        await here.fakes[0].stop()
+        answers = await asyncio.gather(*(here.ask(f"r{number}", 10) for number in range(10)))
+        assert answers == [(200, 5)] * 10
+        ledger = await here.at_rest()
+        assert ledger["ended"] == {"finished": 10}
+        await here.fakes[0].start()
 
 
-def test_streams_of_instances_that_die_go_on_elsewhere_and_the_recording_replays(tmp_path: Path) -> None:
+async def test_streams_of_instances_that_die_go_on_elsewhere_and_the_recording_replays(tmp_path: Path) -> None:
     """Each instance loses its streams of one kind of moment; the client gets five events all the same."""
-
-    async def work() -> None:
-        record = tmp_path / "run.jsonl"
-        modes = ["stateless"] * 4
-        async with together(modes, hops=True, policy="least-tokens", record=record, migration="on") as here:
-            here.fakes[0].die_after, here.fakes[1].die_after = 1, 3
-            answers = await asyncio.gather(*(here.ask(f"r{number:02d}", 10 + number) for number in range(40)))
-            served = [answer == (200, 5) for answer in answers]
-            ledger = await here.at_rest()
-            assert ledger["ended"].get("upstream_error", 0) == served.count(False)  # those that both have lost
-            assert served.count(True) > 20
-            moved = [rid for rid in range(40) if "hops" in (await here.get(f"/pla/explain/r{rid:02d}"))[1]]
-            assert moved
-            metrics = (await here.get("/metrics"))[1]
-            assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
-            tags = [tags for fake in here.fakes for tags in fake.tags if "pla_tokens" in tags]
-            assert tags
-            assert all(tags["pla_tokens"] in ([0], [0, 1, 2]) for tags in tags)
-            assert all(tags["pla_seen"] == f"c{len(tags['pla_tokens']) - 1}" for tags in tags)
-        _, result = replay_file(record)
-        assert result.decisions["dispatched"] == 40 + len(moved)
-        assert result.identical_share == 1.0, result.differences
-
-    run(work)
+    record = tmp_path / "run.jsonl"
+    modes = ["stateless"] * 4
+    async with together(modes, hops=True, policy="least-tokens", record=record, migration="on") as here:
+        here.fakes[0].script.die_after, here.fakes[1].script.die_after = 1, 3
+        answers = await asyncio.gather(*(here.ask(f"r{number:02d}", 10 + number) for number in range(40)))
+        served = [answer == (200, 5) for answer in answers]
+        ledger = await here.at_rest()
+        assert ledger["ended"].get("upstream_error", 0) == served.count(False)  # those that both have lost
+        assert served.count(True) > 20
+        moved = [rid for rid in range(40) if "hops" in (await here.get(f"/pla/explain/r{rid:02d}"))[1]]
+        assert moved
+        metrics = (await here.get("/metrics"))[1]
+        assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
+        tags = [tags for fake in here.fakes for tags in map(tags_of, fake.bodies) if "pla_tokens" in tags]
+        assert tags
+        assert all(tags["pla_tokens"] in ([0], [0, 1, 2]) for tags in tags)
+        assert all(tags["pla_seen"] == f"c{len(tags['pla_tokens']) - 1}" for tags in tags)
+    _, result = replay_file(record)
+    assert result.decisions["dispatched"] == 40 + len(moved)
+    assert result.identical_share == 1.0, result.differences
 
 
-def test_streams_that_are_moved_at_random_lose_nothing() -> None:
+async def test_streams_that_are_moved_at_random_lose_nothing() -> None:
     """Moves to anywhere at any time, an instance that dies and one that drains meanwhile: each client gets each event
     once, in order, and nothing is left anywhere."""
-
-    async def work() -> None:
-        rng = random.Random(6)
-        async with together(["stateless"] * 4, hops=True, policy="round-robin", migration="on") as here:
-            for one in here.fakes:
-                one.streams_are_held, one.events, one.gap_s = True, 50, 0.01
-            table, migration = here.plane.table, here.plane.migration
-            while any(list((worker.peers or {}).values()).count("ready") < 3 for worker in table):
-                await asyncio.sleep(0.01)
-            asked = [asyncio.create_task(here.read(f"r{number:02d}")) for number in range(40)]
-            ordered = 0
-            for turn in range(120):
-                await asyncio.sleep(0.005)
-                rid, target = f"r{rng.randrange(40):02d}", table.by_number[rng.randrange(4)]
-                ordered += migration.move_request(rid, target, "random") is None
-                if turn == 30:
-                    await here.fakes[0].stop()
-                elif turn == 60:
-                    here.plane.table.drain(table.by_number[1], time.monotonic())
-            wanted = b"".join(b'data: {"text": "%d"}\n\n' % number for number in range(50)) + b"data: [DONE]\n\n"
-            answers = await asyncio.gather(*asked)
-            assert [answer for answer in answers if answer != wanted] == []
-            assert ordered > 10
-            await here.at_rest()
-            assert not any(one.streams for one in here.fakes)
-            migration.sweep_moves(time.monotonic())
-            assert count_moves(here.plane) == 0
-            metrics = (await here.get("/metrics"))[1]
-            assert 'pla_router_moves_total{how="pull",reason="random"}' in metrics
-            assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
-            await here.fakes[0].start()
-
-    run(work)
+    rng = random.Random(6)
+    async with together(["stateless"] * 4, hops=True, policy="round-robin", migration="on") as here:
+        for one in here.fakes:
+            one.streams_are_held, one.script.events = True, 50
+        table, migration = here.plane.table, here.plane.migration
+        await wait_until(lambda: all(list((one.peers or {}).values()).count("ready") == 3 for one in table))
+        asked = [asyncio.create_task(here.read(f"r{number:02d}")) for number in range(40)]
+        ordered = 0
+        for turn in range(120):
+            await asyncio.sleep(0.005)
+            rid, target = f"r{rng.randrange(40):02d}", table.by_number[rng.randrange(4)]
+            ordered += migration.move_request(rid, target, "random") is None
+            if turn == 30:
+                await here.fakes[0].stop()
+            elif turn == 60:
+                here.plane.table.drain(table.by_number[1], time.monotonic())
+        wanted = b"".join(b'data: {"text": "w%d"}\n\n' % number for number in range(50)) + b"data: [DONE]\n\n"
+        answers = await asyncio.gather(*asked)
+        assert [answer for answer in answers if answer != wanted] == []
+        assert ordered > 10
+        await here.at_rest()
+        assert not any(one.streams for one in here.fakes)
+        migration.sweep_moves(time.monotonic())
+        assert count_moves(here.plane) == 0
+        metrics = (await here.get("/metrics"))[1]
+        assert 'pla_router_moves_total{how="pull",reason="random"}' in metrics
+        assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
+        await here.fakes[0].start()
 
 
-def test_every_scraper_finds_the_series_that_the_page_names() -> None:
+async def test_every_scraper_finds_the_series_that_the_page_names() -> None:
     documented = documented_names(PAGE, "pla_router_")
     assert len(documented) > 25
     quiet = {f"pla_router_{name}" for name in QUIET}
     wanted = {stored_name(name, kind) for name, kind in documented.items()} - quiet
-
-    async def work() -> None:
-        async with together(PAIRS, policy="pla", migration="on") as here:
-            await asyncio.gather(*(here.ask(f"r{number:02d}", 2000 if number % 2 else 10) for number in range(8)))
-            await here.at_rest()
-            while "pla_router_relay_requests_total" not in await here.scrape("*/*"):  # a relay reports now and then
-                await asyncio.sleep(0.02)
-            for scraper, accept in ACCEPT.items():
-                text = await here.scrape(accept)
-                assert wanted - sample_names(text) == set(), scraper
-                declared = {family.name for family in text_string_to_metric_families(text)}
-                assert {name.removesuffix("_total") for name in quiet if name.endswith("_total")} <= declared
-
-    run(work)
+    async with together(PAIRS, policy="pla", migration="on") as here:
+        await asyncio.gather(*(here.ask(f"r{number:02d}", 2000 if number % 2 else 10) for number in range(8)))
+        await here.at_rest()
+        while "pla_router_relay_requests_total" not in await here.scrape("*/*"):  # a relay reports now and then
+            await asyncio.sleep(0.02)
+        for scraper, accept in ACCEPT.items():
+            text = await here.scrape(accept)
+            assert wanted - sample_names(text) == set(), scraper
+            declared = {family.name for family in text_string_to_metric_families(text)}
+            assert {name.removesuffix("_total") for name in quiet if name.endswith("_total")} <= declared

@@ -20,6 +20,7 @@ from pla_sglang.common.cli import EXIT_BAD_ARGUMENTS
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
+from pla_sglang.fleet.router.control.observability.tracing import EXPORT_TIMEOUT_S
 from pla_sglang.fleet.router.relay.request_translation import IdGenerator
 
 SECRET, PROMPT = "hunter2-secret-key", "the prompt that nobody else may see"
@@ -115,11 +116,11 @@ def test_a_client_that_does_not_sample_gets_no_spans(router: RouterProcess, coll
 
 
 def test_an_instance_that_fails_makes_an_error(router: RouterProcess, collected: Collector) -> None:
-    router.fakes[1].fail = True
+    router.fakes[1].script.status = 500
     try:
         assert ask(router, "broken") == 500
     finally:
-        router.fakes[1].fail = False
+        router.fakes[1].script.status = 200
     whole, parts = tree(collected, "broken")
     assert (whole.status, whole.attributes["error.type"]) == (ERROR, "upstream_error")
     assert whole.attributes["http.response.status_code"] == 500
@@ -157,7 +158,7 @@ def test_a_collector_that_is_away_disturbs_nobody(tmp_path: Path) -> None:
         assert json.loads(router.ask("/pla/ledger")[1])["balanced"]
         started_s = time.monotonic()
         assert router.stop() == 0
-        assert time.monotonic() - started_s < 5.0
+        assert time.monotonic() - started_s < EXPORT_TIMEOUT_S, "nothing waits for a batch that is on its way"
         assert "Traceback" not in router.log
 
 

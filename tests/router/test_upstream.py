@@ -60,50 +60,42 @@ class SlowClient:
         raise AssertionError(detail)
 
 
-def test_a_connection_goes_back_to_the_pool_reading() -> None:
+async def test_a_connection_goes_back_to_the_pool_reading() -> None:
     """An answer may end while its client is too slow: whoever has the connection next must get theirs."""
-
-    async def scenario() -> None:
-        pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=1.0, idle_s=3.0)
-        connection, transport = UpstreamConnection(pool, WORKER), Transport()
-        connection.connection_made(transport)
-        sink = SlowClient(connection)
-        connection.send_request("POST", b"x", b"", sink)
-        connection.data_received(HEAD + b"do")
-        assert (sink.done, transport.reading) == (False, False)
-        connection.data_received(b"ne")
-        assert sink.done
-        assert pool.count_idle() == 1
-        assert transport.reading
-
-    asyncio.run(scenario())
+    pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=1.0, idle_s=3.0)
+    connection, transport = UpstreamConnection(pool, WORKER), Transport()
+    connection.connection_made(transport)
+    sink = SlowClient(connection)
+    connection.send_request("POST", b"x", b"", sink)
+    connection.data_received(HEAD + b"do")
+    assert (sink.done, transport.reading) == (False, False)
+    connection.data_received(b"ne")
+    assert sink.done
+    assert pool.count_idle() == 1
+    assert transport.reading
 
 
 @pytest.mark.parametrize("listens", [True, False])
-def test_few_connect_at_a_time_and_all_are_told(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_few_connect_at_a_time_and_all_are_told(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A burst of requests opens connections a few at a time; where nobody listens, nobody waits for a turn."""
     monkeypatch.setattr(upstream_connection, "MAX_CONNECTING", 3)
-
-    async def scenario() -> None:
-        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-        worker = WorkerEntry(0, "w", "127.0.0.1", server.sockets[0].getsockname()[1], "unified")
-        if not listens:
-            server.close()
-            await server.wait_closed()
-        pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=5.0, idle_s=3.0)
-        got: list[UpstreamConnection | None] = []
-        for _ in range(10):
-            pool.take_connection(worker, lambda connection, _: got.append(connection))
-        assert len(pool._connecting) == 3
-        async with asyncio.timeout(5):
-            while len(got) < 10:
-                await asyncio.sleep(0.01)
-        assert [one is not None for one in got] == [listens] * 10
-        assert (+pool._under_way, any(pool._waiting.values())) == ({}, False)
-        for one in got:
-            if one is not None:
-                one.drop_connection()
-        await pool.close_pool()
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    worker = WorkerEntry(0, "w", "127.0.0.1", server.sockets[0].getsockname()[1], "unified")
+    if not listens:
         server.close()
-
-    asyncio.run(scenario())
+        await server.wait_closed()
+    pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=5.0, idle_s=3.0)
+    got: list[UpstreamConnection | None] = []
+    for _ in range(10):
+        pool.take_connection(worker, lambda connection, _: got.append(connection))
+    assert len(pool._connecting) == 3
+    async with asyncio.timeout(5):
+        while len(got) < 10:
+            await asyncio.sleep(0.01)
+    assert [one is not None for one in got] == [listens] * 10
+    assert (+pool._under_way, any(pool._waiting.values())) == ({}, False)
+    for one in got:
+        if one is not None:
+            one.drop_connection()
+    await pool.close_pool()
+    server.close()

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from support.instances import FakeInstance, Script
-from support.relays import Setting, TurnControl, run
+from fake_sglang import FakeSglang, Script, end_of_words
+from support.relays import Setting, TurnControl
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.relay.server import Relay
@@ -71,167 +71,147 @@ def test_frames_arrive_whole_however_they_are_cut(step: int) -> None:
     assert got == frames
 
 
-def test_stages_wait_for_a_question(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody waits for goes with what somebody does, in order; alone it goes a little later."""
-    monkeypatch.setattr(endpoints, "LAZY_S", 2.0)
-
-    async def scenario() -> None:
-        async with control_end(address, plane := TurnControl()), relay_end(address) as relay:
-            here = Setting(relay, plane, [])
-            await here.until(lambda: plane.of(m.Hello))
-            ask = m.Ask("a", 0, m.Endpoint.GENERATE, False, 0.0, 1, 1)
-            relay.context.send_to_control(m.Progress("b", m.Milestone.SENT, 0.0))
-            await asyncio.sleep(0.1)
-            assert not plane.of(m.Progress)
-            plane.answer = lambda _: None
-            relay.context.send_to_control(ask)
-            relay.context.send_to_control(m.Ended("b", m.Outcome.OK, 200, 0.0))
-            await here.until(lambda: plane.of(m.Ask))
-            assert [type(one) for one in plane.heard if not isinstance(one, m.Hello | m.RelayReport)] == [
-                *(m.Progress, m.Ask, m.Ended),
-            ]
-            relay.context.send_to_control(m.Progress("c", m.Milestone.SENT, 0.0))
-            await here.until(lambda: len(plane.of(m.Progress)) == 2)
-
-    run(scenario)
+async def test_stages_wait_for_a_question(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody waits for goes with what somebody does, in order."""
+    monkeypatch.setattr(endpoints, "LAZY_S", 60.0)
+    async with control_end(address, plane := TurnControl()), relay_end(address) as relay:
+        here = Setting(relay, plane, [])
+        await here.until(lambda: plane.of(m.Hello))
+        ask = m.Ask("a", 0, m.Endpoint.GENERATE, False, 0.0, 1, 1)
+        relay.context.send_to_control(m.Progress("b", m.Milestone.SENT, 0.0))
+        await asyncio.sleep(0.1)
+        assert not plane.of(m.Progress)
+        plane.answer = lambda _: None
+        relay.context.send_to_control(ask)
+        relay.context.send_to_control(m.Ended("b", m.Outcome.OK, 200, 0.0))
+        await here.until(lambda: plane.of(m.Ask))
+        assert [type(one) for one in plane.heard if not isinstance(one, m.Hello | m.RelayReport)] == [
+            *(m.Progress, m.Ask, m.Ended),
+        ]
 
 
-def test_requests_go_through_two_relays(address: str) -> None:
-    async def scenario() -> None:
-        async with (
-            FakeInstance(0) as one,
-            control_end(address, plane := TurnControl((one.worker(),))),
-            relay_end(address, 0) as first,
-            relay_end(address, 1) as second,
-        ):
-            settings = [Setting(relay, plane, [one]) for relay in (first, second)]
-            await settings[0].until(lambda: first.context.workers.serving and second.context.workers.serving)
-            answers = await asyncio.gather(*(here.ask({"text": "x"}) for here in settings * 20))
-            assert {answer.status for answer in answers} == {200}
-            await settings[0].until(lambda: len(plane.of(m.Ended)) == 40)
-            assert {ask.relay for ask in plane.of(m.Ask)} == {0, 1}
-            assert len({ask.rid for ask in plane.of(m.Ask)}) == 40
-            settings[0].check_balance()
-
-    run(scenario)
+async def test_a_stage_alone_goes_a_little_later(address: str) -> None:
+    async with control_end(address, plane := TurnControl()), relay_end(address) as relay:
+        here = Setting(relay, plane, [])
+        await here.until(lambda: plane.of(m.Hello))
+        relay.context.send_to_control(m.Progress("c", m.Milestone.SENT, 0.0))
+        await here.until(lambda: plane.of(m.Progress))
 
 
-def test_streams_outlive_the_control_plane(address: str) -> None:
+async def test_requests_go_through_two_relays(address: str) -> None:
+    async with (
+        FakeSglang() as one,
+        control_end(address, plane := TurnControl((one.worker(),))),
+        relay_end(address, 0) as first,
+        relay_end(address, 1) as second,
+    ):
+        settings = [Setting(relay, plane, [one]) for relay in (first, second)]
+        await settings[0].until(lambda: first.context.workers.serving and second.context.workers.serving)
+        answers = await asyncio.gather(*(here.ask({"text": "x"}) for here in settings * 20))
+        assert {answer.status for answer in answers} == {200}
+        await settings[0].until(lambda: len(plane.of(m.Ended)) == 40)
+        assert {ask.relay for ask in plane.of(m.Ask)} == {0, 1}
+        assert len({ask.rid for ask in plane.of(m.Ask)}) == 40
+        assert settings[0].is_at_rest()
+
+
+async def test_streams_outlive_the_control_plane(address: str) -> None:
     """The first control plane ends in the middle of a stream; the next one hears of the stream and of its end."""
-
-    async def scenario() -> None:
-        async with FakeInstance(0, script=Script(events=10, gap_s=0.2)) as one, relay_end(address) as relay:
-            async with control_end(address, first := TurnControl((one.worker(),), epoch=1)):
-                here = Setting(relay, first, [one])
-                await here.until(lambda: relay.context.workers.serving)
-                stream = asyncio.ensure_future(here.ask({"stream": True}))
-                await here.until(lambda: len(first.of(m.Progress)) == 2)
-            waiting = asyncio.ensure_future(here.ask({"text": "asked of nobody"}))
-            await asyncio.sleep(0.1)
-            async with control_end(address, second := TurnControl((one.worker(),), epoch=2)):
-                assert len((await stream).events) == 11
-                assert (await waiting).status == 200
-                [hello] = second.of(m.Hello)
-                assert [one.ask.rid for one in hello.open] == [first.of(m.Ask)[0].rid]
-                await here.until(lambda: len(second.of(m.Ended)) == 2)
-
-    run(scenario)
-
-
-def test_a_relay_that_is_gone_is_forgotten(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "GONE_S", 0.5)
-
-    async def scenario() -> None:
-        async with control_end(address, plane := TurnControl()) as end:
-            async with relay_end(address) as relay:
-                await Setting(relay, plane, []).until(lambda: 0 in plane.ports)
-            await Setting(relay, plane, []).until(lambda: not plane.ports)
-            assert not end._relays
-
-    run(scenario)
-
-
-def test_a_relay_that_was_forgotten_by_mistake_says_what_is_open(address: str) -> None:
-    """Its loop stood still for too long, say: what it had asked meanwhile must not wait for the time limit."""
-
-    async def scenario() -> None:
-        async with (
-            FakeInstance(0, script=Script(first_s=4)) as one,
-            control_end(address, plane := TurnControl((one.worker(),))) as end,
-            relay_end(address) as relay,
-        ):
-            here = Setting(relay, plane, [one])
+    script = Script(events=10, holds=[end_of_words(2), end_of_words(5)])
+    async with FakeSglang(script=script) as one, relay_end(address) as relay:
+        async with control_end(address, first := TurnControl((one.worker(),), epoch=1)):
+            here = Setting(relay, first, [one])
             await here.until(lambda: relay.context.workers.serving)
             stream = asyncio.ensure_future(here.ask({"stream": True}))
-            await here.until(lambda: plane.of(m.Progress))
-            end._detach_relay(next(iter(end._relays)))
-            lost = asyncio.ensure_future(here.ask({"text": "asked while nobody listens"}))
-            await here.until(lambda: len(plane.of(m.Hello)) == 2)
-            assert [one.ask.rid for one in plane.of(m.Hello)[1].open] == [plane.of(m.Ask)[0].rid]
-            assert {(await stream).status, (await lost).status} == {200}
+            await here.until(lambda: len(first.of(m.Progress)) == 2)
+        waiting = asyncio.ensure_future(here.ask({"text": "asked of nobody"}))
+        one.words.put_nowait("go")
+        await here.until(lambda: not script.holds)
+        async with control_end(address, second := TurnControl((one.worker(),), epoch=2)):
+            await here.until(lambda: second.of(m.Hello))
+            one.words.put_nowait("go")
+            assert len((await stream).events) == 11
+            assert (await waiting).status == 200
+            [hello] = second.of(m.Hello)
+            assert [one.ask.rid for one in hello.open] == [first.of(m.Ask)[0].rid]
+            await here.until(lambda: len(second.of(m.Ended)) == 2)
 
-    run(scenario)
 
-
-def test_who_stood_still_does_not_take_the_others_for_gone(address: str) -> None:
-    """A stopped machine goes on: the first thing that the control process sees is that nobody has said anything."""
-
-    async def scenario() -> None:
-        async with control_end(address, plane := TurnControl()) as end, relay_end(address) as relay:
+async def test_a_relay_that_is_gone_is_forgotten(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "GONE_S", 0.5)
+    async with control_end(address, plane := TurnControl()) as end:
+        async with relay_end(address) as relay:
             await Setting(relay, plane, []).until(lambda: 0 in plane.ports)
-            end._now_s = lambda: time.monotonic() + 10 * endpoints.GONE_S
-            end._check_relays()
-            assert 0 in plane.ports
-            end._checked_s = end._now_s()
-            [identity] = end._relays
-            for attached in end._relays.values():
-                attached.last_frame_s -= 2 * endpoints.GONE_S
-            end._check_relays()
-            assert 0 in plane.ports  # a relay whose process lives is forgiven for longer
-            end._relays = {b"0/%d" % NOBODY: end._relays[identity]}
-            end._check_relays()
-            assert 0 not in plane.ports
-
-    run(scenario)
+        await Setting(relay, plane, []).until(lambda: not plane.ports)
+        assert not end._relays
 
 
-def test_a_relay_that_stands_still_is_kept_while_its_process_lives(
+async def test_a_relay_that_was_forgotten_by_mistake_says_what_is_open(address: str) -> None:
+    """Its loop stood still for too long, say: what it had asked meanwhile must not wait for the time limit."""
+    async with (
+        FakeSglang(script=Script(first_s=4)) as one,
+        control_end(address, plane := TurnControl((one.worker(),))) as end,
+        relay_end(address) as relay,
+    ):
+        here = Setting(relay, plane, [one])
+        await here.until(lambda: relay.context.workers.serving)
+        stream = asyncio.ensure_future(here.ask({"stream": True}))
+        await here.until(lambda: plane.of(m.Progress))
+        end._detach_relay(next(iter(end._relays)))
+        lost = asyncio.ensure_future(here.ask({"text": "asked while nobody listens"}))
+        await here.until(lambda: len(plane.of(m.Hello)) == 2)
+        assert [one.ask.rid for one in plane.of(m.Hello)[1].open] == [plane.of(m.Ask)[0].rid]
+        assert {(await stream).status, (await lost).status} == {200}
+
+
+async def test_who_stood_still_does_not_take_the_others_for_gone(address: str) -> None:
+    """A stopped machine goes on: the first thing that the control process sees is that nobody has said anything."""
+    async with control_end(address, plane := TurnControl()) as end, relay_end(address) as relay:
+        await Setting(relay, plane, []).until(lambda: 0 in plane.ports)
+        end._now_s = lambda: time.monotonic() + 10 * endpoints.GONE_S
+        end._check_relays()
+        assert 0 in plane.ports
+        end._checked_s = end._now_s()
+        [identity] = end._relays
+        for attached in end._relays.values():
+            attached.last_frame_s -= 2 * endpoints.GONE_S
+        end._check_relays()
+        assert 0 in plane.ports  # a relay whose process lives is forgiven for longer
+        end._relays = {b"0/%d" % NOBODY: end._relays[identity]}
+        end._check_relays()
+        assert 0 not in plane.ports
+
+
+async def test_a_relay_that_stands_still_is_kept_while_its_process_lives(
     address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after SIGSTOP and SIGCONT: it says nothing for a while, and goes on. No longer than ``STOPPED_S``."""
     monkeypatch.setattr(endpoints, "GONE_S", 0.6)
     monkeypatch.setattr(endpoints, "STOPPED_S", 3.0)
-
-    async def scenario() -> None:
-        async with control_end(address, plane := TurnControl()):
-            heard = len(plane.heard)
-            still = RelayWire(address, 3, now_s=time.monotonic)
-            still.start_wire(lambda message: None, lambda: None)
-            here = Setting(None, plane, [])  # type: ignore[arg-type]
-            await here.until(lambda: 3 in plane.ports)
-            assert still._timer is not None
-            still._timer.cancel()  # it asks for nothing any more
-            await here.until(lambda: "relay 3 stands still" in caplog.text)
-            assert 3 in plane.ports
-            still.send_message(m.RelayReport(3, {}, {}))
-            await here.until(lambda: "relay 3 goes on" in caplog.text)
-            assert len(plane.heard) > heard
-            await here.until(lambda: 3 not in plane.ports, patience_s=10.0)
-            assert "relay 3 is gone" in caplog.text
-            still.close_wire()
-
-    run(scenario)
+    async with control_end(address, plane := TurnControl()):
+        heard = len(plane.heard)
+        still = RelayWire(address, 3, now_s=time.monotonic)
+        still.start_wire(lambda message: None, lambda: None)
+        here = Setting(None, plane, [])  # type: ignore[arg-type]
+        await here.until(lambda: 3 in plane.ports)
+        assert still._timer is not None
+        still._timer.cancel()  # it asks for nothing any more
+        await here.until(lambda: "relay 3 stands still" in caplog.text)
+        assert 3 in plane.ports
+        still.send_message(m.RelayReport(3, {}, {}))
+        await here.until(lambda: "relay 3 goes on" in caplog.text)
+        assert len(plane.heard) > heard
+        await here.until(lambda: 3 not in plane.ports, patience_s=10.0)
+        assert "relay 3 is gone" in caplog.text
+        still.close_wire()
 
 
-def test_nonsense_from_a_relay_ends_its_membership(address: str) -> None:
-    async def scenario() -> None:
-        async with control_end(address, plane := TurnControl()):
-            stranger = RelayWire(address, 7, now_s=time.monotonic)
-            stranger.start_wire(lambda message: None, lambda: None)
-            await Setting(None, plane, []).until(lambda: 7 in plane.ports)  # type: ignore[arg-type]
-            assert stranger._connection is not None
-            stranger._connection.send_frame(b"\x91\x92nonsense")
-            await Setting(None, plane, []).until(lambda: 7 not in plane.ports)  # type: ignore[arg-type]
-            stranger.close_wire()
-
-    run(scenario)
+async def test_nonsense_from_a_relay_ends_its_membership(address: str) -> None:
+    async with control_end(address, plane := TurnControl()):
+        stranger = RelayWire(address, 7, now_s=time.monotonic)
+        stranger.start_wire(lambda message: None, lambda: None)
+        await Setting(None, plane, []).until(lambda: 7 in plane.ports)  # type: ignore[arg-type]
+        assert stranger._connection is not None
+        stranger._connection.send_frame(b"\x91\x92nonsense")
+        await Setting(None, plane, []).until(lambda: 7 not in plane.ports)  # type: ignore[arg-type]
+        stranger.close_wire()

@@ -66,35 +66,44 @@ class FakeRequest(RequestFields):
 
 
 class FakeSendQueue:
-    def __init__(self) -> None:
-        self.queue: list[FakeRequest] = []
+    """The sending end's queue and manager. ``marks``: fences behind what its worker has taken."""
+
+    def __init__(self, buffers: int = 1000) -> None:
+        self.buffers = buffers
+        self.queue: list[Any] = []
         self.rooms = UsedRooms()
+        self.marks: deque[Any] = deque()
         self.kv_manager = SimpleNamespace(
             failure_records={},
             exceptions={},
             request_status={},
             transfer_infos={},
+            decode_kv_args_table={"receiver": SimpleNamespace(endpoint="10.0.0.9", dst_port=40)},
             req_to_decode_prefix_len={},
-            transfer_queues=[SimpleNamespace(put=self._reach)],
+            transfer_queues=[SimpleNamespace(put=self.marks.append)],
         )
-        self.marks: deque[Any] = deque()
-
-    def _reach(self, mark: Any) -> None:
-        self.marks.append(mark)
 
     def pass_marks(self) -> None:
         """The worker comes to what was queued so far."""
         while self.marks:
             assert self.marks.popleft().room < 0
 
-    def add(self, req: FakeRequest, heads: int) -> None:
+    def add(self, req: Any, heads: int) -> None:
         self.queue.append(req)
 
-    def ensure_metadata_buffer(self, req: FakeRequest) -> bool:
+    def ensure_metadata_buffer(self, req: Any) -> bool:
+        if self.buffers == 0:
+            return False
+        self.buffers -= 1
         req.metadata_buffer_index = 0
         return True
 
-    def finalize_bootstrap(self, req: FakeRequest) -> bool:
+    def create_sender(self, shadow: Any, heads: int) -> bool:
+        shadow.disagg_kv_sender = FakeSender()
+        shadow.sampling_params.max_new_tokens = 1  # as the host does
+        return True
+
+    def finalize_bootstrap(self, req: Any) -> bool:
         return True
 
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
+from fake_sglang import FakeSglang, Script
+
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.fleet.router.wire import messages as m
-from support.relays import Answer, Setting, TurnControl
-from support.token_streams import Conduct, TokenInstance, content_of, make_answer, tokens_of
+from support.relays import Answer, Setting, serving
+from support.token_streams import (
+    DONE,
+    Event,
+    chat_event,
+    content_of,
+    dump,
+    make_answer,
+    make_events,
+    tags_of,
+    text_of,
+    tokens_of,
+)
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "q"}], "stream": True, "max_new_tokens": 6}
 USAGE = CHAT | {"stream_options": {"include_usage": True}}
@@ -22,17 +34,46 @@ REQUESTS["generate"] = (GENERATE, "/generate")
 MARKS = {"custom_params": {"pla_movable": 1}}
 
 
+class TokenInstance(FakeSglang):
+    """A stateless one whose answers are those of ``token_streams``."""
+
+    def __init__(self, number: int, script: Script | None = None, *, hops: bool = True) -> None:
+        super().__init__("stateless", number=number, script=script)
+        self.hops = hops
+        self.script.deaf = True  # ``TurnControl`` uses the ids of hops again
+
+    @property
+    def kind(self) -> str:
+        return "stateless" if self.hops else "unified"
+
+    async def say(self, fields: dict[str, Any], leg: str) -> tuple[dict[str, Any], Iterable[Event]]:
+        whole = {"text": text_of(tokens_of(fields)), "meta_info": {"id": fields.get("rid")}}
+        if self.script.mute:
+            fields = {name: value for name, value in fields.items() if name != "custom_params"}
+        if not fields.get("stream"):
+            return whole, ()
+        events: Iterable[Event] = make_events(fields, interval=self.script.interval)
+        if self.script.aborts:
+            events = give_up(events, self.script.aborts.pop(0), fields, self.script.abort_code)
+        return whole, events
+
+
+def give_up(events: Iterable[Event], count: int, fields: dict[str, Any], code: int | None) -> Iterable[Event]:
+    """The first ones that show something, and then an abort as SGLang 0.5.17 says it."""
+    marked = bool(tags_of(fields).get("pla_movable"))
+    yield from islice((event for event in events if event.data or (marked and event.seen)), count)
+    reason: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": code, "err_type": None}
+    if "messages" in fields:
+        error = {"error": {"message": "Aborted", "code": code}}
+        data = b"data: " + dump(error) + b"\n\n" if code else chat_event(fields.get("rid"), {}, reason="abort")
+    else:
+        data = b"data: " + dump({"text": "", "output_ids": [], "meta_info": {"finish_reason": reason}}) + b"\n\n"
+    yield Event(data, (), "c0.r0.f1.u0")
+    yield Event(DONE)
+
+
 class Here(Setting):
     """A relay in front of token instances."""
-
-    instances: list[TokenInstance]  # type: ignore[assignment]
-
-    def check_balance(self) -> None:
-        """Ids are used again: each question has one end, and nothing is left."""
-        asked = sorted(ask.rid for ask in self.control.of(m.Ask) if ask.attempt == 1)
-        assert sorted(ended.rid for ended in self.ended()) == asked
-        gauges = self.relay.read_gauges()
-        assert [gauges[name] for name in ("open_requests", "buffered_bytes", "kept_bytes")] == [0, 0, 0]
 
     def counted(self, name: str) -> float:
         return self.relay.context.counters.values.get(name, 0)
@@ -40,20 +81,11 @@ class Here(Setting):
 
 @contextlib.asynccontextmanager
 async def fleet(
-    *conducts: Conduct, config: RelayConfig | None = None, hops: Sequence[bool] = (), **control: Any
+    *scripts: Script, config: RelayConfig | None = None, hops: Sequence[bool] = (), **control: Any
 ) -> AsyncIterator[Here]:
-    async with contextlib.AsyncExitStack() as stack:
-        instances = [await stack.enter_async_context(TokenInstance(*pair)) for pair in enumerate(conducts)]
-        workers = tuple(one.worker(hops=not hops or hops[one.number]) for one in instances)
-        plane = TurnControl(workers, **{"migration": True, "answer": assign_first} | control)
-        listening = config or RelayConfig(port=0)
-        relay = Relay(listening, number=0, send_to_control=plane.on_message, rng=random.Random(5))
-        plane.attach_relay(0, relay)
-        await relay.start_serving()
-        try:
-            yield Here(relay, plane, instances)  # type: ignore[arg-type]
-        finally:
-            await relay.stop_serving()
+    instances = [TokenInstance(number, script, hops=not hops or hops[number]) for number, script in enumerate(scripts)]
+    async with serving(Here, instances, {"migration": True, "answer": assign_first} | control, config) as here:
+        yield here
 
 
 def assign_first(ask: m.Ask) -> m.Assign:

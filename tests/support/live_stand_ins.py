@@ -7,15 +7,14 @@ by the real code; what an answer takes is decided by each test.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from fake_sglang import FakeSglang, Script
 
 from bench.harness import live_fleet, servers
 from bench.harness.replay import Planned, Record
@@ -28,7 +27,7 @@ from pla_sglang.profiles import load_profile
 from pla_sglang.sim import chain
 from pla_sglang.sim.emulate.batch import StepShape
 from pla_sglang.sim.emulate.device import EmulatedDevice
-from support.fake_instance import FakeInstance
+from support.token_streams import DONE, Event, dump
 
 # Device time of the first and the last token of each request, since the start of the run.
 AnswerTimes = Callable[["LiveStandIns", Sequence[Planned]], Sequence[tuple[float, float]]]
@@ -132,7 +131,7 @@ def count_shared(one: list[int], other: list[int]) -> int:
     return next((at for at, (mine, its) in enumerate(pairs) if mine != its), min(len(one), len(other)))
 
 
-class ChainInstance(FakeInstance):
+class ChainInstance(FakeSglang):
     """A stateless fake that answers as an engine with the chain model does, on a device that is idle between answers.
 
     Attributes:
@@ -140,42 +139,37 @@ class ChainInstance(FakeInstance):
     """
 
     def __init__(self, time_scale: float) -> None:
-        super().__init__("stateless", disaggregation_bootstrap_port=free_port())
+        script = Script(first_s=0.02, gap_s=0.01)
+        super().__init__("stateless", script=script, disaggregation_bootstrap_port=free_port())
         self.device, self.wrong = make_device(time_scale), False
         self._kept: list[list[int]] = []  # prompts with their answers
 
-    async def _server_info(self, request: web.Request) -> web.Response:
-        info = json.loads((await super()._server_info(request)).text or "")
+    def describe(self) -> dict[str, Any]:
+        info = super().describe()
         info["internal_states"][0]["pla_emulation"] = self.device.state()
-        return web.json_response(info)
+        return info
 
     def _count_cached(self, prompt: list[int]) -> int:
         """Of its longest beginning that is kept. The last token is computed always."""
         shared = (count_shared(prompt, kept) for kept in self._kept)
         return min(max(shared, default=0), len(prompt) - 1)
 
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        if "input_ids" not in body:  # whether the router is ready
-            return web.json_response({"text": "yes"})
-        leg, prompt = self._leg_of(body), body["input_ids"]
+    async def say(self, fields: dict[str, Any], leg: str) -> tuple[dict[str, Any], Iterable[Event]]:
+        if "input_ids" not in fields:  # whether the router is ready
+            return {"text": "yes"}, ()
+        prompt = fields["input_ids"]
         cached_tokens = self._count_cached(prompt)
         work_a_pass(self.device, 0.02)
-        self.legs.append(leg)
-        await asyncio.sleep(self.prefill_s if leg == "prefill" else 2 * self.prefill_s)
+        await asyncio.sleep(self.script.first_s if leg == "prefill" else 2 * self.script.first_s)
         if leg == "prefill":
-            return web.json_response({"text": "", "meta_info": {}})
-        tokens = chain.expected(prompt, body["sampling_params"]["max_new_tokens"]).tokens
+            return {"text": "", "meta_info": {}}, ()
+        tokens = chain.expected(prompt, fields["sampling_params"]["max_new_tokens"]).tokens
         self._kept.append([*prompt, *tokens])
         meta: dict[str, Any] = {"cached_tokens": cached_tokens, "finish_reason": None}
-        if not body.get("stream"):
-            return web.json_response({"output_ids": list(tokens), "meta_info": meta})
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
-        for place, token in enumerate(tokens[int(self.wrong) :], 1):
-            last = place == len(tokens) - int(self.wrong)
-            meta |= {"completion_tokens": len(tokens), "finish_reason": {"type": "stop"} if last else None}
-            await answer.write(b"data: %s\n\n" % json.dumps({"output_ids": [token], "meta_info": meta}).encode())
-            await asyncio.sleep(self.gap_s)
-        await answer.write(b"data: [DONE]\n\n")
-        return answer
+        events = []
+        for token in tokens[int(self.wrong) :]:
+            said = {"output_ids": [token], "meta_info": meta | {"completion_tokens": len(tokens)}}
+            events.append(Event(b"data: " + dump(said) + b"\n\n", (token,)))
+        said["meta_info"]["finish_reason"] = {"type": "stop"}
+        events[-1] = Event(b"data: " + dump(said) + b"\n\n", (token,))
+        return {"output_ids": list(tokens), "meta_info": meta}, [*events, Event(DONE)]

@@ -6,16 +6,20 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import h11
+from fake_sglang import FakeSglang, Rooms, Script
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.fleet.router.wire import messages as m
-from support.instances import FakeInstance, Rooms, Script
+from support.serving import wait_until
+
+SettingT = TypeVar("SettingT", bound="Setting")
 
 
 @dataclass
@@ -120,7 +124,7 @@ class Setting:
 
     relay: Relay
     control: TurnControl
-    instances: list[FakeInstance]
+    instances: list[FakeSglang]
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.relay.listener.port)
@@ -141,25 +145,25 @@ class Setting:
 
     async def until(self, ask: Callable[[], Any], *, patience_s: float = 20.0) -> Any:
         """The first true answer of ``ask``."""
-        async with asyncio.timeout(patience_s):
-            while not (answer := ask()):
-                await asyncio.sleep(0.005)
-            return answer
+        return await wait_until(ask, patience_s=patience_s)
 
-    def check_balance(self) -> None:
-        """Every question has one end, no step follows an end, and nothing is left anywhere."""
-        asked = {ask.rid for ask in self.control.of(m.Ask)}
-        ends = [ended.rid for ended in self.ended()]
-        assert sorted(ends) == sorted(asked)
+    def is_at_rest(self) -> bool:
+        """True once every question has its end, and nothing is left anywhere. Ids may be used again."""
+        gauges = self.relay.read_gauges()
+        left = [gauges[name] for name in ("open_requests", "buffered_bytes", "kept_bytes", "admin_requests")]
+        asked = sorted(ask.rid for ask in self.control.of(m.Ask) if ask.attempt == 1)
+        return not any(left) and sorted(ended.rid for ended in self.ended()) == asked
+
+    def check_order(self) -> None:
+        """No step follows an end."""
         over: set[str] = set()
         for message in self.control.heard:
-            if isinstance(message, m.Progress):
+            if isinstance(message, m.Ask):
+                over.discard(message.rid)
+            elif isinstance(message, m.Progress):
                 assert message.rid not in over
             elif isinstance(message, m.Ended):
                 over.add(message.rid)
-        gauges = self.relay.read_gauges()
-        left = [gauges[name] for name in ("open_requests", "buffered_bytes", "kept_bytes", "admin_requests")]
-        assert left == [0, 0, 0, 0]
 
 
 def request_bytes(
@@ -194,22 +198,48 @@ async def read_answer(reader: asyncio.StreamReader, *, method: str = "POST") -> 
 
 @contextlib.asynccontextmanager
 async def setting(
-    *kinds: str, scripts: dict[int, Script] | None = None, config: RelayConfig | None = None, **control: Any
+    *kinds: str,
+    scripts: dict[int, Script] | None = None,
+    config: RelayConfig | None = None,
+    now_s: Callable[[], float] = time.monotonic,
+    comes_to_rest: bool = True,
+    **control: Any,
 ) -> AsyncIterator[Setting]:
     """A relay in front of instances of ``kinds``."""
-    rooms = Rooms()
+    rooms, scripts = Rooms(), scripts or {}
+    instances = [
+        FakeSglang("null" if kind == "unified" else kind, number=number, rooms=rooms, script=scripts.get(number))
+        for number, kind in enumerate(kinds)
+    ]
+    async with serving(Setting, instances, control, config, now_s=now_s, comes_to_rest=comes_to_rest) as here:
+        yield here
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    made: type[SettingT],
+    instances: Sequence[FakeSglang],
+    control: dict[str, Any],
+    config: RelayConfig | None,
+    *,
+    now_s: Callable[[], float] = time.monotonic,
+    comes_to_rest: bool = True,
+) -> AsyncIterator[SettingT]:
+    """A relay in front of ``instances``, whose clock is ``now_s``. ``comes_to_rest``: at the end of the block."""
     async with contextlib.AsyncExitStack() as stack:
-        instances = [
-            await stack.enter_async_context(FakeInstance(number, kind, rooms=rooms, script=(scripts or {}).get(number)))
-            for number, kind in enumerate(kinds)
-        ]
+        for one in instances:
+            await stack.enter_async_context(one)
         plane = TurnControl(tuple(one.worker() for one in instances), **control)
         listening = replace(config or RelayConfig(), port=0)
-        relay = Relay(listening, number=0, send_to_control=plane.on_message, rng=random.Random(5))
+        relay = Relay(listening, number=0, send_to_control=plane.on_message, rng=random.Random(5), now_s=now_s)
+        here = made(relay, plane, [*instances])
         plane.attach_relay(0, relay)
         await relay.start_serving()
         try:
-            yield Setting(relay, plane, instances)
+            yield here
+            if comes_to_rest:
+                await here.until(here.is_at_rest)
+            here.check_order()
         finally:
             await relay.stop_serving()
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from fake_sglang import FakeSglang
 
 from pla_sglang.fleet.cluster.ports import free_port
 from pla_sglang.testing.server import HttpError, ServerError, open_url
-from support.fake_instance import FakeInstance
 from support.serving import until
 
 STOP_S = 10.0
@@ -26,7 +26,7 @@ STOP_S = 10.0
 class RouterProcess:
     """A router that serves; ``log`` is what its processes have printed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, fakes: list[FakeInstance]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, fakes: list[FakeSglang]) -> None:
         self._process, self.port, self._log, self.fakes = process, port, log, fakes
 
     @property
@@ -91,7 +91,7 @@ def router_process(
 
 
 @contextlib.contextmanager
-def fake_instances(modes: Sequence[str | FakeInstance]) -> Iterator[list[FakeInstance]]:
+def fake_instances(modes: Sequence[str | FakeSglang]) -> Iterator[list[FakeSglang]]:
     """Served until the block ends; those that are made already, as they are."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
@@ -100,9 +100,9 @@ def fake_instances(modes: Sequence[str | FakeInstance]) -> Iterator[list[FakeIns
     def done(work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(20)
 
-    fakes: list[FakeInstance] = []
+    fakes: list[FakeSglang] = []
     try:
-        made = [FakeInstance(mode) if isinstance(mode, str) else mode for mode in modes]
+        made = [FakeSglang(mode) if isinstance(mode, str) else mode for mode in modes]
         fakes += [done(one.start()) for one in made]
         yield fakes
     finally:

@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+from fake_sglang import FakeSglang
 
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.health import HealthKnobs
 from pla_sglang.fleet.router.wire import messages as m
-from support.fake_instance import FakeInstance
+from support.serving import wait_until
 
 QUICK = HealthKnobs(interval_s=0.05, timeout_s=2.0, fresh_s=0.2, misses=2, refused=2)
 
@@ -40,18 +41,15 @@ def count_moves(plane: ControlPlane) -> int:
 class Scene:
     """A plane with its fakes, and a relay."""
 
-    def __init__(self, plane: ControlPlane, instances: list[FakeInstance]) -> None:
+    def __init__(self, plane: ControlPlane, instances: list[FakeSglang]) -> None:
         self.plane = plane
         self.instances = instances
         self.relay = FakeRelay()
         self._number = 0
         plane.attach_relay(0, self.relay)
 
-    async def until(self, done: Callable[[], Any], limit_s: float = 5.0) -> None:
-        end_s = time.monotonic() + limit_s
-        while not done():
-            assert time.monotonic() < end_s, "it did not come to that"
-            await asyncio.sleep(0.01)
+    async def until(self, done: Callable[[], Any], limit_s: float = 20.0) -> None:
+        await wait_until(done, patience_s=limit_s)
 
     async def ready(self, count: int) -> None:
         await self.until(lambda: len(self.plane.table.fleet.ready) == count)
@@ -65,6 +63,18 @@ class Scene:
         self.plane.on_message(m.Ask(rid, relay, endpoint, True, time.monotonic() - ago_s, len(data), **values))
         answers = [one for one in self.relay.told[told:] if isinstance(one, (m.Assign, m.Refuse))]
         return answers[0] if answers else None
+
+    def assign(self, rid: str, body: object = None, **fields: Any) -> m.Assign:
+        """As ``ask``, of a request that is assigned at once."""
+        answer = self.ask(rid, body, **fields)
+        assert isinstance(answer, m.Assign)
+        return answer
+
+    def be_refused(self, rid: str, body: object = None, **fields: Any) -> m.Refuse:
+        """As ``ask``, of a request that is refused at once."""
+        answer = self.ask(rid, body, **fields)
+        assert isinstance(answer, m.Refuse)
+        return answer
 
     def reach(self, rid: str, *milestones: m.Milestone) -> None:
         for milestone in milestones:
@@ -82,6 +92,13 @@ class Scene:
         parsed = msgspec.json.decode(answer.body) if answer.content_type == "application/json" else answer.body.decode()
         return answer.status, parsed
 
+    async def at_rest(self) -> None:
+        """Once all requests have ended, nothing is left of them."""
+        await self.until(lambda: not self.plane.dispatcher.ledger.records)
+        self.plane.migration.sweep_moves(time.monotonic())
+        assert count_moves(self.plane) == 0
+        self.assert_at_rest()
+
     def assert_at_rest(self) -> None:
         audit = self.plane.dispatcher.ledger.audit(time.monotonic())
         assert audit.balanced, audit.problems
@@ -92,7 +109,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene(
-    modes: Sequence[str | FakeInstance],
+    modes: Sequence[str | FakeSglang],
     *,
     has_role: bool = False,
     hops: bool = False,
@@ -101,7 +118,7 @@ async def scene(
 ) -> AsyncIterator[Scene]:
     """Instances of these modes, or made already, behind one plane, all ready. ``hops``: of the stateless ones."""
     instances = [
-        one if isinstance(one, FakeInstance) else FakeInstance(one, has_role=has_role, batches=batches) for one in modes
+        one if isinstance(one, FakeSglang) else FakeSglang(one, has_role=has_role, batches=batches) for one in modes
     ]
     for one in instances:
         one.hops = hops
@@ -120,4 +137,4 @@ async def scene(
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(work(), 30))
+    asyncio.run(asyncio.wait_for(work(), 60))

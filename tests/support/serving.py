@@ -5,6 +5,7 @@ Nothing sleeps for a fixed time; what a test needs is asked for until it is so.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -30,6 +31,14 @@ def until(ask: Callable[[], T], *, what: str, patience_s: float = PATIENCE_S, po
         assert time.monotonic() < end_s, f"not within {patience_s:g} s: {what}"
         time.sleep(poll_s)
     return answer
+
+
+async def wait_until(ask: Callable[[], T], *, patience_s: float = 20.0) -> T:
+    """As ``until``, on an event loop."""
+    async with asyncio.timeout(patience_s):
+        while not (answer := ask()):
+            await asyncio.sleep(POLL_S)
+        return answer
 
 
 @dataclass

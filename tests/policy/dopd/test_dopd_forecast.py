@@ -82,26 +82,24 @@ def test_holt_winters_follows_a_line_and_a_season() -> None:
     assert error_of(HoltWinters(seasonal), season, 120) < 0.3 * error_of(LastValue(), season, 120)
 
 
-def test_arima_by_recursion_is_what_statsmodels_forecasts() -> None:
-    values = arma(110, ar=0.8, ma=0.4)
-    ours = ArimaForecaster(ArimaKnobs(p=1, d=0, q=1, first_fit=90, refit_error=99.0))
-    for value in values[:90]:
+@pytest.mark.parametrize(
+    ("values", "order", "first_fit"),
+    [
+        (arma(110, ar=0.8, ma=0.4), (1, 0, 1), 90),
+        ([1000.0 + total for total in np.cumsum(arma(100, ar=0.6, ma=0.3, mean=0.0))], (2, 1, 1), 80),
+    ],
+    ids=["plain", "with differencing"],
+)
+def test_arima_by_recursion_is_what_statsmodels_forecasts(
+    values: list[float], order: tuple[int, int, int], first_fit: int
+) -> None:
+    p, d, q = order
+    ours = ArimaForecaster(ArimaKnobs(p=p, d=d, q=q, first_fit=first_fit, refit_error=99.0))
+    for value in values[:first_fit]:
         ours.add(value)
-    theirs = ARIMA(np.array(values[:90]), order=(1, 0, 1), trend="c").fit(method_kwargs={"maxiter": 50})
-    for value in values[90:]:
-        assert ours.next_value() == pytest.approx(float(theirs.forecast(1)[0]), rel=1e-4)
-        ours.add(value)
-        theirs = theirs.append([value])
-
-
-def test_arima_with_differencing_is_what_statsmodels_forecasts() -> None:
-    steps = arma(100, ar=0.6, ma=0.3, mean=0.0)
-    values = [1000.0 + total for total in np.cumsum(steps)]
-    ours = ArimaForecaster(ArimaKnobs(p=2, d=1, q=1, first_fit=80, refit_error=99.0))
-    for value in values[:80]:
-        ours.add(value)
-    theirs = ARIMA(np.array(values[:80]), order=(2, 1, 1), trend="n").fit(method_kwargs={"maxiter": 50})
-    for value in values[80:]:
+    trend = "n" if d else "c"
+    theirs = ARIMA(np.array(values[:first_fit]), order=order, trend=trend).fit(method_kwargs={"maxiter": 50})
+    for value in values[first_fit:]:
         assert ours.next_value() == pytest.approx(float(theirs.forecast(1)[0]), rel=1e-4)
         ours.add(value)
         theirs = theirs.append([value])

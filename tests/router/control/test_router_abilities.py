@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.fake_instance import INFO
-from support.router_scene import Scene, run, scene
+from fake_sglang import INFO
+from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.control.workers.discovery import describe
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
@@ -40,98 +40,77 @@ def instance_of(one: Scene, endpoint: m.Endpoint, **fields: Any) -> int | tuple[
     return answer.decode
 
 
-def test_embedding_and_generating_instances_get_their_own_paths() -> None:
-    async def work() -> None:
-        async with scene(["null", "null"]) as one:
-            say(one, 0, generates=False)
-            say(one, 1, generates=True)
-            for _ in range(3):
-                assert instance_of(one, EMBEDDINGS) == 0
-                assert instance_of(one, CHAT) == 1
-            assert instance_of(one, SCORE) in (0, 1), "either kind of model may score"
-            one.assert_at_rest()
-
-    run(work)
+async def test_embedding_and_generating_instances_get_their_own_paths() -> None:
+    async with scene(["null", "null"]) as one:
+        say(one, 0, generates=False)
+        say(one, 1, generates=True)
+        for _ in range(3):
+            assert instance_of(one, EMBEDDINGS) == 0
+            assert instance_of(one, CHAT) == 1
+        assert instance_of(one, SCORE) in (0, 1), "either kind of model may score"
+        one.assert_at_rest()
 
 
 @pytest.mark.parametrize(("generates", "endpoint"), [(False, CHAT), (False, m.Endpoint.MESSAGES), (True, EMBEDDINGS)])
-def test_a_path_that_no_model_here_serves(generates: bool, endpoint: m.Endpoint) -> None:
-    async def work() -> None:
-        async with scene(["null"]) as one:
-            assert instance_of(one, endpoint) == 0, "one that does not say what it is gets everything"
-            say(one, 0, generates=generates)
-            assert instance_of(one, endpoint) == (400, "other_model")
-            refused = one.relay.last(m.Refuse)
-            words = "a model that generates" if not generates else "an embedding model"
-            assert "is served by no instance here: it needs " + words in refused.message
-            one.assert_at_rest()
-
-    run(work)
+async def test_a_path_that_no_model_here_serves(generates: bool, endpoint: m.Endpoint) -> None:
+    async with scene(["null"]) as one:
+        assert instance_of(one, endpoint) == 0, "one that does not say what it is gets everything"
+        say(one, 0, generates=generates)
+        assert instance_of(one, endpoint) == (400, "other_model")
+        refused = one.relay.last(m.Refuse)
+        words = "a model that generates" if not generates else "an embedding model"
+        assert "is served by no instance here: it needs " + words in refused.message
+        one.assert_at_rest()
 
 
-def test_an_instance_that_may_be_the_right_one_is_waited_for() -> None:
-    async def work() -> None:
-        async with scene(["null", "null"]) as one:
-            say(one, 0, generates=False)
-            one.plane.table.by_number[1].description = None
-            answer = one.ask("r", endpoint=CHAT)
-            assert not isinstance(answer, m.Refuse)
-            one.ended("r", m.Outcome.CLIENT_GONE)
-
-    run(work)
+async def test_an_instance_that_may_be_the_right_one_is_waited_for() -> None:
+    async with scene(["null", "null"]) as one:
+        say(one, 0, generates=False)
+        one.plane.table.by_number[1].description = None
+        answer = one.ask("r", endpoint=CHAT)
+        assert not isinstance(answer, m.Refuse)
+        one.ended("r", m.Outcome.CLIENT_GONE)
 
 
-def test_adapters() -> None:
-    async def work() -> None:
-        async with scene(["null", "null", "null"]) as one:
-            say(one, 0, adapters=None)
-            say(one, 1, adapters=frozenset({"a"}))
-            say(one, 2, adapters=frozenset())
-            assert {instance_of(one, CHAT, adapter="a") for _ in range(4)} == {1}
-            loaded_later = {instance_of(one, CHAT, adapter="b") for _ in range(6)}
-            assert 0 not in loaded_later, "it may have been loaded since at one that serves adapters"
-            for number in range(3):
-                say(one, number, adapters=None)
-            assert instance_of(one, CHAT, adapter="a") == (400, "no_adapter")
-            assert isinstance(instance_of(one, CHAT), int)
-
-    run(work)
+async def test_adapters() -> None:
+    async with scene(["null", "null", "null"]) as one:
+        say(one, 0, adapters=None)
+        say(one, 1, adapters=frozenset({"a"}))
+        say(one, 2, adapters=frozenset())
+        assert {instance_of(one, CHAT, adapter="a") for _ in range(4)} == {1}
+        loaded_later = {instance_of(one, CHAT, adapter="b") for _ in range(6)}
+        assert 0 not in loaded_later, "it may have been loaded since at one that serves adapters"
+        for number in range(3):
+            say(one, number, adapters=None)
+        assert instance_of(one, CHAT, adapter="a") == (400, "no_adapter")
+        assert isinstance(instance_of(one, CHAT), int)
 
 
-def test_prompts_over_the_context() -> None:
-    async def work() -> None:
-        async with scene(["null", "null"]) as one:
-            say(one, 0, most_input_tokens=100)
-            say(one, 1, most_input_tokens=1000)
-            assert {instance_of(one, CHAT, input_tokens=100, exact_tokens=True) for _ in range(4)} == {1}
-            assert instance_of(one, CHAT, input_tokens=1000, exact_tokens=True) == (400, "over_context")
-            assert isinstance(instance_of(one, CHAT, input_tokens=1000), int), "an estimate refuses nobody"
-            assert isinstance(instance_of(one, CHAT, input_tokens=1000, exact_tokens=True, prompts=20), int)
-
-    run(work)
+async def test_prompts_over_the_context() -> None:
+    async with scene(["null", "null"]) as one:
+        say(one, 0, most_input_tokens=100)
+        say(one, 1, most_input_tokens=1000)
+        assert {instance_of(one, CHAT, input_tokens=100, exact_tokens=True) for _ in range(4)} == {1}
+        assert instance_of(one, CHAT, input_tokens=1000, exact_tokens=True) == (400, "over_context")
+        assert isinstance(instance_of(one, CHAT, input_tokens=1000), int), "an estimate refuses nobody"
+        assert isinstance(instance_of(one, CHAT, input_tokens=1000, exact_tokens=True, prompts=20), int)
 
 
-def test_sessions_need_an_instance_that_does_all_itself() -> None:
-    async def work() -> None:
-        async with scene(["prefill", "decode"]) as one:
-            assert instance_of(one, m.Endpoint.GENERATE, continues_session=True) == (400, "sessions")
-        async with scene(["prefill", "decode", "null"], policy="static-pd-round-robin") as one:
-            assert {instance_of(one, m.Endpoint.GENERATE, continues_session=True) for _ in range(3)} == {2}
-
-    run(work)
+async def test_sessions_need_an_instance_that_does_all_itself() -> None:
+    async with scene(["prefill", "decode"]) as one:
+        assert instance_of(one, m.Endpoint.GENERATE, continues_session=True) == (400, "sessions")
+    async with scene(["prefill", "decode", "null"], policy="static-pd-round-robin") as one:
+        assert {instance_of(one, m.Endpoint.GENERATE, continues_session=True) for _ in range(3)} == {2}
 
 
-def test_who_cannot_serve_it_is_shown_and_counted() -> None:
-    async def work() -> None:
-        async with scene(["null", "null"]) as one:
-            say(one, 0, generates=False)
-            say(one, 1, generates=True)
-            assert instance_of(one, CHAT) == 1
-            ask = one.plane.dispatcher
-            assert find_unfit(m.Ask("x", 0, CHAT, True, 0.0, 1, input_tokens=1), ask.table)
-            assert 'reason="other_model"' in one.admin("GET", "/metrics")[1]
-
-    run(work)
+async def test_who_cannot_serve_it_is_shown_and_counted() -> None:
+    async with scene(["null", "null"]) as one:
+        say(one, 0, generates=False)
+        say(one, 1, generates=True)
+        assert instance_of(one, CHAT) == 1
+        ask = one.plane.dispatcher
+        assert find_unfit(m.Ask("x", 0, CHAT, True, 0.0, 1, input_tokens=1), ask.table)
+        assert 'reason="other_model"' in one.admin("GET", "/metrics")[1]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import time
 
 import pytest
 from aiohttp import ClientSession, web
-from support.fake_instance import FakeInstance
-from support.router_scene import run, scene
+from fake_sglang import FakeSglang
+from support.router_scene import scene
 
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
@@ -45,90 +45,71 @@ def test_what_names_no_machine(url: str) -> None:
     assert caught.value.status == 400
 
 
-def test_operators_are_told_of_a_bad_address() -> None:
-    async def work() -> None:
-        async with scene(["null"]) as one:
-            for url in ("http://..:80", "http://a b:80", "http://0x7f.1:80"):
-                status, answer = one.admin("POST", "/workers", {"url": url})
-                assert status == 400
-                assert "allowed" in answer["error"]["message"]
-            assert len(one.admin("GET", "/workers")[1]["workers"]) == 1
-
-    run(work)
+async def test_operators_are_told_of_a_bad_address() -> None:
+    async with scene(["null"]) as one:
+        for url in ("http://..:80", "http://a b:80", "http://0x7f.1:80"):
+            status, answer = one.admin("POST", "/workers", {"url": url})
+            assert status == 400
+            assert "allowed" in answer["error"]["message"]
+        assert len(one.admin("GET", "/workers")[1]["workers"]) == 1
 
 
-def test_one_process_is_one_worker() -> None:
+async def test_one_process_is_one_worker() -> None:
     """Under another name of its machine it stays outside, and says why; until the first one has gone."""
-
-    async def work() -> None:
-        async with scene(["null"]) as one:
-            other_name = one.instances[0].url.replace("127.0.0.1", "localhost")
-            assert one.admin("POST", "/workers", {"url": other_name})[0] == 202
-            await one.until(lambda: "worker 0 already" in one.admin("GET", "/workers/1")[1]["detail"])
-            assert one.admin("GET", "/workers/1")[1]["state"] == "starting"
-            assert one.admin("DELETE", "/workers/0")[0] == 202
-            await one.until(lambda: one.admin("GET", "/workers/1")[1]["state"] == "ready")
-
-    run(work)
+    async with scene(["null"]) as one:
+        other_name = one.instances[0].url.replace("127.0.0.1", "localhost")
+        assert one.admin("POST", "/workers", {"url": other_name})[0] == 202
+        await one.until(lambda: "worker 0 already" in one.admin("GET", "/workers/1")[1]["detail"])
+        assert one.admin("GET", "/workers/1")[1]["state"] == "starting"
+        assert one.admin("DELETE", "/workers/0")[0] == 202
+        await one.until(lambda: one.admin("GET", "/workers/1")[1]["state"] == "ready")
 
 
-def test_a_router_is_no_worker_of_itself() -> None:
+async def test_a_router_is_no_worker_of_itself() -> None:
     """Asked what it is, it answers as one of its instances."""
+    async with scene(["null"]) as one, ClientSession() as http:
 
-    async def work() -> None:
-        async with scene(["null"]) as one, ClientSession() as http:
+        async def pass_on(request: web.Request) -> web.Response:
+            async with http.get(one.instances[0].url + request.path) as answer:
+                return web.Response(status=answer.status, body=await answer.read())
 
-            async def pass_on(request: web.Request) -> web.Response:
-                async with http.get(one.instances[0].url + request.path) as answer:
-                    return web.Response(status=answer.status, body=await answer.read())
-
-            front = web.Application()
-            front.router.add_get("/{path:.*}", pass_on)
-            runner = web.AppRunner(front, access_log=None, shutdown_timeout=0.1)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
-            assert site._server is not None
-            port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
-            assert one.admin("POST", "/workers", {"url": f"http://127.0.0.1:{port}"})[0] == 202
-            await one.until(lambda: "worker 0 already" in one.admin("GET", "/workers/1")[1]["detail"])
-            for number in range(6):
-                assert isinstance(answer := one.ask(f"r{number}"), m.Assign)
-                assert answer.decode == 0
-                one.ended(f"r{number}")
-            await runner.cleanup()
-
-    run(work)
+        front = web.Application()
+        front.router.add_get("/{path:.*}", pass_on)
+        runner = web.AppRunner(front, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[attr-defined]
+        assert one.admin("POST", "/workers", {"url": f"http://127.0.0.1:{port}"})[0] == 202
+        await one.until(lambda: "worker 0 already" in one.admin("GET", "/workers/1")[1]["detail"])
+        for number in range(6):
+            answer = one.assign(f"r{number}")
+            assert answer.decode == 0
+            one.ended(f"r{number}")
+        await runner.cleanup()
 
 
-def test_two_processes_are_two_workers() -> None:
-    async def work() -> None:
-        async with scene(["null"]) as one:
-            other = await FakeInstance().start()
-            assert one.admin("POST", "/workers", {"url": other.url})[0] == 202
-            await one.ready(2)
-            await other.stop()
-
-    run(work)
+async def test_two_processes_are_two_workers() -> None:
+    async with scene(["null"]) as one:
+        other = await FakeSglang().start()
+        assert one.admin("POST", "/workers", {"url": other.url})[0] == 202
+        await one.ready(2)
+        await other.stop()
 
 
-def test_names_of_prompts_are_used_once_at_a_time() -> None:
+async def test_names_of_prompts_are_used_once_at_a_time() -> None:
     """Also where the two requests come by different relays."""
-
-    async def work() -> None:
-        async with scene(["null"]) as one:
-            body = {"text": ["a", "b"]}
-            assert isinstance(one.ask("batch", body, rids=("s1", "s2"), prompts=2), m.Assign)
-            for rid, rids in (("s2", ()), ("other", ("s3", "s1")), ("more", ("batch",))):
-                refused = one.ask(rid, body, rids=rids)
-                assert isinstance(refused, m.Refuse)
-                assert refused.status == 409
-                one.ended(rid, m.Outcome.REFUSED)
-            audit = one.plane.dispatcher.ledger.audit(time.monotonic())
-            assert (audit.balanced, audit.opened) == (True, 1)
-            one.ended("batch")
-            assert isinstance(one.ask("s2", body), m.Assign)
-            one.ended("s2")
-            one.assert_at_rest()
-
-    run(work)
+    async with scene(["null"]) as one:
+        body = {"text": ["a", "b"]}
+        one.assign("batch", body, rids=("s1", "s2"), prompts=2)
+        for rid, rids in (("s2", ()), ("other", ("s3", "s1")), ("more", ("batch",))):
+            refused = one.be_refused(rid, body, rids=rids)
+            assert refused.status == 409
+            one.ended(rid, m.Outcome.REFUSED)
+        audit = one.plane.dispatcher.ledger.audit(time.monotonic())
+        assert (audit.balanced, audit.opened) == (True, 1)
+        one.ended("batch")
+        one.assign("s2", body)
+        one.ended("s2")
+        one.assert_at_rest()

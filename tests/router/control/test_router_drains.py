@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import Any
 
 import pytest
-from router.control.test_router_migration import ON, THREE, TWO, at_rest, done, join, lose, move, pull_of, start
-from support.router_scene import Scene, count_moves, run, scene
+from router.control.test_router_migration import ON, THREE, TWO, done, join, lose, move, pull_of, start
+from support.router_scene import Scene, count_moves, scene
 
 from pla_sglang.fleet.router.control import drains
 from pla_sglang.fleet.router.control import migration as mig
@@ -27,227 +26,191 @@ async def start_many(one: Scene, count: int) -> list[str]:
     return rids
 
 
-def test_moves_of_a_drain_are_spread() -> None:
+async def test_moves_of_a_drain_are_spread() -> None:
     """Before any of them is held, and so counted at its target."""
-
-    async def work() -> None:
-        async with scene(THREE, **ON) as one:
-            rids = await start_many(one, 12)
-            records = one.plane.dispatcher.ledger.records
-            there = [rid for rid in rids if records[rid].hop.decode is one.plane.table.by_number[0]]
-            assert len(there) == 4
-            assert one.admin("POST", "/workers/0/drain")[0] == 202
-            await one.until(lambda: len(pulls(one)) == 4)
-            assert Counter(order.target for order in pulls(one)) == {1: 2, 2: 2}
-            for rid in there:
-                join(one, 2, rid)
-            await one.until(lambda: done(one, 0).count("commit") == 4)
-            for rid in rids:
-                one.ended(rid)
-            await at_rest(one)
-
-    run(work)
+    async with scene(THREE, **ON) as one:
+        rids = await start_many(one, 12)
+        records = one.plane.dispatcher.ledger.records
+        there = [rid for rid in rids if records[rid].hop.decode is one.plane.table.by_number[0]]
+        assert len(there) == 4
+        assert one.admin("POST", "/workers/0/drain")[0] == 202
+        await one.until(lambda: len(pulls(one)) == 4)
+        assert Counter(order.target for order in pulls(one)) == {1: 2, 2: 2}
+        for rid in there:
+            join(one, 2, rid)
+        await one.until(lambda: done(one, 0).count("commit") == 4)
+        for rid in rids:
+            one.ended(rid)
+        await one.at_rest()
 
 
-def test_only_so_many_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_so_many_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drains, "MOVES_AT_ONCE", 1)
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            rids = await start_many(one, 6)
-            assert one.admin("POST", "/workers/0/drain")[0] == 202
-            moved: list[str] = []
-            for turn in range(1, 4):
-                await one.until(lambda turn=turn: len(pulls(one)) == turn)  # type: ignore[misc]
-                assert count_moves(one.plane) == 1
-                moved.append(pulls(one)[-1].rid)
-                join(one, 2, moved[-1])
-            assert len(set(moved)) == 3
-            for rid in rids:
-                one.ended(rid)
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        rids = await start_many(one, 6)
+        assert one.admin("POST", "/workers/0/drain")[0] == 202
+        moved: list[str] = []
+        for turn in range(1, 4):
+            await one.until(lambda turn=turn: len(pulls(one)) == turn)  # type: ignore[misc]
+            assert count_moves(one.plane) == 1
+            moved.append(pulls(one)[-1].rid)
+            join(one, 2, moved[-1])
+        assert len(set(moved)) == 3
+        for rid in rids:
+            one.ended(rid)
+        await one.at_rest()
 
 
 @pytest.mark.parametrize("drain_rest_s", [0.0, 100.0])
-def test_what_could_not_leave_a_drain_tries_again_soon(drain_rest_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_could_not_leave_a_drain_tries_again_soon(
+    drain_rest_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A held request keeps memory of its instance, so some may be refused while others are on their way."""
     monkeypatch.setattr(mig, "DRAIN_REST_S", drain_rest_s)
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            failed: list[str] = []
-            one.plane.migration.on_failed = failed.append
-            one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
-            assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
-            await one.until(lambda: failed)
-            del one.instances[source].hop_answers["hold"]
-            if drain_rest_s:
-                assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
-            else:
-                order = await pull_of(one, one.plane.dispatcher.ledger.records["r"].last_number + 1)
-                join(one, order.hop)
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        failed: list[str] = []
+        one.plane.migration.on_failed = failed.append
+        one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
+        assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
+        await one.until(lambda: failed)
+        del one.instances[source].hop_answers["hold"]
+        if drain_rest_s:
+            assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
+        else:
+            order = await pull_of(one, one.plane.dispatcher.ledger.records["r"].last_number + 1)
+            join(one, order.hop)
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_what_never_can_leave_is_held_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_never_can_leave_is_held_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hold keeps its client waiting."""
     monkeypatch.setattr(mig, "DRAIN_REST_S", 0.3)
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            failed_s: list[float] = []
-            one.plane.migration.on_failed = lambda rid: failed_s.append(time.monotonic())
-            one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
-            assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
-            await one.until(lambda: len(failed_s) == 3)
-            assert failed_s[1] - failed_s[0] >= 0.3
-            assert failed_s[2] - failed_s[1] >= 0.6
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        failed_s: list[float] = []  # by the clock that says how long a request has rested
+        migration = one.plane.migration
+        migration.on_failed = lambda rid: failed_s.append(migration._failed[rid].at_s)
+        one.instances[source].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
+        assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
+        await one.until(lambda: len(failed_s) == 3)
+        assert failed_s[1] - failed_s[0] >= 0.3
+        assert failed_s[2] - failed_s[1] >= 0.6
+        one.ended("r")
+        await one.at_rest()
 
 
 @pytest.mark.parametrize("undrained", [False, True])
-def test_an_undrain_keeps_what_has_not_left(undrained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_undrain_keeps_what_has_not_left(undrained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Moves that are open go on; no other follows."""
     monkeypatch.setattr(drains, "MOVES_AT_ONCE", 1)
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            rids = await start_many(one, 4)
-            assert one.admin("POST", "/workers/0/drain")[0] == 202
-            await one.until(lambda: pulls(one))
-            if undrained:
-                assert one.admin("POST", "/workers/0/undrain")[0] == 202
-            join(one, 2, pulls(one)[0].rid)
-            await one.until(lambda: "commit" in done(one, 0))
-            assert count_moves(one.plane) == (0 if undrained else 1)
-            for rid in rids:
-                one.ended(rid)
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        rids = await start_many(one, 4)
+        assert one.admin("POST", "/workers/0/drain")[0] == 202
+        await one.until(lambda: pulls(one))
+        if undrained:
+            assert one.admin("POST", "/workers/0/undrain")[0] == 202
+        join(one, 2, pulls(one)[0].rid)
+        await one.until(lambda: "commit" in done(one, 0))
+        assert count_moves(one.plane) == (0 if undrained else 1)
+        for rid in rids:
+            one.ended(rid)
+        await one.at_rest()
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_an_instance_that_was_told_to_end_may_come_back(drained: bool) -> None:
+async def test_an_instance_that_was_told_to_end_may_come_back(drained: bool) -> None:
     """Unless an operator has drained it: that one is to stay away, as ever."""
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            one.instances[source].ending = True
-            order = await pull_of(one)
-            join(one, order.hop)
-            one.ended("r")
-            await at_rest(one)
-            status, said = one.admin("POST", f"/workers/{source}/undrain")
-            assert (status, "was told to end" in said["error"]["message"]) == (409, True)
-            if drained:
-                assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
-            worker = one.plane.table.by_number[source]
-            await one.instances[source].stop()
-            await one.until(lambda: worker.state.value == "dead")
-            one.instances[source].ending = False
-            await one.instances[source].start()
-            if drained:
-                assert [row["state"] for row in one.admin("GET", "/workers")[1]["workers"]].count("starting") == 0
-            else:
-                await one.ready(2)
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        one.instances[source].ending = True
+        order = await pull_of(one)
+        join(one, order.hop)
+        one.ended("r")
+        await one.at_rest()
+        status, said = one.admin("POST", f"/workers/{source}/undrain")
+        assert (status, "was told to end" in said["error"]["message"]) == (409, True)
+        if drained:
+            assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
+        worker = one.plane.table.by_number[source]
+        await one.instances[source].stop()
+        await one.until(lambda: worker.state.value == "dead")
+        one.instances[source].ending = False
+        await one.instances[source].start()
+        if drained:
+            assert [row["state"] for row in one.admin("GET", "/workers")[1]["workers"]].count("starting") == 0
+        else:
+            await one.ready(2)
 
 
 @pytest.mark.parametrize("migration", ["on", "off"])
 @pytest.mark.parametrize("busy", [True, False])
-def test_who_is_to_end_gets_nothing_new(migration: str, busy: bool) -> None:
+async def test_who_is_to_end_gets_nothing_new(migration: str, busy: bool) -> None:
     """Nor while it streams nothing that could move: what it still got would only keep it from its end."""
-
-    async def work() -> None:
-        async with scene(TWO, **ON | {"migration": migration}) as one:
-            first = one.ask("whole") if busy else None
-            assert first is None or isinstance(first, m.Assign)
-            ends = 0 if first is None else first.decode
-            one.instances[ends].ending = True
-            worker = one.plane.table.by_number[ends]
-            await one.until(lambda: worker.state.value == "draining")
-            assert worker.reason.value == "ending"
-            assigned = [one.ask(f"r{number}") for number in range(4)]
-            assert {assign.decode for assign in assigned if isinstance(assign, m.Assign)} == {1 - ends}
-            assert count_moves(one.plane) == 0, "nothing of it can move"
-            for rid in ("whole", "r0", "r1", "r2", "r3")[0 if busy else 1 :]:
-                one.ended(rid)
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **ON | {"migration": migration}) as one:
+        first = one.ask("whole") if busy else None
+        assert first is None or isinstance(first, m.Assign)
+        ends = 0 if first is None else first.decode
+        one.instances[ends].ending = True
+        worker = one.plane.table.by_number[ends]
+        await one.until(lambda: worker.state.value == "draining")
+        assert worker.reason.value == "ending"
+        assigned = [one.ask(f"r{number}") for number in range(4)]
+        assert {assign.decode for assign in assigned if isinstance(assign, m.Assign)} == {1 - ends}
+        assert count_moves(one.plane) == 0, "nothing of it can move"
+        for rid in ("whole", "r0", "r1", "r2", "r3")[0 if busy else 1 :]:
+            one.ended(rid)
+        await one.at_rest()
 
 
-def test_an_instance_that_does_not_answer_whether_it_ends_goes_on() -> None:
+async def test_an_instance_that_does_not_answer_whether_it_ends_goes_on() -> None:
     """Health checks judge it. A stock one is not asked at all."""
-
-    async def work() -> None:
-        async with scene(["stateless", "null"], hops=True, policy="round-robin") as one:
-            await one.until(lambda: one.instances[0].asked_ending > 1)
-            one.instances[1].ending = True  # which it says by /health alone
-            asked = one.instances[0].asked_ending
-            await one.until(lambda: one.instances[0].asked_ending > asked + 1)
-            assert [worker.state.value for worker in one.plane.table] == ["ready", "ready"]
-            assert one.instances[1].asked_ending == 0
-
-    run(work)
+    async with scene(["stateless", "null"], hops=True, policy="round-robin") as one:
+        await one.until(lambda: one.instances[0].asked_ending > 1)
+        one.instances[1].ending = True  # which it says by /health alone
+        asked = one.instances[0].asked_ending
+        await one.until(lambda: one.instances[0].asked_ending > asked + 1)
+        assert [worker.state.value for worker in one.plane.table] == ["ready", "ready"]
+        assert one.instances[1].asked_ending == 0
 
 
-def test_a_target_that_vanishes_silently_gives_the_request_back() -> None:
+async def test_a_target_that_vanishes_silently_gives_the_request_back() -> None:
     """Its relay has noticed nothing: the source is told to go on, and what it streams wins."""
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            assert move(one, 1 - source) is None
-            await pull_of(one)
-            await one.instances[1 - source].stop()
-            await one.until(lambda: "resume" in done(one, source))
-            assert count_moves(one.plane) == 1
-            lose(one, 2, m.LossReason.RESUMED)
-            assert count_moves(one.plane) == 0
-            one.ended("r")
-            await one.instances[1 - source].start()
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        assert move(one, 1 - source) is None
+        await pull_of(one)
+        await one.instances[1 - source].stop()
+        await one.until(lambda: "resume" in done(one, source))
+        assert count_moves(one.plane) == 1
+        lose(one, 2, m.LossReason.RESUMED)
+        assert count_moves(one.plane) == 0
+        one.ended("r")
+        await one.instances[1 - source].start()
+        await one.at_rest()
 
 
-def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            target = one.plane.table.by_number[1 - source]
-            failed: list[str] = []
-            one.plane.migration.on_failed = failed.append
-            order_hops = one.plane._client.order_hops  # type: ignore[union-attr]
+async def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        target = one.plane.table.by_number[1 - source]
+        failed: list[str] = []
+        one.plane.migration.on_failed = failed.append
+        order_hops = one.plane._client.order_hops  # type: ignore[union-attr]
 
-            async def slowly(worker: Any, commands: Any) -> Any:
-                if commands[0]["do"] == "hold":
-                    await one.instances[1 - source].stop()
-                    await one.until(lambda: target.state.value == "dead")
-                return await order_hops(worker, commands)
+        async def slowly(worker: Any, commands: Any) -> Any:
+            if commands[0]["do"] == "hold":
+                await one.instances[1 - source].stop()
+                await one.until(lambda: target.state.value == "dead")
+            return await order_hops(worker, commands)
 
-            monkeypatch.setattr(one.plane._client, "order_hops", slowly)
-            assert move(one, target.number) is None
-            await one.until(lambda: failed == ["r"])
-            await one.until(lambda: done(one, source) == ["hold", "resume"])
-            assert pulls(one) == []
-            assert 'pla_router_move_failures_total{reason="dead"} 1.0' in one.admin("GET", "/metrics")[1]
-            one.ended("r")
-            await one.instances[1 - source].start()
-            await at_rest(one)
-
-    run(work)
+        monkeypatch.setattr(one.plane._client, "order_hops", slowly)
+        assert move(one, target.number) is None
+        await one.until(lambda: failed == ["r"])
+        await one.until(lambda: done(one, source) == ["hold", "resume"])
+        assert pulls(one) == []
+        assert 'pla_router_move_failures_total{reason="dead"} 1.0' in one.admin("GET", "/metrics")[1]
+        one.ended("r")
+        await one.instances[1 - source].start()
+        await one.at_rest()

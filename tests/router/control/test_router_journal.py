@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.router_process import router_process
-from support.router_scene import run, scene
+from support.router_scene import scene
 from support.serving import until
 
 from pla_sglang.fleet.router.control.control_plane import ControlPlane
@@ -110,23 +110,17 @@ def test_lines_are_of_states_that_can_be_reached() -> None:
     assert {reason for _, reason in LINES} == set(WorkerReason) - {WorkerReason.ANSWERS}  # that one introduces itself
 
 
-def test_a_router_without_workers_warns(lines: list[str]) -> None:
-    async def work() -> None:
-        plane = ControlPlane(ControlKnobs())
-        await plane.start()
-        await plane.stop()
-
-    run(work)
+async def test_a_router_without_workers_warns(lines: list[str]) -> None:
+    plane = ControlPlane(ControlKnobs())
+    await plane.start()
+    await plane.stop()
     assert lines == [f"WARNING {NO_WORKERS}"]
 
 
-def test_a_plane_tells_of_its_workers(lines: list[str]) -> None:
-    async def work() -> None:
-        async with scene(["prefill", "decode"]) as one:
-            one.admin("POST", "/workers/1/drain")
-            await one.until(lambda: any("drained" in line for line in lines))
-
-    run(work)
+async def test_a_plane_tells_of_its_workers(lines: list[str]) -> None:
+    async with scene(["prefill", "decode"]) as one:
+        one.admin("POST", "/workers/1/drain")
+        await one.until(lambda: any("drained" in line for line in lines))
     ready = [line for line in lines if " ready: " in line]
     assert sorted(line.partition(" ready: ")[2].partition(",")[0] for line in ready) == ["decode", "prefill"]
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
 import pytest
-from support.router_scene import Scene, run, scene
+from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.control.policy_setup import RouterEffects
 from pla_sglang.fleet.router.wire import messages as m
@@ -16,7 +15,6 @@ from pla_sglang.policy.interface.decisions import Dispatch, FleetAction, PolicyS
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.policy.pairs import Choice, PairRunner
-from pla_sglang.policy.registry import live_policy_names
 from pla_sglang.policy.runner import Refusal
 from pla_sglang.policy_packages import build
 from pla_sglang.recording.file import read
@@ -121,161 +119,119 @@ async def connected(one: Scene) -> None:
     await one.until(lambda: all(one.plane._peering.is_connected(a, b) for a, b in pairs))
 
 
-def test_operators_change_roles_and_requests_under_way_end_where_they_are() -> None:
-    async def work() -> None:
-        async with scene(["stateless", "stateless"], policy="static-pd") as one:
-            await connected(one)
-            by_role = {worker.view.role: worker for worker in one.plane.table}
-            prefill, decode = by_role[P], by_role[D]
-            first = one.ask("r1")
-            assert isinstance(first, m.Assign)
-            assert (first.prefill, first.decode) == (prefill.number, decode.number)
-            one.reach("r1", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-            epoch = decode.view.role_epoch
-            status, row = one.admin("POST", f"/workers/{decode.number}/role", {"role": "prefill", "epoch": epoch})
-            assert (status, row["role"], row["role_epoch"]) == (200, "decode_to_prefill", epoch + 1), "it still decodes"
-            status, row = one.admin("POST", f"/workers/{prefill.number}/role", {"role": "decode"})
-            assert (status, row["role"]) == (200, "decode"), "it has nothing left"
-            second = one.ask("r2")
-            assert isinstance(second, m.Assign)
-            assert (second.prefill, second.decode) == (decode.number, prefill.number)
-            one.ended("r1")
-            one.reach("r2", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-            one.ended("r2")
-            one.assert_at_rest()
-            for number, body, wanted, text in (
-                (decode.number, {"role": "decode", "epoch": epoch}, 409, f"its epoch is {epoch + 1}, not {epoch}"),
-                (decode.number, {"role": "boss"}, 400, "'boss' cannot be; allowed: prefill, decode, mixed"),
-                (9, {"role": "decode"}, 404, "no worker"),
-            ):
-                status, told = one.admin("POST", f"/workers/{number}/role", body)
-                assert (status, text in told["error"]["message"]) == (wanted, True), told
-            status, row = one.admin("POST", f"/workers/{decode.number}/role", {"role": "prefill"})
-            assert (status, row["role_epoch"]) == (200, epoch + 1), "a repeated order changes nothing"
-            state = one.admin("GET", "/pla/state")[1]
-            assert [(move["role"], move["reason"]) for move in state["last_moves"]] == [
-                ("decode_to_prefill", "any.operator"),
-                ("decode", "any.operator"),
-            ]
-            assert state["last_moves"][0]["epoch"] == epoch + 1
-            assert state["refusals"] == {"late": 1, "repeated": 1}
-            assert state["roles"] == {"decode": [prefill.view.name], "decode_to_prefill": [decode.view.name]}
-            metrics = one.admin("GET", "/metrics")[1]
-            assert 'pla_router_actions_total{action="SetRole",reason="any.operator"} 2.0' in metrics
-            assert 'pla_router_actions_total{action="SetRole.refused",reason="any.operator"} 2.0' in metrics
-        async with scene(["null"], policy="round-robin") as one:
-            status, told = one.admin("POST", "/workers/0/role", {"role": "prefill"})
-            assert (status, "its role is fixed" in told["error"]["message"]) == (409, True)
-
-    run(work)
+async def test_operators_change_roles_and_requests_under_way_end_where_they_are() -> None:
+    async with scene(["stateless", "stateless"], policy="static-pd") as one:
+        await connected(one)
+        by_role = {worker.view.role: worker for worker in one.plane.table}
+        prefill, decode = by_role[P], by_role[D]
+        first = one.assign("r1")
+        assert (first.prefill, first.decode) == (prefill.number, decode.number)
+        one.reach("r1", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+        epoch = decode.view.role_epoch
+        status, row = one.admin("POST", f"/workers/{decode.number}/role", {"role": "prefill", "epoch": epoch})
+        assert (status, row["role"], row["role_epoch"]) == (200, "decode_to_prefill", epoch + 1), "it still decodes"
+        status, row = one.admin("POST", f"/workers/{prefill.number}/role", {"role": "decode"})
+        assert (status, row["role"]) == (200, "decode"), "it has nothing left"
+        second = one.assign("r2")
+        assert (second.prefill, second.decode) == (decode.number, prefill.number)
+        one.ended("r1")
+        one.reach("r2", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+        one.ended("r2")
+        one.assert_at_rest()
+        for number, body, wanted, text in (
+            (decode.number, {"role": "decode", "epoch": epoch}, 409, f"its epoch is {epoch + 1}, not {epoch}"),
+            (decode.number, {"role": "boss"}, 400, "'boss' cannot be; allowed: prefill, decode, mixed"),
+            (9, {"role": "decode"}, 404, "no worker"),
+        ):
+            status, told = one.admin("POST", f"/workers/{number}/role", body)
+            assert (status, text in told["error"]["message"]) == (wanted, True), told
+        status, row = one.admin("POST", f"/workers/{decode.number}/role", {"role": "prefill"})
+        assert (status, row["role_epoch"]) == (200, epoch + 1), "a repeated order changes nothing"
+        state = one.admin("GET", "/pla/state")[1]
+        assert [(move["role"], move["reason"]) for move in state["last_moves"]] == [
+            ("decode_to_prefill", "any.operator"),
+            ("decode", "any.operator"),
+        ]
+        assert state["last_moves"][0]["epoch"] == epoch + 1
+        assert state["refusals"] == {"late": 1, "repeated": 1}
+        assert state["roles"] == {"decode": [prefill.view.name], "decode_to_prefill": [decode.view.name]}
+        metrics = one.admin("GET", "/metrics")[1]
+        assert 'pla_router_actions_total{action="SetRole",reason="any.operator"} 2.0' in metrics
+        assert 'pla_router_actions_total{action="SetRole.refused",reason="any.operator"} 2.0' in metrics
+    async with scene(["null"], policy="round-robin") as one:
+        status, told = one.admin("POST", "/workers/0/role", {"role": "prefill"})
+        assert (status, "its role is fixed" in told["error"]["message"]) == (409, True)
 
 
-def test_arrow_flips_for_ttft_and_settles_and_the_recording_replays(tmp_path: Path) -> None:
-    async def work() -> None:
-        path = tmp_path / "run.jsonl.gz"
-        async with scene(STATELESS, policy="arrow", record=path, slo_ttft_s=0.5) as one:
-            await connected(one)
-            runner, table = one.plane.policy.runner, one.plane.table
-            assert runner is not None
-            by_role = {role: [w for w in table if w.view.role is role] for role in (P, D)}
-            assert [len(members) for members in by_role.values()] == [2, 2]
-            asked = [one.ask(f"a{number}") for number in range(2)]
-            for number in range(2):
-                one.reach(f"a{number}", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-            for worker in by_role[P]:
-                one.instances[worker.number].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
-            await one.until(lambda: all(w.view.queued_tokens > 50_000 for w in by_role[P]))
-            flipping = one.ask("late")
-            assert isinstance(flipping, m.Assign)
-            assert flipping.reason == "arrow.prefill_flip"
-            flipped = table.by_number[flipping.prefill]  # type: ignore[index]
-            assert flipped in by_role[D]
-            assert flipped.view.role in (P, Role.DECODE_TO_PREFILL)
-            assert runner.moved["arrow.flip_ttft"] == 1
-            one.reach("late", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-            assert all(isinstance(assign, m.Assign) for assign in asked)
-            for rid in ("a0", "a1", "late"):
-                one.ended(rid)
-            await one.until(lambda: all(w.view.role in (P, D) for w in table))
-            one.assert_at_rest()
-        header, result = replay_file(path)
-        assert header.version == VERSION
-        assert "arrow.prefill_flip" in result.reasons
-        assert result.identical_share == 1.0, result.differences
-
-    run(work)
+async def test_arrow_flips_for_ttft_and_settles_and_the_recording_replays(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    async with scene(STATELESS, policy="arrow", record=path, slo_ttft_s=0.5) as one:
+        await connected(one)
+        runner, table = one.plane.policy.runner, one.plane.table
+        assert runner is not None
+        by_role = {role: [w for w in table if w.view.role is role] for role in (P, D)}
+        assert [len(members) for members in by_role.values()] == [2, 2]
+        asked = [one.ask(f"a{number}") for number in range(2)]
+        for number in range(2):
+            one.reach(f"a{number}", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+        for worker in by_role[P]:
+            one.instances[worker.number].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
+        await one.until(lambda: all(w.view.queued_tokens > 50_000 for w in by_role[P]))
+        flipping = one.assign("late")
+        assert flipping.reason == "arrow.prefill_flip"
+        flipped = table.by_number[flipping.prefill]  # type: ignore[index]
+        assert flipped in by_role[D]
+        assert flipped.view.role in (P, Role.DECODE_TO_PREFILL)
+        assert runner.moved["arrow.flip_ttft"] == 1
+        one.reach("late", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+        assert all(isinstance(assign, m.Assign) for assign in asked)
+        for rid in ("a0", "a1", "late"):
+            one.ended(rid)
+        await one.until(lambda: all(w.view.role in (P, D) for w in table))
+        one.assert_at_rest()
+    header, result = replay_file(path)
+    assert header.version == VERSION
+    assert "arrow.prefill_flip" in result.reasons
+    assert result.identical_share == 1.0, result.differences
 
 
-def test_knobs_of_the_policy_hold_and_the_recording_replays_with_them(tmp_path: Path) -> None:
-    async def work() -> None:
-        path = tmp_path / "run.jsonl.gz"
-        knobs = ("arrow.low_load=1e-9", "arrow.idle_s=3600")
-        async with scene(STATELESS, policy="arrow", record=path, slo_ttft_s=0.5, policy_knobs=knobs) as one:
-            await connected(one)
-            assert one.admin("GET", "/pla/state")[1]["policy_knobs"] == list(knobs)
-            prefills, decodes = ([worker for worker in one.plane.table if worker.view.role is role] for role in (P, D))
-            for worker in prefills:
-                one.instances[worker.number].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
-            one.instances[decodes[0].number].load |= {"num_running_reqs": 1, "num_used_tokens": 100}
-            await one.until(lambda: all(worker.view.queued_tokens > 50_000 for worker in prefills))
-            await one.until(lambda: decodes[0].view.decode_tokens() > 0)
-            late = one.ask("late")
-            assert isinstance(late, m.Assign)
-            assert late.reason == "arrow.prefill_fallback", "a single decode is no low load"
-            one.ended("late")
-        header, result = replay_file(path)
-        assert header.setup["knobs"] == {"arrow.low_load": 1e-9, "arrow.idle_s": 3600.0}
-        assert result.identical_share == 1.0, result.differences
-        plain = msgspec.structs.replace(header, setup={**header.setup, "knobs": {}})
-        assert Replay(build("arrow", setup_of(plain)), list(read(path))[1:]).run().identical_share < 1.0
-
-    run(work)
+async def test_knobs_of_the_policy_hold_and_the_recording_replays_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl.gz"
+    knobs = ("arrow.low_load=1e-9", "arrow.idle_s=3600")
+    async with scene(STATELESS, policy="arrow", record=path, slo_ttft_s=0.5, policy_knobs=knobs) as one:
+        await connected(one)
+        assert one.admin("GET", "/pla/state")[1]["policy_knobs"] == list(knobs)
+        prefills, decodes = ([worker for worker in one.plane.table if worker.view.role is role] for role in (P, D))
+        for worker in prefills:
+            one.instances[worker.number].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
+        one.instances[decodes[0].number].load |= {"num_running_reqs": 1, "num_used_tokens": 100}
+        await one.until(lambda: all(worker.view.queued_tokens > 50_000 for worker in prefills))
+        await one.until(lambda: decodes[0].view.decode_tokens() > 0)
+        late = one.assign("late")
+        assert late.reason == "arrow.prefill_fallback", "a single decode is no low load"
+        one.ended("late")
+    header, result = replay_file(path)
+    assert header.setup["knobs"] == {"arrow.low_load": 1e-9, "arrow.idle_s": 3600.0}
+    assert result.identical_share == 1.0, result.differences
+    plain = msgspec.structs.replace(header, setup={**header.setup, "knobs": {}})
+    assert Replay(build("arrow", setup_of(plain)), list(read(path))[1:]).run().identical_share < 1.0
 
 
-def test_arrow_flips_only_stateless_instances_of_a_mixed_fleet() -> None:
-    async def work() -> None:
-        async with scene(["prefill", "decode", "decode"], policy="arrow", slo_ttft_s=0.5) as one:
-            one.instances[0].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
-            await one.until(lambda: one.plane.table.workers[0].view.queued_tokens > 50_000)
-            assign = one.ask("late")
-            assert isinstance(assign, m.Assign)
-            assert (assign.reason, assign.prefill) == ("arrow.prefill_fallback", 0)
-            assert not one.plane.policy.runner.moved  # type: ignore[union-attr]
-        async with scene(["prefill", "decode", "stateless", "stateless"], policy="arrow", slo_ttft_s=0.5) as one:
-            table = one.plane.table
-            ours = [worker for worker in table if worker.view.role is D and not worker.view.fixed_role]
-            assert len(ours) == 1
-            busy = [worker for worker in table if worker.view.role is P]
-            for worker in busy:
-                one.instances[worker.number].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
-            await one.until(lambda: all(worker.view.queued_tokens > 50_000 for worker in busy))
-            assign = one.ask("late")
-            assert isinstance(assign, m.Assign)
-            assert assign.reason == "arrow.prefill_flip"
-            assert ours[0].view.role in (P, Role.DECODE_TO_PREFILL)
-
-    run(work)
-
-
-@pytest.mark.parametrize("policy", live_policy_names())
-def test_a_recorded_run_of_stateless_instances_replays(policy: str, tmp_path: Path) -> None:
-    async def work() -> None:
-        path = tmp_path / "run.jsonl.gz"
-        async with scene(STATELESS, policy=policy, record=path, slo_ttft_s=0.3) as one:
-            await connected(one)
-            for number in range(60):
-                assert isinstance(one.ask(f"r{number}", input_tokens=100 * (1 + number % 7)), m.Assign)
-                if number >= 5:
-                    one.reach(f"r{number - 5}", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-                if number >= 9:
-                    one.ended(f"r{number - 9}")
-                if number % 20 == 0:
-                    one.instances[number // 20].load |= {"num_waiting_uncached_tokens": 3000 * number}
-                    await asyncio.sleep(0.3)
-                if number in (30, 45):
-                    one.admin("POST", f"/workers/3/{'drain' if number == 30 else 'undrain'}")
-        _, result = replay_file(path)
-        assert result.count >= 60
-        assert result.identical_share == 1.0, result.differences
-
-    run(work)
+async def test_arrow_flips_only_stateless_instances_of_a_mixed_fleet() -> None:
+    async with scene(["prefill", "decode", "decode"], policy="arrow", slo_ttft_s=0.5) as one:
+        one.instances[0].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
+        await one.until(lambda: one.plane.table.workers[0].view.queued_tokens > 50_000)
+        assign = one.assign("late")
+        assert (assign.reason, assign.prefill) == ("arrow.prefill_fallback", 0)
+        assert not one.plane.policy.runner.moved  # type: ignore[union-attr]
+    async with scene(["prefill", "decode", "stateless", "stateless"], policy="arrow", slo_ttft_s=0.5) as one:
+        table = one.plane.table
+        ours = [worker for worker in table if worker.view.role is D and not worker.view.fixed_role]
+        assert len(ours) == 1
+        busy = [worker for worker in table if worker.view.role is P]
+        for worker in busy:
+            one.instances[worker.number].load |= {"num_waiting_reqs": 1, "num_waiting_uncached_tokens": 100_000}
+        await one.until(lambda: all(worker.view.queued_tokens > 50_000 for worker in busy))
+        assign = one.assign("late")
+        assert assign.reason == "arrow.prefill_flip"
+        assert ours[0].view.role in (P, Role.DECODE_TO_PREFILL)

@@ -62,167 +62,135 @@ def placed(one: Scene) -> dict[str, int]:
     return counts
 
 
-async def at_rest(one: Scene) -> None:
-    await one.until(lambda: not one.plane.dispatcher.ledger.records)
-    one.plane.migration.sweep_moves(time.monotonic())
-    one.assert_at_rest()
+async def test_a_request_is_placed_and_moved_when_its_prefill_is_done() -> None:
+    async with scene(TWO, **LATE) as one:
+        await connected(one)
+        prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
+        assign = one.assign("r")
+        assert (assign.prefill, assign.decode) == (None, prefill.number), "whole, at the instance of its prefill"
+        assert (explain(one)["placement"], explain(one)["placed_on"]) == ("any.when_prefilled", None)
+        first_token(one, "r")
+        await one.until(lambda: orders(one))
+        [order] = orders(one)
+        assert (order.source, order.target, order.how) == (prefill.number, decode.number, m.MoveKind.PULL)
+        assert order.reason == "baseline.minimal_load"
+        one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.01))
+        await one.until(lambda: done(one, prefill) == ["hold", "commit"])
+        told = explain(one)
+        assert (told["placement"], told["placed_on"]) == ("baseline.minimal_load", decode.view.name)
+        assert told["placed_s"] >= told["first_s"] > 0
+        assert (told["hops"][1]["why"], told["hops"][1]["decode"]) == ("baseline.minimal_load", decode.view.name)
+        assert placed(one) == {"baseline.minimal_load": 1}
+        metrics = one.admin("GET", "/metrics")[1]
+        for reason in ("any.when_prefilled", "baseline.minimal_load"):
+            assert f'pla_router_placements_total{{reason="{reason}"}} 1.0' in metrics
+        assert 'pla_router_moves_total{how="pull",reason="baseline.minimal_load"} 1.0' in metrics
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_a_request_is_placed_and_moved_when_its_prefill_is_done() -> None:
-    async def work() -> None:
-        async with scene(TWO, **LATE) as one:
-            await connected(one)
-            prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
-            assign = one.ask("r")
-            assert isinstance(assign, m.Assign)
-            assert (assign.prefill, assign.decode) == (None, prefill.number), "whole, at the instance of its prefill"
-            assert (explain(one)["placement"], explain(one)["placed_on"]) == ("any.when_prefilled", None)
-            first_token(one, "r")
-            await one.until(lambda: orders(one))
-            [order] = orders(one)
-            assert (order.source, order.target, order.how) == (prefill.number, decode.number, m.MoveKind.PULL)
-            assert order.reason == "baseline.minimal_load"
-            one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.01))
-            await one.until(lambda: done(one, prefill) == ["hold", "commit"])
-            told = explain(one)
-            assert (told["placement"], told["placed_on"]) == ("baseline.minimal_load", decode.view.name)
-            assert told["placed_s"] >= told["first_s"] > 0
-            assert (told["hops"][1]["why"], told["hops"][1]["decode"]) == ("baseline.minimal_load", decode.view.name)
-            assert placed(one) == {"baseline.minimal_load": 1}
-            metrics = one.admin("GET", "/metrics")[1]
-            for reason in ("any.when_prefilled", "baseline.minimal_load"):
-                assert f'pla_router_placements_total{{reason="{reason}"}} 1.0' in metrics
-            assert 'pla_router_moves_total{how="pull",reason="baseline.minimal_load"} 1.0' in metrics
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
-
-
-def test_the_fleet_of_that_time_decides() -> None:
+async def test_the_fleet_of_that_time_decides() -> None:
     """An instance that was to decode prefills by then, and the other way round: the request stays."""
-
-    async def work() -> None:
-        async with scene(TWO, **(LATE | {"policy": "arrow"})) as one:
-            await connected(one)
-            prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
-            one.ask("r")
-            assert one.admin("POST", f"/workers/{prefill.number}/role", {"role": "mixed"})[0] == 200
-            assert one.admin("POST", f"/workers/{decode.number}/role", {"role": "mixed"})[0] == 200
-            first_token(one, "r")
-            assert placed(one) == {"arrow.decode_in_place": 1}
-            assert (explain(one)["placement"], explain(one)["placed_on"]) == ("arrow.decode_in_place", None)
-            assert (orders(one), done(one, prefill)) == ([], [])
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **(LATE | {"policy": "arrow"})) as one:
+        await connected(one)
+        prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
+        one.ask("r")
+        assert one.admin("POST", f"/workers/{prefill.number}/role", {"role": "mixed"})[0] == 200
+        assert one.admin("POST", f"/workers/{decode.number}/role", {"role": "mixed"})[0] == 200
+        first_token(one, "r")
+        assert placed(one) == {"arrow.decode_in_place": 1}
+        assert (explain(one)["placement"], explain(one)["placed_on"]) == ("arrow.decode_in_place", None)
+        assert (orders(one), done(one, prefill)) == ([], [])
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_what_cannot_move_stays_and_the_policy_is_not_asked() -> None:
-    async def work() -> None:
-        async with scene(TWO, **LATE) as one:
-            await connected(one)
-            one.ask("no stream of it is marked")
-            first_token(one, "no stream of it is marked", movable=False)
-            one.ask("one token", output_tokens=1)
-            first_token(one, "one token")
-            assert placed(one) == {"any.not_movable": 1, "any.keep_local": 1}
-            assert one.plane.policy.runner is not None
-            assert not one.plane.policy.runner.placements
-            for rid in ("no stream of it is marked", "one token"):
-                one.ended(rid)
-            await at_rest(one)
-            assert not any(one.instances[worker.number].commands for worker in one.plane.table)
-
-    run(work)
+async def test_what_cannot_move_stays_and_the_policy_is_not_asked() -> None:
+    async with scene(TWO, **LATE) as one:
+        await connected(one)
+        one.ask("no stream of it is marked")
+        first_token(one, "no stream of it is marked", movable=False)
+        one.ask("one token", output_tokens=1)
+        first_token(one, "one token")
+        assert placed(one) == {"any.not_movable": 1, "any.keep_local": 1}
+        assert one.plane.policy.runner is not None
+        assert not one.plane.policy.runner.placements
+        for rid in ("no stream of it is marked", "one token"):
+            one.ended(rid)
+        await one.at_rest()
+        assert not any(one.instances[worker.number].commands for worker in one.plane.table)
 
 
 @pytest.mark.parametrize(("stream", "prompts"), [(False, 1), (True, 2)])
-def test_what_is_known_not_to_move_is_placed_at_dispatch(stream: bool, prompts: int) -> None:
-    async def work() -> None:
-        async with scene(TWO, **LATE) as one:
-            await connected(one)
-            ask = m.Ask("r", 0, m.Endpoint.GENERATE, stream, time.monotonic(), 10, input_tokens=50, prompts=prompts)
-            one.plane.on_message(ask)
-            assign = one.relay.last(m.Assign)
-            assert (assign.prefill, assign.decode) == (
-                by_role(one, Role.PREFILL).number,
-                by_role(one, Role.DECODE).number,
-            )
-            one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-            assert placed(one) == {}
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+async def test_what_is_known_not_to_move_is_placed_at_dispatch(stream: bool, prompts: int) -> None:
+    async with scene(TWO, **LATE) as one:
+        await connected(one)
+        ask = m.Ask("r", 0, m.Endpoint.GENERATE, stream, time.monotonic(), 10, input_tokens=50, prompts=prompts)
+        one.plane.on_message(ask)
+        assign = one.relay.last(m.Assign)
+        assert (assign.prefill, assign.decode) == (
+            by_role(one, Role.PREFILL).number,
+            by_role(one, Role.DECODE).number,
+        )
+        one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+        assert placed(one) == {}
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_several_answers_are_served_whole_and_stay() -> None:
-    async def work() -> None:
-        async with scene(TWO, **LATE) as one:
-            await connected(one)
-            assign = one.ask("r", samples=2)
-            assert isinstance(assign, m.Assign)
-            assert assign.prefill is None
-            first_token(one, "r", movable=False)
-            assert (placed(one), explain(one)["placement"]) == ({}, "any.keep_local")
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+async def test_several_answers_are_served_whole_and_stay() -> None:
+    async with scene(TWO, **LATE) as one:
+        await connected(one)
+        assign = one.assign("r", samples=2)
+        assert assign.prefill is None
+        first_token(one, "r", movable=False)
+        assert (placed(one), explain(one)["placement"]) == ({}, "any.keep_local")
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """Refused at once, by the policy's mistake, and by the instance that is to hold it."""
-
-    async def work() -> None:
-        async with scene(TWO, **LATE) as one:
-            await connected(one)
-            prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
-            for rid in ("refused", "mistake", "late"):
-                one.ask(rid)
-            peering = one.plane._peering
-            runner = one.plane.policy.runner
-            assert runner is not None
-            one.plane.migration._is_connected = lambda source, target: False
-            first_token(one, "refused")
-            one.plane.migration._is_connected = peering.is_connected
-            asked, runner.policy.dispatcher.place_decode = runner.policy.dispatcher.place_decode, None  # type: ignore
-            first_token(one, "mistake")
-            runner.policy.dispatcher.place_decode = asked  # type: ignore[method-assign]
-            assert "the decode of request mistake cannot be placed" in caplog.text
-            one.instances[prefill.number].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
-            first_token(one, "late")
-            await one.until(lambda: count_moves(one.plane) == 0)
-            assert placed(one) == {"any.not_movable": 1, "any.no_instance": 1, "baseline.minimal_load": 1}
-            told = explain(one, "late")
-            assert (told["placed_on"], told.get("hops")) == (decode.view.name, None), "the move came to nothing"
-            assert 'pla_router_move_failures_total{reason="refused"} 1.0' in one.admin("GET", "/metrics")[1]
-            assert orders(one) == []
-            for rid in ("refused", "mistake", "late"):
-                one.ended(rid)
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **LATE) as one:
+        await connected(one)
+        prefill, decode = by_role(one, Role.PREFILL), by_role(one, Role.DECODE)
+        for rid in ("refused", "mistake", "late"):
+            one.ask(rid)
+        peering = one.plane._peering
+        runner = one.plane.policy.runner
+        assert runner is not None
+        one.plane.migration._is_connected = lambda source, target: False
+        first_token(one, "refused")
+        one.plane.migration._is_connected = peering.is_connected
+        asked, runner.policy.dispatcher.place_decode = runner.policy.dispatcher.place_decode, None  # type: ignore
+        first_token(one, "mistake")
+        runner.policy.dispatcher.place_decode = asked  # type: ignore[method-assign]
+        assert "the decode of request mistake cannot be placed" in caplog.text
+        one.instances[prefill.number].hop_answers["hold"] = {"status": "refused", "reason": "memory"}
+        first_token(one, "late")
+        await one.until(lambda: count_moves(one.plane) == 0)
+        assert placed(one) == {"any.not_movable": 1, "any.no_instance": 1, "baseline.minimal_load": 1}
+        told = explain(one, "late")
+        assert (told["placed_on"], told.get("hops")) == (decode.view.name, None), "the move came to nothing"
+        assert 'pla_router_move_failures_total{reason="refused"} 1.0' in one.admin("GET", "/metrics")[1]
+        assert orders(one) == []
+        for rid in ("refused", "mistake", "late"):
+            one.ended(rid)
+        await one.at_rest()
 
 
-def test_an_instance_that_is_full_may_keep_what_it_has() -> None:
+async def test_an_instance_that_is_full_may_keep_what_it_has() -> None:
     """Others are not sent there, but what it serves decodes there if the policy says so."""
-
-    async def work() -> None:
-        async with scene(TWO, **(LATE | {"policy": "arrow"})) as one:
-            await connected(one)
-            one.ask("r")
-            at = by_role(one, Role.PREFILL)
-            assert one.admin("POST", f"/workers/{at.number}/role", {"role": "mixed"})[0] == 200
-            one.plane.dispatcher.exclusions.note_full(at, time.monotonic() + 100)
-            first_token(one, "r")
-            assert placed(one) == {"arrow.decode_in_place": 1}
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **(LATE | {"policy": "arrow"})) as one:
+        await connected(one)
+        one.ask("r")
+        at = by_role(one, Role.PREFILL)
+        assert one.admin("POST", f"/workers/{at.number}/role", {"role": "mixed"})[0] == 200
+        one.plane.dispatcher.exclusions.note_full(at, time.monotonic() + 100)
+        first_token(one, "r")
+        assert placed(one) == {"arrow.decode_in_place": 1}
+        one.ended("r")
+        await one.at_rest()
 
 
 @pytest.mark.parametrize("modes", [["stateless", "stateless", "null"], ["stateless", "stateless", "decode"]])
@@ -242,22 +210,18 @@ def test_beside_other_kinds_decodes_are_placed_at_dispatch(modes: list[str], cap
         run(work)
 
 
-def test_without_the_flag_decodes_are_placed_at_dispatch() -> None:
-    async def work() -> None:
-        async with scene(TWO, **(LATE | {"place_decode": "dispatch"})) as one:
-            await connected(one)
-            assign = one.ask("r")
-            assert isinstance(assign, m.Assign)
-            assert (assign.prefill, assign.decode) == (
-                by_role(one, Role.PREFILL).number,
-                by_role(one, Role.DECODE).number,
-            )
-            state = one.admin("GET", "/pla/state")[1]["place_decode"]
-            assert state == {"when": "dispatch", "blocked_by": None, "placed": {}}
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+async def test_without_the_flag_decodes_are_placed_at_dispatch() -> None:
+    async with scene(TWO, **(LATE | {"place_decode": "dispatch"})) as one:
+        await connected(one)
+        assign = one.assign("r")
+        assert (assign.prefill, assign.decode) == (
+            by_role(one, Role.PREFILL).number,
+            by_role(one, Role.DECODE).number,
+        )
+        state = one.admin("GET", "/pla/state")[1]["place_decode"]
+        assert state == {"when": "dispatch", "blocked_by": None, "placed": {}}
+        one.ended("r")
+        await one.at_rest()
 
 
 @pytest.mark.parametrize(
@@ -317,33 +281,29 @@ def count_unplaced(one: Scene) -> int:
 
 
 @pytest.mark.parametrize("policy", ["static-pd", "arrow", "combined-roles"])
-def test_each_request_is_placed_once_and_a_replay_places_the_same(policy: str, tmp_path: Path) -> None:
+async def test_each_request_is_placed_once_and_a_replay_places_the_same(policy: str, tmp_path: Path) -> None:
     path, rng = tmp_path / "run.jsonl", Random(3)
-
-    async def work() -> None:
-        async with scene(FOUR, **(LATE | {"policy": policy, "record": path})) as one:
-            await connected(one)
-            crowd = Crowd(one, rng)
-            for number in range(80):
-                for instance in one.instances:
-                    instance.hop_answers["hold"] = rng.choice(
-                        ({"status": "held", "tokens": 3, "kv_tokens": 52}, {"status": "finished"}, None)
-                    )
-                crowd.step(number)
-                if number % 8 == 0:
-                    moves = one.plane.migration._moves
-                    await one.until(lambda: all(move.state is PULLING for move in moves.values()))  # noqa: B023
-            counts = Counter(placed(one))
-            for rid in [*crowd.late, *crowd.open]:
-                one.ended(rid)
-            await at_rest(one)
-            assert {"any.not_movable", "any.keep_local"} < set(counts)
-            late = re.search(r'placements_total{reason="any.when_prefilled"} (.*)', one.admin("GET", "/metrics")[1])
-            assert late is not None
-            assert counts.total() == int(float(late[1])) - count_unplaced(one)
-            assert counts.total() > 20
-
-    run(work)
+    async with scene(FOUR, **(LATE | {"policy": policy, "record": path})) as one:
+        await connected(one)
+        crowd = Crowd(one, rng)
+        for number in range(80):
+            for instance in one.instances:
+                instance.hop_answers["hold"] = rng.choice(
+                    ({"status": "held", "tokens": 3, "kv_tokens": 52}, {"status": "finished"}, None)
+                )
+            crowd.step(number)
+            if number % 8 == 0:
+                moves = one.plane.migration._moves
+                await one.until(lambda: all(move.state is PULLING for move in moves.values()))  # noqa: B023
+        counts = Counter(placed(one))
+        for rid in [*crowd.late, *crowd.open]:
+            one.ended(rid)
+        await one.at_rest()
+        assert {"any.not_movable", "any.keep_local"} < set(counts)
+        late = re.search(r'placements_total{reason="any.when_prefilled"} (.*)', one.admin("GET", "/metrics")[1])
+        assert late is not None
+        assert counts.total() == int(float(late[1])) - count_unplaced(one)
+        assert counts.total() > 20
     rows = [line for line in read(path) if isinstance(line, Placed)]
     assert len(rows) >= 10
     assert all(row.prefilled_on is not None for row in rows)
@@ -353,22 +313,18 @@ def test_each_request_is_placed_once_and_a_replay_places_the_same(policy: str, t
     assert result.identical_share == 1.0, result.differences
 
 
-def test_a_replay_that_places_otherwise_is_found_out(tmp_path: Path) -> None:
+async def test_a_replay_that_places_otherwise_is_found_out(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-
-    async def work() -> None:
-        async with scene(FOUR, **(LATE | {"record": path})) as one:
-            await connected(one)
-            assert one.plane.policy.runner is not None
-            decode = by_role(one, Role.DECODE).view
-            dispatcher = one.plane.policy.runner.policy.dispatcher
-            wrong = Placement(decode, FleetReason.ROUND_ROBIN)
-            dispatcher.place_decode = lambda request, view, now_s: wrong  # type: ignore[method-assign]
-            one.ask("r")
-            first_token(one, "r")
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+    async with scene(FOUR, **(LATE | {"record": path})) as one:
+        await connected(one)
+        assert one.plane.policy.runner is not None
+        decode = by_role(one, Role.DECODE).view
+        dispatcher = one.plane.policy.runner.policy.dispatcher
+        wrong = Placement(decode, FleetReason.ROUND_ROBIN)
+        dispatcher.place_decode = lambda request, view, now_s: wrong  # type: ignore[method-assign]
+        one.ask("r")
+        first_token(one, "r")
+        one.ended("r")
+        await one.at_rest()
     _, result = replay_file(path)
     assert (result.decisions["placed"], result.identical["placed"]) == (1, 0)

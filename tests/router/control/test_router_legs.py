@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_instance import INFO
-from support.router_scene import Scene, run, scene
+from fake_sglang import INFO
+from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.control.workers.discovery import describe
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
@@ -47,37 +47,31 @@ SHOWN = {
 }
 
 
-def test_legs_come_with_the_answers_of_instances_that_report_nothing() -> None:
-    async def work() -> None:
-        async with scene(["stateless", "null"], policy="round-robin") as one:
-            assert lines_of(one) == set(), "a server that says nothing of them"
-            said = one.instances[0].says_stateless()
-            one.instances[0].says_stateless = lambda: said | STATE  # type: ignore[method-assign]
-            await one.until(lambda: lines_of(one) == SHOWN)
-            ours, stock = one.admin("GET", "/pla/state")[1]["workers"]
-            assert ours["legs"] == {"sending": {"prefill": 2}, "receiving": {"connecting": 0, "ready": 3}}
-            assert ours["leg_kv_tokens"] == {"sending": 70, "receiving": 90, "quarantine": 30}
-            assert ours["quarantined_requests"] == 1
-            assert (stock["legs"], stock["leg_kv_tokens"], stock["quarantined_requests"]) == (None, None, None)
-            assert one.plane.table.workers[1].legs is None
-
-    run(work)
+async def test_legs_come_with_the_answers_of_instances_that_report_nothing() -> None:
+    async with scene(["stateless", "null"], policy="round-robin") as one:
+        assert lines_of(one) == set(), "a server that says nothing of them"
+        said = one.instances[0].says_stateless()
+        one.instances[0].says_stateless = lambda: said | STATE  # type: ignore[method-assign]
+        await one.until(lambda: lines_of(one) == SHOWN)
+        ours, stock = one.admin("GET", "/pla/state")[1]["workers"]
+        assert ours["legs"] == {"sending": {"prefill": 2}, "receiving": {"connecting": 0, "ready": 3}}
+        assert ours["leg_kv_tokens"] == {"sending": 70, "receiving": 90, "quarantine": 30}
+        assert ours["quarantined_requests"] == 1
+        assert (stock["legs"], stock["leg_kv_tokens"], stock["quarantined_requests"]) == (None, None, None)
+        assert one.plane.table.workers[1].legs is None
 
 
-def test_legs_come_with_load_reports(tmp_path: Path) -> None:
-    async def work() -> None:
-        address = f"ipc://{tmp_path}/reports"
-        async with scene(["stateless"], policy="round-robin", telemetry=address) as one:
-            worker, pusher = one.plane.table.workers[0], Pusher(address)
-            assert worker.description is not None
-            name = worker.description.report_key
-            report = Report(instance=name, sequence=1, clock_s=1.0, legs=LegLoad.of_state(STATE))
-            await one.until(lambda: pusher.send(report))
-            await one.until(lambda: worker.legs == report.legs)
-            assert lines_of(one) == SHOWN
-            pusher.close()
-
-    run(work)
+async def test_legs_come_with_load_reports(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/reports"
+    async with scene(["stateless"], policy="round-robin", telemetry=address) as one:
+        worker, pusher = one.plane.table.workers[0], Pusher(address)
+        assert worker.description is not None
+        name = worker.description.report_key
+        report = Report(instance=name, sequence=1, clock_s=1.0, legs=LegLoad.of_state(STATE))
+        await one.until(lambda: pusher.send(report))
+        await one.until(lambda: worker.legs == report.legs)
+        assert lines_of(one) == SHOWN
+        pusher.close()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.router_scene import QUICK, Scene, run, scene
+from support.router_scene import QUICK, Scene, scene
 
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs, BreakerState
 from pla_sglang.fleet.router.control.workers.health import HealthKnobs
@@ -37,16 +37,14 @@ def answers(one: Scene) -> list[Any]:
 
 
 def start(one: Scene, rid: str = "r", *milestones: m.Milestone) -> Worker:
-    assign = one.ask(rid)
-    assert isinstance(assign, m.Assign)
+    assign = one.assign(rid)
     one.reach(rid, *milestones)
     return one.plane.table.by_number[assign.decode]
 
 
 async def settle(one: Scene, rid: str = "r") -> None:
     one.ended(rid, m.Outcome.UPSTREAM_LOST)
-    await one.until(lambda: not one.plane.dispatcher.ledger.records)
-    one.assert_at_rest()
+    await one.at_rest()
 
 
 # -- who may be what an instance has died of -------------------------------------------------------------------------
@@ -66,255 +64,212 @@ async def settle(one: Scene, rid: str = "r") -> None:
         ("... and after", 0.1, 0.2, 3, ABORTED, True),
     ],
 )
-def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
+async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
     name: str, silent_s: float, sent_ago_s: float, tokens: int, why: m.LossReason, goes_on: bool
 ) -> None:
-    async def work() -> None:
-        async with scene(THREE, **ON, health=PATIENT) as one:
-            worker = start(one, "r", *SENT[: 2 if tokens else 1])
-            now_s = time.monotonic()
-            worker.heard_s = now_s - silent_s
-            one.plane.dispatcher.ledger.records["r"].hop.assigned_s = now_s - sent_ago_s
-            answer = lose(one, worker.number, why, tokens=tokens)
-            if goes_on:
-                assert isinstance(answer, m.Continue), name
-                assert answer.target != worker.number
-                assert answer.reason == ("aborted" if why is ABORTED else "survive")
-            else:
-                assert isinstance(answer, m.End), name
-                assert "no other one gets it" in answer.message
-                assert 'move_failures_total{reason="to_blame"} 1.0' in one.admin("GET", "/metrics")[1]
-            await settle(one)
-
-    run(work)
+    async with scene(THREE, **ON, health=PATIENT) as one:
+        worker = start(one, "r", *SENT[: 2 if tokens else 1])
+        now_s = time.monotonic()
+        worker.heard_s = now_s - silent_s
+        one.plane.dispatcher.ledger.records["r"].hop.assigned_s = now_s - sent_ago_s
+        answer = lose(one, worker.number, why, tokens=tokens)
+        if goes_on:
+            assert isinstance(answer, m.Continue), name
+            assert answer.target != worker.number
+            assert answer.reason == ("aborted" if why is ABORTED else "survive")
+        else:
+            assert isinstance(answer, m.End), name
+            assert "no other one gets it" in answer.message
+            assert 'move_failures_total{reason="to_blame"} 1.0' in one.admin("GET", "/metrics")[1]
+        await settle(one)
 
 
 # -- answers that break off ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("found", ["well", "ill", "gone"])
-def test_an_answer_that_broke_off_before_anything_was_shown_waits_for_a_check(found: str) -> None:
+async def test_an_answer_that_broke_off_before_anything_was_shown_waits_for_a_check(found: str) -> None:
     """Where the instance is well it was the request, which no other one gets."""
-
-    async def work() -> None:
-        async with scene(THREE, **ON) as one:
-            worker = start(one, "r", m.Milestone.SENT)
-            instance = one.instances[worker.number]
-            if found == "ill":
-                instance.healthy = False
-            elif found == "gone":
-                await instance.stop()
-            one.plane.on_message(m.Failure(worker.number, m.FailureKind.BROKEN, "", "r"))
-            assert lose(one, worker.number, BROKEN) is None
-            await one.until(lambda: answers(one))
-            [answer] = answers(one)
-            if found == "well":
-                assert isinstance(answer, m.End)
-                assert "is well" in answer.message
-                assert 'move_failures_total{reason="is_well"} 1.0' in one.admin("GET", "/metrics")[1]
-            else:
-                assert isinstance(answer, m.Continue)
-                assert answer.target != worker.number
-            if found == "gone":
-                await instance.start()
-            await settle(one)
-
-    run(work)
+    async with scene(THREE, **ON) as one:
+        worker = start(one, "r", m.Milestone.SENT)
+        instance = one.instances[worker.number]
+        if found == "ill":
+            instance.healthy = False
+        elif found == "gone":
+            await instance.stop()
+        one.plane.on_message(m.Failure(worker.number, m.FailureKind.BROKEN, "", "r"))
+        assert lose(one, worker.number, BROKEN) is None
+        await one.until(lambda: answers(one))
+        [answer] = answers(one)
+        if found == "well":
+            assert isinstance(answer, m.End)
+            assert "is well" in answer.message
+            assert 'move_failures_total{reason="is_well"} 1.0' in one.admin("GET", "/metrics")[1]
+        else:
+            assert isinstance(answer, m.Continue)
+            assert answer.target != worker.number
+        if found == "gone":
+            await instance.start()
+        await settle(one)
 
 
-def test_a_request_that_ends_while_its_instance_is_checked_is_forgotten() -> None:
-    async def work() -> None:
-        async with scene(THREE, **ON) as one:
-            worker = start(one, "r", m.Milestone.SENT)
-            assert lose(one, worker.number, BROKEN) is None
-            await settle(one)
-            await asyncio.sleep(2 * 0.25)
-            assert not answers(one)
-
-    run(work)
+async def test_a_request_that_ends_while_its_instance_is_checked_is_forgotten() -> None:
+    async with scene(THREE, **ON) as one:
+        worker = start(one, "r", m.Milestone.SENT)
+        assert lose(one, worker.number, BROKEN) is None
+        await settle(one)
+        await asyncio.sleep(2 * 0.25)
+        assert not answers(one)
 
 
-def test_nobody_who_checks_it_is_no_reason_to_wait_for_ever() -> None:
-    async def work() -> None:
-        health = dataclasses.replace(PATIENT, timeout_s=0.2)
-        async with scene(THREE, **ON, health=health) as one:
-            worker = start(one, "r", m.Milestone.SENT)
-            assert lose(one, worker.number, BROKEN) is None  # the report of it is lost, so nobody asks for a check
-            await one.until(lambda: answers(one))
-            assert isinstance(answers(one)[0], m.Continue)
-            await settle(one)
-
-    run(work)
+async def test_nobody_who_checks_it_is_no_reason_to_wait_for_ever() -> None:
+    health = dataclasses.replace(PATIENT, timeout_s=0.2)
+    async with scene(THREE, **ON, health=health) as one:
+        worker = start(one, "r", m.Milestone.SENT)
+        assert lose(one, worker.number, BROKEN) is None  # the report of it is lost, so nobody asks for a check
+        await one.until(lambda: answers(one))
+        assert isinstance(answers(one)[0], m.Continue)
+        await settle(one)
 
 
-def test_clients_mistakes_in_streams_open_no_breaker() -> None:
+async def test_clients_mistakes_in_streams_open_no_breaker() -> None:
     """Ten streams in a row that the instance breaks off, and it is well."""
-
-    async def work() -> None:
-        async with scene(["null", "null"], breaker=BreakerKnobs(consecutive=3)) as one:
-            for turn in range(10):
-                for number in (0, 1):
-                    one.plane.on_message(m.Failure(number, m.FailureKind.BROKEN, "broke off", f"r{turn}"))
-                await asyncio.sleep(0.02)
-            await one.until(lambda: all(worker.verified for worker in one.plane.table))
-            assert [(worker.state, worker.breaker.state) for worker in one.plane.table] == [
-                (WorkerState.READY, BreakerState.CLOSED)
-            ] * 2
-            metrics = one.admin("GET", "/metrics")[1]
-            assert 'pla_router_instance_failures_total{kind="broken"} 20.0' in metrics
-            assert 'kind="lost"' not in metrics
-
-    run(work)
+    async with scene(["null", "null"], breaker=BreakerKnobs(consecutive=3)) as one:
+        for turn in range(10):
+            for number in (0, 1):
+                one.plane.on_message(m.Failure(number, m.FailureKind.BROKEN, "broke off", f"r{turn}"))
+            await asyncio.sleep(0.02)
+        await one.until(lambda: all(worker.verified for worker in one.plane.table))
+        assert [(worker.state, worker.breaker.state) for worker in one.plane.table] == [
+            (WorkerState.READY, BreakerState.CLOSED)
+        ] * 2
+        metrics = one.admin("GET", "/metrics")[1]
+        assert 'pla_router_instance_failures_total{kind="broken"} 20.0' in metrics
+        assert 'kind="lost"' not in metrics
 
 
-def test_answers_that_break_off_at_an_ill_instance_open_its_breaker() -> None:
-    async def work() -> None:
-        async with scene(["null", "null"], breaker=BreakerKnobs(consecutive=2), health=PATIENT) as one:
-            one.instances[0].healthy = False
-            worker = one.plane.table.by_number[0]
-            for turn in range(20):
-                one.plane.on_message(m.Failure(0, m.FailureKind.BROKEN, "broke off", f"r{turn}"))
-                await asyncio.sleep(0.06)
-                if worker.state is WorkerState.SUSPECT:
-                    break
-            assert (worker.state, worker.reason) == (WorkerState.SUSPECT, WorkerReason.BREAKER)
+async def test_answers_that_break_off_at_an_ill_instance_open_its_breaker() -> None:
+    async with scene(["null", "null"], breaker=BreakerKnobs(consecutive=2), health=PATIENT) as one:
+        one.instances[0].healthy = False
+        worker = one.plane.table.by_number[0]
 
-    run(work)
+        def has_broken_off_again() -> bool:
+            one.plane.on_message(m.Failure(0, m.FailureKind.BROKEN, "broke off", "r"))
+            return worker.state is WorkerState.SUSPECT
+
+        await one.until(has_broken_off_again)
+        assert worker.reason is WorkerReason.BREAKER
 
 
 # -- nobody is left but ... ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_an_instance_that_drains_is_the_last_resort(tokens: int) -> None:
-    async def work() -> None:
-        async with scene(["stateless", "stateless"], **ON) as one:
-            worker = start(one, "r", *SENT[: 2 if tokens else 1])
-            other = one.plane.table.by_number[1 - worker.number]
-            assert one.admin("POST", f"/workers/{other.number}/drain")[0] == 202
-            answer = lose(one, worker.number, DEAD, tokens=tokens)
-            assert isinstance(answer, m.Continue)
-            assert answer.target == other.number
-            story = one.admin("GET", "/pla/explain/r")[1]["hops"][1]
-            assert (story["decode"], story["why"]) == (other.view.name, "survive")
-            one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.1))
-            assert one.admin("POST", f"/workers/{other.number}/undrain")[0] == 202
-            one.ended("r")
-            await one.until(lambda: not one.plane.dispatcher.ledger.records)
-            one.assert_at_rest()
-
-    run(work)
+async def test_an_instance_that_drains_is_the_last_resort(tokens: int) -> None:
+    async with scene(["stateless", "stateless"], **ON) as one:
+        worker = start(one, "r", *SENT[: 2 if tokens else 1])
+        other = one.plane.table.by_number[1 - worker.number]
+        assert one.admin("POST", f"/workers/{other.number}/drain")[0] == 202
+        answer = lose(one, worker.number, DEAD, tokens=tokens)
+        assert isinstance(answer, m.Continue)
+        assert answer.target == other.number
+        story = one.admin("GET", "/pla/explain/r")[1]["hops"][1]
+        assert (story["decode"], story["why"]) == (other.view.name, "survive")
+        one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.1))
+        assert one.admin("POST", f"/workers/{other.number}/undrain")[0] == 202
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_one_that_is_ready_is_preferred_to_one_that_drains() -> None:
-    async def work() -> None:
-        async with scene(THREE, **ON) as one:
-            worker = start(one, "r", *SENT)
-            drained, ready = (number for number in range(3) if number != worker.number)
-            one.admin("POST", f"/workers/{drained}/drain")
-            assert lose(one, worker.number, DEAD, tokens=3).target == ready
-            await settle(one)
-
-    run(work)
+async def test_one_that_is_ready_is_preferred_to_one_that_drains() -> None:
+    async with scene(THREE, **ON) as one:
+        worker = start(one, "r", *SENT)
+        drained, ready = (number for number in range(3) if number != worker.number)
+        one.admin("POST", f"/workers/{drained}/drain")
+        assert lose(one, worker.number, DEAD, tokens=3).target == ready
+        await settle(one)
 
 
-def test_a_stream_waits_for_the_successor_that_the_table_does_not_know_yet() -> None:
+async def test_a_stream_waits_for_the_successor_that_the_table_does_not_know_yet() -> None:
     """It was lost before anybody had noticed that its instance is gone."""
-
-    async def work() -> None:
-        async with scene(["stateless"], **ON) as one:
-            worker = start(one, "r", *SENT)
-            await one.instances[0].stop()
-            assert lose(one, worker.number, DEAD, tokens=3) is None
-            await asyncio.sleep(0.2)
-            await one.instances[0].start()
-            await one.until(lambda: answers(one))
-            [answer] = answers(one)
-            assert isinstance(answer, m.Continue)
-            assert answer.target != worker.number
-            one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.1))
-            one.ended("r")
-            await one.until(lambda: not one.plane.dispatcher.ledger.records)
-            one.assert_at_rest()
-
-    run(work)
+    async with scene(["stateless"], **ON) as one:
+        worker = start(one, "r", *SENT)
+        await one.instances[0].stop()
+        assert lose(one, worker.number, DEAD, tokens=3) is None
+        await asyncio.sleep(0.2)
+        await one.instances[0].start()
+        await one.until(lambda: answers(one))
+        [answer] = answers(one)
+        assert isinstance(answer, m.Continue)
+        assert answer.target != worker.number
+        one.plane.on_message(m.Joined("r", 2, time.monotonic(), 0.1))
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_a_stream_goes_back_to_its_only_instance_if_that_is_well() -> None:
+async def test_a_stream_goes_back_to_its_only_instance_if_that_is_well() -> None:
     """Only its connection was lost. What had not begun does not: it may be the request."""
-
-    async def work() -> None:
-        async with scene(["stateless"], **ON) as one:
-            start(one, "r", *SENT)
-            start(one, "s", m.Milestone.SENT)
-            assert lose(one, 0, DEAD, tokens=3) is None
-            assert lose(one, 0, DEAD, rid="s") is None
-            await one.until(lambda: len(answers(one)) == 2)
-            by_rid = {said.rid: said for said in answers(one)}
-            assert isinstance(by_rid["r"], m.Continue)
-            assert isinstance(by_rid["s"], m.End)
-            one.ended("s", m.Outcome.UPSTREAM_LOST)
-            await settle(one)
-
-    run(work)
+    async with scene(["stateless"], **ON) as one:
+        start(one, "r", *SENT)
+        start(one, "s", m.Milestone.SENT)
+        assert lose(one, 0, DEAD, tokens=3) is None
+        assert lose(one, 0, DEAD, rid="s") is None
+        await one.until(lambda: len(answers(one)) == 2)
+        by_rid = {said.rid: said for said in answers(one)}
+        assert isinstance(by_rid["r"], m.Continue)
+        assert isinstance(by_rid["s"], m.End)
+        one.ended("s", m.Outcome.UPSTREAM_LOST)
+        await settle(one)
 
 
-def test_the_address_of_a_drained_instance_that_dies_is_given_up_and_the_log_says_so(
+async def test_the_address_of_a_drained_instance_that_dies_is_given_up_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def work() -> None:
-        async with scene(["stateless", "stateless"], **ON) as one:
-            worker = start(one, "r", *SENT)
-            one.admin("POST", f"/workers/{worker.number}/drain")
-            await one.instances[worker.number].stop()
-            answer = lose(one, worker.number, DEAD, tokens=3)
-            assert isinstance(answer, m.Continue)
-            await one.until(lambda: worker.state is WorkerState.DEAD)
-            [line] = [line for line in caplog.messages if "lost: nobody listens" in line]
-            assert "given up" in line
-            assert "POST /workers" in line
-            assert one.plane.table.at(worker.address) is None
-            await one.instances[worker.number].start()
-            one.ended("r")
-
-    run(work)
+    async with scene(["stateless", "stateless"], **ON) as one:
+        worker = start(one, "r", *SENT)
+        one.admin("POST", f"/workers/{worker.number}/drain")
+        await one.instances[worker.number].stop()
+        answer = lose(one, worker.number, DEAD, tokens=3)
+        assert isinstance(answer, m.Continue)
+        await one.until(lambda: worker.state is WorkerState.DEAD)
+        [line] = [line for line in caplog.messages if "lost: nobody listens" in line]
+        assert "given up" in line
+        assert "POST /workers" in line
+        assert one.plane.table.at(worker.address) is None
+        await one.instances[worker.number].start()
+        one.ended("r")
 
 
 # -- drains behind a restart of the control process ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["drain", "drain undrain"])
-def test_a_known_instance_that_starts_again_here_can_be_drained(path: str, tmp_path: Path) -> None:
+async def test_a_known_instance_that_starts_again_here_can_be_drained(path: str, tmp_path: Path) -> None:
     """A second after a restart of the control process: the order is carried out once it has answered."""
     memory = tmp_path / "memory.json"
-
-    async def work() -> None:
-        async with scene(["stateless", "stateless"], **ON, memory_file=memory) as one:
-            urls = tuple(instance.url for instance in one.instances)
-            await one.plane.stop()
-            gates = [asyncio.Event(), asyncio.Event()]
-            for instance, gate in zip(one.instances, gates, strict=True):
-                instance.info_gate = gate
-            plane = type(one.plane)(dataclasses.replace(one.plane.knobs, workers=urls))
-            await plane.start()
-            again = Scene(plane, one.instances)
-            try:
-                assert [worker.state for worker in plane.table] == [WorkerState.STARTING] * 2
-                for word in path.split():
-                    assert again.admin("POST", f"/workers/0/{word}")[0] == 202
-                assert again.admin("POST", "/workers/1/undrain")[0] == 409
-                await again.until(lambda: _saved(memory) == ("undrain" not in path))
-                for gate in gates:
-                    gate.set()
-                wanted = WorkerState.READY if "undrain" in path else WorkerState.DRAINING
-                await again.until(lambda: plane.table.by_number[0].state is wanted)
-                await again.until(plane.table.by_number[1].is_ready)
-            finally:
-                await plane.stop()
-
-    run(work)
+    async with scene(["stateless", "stateless"], **ON, memory_file=memory) as one:
+        urls = tuple(instance.url for instance in one.instances)
+        await one.plane.stop()
+        gates = [asyncio.Event(), asyncio.Event()]
+        for instance, gate in zip(one.instances, gates, strict=True):
+            instance.info_gate = gate
+        plane = type(one.plane)(dataclasses.replace(one.plane.knobs, workers=urls))
+        await plane.start()
+        again = Scene(plane, one.instances)
+        try:
+            assert [worker.state for worker in plane.table] == [WorkerState.STARTING] * 2
+            for word in path.split():
+                assert again.admin("POST", f"/workers/0/{word}")[0] == 202
+            assert again.admin("POST", "/workers/1/undrain")[0] == 409
+            await again.until(lambda: _saved(memory) == ("undrain" not in path))
+            for gate in gates:
+                gate.set()
+            wanted = WorkerState.READY if "undrain" in path else WorkerState.DRAINING
+            await again.until(lambda: plane.table.by_number[0].state is wanted)
+            await again.until(plane.table.by_number[1].is_ready)
+        finally:
+            await plane.stop()
 
 
 def _saved(memory: Path) -> bool:
@@ -323,14 +278,11 @@ def _saved(memory: Path) -> bool:
     return load_state(memory).workers[0].draining
 
 
-def test_a_stranger_that_starts_cannot_be_drained() -> None:
-    async def work() -> None:
-        async with scene(["stateless"], **ON) as one:
-            one.admin("POST", "/workers", {"url": "http://127.0.0.1:9"})
-            for word in ("drain", "undrain"):
-                assert one.admin("POST", f"/workers/1/{word}")[0] == 409
-
-    run(work)
+async def test_a_stranger_that_starts_cannot_be_drained() -> None:
+    async with scene(["stateless"], **ON) as one:
+        one.admin("POST", "/workers", {"url": "http://127.0.0.1:9"})
+        for word in ("drain", "undrain"):
+            assert one.admin("POST", f"/workers/1/{word}")[0] == 409
 
 
 def test_the_limit_of_silence_is_a_knob() -> None:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from support.router_scene import Scene, count_moves, run, scene
+from support.router_scene import Scene, count_moves, scene
 
 from pla_sglang.fleet.router.control import migration as mig
 from pla_sglang.fleet.router.wire import messages as m
@@ -20,8 +20,7 @@ async def start(one: Scene, rid: str = "r", *, movable: bool = True) -> int:
     """A request that streams, in a fleet whose instances know each other; its instance."""
     ready = len(one.instances) - 1
     await one.until(lambda: all(list((w.peers or {}).values()).count("ready") == ready for w in one.plane.table))
-    assign = one.ask(rid)
-    assert isinstance(assign, m.Assign)
+    assign = one.assign(rid)
     one.reach(rid, m.Milestone.SENT)
     one.plane.on_message(m.Progress(rid, m.Milestone.FIRST_TOKEN, time.monotonic(), movable))
     return assign.decode
@@ -55,38 +54,28 @@ def done(one: Scene, worker: int) -> list[str]:
     return [command["do"] for command in one.instances[worker].commands]
 
 
-async def at_rest(one: Scene) -> None:
-    await one.until(lambda: not one.plane.dispatcher.ledger.records)
-    one.plane.migration.sweep_moves(time.monotonic())
-    assert count_moves(one.plane) == 0
-    one.assert_at_rest()
-
-
-def test_a_request_moves() -> None:
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            target = 1 - source
-            assert move(one, target) is None
-            assert move(one, target) == "it is on its way already"
-            order = await pull_of(one)
-            assert (order.target, order.how, order.reached, order.tokens) == (target, m.MoveKind.PULL, 1, 3)
-            assert (order.source, order.bootstrap_host, order.bootstrap_port) == (source, "127.0.0.1", 8998)
-            [hold] = one.instances[source].commands
-            assert hold == {"do": "hold", "rid": "r", "room": order.bootstrap_room, "for_s": 10.0}
-            assert open_at(one) == [1, 1]
-            assert list(one.plane.dispatcher.ledger.rooms) == [order.bootstrap_room]
-            join(one)
-            assert open_at(one)[source] == 0
-            await one.until(lambda: done(one, source) == ["hold", "commit"])
-            await one.until(lambda: one.plane.dispatcher.ledger.audit(0.0).legs_open == 1)
-            one.ended("r", output_tokens=9)
-            await at_rest(one)
-            assert one.instances[source].aborted == one.instances[target].aborted == []
-            check_story(one, source, target)
-            check_view(one, source, target)
-
-    run(work)
+async def test_a_request_moves() -> None:
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        target = 1 - source
+        assert move(one, target) is None
+        assert move(one, target) == "it is on its way already"
+        order = await pull_of(one)
+        assert (order.target, order.how, order.reached, order.tokens) == (target, m.MoveKind.PULL, 1, 3)
+        assert (order.source, order.bootstrap_host, order.bootstrap_port) == (source, "127.0.0.1", 8998)
+        [hold] = one.instances[source].commands
+        assert hold == {"do": "hold", "rid": "r", "room": order.bootstrap_room, "for_s": 10.0}
+        assert open_at(one) == [1, 1]
+        assert list(one.plane.dispatcher.ledger.rooms) == [order.bootstrap_room]
+        join(one)
+        assert open_at(one)[source] == 0
+        await one.until(lambda: done(one, source) == ["hold", "commit"])
+        await one.until(lambda: one.plane.dispatcher.ledger.audit(0.0).legs_open == 1)
+        one.ended("r", output_tokens=9)
+        await one.at_rest()
+        assert one.instances[source].aborted == one.instances[target].aborted == []
+        check_story(one, source, target)
+        check_view(one, source, target)
 
 
 def check_view(one: Scene, source: int, target: int) -> None:
@@ -112,282 +101,239 @@ def check_story(one: Scene, source: int, target: int) -> None:
     assert 'pla_router_moves_total{how="pull",reason="policy"} 1.0' in metrics
 
 
-def test_a_request_moves_there_and_back() -> None:
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            for hop, target in ((2, 1 - source), (3, source)):
-                assert move(one, target) is None
-                order = await pull_of(one, hop)
-                assert (order.target, order.reached) == (target, hop - 1)
-                join(one, hop)
-                assert open_at(one)[target] == 1
-            assert one.instances[1 - source].commands[0]["rid"] == "pla-2~r"
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+async def test_a_request_moves_there_and_back() -> None:
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        for hop, target in ((2, 1 - source), (3, source)):
+            assert move(one, target) is None
+            order = await pull_of(one, hop)
+            assert (order.target, order.reached) == (target, hop - 1)
+            join(one, hop)
+            assert open_at(one)[target] == 1
+        assert one.instances[1 - source].commands[0]["rid"] == "pla-2~r"
+        one.ended("r")
+        await one.at_rest()
 
 
 @pytest.mark.parametrize("status", ["finished", "unknown", "refused", "waiting", None])
-def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None) -> None:
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            failed: list[str] = []
-            one.plane.migration.on_failed = failed.append
-            source = await start(one)
-            one.instances[source].hop_answers["hold"] = None if status is None else {"status": status}
-            assert move(one, 1 - source) is None
-            await one.until(lambda: failed == ["r"])
-            assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
-            assert open_at(one)[1 - source] == 0
-            if status is None:  # it may be held, for all that is known
-                await one.until(lambda: done(one, source) == ["hold", "resume"])
-            assert not any(isinstance(said, m.Continue) for said in one.relay.told)
-            assert f'pla_router_move_failures_total{{reason="{status}"}} 1.0' in one.admin("GET", "/metrics")[1]
-            one.ended("r")
-            await at_rest(one)
-            assert one.instances[1 - source].aborted == []
-
-    run(work)
+async def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None) -> None:
+    async with scene(TWO, **ON) as one:
+        failed: list[str] = []
+        one.plane.migration.on_failed = failed.append
+        source = await start(one)
+        one.instances[source].hop_answers["hold"] = None if status is None else {"status": status}
+        assert move(one, 1 - source) is None
+        await one.until(lambda: failed == ["r"])
+        assert move(one, 1 - source) == "it is in its cool-down, as its last move failed"
+        assert open_at(one)[1 - source] == 0
+        if status is None:  # it may be held, for all that is known
+            await one.until(lambda: done(one, source) == ["hold", "resume"])
+        assert not any(isinstance(said, m.Continue) for said in one.relay.told)
+        assert f'pla_router_move_failures_total{{reason="{status}"}} 1.0' in one.admin("GET", "/metrics")[1]
+        one.ended("r")
+        await one.at_rest()
+        assert one.instances[1 - source].aborted == []
 
 
 @pytest.mark.parametrize("why", m.LossReason)
-def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is told to resume, unless it has; the next move has another room, number and id."""
     monkeypatch.setattr(mig, "REST_S", 0.0)
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            assert move(one, 1 - source) is None
-            first = await pull_of(one)
-            lose(one, 2, why)
-            resumed = [] if why is m.LossReason.RESUMED else ["resume"]
-            await one.until(lambda: done(one, source) == ["hold", *resumed])
-            aborting = why in (
-                m.LossReason.DEAD,
-                m.LossReason.BROKEN,
-                m.LossReason.RESUMED,
-            )  # otherwise it has said that nothing is there
-            assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == aborting
-            assert open_at(one)[1 - source] == 0
-            assert move(one, 1 - source) is None
-            second = await pull_of(one, 3)
-            assert (second.reached, second.hop) == (2, 3)
-            assert second.bootstrap_room != first.bootstrap_room
-            lose(one, 2, why)  # late: it changes nothing
-            join(one, 3)
-            one.ended("r")
-            await at_rest(one)
-            assert set(one.instances[1 - source].aborted) == ({"pla-2~r"} if aborting else set())
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        assert move(one, 1 - source) is None
+        first = await pull_of(one)
+        lose(one, 2, why)
+        resumed = [] if why is m.LossReason.RESUMED else ["resume"]
+        await one.until(lambda: done(one, source) == ["hold", *resumed])
+        aborting = why in (
+            m.LossReason.DEAD,
+            m.LossReason.BROKEN,
+            m.LossReason.RESUMED,
+        )  # otherwise it has said that nothing is there
+        assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == aborting
+        assert open_at(one)[1 - source] == 0
+        assert move(one, 1 - source) is None
+        second = await pull_of(one, 3)
+        assert (second.reached, second.hop) == (2, 3)
+        assert second.bootstrap_room != first.bootstrap_room
+        lose(one, 2, why)  # late: it changes nothing
+        join(one, 3)
+        one.ended("r")
+        await one.at_rest()
+        assert set(one.instances[1 - source].aborted) == ({"pla-2~r"} if aborting else set())
 
 
 @pytest.mark.parametrize("phase", ["holding", "pulling"])
 @pytest.mark.parametrize("how", ["ended", "relay", "dead source", "dead target"])
-def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            assert move(one, 1 - source) is None
-            if phase == "pulling":
-                await pull_of(one)
-            if how == "ended":
-                one.ended("r", m.Outcome.CLIENT_GONE, aborted=(source,))
-                was_sent = phase == "pulling"
-                assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == was_sent
-            elif how == "relay":
-                one.plane.detach_relay(0)
-                await one.until(lambda: "r" in one.instances[source].aborted)
-            elif how == "dead source":
-                lose(one, 1, m.LossReason.DEAD, killed=(source,))
-                order = one.relay.last(m.Continue)
-                assert (order.how, order.target) == (m.MoveKind.REDO, 1 - source)
-                join(one, order.hop)
-                one.ended("r")
-            else:
-                await one.instances[1 - source].stop()
-                target = one.plane.table.by_number[1 - source]
-                await one.until(lambda: target.state.value == "dead")
-                assert not any(isinstance(said, m.Abort) for said in one.relay.told)
-                if phase == "pulling":
-                    lose(one, 2, m.LossReason.DEAD)
-                else:
-                    await pull_of(one)
-                    lose(one, 2, m.LossReason.NOT_SENT)
-                one.ended("r")
-                await one.instances[1 - source].start()
-            await at_rest(one)
-
-    run(work)
-
-
-def test_a_stream_that_ends_before_its_instance_has_answered_the_hold() -> None:
-    """The target was not sent anything, so nobody is told to abort."""
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            gate = one.instances[source].hop_gates["hold"] = asyncio.Event()
-            one.instances[source].hop_answers["hold"] = {"status": "finished"}
-            move(one, 1 - source)
-            await one.until(lambda: done(one, source) == ["hold"])
+async def test_what_may_happen_meanwhile(phase: str, how: str) -> None:
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        assert move(one, 1 - source) is None
+        if phase == "pulling":
+            await pull_of(one)
+        if how == "ended":
+            one.ended("r", m.Outcome.CLIENT_GONE, aborted=(source,))
+            was_sent = phase == "pulling"
+            assert one.plane.dispatcher.ledger.audit(0.0).legs_aborting == was_sent
+        elif how == "relay":
+            one.plane.detach_relay(0)
+            await one.until(lambda: "r" in one.instances[source].aborted)
+        elif how == "dead source":
+            lose(one, 1, m.LossReason.DEAD, killed=(source,))
+            order = one.relay.last(m.Continue)
+            assert (order.how, order.target) == (m.MoveKind.REDO, 1 - source)
+            join(one, order.hop)
             one.ended("r")
-            assert one.plane.dispatcher.ledger.audit(0.0).balanced
-            gate.set()
-            await at_rest(one)
-            assert [instance.aborted for instance in one.instances] == [[], []]
-            assert "pla_router_aborts_total{" not in one.admin("GET", "/metrics")[1]
+        else:
+            await one.instances[1 - source].stop()
+            target = one.plane.table.by_number[1 - source]
+            await one.until(lambda: target.state.value == "dead")
+            assert not any(isinstance(said, m.Abort) for said in one.relay.told)
+            if phase == "pulling":
+                lose(one, 2, m.LossReason.DEAD)
+            else:
+                await pull_of(one)
+                lose(one, 2, m.LossReason.NOT_SENT)
+            one.ended("r")
+            await one.instances[1 - source].start()
+        await one.at_rest()
 
-    run(work)
+
+async def test_a_stream_that_ends_before_its_instance_has_answered_the_hold() -> None:
+    """The target was not sent anything, so nobody is told to abort."""
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        gate = one.instances[source].hop_gates["hold"] = asyncio.Event()
+        one.instances[source].hop_answers["hold"] = {"status": "finished"}
+        move(one, 1 - source)
+        await one.until(lambda: done(one, source) == ["hold"])
+        one.ended("r")
+        assert one.plane.dispatcher.ledger.audit(0.0).balanced
+        gate.set()
+        await one.at_rest()
+        assert [instance.aborted for instance in one.instances] == [[], []]
+        assert "pla_router_aborts_total{" not in one.admin("GET", "/metrics")[1]
 
 
 @pytest.mark.parametrize("outcome", [m.Outcome.OK, m.Outcome.CLIENT_GONE])
 @pytest.mark.parametrize("answer", [{"status": "committed"}, None])
-def test_a_stream_that_ends_before_the_commit_is_answered(answer: dict[str, Any] | None, outcome: m.Outcome) -> None:
+async def test_a_stream_that_ends_before_the_commit_is_answered(
+    answer: dict[str, Any] | None, outcome: m.Outcome
+) -> None:
     """What the instance that was left answers decides whether it is told to abort."""
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            gate = one.instances[source].hop_gates["commit"] = asyncio.Event()
-            one.instances[source].hop_answers["commit"] = answer
-            move(one, 1 - source)
-            await pull_of(one)
-            join(one)
-            await one.until(lambda: done(one, source) == ["hold", "commit"])
-            one.ended("r", outcome)
-            gone = outcome is m.Outcome.CLIENT_GONE
-            audit = one.plane.dispatcher.ledger.audit(0.0)
-            assert (audit.legs_open, audit.legs_aborting, audit.problems) == (1, gone, [])
-            gate.set()
-            await at_rest(one)
-            assert one.instances[source].aborted == ([] if answer else ["r"] * 2)
-            assert one.instances[1 - source].aborted == ["pla-2~r"] * 2 * gone
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        gate = one.instances[source].hop_gates["commit"] = asyncio.Event()
+        one.instances[source].hop_answers["commit"] = answer
+        move(one, 1 - source)
+        await pull_of(one)
+        join(one)
+        await one.until(lambda: done(one, source) == ["hold", "commit"])
+        one.ended("r", outcome)
+        gone = outcome is m.Outcome.CLIENT_GONE
+        audit = one.plane.dispatcher.ledger.audit(0.0)
+        assert (audit.legs_open, audit.legs_aborting, audit.problems) == (1, gone, [])
+        gate.set()
+        await one.at_rest()
+        assert one.instances[source].aborted == ([] if answer else ["r"] * 2)
+        assert one.instances[1 - source].aborted == ["pla-2~r"] * 2 * gone
 
 
-def test_a_stream_that_has_come_back_ends_before_the_commit_is_answered() -> None:
+async def test_a_stream_that_has_come_back_ends_before_the_commit_is_answered() -> None:
     """Its instance holds nothing of the present hop; what it has of the first one, its answer will say."""
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            gate = one.instances[source].hop_gates["commit"] = asyncio.Event()
-            one.instances[source].hop_answers["commit"] = {"status": "unknown", "code": 410}
-            for hop, target in ((2, 1 - source), (3, source)):
-                move(one, target)
-                await pull_of(one, hop)
-                join(one, hop)
-            await one.until(lambda: done(one, source) == ["hold", "commit"])
-            one.ended("r")
-            assert one.plane.dispatcher.ledger.audit(0.0).legs_open
-            gate.set()
-            await at_rest(one)
-            assert one.instances[source].aborted == ["r"] * 2
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        gate = one.instances[source].hop_gates["commit"] = asyncio.Event()
+        one.instances[source].hop_answers["commit"] = {"status": "unknown", "code": 410}
+        for hop, target in ((2, 1 - source), (3, source)):
+            move(one, target)
+            await pull_of(one, hop)
+            join(one, hop)
+        await one.until(lambda: done(one, source) == ["hold", "commit"])
+        one.ended("r")
+        assert one.plane.dispatcher.ledger.audit(0.0).legs_open
+        gate.set()
+        await one.at_rest()
+        assert one.instances[source].aborted == ["r"] * 2
 
 
 @pytest.mark.parametrize("answer", [{"status": "unknown", "code": 410}, None])
-def test_a_commit_that_is_not_carried_out_becomes_an_abort(answer: dict[str, Any] | None) -> None:
+async def test_a_commit_that_is_not_carried_out_becomes_an_abort(answer: dict[str, Any] | None) -> None:
     """What has gone on by itself would compute for nobody."""
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            one.instances[source].hop_answers["commit"] = answer
-            move(one, 1 - source)
-            await pull_of(one)
-            join(one)
-            await one.until(lambda: one.instances[source].aborted[:1] == ["r"])
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        one.instances[source].hop_answers["commit"] = answer
+        move(one, 1 - source)
+        await pull_of(one)
+        join(one)
+        await one.until(lambda: one.instances[source].aborted[:1] == ["r"])
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_what_cannot_be_moved_is_refused_in_words() -> None:
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            assert move(one, 1) == "it is not open"
-            source = await start(one, movable=False)
-            assert move(one, 1 - source) == "its stream cannot go on elsewhere"
-            one.ended("r")
-            source = await start(one, "s")
-            assert move(one, source, "s") == "the target cannot take it"
-            target = one.plane.table.by_number[1 - source]
-            target.peers = {}
-            assert move(one, 1 - source, "s") == "no KV cache can go to the target"
-            one.ended("s")
-            await at_rest(one)
-            assert one.instances[source].commands == []
-
-    run(work)
+async def test_what_cannot_be_moved_is_refused_in_words() -> None:
+    async with scene(TWO, **ON) as one:
+        assert move(one, 1) == "it is not open"
+        source = await start(one, movable=False)
+        assert move(one, 1 - source) == "its stream cannot go on elsewhere"
+        one.ended("r")
+        source = await start(one, "s")
+        assert move(one, source, "s") == "the target cannot take it"
+        target = one.plane.table.by_number[1 - source]
+        target.peers = {}
+        assert move(one, 1 - source, "s") == "no KV cache can go to the target"
+        one.ended("s")
+        await one.at_rest()
+        assert one.instances[source].commands == []
 
 
-def test_an_instance_that_drains_is_emptied_by_moves() -> None:
+async def test_an_instance_that_drains_is_emptied_by_moves() -> None:
     """And what cannot move finishes there, as ever."""
-
-    async def work() -> None:
-        async with scene(THREE, **ON) as one:
-            for rid in ("a", "b", "c", "d"):
-                await start(one, rid)
-            where = {rid: one.plane.dispatcher.ledger.records[rid].hop.decode for rid in "abcd"}
-            source = where["a"]
-            assert source is not None
-            there = [rid for rid, worker in where.items() if worker is source]
-            one.plane.dispatcher.ledger.records[there[-1]].movable = len(there) == 1
-            leaves = there if len(there) == 1 else there[:-1]
-            assert one.admin("POST", f"/workers/{source.number}/drain")[0] == 202
-            await one.until(
-                lambda: len([said for said in one.relay.told if isinstance(said, m.Continue)]) == len(leaves)
-            )
-            orders = [said for said in one.relay.told if isinstance(said, m.Continue)]
-            assert {order.reason for order in orders} == {"drain"}
-            assert source.number not in {order.target for order in orders}
-            for rid in leaves:
-                join(one, 2, rid)
-            await one.until(lambda: one.instances[source.number].commands[-1]["do"] == "commit")
-            assert source.load.open_requests() == len(there) - len(leaves)
-            for rid in "abcd":
-                one.ended(rid)
-            await at_rest(one)
-            assert one.instances[source.number].aborted == []
-
-    run(work)
+    async with scene(THREE, **ON) as one:
+        for rid in ("a", "b", "c", "d"):
+            await start(one, rid)
+        where = {rid: one.plane.dispatcher.ledger.records[rid].hop.decode for rid in "abcd"}
+        source = where["a"]
+        assert source is not None
+        there = [rid for rid, worker in where.items() if worker is source]
+        one.plane.dispatcher.ledger.records[there[-1]].movable = len(there) == 1
+        leaves = there if len(there) == 1 else there[:-1]
+        assert one.admin("POST", f"/workers/{source.number}/drain")[0] == 202
+        await one.until(lambda: len([said for said in one.relay.told if isinstance(said, m.Continue)]) == len(leaves))
+        orders = [said for said in one.relay.told if isinstance(said, m.Continue)]
+        assert {order.reason for order in orders} == {"drain"}
+        assert source.number not in {order.target for order in orders}
+        for rid in leaves:
+            join(one, 2, rid)
+        await one.until(lambda: one.instances[source.number].commands[-1]["do"] == "commit")
+        assert source.load.open_requests() == len(there) - len(leaves)
+        for rid in "abcd":
+            one.ended(rid)
+        await one.at_rest()
+        assert one.instances[source.number].aborted == []
 
 
-def test_an_instance_that_is_told_to_end_is_emptied_as_well() -> None:
+async def test_an_instance_that_is_told_to_end_is_emptied_as_well() -> None:
     """As SGLang after SIGTERM: it goes on, and says so when it is asked."""
-
-    async def work() -> None:
-        async with scene(TWO, **ON) as one:
-            source = await start(one)
-            one.instances[source].ending = True
-            order = await pull_of(one)
-            assert (order.reason, order.target) == ("drain", 1 - source)
-            worker = one.plane.table.by_number[source]
-            assert (worker.state.value, worker.reason.value) == ("draining", "ending")
-            join(one)
-            await one.until(lambda: done(one, source) == ["hold", "commit"])
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+    async with scene(TWO, **ON) as one:
+        source = await start(one)
+        one.instances[source].ending = True
+        order = await pull_of(one)
+        assert (order.reason, order.target) == ("drain", 1 - source)
+        worker = one.plane.table.by_number[source]
+        assert (worker.state.value, worker.reason.value) == ("draining", "ending")
+        join(one)
+        await one.until(lambda: done(one, source) == ["hold", "commit"])
+        one.ended("r")
+        await one.at_rest()
 
 
-def test_without_the_flag_a_drain_moves_nothing() -> None:
-    async def work() -> None:
-        async with scene(TWO, **ON | {"migration": "off"}) as one:
-            source = await start(one)
-            assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
-            one.plane.migration.sweep_moves(time.monotonic())
-            assert count_moves(one.plane) == 0
-            one.ended("r")
-            await at_rest(one)
-
-    run(work)
+async def test_without_the_flag_a_drain_moves_nothing() -> None:
+    async with scene(TWO, **ON | {"migration": "off"}) as one:
+        source = await start(one)
+        assert one.admin("POST", f"/workers/{source}/drain")[0] == 202
+        one.plane.migration.sweep_moves(time.monotonic())
+        assert count_moves(one.plane) == 0
+        one.ended("r")
+        await one.at_rest()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.records import make_record
-from support.router_scene import Scene, run, scene
+from support.router_scene import Scene, scene
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.policy_setup import RouterEffects
@@ -320,7 +320,7 @@ async def fill(one: Scene) -> tuple[Worker, Worker]:
     """Eight running requests; one of two decode instances is full of long answers. Returns it, and the other one."""
     await one.until(lambda: all((worker.peers or {}).values() for worker in one.plane.table))
     for number in range(8):
-        assert isinstance(one.ask(f"r{number}", answer_tokens=12_000), m.Assign)
+        one.assign(f"r{number}", answer_tokens=12_000)
         one.reach(f"r{number}", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
         one.plane.dispatcher.ledger.records[f"r{number}"].movable = True
     at: dict[int, list[str]] = {}
@@ -342,86 +342,71 @@ async def fill(one: Scene) -> tuple[Worker, Worker]:
         ("star", "stated", "star.migrate"),
     ],
 )
-def test_a_full_instance_is_relieved_and_the_run_replays(
+async def test_a_full_instance_is_relieved_and_the_run_replays(
     policy: str, lengths: str, reason: str, tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        path = tmp_path / "run.jsonl.gz"
-        moves = MoveKnobs(interval_s=900.0, lengths=lengths)
-        async with scene(["stateless"] * 3, policy=policy, record=path, moves=moves) as one:
-            mover = one.plane.policy.orders.mover = FakeMover()
-            full, light = await fill(one)
-            for _ in range(3):
-                one.plane._tick_controller(0)
-            assert len(mover.asked) >= 1
-            rid, target, why = mover.asked[0]
-            assert (target, why) == (light.number, reason)
-            assert one.plane.dispatcher.ledger.records[rid].hop.decode is full
-            assert len({asked[0] for asked in mover.asked}) == len(mover.asked), "one that was ordered to move rests"
-            said = one.admin("GET", "/pla/state")[1]
-            assert said["moves"]["ordered"] == len(mover.asked) == said["actions"][f"Migrate:{reason}"]
-            assert said["moves"]["resting"] == len(mover.asked)
-            assert said["moves"]["rows"][full.view.name]["rows"] >= 4
-            metrics = one.admin("GET", "/metrics")[1]
-            assert f"pla_router_resting_requests {float(len(mover.asked))}" in metrics
-            assert f'pla_router_worker_request_rows_age_seconds{{worker="{full.view.name}"}}' in metrics
-            mover.why_not = "no"
-            hear(one, full, {}, 2)
-        _, result = replay_file(path)
-        assert result.identical_share == 1.0, result.differences
-        assert result.reasons[reason] >= 1
-
-    run(work)
-
-
-def test_without_a_mover_orders_are_counted_as_refused() -> None:
-    async def work() -> None:
-        async with scene(["stateless"] * 3, policy="load-migration", moves=SELDOM) as one:
-            await fill(one)
+    path = tmp_path / "run.jsonl.gz"
+    moves = MoveKnobs(interval_s=900.0, lengths=lengths)
+    async with scene(["stateless"] * 3, policy=policy, record=path, moves=moves) as one:
+        mover = one.plane.policy.orders.mover = FakeMover()
+        full, light = await fill(one)
+        for _ in range(3):
             one.plane._tick_controller(0)
-            said = one.admin("GET", "/pla/state")[1]
-            assert said["actions"] == {"Migrate.refused:baseline.current_load": 1}
-            assert said["refusals"] == {"unsupported": 1}
-            assert said["moves"]["can_move"] is False
-
-    run(work)
-
-
-def test_instances_are_asked_for_rows_by_policies_that_move_requests_alone() -> None:
-    async def work() -> None:
-        for policy, rows in (("star", {"every_s": 900.0, "most": 1024}), ("arrow", None), ("combined", None)):
-            async with scene(["stateless"] * 2, policy=policy, moves=SELDOM) as one:
-                await one.until(lambda one=one: all(len(made.told) > 0 for made in one.instances))
-                assert {str(made.told[-1].get("rows")) for made in one.instances} == {str(rows)}
-                assert (one.admin("GET", "/pla/state")[1]["moves"] is None) is (rows is None)
-
-    run(work)
-
-
-def test_with_migration_on_moves_go_to_the_routers_own_mover() -> None:
-    async def work() -> None:
-        async with scene(["stateless"] * 2, policy="combined", moves=SELDOM, migration="on") as one:
-            orders, migration = one.plane.policy.orders, one.plane.migration
-            assert orders.mover is migration
-            await one.until(lambda: all(made.told and "rows" in made.told[-1] for made in one.instances))
-            assert one.plane.table.fleet.decodes(one.plane.table.workers[0].view).rids == []
-            migration.on_failed("r")
-            assert one.admin("GET", "/pla/state")[1]["moves"]["failed"] == 1
-
-    run(work)
+        assert len(mover.asked) >= 1
+        rid, target, why = mover.asked[0]
+        assert (target, why) == (light.number, reason)
+        assert one.plane.dispatcher.ledger.records[rid].hop.decode is full
+        assert len({asked[0] for asked in mover.asked}) == len(mover.asked), "one that was ordered to move rests"
+        said = one.admin("GET", "/pla/state")[1]
+        assert said["moves"]["ordered"] == len(mover.asked) == said["actions"][f"Migrate:{reason}"]
+        assert said["moves"]["resting"] == len(mover.asked)
+        assert said["moves"]["rows"][full.view.name]["rows"] >= 4
+        metrics = one.admin("GET", "/metrics")[1]
+        assert f"pla_router_resting_requests {float(len(mover.asked))}" in metrics
+        assert f'pla_router_worker_request_rows_age_seconds{{worker="{full.view.name}"}}' in metrics
+        mover.why_not = "no"
+        hear(one, full, {}, 2)
+    _, result = replay_file(path)
+    assert result.identical_share == 1.0, result.differences
+    assert result.reasons[reason] >= 1
 
 
-def test_an_instance_that_sends_no_rows_is_load_and_no_more() -> None:
-    async def work() -> None:
-        async with scene(["stateless"] * 3, policy="star-no-prediction", moves=SELDOM) as one:
-            full, _ = await fill(one)
-            full.rows.clear()
-            batch = one.plane.table.fleet.decodes(full.view)
-            assert (len(batch.rids), batch.unlisted_requests) == (0, full.view.running)
-            one.plane._tick_controller(0)
-            assert one.admin("GET", "/pla/state")[1]["actions"] == {"Hold:star.no_candidate": 1}
+async def test_without_a_mover_orders_are_counted_as_refused() -> None:
+    async with scene(["stateless"] * 3, policy="load-migration", moves=SELDOM) as one:
+        await fill(one)
+        one.plane._tick_controller(0)
+        said = one.admin("GET", "/pla/state")[1]
+        assert said["actions"] == {"Migrate.refused:baseline.current_load": 1}
+        assert said["refusals"] == {"unsupported": 1}
+        assert said["moves"]["can_move"] is False
 
-    run(work)
+
+async def test_instances_are_asked_for_rows_by_policies_that_move_requests_alone() -> None:
+    for policy, rows in (("star", {"every_s": 900.0, "most": 1024}), ("arrow", None), ("combined", None)):
+        async with scene(["stateless"] * 2, policy=policy, moves=SELDOM) as one:
+            await one.until(lambda one=one: all(len(made.told) > 0 for made in one.instances))
+            assert {str(made.told[-1].get("rows")) for made in one.instances} == {str(rows)}
+            assert (one.admin("GET", "/pla/state")[1]["moves"] is None) is (rows is None)
+
+
+async def test_with_migration_on_moves_go_to_the_routers_own_mover() -> None:
+    async with scene(["stateless"] * 2, policy="combined", moves=SELDOM, migration="on") as one:
+        orders, migration = one.plane.policy.orders, one.plane.migration
+        assert orders.mover is migration
+        await one.until(lambda: all(made.told and "rows" in made.told[-1] for made in one.instances))
+        assert one.plane.table.fleet.decodes(one.plane.table.workers[0].view).rids == []
+        migration.on_failed("r")
+        assert one.admin("GET", "/pla/state")[1]["moves"]["failed"] == 1
+
+
+async def test_an_instance_that_sends_no_rows_is_load_and_no_more() -> None:
+    async with scene(["stateless"] * 3, policy="star-no-prediction", moves=SELDOM) as one:
+        full, _ = await fill(one)
+        full.rows.clear()
+        batch = one.plane.table.fleet.decodes(full.view)
+        assert (len(batch.rids), batch.unlisted_requests) == (0, full.view.running)
+        one.plane._tick_controller(0)
+        assert one.admin("GET", "/pla/state")[1]["actions"] == {"Hold:star.no_candidate": 1}
 
 
 def test_views_without_rows_have_no_age() -> None:

@@ -42,18 +42,15 @@ def ok(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
 
 
-def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
-    async def scenario() -> None:
-        async with instance(ok(b'{"a":1}')) as (worker, asked):
-            client = Polls(timeout_s=5.0, api_key="k")
-            assert [await client.fetch_body(worker, "/v1/loads?x") for _ in range(3)] == [b'{"a":1}'] * 3
-            assert len(asked) == 3
-            assert asked[0].startswith(b"GET /v1/loads?x HTTP/1.1\r\nhost: 127.0.0.1:")
-            assert b"authorization: Bearer k\r\n" in asked[0]
-            assert client._pool.count_idle() == 1
-            await client.close_polls()
-
-    asyncio.run(scenario())
+async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
+    async with instance(ok(b'{"a":1}')) as (worker, asked):
+        client = Polls(timeout_s=5.0, api_key="k")
+        assert [await client.fetch_body(worker, "/v1/loads?x") for _ in range(3)] == [b'{"a":1}'] * 3
+        assert len(asked) == 3
+        assert asked[0].startswith(b"GET /v1/loads?x HTTP/1.1\r\nhost: 127.0.0.1:")
+        assert b"authorization: Bearer k\r\n" in asked[0]
+        assert client._pool.count_idle() == 1
+        await client.close_polls()
 
 
 @pytest.mark.parametrize(
@@ -65,27 +62,20 @@ def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
         (ok(b"x" * 50), 200, "more than 40 bytes"),
     ],
 )
-def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(polls, "ANSWER_BYTES", 40)
-
-    async def scenario() -> None:
-        async with instance(answer) as (worker, _):
-            client = Polls(timeout_s=0.1)
-            with pytest.raises(NoAnswerError, match=why) as caught:
-                await client.fetch_body(worker, "/v1/loads")
-            assert caught.value.status == status
-            await client.close_polls()
-
-    asyncio.run(scenario())
-
-
-def test_nobody_listens() -> None:
-    async def scenario() -> None:
-        async with instance(b"") as (worker, _):
-            pass
-        client = Polls(timeout_s=1.0)
-        with pytest.raises(NoAnswerError):
+    async with instance(answer) as (worker, _):
+        client = Polls(timeout_s=0.1)
+        with pytest.raises(NoAnswerError, match=why) as caught:
             await client.fetch_body(worker, "/v1/loads")
+        assert caught.value.status == status
         await client.close_polls()
 
-    asyncio.run(scenario())
+
+async def test_nobody_listens() -> None:
+    async with instance(b"") as (worker, _):
+        pass
+    client = Polls(timeout_s=1.0)
+    with pytest.raises(NoAnswerError):
+        await client.fetch_body(worker, "/v1/loads")
+    await client.close_polls()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.fleets import LinearSteps
-from support.router_scene import Scene, run, scene
+from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView
@@ -28,24 +28,19 @@ TWO_PAIRS = ["prefill", "prefill", "decode", "decode"]
 
 @pytest.mark.parametrize("policy", ["minimal-load", "cache-aware", "pla", "arrow-no-flips"])
 @pytest.mark.parametrize("milestones", [(m.Milestone.SENT,), (m.Milestone.SENT, m.Milestone.PREFILL_DONE)])
-def test_a_failed_transfer_is_tried_between_two_others(policy: str, milestones: tuple[m.Milestone, ...]) -> None:
-    async def work() -> None:
-        async with scene(TWO_PAIRS, policy=policy) as one:
-            first = one.ask("r")
-            assert isinstance(first, m.Assign)
-            one.reach("r", *milestones)
-            second = one.ask("r", **FAILED)
-            assert isinstance(second, m.Assign)
-            assert {first.prefill, second.prefill, first.decode, second.decode} == {0, 1, 2, 3}
-            assert (second.attempt, second.reason) == (2, FleetReason.OTHER_PAIR.value)
-            assert second.bootstrap_room != first.bootstrap_room
-            assert list(one.plane.dispatcher.ledger.rooms) == [second.bootstrap_room]
-            one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-            one.ended("r")
-            one.assert_at_rest()
-            check_story(one, first, second)
-
-    run(work)
+async def test_a_failed_transfer_is_tried_between_two_others(policy: str, milestones: tuple[m.Milestone, ...]) -> None:
+    async with scene(TWO_PAIRS, policy=policy) as one:
+        first = one.assign("r")
+        one.reach("r", *milestones)
+        second = one.assign("r", **FAILED)
+        assert {first.prefill, second.prefill, first.decode, second.decode} == {0, 1, 2, 3}
+        assert (second.attempt, second.reason) == (2, FleetReason.OTHER_PAIR.value)
+        assert second.bootstrap_room != first.bootstrap_room
+        assert list(one.plane.dispatcher.ledger.rooms) == [second.bootstrap_room]
+        one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+        one.ended("r")
+        one.assert_at_rest()
+        check_story(one, first, second)
 
 
 def check_story(one: Scene, first: m.Assign, second: m.Assign) -> None:
@@ -61,55 +56,41 @@ def check_story(one: Scene, first: m.Assign, second: m.Assign) -> None:
     assert 'pla_router_dispatches_total{reason="any.other_pair"} 1.0' in metrics
 
 
-def test_the_only_pair_is_tried_again() -> None:
-    async def work() -> None:
-        async with scene(["prefill", "decode"]) as one:
-            for attempt in (1, 2, 3):
-                fields = FAILED | {"attempt": attempt} if attempt > 1 else {}
-                assign = one.ask("r", **fields)
-                assert isinstance(assign, m.Assign)
-                assert (assign.attempt, assign.prefill, assign.decode) == (attempt, 0, 1)
-                one.reach("r", m.Milestone.SENT)
-            one.ended("r", m.Outcome.PREFILL_FAILED, aborted=(0, 1))
-            one.assert_at_rest()
-            assert len(one.admin("GET", "/pla/explain/r")[1]["former"]) == 2
-
-    run(work)
+async def test_the_only_pair_is_tried_again() -> None:
+    async with scene(["prefill", "decode"]) as one:
+        for attempt in (1, 2, 3):
+            fields = FAILED | {"attempt": attempt} if attempt > 1 else {}
+            assign = one.assign("r", **fields)
+            assert (assign.attempt, assign.prefill, assign.decode) == (attempt, 0, 1)
+            one.reach("r", m.Milestone.SENT)
+        one.ended("r", m.Outcome.PREFILL_FAILED, aborted=(0, 1))
+        one.assert_at_rest()
+        assert len(one.admin("GET", "/pla/explain/r")[1]["former"]) == 2
 
 
 @pytest.mark.parametrize(
     ("rids", "names"), [((), {"pla-2~r_0", "pla-2~r_1"}), (("one", "two"), {"pla-2~one", "pla-2~two"})]
 )
-def test_aborts_of_a_later_attempt_name_it(rids: tuple[str, ...], names: set[str]) -> None:
+async def test_aborts_of_a_later_attempt_name_it(rids: tuple[str, ...], names: set[str]) -> None:
     """A relay that is gone aborts nothing: this is the control plane's, under the names that instances know."""
-
-    async def work() -> None:
-        async with scene(["prefill", "decode"]) as one:
-            one.ask("r", prompts=2, rids=rids)
-            one.reach("r", m.Milestone.SENT)
-            one.ask("r", prompts=2, rids=rids, **FAILED)
-            one.plane.detach_relay(0)
-            await one.until(lambda: all(set(fake.aborted) == names for fake in one.instances))
-            await one.until(lambda: not one.plane.dispatcher.ledger.records)
-            one.assert_at_rest()
-
-    run(work)
+    async with scene(["prefill", "decode"]) as one:
+        one.ask("r", prompts=2, rids=rids)
+        one.reach("r", m.Milestone.SENT)
+        one.ask("r", prompts=2, rids=rids, **FAILED)
+        one.plane.detach_relay(0)
+        await one.until(lambda: all(set(fake.aborted) == names for fake in one.instances))
+        await one.at_rest()
 
 
-def test_a_request_whose_token_was_seen_is_not_sent_again() -> None:
+async def test_a_request_whose_token_was_seen_is_not_sent_again() -> None:
     """A relay does not ask for that; if one did, its client would get the beginning twice."""
-
-    async def work() -> None:
-        async with scene(["prefill", "decode"]) as one:
-            one.ask("r")
-            one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
-            answer = one.ask("r", **FAILED)
-            assert isinstance(answer, m.Refuse)
-            assert answer.status == 409
-            one.ended("r", m.Outcome.REFUSED)
-            one.assert_at_rest()
-
-    run(work)
+    async with scene(["prefill", "decode"]) as one:
+        one.ask("r")
+        one.reach("r", m.Milestone.SENT, m.Milestone.PREFILL_DONE, m.Milestone.FIRST_TOKEN)
+        answer = one.be_refused("r", **FAILED)
+        assert answer.status == 409
+        one.ended("r", m.Outcome.REFUSED)
+        one.assert_at_rest()
 
 
 SETUP = Setup(steps=LinearSteps(), kv_capacity_tokens=1000, ttft_slo_s=1.0, tpot_slo_s=0.1)

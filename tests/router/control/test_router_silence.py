@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from support.router_scene import QUICK, Scene, run, scene
+from support.router_scene import QUICK, Scene, scene
 
 from pla_sglang.fleet.router.control import survival
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
@@ -27,8 +27,7 @@ PATIENT = dataclasses.replace(QUICK, misses=1000, refused=1000, silence_s=0.5)
 
 
 def start(one: Scene, rid: str = "r", *milestones: m.Milestone) -> Worker:
-    assign = one.ask(rid)
-    assert isinstance(assign, m.Assign)
+    assign = one.assign(rid)
     one.reach(rid, *milestones)
     return one.plane.table.by_number[assign.decode]
 
@@ -74,102 +73,86 @@ def silenced(one: Scene) -> set[str]:
     return {said.rid for said in one.relay.told if isinstance(said, m.Abort) and said.silent}
 
 
-def test_streams_of_an_instance_that_says_nothing_are_told_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_of_an_instance_that_says_nothing_are_told_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port is open all the time. What has not begun stays, but for what came when it was silent already. It is
     ready again when it speaks."""
     monkeypatch.setattr(survival, "DIED_FIRST_S", 0.2)
     monkeypatch.setattr(survival, "SETTLE_S", 0.1)
-
-    async def work() -> None:
-        async with scene(["stateless", "stateless"], **ON, health=PATIENT) as one:
-            numbers = {
-                rid: start(one, rid, *SENT[:count]).number for rid, count in (("a", 2), ("b", 2), ("c", 1), ("d", 1))
-            }
-            frozen = one.instances[0].info_gate = asyncio.Event()
-            worker = one.plane.table.by_number[0]
-            await one.until(lambda: time.monotonic() - worker.heard_s > 0.3)
-            assert worker.is_ready()
-            late = [rid for rid in ("e", "f") if start(one, rid, m.Milestone.SENT) is worker]
-            await one.until(lambda: silenced(one))
-            assert (worker.state, worker.reason) == (WorkerState.SUSPECT, WorkerReason.HEALTH)
-            assert "has said nothing for" in worker.detail
-            assert silenced(one) == {rid for rid in ("a", "b") if numbers[rid] == 0} | set(late)
-            assert {said.worker for said in one.relay.told if isinstance(said, m.Abort)} == {0}
-            frozen.set()
-            one.instances[0].info_gate = None
-            await one.until(worker.is_ready)
-            for rid in "abcdef":
-                one.ended(rid)
-            one.assert_at_rest()
-
-    run(work)
+    health = dataclasses.replace(PATIENT, silence_s=1.5)  # a busy machine must not make it silent early
+    async with scene(["stateless", "stateless"], **ON, health=health) as one:
+        numbers = {
+            rid: start(one, rid, *SENT[:count]).number for rid, count in (("a", 2), ("b", 2), ("c", 1), ("d", 1))
+        }
+        frozen = one.instances[0].info_gate = asyncio.Event()
+        worker = one.plane.table.by_number[0]
+        await one.until(lambda: time.monotonic() - worker.heard_s > 0.3)
+        assert worker.is_ready()
+        late = [rid for rid in ("e", "f") if start(one, rid, m.Milestone.SENT) is worker]
+        await one.until(lambda: silenced(one))
+        assert (worker.state, worker.reason) == (WorkerState.SUSPECT, WorkerReason.HEALTH)
+        assert "has said nothing for" in worker.detail
+        assert silenced(one) == {rid for rid in ("a", "b") if numbers[rid] == 0} | set(late)
+        assert {said.worker for said in one.relay.told if isinstance(said, m.Abort)} == {0}
+        frozen.set()
+        one.instances[0].info_gate = None
+        await one.until(worker.is_ready)
+        for rid in "abcdef":
+            one.ended(rid)
+        one.assert_at_rest()
 
 
 @pytest.mark.parametrize("why", ["nobody else", "off", "no migration"])
-def test_nobody_is_told_to_leave_for_nothing(why: str) -> None:
-    async def work() -> None:
-        knobs = dict(ON)
-        modes = ["stateless"] if why == "nobody else" else ["stateless", "stateless"]
-        health = dataclasses.replace(PATIENT, silence_s=0.0) if why == "off" else PATIENT
-        if why == "no migration":
-            knobs["migration"] = "off"
-        async with scene(modes, **knobs, health=health) as one:
-            worker = start(one, "r", *SENT)
-            one.instances[worker.number].info_gate = asyncio.Event()
-            await one.until(lambda: time.monotonic() - worker.heard_s > 1.2)
-            assert not silenced(one)
-            assert worker.is_ready() is (why == "off")
-            one.instances[worker.number].info_gate.set()  # type: ignore[union-attr]
-            one.ended("r")
-            one.assert_at_rest()
-
-    run(work)
+async def test_nobody_is_told_to_leave_for_nothing(why: str) -> None:
+    knobs = dict(ON)
+    modes = ["stateless"] if why == "nobody else" else ["stateless", "stateless"]
+    health = dataclasses.replace(PATIENT, silence_s=0.0) if why == "off" else PATIENT
+    if why == "no migration":
+        knobs["migration"] = "off"
+    async with scene(modes, **knobs, health=health) as one:
+        worker = start(one, "r", *SENT)
+        one.instances[worker.number].info_gate = asyncio.Event()
+        await one.until(lambda: time.monotonic() - worker.heard_s > 1.2)
+        assert not silenced(one)
+        await one.until(lambda: worker.is_ready() is (why == "off"))
+        assert not silenced(one)
+        one.instances[worker.number].info_gate.set()  # type: ignore[union-attr]
+        one.ended("r")
+        one.assert_at_rest()
 
 
-def test_a_control_plane_that_stood_still_takes_nobody_for_silent() -> None:
-    async def work() -> None:
-        async with scene(["stateless", "stateless"], **ON, health=PATIENT) as one:
-            start(one, "r", *SENT)
-            await asyncio.sleep(0.6)  # it has looked at least once
-            for worker in one.plane.table:
-                worker.heard_s -= 60.0
-            time.sleep(1.2)  # as if stopped: the loop with it
-            await asyncio.sleep(0.3)
-            assert not silenced(one)
-            assert all(worker.is_ready() for worker in one.plane.table)
-            one.ended("r")
-
-    run(work)
+async def test_a_control_plane_that_stood_still_takes_nobody_for_silent() -> None:
+    async with scene(["stateless", "stateless"], **ON, health=PATIENT) as one:
+        start(one, "r", *SENT)
+        await asyncio.sleep(0.6)  # it has looked at least once
+        for worker in one.plane.table:
+            worker.heard_s -= 60.0
+        time.sleep(1.2)  # as if stopped: the loop with it
+        await asyncio.sleep(0.3)
+        assert not silenced(one)
+        assert all(worker.is_ready() for worker in one.plane.table)
+        one.ended("r")
 
 
-def test_an_idle_stock_instance_is_asked_nothing_and_is_not_silent() -> None:
+async def test_an_idle_stock_instance_is_asked_nothing_and_is_not_silent() -> None:
     """Its silence counts from its first request on, not from its start."""
     health = dataclasses.replace(PATIENT, silence_s=0.4)
-
-    async def work() -> None:
-        async with scene(["null"], policy="least-requests", health=health) as one:
-            await asyncio.sleep(1.0)
-            worker = start(one, "r", *SENT)
-            for _ in range(10):
-                await asyncio.sleep(0.1)
-                assert worker.is_ready()
-            one.ended("r")
-            await asyncio.sleep(1.0)
+    async with scene(["null"], policy="least-requests", health=health) as one:
+        await asyncio.sleep(1.0)
+        worker = start(one, "r", *SENT)
+        for _ in range(10):
+            await asyncio.sleep(0.1)
             assert worker.is_ready()
+        one.ended("r")
+        await asyncio.sleep(1.0)
+        assert worker.is_ready()
 
-    run(work)
 
-
-def test_stock_instances_are_asked_while_they_work() -> None:
+async def test_stock_instances_are_asked_while_they_work() -> None:
     """Their polls are answered without their scheduler."""
     health = dataclasses.replace(PATIENT, silence_s=0.4)
-
-    async def work() -> None:
-        async with scene(["null", "null"], policy="least-requests", health=health) as one:
-            worker = start(one, "r", *SENT)
-            one.instances[worker.number].info_gate = asyncio.Event()
-            await one.until(lambda: worker.state is WorkerState.SUSPECT)
-            one.instances[worker.number].info_gate.set()  # type: ignore[union-attr]
-            one.ended("r")
-
-    run(work)
+    async with scene(["null", "null"], policy="least-requests", health=health) as one:
+        worker = start(one, "r", *SENT)
+        one.instances[worker.number].info_gate = asyncio.Event()
+        await one.until(lambda: worker.state is WorkerState.SUSPECT)
+        one.instances[worker.number].info_gate.set()  # type: ignore[union-attr]
+        one.ended("r")

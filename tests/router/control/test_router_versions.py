@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 import pytest
-from router.control.test_router_migration import at_rest, done, join, move, pull_of
-from support.fake_instance import INFO, FakeInstance
-from support.router_scene import Scene, run, scene
+from fake_sglang import INFO, FakeSglang
+from router.control.test_router_migration import done, join, move, pull_of
+from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.control.workers.discovery import Description, describe
 from pla_sglang.fleet.router.control.workers.peering import find_misfit
@@ -20,8 +20,8 @@ NEW = OLD | {"transfer_protocol": "nixl-b"}
 ON: dict[str, Any] = {"policy": "least-tokens", "migration": "on", "hops": True}
 
 
-def make_instance(said: dict[str, str], mode: str = "stateless", **info: Any) -> FakeInstance:
-    fake = FakeInstance(mode, **info)
+def make_instance(said: dict[str, str], mode: str = "stateless", **info: Any) -> FakeSglang:
+    fake = FakeSglang(mode, **info)
     fake.transfers = said
     return fake
 
@@ -62,119 +62,99 @@ async def until_told(one: Scene, ready: int) -> None:
     assert "warming" not in states
 
 
-def test_only_instances_of_one_version_are_paired(caplog: pytest.LogCaptureFixture) -> None:
-    async def work() -> None:
-        fleet = [make_instance(OLD), make_instance(OLD), make_instance(NEW), make_instance(NEW)]
-        async with scene(fleet, policy="static-pd") as one:
-            await until_told(one, 4)  # of twelve: one each, although the fakes say that all are
-            for number in range(16):
-                assign = one.ask(f"r{number}")
-                assert isinstance(assign, m.Assign)
-                assert assign.prefill is None or assign.prefill // 2 == assign.decode // 2
-            rows = one.admin("GET", "/workers")[1]["workers"]
-            assert rows[0]["peers"]["1"] == "ready"
-            assert rows[0]["peers"]["2"] == "failed: its transfer protocol is nixl-b, not nixl-a"
-            lines = [record.message for record in caplog.records if rows[0]["url"] in record.message]
-            assert len([line for line in lines if "transfer protocol" in line]) == 1
-
-    run(work)
+async def test_only_instances_of_one_version_are_paired(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = [make_instance(OLD), make_instance(OLD), make_instance(NEW), make_instance(NEW)]
+    async with scene(fleet, policy="static-pd") as one:
+        await until_told(one, 4)  # of twelve: one each, although the fakes say that all are
+        for number in range(16):
+            assign = one.assign(f"r{number}")
+            assert assign.prefill is None or assign.prefill // 2 == assign.decode // 2
+        rows = one.admin("GET", "/workers")[1]["workers"]
+        assert rows[0]["peers"]["1"] == "ready"
+        assert rows[0]["peers"]["2"] == "failed: its transfer protocol is nixl-b, not nixl-a"
+        lines = [record.message for record in caplog.records if rows[0]["url"] in record.message]
+        assert len([line for line in lines if "transfer protocol" in line]) == 1
 
 
-def test_a_new_version_that_joins_is_not_waited_for_because_the_old_one_does_not_fit() -> None:
+async def test_a_new_version_that_joins_is_not_waited_for_because_the_old_one_does_not_fit() -> None:
     """Who has a peer that never fits is asked as often as before how far the others are."""
-
-    async def work() -> None:
-        async with scene([make_instance(OLD), make_instance(NEW)], policy="static-pd") as one:
-            await until_told(one, 0)
-            late = await make_instance(NEW).start()
-            late.peer_states = {worker.view.name: "warming" for worker in one.plane.table}
-            one.instances[1].peer_states = {late.url.removeprefix("http://"): "warming"}
-            one.admin("POST", "/workers", {"url": late.url})
-            await one.ready(3)
-            await one.until(lambda: one.instances[1].told[-1]["peers"][1:])
-            told = len(one.instances[1].told)
-            await one.until(lambda: len(one.instances[1].told) >= told + 3, limit_s=2.0)
-            await late.stop()
-
-    run(work)
+    async with scene([make_instance(OLD), make_instance(NEW)], policy="static-pd") as one:
+        await until_told(one, 0)
+        late = await make_instance(NEW).start()
+        late.peer_states = {worker.view.name: "warming" for worker in one.plane.table}
+        one.instances[1].peer_states = {late.url.removeprefix("http://"): "warming"}
+        one.admin("POST", "/workers", {"url": late.url})
+        await one.ready(3)
+        await one.until(lambda: one.instances[1].told[-1]["peers"][1:])
+        told = len(one.instances[1].told)
+        await one.until(lambda: len(one.instances[1].told) >= told + 3, limit_s=2.0)
+        await late.stop()
 
 
-def test_prefill_and_decode_instances_of_two_versions() -> None:
+async def test_prefill_and_decode_instances_of_two_versions() -> None:
     """A policy does not know of versions: where it names two that do not fit, another pair serves."""
-
-    async def work() -> None:
-        versions = ("0.5.17", "0.5.23")
-        fleet = [FakeInstance(mode, version=version) for version in versions for mode in ("prefill", "decode")]
-        async with scene(fleet, policy="static-pd") as one:
-            for number in range(12):
-                assign = one.ask(f"r{number}")
-                assert isinstance(assign, m.Assign)
-                assert assign.prefill is not None
-                assert (assign.prefill < 2) is (assign.decode < 2), assign
-        async with scene([fleet[0], fleet[3]], policy="static-pd") as one:
-            assert not isinstance(one.ask("r"), m.Assign), "there is no pair"
-
-    run(work)
+    versions = ("0.5.17", "0.5.23")
+    fleet = [FakeSglang(mode, version=version) for version in versions for mode in ("prefill", "decode")]
+    async with scene(fleet, policy="static-pd") as one:
+        for number in range(12):
+            assign = one.assign(f"r{number}")
+            assert assign.prefill is not None
+            assert (assign.prefill < 2) is (assign.decode < 2), assign
+    async with scene([fleet[0], fleet[3]], policy="static-pd") as one:
+        assert not isinstance(one.ask("r"), m.Assign), "there is no pair"
 
 
-def test_a_move_between_versions_is_computed_again() -> None:
-    async def work() -> None:
-        fleet = [make_instance(OLD), make_instance(NEW)]
-        async with scene(fleet, **ON) as one:
-            await until_told(one, 0)
-            source = await start_here(one)
-            assert move(one, 1 - source) is None
-            order = await pull_of(one)
-            assert (order.how, order.target, order.source, order.tokens) == (m.MoveKind.REDO, 1 - source, source, 3)
-            assert (order.bootstrap_host, order.bootstrap_port, order.bootstrap_room) == ("", 0, 0)
-            target = one.plane.table.by_number[1 - source]
-            assert (target.view.queued_prefills, target.view.waiting_decodes) == (1, 0), "it is a prefill there"
-            join(one)
-            await one.until(lambda: done(one, source) == ["hold", "commit"])
-            hop = one.admin("GET", "/pla/explain/r")[1]["hops"][1]
-            assert (hop["how"], hop["tokens"], hop["kv_tokens"]) == ("redo", 3, 0)
-            one.ended("r", output_tokens=9)
-            await at_rest(one)
-            assert 'pla_router_moves_total{how="redo",reason="policy"} 1.0' in one.admin("GET", "/metrics")[1]
-
-    run(work)
+async def test_a_move_between_versions_is_computed_again() -> None:
+    fleet = [make_instance(OLD), make_instance(NEW)]
+    async with scene(fleet, **ON) as one:
+        await until_told(one, 0)
+        source = await start_here(one)
+        assert move(one, 1 - source) is None
+        order = await pull_of(one)
+        assert (order.how, order.target, order.source, order.tokens) == (m.MoveKind.REDO, 1 - source, source, 3)
+        assert (order.bootstrap_host, order.bootstrap_port, order.bootstrap_room) == ("", 0, 0)
+        target = one.plane.table.by_number[1 - source]
+        assert (target.view.queued_prefills, target.view.waiting_decodes) == (1, 0), "it is a prefill there"
+        join(one)
+        await one.until(lambda: done(one, source) == ["hold", "commit"])
+        hop = one.admin("GET", "/pla/explain/r")[1]["hops"][1]
+        assert (hop["how"], hop["tokens"], hop["kv_tokens"]) == ("redo", 3, 0)
+        one.ended("r", output_tokens=9)
+        await one.at_rest()
+        assert 'pla_router_moves_total{how="redo",reason="policy"} 1.0' in one.admin("GET", "/metrics")[1]
 
 
 async def start_here(one: Scene, rid: str = "r") -> int:
     """As ``start``, where not all instances are connected."""
-    assign = one.ask(rid)
-    assert isinstance(assign, m.Assign)
+    assign = one.assign(rid)
     one.reach(rid, m.Milestone.SENT)
     one.plane.on_message(m.Progress(rid, m.Milestone.FIRST_TOKEN, time.monotonic(), movable=True))
     return assign.decode
 
 
-def test_an_instance_that_drains_prefers_its_own_version() -> None:
-    async def work() -> None:
-        fleet = [make_instance(OLD), make_instance(OLD), make_instance(NEW)]
-        async with scene(fleet, **ON) as one:
-            await until_told(one, 2)
-            records = one.plane.dispatcher.ledger.records
-            rids = [f"r{number}" for number in range(6)]
-            for rid in rids:
-                await start_here(one, rid)
-            assert sorted(records[rid].hop.decode.number for rid in rids) == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
-            assert one.admin("POST", "/workers/0/drain")[0] == 202
-            await one.until(lambda: len(orders(one)) == 2)
-            assert {(order.target, order.how) for order in orders(one)} == {(1, m.MoveKind.PULL)}
-            for order in orders(one):
-                join(one, 2, order.rid)
-            await one.until(lambda: done(one, 0).count("commit") == 2)
-            assert one.admin("POST", "/workers/1/drain")[0] == 202
-            await one.until(lambda: len(orders(one)) == 6)
-            assert {(order.target, order.how) for order in orders(one)[2:]} == {(2, m.MoveKind.REDO)}
-            for order in orders(one)[2:]:
-                join(one, order.hop, order.rid)
-            for rid in rids:
-                one.ended(rid)
-            await at_rest(one)
-
-    run(work)
+async def test_an_instance_that_drains_prefers_its_own_version() -> None:
+    fleet = [make_instance(OLD), make_instance(OLD), make_instance(NEW)]
+    async with scene(fleet, **ON) as one:
+        await until_told(one, 2)
+        records = one.plane.dispatcher.ledger.records
+        rids = [f"r{number}" for number in range(6)]
+        for rid in rids:
+            await start_here(one, rid)
+        assert sorted(records[rid].hop.decode.number for rid in rids) == [0, 0, 1, 1, 2, 2]  # type: ignore[union-attr]
+        assert one.admin("POST", "/workers/0/drain")[0] == 202
+        await one.until(lambda: len(orders(one)) == 2)
+        assert {(order.target, order.how) for order in orders(one)} == {(1, m.MoveKind.PULL)}
+        for order in orders(one):
+            join(one, 2, order.rid)
+        await one.until(lambda: done(one, 0).count("commit") == 2)
+        assert one.admin("POST", "/workers/1/drain")[0] == 202
+        await one.until(lambda: len(orders(one)) == 6)
+        assert {(order.target, order.how) for order in orders(one)[2:]} == {(2, m.MoveKind.REDO)}
+        for order in orders(one)[2:]:
+            join(one, order.hop, order.rid)
+        for rid in rids:
+            one.ended(rid)
+        await one.at_rest()
 
 
 def orders(one: Scene) -> list[m.Continue]:

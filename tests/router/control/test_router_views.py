@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_sglang import INFO, LOAD
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_instance import INFO, LOAD
 from support.loads import load_amounts
 from support.records import make_record
 
