@@ -212,10 +212,13 @@ def test_a_message_ends_the_wait(service: Recording) -> None:
         front.connect(f"ipc://{service.pools.config.controller_folder}/front")
         front.send(b"request")
         service.turn()
-        started_s = time.monotonic()
-        for _ in range(10):
-            service.turn()  # the host reads the message afterwards
-        assert time.monotonic() - started_s < 0.08
+        took_s = []
+        for _ in range(5):  # a busy machine only adds time
+            started_s = time.monotonic()
+            for _ in range(10):
+                service.turn()  # the host reads the message afterwards
+            took_s.append(time.monotonic() - started_s)
+        assert min(took_s) < 0.08
 
 
 def test_ready_once_every_rank_reports(service: Recording) -> None:
