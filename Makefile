@@ -1,6 +1,7 @@
 # The commands of this repository. Each one sets up its environment first; that takes minutes once, then no time.
 PY := .venv/bin/python
 PORT ?= 30000
+WORKERS ?= 2 # processes for tests that may run beside others; 0: none but pytest itself, for a debugger
 HOST := # a version of SGLang. Not read from the environment, where shells keep a machine's name
 LINTED := pla_sglang kernels patches graphs scripts setup.py $(wildcard bench tests examples)
 
@@ -16,14 +17,14 @@ serve: setup ## serve the embedded demo model on this machine (PORT=30000)
 	@exec $(PY) -m pla_sglang.launch_server --prefill-disagg temporal --port $(PORT)
 
 test: setup ## test the product and the benches that users run (ARGS=... goes to pytest)
-	$(PY) -m pytest $(ARGS)
+	@WORKERS=$(WORKERS) bash scripts/run_tests.sh $(PY) $(ARGS)
 
 test-lab: setup ## test bench/lab: papers, fleets, baselines (ARGS=...)
 	$(PY) -m pytest bench/lab/tests $(ARGS)
 
 test-host: ## tests that meet SGLang, on another version than .venv has (HOST=0.5.17, ARGS=...)
 	@bash scripts/setup_venv.sh --thin $(or $(HOST),0.5.17)
-	.venv-$(or $(HOST),0.5.17)/bin/python -m pytest -m host $(ARGS)
+	@WORKERS=$(WORKERS) bash scripts/run_tests.sh .venv-$(or $(HOST),0.5.17)/bin/python -m host $(ARGS)
 
 demo: setup ## short requests behind long ones, stock SGLang against pla_sglang
 	$(PY) -m bench hol $(ARGS)

@@ -22,11 +22,20 @@ settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-# Tests in here start real servers, which take what cores there are: one after the other, after all others.
-E2E = "tests/e2e/"
-
 # Folders whose tests drive real processes or sockets beside those marked e2e.
 LIVE_FOLDERS = {"bench", "cluster", "load", "router"}
+
+# Real servers need the machine alone where something is measured, or has to happen while something else is under way.
+# These of tests/e2e only wait for starts, and compare answers.
+BESIDE = {
+    "test_command_line",
+    "test_cpu_platform",
+    "test_docs_servers",
+    "test_embedding_router",
+    "test_router_paths",
+    "test_secrets",
+}
+ALONE = {"test_runs"}  # of other folders
 
 SLOWEST_FILES = 30  # how many a run lists
 
@@ -34,14 +43,40 @@ SLOWEST_FILES = 30  # how many a run lists
 HOST_E2E = {"test_temporal_server", "test_riding", "test_cpu_pd", "test_stateless_pair", "test_spatial_server"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        choices=("beside", "alone"),
+        help="tests that may run beside others, or those that need the machine alone; without it both, in one process",
+    )
+
+
+def is_left_out(path: Path, config: pytest.Config) -> bool:
+    """True for a file of tests that the part of ``--part`` does not have."""
+    part = config.getoption("--part")
+    is_alone = path.stem in ALONE or (path.parent.name == "e2e" and path.stem not in BESIDE)
+    return part is not None and is_alone != (part == "alone")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What is left out need not be imported."""
+    return True if collection_path.match("test_*.py") and is_left_out(collection_path, config) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test of real processes that fails runs once more: a shared machine may stand still for a moment.
 
     What failed at first is listed at the end of the run as RERUN. Tests of pure code get no second run.
 
-    Tests that meet SGLang are marked as such, by what their module imports. Those of real servers come last.
+    Tests that meet SGLang are marked as such, by what their module imports. Those of real servers come last; on several
+    processes first, as their files take longest, and all processes should end at about the same time.
     """
-    items.sort(key=lambda item: item.nodeid.startswith(E2E))
+    left_out = [item for item in items if is_left_out(item.path, config)]  # named on the command line
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+    items.sort(
+        key=lambda item: item.get_closest_marker("e2e") is not None, reverse=config.getoption("--part") == "beside"
+    )
     for item in items:
         folder = item.path.relative_to(TESTS).parts[0]
         is_e2e = item.get_closest_marker("e2e") is not None

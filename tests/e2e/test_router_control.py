@@ -26,6 +26,7 @@ from pla_sglang.testing.server import HttpError, open_url
 pytestmark = pytest.mark.e2e
 
 PROFILE, SCALE = "h100-llama3.1-8b-tp1", 8
+LIMIT_S = 30.0  # of what takes a second, on a busy machine
 
 
 def call(url: str, body: object = None, method: str | None = None) -> tuple[int, Any]:
@@ -85,9 +86,9 @@ def test_every_token_is_right_and_nothing_is_left(cluster: dict[str, Any]) -> No
     assert state["decisions"]["pla.long"] > 0
 
 
-def at_rest(cluster: dict[str, Any], limit_s: float = 5.0) -> None:
+def at_rest(cluster: dict[str, Any]) -> None:
     """Ledger balanced and empty, gauges at 0."""
-    end_s = time.monotonic() + limit_s
+    end_s = time.monotonic() + LIMIT_S
     while True:
         status, ledger = call(cluster["url"] + "/pla/ledger")
         if not (ledger["live"] or ledger["legs_open"] or ledger["legs_aborting"]) or time.monotonic() > end_s:
@@ -155,7 +156,7 @@ def test_a_client_that_goes_leaves_nothing(cluster: dict[str, Any]) -> None:
     assert sum("Timeout" in (record.error or "") for record in records) >= 6
     at_rest(cluster)
     for one in cluster["instances"]:
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + LIMIT_S
         while (load := call(one["url"] + "/v1/loads?include=core")[1]["loads"][0])["num_running_reqs"]:
             assert time.monotonic() < end_s, load
             time.sleep(0.1)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.e2e
 
 SCALE = 4
 LONG_ANSWER = 3000
-PATIENCE_S = 20.0  # of one step of a test; what it waits for takes a second or two
+PATIENCE_S = 60.0  # of one step of a test, on a busy machine; what it waits for takes a second or two
 FLAGS = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--pla-time-scale", str(SCALE), "--incremental-streaming-output")
 
 

@@ -59,7 +59,7 @@ def cluster(
 
 
 def until(done: Callable[[], bool], what: str) -> None:
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 60
     while not done():
         assert time.monotonic() < end_s, what
         time.sleep(0.05)

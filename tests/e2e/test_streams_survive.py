@@ -32,6 +32,9 @@ ENGINE = ("--pla-emulate", "h100-llama3.1-8b-tp1", "--pla-time-scale", "2", "--c
 ROUTER = "--migration on --place-decode prefilled --health-interval-ms 200 --relay-workers 1"
 STREAMS, TOKENS, BEGUN = 6, 400, 8
 LIMIT_S = 120.0  # of a step of a test, on a busy machine
+# An instance hands over within a second, and says within 5 s that nothing is left. Later SGLang then waits for its own
+# scheduler and for connections, so that the launcher ends it when this time is over.
+DRAIN_S = 15
 FROZEN_S = 8.0
 
 
@@ -39,7 +42,7 @@ FROZEN_S = 8.0
 def cluster(tmp_path_factory: pytest.TempPathFactory, forked_cluster: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     pytest.importorskip("nixl", reason="stateless instances need NIXL")
     arguments = (
-        *("--stateless", "2", "--router", "pla", "--policy", "least-tokens", *ENGINE),
+        *("--stateless", "2", "--router", "pla", "--policy", "least-tokens", "--drain-s", str(DRAIN_S), *ENGINE),
         *("--json-model-override-args", '{"chain_check_prefixes": true}', "--router-args", ROUTER),
     )
     with forked_cluster(tmp_path_factory.mktemp("survive"), *arguments) as described:
