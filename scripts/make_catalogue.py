@@ -27,7 +27,7 @@ WHEN = {
     Group.GRAPHS: "`--pla-graph-layout` is on, in scheduler processes",
     Group.RUNNING: "`--prefill-disagg` is on or `--pla-stateless` is given, in scheduler processes",
     Group.STATELESS: "`--pla-stateless` is given, in scheduler processes",
-    Group.STATELESS_FRONT: "the same, in the process that serves HTTP",
+    Group.STATELESS_HTTP: "the same, in the process that serves HTTP",
     Group.LAUNCHER: "under `python -m pla_sglang.launch_server` only",
 }
 

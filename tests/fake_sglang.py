@@ -201,7 +201,7 @@ class FakeSglang:
     Of ``mode`` "stateless" it also answers /pla/peers and /pla/hops, and once it has been told its peers, it refuses a
     room of any other.
     With ``hops`` as well, it says that its streams can be moved: where they are marked they say token ids, and they go
-    on with those of others. ``rooms``: of its pair; without them a decode leg does not wait for its prefill.
+    on with those of others. ``rooms``: of its pair; without them a decode part does not wait for its prefill.
     """
 
     def __init__(

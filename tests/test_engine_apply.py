@@ -14,7 +14,7 @@ from support.fake_scheduler import (
     FakeReq,
     FakeScheduler,
     long,
-    shorts,
+    short_prompts,
     started,
 )
 
@@ -36,7 +36,7 @@ EMPTY_VIEW = PassView([], None, CHUNK_TOKENS, 1, 1000, 1000, 1000, 0)
 
 
 def test_the_host_sees_one_class_only_and_gets_its_queue_back() -> None:
-    first, second, third = long("a"), *shorts(2)
+    first, second, third = long("a"), *short_prompts(2)
     scheduler = FakeScheduler([first, second, third])
     batch = scheduler.run_pass()
     assert scheduler.seen[0]["queue"] == [second, third]
@@ -53,7 +53,7 @@ def test_the_hosts_order_is_kept() -> None:
 
 
 def test_what_comes_in_during_a_pass_stays_at_the_end() -> None:
-    queue = [long("a"), *shorts(1)]
+    queue = [long("a"), *short_prompts(1)]
     preempted = FakeReq("preempted", 20)
     scheduler = FakeScheduler(queue)
     scheduler.run_pass(lambda it: it.waiting_queue.append(preempted), fits=1)
@@ -61,7 +61,7 @@ def test_what_comes_in_during_a_pass_stays_at_the_end() -> None:
 
 
 def test_nothing_admitted_leaves_the_queue_as_it_was() -> None:
-    queue = [long("a"), *shorts(2)]
+    queue = [long("a"), *short_prompts(2)]
     scheduler = FakeScheduler(queue)
     assert scheduler.run_pass(fits=0) is None
     assert scheduler.waiting_queue == queue
@@ -69,7 +69,7 @@ def test_nothing_admitted_leaves_the_queue_as_it_was() -> None:
 
 @pytest.mark.parametrize("moment", ["before the decision", "after the decision"])
 def test_an_exception_in_the_middle_restores_everything(moment: str) -> None:
-    chunk, queue = started(), [*shorts(2), long("a")]
+    chunk, queue = started(), [*short_prompts(2), long("a")]
     scheduler = FakeScheduler(queue, chunk)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -87,7 +87,7 @@ def test_an_exception_in_the_middle_restores_everything(moment: str) -> None:
 
 def test_outside_a_pass_ordering_changes_nothing() -> None:
     """Decode instances and diffusion models order queues too."""
-    queue = [long("a"), *shorts(1)]
+    queue = [long("a"), *short_prompts(1)]
     scheduler = FakeScheduler(queue)
     scheduler.pla.on_ordered(scheduler.waiting_queue)
     assert scheduler.waiting_queue == queue
@@ -97,7 +97,7 @@ def test_outside_a_pass_ordering_changes_nothing() -> None:
 
 
 def test_a_parked_chunk_is_hidden_for_one_pass() -> None:
-    chunk, queue = started(), shorts(2)
+    chunk, queue = started(), short_prompts(2)
     scheduler = FakeScheduler(queue, chunk)
     batch = scheduler.run_pass()
     assert batch is not None
@@ -140,7 +140,7 @@ def test_one_that_fits_a_pass_overtakes_uncut() -> None:
 
 
 def test_a_second_chunk_beside_a_parked_one_is_an_error() -> None:
-    scheduler = FakeScheduler(shorts(1), started())
+    scheduler = FakeScheduler(short_prompts(1), started())
     decision = PassDecision(Action.SHORT, Reason.NO_GAIN, park=True)
     context = apply.PassContext(scheduler.running, False, view=EMPTY_VIEW, decision=decision)
     apply.enter_pass(context, scheduler, scheduler.waiting_queue)
@@ -150,7 +150,7 @@ def test_a_second_chunk_beside_a_parked_one_is_an_error() -> None:
 
 
 def test_an_aborted_chunk_is_gone_in_the_next_pass() -> None:
-    scheduler = FakeScheduler(shorts(1), started())
+    scheduler = FakeScheduler(short_prompts(1), started())
     scheduler.run_pass()
     scheduler.chunked_req = None  # what the host does on an abort between two passes
     assert scheduler.run_pass() is None
@@ -184,12 +184,12 @@ def test_a_long_that_found_no_memory_does_not_lock_out_shorts() -> None:
     scheduler = FakeScheduler([long("a")], running=FakeBatch([FakeReq("decoding", 5)]))
     assert scheduler.run_pass(fits=0) is None
     assert not scheduler.running.batch_is_full
-    scheduler.waiting_queue += shorts(1)
+    scheduler.waiting_queue += short_prompts(1)
     assert scheduler.run_pass() is not None
 
 
 def test_shorts_that_found_no_memory_leave_the_hosts_mark() -> None:
-    scheduler = FakeScheduler(shorts(1), running=FakeBatch([FakeReq("decoding", 5)]))
+    scheduler = FakeScheduler(short_prompts(1), running=FakeBatch([FakeReq("decoding", 5)]))
     assert scheduler.run_pass(fits=0) is None
     assert scheduler.running.batch_is_full
 
@@ -199,7 +199,7 @@ def test_shorts_that_found_no_memory_leave_the_hosts_mark() -> None:
 
 def test_the_parked_chunks_memory_is_reserved() -> None:
     chunk = started(3000, CHUNK_TOKENS, new_tokens=100)
-    scheduler = FakeScheduler(shorts(1), chunk)
+    scheduler = FakeScheduler(short_prompts(1), chunk)
     made = FakeAdder(page_size=16)
     scheduler.run_pass(lambda it: apply.reserve_for_parked(it.pla.context, made))
     # 2744 tokens to prefill, half of 100 tokens of output by the host's ratio, a page for rounding
@@ -220,7 +220,7 @@ def test_a_parked_chunks_adapter_counts_as_running() -> None:
         return True
 
     chunk = started(lora_id="lora-of-the-chunk")
-    scheduler = FakeScheduler(shorts(1), chunk)
+    scheduler = FakeScheduler(short_prompts(1), chunk)
     scheduler.run_pass(lambda it: handlers.around_can_schedule_lora(original, it, it.waiting_queue[0], {"other"}))
     scheduler.waiting_queue = []
     scheduler.run_pass(lambda it: handlers.around_can_schedule_lora(original, it, chunk, {"other"}))
@@ -233,7 +233,7 @@ def test_a_parked_chunks_adapter_counts_as_running() -> None:
 
 def test_a_mixed_pass_splits_the_chunk_size() -> None:
     chunk = started()
-    scheduler = FakeScheduler(shorts(3), chunk)
+    scheduler = FakeScheduler(short_prompts(3), chunk)
     scheduler.pla.set_config(TEMPORAL.replace(mixing="allow"))
     given: list[int] = []
 
@@ -255,7 +255,9 @@ def test_a_mixed_pass_splits_the_chunk_size() -> None:
     assert scheduler.pla.telemetry.mixed_batches == 1
 
 
-@pytest.mark.parametrize(("reqs", "mixed"), [([long("a", 120), *shorts(2)], 1), (shorts(3), 0), ([long("a", 120)], 0)])
+@pytest.mark.parametrize(
+    ("reqs", "mixed"), [([long("a", 120), *short_prompts(2)], 1), (short_prompts(3), 0), ([long("a", 120)], 0)]
+)
 def test_a_pass_of_both_classes_is_a_mixed_one(
     reqs: list[FakeReq], mixed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,21 +281,21 @@ def test_other_passes_leave_the_chunk_size_alone() -> None:
 
 
 def test_the_hosts_pending_figure_counts_what_was_left_out() -> None:
-    scheduler = FakeScheduler([long("a"), *shorts(2)])
+    scheduler = FakeScheduler([long("a"), *short_prompts(2)])
     batch = scheduler.run_pass()
     assert batch is not None
     assert batch.prefill_stats.num_pending_tokens == 3000
 
 
 def test_a_mixed_batch_would_be_counted() -> None:
-    scheduler = FakeScheduler(shorts(1))
+    scheduler = FakeScheduler(short_prompts(1))
     intruder = long("intruder")
     scheduler.run_pass(lambda it: it.waiting_queue.append(intruder))
     assert scheduler.pla.telemetry.mixed_batches == 1
 
 
 def test_only_what_was_admitted_counts() -> None:
-    scheduler = FakeScheduler(shorts(5))
+    scheduler = FakeScheduler(short_prompts(5))
     scheduler.run_pass(fits=2)
     assert scheduler.pla.telemetry.requests == {"short": 2}
     assert scheduler.pla.policy.prefills.awd.depth == 2
@@ -315,7 +317,7 @@ def test_state_is_plain() -> None:
     """It travels as msgpack."""
     import msgspec
 
-    scheduler = FakeScheduler([long("a"), *shorts(2)], started())
+    scheduler = FakeScheduler([long("a"), *short_prompts(2)], started())
     scheduler.run_pass()
     state = scheduler.pla.state()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state)) == state

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.runtime_context import get_parallel
-from support.fake_scheduler import FakeReq, FakeScheduler, shorts, started
+from support.fake_scheduler import FakeReq, FakeScheduler, short_prompts, started
 
 from pla_sglang.plugin.engine.clock import PlaTick
 from pla_sglang.plugin.engine.hooks import scheduler as handlers
@@ -35,7 +35,7 @@ def test_the_clock_rides_in_front_of_what_rank_0_received(scheduler: FakeSchedul
 
 
 def test_other_ranks_have_no_clock(scheduler: FakeScheduler) -> None:
-    scheduler.waiting_queue = shorts(1)
+    scheduler.waiting_queue = short_prompts(1)
     assert pull(None) is None  # a rank that receives by broadcast
     pulled: list[Any] = []
     pull(pulled, pp_rank=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.fake_scheduler import TEMPORAL, FakeBatch, FakeReq, FakeScheduler, shorts, started
+from support.fake_scheduler import TEMPORAL, FakeBatch, FakeReq, FakeScheduler, short_prompts, started
 
 from pla_sglang.plugin.engine import scheduler_adapter
 from pla_sglang.plugin.engine.clock import PlaTick
@@ -13,7 +13,7 @@ from pla_sglang.plugin.engine.clock import PlaTick
 
 def holding(**fields: Any) -> FakeScheduler:
     """A scheduler that holds two shorts back for a while."""
-    scheduler = FakeScheduler(shorts(2), **fields)
+    scheduler = FakeScheduler(short_prompts(2), **fields)
     scheduler.pla.set_config(TEMPORAL.replace(wait_min_ms=5.0))
     scheduler.pla.on_tick(PlaTick(now_s=100.0))
     assert scheduler.run_pass() is None

@@ -56,7 +56,7 @@ def test_a_pass_that_was_launched_in_time_waits_for_its_launch() -> None:
 
 
 def test_a_pass_that_came_when_nothing_was_left_did_not_wait() -> None:
-    """Whether there was work in between nobody can tell."""
+    """Tells whether there was work in between nobody can tell."""
     timer = make_timer(*(0.0, 0.010), *(5.0, 5.010), *(5.012, 5.020))
     for now_s in (0.011, 5.011):
         timer.begin_launch()

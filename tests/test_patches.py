@@ -164,7 +164,7 @@ def test_processes_of_a_stateless_instance() -> None:
 
     cases = (
         (scheduler, True, found(Group.GUARD_SCHEDULER, Group.STATELESS, Group.RUNNING)),
-        (front, False, found(Group.GUARD, Group.STATELESS_FRONT)),
+        (front, False, found(Group.GUARD, Group.STATELESS_HTTP)),
     )
     for process, as_child, wanted in cases:
         groups, missing = in_fork(process, as_child=as_child)

@@ -113,7 +113,7 @@ def test_an_answer_that_is_computed_again_goes_on_as_if_it_had_never_stopped(ove
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("begun", range(1, len(ANSWER)))
 def test_a_request_that_joins_with_its_kv_goes_on_as_if_it_had_never_stopped(overlap: bool, begun: int) -> None:
-    """``begun`` 1: a decode leg, whose first token came with its KV."""
+    """``begun`` 1: a decode part, whose first token came with its KV."""
     batch = Batch(overlap=overlap)
     batch.req.output_ids = list(ANSWER[:begun])
     batch.req.kv_committed_len = len(PROMPT) + begun - 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pla_sglang.common.secret_names import HIDDEN, hide_arguments, hide_in_text, hide_secrets, is_secret_name
 from pla_sglang.fleet.router.control.workers.discovery import describe
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
-from pla_sglang.fleet.router.control.workers.polls import quote_answer
+from pla_sglang.fleet.router.control.workers.polls import quote_response
 from pla_sglang.fleet.router.http import instance_facts
 from pla_sglang.fleet.router.http.instance_facts import FACTS, answer_about_instance
 
@@ -189,4 +189,4 @@ def test_what_the_control_plane_says_of_a_strange_answer_does_not_quote_it() -> 
 
 @pytest.mark.parametrize("body", [f'{{"input":{{"router_key":"{MARK}"}}}}', f"no such user: {MARK}"])
 def test_an_instance_that_repeats_a_key_is_quoted_without(body: str) -> None:
-    assert MARK not in quote_answer(body.encode(), "", MARK)
+    assert MARK not in quote_response(body.encode(), "", MARK)

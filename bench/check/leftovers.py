@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 POLL_S, REST_S = 0.5, 30.0
-ROUTER_GAUGES = ("pla_router_open_requests", "pla_router_queued_requests", "pla_router_rooms")
+ROUTER_GAUGES = ("pla_router_open_requests", "pla_router_queued_requests", "pla_router_transfer_ids")
 LOADS = ("num_running_reqs", "num_waiting_reqs", "num_waiting_uncached_tokens")
 # Gauges of SGLang and of ours that count requests somewhere inside the server.
 _REQUEST_GAUGE = re.compile(r"^(?:sglang|pla):\w*(?:running_req|queue_req|waiting|parked|held|queue_depth)\w*$")

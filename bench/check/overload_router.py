@@ -32,7 +32,7 @@ MALFORMED = {"text": "a", "sampling_params": {"temperature": "x"}}
 MALFORMED_COUNT = 6
 REQUEST_TIMEOUT_S = 120.0
 PROMPT_TOKENS = 8000
-_OPENED = re.compile(r'^pla_router_worker_moves_total\{reason="breaker",state="suspect"\} (\S+)', re.MULTILINE)
+_OPENED = re.compile(r'^pla_router_worker_state_changes_total\{reason="breaker",state="suspect"\} (\S+)', re.MULTILINE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

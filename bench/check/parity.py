@@ -140,7 +140,8 @@ def measure_policy(policy: str, fleet: LiveFleet, options: argparse.Namespace) -
 
 
 def has_flipped(policy: str, of_policy: Mapping[str, Any]) -> bool:
-    """Whether a policy did what is to be shown: roles changed, if it changes any, and the changes came out alike."""
+    """Tells whether a policy did what is to be shown: roles changed, if it changes any, and the changes came out
+    alike."""
     flips, identical = of_policy["flips"], of_policy["flips_identical"]
     return bool(identical >= TARGET * flips and (flips or policy not in CHANGING))
 

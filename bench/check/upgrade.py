@@ -191,7 +191,7 @@ class Fleet:
         return {"here": row["open_requests"], "empty_s": round(empty_s, 3)}
 
     def count_moves(self, how: str) -> int:
-        return round(sum_series(fetch(f"{self.url}/metrics"), "pla_router_moves_total", f'how="{how}"'))
+        return round(sum_series(fetch(f"{self.url}/metrics"), "pla_router_migrations_total", f'how="{how}"'))
 
 
 @contextlib.contextmanager

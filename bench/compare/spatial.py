@@ -224,7 +224,7 @@ def rate(rows: Sequence[Row], slo_s: float, *, short: bool | None = None) -> flo
 
 
 def is_undisturbed(row: Row, slo_s: float) -> bool:
-    """Whether the client was in time and no prefilling device waited much for its host."""
+    """Tells whether the client was in time and no prefilling device waited much for its host."""
     share = overhead([row], decode=False)
     return row["client_lag_p99_s"] <= MAX_LAG_SHARE * slo_s and (share is None or share <= MAX_OVERHEAD)
 

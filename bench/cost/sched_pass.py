@@ -61,12 +61,12 @@ def build_full_scheduler(args: argparse.Namespace) -> Any:
 
 def make_riders(scheduler: Any, count: int) -> list[Any]:
     """Requests that decode. From here on the host joins none to a pass."""
-    from pla_sglang.testing.scheduler import keep_riders_out, make_request
+    from pla_sglang.testing.scheduler import keep_decodes_out, make_request
 
     riders = [make_request(scheduler, f"rider-{index}", range(3, 203), 64) for index in range(count)]
     for req in riders:
         req.kv_committed_len = 200
-    keep_riders_out()
+    keep_decodes_out()
     return riders
 
 

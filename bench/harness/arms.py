@@ -107,7 +107,7 @@ def parse_peer(text: str, device: str) -> Arm:
 
 
 def has_order(name: str) -> bool:
-    """Whether the installed SGLang has this ``--schedule-policy``; it is not imported for that."""
+    """Tells whether the installed SGLang has this ``--schedule-policy``; it is not imported for that."""
     return f'"{name}"' in read_argument_sources()
 
 

@@ -37,7 +37,7 @@ class BenchError(PlaError):
 
 
 class Interruption:
-    """Whether a signal has ended the measuring, and the exit status that this gives."""
+    """Tells whether a signal has ended the measuring, and the exit status that this gives."""
 
     happened = False
     status = 128 + signal.SIGINT

@@ -55,7 +55,7 @@ def _list_facts(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _list_verdict(result: Mapping[str, Any]) -> list[str]:
-    """Whether the run counts, then its figures in one sentence, then what is wrong with it."""
+    """Tells whether the run counts, then its figures in one sentence, then what is wrong with it."""
     said = {True: "The run is valid.", False: "The run is NOT valid."}
     parts = [said.get(result.get("valid"), "The run says nothing on whether it is valid.")]  # type: ignore[arg-type]
     if not result.get("complete", True):

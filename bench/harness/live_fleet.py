@@ -94,7 +94,8 @@ class LiveFleet:
         return row | self.describe_hosts(before, after, records) | {"tokens_wrong": sum(map(count_wrong, records))}
 
     def describe_hosts(self, before: Devices, after: Devices, records: Sequence[Sent]) -> Row:
-        """Whether the client and the engines' hosts kept up between two ``read_devices``, and with which commit."""
+        """Tells whether the client and the engines' hosts kept up between two ``read_devices``, and with which
+        commit."""
         gap_s, passes = (sum(after[at][of] - before[at][of] for at in after) for of in ("host_gap_s", "steps"))
         return {
             "host_gap_s": gap_s / passes / self.time_scale,
@@ -105,12 +106,13 @@ class LiveFleet:
 
 
 def is_valid(row: Mapping[str, Any], max_overhead: float) -> bool:
-    """Whether a row of ``measure_trace`` tells of the engines: client in time, host out of the way, tokens right."""
+    """Tells whether a row of ``measure_trace`` tells of the engines: client in time, host out of the way, tokens
+    right."""
     return is_in_time(row, max_overhead) and not row["tokens_wrong"]
 
 
 def is_in_time(row: Mapping[str, Any], max_overhead: float) -> bool:
-    """Whether client and hosts kept up, by ``LiveFleet.describe_hosts``."""
+    """Tells whether client and hosts kept up, by ``LiveFleet.describe_hosts``."""
     return bool(row["client_lag_p99_ms"] <= MAX_LAG_MS and row["host_overhead_share"] <= max_overhead)
 
 

@@ -83,7 +83,7 @@ def wait_until_ready(
 
 
 def is_healthy(url: str, path: str = "/health", body: Any = None) -> bool:
-    """Whether a request is answered with success."""
+    """Tells whether a request is answered with success."""
     try:
         with open_url(url + path, body, timeout_s=FIRST_TOKEN_S) as answer:
             answer.read()

@@ -28,7 +28,7 @@ Runs = Mapping[str, Sequence[Run]]  # arm -> one run per round
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whether two arms gave the same tokens to the same prompts."""
+    """Tells whether two arms gave the same tokens to the same prompts."""
 
     compared: int
     different: tuple[str, ...]  # request ids

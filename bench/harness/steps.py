@@ -77,7 +77,7 @@ class Steps:
         return pairs
 
     def has_time(self, needed_s: float = 0.0) -> bool:
-        """Whether a step that takes ``needed_s`` would end within the budget."""
+        """Tells whether a step that takes ``needed_s`` would end within the budget."""
         return self._end_s is None or self._clock() + needed_s < self._end_s
 
 

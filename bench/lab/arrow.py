@@ -75,7 +75,7 @@ PAIR_ARMS = (
 
 
 def has_router(arm: LiveArm) -> bool:
-    """Whether its router is installed."""
+    """Tells whether its router is installed."""
     return importlib.util.find_spec(ROUTER_MODULES[arm.router].partition(".")[0]) is not None
 
 
@@ -134,7 +134,7 @@ def is_stock_fixed(course: Course) -> bool:
 
 
 def may_bear_more(course: Course, courses: Sequence[Course]) -> bool:
-    """Whether a further run can change a ratio. A fixed arm has to hold more than the best of them so far."""
+    """Tells whether a further run can change a ratio. A fixed arm has to hold more than the best of them so far."""
     search = course.search
     held = [other.search.held for other in courses if is_stock_fixed(other) and other.search.held is not None]
     if not is_stock_fixed(course) or not held:

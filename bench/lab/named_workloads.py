@@ -48,7 +48,7 @@ class Workload:
     trace: Trace = NO_TRACE
 
     def is_in(self, folder: Path | None) -> bool:
-        """Whether a recorded one can be had with this data folder."""
+        """Tells whether a recorded one can be had with this data folder."""
         return bool(self.file) and folder is not None and (folder / self.file).is_file()
 
     def with_trace(self, trace: Trace, requests: int | None) -> Workload:

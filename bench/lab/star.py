@@ -221,8 +221,8 @@ def measure_arm(fleet: LiveFleet, arm: Arm, trace: Trace, options: Options) -> R
         page = fetch(f"{url}/metrics")
     row = {"points": points_of(records, fleet.time_scale), "rate_rps": trace.rate_per_s, "requests": len(records)}
     row |= fleet.describe_hosts(before, servers.read_devices(fleet.described), records)
-    counts = {"oom": count_oom(fleet) - oom, "moves": count_series(page, "pla_router_moves_total")}
-    counts |= {"moves_failed": count_series(page, "pla_router_move_failures_total")}
+    counts = {"oom": count_oom(fleet) - oom, "moves": count_series(page, "pla_router_migrations_total")}
+    counts |= {"moves_failed": count_series(page, "pla_router_migration_failures_total")}
     return row | counts | {"tokens_wrong": sum(map(count_wrong, records))}
 
 

@@ -7,7 +7,7 @@ Who installs what:
   TELEMETRY in the children of a server whose device is emulated, whose prefill graphs are on, whose scheduling is on,
   whose load is reported, STATELESS in those of a stateless instance, and RUNNING where one of scheduling and stateless
   is on; CONTROLLER instead of these in the data-parallel controller of a server with pools;
-* the process that parsed a command line: GUARD, and FRONTEND, POOLS and STATELESS_FRONT for such servers, from the
+* the process that parsed a command line: GUARD, and FRONTEND, POOLS and STATELESS_HTTP for such servers, from the
   ``cli.parse`` seam;
 * our own launcher: LAUNCHER.
 """
@@ -113,7 +113,7 @@ def install_frontend(
         (True, Group.GUARD),
         (scheduling, Group.FRONTEND),
         (pools, Group.POOLS),
-        (stateless, Group.STATELESS_FRONT),
+        (stateless, Group.STATELESS_HTTP),
     )
     here = [group for on, group in wanted if on]
     elsewhere = (

@@ -40,7 +40,7 @@ class Group(enum.Enum):
     GRAPHS = "graphs"  # prefill graphs of ours are on; scheduler processes
     RUNNING = "running"  # scheduling is on, or a stateless instance; scheduler processes
     STATELESS = "stateless"  # a stateless instance; scheduler processes
-    STATELESS_FRONT = "stateless front"  # the same; the process that serves HTTP
+    STATELESS_HTTP = "stateless front"  # the same; the process that serves HTTP
     LAUNCHER = "launcher"  # only under ``python -m pla_sglang.launch_server``
 
 
@@ -52,7 +52,7 @@ GROUP_EXITS = {
     Group.TELEMETRY: "When SGLang pushes its load to a router.",
     Group.RUNNING: "When the host takes what a running request has had from its tokens, and not from its passes.",
     Group.STATELESS: "When one engine of SGLang has both roles at once (0.5.23 switches between them, drained).",
-    Group.STATELESS_FRONT: "As less.ends.",
+    Group.STATELESS_HTTP: "As less.ends.",
     Group.GRAPHS: "When SGLang captures prefill graphs by tokens and request slots, and lazily.",
 }
 

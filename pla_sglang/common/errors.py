@@ -15,8 +15,8 @@ PlaError
 ├── NoGainError              graphs are possible and do not pay
 ├── RefusedRequestError      an instance does not serve a request; with a status
 ├── RefusedAnswerError       an answer that began elsewhere cannot go on here; with a status
-├── UntoldPeerError          a request names an instance that its router has not announced, or that does not fit
-├── MisfitError              an instance answers and cannot be paired with
+├── UnknownPeerError         a request names an instance that its router has not announced, or that does not fit
+├── IncompatiblePeerError    an instance answers and cannot be paired with
 ├── GivenUpError             the decode side of a request gave up before its prefill side came
 ├── KeysFullError            an instance has no room for the key of another router
 ├── BadMessage               a client or an instance does not speak HTTP/1.x as it should; with a status
@@ -24,8 +24,8 @@ PlaError
 ├── TelemetryError           a load report is malformed
 ├── ControlError             what the router's control process asks of others
 │   ├── WorkerError          an order that does not fit the worker table
-│   ├── NobodyListensError   an instance refused the connection
-│   └── NoAnswerError        an instance gave no valid answer in time
+│   ├── UnreachableError     an instance refused the connection
+│   └── NoResponseError      an instance gave no valid answer in time
 ├── ClusterError             a process of a cluster did not start
 └── ServerError              a server of a test or bench did not start or stopped on its own
     └── HttpError            it answered with status 400 or above

@@ -7,7 +7,7 @@ import dataclasses
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.graphs.layouts import Layout
-from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import Mixing
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 
@@ -52,7 +52,7 @@ def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> EnginePolicyKnobs
             depth_max=limits.depth_max,
             layout=limits.layout,
         ),
-        longs=LongKnobs(
+        long_prompts=LongKnobs(
             max_age_s=config.long_max_age_ms / 1e3,
             margin=AGE_MARGIN,
             chunk_max_tokens=chunk_tokens,
@@ -62,6 +62,6 @@ def temporal_knobs(config: PlaConfig, limits: EngineLimits) -> EnginePolicyKnobs
         ),
         mixing=Mixing(config.mixing),
         decode_gap_s=config.decode_gap_ms / 1e3,
-        slo=SloKnobs(lost_age_s=config.lost_max_age_ms / 1e3 if config.deadlines == "decide" else None),
+        slo=SloKnobs(infeasible_age_s=config.lost_max_age_ms / 1e3 if config.deadlines == "decide" else None),
         batch_timeout_s=config.batch_timeout_ms / 1e3,
     )

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pla_sglang.policy.combined.length_batched import LengthBatchedPolicy
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
-from pla_sglang.policy.slo.mixed_batches import START, MixedBatches, RideModel
+from pla_sglang.policy.slo.mixed_batches import START, MixedBatches, MixedBatchModel
 from pla_sglang.policy.slo.policy import SloPolicy
 
 
 def make_engine_policy(
-    knobs: EnginePolicyKnobs, model: StepModel, ride: RideModel = START, *, length_batched: bool = False
+    knobs: EnginePolicyKnobs, model: StepModel, mixed_model: MixedBatchModel = START, *, length_batched: bool = False
 ) -> MixedBatches:
     """``length_batched``: prefills are batched by DOPD's Algorithm 1, not by PLA-Serve.
 
-    ``model``, ``ride``: what prefill passes and the decodes beside them take.
+    ``model``, ``mixed_model``: what prefill passes and the decodes beside them take.
     """
     prefills = LengthBatchedPolicy(knobs, model) if length_batched else SloPolicy(knobs, model)
-    return MixedBatches(prefills, knobs.slo, ride)
+    return MixedBatches(prefills, knobs.slo, mixed_model)

@@ -166,7 +166,7 @@ class Mock(asyncio.Protocol):
         self._ticker.add(self, events)
 
     def _is_prefill(self) -> bool:
-        """True if the request is a prefill leg."""
+        """True if the request is a prefill part."""
         return self._kind == "prefill"
 
     def write_event(self, *, last: bool) -> None:
@@ -205,8 +205,9 @@ class Mock(asyncio.Protocol):
 
 
 class StatelessMock(Mock):
-    """Takes prefill legs, decode legs and whole requests. Each event of a stream that the router has marked has a token
-    id in a comment line in front of it, in the same write (protocol.md). It can reach whatever peer it is told."""
+    """Takes prefill parts, decode parts and whole requests. Each event of a stream that the router has marked has a
+    token id in a comment line in front of it, in the same write (protocol.md). It can reach whatever peer it is
+    told."""
 
     _tokens: int | None = None  # said of the present stream so far; None: it is not marked
 

@@ -60,7 +60,7 @@ def empty_batch() -> Any:
     return ScheduleBatch(reqs=[], batch_is_full=False)
 
 
-def keep_riders_out() -> None:
+def keep_decodes_out() -> None:
     """From here on the host joins no running request to a pass in this process."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 

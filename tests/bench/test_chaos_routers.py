@@ -57,7 +57,10 @@ def test_only_the_end_of_their_router_excuses_requests() -> None:
 
 
 def test_moves_count_for_the_latest_restart_of_their_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    series = {'pla_router_moves_total{how="pull",reason="prefilled"}': 3.0, 'pla_router_moves_total{how="redo"}': 5.0}
+    series = {
+        'pla_router_migrations_total{how="pull",reason="prefilled"}': 3.0,
+        'pla_router_migrations_total{how="redo"}': 5.0,
+    }
     monkeypatch.setattr("bench.check.faults.routers.fetch", lambda url: "")
     monkeypatch.setattr("bench.check.leftovers.read_series", lambda text: series)
     first, second, other = Restart(CONTROL, 0, 1.0, 2.0), Restart(WHOLE, 0, 3.0, 4.0), Restart(WHOLE, 1, 3.0, 4.0)

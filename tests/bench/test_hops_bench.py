@@ -169,7 +169,7 @@ class StandIns:
         return web.json_response({"schedulers": [{"stateless": AT_REST | {"held": held}}]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text="pla_leg_reqs 0\n")
+        return web.Response(text="pla_transfer_reqs 0\n")
 
 
 def event_of(name: str, ids: tuple[int, ...], finish: str | None) -> bytes:
@@ -330,8 +330,8 @@ def test_what_is_left_behind_is_named() -> None:
     assert describe_state(left) == ["sending: 4", "quarantine: 2", "faults: 1"]
     resumed = {"held": {"held": 0, "kv_tokens": 0, "totals": {"held": 2, "resumed_by_time": 1, "timed_out": 1}}}
     assert describe_state(AT_REST | resumed) == []
-    page = 'pla_leg_reqs{end="a"} 0\npla_leg_kv_tokens{holder="b"} 3\npla_leg_peers{state="ready"} 1\n'
-    assert describe_gauges(page) == ['pla_leg_kv_tokens{holder="b"}: 3']
+    page = 'pla_transfer_reqs{end="a"} 0\npla_transfer_kv_tokens{holder="b"} 3\npla_peers{state="ready"} 1\n'
+    assert describe_gauges(page) == ['pla_transfer_kv_tokens{holder="b"}: 3']
 
 
 def test_tokens_beside_a_move() -> None:

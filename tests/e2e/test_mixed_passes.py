@@ -60,7 +60,7 @@ def receive_until(puller: Puller, done: Callable[[Report], bool], what: str) -> 
 
 
 class StartedRequests:
-    """Whether all of ``count`` requests decode and their prefills are reported.
+    """Tells whether all of ``count`` requests decode and their prefills are reported.
 
     A report may name requests as running before the report of the pass that started them has come.
     """

@@ -1,4 +1,4 @@
-"""Running decodes ride in passes of either class: ``--prefill-disagg temporal --enable-mixed-chunk``."""
+"""Running decodes are piggybacked on passes of either class: ``--prefill-disagg temporal --enable-mixed-chunk``."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def test_answers_are_those_of_stock(reference: Reference, temporal: Callable[...
     with temporal("--enable-mixed-chunk", "--pla-slo-tpot-ms", "1000") as client:
         for _ in range(MOST_LOADS):
             run_mixed(client, reference)
-            riders = [client.submit(prompt, 8 * FEW) for prompt in SHORTS[4:8]]
+            piggybacked = [client.submit(prompt, 8 * FEW) for prompt in SHORTS[4:8]]
             answers = [client.submit(LONGS[0], FEW), client.submit(LONGS[1], FEW, return_logprob=True)]
             assert outputs(answers) == [reference(prompt) for prompt in LONGS[:2]]
-            assert [output[:FEW] for output in outputs(riders)] == [reference(prompt) for prompt in SHORTS[4:8]]
+            assert [output[:FEW] for output in outputs(piggybacked)] == [reference(prompt) for prompt in SHORTS[4:8]]
             state = client.state()
             if state["riders"] > 0 and state["step_model_fits"]["riding_samples"] > 0:
                 break

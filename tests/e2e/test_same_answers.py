@@ -143,7 +143,7 @@ def test_tokens_are_those_of_a_request_that_is_alone(engine: tuple[str, Server])
 
 
 def has_happened(name: str, state: dict[str, Any], retractions: int) -> bool:
-    """Whether decodes sat out passes in the way that ``name`` is about."""
+    """Tells whether decodes sat out passes in the way that ``name`` is about."""
     if name == "retracted":
         return retractions > 0
     return name == "not mixed" or state["riders"] > 0

@@ -103,8 +103,8 @@ def test_answers_are_exact_while_roles_flip(cluster: dict[str, Any]) -> None:
     names = [row["url"].removeprefix("http://") for row in workers()]
     assert {(names[0], names[1]), (names[1], names[0])} <= pairs, pairs
     shown = call(f"{url}/metrics")[1]
-    assert shown.count('pla_router_worker_leg_kv_tokens{holder="quarantine"') == 2
-    assert re.findall(r"pla_router_worker_leg_faults{[^}]*} (.*)", shown) == ["0.0", "0.0"]
+    assert shown.count('pla_router_worker_transfer_kv_tokens{holder="quarantine"') == 2
+    assert re.findall(r"pla_router_worker_transfer_faults{[^}]*} (.*)", shown) == ["0.0", "0.0"]
     status, ledger = call(f"{url}/pla/ledger")
     assert (status, ledger["balanced"]) == (200, True)
 
@@ -159,7 +159,7 @@ def test_star_moves_running_requests(tmp_path: Path, stateless_cluster: Callable
         assert [record.error for record in records if record.error] == []
         assert sum(map(count_wrong, records)) == 0
         shown = call(f"{url}/metrics")[1]
-        moved = re.findall(r'pla_router_moves_total{how="pull",reason="star.migrate"} (.*)', shown)
+        moved = re.findall(r'pla_router_migrations_total{how="pull",reason="star.migrate"} (.*)', shown)
         assert sum(map(float, moved)) >= 1, read_state()["moves"]
         status, ledger = call(f"{url}/pla/ledger")
         assert (status, ledger["balanced"]) == (200, True)

@@ -84,7 +84,7 @@ def test_whole_requests_and_legs_in_both_directions_at_once(
     pair.assert_at_rest()
     for instance in (pair.first, pair.second):
         for end in ("sending", "receiving"):
-            wanted = rf'pla_legs_total{{[^}}]*end="{end}"[^}}]*outcome="done"[^}}]*}} {float(len(prompts))}'
+            wanted = rf'pla_transfers_total{{[^}}]*end="{end}"[^}}]*outcome="done"[^}}]*}} {float(len(prompts))}'
             until(lambda wanted=wanted: re.search(wanted, instance.client.metrics()), what=wanted)  # noqa: B023
 
 
@@ -168,7 +168,7 @@ def test_abort_of_a_prefill_leg_without_its_decode_leg(pair: Pair) -> None:
 
 
 def test_abort_of_a_decode_leg_whose_kv_never_comes(pair: Pair) -> None:
-    """Its pages stay until the source has said that it writes to them no more; a prefill leg that comes late fails."""
+    """Its pages stay until the source has said that it writes to them no more; a prefill part that comes late fails."""
     client, fields = pair.second.client, pair.leg_fields(pair.first)
     waiting = client.submit([5] * 200, 4, rid="never", **fields)
     until(lambda: stateless(client)["receiving"]["legs"]["transferring"], what="a leg that waits for its KV")
@@ -347,7 +347,8 @@ FOREIGN: dict[str, Callable[[Prompt], dict[str, Any]]] = {
 def test_kv_of_another_prompt_is_refused_and_stays_in_no_prefix_cache(
     pair: Pair, prompts: list[Prompt], other: Callable[[Prompt], dict[str, Any]], *, warm: bool
 ) -> None:
-    """As a pull of a held request, as a plain decode leg under its room, and as a decode leg of another prefill leg.
+    """As a pull of a paused request, as a plain decode part under its room, and as a decode part of another prefill
+    part.
 
     ``warm``: the target has all of the prompt in its own prefix cache, more of it than the source may have.
     """
@@ -356,7 +357,7 @@ def test_kv_of_another_prompt_is_refused_and_stays_in_no_prefix_cache(
     asked = other(prompt) | {"sampling_params": params}
     whole = source.client.ask(prompt, LONG_ANSWER)["output_ids"]
     right = source.client.status("/generate", asked)[1]["output_ids"]
-    for way in ("pull", "leg of a held request", "leg"):
+    for way in ("pull", "leg of a paused request", "leg"):
         target.client.flush()
         if warm:
             target.client.status("/generate", asked)
@@ -388,7 +389,7 @@ def test_a_room_is_used_once(pair: Pair, prompts: list[Prompt]) -> None:
     assert pair.first.client.status("/generate", leg)[0] == 409, "also when it is over"
     fields = pair.leg_fields(pair.first)
     waits = pair.second.client.submit(prompts[1], 1, rid="waits", **fields)
-    until(lambda: any(stateless(pair.second.client)["receiving"]["legs"].values()), what="a decode leg that waits")
+    until(lambda: any(stateless(pair.second.client)["receiving"]["legs"].values()), what="a decode part that waits")
     assert pair.second.client.status("/generate", {"input_ids": prompts[1], **fields})[0] == 409
     pair.second.client.abort("waits")
     assert aborted(waits)

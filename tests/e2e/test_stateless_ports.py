@@ -120,7 +120,7 @@ def test_nobody_is_kept_from_handing_over_by_garbage_on_any_port(
         state = stateless(instance.client)
         assert (state["ready"], state["reason"], state["faults"]) == (True, "", 0)
     pair.assert_at_rest()
-    assert "pla_leg_messages_dropped_total{" in pair.first.client.metrics()
+    assert "pla_transfer_messages_dropped_total{" in pair.first.client.metrics()
 
 
 @pytest.mark.parametrize("path", ["/pla/peers", "/pla/hops", "/pla/state", "/pla/ending"])

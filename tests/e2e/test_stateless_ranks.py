@@ -1,7 +1,7 @@
 """Two stateless instances of two ranks each, with LoRA adapters and pages of 16 tokens.
 
 Ranks that did not agree on a leg, a budget or a hold would hang in the collectives of a pass, or free what the other
-keeps. Three adapters and none share two places of a batch, so legs and held requests also wait for adapters. The
+keeps. Three adapters and none share two places of a batch, so legs and paused requests also wait for adapters. The
 second batches by length and does not overlap, the first does both otherwise.
 """
 
@@ -110,7 +110,7 @@ def test_kv_of_another_adapter_is_refused_on_all_ranks(pair: Pair, prompts: list
 
 
 def test_requests_that_are_retracted_come_back(pair: Pair, prompts: list[Prompt]) -> None:
-    """Whole requests and decode legs fill the pool of the instance that they decode at, which takes some out again."""
+    """Whole requests and decode parts fill the pool of the instance that they decode at, which takes some out again."""
     # Mostly legs: of whole requests that ignore their end later SGLang admits no more than fit to the end.
     bodies = BODIES[:2]
     for source, target in ((pair.first, pair.second), (pair.second, pair.first)):

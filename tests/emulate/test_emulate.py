@@ -172,7 +172,7 @@ def test_a_result_is_waited_for_and_seen_once(monkeypatch: pytest.MonkeyPatch) -
 def test_an_idle_engine_rests_until_a_message_comes(
     monkeypatch: pytest.MonkeyPatch, fully_idle: bool, waits_ms: int
 ) -> None:
-    """Held requests and KV transfers send no message, so the rest is half a millisecond of device time with them."""
+    """Paused requests and KV transfers send no message, so the rest is half a millisecond of device time with them."""
     inbox, outside = zmq.Context.instance().socket(zmq.PULL), zmq.Context.instance().socket(zmq.PUSH)
     outside.connect(f"tcp://127.0.0.1:{inbox.bind_to_random_port('tcp://127.0.0.1')}")
     waited_ms: list[int] = []

@@ -138,9 +138,9 @@ class HopScene:
             self.shown.append((req.rid, req.sampling_params.stream_interval, len(req.output_ids)))
             req.send_token_offset = len(req.output_ids)
 
-    def _free_metadata(self, scheduler: Any, shadow: Any) -> None:
-        assert shadow.metadata_buffer_index == 0, "freed twice"
-        shadow.metadata_buffer_index = -1
+    def _free_metadata(self, scheduler: Any, export_request: Any) -> None:
+        assert export_request.metadata_buffer_index == 0, "freed twice"
+        export_request.metadata_buffer_index = -1
         self.queue.buffers += 1
 
     def _answer(self, req: HopRequest, what: str) -> None:
@@ -148,11 +148,17 @@ class HopScene:
         req.finished_reason = what
         self.answered.append((req.rid, what))
 
-    def _send(self, shadow: HopRequest, *, last_chunk: bool, end_idx: int | None) -> None:
+    def _send(self, export_request: HopRequest, *, last_chunk: bool, end_idx: int | None) -> None:
         assert last_chunk
         assert end_idx is None
-        assert shadow.bootstrap_room is not None
-        self.sent.append((shadow.rid, shadow.bootstrap_room, [len(shadow.origin_input_ids), *shadow.output_ids]))
+        assert export_request.bootstrap_room is not None
+        self.sent.append(
+            (
+                export_request.rid,
+                export_request.bootstrap_room,
+                [len(export_request.origin_input_ids), *export_request.output_ids],
+            )
+        )
 
     # -- turns of the loop ---------------------------------------------------------------------------------------------
 
@@ -241,7 +247,7 @@ class HopScene:
 
     def ask(self, room: int = 7) -> Any:
         """An instance says where the KV of a room goes; its sender."""
-        sender = self.migration.holder.holds[room].shadow.disagg_kv_sender
+        sender = self.migration.holder.holds[room].export_request.disagg_kv_sender
         sender.outcome = Outcome.ASKED
         self.before()
         return sender

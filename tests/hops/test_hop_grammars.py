@@ -1,4 +1,5 @@
-"""The grammar of a request that goes on has all its tokens already; that of a decode leg lacks the one it came with."""
+"""The grammar of a request that goes on has all its tokens already; that of a decode part lacks the one it came
+with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holding against a fake host: when a hold is made, who may be held, and how a held request goes on or goes."""
+"""Holding against a fake host: when a hold is made, who may be held, and how a paused request goes on or goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hop_scene import FIRST_TOKEN, HopRequest, HopScene
 
 from pla_sglang.fleet.stateless.requests.commands import Command
-from pla_sglang.fleet.stateless.transfer.holds import HoldState
+from pla_sglang.fleet.stateless.transfer.exports import PauseState
 from pla_sglang.fleet.stateless.transfer.legs import KIND_ATTRIBUTE, LegKind
 
 
@@ -17,7 +17,7 @@ def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ho
     return HopScene(monkeypatch, overlap=request.param)
 
 
-def state_of(scene: HopScene, room: int = 7) -> HoldState:
+def state_of(scene: HopScene, room: int = 7) -> PauseState:
     return scene.migration.holder.holds[room].state
 
 
@@ -28,7 +28,7 @@ def test_a_hold_is_made_when_the_step_under_way_is_processed(monkeypatch: pytest
     scene.before()
     assert req not in scene.running.reqs
     assert not scene.running.batch_is_full, "its place is free for others"
-    assert (state_of(scene), ticket in scene.answers) == (HoldState.LEAVING, False)
+    assert (state_of(scene), ticket in scene.answers) == (PauseState.LEAVING, False)
     known = len(req.output_ids)
     scene.decode()
     scene.before()
@@ -36,9 +36,11 @@ def test_a_hold_is_made_when_the_step_under_way_is_processed(monkeypatch: pytest
     assert scene.answers[ticket] == [
         {"status": "held", "tokens": known + 1, "kv_tokens": len(req.origin_input_ids) + known}
     ]
-    shadow = scene.migration.holder.holds[7].shadow
-    assert len(shadow.origin_input_ids) == req.kv_committed_len, "made before, it would offer KV that is not there yet"
-    assert (shadow.output_ids, shadow.bootstrap_room) == (req.output_ids[-1:], 7)
+    export_request = scene.migration.holder.holds[7].export_request
+    assert len(export_request.origin_input_ids) == req.kv_committed_len, (
+        "made before, it would offer KV that is not there yet"
+    )
+    assert (export_request.output_ids, export_request.bootstrap_room) == (req.output_ids[-1:], 7)
     assert req.bootstrap_room is None
     before = len(other.output_ids)
     scene.turn()
@@ -94,7 +96,7 @@ def test_what_is_held_is_not_held_again(scene: HopScene) -> None:
             "status": "refused",
             "reason": "it is held already, or on its way to or from a hold",
         }
-    assert state_of(scene) is HoldState.HELD
+    assert state_of(scene) is PauseState.HELD
     assert scene.command("resume") == {"status": "resumed"}
     scene.assert_at_rest()
 
@@ -166,7 +168,7 @@ def test_prefill_legs_are_refused(scene: HopScene) -> None:
     leg = scene.start()
     setattr(leg, KIND_ATTRIBUTE, LegKind.PREFILL)
     answer = scene.hold(leg)
-    assert (answer["status"], "prefill leg" in answer["reason"]) == ("refused", True)
+    assert (answer["status"], "prefill part" in answer["reason"]) == ("refused", True)
 
 
 @pytest.mark.parametrize(
@@ -305,14 +307,14 @@ def test_a_fault_while_held_requests_are_returned_loses_none(scene: HopScene, mo
     first, second = scene.start("a"), scene.start("b")
     for room, req in enumerate((first, second), start=1):
         assert scene.hold(req, room)["status"] == "held"
-    close = scene.migration.holder.offers.close
+    close = scene.migration.holder.exports.close
 
     def fail_for_second(hold: Any, **kwargs: Any) -> None:
         if hold.req is second:
             raise RuntimeError("broken")
         close(hold, **kwargs)
 
-    monkeypatch.setattr(scene.migration.holder.offers, "close", fail_for_second)
+    monkeypatch.setattr(scene.migration.holder.exports, "close", fail_for_second)
     with pytest.raises(RuntimeError):
         scene.migration.holder.return_all()
     assert [hold.req for hold in scene.migration.holder.holds.values()] == [first, second]

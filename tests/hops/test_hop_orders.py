@@ -8,7 +8,7 @@ import pytest
 
 from pla_sglang.common.errors import ConfigError, IllegalMoveError
 from pla_sglang.fleet.stateless.requests.commands import Command, Job, parse_commands
-from pla_sglang.fleet.stateless.transfer.holds import HOLD_MOVES, Hold, HoldState
+from pla_sglang.fleet.stateless.transfer.exports import PAUSE_MOVES, PausedRequest, PauseState
 
 
 def test_all_commands() -> None:
@@ -68,11 +68,11 @@ def test_a_job_answers_in_order() -> None:
     assert job.next_command is None
 
 
-@pytest.mark.parametrize("source", HoldState)
-@pytest.mark.parametrize("target", HoldState)
-def test_every_move(source: HoldState, target: HoldState) -> None:
-    hold = Hold(None, 7, 1.0, state=source)
-    if target in HOLD_MOVES[source]:
+@pytest.mark.parametrize("source", PauseState)
+@pytest.mark.parametrize("target", PauseState)
+def test_every_move(source: PauseState, target: PauseState) -> None:
+    hold = PausedRequest(None, 7, 1.0, state=source)
+    if target in PAUSE_MOVES[source]:
         hold.move(target)
         assert hold.state is target
     else:
@@ -82,7 +82,7 @@ def test_every_move(source: HoldState, target: HoldState) -> None:
 
 def test_from_everywhere_a_request_can_end() -> None:
     """No state keeps a request for ever."""
-    ends = {HoldState.ENDED}
-    for _ in HoldState:
-        ends |= {state for state, moves in HOLD_MOVES.items() if moves & ends}
-    assert ends == set(HoldState)
+    ends = {PauseState.ENDED}
+    for _ in PauseState:
+        ends |= {state for state, moves in PAUSE_MOVES.items() if moves & ends}
+    assert ends == set(PauseState)

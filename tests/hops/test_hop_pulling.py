@@ -1,4 +1,4 @@
-"""The KV of held requests for who asks: sent and held on, asked for again, and never freed under a reader."""
+"""The KV of paused requests for who asks: sent and held on, asked for again, and never freed under a reader."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pla_sglang.fleet.stateless.host.calls import Outcome
 from pla_sglang.fleet.stateless.host.side_channel import NO_ROOM, PULL
 from pla_sglang.fleet.stateless.requests.arrival import Begun, begin
 from pla_sglang.fleet.stateless.requests.commands import Command
-from pla_sglang.fleet.stateless.transfer.holds import HoldState
+from pla_sglang.fleet.stateless.transfer.exports import PauseState
 from pla_sglang.fleet.stateless.transfer.legs import LegKind, came_with_its_kv, goes_on
 from pla_sglang.fleet.stateless.transfer.rooms import GRACE_S, OpenRooms
 
@@ -33,7 +33,7 @@ def held(scene: HopScene) -> HopRequest:
     return req
 
 
-def state_of(scene: HopScene) -> HoldState:
+def state_of(scene: HopScene) -> PauseState:
     return next(iter(scene.migration.holder.holds.values())).state
 
 
@@ -45,7 +45,7 @@ def test_what_is_sent_is_prompt_and_answer_without_its_last_token(scene: HopScen
     scene.ask()
     known = len(held.output_ids)
     assert scene.sent == [("r", 7, [10 + known - 1, FIRST_TOKEN + known - 1])]
-    assert state_of(scene) is HoldState.SENDING
+    assert state_of(scene) is PauseState.SENDING
     scene.before()
     assert len(scene.sent) == 1, "once"
 
@@ -55,8 +55,8 @@ def test_the_source_holds_on_until_it_is_told(scene: HopScene, held: HopRequest)
     sender = scene.ask()
     sender.outcome = Outcome.DONE
     scene.before()
-    assert (state_of(scene), scene.freed, scene.answered) == (HoldState.SENT, [], [])
-    assert scene.migration.holder.offers.sent == 1
+    assert (state_of(scene), scene.freed, scene.answered) == (PauseState.SENT, [], [])
+    assert scene.migration.holder.exports.sent == 1
     assert scene.command("commit") == {"status": "committed"}
     assert (scene.answered, scene.freed) == ([("r", "moved")], ["r"])
     scene.assert_at_rest()
@@ -75,7 +75,7 @@ def test_a_transfer_that_fails_leaves_it_held_until_it_goes_on_here(scene: HopSc
     pull(scene)
     scene.ask().outcome = Outcome.FAILED
     scene.before()
-    assert state_of(scene) is HoldState.HELD
+    assert state_of(scene) is PauseState.HELD
     assert scene.refused == [REFUSED], "the instance that asked need not wait"
     scene.queue.pass_marks()
     scene.before()
@@ -93,7 +93,7 @@ def test_no_page_is_freed_while_a_transfer_reads_it(scene: HopScene, held: HopRe
     else:
         scene.command(do)
     assert len(scene.answered) == 1, "its client is answered at once"
-    assert (sender.aborted, scene.freed, state_of(scene)) == (True, [], HoldState.FREEING)
+    assert (sender.aborted, scene.freed, state_of(scene)) == (True, [], PauseState.FREEING)
     assert scene.queue.buffers == 3
     assert scene.refused == [REFUSED], "who has asked need not wait"
     scene.queue.pass_marks()
@@ -131,11 +131,11 @@ def test_a_fault_in_sending_leaves_it_held(scene: HopScene, held: HopRequest, ca
 
     scene.scheduler.send_kv_chunk = fail
     scene.ask()
-    assert state_of(scene) is HoldState.SENDING, "other ranks have sent it: it has failed when all know"
+    assert state_of(scene) is PauseState.SENDING, "other ranks have sent it: it has failed when all know"
     scene.before()
-    assert state_of(scene) is HoldState.HELD
+    assert state_of(scene) is PauseState.HELD
     assert "no link" in caplog.text
-    assert scene.migration.holder.offers.failed == 1
+    assert scene.migration.holder.exports.failed == 1
 
 
 # -- rooms that nobody holds -------------------------------------------------------------------------------------------
@@ -240,7 +240,8 @@ def test_a_command_for_a_hold_that_is_read_is_answered_once(scene: HopScene, hel
     assert [answer["status"] for answer in scene.answers[ticket]] == ["committed", "unknown"]
 
 
-# -- what happens to one held request happens to no other --------------------------------------------------------------
+# -- what happens to one paused request happens to no other
+# --------------------------------------------------------------
 
 
 def fail_for(patch: pytest.MonkeyPatch, owner: Any, name: str, rid: str) -> None:
@@ -267,7 +268,7 @@ def both(scene: HopScene) -> tuple[HopRequest, HopRequest]:
 def test_a_held_request_that_cannot_be_offered_ends_with_500_and_no_other(
     scene: HopScene, both: tuple[HopRequest, HopRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scene.migration.holder.offers, "_begin", lambda hold: 1 / 0)
+    monkeypatch.setattr(scene.migration.holder.exports, "_begin", lambda hold: 1 / 0)
     scene.ask(7)
     assert scene.answered == [("bad", "500")], "in the same pass, when all ranks have said what they know"
     assert (list(scene.migration.holder.holds), scene.migration.holder.totals["ended_by_fault"]) == ([8], 1)

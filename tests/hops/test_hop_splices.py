@@ -84,7 +84,7 @@ def token_of(byte: int) -> int:
     return BYTE_BASE + (printed.index(byte) if byte in printed else len(printed) + byte - bisect(printed, byte))
 
 
-async def whole_answer(case: Case) -> Answer:
+async def whole_response(case: Case) -> Answer:
     """Of the stock host."""
     received = Received()
     for write in await case.instance().read_writes(case.kind, body_of(case.kind, "hop-1", **case.fields), hooked=False):
@@ -113,7 +113,7 @@ async def spliced_answer(case: Case, cuts: Sequence[int]) -> Answer:
 
 async def check_every_cut(case: Case, step: int = 1) -> None:
     """Where a parser reads it, an answer is as if each of its tokens had come alone."""
-    wanted = await whole_answer(dataclasses.replace(case, chunks_at_once=1) if case.args else case)
+    wanted = await whole_response(dataclasses.replace(case, chunks_at_once=1) if case.args else case)
     assert wanted.done == len(wanted.finishes) == len(wanted.ids) == 1
     first = await writes_of(case, None, "hop-1")
     for cut in range(1, len(first), step):
@@ -152,7 +152,7 @@ def test_bytes_that_are_no_letters(kind: str, interval: int, chunks_at_once: int
     ids = [token_of(byte) for byte in data]
     case = Case(kind=kind, ids=ids, incremental=incremental, interval=interval, chunks_at_once=chunks_at_once)
     assert [token_of(byte) for byte in UNICODE.encode()] == load_tokenizer(CHAIN).encode(UNICODE)
-    assert asyncio.run(whole_answer(case)).text.startswith("\ufffd a\ufffd京\ufffd\ufffd\n")
+    assert asyncio.run(whole_response(case)).text.startswith("\ufffd a\ufffd京\ufffd\ufffd\n")
     asyncio.run(check_every_cut(case))
 
 
@@ -162,7 +162,7 @@ def test_stop_strings_at_any_place(kind: str, *, incremental: bool, trims: bool)
     """What may become one is held back, and shown when it does not."""
     fields = {"stop": ["STOP", "é;"], "no_stop_trim": not trims}
     case = Case(kind=kind, text="a STO é:STSTOX 🚲SSTOP and more", incremental=incremental, fields=fields)
-    wanted = asyncio.run(whole_answer(case))
+    wanted = asyncio.run(whole_response(case))
     assert wanted.text == "a STO é:STSTOX 🚲S" + ("" if trims else "STOP")
     asyncio.run(check_every_cut(case))
 
@@ -170,7 +170,7 @@ def test_stop_strings_at_any_place(kind: str, *, incremental: bool, trims: bool)
 @pytest.mark.parametrize(("kind", "incremental"), ENDPOINTS)
 def test_an_answer_whose_length_ends_inside_a_letter(kind: str, *, incremental: bool) -> None:
     case = Case(kind=kind, text="ab 🚲 京", incremental=incremental, fields={"max_tokens": 6}, ends=False)
-    assert asyncio.run(whole_answer(case)).text == "ab \ufffd"
+    assert asyncio.run(whole_response(case)).text == "ab \ufffd"
     asyncio.run(check_every_cut(case))
 
 
@@ -179,7 +179,7 @@ def test_an_answer_that_a_token_ends(kind: str) -> None:
     """A token with a text of its own, which is not shown."""
     fields = {"stop_token_ids": load_tokenizer(CHAIN).encode("!"), "ignore_eos": True}
     case = Case(kind=kind, text="ab é! more", fields=fields)
-    assert asyncio.run(whole_answer(case)).text == "ab é"
+    assert asyncio.run(whole_response(case)).text == "ab é"
     asyncio.run(check_every_cut(case))
 
 
@@ -201,7 +201,7 @@ def test_a_chat_with_reasoning(*, incremental: bool, shown: bool) -> None:
         fields={"separate_reasoning": True, "stream_reasoning": shown},
         args={"reasoning_parser": "qwen3"},
     )
-    wanted = asyncio.run(whole_answer(case))
+    wanted = asyncio.run(whole_response(case))
     assert ("naïve 🚲" in wanted.reasoning, wanted.text.strip()) == (True, "Über 京 <b")
     asyncio.run(check_every_cut(case))
 
@@ -212,7 +212,7 @@ def test_a_chat_with_tools(*, incremental: bool, reasons: bool) -> None:
     args = {"tool_call_parser": "qwen25"} | ({"reasoning_parser": "qwen3"} if reasons else {})
     text = ("<think>é</think>" if reasons else "") + CALLS
     case = Case(kind=CHAT, text=text, incremental=incremental, fields={"tools": TOOLS}, args=args)
-    wanted = asyncio.run(whole_answer(case))
+    wanted = asyncio.run(whole_response(case))
     assert [name for name, _ in wanted.tools.values()] == ["rain", "at"]
     assert [json.loads(arguments) for _, arguments in wanted.tools.values()] == [{"in": "Ü", "d": 3}, {"x": "京"}]
     assert (wanted.tool_ids, wanted.finishes[0][0], wanted.reasoning) == (2, "tool_calls", "é" if reasons else "")
@@ -236,15 +236,15 @@ def test_marks_that_begin_behind_a_letter_of_one_chunk(*, incremental: bool, chu
         )
         asyncio.run(check_every_cut(case, step=3))
     cases = [dataclasses.replace(case, text=text) for text in texts]
-    stock = [asyncio.run(whole_answer(case)) for case in cases]
-    alone = [asyncio.run(whole_answer(dataclasses.replace(case, chunks_at_once=1))) for case in cases]
+    stock = [asyncio.run(whole_response(case)) for case in cases]
+    alone = [asyncio.run(whole_response(dataclasses.replace(case, chunks_at_once=1))) for case in cases]
     assert stock != alone, "the test needs no mend"
 
 
 def test_what_completions_add_is_said_once() -> None:
     """The prompt before the text, its token ids, and those of the answer."""
     case = Case(kind=COMPLETIONS, text=UNICODE, fields={"echo": True, "return_token_ids": True})
-    wanted = asyncio.run(whole_answer(case))
+    wanted = asyncio.run(whole_response(case))
     assert wanted.text.startswith(PROMPT)
     assert wanted.token_ids == list(case.script().answer)
     asyncio.run(check_every_cut(case))
@@ -280,7 +280,7 @@ def test_an_answer_of_which_nothing_was_seen_begins_anew() -> None:
         case, received = Case(kind=kind, text=UNICODE), Received()
         for write in await writes_of(case, received, "pla-2~hop-1"):
             received.take(write)
-        return case.read(received), await whole_answer(case)
+        return case.read(received), await whole_response(case)
 
     for kind in (GENERATE, COMPLETIONS, CHAT):
         got, wanted = asyncio.run(splice(kind))
@@ -298,7 +298,7 @@ def test_a_second_hop_before_old_tokens_are_shown(text: str, cuts: list[int], *,
     """The last token gives no event, so what old tokens show is written behind it: until then it is not shown."""
     args = {"reasoning_parser": "qwen3", "tool_call_parser": "qwen25"}
     case = Case(kind=CHAT, text=text, incremental=incremental, fields={"tools": TOOLS}, args=args)
-    assert asyncio.run(spliced_answer(case, cuts)) == asyncio.run(whole_answer(case))
+    assert asyncio.run(spliced_answer(case, cuts)) == asyncio.run(whole_response(case))
 
 
 PIECES = ("é".encode(), "京".encode(), "🚲".encode(), b" ", b"a", b"\n", b"\xe4\xba", b"\xff")
@@ -323,7 +323,7 @@ def test_any_bytes_over_any_hops(
     kind, incremental = endpoint
     ids = [token for piece, times in runs for token in piece * times]
     case = Case(kind=kind, ids=ids, incremental=incremental, interval=interval, chunks_at_once=chunks_at_once)
-    assert asyncio.run(spliced_answer(case, cuts)) == asyncio.run(whole_answer(case))
+    assert asyncio.run(spliced_answer(case, cuts)) == asyncio.run(whole_response(case))
 
 
 TEXTS = st.text(st.sampled_from("aé京🚲 \u0301\n<>/S TO"), min_size=1, max_size=14)
@@ -349,4 +349,4 @@ def test_any_text_over_any_hops(
         args = {"reasoning_parser": "qwen3", "tool_call_parser": "qwen25"}
     case = Case(kind=kind, text="".join(pieces) or "a", model=model, incremental=incremental, fields=fields, args=args)
     several = dataclasses.replace(case, chunks_at_once=chunks_at_once)
-    assert asyncio.run(spliced_answer(several, cuts)) == asyncio.run(whole_answer(case))
+    assert asyncio.run(spliced_answer(several, cuts)) == asyncio.run(whole_response(case))

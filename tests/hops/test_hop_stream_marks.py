@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.stateless.requests import streams
 from pla_sglang.fleet.stateless.requests.delivered import Shown, read_seen, write_seen
-from pla_sglang.fleet.stateless.requests.tags import prompt_mark, read_front_tags
+from pla_sglang.fleet.stateless.requests.tags import prompt_mark, read_tags
 from pla_sglang.sim.chain import model_path
 
 pytestmark = pytest.mark.usefixtures("published")
@@ -242,7 +242,7 @@ def test_what_cannot_move_is_not_marked_and_does_not_go_on(fields: dict[str, Any
 )
 def test_bad_tags_are_named(custom: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"custom_params.{named} "):
-        read_front_tags(custom)
+        read_tags(custom)
 
 
 def test_what_was_shown_is_one_word_and_comes_back() -> None:

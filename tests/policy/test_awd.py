@@ -26,7 +26,7 @@ NOW_S = 10.0
 FAST = 1000.0  # arrivals per second: the next one is due within 1 ms, a tenth of a step
 
 
-def shorts(count: int, age_s: float = 0.001, **fields: Any) -> list[WaitingView]:
+def short_prompts(count: int, age_s: float = 0.001, **fields: Any) -> list[WaitingView]:
     return [short(NOW_S - age_s, **fields) for _ in range(count)]
 
 
@@ -52,42 +52,49 @@ class Case:
 
 K16 = AwdKnobs(depth_max=16)
 CASES = [
-    Case("a fuller batch pays", shorts(2), False, Reason.WAIT_FOR_DEPTH, release_s=NOW_S - 0.001 + 0.010),
-    Case("nobody else expected", shorts(2), True, Reason.NO_GAIN, rate_per_s=0.0),
-    Case("the next one is too far off", shorts(2), True, Reason.NO_GAIN, rate_per_s=20.0),
-    Case("the batch is large enough that one more costs", shorts(8, new_tokens=90), True, Reason.NO_GAIN),
-    Case("a long's chunk would come between", shorts(2), True, Reason.NO_GAIN, alternative_s=0.5),
-    Case("target depth", shorts(16), True, Reason.DEPTH),
-    Case("beyond the target depth the rest stays", shorts(17), True, Reason.TOKENS, batch=16),
-    Case("token budget of the pass", shorts(4, new_tokens=40), True, Reason.TOKENS, batch=2, budget=100),
-    Case("exactly the token budget is not yet full", shorts(2), False, Reason.WAIT_FOR_DEPTH, budget=40),
-    Case("slots", shorts(4), True, Reason.TOKENS, batch=3, slots=3),
-    Case("no slot at all still names a head", shorts(2), True, Reason.TOKENS, batch=1, slots=0),
-    Case("one that exceeds the budget alone goes alone", shorts(2, new_tokens=90), True, Reason.TOKENS, 1, budget=50),
-    Case("window over", shorts(2, age_s=0.0101), True, Reason.WINDOW),
-    Case("window not over", shorts(2, age_s=0.0099), False, Reason.WAIT_FOR_DEPTH),
-    Case("nothing learnt yet: one arrival, 1 ms", shorts(2, age_s=0.0011), True, Reason.WINDOW, window_s=0.0),
+    Case("a fuller batch pays", short_prompts(2), False, Reason.WAIT_FOR_DEPTH, release_s=NOW_S - 0.001 + 0.010),
+    Case("nobody else expected", short_prompts(2), True, Reason.NO_GAIN, rate_per_s=0.0),
+    Case("the next one is too far off", short_prompts(2), True, Reason.NO_GAIN, rate_per_s=20.0),
+    Case("the batch is large enough that one more costs", short_prompts(8, new_tokens=90), True, Reason.NO_GAIN),
+    Case("a long's chunk would come between", short_prompts(2), True, Reason.NO_GAIN, alternative_s=0.5),
+    Case("target depth", short_prompts(16), True, Reason.DEPTH),
+    Case("beyond the target depth the rest stays", short_prompts(17), True, Reason.TOKENS, batch=16),
+    Case("token budget of the pass", short_prompts(4, new_tokens=40), True, Reason.TOKENS, batch=2, budget=100),
+    Case("exactly the token budget is not yet full", short_prompts(2), False, Reason.WAIT_FOR_DEPTH, budget=40),
+    Case("slots", short_prompts(4), True, Reason.TOKENS, batch=3, slots=3),
+    Case("no slot at all still names a head", short_prompts(2), True, Reason.TOKENS, batch=1, slots=0),
+    Case(
+        "one that exceeds the budget alone goes alone",
+        short_prompts(2, new_tokens=90),
+        True,
+        Reason.TOKENS,
+        1,
+        budget=50,
+    ),
+    Case("window over", short_prompts(2, age_s=0.0101), True, Reason.WINDOW),
+    Case("window not over", short_prompts(2, age_s=0.0099), False, Reason.WAIT_FOR_DEPTH),
+    Case("nothing learnt yet: one arrival, 1 ms", short_prompts(2, age_s=0.0011), True, Reason.WINDOW, window_s=0.0),
     Case(
         "nothing learnt yet, the next may still come",
-        shorts(2, age_s=0.0009),
+        short_prompts(2, age_s=0.0009),
         False,
         Reason.WAIT_FOR_DEPTH,
         window_s=0.0,
         release_s=NOW_S + 0.0001,
     ),
-    Case("learnt 3 ms, and one arrival", shorts(2, age_s=0.0041), True, Reason.WINDOW, window_s=0.003),
+    Case("learnt 3 ms, and one arrival", short_prompts(2, age_s=0.0041), True, Reason.WINDOW, window_s=0.003),
     Case(
         "one is missing: W_GR is 1 ms from now",
-        shorts(3, age_s=0.0011),
+        short_prompts(3, age_s=0.0011),
         False,
         Reason.WAIT_FOR_DEPTH,
         knobs=AwdKnobs(depth_max=4),
         release_s=NOW_S + 0.001,
     ),
-    Case("W_max 0: never wait", shorts(2, age_s=0.0), True, Reason.WINDOW, knobs=AwdKnobs(wait_max_s=0.0)),
+    Case("W_max 0: never wait", short_prompts(2, age_s=0.0), True, Reason.WINDOW, knobs=AwdKnobs(wait_max_s=0.0)),
     Case(
         "W_min holds although nothing is gained",
-        shorts(1, age_s=0.001),
+        short_prompts(1, age_s=0.001),
         False,
         Reason.WAIT_FOR_DEPTH,
         knobs=AwdKnobs(wait_min_s=0.005, wait_max_s=0.01),
@@ -97,34 +104,56 @@ CASES = [
     ),
     Case(
         "W_min over, nothing gained",
-        shorts(1, age_s=0.005),
+        short_prompts(1, age_s=0.005),
         True,
         Reason.NO_GAIN,
         knobs=AwdKnobs(wait_min_s=0.005, wait_max_s=0.01),
         rate_per_s=0.0,
     ),
-    Case("resumed", [*shorts(1), *shorts(1, resumed=True)], True, Reason.RESUMED),
-    Case("resumed, but not in this batch", shorts(2) + shorts(1, resumed=True), True, Reason.TOKENS, 2, slots=2),
+    Case("resumed", [*short_prompts(1), *short_prompts(1, resumed=True)], True, Reason.RESUMED),
+    Case(
+        "resumed, but not in this batch",
+        short_prompts(2) + short_prompts(1, resumed=True),
+        True,
+        Reason.TOKENS,
+        2,
+        slots=2,
+    ),
     # mode (a), deadlines. A batch of two takes 10 ms; sigma and delta are 2 ms.
-    Case("slack below sigma", shorts(2, **due_in(0.0119)), True, Reason.SLACK),
-    Case("deadline passed", shorts(2, **due_in(-1.0)), True, Reason.SLACK),
-    Case("one tight deadline among loose ones", [*shorts(1), *shorts(1, **due_in(0.011))], True, Reason.SLACK),
+    Case("slack below sigma", short_prompts(2, **due_in(0.0119)), True, Reason.SLACK),
+    Case("deadline passed", short_prompts(2, **due_in(-1.0)), True, Reason.SLACK),
+    Case(
+        "one tight deadline among loose ones",
+        [*short_prompts(1), *short_prompts(1, **due_in(0.011))],
+        True,
+        Reason.SLACK,
+    ),
     Case(
         "W_SLA is the tighter window: slack 5 ms - delta 2 ms",
-        shorts(2, **due_in(0.015)),
+        short_prompts(2, **due_in(0.015)),
         False,
         Reason.WAIT_FOR_DEPTH,
         release_s=NOW_S + 0.003,
     ),
-    Case("W_SLA over: slack at delta", shorts(2, **due_in(0.0129)), True, Reason.SLACK, knobs=AwdKnobs(margin_s=0.003)),
     Case(
-        "loose deadline: W_GR counts", shorts(2, **due_in(5.0)), False, Reason.WAIT_FOR_DEPTH, release_s=NOW_S + 0.009
+        "W_SLA over: slack at delta",
+        short_prompts(2, **due_in(0.0129)),
+        True,
+        Reason.SLACK,
+        knobs=AwdKnobs(margin_s=0.003),
+    ),
+    Case(
+        "loose deadline: W_GR counts",
+        short_prompts(2, **due_in(5.0)),
+        False,
+        Reason.WAIT_FOR_DEPTH,
+        release_s=NOW_S + 0.009,
     ),
     # mode (b), token-max: M_s applies without deadlines only
-    Case("M_s", shorts(4), True, Reason.TOKENS, batch=2, knobs=dataclasses.replace(K16, token_max=50)),
+    Case("M_s", short_prompts(4), True, Reason.TOKENS, batch=2, knobs=dataclasses.replace(K16, token_max=50)),
     Case(
         "M_s does not apply under deadlines",
-        shorts(4, **due_in(5.0)),
+        short_prompts(4, **due_in(5.0)),
         False,
         Reason.WAIT_FOR_DEPTH,
         knobs=dataclasses.replace(K16, token_max=50),
@@ -160,7 +189,7 @@ def test_every_reason_of_awd_is_in_the_table() -> None:
 def test_waiting_states_its_gain() -> None:
     awd = Awd(K16)
     awd.window_s = 0.010
-    choice = awd.decide(shorts(2), NOW_S, budget_tokens=1000, slots=100, model=FLAT, rate_per_s=FAST)
+    choice = awd.decide(short_prompts(2), NOW_S, budget_tokens=1000, slots=100, model=FLAT, rate_per_s=FAST)
     # Now: two at 10 ms, the third waits the other 9 ms and runs 10 ms. Waiting: 1 ms for two, then 10 ms for all three.
     assert choice.gain_s == pytest.approx((2 * 0.010 + 0.009 + 0.010) - (2 * 0.011 + 0.010))
 
@@ -179,11 +208,11 @@ def test_waiting_states_its_gain() -> None:
 def test_sign_of_the_gain(
     name: str, count: int, tokens: int, rate_per_s: float, alternative_s: float, positive: bool
 ) -> None:
-    assert (waiting_gain_s(shorts(count, new_tokens=tokens), FLAT, rate_per_s, alternative_s) > 0) is positive
+    assert (waiting_gain_s(short_prompts(count, new_tokens=tokens), FLAT, rate_per_s, alternative_s) > 0) is positive
 
 
 def test_gain_falls_with_the_time_to_the_next_arrival() -> None:
-    gains = [waiting_gain_s(shorts(2), FLAT, rate) for rate in (2000.0, 500.0, 200.0, 120.0, 50.0)]
+    gains = [waiting_gain_s(short_prompts(2), FLAT, rate) for rate in (2000.0, 500.0, 200.0, 120.0, 50.0)]
     assert gains == sorted(gains, reverse=True)
 
 
@@ -253,12 +282,12 @@ def test_take_batch(tokens: tuple[int, ...], budget: int, slots: int, taken: int
 
 
 def test_batch_step() -> None:
-    assert batch_step_s(shorts(2), FLAT) == pytest.approx(0.010)
-    assert batch_step_s(shorts(3, new_tokens=100), FLAT) == pytest.approx(0.030)
-    assert batch_step_s(shorts(3, new_tokens=100), FLAT, extra_tokens=100) == pytest.approx(0.040)
+    assert batch_step_s(short_prompts(2), FLAT) == pytest.approx(0.010)
+    assert batch_step_s(short_prompts(3, new_tokens=100), FLAT) == pytest.approx(0.030)
+    assert batch_step_s(short_prompts(3, new_tokens=100), FLAT, extra_tokens=100) == pytest.approx(0.040)
 
 
 def test_least_slack() -> None:
-    assert least_slack_s(shorts(2), NOW_S, 0.01) is None
-    mixed = [*shorts(1), *shorts(1, **due_in(0.5)), *shorts(1, **due_in(0.3))]
+    assert least_slack_s(short_prompts(2), NOW_S, 0.01) is None
+    mixed = [*short_prompts(1), *short_prompts(1, **due_in(0.5)), *short_prompts(1, **due_in(0.3))]
     assert least_slack_s(mixed, NOW_S, 0.01) == pytest.approx(0.29)

@@ -15,9 +15,9 @@ from support.virtual_engine import Arrival
 from pla_sglang.policy.interface.prefill import Action, PassView, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
 from pla_sglang.policy.pla.boundary import Boundary
-from pla_sglang.policy.pla.longs import LongKnobs, aged_at_s
+from pla_sglang.policy.pla.long_prompts import LongKnobs, aged_at_s
 from pla_sglang.policy.pla.temporal import TemporalKnobs
-from pla_sglang.policy.slo.deadlines import TargetLongs
+from pla_sglang.policy.slo.deadlines import TargetLongPrompts
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 from pla_sglang.policy.slo.overdue import take_overdue
 
@@ -361,9 +361,9 @@ def test_with_targets_every_request_ends(arrivals: list[Arrival], settings: Temp
 def test_a_lost_request_ends_within_twice_its_bound_under_overload(requests: int, lost_every: int) -> None:
     """Longs at 1.2 times what the device can do for 7 and 14 s, some of them lost from the start."""
     bound_s = 2.0
-    longs, slo = LongKnobs(max_age_s=1.0, chunk_max_tokens=1000), SloKnobs(lost_age_s=bound_s)
+    long_prompts, slo = LongKnobs(max_age_s=1.0, chunk_max_tokens=1000), SloKnobs(infeasible_age_s=bound_s)
     settings = EnginePolicyKnobs(
-        boundary_tokens=100, boundary_cap_tokens=1000, awd=AwdKnobs(depth_max=64), longs=longs, slo=slo
+        boundary_tokens=100, boundary_cap_tokens=1000, awd=AwdKnobs(depth_max=64), long_prompts=long_prompts, slo=slo
     )
     step_s = MODEL.step_s(900, 0)
     arrivals = [
@@ -385,7 +385,7 @@ def test_a_lost_request_ends_within_twice_its_bound_under_overload(requests: int
 def test_overdue_requests_have_their_share_of_time_and_no_more(bound_s: float, count: int, share: float) -> None:
     """Shorts that can be kept take all of the device; lost longs of 0.16 s get a share of it from their bound on."""
     span_s = bound_s + 20.0
-    settings = let_deadlines_decide(TemporalKnobs(boundary_tokens=100, longs=LongKnobs(max_age_s=bound_s)))
+    settings = let_deadlines_decide(TemporalKnobs(boundary_tokens=100, long_prompts=LongKnobs(max_age_s=bound_s)))
     each_s, long_s = MODEL.step_s(90, 0), MODEL.step_s(3000, 0)
     lost = [Arrival(0.01 * index, 3000, slo_s=0.001) for index in range(count)]
     kept = [Arrival(index * each_s, 90, slo_s=60.0) for index in range(int(span_s / each_s))]
@@ -405,8 +405,8 @@ def test_overdue_requests_have_their_share_of_time_and_no_more(bound_s: float, c
 def test_the_share_pays_for_every_chunk_of_an_overdue_long() -> None:
     """The host holds one chunk, so longs that can be kept wait until the lost one has ended: all of it is its share."""
     bound_s, span_s, chunk = 1.0, 60.0, 1000
-    longs = LongKnobs(max_age_s=bound_s, chunk_max_tokens=chunk)
-    settings = let_deadlines_decide(TemporalKnobs(boundary_tokens=100, longs=longs))
+    long_prompts = LongKnobs(max_age_s=bound_s, chunk_max_tokens=chunk)
+    settings = let_deadlines_decide(TemporalKnobs(boundary_tokens=100, long_prompts=long_prompts))
     long_s = MODEL.chunked_s(3000, 0, chunk)
     lost = [Arrival(0.01 * index, 3000, slo_s=0.001) for index in range(2)]
     kept = [Arrival(index * long_s, 3000, slo_s=600.0) for index in range(int(span_s / long_s))]
@@ -439,11 +439,15 @@ def test_of_many_overdue_shorts_the_earliest_that_fit_run_and_few_are_looked_at(
 def test_who_has_a_target_is_aged_later_where_deadlines_decide() -> None:
     """At 9.3 s of 10 a long of 4000 tokens is aged; with a target it may be passed until that is lost, and until 20
     times its bound of 30 s; with a target that is later than its bound until that is over."""
-    longs = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000, stretch=1000.0)
-    decide, alone = (TargetLongs(longs, SloKnobs(lost_age_s=age_s), MODEL) for age_s in (30.0, None))
+    long_prompts = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000, stretch=1000.0)
+    decide, alone = (TargetLongPrompts(long_prompts, SloKnobs(infeasible_age_s=age_s), MODEL) for age_s in (30.0, None))
     target, none = long(0.0, 4000, deadline_s=3.0), long(0.0, 4000)
-    assert decide.find_age_s(none) == aged_at_s(none, MODEL, longs)
+    assert decide.find_age_s(none) == aged_at_s(none, MODEL, long_prompts)
     assert decide.find_age_s(target) == pytest.approx(decide.find_age_s(none) + 590)
     assert alone.find_age_s(target) == decide.find_age_s(none)
     bounds = [(30.0, target), (30.0, long(0.0, 4000, deadline_s=31.0)), (5.0, target)]
-    assert [SloKnobs(lost_age_s=age_s).age_bound_s(one, longs) for age_s, one in bounds] == [600.0, 30.0, 200.0]
+    assert [SloKnobs(infeasible_age_s=age_s).age_bound_s(one, long_prompts) for age_s, one in bounds] == [
+        600.0,
+        30.0,
+        200.0,
+    ]

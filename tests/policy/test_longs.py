@@ -12,7 +12,7 @@ from support.views import FLAT, long
 
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import WaitingView
-from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens
+from pla_sglang.policy.pla.long_prompts import LongKnobs, LongPick, LongQueue, aged_at_s, chunk_tokens
 
 # Under FLAT a long of 4000 tokens in chunks of 1000 takes 0.4 s: with half of the device it is aged after 9.2 s.
 KNOBS = LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000, stretch=1000.0)
@@ -20,15 +20,17 @@ FCFS = dataclasses.replace(KNOBS, least_remaining=False)
 
 
 def pick(
-    longs: list[WaitingView],
+    long_prompts: list[WaitingView],
     chunk: WaitingView | None,
     now_s: float,
     knobs: LongKnobs = KNOBS,
     *,
-    shorts: bool = False,
+    short_prompts: bool = False,
     budget_tokens: int = 8192,
 ) -> tuple[LongPick | None, LongPick | None]:
-    return LongQueue(knobs, FLAT).pick(longs, chunk, now_s, shorts=shorts, budget_tokens=budget_tokens)
+    return LongQueue(knobs, FLAT).pick(
+        long_prompts, chunk, now_s, short_prompts=short_prompts, budget_tokens=budget_tokens
+    )
 
 
 def test_without_longs_there_is_no_pick() -> None:
@@ -58,22 +60,22 @@ def test_order(
     by_order: int,
     aged: int | None,
 ) -> None:
-    longs = [long(arrival, size) for size, arrival in sizes_and_arrivals]
-    first, owed = pick(longs, None, now_s, knobs)
-    assert first == LongPick(longs[by_order], running=False, overtakes=False)
-    assert owed == (None if aged is None else LongPick(longs[aged], running=False, overtakes=False))
+    long_prompts = [long(arrival, size) for size, arrival in sizes_and_arrivals]
+    first, owed = pick(long_prompts, None, now_s, knobs)
+    assert first == LongPick(long_prompts[by_order], running=False, overtakes=False)
+    assert owed == (None if aged is None else LongPick(long_prompts[aged], running=False, overtakes=False))
 
 
 def test_shorts_pass_every_aged_long() -> None:
-    longs = [long(1.0, 2100), long(0.0, 2200), long(9.0, 2300)]
-    assert pick(longs, None, 30.0)[1] is None
-    assert pick(longs, None, 30.0, shorts=True) == (_new(longs[1]), _new(longs[1]))
+    long_prompts = [long(1.0, 2100), long(0.0, 2200), long(9.0, 2300)]
+    assert pick(long_prompts, None, 30.0)[1] is None
+    assert pick(long_prompts, None, 30.0, short_prompts=True) == (_new(long_prompts[1]), _new(long_prompts[1]))
 
 
 def test_under_overload_the_time_set_aside_is_for_the_larger_one() -> None:
     """All are aged, and the larger one came last."""
-    longs = [*(long(float(index), 400) for index in range(9)), long(9.0, 4800)]
-    assert pick(longs, None, 60.0) == (_new(longs[0]), _new(longs[9]))
+    long_prompts = [*(long(float(index), 400) for index in range(9)), long(9.0, 4800)]
+    assert pick(long_prompts, None, 60.0) == (_new(long_prompts[0]), _new(long_prompts[9]))
 
 
 def _new(view: WaitingView) -> LongPick:
@@ -81,10 +83,10 @@ def _new(view: WaitingView) -> LongPick:
 
 
 def test_best_priority_first_and_only() -> None:
-    longs = [long(0.0, 2000, priority_rank=1), long(5.0, 9000, priority_rank=0)]
-    first, aged = pick(longs, None, 9.5)
+    long_prompts = [long(0.0, 2000, priority_rank=1), long(5.0, 9000, priority_rank=0)]
+    first, aged = pick(long_prompts, None, 9.5)
     assert first is not None
-    assert first.view is longs[1]  # although the other is older and smaller
+    assert first.view is long_prompts[1]  # although the other is older and smaller
     assert aged is None  # and aged
 
 
@@ -129,7 +131,7 @@ def test_who_advances_in_the_time_of_the_aged(
         "chunk": LongPick(chunk, running=True, overtakes=False),
         "other": LongPick(other, running=False, overtakes=True),
     }
-    assert pick([other], chunk, now_s, shorts=True)[1] == picks[expected]
+    assert pick([other], chunk, now_s, short_prompts=True)[1] == picks[expected]
 
 
 def test_a_smaller_one_of_one_pass_overtakes_but_is_not_passed() -> None:
@@ -139,12 +141,12 @@ def test_a_smaller_one_of_one_pass_overtakes_but_is_not_passed() -> None:
 
 def test_ages_are_not_remembered_beyond_a_change_of_knobs_or_model() -> None:
     queue, view = LongQueue(KNOBS, FLAT), long(0.0, 4000)
-    assert queue.pick([view], None, 9.3, shorts=True, budget_tokens=8192)[1] is not None
+    assert queue.pick([view], None, 9.3, short_prompts=True, budget_tokens=8192)[1] is not None
     queue.set(dataclasses.replace(KNOBS, max_age_s=20.0), FLAT)
-    assert queue.pick([view], None, 9.3, shorts=True, budget_tokens=8192)[1] is None
+    assert queue.pick([view], None, 9.3, short_prompts=True, budget_tokens=8192)[1] is None
     queue.set(KNOBS, FLAT)
     view.set_history(3900)  # a prefix hit: 10 ms of work left
-    assert queue.pick([view], None, 9.3, shorts=True, budget_tokens=8192)[1] is None
+    assert queue.pick([view], None, 9.3, short_prompts=True, budget_tokens=8192)[1] is None
 
 
 # -- age bound ---------------------------------------------------------------------------------------------------------
@@ -185,14 +187,14 @@ def size(
     rate: float,
     *,
     rest: int = LENGTH,
-    longs: int = 1,
+    long_prompts: int = 1,
     model: StepModel = LAUNCH,
     knobs: LongKnobs = BIG,
     history_tokens: int = 0,
 ) -> int | None:
     return chunk_tokens(
         long(0.0, rest, history_tokens=history_tokens),
-        longs=longs,
+        long_prompts=long_prompts,
         passing_rate_per_s=rate,
         passing_tokens=20.0,
         model=model,
@@ -247,14 +249,14 @@ def test_a_small_first_piece_would_only_leave_a_small_dear_last_one() -> None:
     model = StepModel(g0_s=11e-3, gw_s=0.0, gr_s=1e-6, k0_s=6e-3, kr_s=4.5e-5, b_s=4.5e-5, a_s=1e-8)
     knobs = LongKnobs(chunk_max_tokens=1638, chunk_min_tokens=205)
     assert [
-        size(2.0, longs=9, model=model, knobs=knobs, rest=4800 - history, history_tokens=history)
+        size(2.0, long_prompts=9, model=model, knobs=knobs, rest=4800 - history, history_tokens=history)
         for history in (0, 1600, 3200)
     ] == [1600, 1600, 1638]
 
 
-@given(slow=st.floats(1e-3, 1e3), factor=st.floats(1, 1e3), longs=st.integers(1, 50))
-def test_falls_with_the_rate(slow: float, factor: float, longs: int) -> None:
-    rare, frequent = size(slow, longs=longs), size(slow * factor, longs=longs)
+@given(slow=st.floats(1e-3, 1e3), factor=st.floats(1, 1e3), long_prompts=st.integers(1, 50))
+def test_falls_with_the_rate(slow: float, factor: float, long_prompts: int) -> None:
+    rare, frequent = size(slow, long_prompts=long_prompts), size(slow * factor, long_prompts=long_prompts)
     assert rare is not None
     assert frequent is not None
     assert frequent <= rare
@@ -262,7 +264,7 @@ def test_falls_with_the_rate(slow: float, factor: float, longs: int) -> None:
 
 @given(rate=st.floats(1e-3, 1e3), few=st.integers(1, 50), more=st.integers(0, 50))
 def test_grows_with_the_longs(rate: float, few: int, more: int) -> None:
-    one, other = size(rate, longs=few), size(rate, longs=few + more)
+    one, other = size(rate, long_prompts=few), size(rate, long_prompts=few + more)
     assert one is not None
     assert other is not None
     assert one <= other
@@ -270,18 +272,18 @@ def test_grows_with_the_longs(rate: float, few: int, more: int) -> None:
 
 @given(
     rate=st.one_of(st.just(0.0), st.floats(0.1, 1e5)),
-    longs=st.integers(1, 100),
+    long_prompts=st.integers(1, 100),
     history=st.integers(0, 100_000),
     largest=st.integers(1, 10_000),
     k0=st.floats(0, 0.01),
     a=st.floats(0, 1e-8),
 )
 def test_within_limits_and_overhead_cap(
-    rate: float, longs: int, history: int, largest: int, k0: float, a: float
+    rate: float, long_prompts: int, history: int, largest: int, k0: float, a: float
 ) -> None:
     model = dataclasses.replace(LAUNCH, k0_s=k0, a_s=a, gr_s=1e-8, kr_s=1e-8)
     knobs = dataclasses.replace(BIG, chunk_max_tokens=largest)
-    got = size(rate, longs=longs, model=model, knobs=knobs, history_tokens=history)
+    got = size(rate, long_prompts=long_prompts, model=model, knobs=knobs, history_tokens=history)
     assert got is not None
     assert 1 <= got <= largest
     assert got >= min(knobs.chunk_min_tokens, largest)
@@ -306,7 +308,7 @@ def test_bad_knobs(bad: dict[str, Any]) -> None:
 
 
 def test_who_does_not_fit_the_pass_whole_does_not_overtake() -> None:
-    """Riding decodes take of the budget; a second chunk under way is more than the host can hold."""
+    """Piggybacked decodes take of the budget; a second chunk under way is more than the host can hold."""
     chunk, smaller = long(0.0, 3000), long(1.0, 950)
     by_order, _ = pick([smaller], chunk, 2.0, budget_tokens=1000)
     assert by_order is not None

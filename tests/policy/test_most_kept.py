@@ -12,11 +12,11 @@ from policy.test_properties import EXAMPLES, MODEL
 from support.views import long
 
 from pla_sglang.policy.pla.awd import batch_step_s
-from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.slo.deadlines import Deadlines
 from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.mixed_batches import START, model_beside
-from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_most_kept
+from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_moore_hodgson
 
 NOW_S = 100.0
 SLOWER, ARRIVING = SloKnobs.slower, SloKnobs.arriving
@@ -41,7 +41,7 @@ def is_kept(turns: tuple[Turn, ...]) -> bool:
 @given(JOBS)
 def test_no_subset_that_can_be_kept_is_larger(jobs: list[tuple[int, int]]) -> None:
     turns = turns_of([(float(service_s), float(due_s)) for service_s, due_s in jobs])
-    plan = plan_most_kept(turns, NOW_S)
+    plan = plan_moore_hodgson(turns, NOW_S)
     most = max(
         count
         for count in range(len(turns) + 1)
@@ -49,7 +49,7 @@ def test_no_subset_that_can_be_kept_is_larger(jobs: list[tuple[int, int]]) -> No
     )
     assert len(plan.turns) == most
     assert is_kept(tuple(plan.turns))
-    assert len(plan.turns) + len(plan.given_up) == len(turns)
+    assert len(plan.turns) + len(plan.rejected) == len(turns)
     assert all(plan.keeps(turn.view) is (turn in plan.turns) for turn in turns)
 
 
@@ -66,7 +66,7 @@ def test_no_subset_that_can_be_kept_is_larger(jobs: list[tuple[int, int]]) -> No
 )
 def test_who_is_kept(jobs: list[tuple[float, float]], kept: list[int]) -> None:
     turns = turns_of(jobs)
-    assert plan_most_kept(turns, NOW_S).turns == [turns[place] for place in kept]
+    assert plan_moore_hodgson(turns, NOW_S).turns == [turns[place] for place in kept]
 
 
 def test_others_that_arrive_may_be_in_the_way() -> None:
@@ -74,9 +74,9 @@ def test_others_that_arrive_may_be_in_the_way() -> None:
     turns = turns_of([(SLOWER, 4.0), (SLOWER, 9.0)])
     plan = Plan(turns, frozenset())
     other = turns[1].view
-    assert plan.bears([other], NOW_S, ARRIVING / SLOWER)
-    assert plan.bears([], NOW_S, ARRIVING / SLOWER)
-    assert not plan.bears([other], NOW_S + 4.0 - 2 * ARRIVING + 0.001, ARRIVING / SLOWER)
+    assert plan.allows([other], NOW_S, ARRIVING / SLOWER)
+    assert plan.allows([], NOW_S, ARRIVING / SLOWER)
+    assert not plan.allows([other], NOW_S + 4.0 - 2 * ARRIVING + 0.001, ARRIVING / SLOWER)
 
 
 def test_who_is_lost_is_due_at_no_time() -> None:
@@ -95,28 +95,33 @@ WAITING = st.lists(
 @EXAMPLES
 @given(WAITING, WAITING, st.integers(0, 300), st.integers(0, 300_000))
 def test_where_all_have_time_a_plan_would_change_nothing(
-    longs: list[tuple[int, int, float]], shorts: list[tuple[int, int, float]], riders: int, context_tokens: int
+    long_prompts: list[tuple[int, int, float]],
+    short_prompts: list[tuple[int, int, float]],
+    piggybacked: int,
+    context_tokens: int,
 ) -> None:
     """Nobody is given up, and anybody may go first; with and without riders, and with several chunks."""
-    deadlines = Deadlines(LongKnobs(chunk_max_tokens=1000), SloKnobs(lost_age_s=30.0), MODEL)
-    queues = [[long(NOW_S, new, deadline_s=NOW_S + due_s) for new, _, due_s in of] for of in (longs, shorts)]
-    for view, (_, history, _) in zip([*queues[0], *queues[1]], [*longs, *shorts], strict=True):
+    deadlines = Deadlines(LongKnobs(chunk_max_tokens=1000), SloKnobs(infeasible_age_s=30.0), MODEL)
+    queues = [
+        [long(NOW_S, new, deadline_s=NOW_S + due_s) for new, _, due_s in of] for of in (long_prompts, short_prompts)
+    ]
+    for view, (_, history, _) in zip([*queues[0], *queues[1]], [*long_prompts, *short_prompts], strict=True):
         view.history_tokens = history
         deadlines.latest_start_s(view)
-    model = model_beside(MODEL, START, riders, context_tokens)
+    model = model_beside(MODEL, START, piggybacked, context_tokens)
     if not deadlines.have_time(*queues, NOW_S, model):
         return
     each_s = SLOWER * batch_step_s(queues[1], model) / len(queues[1])
     turns = [Turn(view, due_of(view, NOW_S), each_s) for view in queues[1]]
     turns += [Turn(view, due_of(view, NOW_S), SLOWER * deadlines._alone_s(view, model)) for view in queues[0]]
-    plan = plan_most_kept(turns, NOW_S)
-    assert not plan.given_up
-    assert all(plan.bears([turn.view], NOW_S, ARRIVING / SLOWER) for turn in turns)
-    assert plan.bears(queues[1], NOW_S, ARRIVING / SLOWER)
+    plan = plan_moore_hodgson(turns, NOW_S)
+    assert not plan.rejected
+    assert all(plan.allows([turn.view], NOW_S, ARRIVING / SLOWER) for turn in turns)
+    assert plan.allows(queues[1], NOW_S, ARRIVING / SLOWER)
 
 
 def test_time_is_had_where_targets_are_far_and_never_without_one() -> None:
-    deadlines = Deadlines(LongKnobs(chunk_max_tokens=1000), SloKnobs(lost_age_s=30.0), MODEL)
+    deadlines = Deadlines(LongKnobs(chunk_max_tokens=1000), SloKnobs(infeasible_age_s=30.0), MODEL)
     far, near = long(NOW_S, 4000, deadline_s=NOW_S + 60.0), long(NOW_S, 4000, deadline_s=NOW_S + 0.5)
     for view in (far, near):
         deadlines.latest_start_s(view)

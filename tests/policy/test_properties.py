@@ -18,7 +18,7 @@ from support.virtual_engine import DECODE_STEP_S, Arrival, VirtualEngine
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
-from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import Mixing, TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.policy import SloPolicy
@@ -48,7 +48,7 @@ knobs = st.builds(
         wait_max_s=st.sampled_from((0.003, 0.01, 0.05)),
         depth_max=st.sampled_from((1, 4, 64)),
     ),
-    longs=st.builds(
+    long_prompts=st.builds(
         LongKnobs,
         max_age_s=st.sampled_from((0.2, 2.0, 10.0)),
         chunk_max_tokens=st.sampled_from((256, 1000)),
@@ -93,7 +93,9 @@ def test_apart_long_and_short_never_share_a_pass(
 @given(crowd, st.booleans())
 def test_longs_that_share_a_pass_fit_it_whole(arrivals: list[Arrival], least_remaining: bool) -> None:
     """The engine asserts that they do, and that none is cut."""
-    knobs = TemporalKnobs(boundary_tokens=100, longs=LongKnobs(chunk_max_tokens=1000, least_remaining=least_remaining))
+    knobs = TemporalKnobs(
+        boundary_tokens=100, long_prompts=LongKnobs(chunk_max_tokens=1000, least_remaining=least_remaining)
+    )
     run = VirtualEngine([TemporalPolicy(knobs, LAUNCH)], arrivals, LAUNCH)
     assert all(request.finished_s is not None for request in run.run())
     assert max(len(line.ran) for line in run.log) > 1, "no pass was shared"
@@ -161,10 +163,10 @@ def test_the_tight_pool_is_tight() -> None:
 
 def test_running_requests_may_grow_into_the_room_of_a_chunk() -> None:
     """Admission has counted a tenth of what they come to hold; the engine fails where the chunk is forced."""
-    shorts = [Arrival(0.0, 90, 60) for _ in range(21)]
+    short_prompts = [Arrival(0.0, 90, 60) for _ in range(21)]
     chunks = LongKnobs(chunk_max_tokens=256)
-    settings = TemporalKnobs(boundary_tokens=100, longs=chunks, headroom_requests=0, decode_gap_s=0.001)
-    run = engine([*shorts, Arrival(0.1, 6000, 2)], settings, {"kv_tokens": KV_TOKENS, "growth": 0.1})
+    settings = TemporalKnobs(boundary_tokens=100, long_prompts=chunks, headroom_requests=0, decode_gap_s=0.001)
+    run = engine([*short_prompts, Arrival(0.1, 6000, 2)], settings, {"kv_tokens": KV_TOKENS, "growth": 0.1})
     requests = run.run()
     assert all(request.finished_s is not None for request in requests)
     assert any(request.retractions for request in requests), "the pool was never full"
@@ -196,19 +198,21 @@ def test_a_permanent_stream_of_shorts_delays_a_long_by_its_bound(
 
     For longs whose own time is within ``share * max_age``.
     """
-    longs = LongKnobs(max_age_s=4.0, share=0.5, chunk_max_tokens=1000, least_remaining=least_remaining)
-    knobs = TemporalKnobs(boundary_tokens=100, boundary_cap_tokens=1000, awd=AwdKnobs(depth_max=4), longs=longs)
+    long_prompts = LongKnobs(max_age_s=4.0, share=0.5, chunk_max_tokens=1000, least_remaining=least_remaining)
+    knobs = TemporalKnobs(
+        boundary_tokens=100, boundary_cap_tokens=1000, awd=AwdKnobs(depth_max=4), long_prompts=long_prompts
+    )
     service_s = SLOW.chunked_s(long_tokens, 0, 1000)
-    assert service_s <= longs.share * longs.max_age_s
+    assert service_s <= long_prompts.share * long_prompts.max_age_s
     short_pass_s = SLOW.step_s(4 * tokens, 0, 4 * tokens**2)
-    end_s = arrival_s + longs.max_age_s + 2.0
-    shorts = flood(overload * 4 / short_pass_s, tokens, end_s)
-    run = VirtualEngine([TemporalPolicy(knobs, SLOW)], [*shorts, Arrival(arrival_s, long_tokens)], SLOW)
+    end_s = arrival_s + long_prompts.max_age_s + 2.0
+    short_prompts = flood(overload * 4 / short_pass_s, tokens, end_s)
+    run = VirtualEngine([TemporalPolicy(knobs, SLOW)], [*short_prompts, Arrival(arrival_s, long_tokens)], SLOW)
     target = run.run(until_s=end_s)[-1]
     chunks = sum(any(one.rid == target.rid for one in line.ran) for line in run.log)
     grain_s = (chunks + 1) * short_pass_s + chunks * SLOW.memory_s(0, long_tokens)
     assert target.first_token_s is not None
-    assert target.first_token_s - arrival_s <= longs.max_age_s + grain_s
+    assert target.first_token_s - arrival_s <= long_prompts.max_age_s + grain_s
     # And the other way round: while the long is aged, shorts go on at the border of each chunk or two.
     starts = [line.now_s for line in run.log if any(one.rid != target.rid for one in line.ran)]
     gaps = [after - before for before, after in itertools.pairwise(starts)]
@@ -222,11 +226,11 @@ def test_a_stream_of_smaller_longs_delays_a_large_one_by_its_bound(
 ) -> None:
     """As above, with the stream in the long class too, where all of it ages under overload."""
     rng = random.Random(seed)
-    longs = LongKnobs(max_age_s=4.0, chunk_max_tokens=1000)
-    knobs = TemporalKnobs(boundary_tokens=100, boundary_cap_tokens=1000, longs=longs)
+    long_prompts = LongKnobs(max_age_s=4.0, chunk_max_tokens=1000)
+    knobs = TemporalKnobs(boundary_tokens=100, boundary_cap_tokens=1000, long_prompts=long_prompts)
     together = 1000 // tokens
     pass_s = SLOW.step_s(together * tokens, 0, together * tokens**2)
-    end_s = at_s + longs.max_age_s + 2.0
+    end_s = at_s + long_prompts.max_age_s + 2.0
     # All of one size class, but not all of one size.
     stream = [
         Arrival(one.at_s, tokens - rng.randrange(20)) for one in flood(overload * together / pass_s, tokens, end_s)
@@ -238,7 +242,7 @@ def test_a_stream_of_smaller_longs_delays_a_large_one_by_its_bound(
     target = next(one for one in run.run(until_s=end_s) if one.arrival.new_tokens == 4800)
     chunks = sum(any(one.rid == target.rid for one in line.ran) for line in run.log)
     assert target.first_token_s is not None
-    assert target.first_token_s - at_s <= longs.max_age_s + (chunks + 1) * pass_s
+    assert target.first_token_s - at_s <= long_prompts.max_age_s + (chunks + 1) * pass_s
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -246,11 +250,11 @@ def test_a_stream_of_smaller_longs_delays_a_large_one_by_its_bound(
 def test_a_short_among_longs_waits_one_chunk(long_tokens: int, count: int, gap_s: float, apart: bool) -> None:
     """Whatever waits of the long class, a lone short goes at the next border of a chunk; with many longs behind it, and
     not kept apart, with the chunk that follows."""
-    longs = [Arrival(index * gap_s, long_tokens) for index in range(count)]
-    shorts = [Arrival(0.05 + 0.5 * index, 20) for index in range(6)]
+    long_prompts = [Arrival(index * gap_s, long_tokens) for index in range(count)]
+    short_prompts = [Arrival(0.05 + 0.5 * index, 20) for index in range(6)]
     knobs = LongKnobs(max_age_s=1e6, stretch=1e6, chunk_max_tokens=1000)
-    settings = TemporalKnobs(boundary_tokens=100, longs=knobs, mixing=Mixing.NEVER if apart else Mixing.AUTO)
-    requests = engine([*longs, *shorts], settings, {}).run()
+    settings = TemporalKnobs(boundary_tokens=100, long_prompts=knobs, mixing=Mixing.NEVER if apart else Mixing.AUTO)
+    requests = engine([*long_prompts, *short_prompts], settings, {}).run()
     chunk_s = MODEL.step_s(1000, 8000)
     own_s = MODEL.step_s(20, 0) if apart else chunk_s
     for request in requests[count:]:

@@ -9,7 +9,7 @@ from support.views import waiting
 
 from pla_sglang.policy.common.step_fit import FitKnobs, StepFit, StepSample
 from pla_sglang.policy.common.step_model import BEND_TOKENS, CPU_START, GPU_START, StepModel
-from pla_sglang.policy.pla.longs import LongKnobs, chunk_tokens
+from pla_sglang.policy.pla.long_prompts import LongKnobs, chunk_tokens
 
 TRUTH = StepModel(g0_s=6e-3, gw_s=0.0, gr_s=2e-8, k0_s=1e-3, kr_s=0.0, b_s=3e-5, a_s=5e-10)
 
@@ -171,7 +171,7 @@ def test_cutting_is_not_free_after_a_few_shapes_of_passes(seed: int) -> None:
         fit.observe(StepSample(new, history, float(new * (new + 2 * history)), step_s, 0.002))
         chunk = chunk_tokens(
             rest,
-            longs=9,
+            long_prompts=9,
             passing_rate_per_s=2.0,
             passing_tokens=400.0,
             model=fit.model,

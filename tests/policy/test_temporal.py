@@ -61,7 +61,7 @@ CASES = [
     ),
     Case(
         "riders that have sat out a pass and would be late",
-        pass_view([long(RECENT_S)], running=1, can_ride=True, decode_wait_s=0.02, token_slack_s=0.001),
+        pass_view([long(RECENT_S)], running=1, can_piggyback=True, decode_wait_s=0.02, token_slack_s=0.001),
         H,
         Reason.TOKEN_DEADLINE,
         make=lambda: MixedBatches(policy(), SloKnobs()),

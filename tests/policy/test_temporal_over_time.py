@@ -73,19 +73,21 @@ def test_a_class_alone_on_an_idle_device_is_tried_again_and_again() -> None:
 
 @pytest.mark.parametrize(("room_tokens", "piece_tokens"), [(5000, 1000), (700, 672), (40, 32), (32, 32)])
 def test_the_next_piece_is_no_larger_than_its_room(room_tokens: int, piece_tokens: int) -> None:
-    in_pages = dataclasses.replace(KNOBS.longs, grid_tokens=32)
+    in_pages = dataclasses.replace(KNOBS.long_prompts, grid_tokens=32)
     view = pass_view([], long(RECENT_S), kv_room=room_tokens, running=4)
-    assert policy(longs=in_pages).decide(view, NOW_S).chunk_tokens == piece_tokens
+    assert policy(long_prompts=in_pages).decide(view, NOW_S).chunk_tokens == piece_tokens
     aged = pass_view([lone_short()], long(AGED_S), kv_room=room_tokens, running=4)
-    decision = owing(policy(longs=in_pages)).decide(aged, NOW_S)
+    decision = owing(policy(long_prompts=in_pages)).decide(aged, NOW_S)
     assert (decision.reason, decision.chunk_tokens) == (Reason.AGE, piece_tokens)
 
 
 def test_less_than_a_page_is_no_room_except_for_the_last_piece() -> None:
-    in_pages = dataclasses.replace(KNOBS.longs, grid_tokens=32)
-    assert policy(longs=in_pages).decide(pass_view([], long(RECENT_S), kv_room=31), NOW_S).reason is Reason.KV_DRAIN
+    in_pages = dataclasses.replace(KNOBS.long_prompts, grid_tokens=32)
+    assert (
+        policy(long_prompts=in_pages).decide(pass_view([], long(RECENT_S), kv_room=31), NOW_S).reason is Reason.KV_DRAIN
+    )
     last = pass_view([], long(RECENT_S, 16), kv_room=16)
-    assert policy(longs=in_pages).decide(last, NOW_S).action is Action.LONG
+    assert policy(long_prompts=in_pages).decide(last, NOW_S).action is Action.LONG
 
 
 # -- ablation, knobs, classes ------------------------------------------------------------------------------------------
@@ -140,9 +142,9 @@ def test_always_mixing_without_a_chunk_changes_nothing() -> None:
 
 def test_classes_are_by_new_tokens_not_by_prompt() -> None:
     hit = short(RECENT_S, new_tokens=10, history_tokens=50_000)
-    shorts, longs = policy().classify([hit, long(RECENT_S), short(RECENT_S, BOUNDARY_TOKENS)])
-    assert shorts == [hit]
-    assert len(longs) == 2
+    short_prompts, long_prompts = policy().classify([hit, long(RECENT_S), short(RECENT_S, BOUNDARY_TOKENS)])
+    assert short_prompts == [hit]
+    assert len(long_prompts) == 2
 
 
 def test_fitted_boundary_follows_the_model() -> None:

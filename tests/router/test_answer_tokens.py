@@ -10,7 +10,7 @@ import pytest
 from fake_sglang import Script
 from support.relays import setting
 
-from pla_sglang.fleet.router.relay.answer_tokens import LINE_BYTES, TAIL_BYTES, TAIL_PIECES, tokens_of_answer
+from pla_sglang.fleet.router.relay.response_tokens import LINE_BYTES, TAIL_BYTES, TAIL_PIECES, tokens_of_response
 from pla_sglang.fleet.router.wire import messages as m
 
 DONE = b"data: [DONE]\n\n"
@@ -57,7 +57,7 @@ def chunked(events: Iterable[bytes]) -> list[bytes]:
 
 
 def counted(pieces: Iterable[bytes], *, streams: bool, endpoint: m.Endpoint, prompts: int = 1) -> int | None:
-    counter = tokens_of_answer(m.Ask("r", 0, endpoint, streams, 0.0, 10, 7, prompts=prompts), streams=streams)
+    counter = tokens_of_response(m.Ask("r", 0, endpoint, streams, 0.0, 10, 7, prompts=prompts), streams=streams)
     for piece in pieces:
         counter.feed(piece)
     return counter.count()
@@ -135,7 +135,7 @@ def test_several_answers_in_a_stream() -> None:
 
 
 def test_a_stream_keeps_little() -> None:
-    counter = tokens_of_answer(m.Ask("r", 0, GENERATE, True, 0.0, 10, 7), streams=True)
+    counter = tokens_of_response(m.Ask("r", 0, GENERATE, True, 0.0, 10, 7), streams=True)
     for tokens in range(1, 3000, 100):
         counter.feed(event(generated(tokens)))
     assert sum(map(len, counter._pieces)) <= TAIL_PIECES * TAIL_BYTES  # type: ignore[attr-defined]
@@ -143,7 +143,7 @@ def test_a_stream_keeps_little() -> None:
 
 
 def test_an_event_of_several_answers_without_an_end_is_not_kept_whole() -> None:
-    counter = tokens_of_answer(m.Ask("r", 0, GENERATE, True, 0.0, 10, 7, prompts=2), streams=True)
+    counter = tokens_of_response(m.Ask("r", 0, GENERATE, True, 0.0, 10, 7, prompts=2), streams=True)
     for _ in range(4):
         counter.feed(b"x" * LINE_BYTES)
     assert len(counter._line) == LINE_BYTES  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from support.relays import Answer, Setting, request_bytes, setting
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.relay import dispatched_request
-from pla_sglang.fleet.router.relay.answer_errors import (
+from pla_sglang.fleet.router.relay.response_errors import (
     NOT_FOR_ROOM,
     LoadRefusal,
     error_code,

@@ -17,9 +17,9 @@ from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.http import json_body
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
 from pla_sglang.fleet.router.relay import client_connection, routes
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter
 from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest, ClientConnection
 from pla_sglang.fleet.router.relay.context import RelayContext
+from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.wire import messages as m
 
 ASK: dict[str, Any] = {"text": "hello"}
@@ -174,7 +174,7 @@ class Lone:
     def accept(self, head: RequestHead) -> AcceptedRequest:
         return AcceptedRequest(self.config.max_body_bytes, self.serve)
 
-    def serve(self, client: AnswerWriter, head: RequestHead, body: bytes) -> None:
+    def serve(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         self.bodies.append(body)
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pla_sglang.fleet.router.http.framing import Chunked, Sized, UntilClose, answer_framing
-from pla_sglang.fleet.router.http.head import BadMessage, parse_answer, parse_request
-from pla_sglang.fleet.router.http.responses import error_event, retry_after, whole_answer
+from pla_sglang.fleet.router.http.framing import Chunked, Sized, UntilClose, response_framing
+from pla_sglang.fleet.router.http.head import BadMessage, parse_request, parse_response
+from pla_sglang.fleet.router.http.responses import error_event, retry_after, whole_response
 
 HOST = b"Host: x\r\n"
 
@@ -270,8 +270,8 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("raw", "method", "kind"), ANSWERS)
 def test_answers_end_where_they_should(raw: bytes, method: str, kind: type) -> None:
-    head = parse_answer(raw)
-    framing = answer_framing(head, method)
+    head = parse_response(raw)
+    framing = response_framing(head, method)
     assert type(framing) is kind
     if isinstance(framing, Sized):
         assert framing.left == (4 if (head.status, method) == (200, "POST") else 0)
@@ -282,7 +282,7 @@ def test_answers_end_where_they_should(raw: bytes, method: str, kind: type) -> N
 )
 def test_bad_answers(raw: bytes) -> None:
     with pytest.raises(BadMessage):
-        parse_answer(raw)
+        parse_response(raw)
 
 
 @pytest.mark.parametrize("keep_alive", [True, False])
@@ -290,7 +290,7 @@ def test_our_own_answers_are_http(keep_alive: bool) -> None:
     peer = h11.Connection(h11.CLIENT)
     peer.send(h11.Request(method="GET", target="/", headers=[("Host", "x")]))
     peer.send(h11.EndOfMessage())
-    peer.receive_data(whole_answer(429, b"{}", keep_alive=keep_alive, headers=retry_after(0.2)))
+    peer.receive_data(whole_response(429, b"{}", keep_alive=keep_alive, headers=retry_after(0.2)))
     head = peer.next_event()
     assert isinstance(head, h11.Response)
     assert (head.status_code, dict(head.headers)[b"retry-after"]) == (429, b"1")

@@ -15,10 +15,10 @@ from support.http_cases import CASES, Case
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.http.head import RequestHead
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter
 from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest, ClientConnection
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.counters import ByteAccount
+from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 
 Request = tuple[str, bytes, bytes]  # method, target, body
 Read = tuple[str, Request | None]  # verdict, and the request where it is "ok"
@@ -56,7 +56,7 @@ class Owner:
 def read_by_router(pieces: list[bytes]) -> Read:
     requests: list[Request] = []
 
-    def serve(client: AnswerWriter, head: RequestHead, body: bytes) -> None:
+    def serve(client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         requests.append((head.method, head.target, body))
 
     def accept(head: RequestHead) -> AcceptedRequest:

@@ -116,7 +116,7 @@ class Running:
         return False
 
     def asks(self) -> bool:
-        """Whether a request is answered."""
+        """Tells whether a request is answered."""
         body = request_body(events=1, stream=False)
         with contextlib.suppress(OSError, ServerError):
             return open_url(f"http://127.0.0.1:{self.port}/generate", body, timeout_s=10).status == 200

@@ -1,4 +1,4 @@
-"""A prefill leg that has not ended when its request has: it gets some time, and then it is aborted."""
+"""A prefill part that has not ended when its request has: it gets some time, and then it is aborted."""
 
 from __future__ import annotations
 

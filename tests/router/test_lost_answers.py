@@ -12,7 +12,7 @@ from support.relays import read_answer, request_bytes, setting
 from support.token_streams import make_answer, tokens_of
 
 from pla_sglang.fleet.router.config import RelayConfig
-from pla_sglang.fleet.router.relay.answer_errors import given_up
+from pla_sglang.fleet.router.relay.response_errors import given_up
 from pla_sglang.fleet.router.wire import messages as m
 
 STREAM = {"text": "hello", "stream": True}

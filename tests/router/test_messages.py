@@ -17,7 +17,7 @@ FROM_RELAY = [
     PROGRESS,
     m.Lost("r", 1, 12, m.LossReason.DEAD, 2.7, shown=True, killed=(2,), avoided=(3,), detail="reset"),
     m.Joined("r", 2, 2.9, 0.2),
-    m.Ended("r", m.Outcome.CLIENT_GONE, 200, 3.0, first_s=2.5, aborted=(1, 2)),
+    m.Completed("r", m.Outcome.CLIENT_GONE, 200, 3.0, first_s=2.5, aborted=(1, 2)),
     m.Failure(2, m.FailureKind.LOST, "reset", rid="r"),
     m.Hello(0, m.PROTOCOL, 77, open=(m.OpenRequest(ASK, ASSIGN, (PROGRESS,)),)),
     m.RelayReport(0, {'bad_requests_total{reason="head"}': 1.0}, {"open_streams": 2.0}),
@@ -31,9 +31,9 @@ FROM_CONTROL = [
     ASSIGN,
     m.Refuse("r", 1, 429, "overloaded", "try later", retry_after_s=1.5),
     m.Continue("r", 2, 3, m.MoveKind.PULL, 1, "drain", 12, 2, "h", 8998, (1 << 63) - 9),
-    m.End("r", 1, "no other instance"),
+    m.NoNextHop("r", 1, "no other instance"),
     m.Abort("r", 499, "aborted", "by an operator"),
-    m.AdminAnswer(4, 200, "application/json", b"{}"),
+    m.AdminResponse(4, 200, "application/json", b"{}"),
 ]
 
 

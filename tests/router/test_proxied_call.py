@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pla_sglang.fleet.router.http.head import parse_answer
+from pla_sglang.fleet.router.http.head import parse_response
 from pla_sglang.fleet.router.relay.proxied_call import UNREACHABLE, StatusCall
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
@@ -46,7 +46,7 @@ def ask(host: str, answer: Callable[[StatusCall], None]) -> tuple[bytes, list[in
 @pytest.mark.parametrize(("host", "line"), [("127.0.0.1", b"127.0.0.1:30000"), ("fd00::7", b"[fd00::7]:30000")])
 def test_the_host_line_has_brackets_around_an_ipv6_address(host: str, line: bytes) -> None:
     def answer(call: StatusCall) -> None:
-        call.on_head(parse_answer(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"))
+        call.on_head(parse_response(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"))
         call.on_done()
 
     head, statuses = ask(host, answer)

@@ -41,7 +41,7 @@ async def begin(here: Here) -> asyncio.Task[Any]:
 
 def known(here: Here) -> int:
     requests = list(here.relay.requests._by_rid.values())
-    stream = requests[0].life.answer.marked if requests else None
+    stream = requests[0].life.response.marked if requests else None
     return 0 if stream is None else len(stream.ids)
 
 

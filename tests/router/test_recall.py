@@ -12,7 +12,7 @@ from support.relays import Setting, request_bytes, setting
 
 from pla_sglang.fleet.router.config import RelayConfig
 from pla_sglang.fleet.router.relay import attempt_cancellation
-from pla_sglang.fleet.router.relay.answer_errors import transfer_failed
+from pla_sglang.fleet.router.relay.response_errors import transfer_failed
 from pla_sglang.fleet.router.wire import messages as m
 
 PAIR = ("prefill", "decode")

@@ -282,10 +282,10 @@ async def test_late_answers_of_the_control_plane_change_nothing() -> None:
         await here.until(lambda: here.control.of(m.Lost))
         for order in (m.Continue("r", 2, 2, m.MoveKind.REDO, 5), m.Continue("r", 9, 2, m.MoveKind.REDO, 5)):
             port.on_message(order)
-        port.on_message(m.End("r", 1, "too late"))
+        port.on_message(m.NoNextHop("r", 1, "too late"))
         check_text(await asked, CHAT)
         port.on_message(m.Continue("r", 3, 2, m.MoveKind.REDO, 5))
-        port.on_message(m.End("r", 2, "too late"))
+        port.on_message(m.NoNextHop("r", 2, "too late"))
         assert not here.instances[2].bodies
 
 

@@ -33,17 +33,17 @@ PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encod
 QUIET = {
     "actions_total",
     "retries_total",
-    "moves_total",
-    "move_failures_total",
+    "migrations_total",
+    "migration_failures_total",
     "instance_failures_total",
     "aborts_total",
     "peer_lists_total",
-    "resting_requests",
+    "cooling_down_requests",
 } | {
     "worker_errors",
     "worker_peers",
-    *("worker_legs", "worker_leg_kv_tokens", "worker_leg_ready", "worker_quarantined_requests"),
-    *("worker_legs_refused", "worker_leg_faults"),
+    *("worker_transfers", "worker_transfer_kv_tokens", "worker_transfer_ready", "worker_pinned_requests"),
+    *("worker_transfers_refused", "worker_transfer_faults"),
     *("worker_request_rows", "worker_request_rows_age_seconds"),
     # the first requests of a pair are left out
     *("worker_first_tokens_total", "worker_ttft_seconds_total"),
@@ -199,7 +199,7 @@ async def test_streams_of_instances_that_die_go_on_elsewhere_and_the_recording_r
         moved = [rid for rid in range(40) if "hops" in (await here.get(f"/pla/explain/r{rid:02d}"))[1]]
         assert moved
         metrics = (await here.get("/metrics"))[1]
-        assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
+        assert 'pla_router_migrations_total{how="redo",reason="survive"}' in metrics
         tags = [tags for fake in here.fakes for tags in map(tags_of, fake.bodies) if "pla_tokens" in tags]
         assert tags
         assert all(tags["pla_tokens"] in ([0], [0, 1, 2]) for tags in tags)
@@ -237,8 +237,8 @@ async def test_streams_that_are_moved_at_random_lose_nothing() -> None:
         migration.sweep_moves(time.monotonic())
         assert count_moves(here.plane) == 0
         metrics = (await here.get("/metrics"))[1]
-        assert 'pla_router_moves_total{how="pull",reason="random"}' in metrics
-        assert 'pla_router_moves_total{how="redo",reason="survive"}' in metrics
+        assert 'pla_router_migrations_total{how="pull",reason="random"}' in metrics
+        assert 'pla_router_migrations_total{how="redo",reason="survive"}' in metrics
         await here.fakes[0].start()
 
 

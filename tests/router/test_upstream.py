@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay import upstream_connection
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
@@ -47,7 +47,7 @@ class SlowClient:
         self.connection = connection
         self.done = False
 
-    def on_head(self, head: AnswerHead) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         """Nothing to see."""
 
     def on_body(self, data: bytes) -> None:

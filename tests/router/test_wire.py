@@ -83,10 +83,10 @@ async def test_stages_wait_for_a_question(address: str, monkeypatch: pytest.Monk
         assert not plane.of(m.Progress)
         plane.answer = lambda _: None
         relay.context.send_to_control(ask)
-        relay.context.send_to_control(m.Ended("b", m.Outcome.OK, 200, 0.0))
+        relay.context.send_to_control(m.Completed("b", m.Outcome.OK, 200, 0.0))
         await here.until(lambda: plane.of(m.Ask))
         assert [type(one) for one in plane.heard if not isinstance(one, m.Hello | m.RelayReport)] == [
-            *(m.Progress, m.Ask, m.Ended),
+            *(m.Progress, m.Ask, m.Completed),
         ]
 
 
@@ -109,7 +109,7 @@ async def test_requests_go_through_two_relays(address: str) -> None:
         await settings[0].until(lambda: first.context.workers.serving and second.context.workers.serving)
         answers = await asyncio.gather(*(here.ask({"text": "x"}) for here in settings * 20))
         assert {answer.status for answer in answers} == {200}
-        await settings[0].until(lambda: len(plane.of(m.Ended)) == 40)
+        await settings[0].until(lambda: len(plane.of(m.Completed)) == 40)
         assert {ask.relay for ask in plane.of(m.Ask)} == {0, 1}
         assert len({ask.rid for ask in plane.of(m.Ask)}) == 40
         assert settings[0].is_at_rest()
@@ -134,7 +134,7 @@ async def test_streams_outlive_the_control_plane(address: str) -> None:
             assert (await waiting).status == 200
             [hello] = second.of(m.Hello)
             assert [one.ask.rid for one in hello.open] == [first.of(m.Ask)[0].rid]
-            await here.until(lambda: len(second.of(m.Ended)) == 2)
+            await here.until(lambda: len(second.of(m.Completed)) == 2)
 
 
 async def test_a_relay_that_is_gone_is_forgotten(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason
 from pla_sglang.policy.pla.awd import AwdKnobs
-from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
@@ -159,14 +159,14 @@ def test_skipping_ahead_changes_nothing(monkeypatch: pytest.MonkeyPatch, mixed: 
 
 def temporal() -> TemporalPolicy:
     model = StepModel(g0_s=6.8e-3, gw_s=0.0, gr_s=4e-8, k0_s=5e-4, b_s=2.1e-5, a_s=4.3e-10)
-    return TemporalPolicy(TemporalKnobs(boundary_tokens=512, awd=AwdKnobs(), longs=LongKnobs()), model)
+    return TemporalPolicy(TemporalKnobs(boundary_tokens=512, awd=AwdKnobs(), long_prompts=LongKnobs()), model)
 
 
 def test_the_temporal_policy_runs_unchanged_and_keeps_shorts_fast() -> None:
     """The policy object of the engine, in the simulator: shorts overtake a queue of longs."""
-    longs = [(0.0, 24_000, 4)] * 6
-    shorts = [(0.2 + 0.1 * index, 100, 4) for index in range(20)]
-    rows = trace(*longs, *shorts)
+    long_prompts = [(0.0, 24_000, 4)] * 6
+    short_prompts = [(0.2 + 0.1 * index, 100, 4) for index in range(20)]
+    rows = trace(*long_prompts, *short_prompts)
     spec = InstanceSpec(load_profile("h100-llama3.1-8b-tp1"))
     config = SimConfig([spec], engine=EngineKnobs(chunk_tokens=2048))
 

@@ -10,7 +10,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.admission import AdmissionKnobs
 from pla_sglang.policy.interface.fleet import Role
 from pla_sglang.sim.core.config import InstanceFault, InstanceSpec
-from pla_sglang.sim.core.front import FrontKnobs
+from pla_sglang.sim.core.front import AdmissionQueueKnobs
 
 HAND = profile(token_s=1e-3, decode_base_s=0.01)
 ONE = [InstanceSpec(HAND)]
@@ -19,12 +19,12 @@ ROWS = tuple((0.01 * row, 20, 3) for row in range(12))
 
 def test_without_limits_nothing_changes() -> None:
     plain = simulation(trace(*ROWS), ONE).run()
-    fronted = simulation(trace(*ROWS), ONE, front=FrontKnobs()).run()
+    fronted = simulation(trace(*ROWS), ONE, front=AdmissionQueueKnobs()).run()
     assert fronted.digest() == plain.digest()
 
 
 def test_a_limit_on_open_requests_refuses_the_others() -> None:
-    knobs = FrontKnobs(AdmissionKnobs(open_requests=2))
+    knobs = AdmissionQueueKnobs(AdmissionKnobs(open_requests=2))
     result = simulation(trace((0.0, 50, 5), (0.0, 50, 5), (0.0, 50, 5), (1000.0, 50, 5)), ONE, front=knobs).run()
     assert result.stage == ["finished", "finished", "refused", "finished"]
     assert result.counts["refused_open_limit"] == 1
@@ -33,7 +33,7 @@ def test_a_limit_on_open_requests_refuses_the_others() -> None:
 def test_tenants_take_turns_while_the_fleet_is_saturated() -> None:
     """Tenant 0 sends five requests before the one of tenant 1, which is then the second to be dispatched."""
     rows = trace(*[(0.001 * row, 100, 1) for row in range(6)], client=np.array([0, 0, 0, 0, 0, 1]))
-    fair = simulation(rows, ONE, front=FrontKnobs(hold_tokens=50)).run()
+    fair = simulation(rows, ONE, front=AdmissionQueueKnobs(hold_tokens=50)).run()
     order = np.argsort(fair.served.first_token_s, kind="stable").tolist()
     assert order == [0, 5, 1, 2, 3, 4]
     plain = simulation(rows, ONE).run()
@@ -42,7 +42,7 @@ def test_tenants_take_turns_while_the_fleet_is_saturated() -> None:
 
 def test_requests_wait_in_the_queue_until_an_instance_is_ready() -> None:
     faults = [InstanceFault(0.0, 0, down_s=5.0)]
-    result = simulation(trace(*ROWS), ONE, instance_faults=faults, startup_s=1.0, front=FrontKnobs()).run()
+    result = simulation(trace(*ROWS), ONE, instance_faults=faults, startup_s=1.0, front=AdmissionQueueKnobs()).run()
     assert set(result.stage) == {"finished"}
     assert (result.served.first_token_s > 6.0).all()
 
@@ -53,7 +53,7 @@ def test_nobody_is_lost_when_instances_die_and_users_leave() -> None:
         trace(*[(0.05 * row, 60, 20) for row in range(80)]),
         specs,
         route=to_decode_pool(),
-        front=FrontKnobs(hold_tokens=100),
+        front=AdmissionQueueKnobs(hold_tokens=100),
         instance_faults=[InstanceFault(0.7, 0, down_s=0.5), InstanceFault(1.1, 3, down_s=0.5)],
         startup_s=0.2,
         cancels=dict.fromkeys(range(0, 80, 7), 0.3),
@@ -70,7 +70,7 @@ def test_a_predicted_ttft_above_the_limit_is_refused_once_predictions_are_judged
             answer = super().dispatch(request, fleet, now_s)
             return type(answer)(answer.prefill, answer.decode, answer.reason, predicted_ttft_s=1.0)
 
-    knobs = FrontKnobs(AdmissionKnobs(ttft_s=0.0001, judged=3, window=3))
+    knobs = AdmissionQueueKnobs(AdmissionKnobs(ttft_s=0.0001, judged=3, window=3))
     rows = trace(*[(10.0 * row, 20, 2) for row in range(6)])
     result = simulation(rows, ONE, route=Pessimist(), ttft_slo_s=1.0, front=knobs).run()
     assert result.stage == ["finished"] * 3 + ["refused"] * 3
@@ -79,4 +79,4 @@ def test_a_predicted_ttft_above_the_limit_is_refused_once_predictions_are_judged
 
 def test_bad_hold_tokens() -> None:
     with pytest.raises(ConfigError, match="front hold_tokens 0 is out of range; allowed: at least 1"):
-        FrontKnobs(hold_tokens=0)
+        AdmissionQueueKnobs(hold_tokens=0)

@@ -17,7 +17,7 @@ from pla_sglang.policy.interface.decisions import FleetAction, Migrate, ScaleTo,
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceState, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
 from pla_sglang.profiles import ProfileError
-from pla_sglang.sim.core.config import Flip, InstanceFault, InstanceSpec, LinkFault, SimConfig
+from pla_sglang.sim.core.config import InstanceFault, InstanceSpec, LinkFault, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.fleet import Life
@@ -150,8 +150,8 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("flip", "instances"), [(Flip.DRAIN, 3), (Flip.RESTART, 4)])
-def test_other_flips_finish_old_work_first(flip: Flip, instances: int) -> None:
+@pytest.mark.parametrize(("flip", "instances"), [(RoleSwitch.DRAIN, 3), (RoleSwitch.RESTART, 4)])
+def test_other_flips_finish_old_work_first(flip: RoleSwitch, instances: int) -> None:
     script = Script((0.05, lambda view: [SetRole(view.instances[1], Role.DECODE, WHY)]), interval_s=0.05)
     rows = trace((0.0, 200, 11), (0.0, 200, 11), (20.0, 100, 11), (20.0, 100, 11))
     one = simulation(rows, KINDS, route=to_decode_pool(), controllers=[script], flip=flip, startup_s=5.0)
@@ -159,7 +159,7 @@ def test_other_flips_finish_old_work_first(flip: Flip, instances: int) -> None:
     one.cluster.check_integrity()
     views = one.cluster.fleet.view.instances
     assert len(views) == instances
-    flipped = views[1] if flip is Flip.DRAIN else views[3]
+    flipped = views[1] if flip is RoleSwitch.DRAIN else views[3]
     assert (flipped.state, flipped.role, flipped.kind) == (InstanceState.READY, Role.DECODE, InstanceKind.DECODE)
     assert flipped.index in result.decode_instance[2:].tolist()
     assert result.counts["finished"] == 4
@@ -314,7 +314,7 @@ def wild(seed: int, host: HostKnobs = NO_HOST) -> RunResult:
         route=Route(anyone, anyone),  # type: ignore[arg-type]
         controllers=[Script(*((0.2 * tick, anything) for tick in range(40)), interval_s=0.1)],
         engine=EngineKnobs(chunk_tokens=256, slots=16, mixed=rng.random() < 0.5, growth_start=0.3, growth_least=0.1),
-        flip=rng.choice(list(Flip)),
+        flip=rng.choice(list(RoleSwitch)),
         network=NetworkKnobs(2e6, 1e-3),
         host=host,
         startup_s=0.5,

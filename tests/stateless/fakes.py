@@ -98,9 +98,9 @@ class FakeSendQueue:
         req.metadata_buffer_index = 0
         return True
 
-    def create_sender(self, shadow: Any, heads: int) -> bool:
-        shadow.disagg_kv_sender = FakeSender()
-        shadow.sampling_params.max_new_tokens = 1  # as the host does
+    def create_sender(self, export_request: Any, heads: int) -> bool:
+        export_request.disagg_kv_sender = FakeSender()
+        export_request.sampling_params.max_new_tokens = 1  # as the host does
         return True
 
     def finalize_bootstrap(self, req: Any) -> bool:

@@ -11,7 +11,7 @@ from fakes import FakeRequest
 from pla_sglang.fleet.stateless.host import calls
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
 from pla_sglang.fleet.stateless.transfer.legs import Uncounted
-from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, Told
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerConfig
 from pla_sglang.fleet.stateless.transfer.receiving import Receiver
 from pla_sglang.plugin.engine.faults import Faults
 
@@ -92,7 +92,7 @@ class ReceiveScene:
         self.faults = Faults()
         self.deferred, self.acknowledged = DeferredFree(lambda flags: flags, self.faults), set[int]()
         self.book = PeerBook("127.0.0.1", 9000)
-        self.book.tell(Told(None, (PEER,)))
+        self.book.tell(PeerConfig(None, (PEER,)))
         self.refused = set[int]()
         acknowledged = SimpleNamespace(
             has=self.acknowledged.__contains__,

@@ -291,11 +291,11 @@ def test_penalties_are_the_hosts_where_ours_cannot_be_counted() -> None:
 @pytest.mark.parametrize("place_riders", [hooks.after_mix_with_running, scheduler_hooks.after_mix_with_running])
 def test_running_requests_that_cannot_be_placed_in_a_pass_end_with_it(place_riders: Any) -> None:
     """The host's own place may be one too far: KV that is not written would be read."""
-    riders = [JoiningRequest("a"), JoiningRequest("b")]
-    riders[1].to_finish = "aborted before"
-    place_riders(None, Broken(), SimpleNamespace(reqs=riders))
-    assert (riders[0].to_finish.status_code, riders[1].to_finish) == (500, "aborted before")
-    assert all(req.skip_radix_cache_insert for req in riders)  # type: ignore[attr-defined]
+    piggybacked = [JoiningRequest("a"), JoiningRequest("b")]
+    piggybacked[1].to_finish = "aborted before"
+    place_riders(None, Broken(), SimpleNamespace(reqs=piggybacked))
+    assert (piggybacked[0].to_finish.status_code, piggybacked[1].to_finish) == (500, "aborted before")
+    assert all(req.skip_radix_cache_insert for req in piggybacked)  # type: ignore[attr-defined]
 
 
 def test_a_leg_that_cannot_be_let_go_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

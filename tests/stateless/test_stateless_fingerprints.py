@@ -11,6 +11,7 @@ from receive_scene import PEER, ReceiveScene
 from support.request_fields import RequestFields
 
 from pla_sglang.fleet.stateless.host import calls
+from pla_sglang.fleet.stateless.transfer.exports import make_export_request
 from pla_sglang.fleet.stateless.transfer.fingerprints import (
     UNSAID,
     Fingerprint,
@@ -19,7 +20,6 @@ from pla_sglang.fleet.stateless.transfer.fingerprints import (
     read_fingerprint,
     write_fingerprint,
 )
-from pla_sglang.fleet.stateless.transfer.holds import make_shadow
 from pla_sglang.fleet.stateless.transfer.legs import SOURCE_ATTRIBUTE
 from pla_sglang.fleet.stateless.transfer.peers import Peer
 from pla_sglang.plugin.engine.host.transfers import metadata_options
@@ -149,9 +149,9 @@ def test_a_source_says_of_what_its_kv_is_and_the_room_stays_the_hosts() -> None:
 def test_a_held_request_is_sent_as_prompt_and_answer() -> None:
     """Without the last token of the answer, whose KV is not there yet."""
     buffers, held = make_buffers(Fingerprints(make_scheduler())), make_sendable(answer=(7, 8, 9))
-    shadow = make_shadow(held, 6)
-    shadow.metadata_buffer_index = 2
-    buffers.set_buf(shadow)
+    export_request = make_export_request(held, 6)
+    export_request.metadata_buffer_index = 2
+    buffers.set_buf(export_request)
     assert read_fingerprint(buffers, 2) == print_of(make_request([*PROMPT, 7, 8]))
 
 

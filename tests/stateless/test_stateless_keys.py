@@ -11,7 +11,7 @@ import pytest
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.reserved import ROUTER_KEY_HEADER, make_router_key
-from pla_sglang.fleet.stateless.requests.http_front import Front, RefusedLegError
+from pla_sglang.fleet.stateless.requests.http_frontend import HttpFrontend, RefusedLegError
 from pla_sglang.fleet.stateless.requests.router_keys import (
     KEEP_S,
     MAX_KEYS,
@@ -45,11 +45,11 @@ def asked(**fields: Any) -> Any:
 
 
 @pytest.fixture
-def front() -> Front:
-    return Front(SimpleNamespace(host="127.0.0.1", disaggregation_bootstrap_port=8998))
+def front() -> HttpFrontend:
+    return HttpFrontend(SimpleNamespace(host="127.0.0.1", disaggregation_bootstrap_port=8998))
 
 
-def test_without_a_told_key_legs_come_from_anybody(front: Front) -> None:
+def test_without_a_told_key_legs_come_from_anybody(front: HttpFrontend) -> None:
     front.take_peers({"peers": []})
     for request in (None, request_with(None), request_with("any")):
         front.check_request(asked(**LEG), request)
@@ -70,7 +70,7 @@ RESERVED = [
 @pytest.mark.parametrize(("fields", "name"), RESERVED)
 @pytest.mark.parametrize("request_", [None, request_with(None), request_with(""), request_with(KEY[:-1])])
 def test_with_a_told_key_only_its_holder_may_say_them(
-    front: Front, fields: dict[str, Any], name: str, request_: Any
+    front: HttpFrontend, fields: dict[str, Any], name: str, request_: Any
 ) -> None:
     told = front.take_peers({"peers": [], "router_key": KEY})
     assert KEY not in repr(told), "schedulers need no key"
@@ -82,7 +82,7 @@ def test_with_a_told_key_only_its_holder_may_say_them(
     assert not front.is_from_router(request_)
 
 
-def test_the_holder_of_the_key_is_let_in(front: Front) -> None:
+def test_the_holder_of_the_key_is_let_in(front: HttpFrontend) -> None:
     front.take_peers({"peers": [], "router_key": KEY})
     assert front.is_from_router(request_with(KEY))
     front.check_request(asked(**LEG), request_with(KEY))
@@ -100,13 +100,13 @@ def test_the_holder_of_the_key_is_let_in(front: Front) -> None:
         {"sampling_params": [{"custom_params": None}]},
     ],
 )
-def test_what_clients_say_needs_no_key(front: Front, fields: dict[str, Any]) -> None:
+def test_what_clients_say_needs_no_key(front: HttpFrontend, fields: dict[str, Any]) -> None:
     front.take_peers({"peers": [], "router_key": KEY})
     assert find_reserved(asked(**fields)) is None
     front.check_request(asked(**fields), request_with(None))
 
 
-def test_a_request_without_such_fields_needs_no_key(front: Front) -> None:
+def test_a_request_without_such_fields_needs_no_key(front: HttpFrontend) -> None:
     """Embeddings have none of them."""
     front.take_peers({"peers": [], "router_key": KEY})
     front.check_request(SimpleNamespace(), request_with(None))
@@ -182,7 +182,7 @@ def test_made_up_keys_do_not_keep_a_router_out_for_long() -> None:
     assert keys.admits(OTHER)
 
 
-def test_a_router_for_whom_there_is_no_room_changes_nothing(front: Front) -> None:
+def test_a_router_for_whom_there_is_no_room_changes_nothing(front: HttpFrontend) -> None:
     for _ in range(MAX_KEYS):
         front.take_peers({"peers": [], "router_key": make_router_key()})
     with pytest.raises(KeysFullError):
@@ -191,7 +191,7 @@ def test_a_router_for_whom_there_is_no_room_changes_nothing(front: Front) -> Non
 
 
 @pytest.mark.parametrize("key", ["", "short", "x" * 129, "with blanks " * 3, "k\u00e9" * 16, 7, None, ["k" * 32]])
-def test_a_key_that_is_none_is_refused_and_not_shown(front: Front, key: Any) -> None:
+def test_a_key_that_is_none_is_refused_and_not_shown(front: HttpFrontend, key: Any) -> None:
     peer = {"name": "b", "host": "10.0.0.2", "bootstrap_port": 9001}
     with pytest.raises(ConfigError, match="router_key is not valid; allowed: 16 to 128 visible ASCII") as refused:
         front.take_peers({"peers": [peer], "router_key": key})
@@ -200,13 +200,13 @@ def test_a_key_that_is_none_is_refused_and_not_shown(front: Front, key: Any) -> 
     assert front.is_from_router(None)
 
 
-def test_a_bad_list_leaves_the_keys_as_they_were(front: Front) -> None:
+def test_a_bad_list_leaves_the_keys_as_they_were(front: HttpFrontend) -> None:
     with pytest.raises(ConfigError, match="peers"):
         front.take_peers({"peers": 3, "router_key": KEY})
     assert front.is_from_router(None)
 
 
-def test_the_front_forgets_peers_that_are_told_no_more(front: Front) -> None:
+def test_the_front_forgets_peers_that_are_told_no_more(front: HttpFrontend) -> None:
     front.take_peers({"peers": [{"name": "b", "host": "10.0.0.2", "bootstrap_port": 9001}]})
     front.take_peers({"peers": []})
     assert front.book.at("10.0.0.2", 9001) is None

@@ -12,11 +12,11 @@ from pla_sglang.fleet.stateless.transfer.peers import (
     MOST_PEERS,
     Peer,
     PeerBook,
+    PeerConfig,
     PeerState,
-    Told,
-    UntoldPeerError,
+    UnknownPeerError,
     agree_on_states,
-    parse_told,
+    parse_peer_config,
 )
 from pla_sglang.plugin.engine.request_rows import RowsWanted
 
@@ -26,7 +26,7 @@ C = Peer("c", "10.0.0.3", 9002, "i1")
 
 def book_with(*peers: Peer) -> PeerBook:
     book = PeerBook("0.0.0.0", 9000)
-    book.tell(Told(Peer("a", "10.0.0.1", 9000), peers))
+    book.tell(PeerConfig(Peer("a", "10.0.0.1", 9000), peers))
     return book
 
 
@@ -40,21 +40,21 @@ def test_the_address_says_what_a_request_wants() -> None:
 
 @pytest.mark.parametrize("address", [("10.0.0.2", 9000), ("10.0.0.3", 9002), ("10.0.0.2", None), ("0.0.0.0", 9000)])
 def test_any_other_address_is_refused(address: tuple[str, Any]) -> None:
-    with pytest.raises(UntoldPeerError, match="neither this instance's own"):
+    with pytest.raises(UnknownPeerError, match="neither this instance's own"):
         book_with(B).kind_of(*address)
 
 
 def test_before_anybody_told_only_the_own_address_is_known() -> None:
     book = PeerBook("192.168.0.9", 9000)
     assert book.kind_of("192.168.0.9", 9000) is LegKind.PREFILL
-    with pytest.raises(UntoldPeerError):
+    with pytest.raises(UnknownPeerError):
         book.kind_of("10.0.0.2", 9001)
 
 
 def test_the_same_list_again_changes_nothing() -> None:
     book = book_with(B, C)
     book.set_state(B, PeerState.READY)
-    assert book.tell(Told(None, (C, B))) == ([], [])
+    assert book.tell(PeerConfig(None, (C, B))) == ([], [])
     assert book.to_dict() == {"b": "ready", "c": "warming"}
 
 
@@ -62,7 +62,7 @@ def test_a_new_incarnation_replaces_the_old_one() -> None:
     book = book_with(B, C)
     book.set_state(B, PeerState.READY)
     again = Peer("b", "10.0.0.2", 9001, "i2")
-    assert book.tell(Told(None, (again, C))) == ([B], [again])
+    assert book.tell(PeerConfig(None, (again, C))) == ([B], [again])
     assert not book.is_current(B)
     book.set_state(B, PeerState.READY)  # a warming thread of the old one comes late
     assert book.to_dict() == {"b": "warming", "c": "warming"}
@@ -74,35 +74,35 @@ def test_a_peer_that_is_not_in_the_list_any_more_gets_no_new_legs_and_keeps_its_
     """A list may be short of peers that are well: that of a router that has just started, or of a second one."""
     book = book_with(B, C)
     book.set_state(B, PeerState.READY)
-    assert book.tell(Told(None, (C,))) == ([], [])
-    with pytest.raises(UntoldPeerError):
+    assert book.tell(PeerConfig(None, (C,))) == ([], [])
+    with pytest.raises(UnknownPeerError):
         book.kind_of(*B.address)
     assert (book.to_dict(), book.count_states()) == ({"c": "warming"}, {PeerState.WARMING: 1})
     assert (book.is_current(B), book.at(*B.address), book.list_in(PeerState.READY)) == (True, B, [B])
-    assert book.tell(Told(None, (B, C))) == ([], []), "nothing was lost"
+    assert book.tell(PeerConfig(None, (B, C))) == ([], []), "nothing was lost"
     assert book.to_dict() == {"b": "ready", "c": "warming"}
 
 
 def test_a_peer_that_is_told_no_more_is_forgotten_once_it_is_not_in_use() -> None:
     book = book_with(B, C)
-    book.tell(Told(None, (C,)))
-    assert book.forget_untold({B.address, C.address}) == []
-    assert book.forget_untold() == [B]
+    book.tell(PeerConfig(None, (C,)))
+    assert book.forget_unlisted({B.address, C.address}) == []
+    assert book.forget_unlisted() == [B]
     assert (book.is_current(B), book.at(*B.address), book.state_of(*B.address)) == (False, None, None)
-    assert book.tell(Told(None, (B, C))) == ([], [B]), "it is connected to again"
+    assert book.tell(PeerConfig(None, (B, C))) == ([], [B]), "it is connected to again"
 
 
 def test_another_process_replaces_a_peer_that_was_told_no_more() -> None:
     book = book_with(B)
-    book.tell(Told(None, ()))
+    book.tell(PeerConfig(None, ()))
     again = Peer("b", "10.0.0.2", 9001, "i2")
-    assert book.tell(Told(None, (again,))) == ([B], [again])
+    assert book.tell(PeerConfig(None, (again,))) == ([B], [again])
 
 
 def test_an_incarnation_is_remembered_over_a_list_without_it() -> None:
     book, again = book_with(B), Peer("b", "10.0.0.2", 9001, "i2")
-    assert book.tell(Told(None, (Peer("b", "10.0.0.2", 9001),))) == ([], [])
-    assert book.tell(Told(None, (again,))) == ([B], [again])
+    assert book.tell(PeerConfig(None, (Peer("b", "10.0.0.2", 9001),))) == ([], [])
+    assert book.tell(PeerConfig(None, (again,))) == ([B], [again])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_an_incarnation_is_remembered_over_a_list_without_it() -> None:
 def test_what_says_that_a_process_was_replaced(told: Peer, *, is_replaced: bool) -> None:
     book = book_with(B)
     assert not book.is_replaced(B)
-    replaced, _ = book.tell(Told(None, (told,)))
+    replaced, _ = book.tell(PeerConfig(None, (told,)))
     assert replaced == ([B] if is_replaced else [])
     assert book.is_replaced(B) is is_replaced
     assert book.is_current(B) is not is_replaced
@@ -125,7 +125,7 @@ def test_what_says_that_a_process_was_replaced(told: Peer, *, is_replaced: bool)
 
 def test_an_instance_is_not_its_own_peer() -> None:
     book = PeerBook("10.0.0.1", 9000)
-    assert book.tell(Told(None, (Peer("a", "10.0.0.1", 9000, "x"), B))) == ([], [B])
+    assert book.tell(PeerConfig(None, (Peer("a", "10.0.0.1", 9000, "x"), B))) == ([], [B])
 
 
 def test_what_is_told_survives_the_way_to_the_schedulers() -> None:
@@ -135,7 +135,11 @@ def test_what_is_told_survives_the_way_to_the_schedulers() -> None:
     from pla_sglang.fleet.stateless.requests.messages import PlaPeers, register_messages
 
     register_messages()
-    for told in (Told(Peer("a", "10.0.0.1", 9000), (B, C)), Told(None, ()), Told(None, (B,), RowsWanted(0.5, 7))):
+    for told in (
+        PeerConfig(Peer("a", "10.0.0.1", 9000), (B, C)),
+        PeerConfig(None, ()),
+        PeerConfig(None, (B,), RowsWanted(0.5, 7)),
+    ):
         assert msgpack_decode(msgpack_encode(PlaPeers(told=told))).told == told
 
 
@@ -188,15 +192,17 @@ BAD_BODIES = [
 @pytest.mark.parametrize(("body", "named"), BAD_BODIES)
 def test_a_bad_body_is_refused(body: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        parse_told(body)
+        parse_peer_config(body)
 
 
 def test_a_good_body() -> None:
-    told = parse_told({"self": {"name": "a", "host": "h", "bootstrap_port": 1}, "peers": [GOOD]})
-    assert told == Told(Peer("a", "h", 1), (Peer("b", "h", 9001, "x"),))
+    told = parse_peer_config({"self": {"name": "a", "host": "h", "bootstrap_port": 1}, "peers": [GOOD]})
+    assert told == PeerConfig(Peer("a", "h", 1), (Peer("b", "h", 9001, "x"),))
     for host in ("10.0.0.2", "::1", "Pod-1.ns_a.svc.", "localhost"):
-        assert parse_told({"peers": [GOOD | {"host": host}]}).peers[0].host == host, "as the router will name it"
-    assert parse_told({"peers": [], "rows": {"every_s": 2, "most": 9}}) == Told(None, (), RowsWanted(2.0, 9))
+        assert parse_peer_config({"peers": [GOOD | {"host": host}]}).peers[0].host == host, "as the router will name it"
+    assert parse_peer_config({"peers": [], "rows": {"every_s": 2, "most": 9}}) == PeerConfig(
+        None, (), RowsWanted(2.0, 9)
+    )
 
 
 def test_every_move_of_a_prefill_leg_is_legal_or_refused() -> None:

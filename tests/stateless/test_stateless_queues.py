@@ -9,7 +9,7 @@ import pytest
 from support.request_fields import RequestFields
 
 from pla_sglang.fleet.stateless.transfer.legs import Caps, Uncounted
-from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerConfig, PeerState
 from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.host.requests import set_extend
 
@@ -52,7 +52,7 @@ def queue_with(*, free_tokens: int = 1000, running: int = 0, held: int = 0, held
     queue._held, queue.caps = Uncounted(held_tokens, held), Caps(400, 8)
     queue._fresh_tokens, queue._fresh_requests, queue._broken, queue.agree = 0, 0, (), lambda flags: flags
     queue.book, queue.connector = PeerBook("127.0.0.1", 9000), FakeConnector()
-    queue.book.tell(Told(None, (PEER,)))
+    queue.book.tell(PeerConfig(None, (PEER,)))
     queue.kv_manager = SimpleNamespace(failures={})
     queue.kv_manager.record_failure = queue.kv_manager.failures.__setitem__
     queue.faults = Faults()
@@ -101,20 +101,20 @@ def test_a_leg_waits_while_its_peer_is_warmed_and_the_network_is_never_asked() -
 def test_a_leg_of_a_failed_or_forgotten_peer_ends(state: PeerState | None, status: int) -> None:
     queue, leg, why = queue_with(), entry(), None
     if state is None:
-        queue.book.tell(Told(None, ()))
-        queue.book.forget_untold()
+        queue.book.tell(PeerConfig(None, ()))
+        queue.book.forget_unlisted()
     else:
         why = "page size 16 here, 1 there"
         queue.book.set_state(PEER, state, why)
     assert queue._ensure_prefill_info({"a": [leg]}) == ({}, [])
     assert leg.kv_receiver.aborts == 1
     assert leg.pla_status == status
-    assert (why or "not told any more") in queue.kv_manager.failures[5]
+    assert (why or "no longer configured") in queue.kv_manager.failures[5]
 
 
 def test_a_leg_of_a_peer_that_is_told_no_more_waits_on_for_its_connection() -> None:
     queue, leg = queue_with(), entry()
-    queue.book.tell(Told(None, ()))
+    queue.book.tell(PeerConfig(None, ()))
     assert queue._ensure_prefill_info({"a": [leg]}) == ({}, [leg])
     assert queue.connector.asked == [PEER]
 

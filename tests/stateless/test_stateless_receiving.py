@@ -16,7 +16,7 @@ from pla_sglang.fleet.stateless.engine import StatelessEngine
 from pla_sglang.fleet.stateless.host import calls
 from pla_sglang.fleet.stateless.requests.messages import PlaPeers
 from pla_sglang.fleet.stateless.transfer.legs import FAULT_ATTRIBUTE, GOES_ON_ATTRIBUTE, KIND_ATTRIBUTE, LegKind
-from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, Told
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerConfig
 from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
 from pla_sglang.plugin.engine import backlog
 from pla_sglang.plugin.engine.faults import Faults
@@ -78,7 +78,7 @@ def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: ReceiveScene, way
     bench.transfers.failing = {"a"}
     if way == "replaced before":
         bench.transfers.queue, bench.queue.queue = bench.queue.queue, []
-        bench.book.tell(Told(None, (AGAIN,)))
+        bench.book.tell(PeerConfig(None, (AGAIN,)))
     bench.receiver.pump()
     [(rid, reason)] = bench.answers
     assert (rid, "the link is down" in reason) == ("a", True)
@@ -88,7 +88,7 @@ def test_pages_of_a_failed_transfer_wait_for_the_sender(bench: ReceiveScene, way
     if way == "acknowledged":
         bench.acknowledged.add(1)
     elif way == "replaced after":
-        bench.book.tell(Told(None, (AGAIN,)))
+        bench.book.tell(PeerConfig(None, (AGAIN,)))
     bench.deferred.sweep(0.0)
     assert (bench.freed, bench.transfers.freed_slots) == (["a"], [0])
     manager = bench.queue.kv_manager
@@ -123,9 +123,9 @@ def test_a_sender_that_may_still_be_there_keeps_the_pages(
     bench.add("a")
     bench.transfers.failing = {"a"}
     if when == "before":
-        bench.book.tell(Told(None, told))
+        bench.book.tell(PeerConfig(None, told))
     bench.receiver.pump()
-    bench.book.tell(Told(None, told))
+    bench.book.tell(PeerConfig(None, told))
     bench.deferred.sweep(0.0)
     assert (bench.freed, len(bench.deferred)) == ([], 1)
     bench.acknowledged.add(1)
@@ -239,12 +239,12 @@ def test_a_list_that_is_short_of_a_peer_ends_nothing_of_it() -> None:
     engine.connector = SimpleNamespace(drop=dropped.append, connect=lambda peer: None)  # type: ignore[assignment]
     engine.receiver.list_sources = lambda: sources  # type: ignore[method-assign]
     for told in ((PEER,), ()):
-        engine.on_peers(PlaPeers(told=Told(None, told)))
+        engine.on_peers(PlaPeers(told=PeerConfig(None, told)))
         engine._forget_peers()
     assert dropped == []
-    engine.on_peers(PlaPeers(told=Told(None, (AGAIN,))))
+    engine.on_peers(PlaPeers(told=PeerConfig(None, (AGAIN,))))
     assert dropped == [PEER]
-    engine.on_peers(PlaPeers(told=Told(None, ())))
+    engine.on_peers(PlaPeers(told=PeerConfig(None, ())))
     sources.clear()
     engine._forget_peers()
     assert dropped == [PEER, AGAIN]
@@ -302,11 +302,11 @@ def test_what_befell_another_rank_befalls_all(
 
 
 def test_what_comes_back_to_the_queue_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A retracted request, also one that came as a decode leg, is prefilled here."""
+    """A retracted request, also one that came as a decode part, is prefilled here."""
     engine, taken = engine_of_fakes(), list[str]()
     engine.refused = 0
     engine.book = PeerBook("127.0.0.1", 9000)
-    engine.book.tell(Told(None, (PEER,)))
+    engine.book.tell(PeerConfig(None, (PEER,)))
     engine._scheduler = ACCEPTING
     engine.receiver.add = lambda req: taken.append(req.rid)  # type: ignore[method-assign]
     leg, whole = FakeRequest("leg"), FakeRequest("whole")
@@ -327,7 +327,7 @@ def test_a_leg_that_is_refused(
     engine, answers = engine_of_fakes(), list[int]()
     engine.refused = 0
     engine.book = PeerBook("127.0.0.1", 9000)
-    engine.book.tell(Told(None, (PEER,)))
+    engine.book.tell(PeerConfig(None, (PEER,)))
     engine._scheduler = None
     monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     req = FakeRequest("a")
@@ -418,24 +418,24 @@ def test_a_source_without_kv_for_a_leg_is_a_failed_transfer_and_for_a_pull_gone(
     assert statuses == [500, 410]
 
 
-@pytest.mark.parametrize("taken_by", ["a hold", "a leg", "a leg that is over", "a decode leg", None])
+@pytest.mark.parametrize("taken_by", ["a hold", "a leg", "a leg that is over", "a decode part", None])
 def test_a_leg_whose_room_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, taken_by: str | None) -> None:
     engine, answers, added = engine_of_fakes(), list[int](), list[str]()
     engine.refused, engine._scheduler = 0, ACCEPTING
     engine.migration = SimpleNamespace(holder=SimpleNamespace(holds={}))  # type: ignore[assignment]
     engine.book = PeerBook("127.0.0.1", 9000)
-    engine.book.tell(Told(None, (PEER,)))
+    engine.book.tell(PeerConfig(None, (PEER,)))
     engine.sender.add = lambda req, *rest: added.append(req.rid)  # type: ignore[method-assign]
     monkeypatch.setattr(calls, "end_with_error", lambda scheduler, req, reason, status: answers.append(int(status)))
     req = FakeRequest("r", room=7)
-    req.bootstrap_host, req.bootstrap_port = ("127.0.0.1", 9000) if taken_by != "a decode leg" else PEER.address
+    req.bootstrap_host, req.bootstrap_port = ("127.0.0.1", 9000) if taken_by != "a decode part" else PEER.address
     if taken_by == "a hold":
         engine.migration.holder.holds[7] = None  # type: ignore[assignment]
     elif taken_by == "a leg":
         engine.used_rooms.begin(7)
     elif taken_by == "a leg that is over":
         engine.used_rooms.end(7)
-    elif taken_by == "a decode leg":
+    elif taken_by == "a decode part":
         engine.receiver.awaited.add(7)  # type: ignore[attr-defined]
     assert engine.takes(req)
     assert (answers, added) == (([], ["r"]) if taken_by is None else ([409], []))

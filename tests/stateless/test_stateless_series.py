@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pla_sglang.fleet.stateless.transfer.legs import SendState
-from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerConfig, PeerState
 from pla_sglang.fleet.stateless.transfer.series import STATES, LegSeries
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.report import Report, decode, encode
@@ -62,25 +62,25 @@ def test_series_follow_the_counts() -> None:
     series = LegSeries(kept)  # type: ignore[arg-type]
     series.show(counts(), {PeerState.READY: 2, PeerState.SILENT: 1})
     values = kept.values
-    assert values["pla_leg_reqs"]["sending", "handshake"] == 2
-    assert values["pla_leg_reqs"]["receiving", "transferring"] == 3
-    assert values["pla_leg_kv_tokens"] == {("sending",): 70, ("receiving",): 90, ("quarantine",): 30}
-    assert values["pla_leg_peers"] == {("warming",): 0, ("ready",): 2, ("silent",): 1, ("misfit",): 0}
-    assert (values["pla_quarantine_reqs"][()], values["pla_unclaimed_rooms"][()]) == (1, 6)
-    assert values["pla_legs"] == {
+    assert values["pla_transfer_reqs"]["sending", "handshake"] == 2
+    assert values["pla_transfer_reqs"]["receiving", "transferring"] == 3
+    assert values["pla_transfer_kv_tokens"] == {("sending",): 70, ("receiving",): 90, ("quarantine",): 30}
+    assert values["pla_peers"] == {("warming",): 0, ("ready",): 2, ("silent",): 1, ("misfit",): 0}
+    assert (values["pla_pinned_reqs"][()], values["pla_unclaimed_transfer_ids"][()]) == (1, 6)
+    assert values["pla_transfers"] == {
         ("sending", "done"): 5,
         ("sending", "failed"): 1,
         ("receiving", "done"): 4,
         ("receiving", "failed"): 2,
     }
-    assert values["pla_leg_messages_dropped"] == {("foreign",): 3, ("unknown",): 2}
-    assert values["pla_leg_ready"][()] == 1
+    assert values["pla_transfer_messages_dropped"] == {("foreign",): 3, ("unknown",): 2}
+    assert values["pla_transfer_ready"][()] == 1
     series.show(counts(sending={"legs": {}, "kv_tokens": 0, "sent": 8, "failed": 1}, faults=2, ready=False), {})
-    assert values["pla_leg_ready"][()] == 0
-    assert {values["pla_leg_reqs"]["sending", state] for state in STATES["sending"]} == {0}, "none is left over"
-    assert (values["pla_legs"]["sending", "done"], values["pla_legs"]["sending", "failed"]) == (8, 1)
-    assert (values["pla_legs_refused"][()], values["pla_leg_faults"][()]) == (8, 2)
-    assert values["pla_quarantine_timeouts"][()] == 1
+    assert values["pla_transfer_ready"][()] == 0
+    assert {values["pla_transfer_reqs"]["sending", state] for state in STATES["sending"]} == {0}, "none is left over"
+    assert (values["pla_transfers"]["sending", "done"], values["pla_transfers"]["sending", "failed"]) == (8, 1)
+    assert (values["pla_transfers_refused"][()], values["pla_transfer_faults"][()]) == (8, 2)
+    assert values["pla_pinned_timeouts"][()] == 1
 
 
 def test_the_states_are_those_of_the_ends() -> None:
@@ -90,7 +90,7 @@ def test_the_states_are_those_of_the_ends() -> None:
 
 def test_peers_are_counted_by_state() -> None:
     book, peers = PeerBook("0.0.0.0", 9000), [Peer(name, "10.0.0.1", 9001 + ord(name)) for name in "abc"]
-    book.tell(Told(None, tuple(peers)))
+    book.tell(PeerConfig(None, tuple(peers)))
     book.set_state(peers[0], PeerState.READY)
     assert book.count_states() == {PeerState.READY: 1, PeerState.WARMING: 2}
 

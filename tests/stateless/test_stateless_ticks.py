@@ -19,7 +19,7 @@ def nothing(*args: Any, **kwargs: Any) -> list[Any]:
 
 
 def idle_engine(*, leg_room: int, held_room: int) -> Any:
-    """One with a prefill leg and a held request, and rooms 1 to 3 that receivers have announced."""
+    """One with a prefill part and a paused request, and rooms 1 to 3 that receivers have announced."""
     engine: Any = object.__new__(StatelessEngine)
     leg = SimpleNamespace(req=SimpleNamespace(bootstrap_room=leg_room))
     engine.sender = SimpleNamespace(legs={1: leg}, before_pass=nothing, poll=nothing, expire=nothing)

@@ -14,7 +14,7 @@ from support.serving import until
 
 from pla_sglang.fleet.stateless.transfer import connecting
 from pla_sglang.fleet.stateless.transfer.connecting import PeerConnector
-from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerState, Told
+from pla_sglang.fleet.stateless.transfer.peers import Peer, PeerBook, PeerConfig, PeerState
 
 ANSWER: dict[str, Any] = {
     field.name: None if field.default is dataclasses.MISSING else field.default
@@ -70,7 +70,7 @@ class FakeReceiver:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Whether the peer's bootstrap server answers."""
+    """Tells whether the peer's bootstrap server answers."""
     up = threading.Event()
 
     def get(url: str, timeout: float, *, allow_redirects: bool) -> Any:
@@ -87,7 +87,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def told(manager: FakeManager) -> tuple[PeerBook, PeerConnector]:
     book = PeerBook("127.0.0.1", 9000)
-    book.tell(Told(None, (PEER,)))
+    book.tell(PeerConfig(None, (PEER,)))
     connector = PeerConnector(manager, FakeReceiver, book)
     connector.connect(PEER)
     return book, connector
@@ -141,8 +141,8 @@ def test_a_peer_of_another_transfer_protocol(
 
 def test_the_thread_ends_when_its_peer_is_forgotten(answers: threading.Event) -> None:
     book, connector = told(FakeManager())
-    book.tell(Told(None, ()))
-    book.forget_untold()
+    book.tell(PeerConfig(None, ()))
+    book.forget_unlisted()
     until(lambda: not connector._running, what="the end of the thread")
     answers.set()
 
@@ -160,8 +160,8 @@ def test_a_peer_that_is_forgotten_while_it_answers_leaves_nothing(answers: threa
     answers.set()
     book, connector = told(manager)
     assert asked.wait(10)
-    book.tell(Told(None, ()))
-    book.forget_untold()
+    book.tell(PeerConfig(None, ()))
+    book.forget_unlisted()
     go_on.set()
     until(lambda: manager.failed_nodes == [ADDRESS], what="a peer that is dropped")
     assert not connector.is_connected(*PEER.address)
@@ -170,10 +170,10 @@ def test_a_peer_that_is_forgotten_while_it_answers_leaves_nothing(answers: threa
 def test_a_peer_whose_thread_has_ended_is_warmed_when_it_is_told_again(answers: threading.Event) -> None:
     """It was forgotten and told again between two looks of its thread."""
     book, connector = told(FakeManager())
-    book.tell(Told(None, ()))
-    book.forget_untold()
+    book.tell(PeerConfig(None, ()))
+    book.forget_unlisted()
     until(lambda: not connector._running, what="the end of the thread")
-    book.tell(Told(None, (PEER,)))
+    book.tell(PeerConfig(None, (PEER,)))
     answers.set()
     connector.reconnect()
     until(lambda: book.to_dict() == {"b": "ready"}, what="a peer that is ready")
@@ -195,7 +195,7 @@ def test_many_silent_peers_take_few_threads_and_hold_up_nobody(
     monkeypatch.setattr(connecting, "RETRY_S", 0.05)
     monkeypatch.setattr(connecting, "LONGEST_RETRY_S", 60.0)
     book, silent = PeerBook("127.0.0.1", 9000), [Peer(f"p{port}", "10.0.0.9", port) for port in range(1, 401)]
-    book.tell(Told(None, (*silent, PEER)))
+    book.tell(PeerConfig(None, (*silent, PEER)))
     connector = PeerConnector(FakeManager(), FakeReceiver, book)
     before = threading.active_count()
     for peer in (*silent, PEER):
@@ -204,8 +204,8 @@ def test_many_silent_peers_take_few_threads_and_hold_up_nobody(
     until(lambda: book.to_dict()["b"] == "ready", what="the one that answers")
     until(lambda: len(asked) > 800, what="the others asked again")
     assert {question.wait_s for question in connector._waiting} & {0.1, 0.2, 0.4}, "after growing pauses"
-    book.tell(Told(None, ()))
-    book.forget_untold()
+    book.tell(PeerConfig(None, ()))
+    book.forget_unlisted()
     for question in connector._waiting:
         question.due_s = 0.0
     with connector._changed:

@@ -163,7 +163,7 @@ class FakeScheduler:
         return end - start
 
 
-def shorts(count: int, tokens: int = 20) -> list[FakeReq]:
+def short_prompts(count: int, tokens: int = 20) -> list[FakeReq]:
     return [FakeReq(f"short-{index}", tokens) for index in range(count)]
 
 

@@ -61,10 +61,10 @@ def ask_all(client: Client) -> Reference:
 def run_mixed(client: Client, reference: Reference) -> None:
     """Longs that must be chunked, and shorts that arrive while they are; every answer is compared."""
     client.flush()
-    longs = [client.submit(prompt, FEW) for prompt in LONGS]
-    shorts = []
+    long_prompts = [client.submit(prompt, FEW) for prompt in LONGS]
+    short_prompts = []
     for start in range(0, len(SHORTS), 8):
-        client.wait_for_chunk_or(longs)
-        shorts += [client.submit(prompt, FEW) for prompt in SHORTS[start : start + 8]]
-    assert outputs(shorts) == [reference(prompt) for prompt in SHORTS]
-    assert outputs(longs) == [reference(prompt) for prompt in LONGS]
+        client.wait_for_chunk_or(long_prompts)
+        short_prompts += [client.submit(prompt, FEW) for prompt in SHORTS[start : start + 8]]
+    assert outputs(short_prompts) == [reference(prompt) for prompt in SHORTS]
+    assert outputs(long_prompts) == [reference(prompt) for prompt in LONGS]

@@ -69,7 +69,7 @@ class TurnControl:
             self.ports[0].on_message(self.go_on(message))
         elif isinstance(message, m.AdminAsk):
             body = json.dumps({"path": message.path, "method": message.method, "query": message.query}).encode()
-            self.ports[message.relay].on_message(m.AdminAnswer(message.number, 200, "application/json", body))
+            self.ports[message.relay].on_message(m.AdminResponse(message.number, 200, "application/json", body))
 
     def assign(self, ask: m.Ask) -> m.Assign | m.Refuse:
         self.rooms += 1000
@@ -91,11 +91,11 @@ class TurnControl:
             reason="turn",
         )
 
-    def go_on(self, lost: m.Lost) -> m.Continue | m.End:
+    def go_on(self, lost: m.Lost) -> m.Continue | m.NoNextHop:
         gone = {*lost.killed, *lost.avoided}
         left = [worker.number for worker in self.workers if worker.number not in gone]
         if not left:
-            return m.End(lost.rid, lost.hop, "nobody is left")
+            return m.NoNextHop(lost.rid, lost.hop, "nobody is left")
         return m.Continue(lost.rid, lost.hop + 1, left[0], m.MoveKind.REDO, lost.hop, "survive")
 
     def of(self, kind: type[Any]) -> list[Any]:
@@ -140,8 +140,8 @@ class Setting:
         finally:
             writer.close()
 
-    def ended(self) -> list[m.Ended]:
-        return self.control.of(m.Ended)
+    def ended(self) -> list[m.Completed]:
+        return self.control.of(m.Completed)
 
     async def until(self, ask: Callable[[], Any], *, patience_s: float = 20.0) -> Any:
         """The first true answer of ``ask``."""
@@ -162,7 +162,7 @@ class Setting:
                 over.discard(message.rid)
             elif isinstance(message, m.Progress):
                 assert message.rid not in over
-            elif isinstance(message, m.Ended):
+            elif isinstance(message, m.Completed):
                 over.add(message.rid)
 
 

@@ -81,13 +81,13 @@ class Scene:
             self.plane.on_message(m.Progress(rid, milestone, time.monotonic()))
 
     def ended(self, rid: str, outcome: m.Outcome = m.Outcome.OK, **fields: Any) -> None:
-        self.plane.on_message(m.Ended(rid, outcome, 200, time.monotonic(), **({"output_tokens": 5} | fields)))
+        self.plane.on_message(m.Completed(rid, outcome, 200, time.monotonic(), **({"output_tokens": 5} | fields)))
 
     def admin(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         self._number += 1
         data = b"" if body is None else msgspec.json.encode(body)
         self.plane.on_message(m.AdminAsk(self._number, 0, method, path, "", data))
-        answer = self.relay.last(m.AdminAnswer)
+        answer = self.relay.last(m.AdminResponse)
         assert answer.number == self._number
         parsed = msgspec.json.decode(answer.body) if answer.content_type == "application/json" else answer.body.decode()
         return answer.status, parsed

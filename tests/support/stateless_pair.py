@@ -36,7 +36,7 @@ class Pair:
     def submit(
         self, source: Instance, target: Instance, prompt: Prompt, new_tokens: int = ANSWER_TOKENS, **body: Any
     ) -> tuple[Future[dict[str, Any]], Future[dict[str, Any]]]:
-        """Both legs of a request, as a router sends them; the decode leg answers it."""
+        """Both legs of a request, as a router sends them; the decode part answers it."""
         legs = self.leg_fields(source) | body
         return (
             source.client.submit(prompt, new_tokens, **legs),

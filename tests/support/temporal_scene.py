@@ -6,7 +6,7 @@ import dataclasses
 
 from pla_sglang.policy.interface.prefill import PassDecision, PassView, WaitingView
 from pla_sglang.policy.pla.awd import AwdKnobs
-from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 from pla_sglang.policy.slo.policy import SloPolicy
@@ -15,7 +15,7 @@ from support.views import BOUNDARY_TOKENS, FLAT, long, pass_view, short
 KNOBS = TemporalKnobs(
     boundary_tokens=BOUNDARY_TOKENS,
     awd=AwdKnobs(depth_max=16),
-    longs=LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000),
+    long_prompts=LongKnobs(max_age_s=10.0, share=0.5, chunk_max_tokens=1000),
 )
 NOW_S = 100.0
 RECENT_S = NOW_S - 0.001  # arrival a moment ago
@@ -30,7 +30,7 @@ def engine_knobs(knobs: TemporalKnobs, **changes: object) -> EnginePolicyKnobs:
 
 def let_deadlines_decide(knobs: TemporalKnobs) -> EnginePolicyKnobs:
     """``knobs`` with deadlines that decide, and one age bound for all."""
-    return engine_knobs(knobs, slo=SloKnobs(lost_age_s=knobs.longs.max_age_s))
+    return engine_knobs(knobs, slo=SloKnobs(infeasible_age_s=knobs.long_prompts.max_age_s))
 
 
 def policy(*, busy: bool = False, decide: bool = False, **changes: object) -> TemporalPolicy:

@@ -86,7 +86,7 @@ def router_flags(options: argparse.Namespace) -> str:
 
 
 def has_own_routers(options: argparse.Namespace) -> bool:
-    """Whether the routers are the bench's, to be ended by it, and not the cluster's one."""
+    """Tells whether the routers are the bench's, to be ended by it, and not the cluster's one."""
     return bool(options.routers > 1 or options.restarts)
 
 
@@ -166,7 +166,7 @@ def read_retry_counts(url: str) -> dict[str, float]:
         "dispatches": sum_series(metrics, "pla_router_dispatches_total"),
         "retried_after_transfer": sum_series(metrics, retries, 'reason="transfer_failed"'),
         "retried_unsent": sum_series(metrics, retries, 'reason="not_sent"'),
-        "hops": sum_series(metrics, "pla_router_moves_total"),
+        "hops": sum_series(metrics, "pla_router_migrations_total"),
     }
 
 

@@ -120,14 +120,14 @@ class Routers:
 
     def count_moves(self, number: int) -> None:
         """Before its next restart, and at the end: its control process takes the counts with it."""
-        moves = int(sum_series(fetch(f"{self.urls[number]}/metrics"), "pla_router_moves_total", 'how="pull"'))
+        moves = int(sum_series(fetch(f"{self.urls[number]}/metrics"), "pla_router_migrations_total", 'how="pull"'))
         self.moves += moves
         mine = [restart for restart in self.restarts if restart.router == number]
         if mine:
             mine[-1].moves = moves
 
     def is_excused(self, number: int, from_s: float, until_s: float) -> bool:
-        """Whether the router was ended, and not back, at some time of these."""
+        """Tells whether the router was ended, and not back, at some time of these."""
         return any(
             restart.what == WHOLE and restart.router == number and from_s < restart.back_s and until_s > restart.at_s
             for restart in self.restarts

@@ -113,7 +113,7 @@ def was_killed(fleet: Fleet, stream: Stream, ask: Callable[[], Story]) -> bool:
 
 
 def was_there(story: Story, kill: Kill, host: str) -> bool:
-    """Whether the last attempt was in flight at the instance when that was killed.
+    """Tells whether the last attempt was in flight at the instance when that was killed.
 
     From its dispatch until the end of its part: at a prefill instance that is when its KV is with decode.
     """

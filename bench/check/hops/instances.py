@@ -16,7 +16,7 @@ from pla_sglang.testing.server import ServerError
 POLL_S = 0.1
 PAIRED_S, REST_S = 60.0, 45.0
 # Gauges that must be zero when nothing runs.
-GAUGES = ("pla_leg_reqs", "pla_leg_kv_tokens", "pla_quarantine_reqs", "pla_held", "pla_queue_reqs")
+GAUGES = ("pla_transfer_reqs", "pla_transfer_kv_tokens", "pla_pinned_reqs", "pla_held", "pla_queue_reqs")
 # How a held request goes on without being told to.
 BY_ITSELF = ("resumed_by_time", "resumed_by_pressure", "resumed_by_pause")
 # How a held request can go on or end; what was held is the sum of these when nothing is held any more.

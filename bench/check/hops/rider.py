@@ -307,7 +307,7 @@ class Rider:
         return tokens
 
     async def _tell(self, leg: Leg, do: str, room: int, status: str) -> bool:
-        """Whether it was still held. Raises RiderError for any other answer than ``status``."""
+        """Tells whether it was still held. Raises RiderError for any other answer than ``status``."""
         said = await self.instances.order(leg.number, do, room)
         if said["status"] == "unknown":
             self.ride.counts[HOLD_OVER] += 1

@@ -139,7 +139,7 @@ async def run_routed_part(part: Part, described: dict[str, Any], url: str, on_do
     after = fetch(f"{url}/metrics")
     moved, failures = (
         sum_series(after, name) - sum_series(before, name)
-        for name in ("pla_router_moves_total", "pla_router_move_failures_total")
+        for name in ("pla_router_migrations_total", "pla_router_migration_failures_total")
     )
     return {
         "requests": len(lives),

@@ -114,7 +114,7 @@ class Search:
                     report.say(f"{engines.kind.name}: {found.requests} requests, {found.engines_ended} engines ended")
 
     def _send(self, wave: Sequence[Sent], pool: ThreadPoolExecutor) -> bool:
-        """Whether the engine lives."""
+        """Tells whether the engine lives."""
         engines, found = self._engines, self._found
         answers = [pool.submit(engines.send, sent) for sent in wave]
         beside = engines.ask_neighbour()

@@ -131,7 +131,7 @@ def listed(values: Mapping[Any, float | None]) -> str:
 
 
 def ordered(values: Mapping[str, float], *, falling: bool = True) -> tuple[bool, str]:
-    """Whether the values fall (or rise) in the order given; equal ones may follow each other."""
+    """Tells whether the values fall (or rise) in the order given; equal ones may follow each other."""
     sign = 1 if falling else -1
     pairs = itertools.pairwise(values.values())
     return all(sign * (later - earlier) <= 0 for earlier, later in pairs), listed(values)

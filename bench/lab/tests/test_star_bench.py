@@ -48,7 +48,10 @@ class StarStandIns(LiveStandIns):
             self.roles.append(f"{url.split('/')[-2]} {body['role']}")
             return {}
         retracted = f'sglang:num_retracted_requests_total{{model_name="x"}} {self._thrown_out}.0\n'
-        moved = 'pla_router_moves_total{how="pull",reason="a"} 4.0\npla_router_moves_total{how="pull",reason="b"} 3.0\n'
+        moved = (
+            'pla_router_migrations_total{how="pull",reason="a"} 4.0\n'
+            'pla_router_migrations_total{how="pull",reason="b"} 3.0\n'
+        )
         series = retracted if self._thrown_out else "# nothing yet\n"
         return series + (moved if self.routed and moves(self) else "")
 

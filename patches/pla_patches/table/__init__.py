@@ -11,7 +11,7 @@ from pla_patches.hosts import Host
 from pla_patches.seam import Group, Seam
 from pla_patches.table.cli import CLI
 from pla_patches.table.graphs import GRAPHS
-from pla_patches.table.hop_front import HOP_FRONT
+from pla_patches.table.migration_http import MIGRATION_HTTP
 from pla_patches.table.platform import PLATFORM
 from pla_patches.table.pools import POOLS
 from pla_patches.table.queues import QUEUES
@@ -20,7 +20,7 @@ from pla_patches.table.running import RUNNING
 from pla_patches.table.scheduler import SCHEDULER
 from pla_patches.table.stateless import STATELESS
 
-SUBSCRIBERS = (*CLI, *PLATFORM, *GRAPHS, *SCHEDULER, *REPORTS, *POOLS, *RUNNING, *STATELESS, *QUEUES, *HOP_FRONT)
+SUBSCRIBERS = (*CLI, *PLATFORM, *GRAPHS, *SCHEDULER, *REPORTS, *POOLS, *RUNNING, *STATELESS, *QUEUES, *MIGRATION_HTTP)
 
 
 def table(known: Host | None = None) -> tuple[Seam, ...]:

@@ -53,7 +53,7 @@ SCHEDULER = (
         id="sched.ride",
         key="batch.mix_with_running",
         why="A decode that sat out the pass before has no token under way; the host counts its prefix one too long.",
-        verify="e2e: riding decodes on the chain model, which checks positions",
+        verify="e2e: piggybacked decodes on the chain model, which checks positions",
         exit="With SGLang 0.5.17.",
     ),
     _subscribe(

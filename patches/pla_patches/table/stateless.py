@@ -11,7 +11,7 @@ _FRONT = "pla_sglang.fleet.stateless.front_hooks"
 _E2E = "tests/e2e/test_stateless_pair.py"
 
 _subscribe = functools.partial(subscribe, module=_SCHEDULER, group=Group.STATELESS)
-_on_front = functools.partial(subscribe, module=_FRONT, group=Group.STATELESS_FRONT)
+_on_front = functools.partial(subscribe, module=_FRONT, group=Group.STATELESS_HTTP)
 
 STATELESS = (
     subscribe(
@@ -34,13 +34,13 @@ STATELESS = (
         id="less.dispatch",
         key="scheduler.init_request_dispatcher",
         why="Handlers of the messages that tell the peers and that hold requests, in one order on all ranks.",
-        verify=_E2E + ": told and untold peers; held requests",
+        verify=_E2E + ": told and unknown peers; paused requests",
     ),
     _subscribe(
         id="less.enqueue",
         key="scheduler.add_request_to_queue",
         hook=Hook.AROUND,
-        why="Prefill legs await their handshake, decode legs their KV; whole and retracted requests as before.",
+        why="Prefill parts await their handshake, decode parts their KV; whole and retracted requests as before.",
         verify=_E2E,
     ),
     _subscribe(
@@ -57,13 +57,13 @@ STATELESS = (
         id="less.result",
         key="scheduler.process_batch_result",
         why="KV of finished chunks goes out while later ones compute.",
-        verify=_E2E + ": chunked prefill leg",
+        verify=_E2E + ": chunked prefill part",
     ),
     _subscribe(
         id="less.idle",
         key="scheduler.is_fully_idle",
         why=(
-            "Legs and held requests keep KV that the host does not count: no leak check, no flush, no release of "
+            "Legs and paused requests keep KV that the host does not count: no leak check, no flush, no release of "
             "memory beside them."
         ),
         verify=_E2E + ": flush refused while a leg holds KV, clean afterwards",
@@ -71,14 +71,14 @@ STATELESS = (
     _subscribe(
         id="less.abort",
         key="scheduler.abort_request",
-        why="Aborts reach legs and held requests in every state, by prefix as the host's do.",
+        why="Aborts reach legs and paused requests in every state, by prefix as the host's do.",
         verify=_E2E + ": aborts; tests/hops/test_hop_holding.py",
     ),
     _subscribe(
         id="less.pause",
         key="scheduler.pause_generation",
         hook=Hook.BEFORE,
-        why="A pause that retracts ends legs, and takes held requests along: their KV is of the old weights.",
+        why="A pause that retracts ends legs, and takes paused requests along: their KV is of the old weights.",
         verify="tests/stateless/test_stateless_receiving.py; tests/hops/test_hop_holding.py",
     ),
     _subscribe(
@@ -107,7 +107,7 @@ STATELESS = (
         id="less.ride",
         key="batch.mix_with_running",
         why="As sched.ride, for a request that was admitted with its KV; setting the prefixes twice changes nothing.",
-        verify="tests/test_riders.py",
+        verify="tests/test_piggybacked.py",
         exit="With SGLang 0.5.17.",
     ),
     _subscribe(
@@ -148,7 +148,7 @@ STATELESS = (
         handler="around_handle_abort",
         why=(
             "A receiver frees its pages only when the sender says that no transfer writes to them any more: where the "
-            "host does not say it (0.5.17), we do. A receiver that asks for a held request says so, to be refused "
+            "host does not say it (0.5.17), we do. A receiver that asks for a paused request says so, to be refused "
             "where it is not held. One that asks for the room of another, or gives it up, is not listened to."
         ),
         verify=(
@@ -180,7 +180,7 @@ STATELESS = (
         key="tokenizer_manager.generate_request",
         hook=Hook.BEFORE,
         why="A request that names an address which was not told is refused with 409.",
-        verify=_E2E + ": an untold peer",
+        verify=_E2E + ": an unknown peer",
     ),
     _on_front(
         id="less.status",
@@ -188,7 +188,7 @@ STATELESS = (
         hook=Hook.AROUND,
         handler="around_abort_reason",
         why="A leg that a scheduler refuses with 409 or 410 gets that status; the host knows 400, 500 and 503 only.",
-        verify=_E2E + ": a prefill leg that comes after its decode leg has given up",
+        verify=_E2E + ": a prefill part that comes after its decode part has given up",
     ),
     _on_front(
         id="less.serve",

@@ -109,7 +109,7 @@ def _feature_rules(args: Any) -> list[tuple[bool, str]]:
         (bool(_of(args, "language_only")), "--language-only (its encoder sends embeddings in its own way)"),
         (
             _of(args, "optimistic_prefill_attempts", 0) > 0,
-            "--optimistic-prefill-attempts above 0 (a prefill leg waits for its decode leg)",
+            "--optimistic-prefill-attempts above 0 (a prefill part waits for its decode part)",
         ),
         (
             bool(_of(args, "disaggregation_decode_enable_offload_kvcache")),

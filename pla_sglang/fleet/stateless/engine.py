@@ -20,12 +20,12 @@ from pla_sglang.fleet.stateless.requests.admission import admit_received
 from pla_sglang.fleet.stateless.requests.arrival import Begun, begin
 from pla_sglang.fleet.stateless.requests.messages import PlaPeers
 from pla_sglang.fleet.stateless.requests.migration import MigrationSide
-from pla_sglang.fleet.stateless.requests.pausing import Holder
+from pla_sglang.fleet.stateless.requests.pausing import PausedRequests
 from pla_sglang.fleet.stateless.transfer.build import build_ends
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
 from pla_sglang.fleet.stateless.transfer.fence import hear_senders
 from pla_sglang.fleet.stateless.transfer.legs import KIND_ATTRIBUTE, Caps, LegKind, kind_of
-from pla_sglang.fleet.stateless.transfer.peers import PeerBook, UntoldPeerError
+from pla_sglang.fleet.stateless.transfer.peers import PeerBook, UnknownPeerError
 from pla_sglang.fleet.stateless.transfer.receiving import Receiver
 from pla_sglang.fleet.stateless.transfer.rooms import KEPT_S, UnclaimedRooms
 from pla_sglang.fleet.stateless.transfer.sending import GivenUpError, Sender
@@ -119,9 +119,11 @@ class StatelessEngine:
             probe.rows.ask_rows(message.told.rows)
 
     def takes(self, req: Any) -> bool:
-        """Whether ``req`` was taken over as a leg (or refused); else the host queues it."""
+        """Tells whether ``req`` was taken over as a leg (or refused); else the host queues it."""
         if kind_of(req) is not None:
-            return False  # it comes back: retracted, or from a grammar's queue. A decode leg has become a whole request
+            return (
+                False  # it comes back: retracted, or from a grammar's queue. A decode part has become a whole request
+            )
         taken, sound, wanted = True, True, True
         try:
             taken = self._route(req)
@@ -137,7 +139,7 @@ class StatelessEngine:
             self.faults.count += 1
             self._let_go(req, "the leg could not be taken over", HTTPStatus.INTERNAL_SERVER_ERROR)
         elif not wanted:
-            reason = f"room {req.bootstrap_room} is not known any more: its decode leg has given up"
+            reason = f"room {req.bootstrap_room} is not known any more: its decode part has given up"
             self._let_go(req, reason, HTTPStatus.GONE)
         return taken
 
@@ -152,7 +154,7 @@ class StatelessEngine:
         """Raises GivenUpError."""
         try:
             kind = self.book.kind_of(req.bootstrap_host, req.bootstrap_port)
-        except UntoldPeerError as error:
+        except UnknownPeerError as error:
             self._refuse(req, str(error), HTTPStatus.CONFLICT)
             return True
         setattr(req, KIND_ATTRIBUTE, kind)
@@ -181,7 +183,7 @@ class StatelessEngine:
         return True
 
     def _is_taken(self, kind: LegKind, room: int) -> bool:
-        """Whether another leg or held request has the room of one that comes: all ranks know as much."""
+        """Tells whether another leg or paused request has the room of one that comes: all ranks know as much."""
         if kind is LegKind.PREFILL:
             return room in self.used_rooms or room in self.migration.holder.holds
         return kind is LegKind.DECODE and self.receiver.waits_for(room)
@@ -193,13 +195,13 @@ class StatelessEngine:
     # -- what the plugin asks (``fleet_part.FleetPart``) ---------------------------------------------------------------
 
     def keeps_from_prefill(self, req: Any) -> bool:
-        """Whether ``req`` was refused or waits for KV: it does not wait for a prefill here."""
+        """Tells whether ``req`` was refused or waits for KV: it does not wait for a prefill here."""
         if req.finished():
             return True
         return kind_of(req) is LegKind.DECODE and not req.retracted_stain
 
     def decodes_here(self, req: Any) -> bool:
-        """All but prefill legs do."""
+        """All but prefill parts do."""
         return kind_of(req) is not LegKind.PREFILL
 
     def list_paused(self) -> list[Any]:
@@ -217,15 +219,17 @@ class StatelessEngine:
         """After the host has aborted what it knows of."""
         self._attempt(lambda: self.sender.abort(matches), "an abort at the sending end", self.sender)
         self._attempt(lambda: self.receiver.abort(matches), "an abort at the receiving end", self.receiver)
-        self._attempt(lambda: self.migration.holder.abort(matches), "an abort of held requests", self.migration.holder)
+        self._attempt(
+            lambda: self.migration.holder.abort(matches), "an abort of paused requests", self.migration.holder
+        )
 
     def end_all_legs(self) -> None:
         """Before the host takes its batches apart: it must not free what a transfer may still read.
 
-        Held requests are no legs: the host takes them apart with its running batch, and computes them again.
+        Paused requests are no legs: the host takes them apart with its running batch, and computes them again.
         """
         scheduler = self._scheduler
-        self._attempt(self._return_held, "returning held requests", self.migration.holder)
+        self._attempt(self._return_held, "returning paused requests", self.migration.holder)
         self._attempt(lambda: self.sender.abort(lambda rid: True), "an abort at the sending end", self.sender)
         self._attempt(lambda: self.receiver.abort(lambda rid: True), "an abort at the receiving end", self.receiver)
         leave = functools.partial(self.sender.before_pass, scheduler.running_batch, scheduler.last_batch)
@@ -278,7 +282,7 @@ class StatelessEngine:
             return running_batch
 
     def after_pass(self) -> None:
-        self._attempt(self.sender.after_pass, "following prefill legs", self.sender)
+        self._attempt(self.sender.after_pass, "following prefill parts", self.sender)
 
     def on_result(self, batch: Any) -> None:
         self._attempt(lambda: self.sender.on_result(batch), "sending KV", self.sender)
@@ -297,23 +301,23 @@ class StatelessEngine:
 
     def _forget_peers(self) -> None:
         """Those that are told no more, once no leg here needs their connection."""
-        for peer in self.book.forget_untold(self.receiver.list_sources()):
+        for peer in self.book.forget_unlisted(self.receiver.list_sources()):
             self.connector.drop(peer)
 
     def _forget_rooms(self, now_s: float) -> None:
         claimed = {leg.req.bootstrap_room for leg in self.sender.legs.values()} | set(self.migration.holder.holds)
         self._rooms.sweep(self._ends.sending.kv_manager, claimed, now_s)
 
-    def _attempt(self, step: Callable[[], Any], what: str, *ends: Sender | Receiver | Holder) -> None:
+    def _attempt(self, step: Callable[[], Any], what: str, *ends: Sender | Receiver | PausedRequests) -> None:
         try:
             step()
         except Exception:
             self._on_fault(what, *ends)
 
-    def _on_fault(self, what: str, *ends: Sender | Receiver | Holder) -> None:
+    def _on_fault(self, what: str, *ends: Sender | Receiver | PausedRequests) -> None:
         """An exception of ours must not end the scheduler, nor leave requests in it that nobody sees.
 
-        With one leg or held request each end deals itself. Here nobody can tell which it was: all of ``ends`` end.
+        With one leg or paused request each end deals itself. Here nobody can tell which it was: all of ``ends`` end.
         """
         self.faults.note(what + ("; all that it may concern end" if ends else ""))
         reason = f"an exception in its instance: {what}"
@@ -323,7 +327,7 @@ class StatelessEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is here that the host does not count."""
+        """Tells whether anything is here that the host does not count."""
         ends = self._ends
         legs = self.sender.legs or ends.receiving.queue or ends.transfers.queue or self.receiver.ready
         return bool(legs or self.deferred or self.migration.holder.holds)

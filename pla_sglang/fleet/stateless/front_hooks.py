@@ -9,11 +9,11 @@ from typing import Any
 
 from pla_sglang.common.errors import HostMismatchError
 from pla_sglang.fleet.stateless.host.calls import start_bootstrap_server
-from pla_sglang.fleet.stateless.requests.http_front import (
+from pla_sglang.fleet.stateless.requests.http_frontend import (
     STATUSES,
-    Front,
+    HttpFrontend,
     RefusedLegError,
-    add_hop_route,
+    add_command_route,
     add_peer_routes,
 )
 from pla_sglang.fleet.stateless.requests.streams import Kind, check_unmarked, open_stream, replace_generate_route
@@ -26,7 +26,7 @@ from pla_sglang.plugin.engine.routes import add_state_route
 def after_init_bootstrap(result: Any, manager: Any, start_pd_bootstrap_service: bool = True) -> None:
     """The bootstrap server, where a prefill instance has it: in the main process, before schedulers look for it."""
     manager.bootstrap_server = start_bootstrap_server(manager.server_args)
-    manager.pla_front = Front(manager.server_args)
+    manager.pla_front = HttpFrontend(manager.server_args)
 
 
 def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +57,7 @@ def before_run_http_server(server_args: Any, tokenizer_manager: Any, *args: Any,
     if silent:
         raise HostMismatchError([f"scheduler {index} is not stateless" for index in silent])
     add_peer_routes(tokenizer_manager.pla_front)
-    add_hop_route(tokenizer_manager)
+    add_command_route(tokenizer_manager)
     if not pla_config.current().enabled:
         add_state_route()
 

@@ -19,12 +19,12 @@ from pla_sglang.fleet.stateless.host.calls import (
 )
 from pla_sglang.fleet.stateless.host.rendezvous import keep_to_host
 from pla_sglang.fleet.stateless.host.side_channel import SideChannel
-from pla_sglang.fleet.stateless.requests.messages import PlaHops, PlaPeers, register_messages
+from pla_sglang.fleet.stateless.requests.messages import PlaCommands, PlaPeers, register_messages
 from pla_sglang.fleet.stateless.transfer.fence import ReceiverInbox, acknowledge_abort
 from pla_sglang.fleet.stateless.transfer.peers import agree_on_states
 from pla_sglang.fleet.stateless.transfer.rooms import aborts_of_another, is_pull, refuses_receiver
 from pla_sglang.plugin import config as pla_config
-from pla_sglang.plugin.engine import riders
+from pla_sglang.plugin.engine import piggybacked
 from pla_sglang.plugin.engine.fleet_part import join
 from pla_sglang.plugin.engine.hooks.running import faults as _faults
 from pla_sglang.plugin.engine.host.arguments import resolve
@@ -62,7 +62,7 @@ def after_init_request_dispatcher(result: Any, scheduler: Any) -> None:
     scheduler._request_dispatcher += TypeBasedDispatcher(
         [
             (PlaPeers, _faults.guard("taking over a list of peers")(engine.on_peers)),
-            (PlaHops, _faults.guard("taking orders for held requests")(engine.migration.runner.take_message)),
+            (PlaCommands, _faults.guard("taking orders for paused requests")(engine.migration.runner.take_message)),
         ]
     )
 
@@ -122,9 +122,9 @@ def after_can_schedule_lora(fits: bool, scheduler: Any, req: Any, running_loras:
     return fits and scheduler.pla_fleet.adapters.may_prefill(req)
 
 
-@_faults.guard("placing running requests in a pass", otherwise=riders.end_riders)
+@_faults.guard("placing running requests in a pass", otherwise=piggybacked.end_piggybacked)
 def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
-    riders.set_rider_prefixes(batch, running_batch)
+    piggybacked.set_piggybacked_prefixes(batch, running_batch)
 
 
 def before_start_bootstrap_thread(manager: Any) -> None:
@@ -147,7 +147,7 @@ def around_add_remote_peer(original: Any, manager: Any, receiver: Any) -> None:
 
 def around_handle_abort(original: Any, manager: Any, message: list[bytes]) -> bool:
     """A receiver has given up: tell it when this sender is through with its room, unless the host will. Or it asks for
-    a held request.
+    a paused request.
 
     Of the thread that reads what receivers say; ``Inbox`` has let nothing in that nobody takes. What a receiver says of
     a room that is another's is not given to the host, which would not look who says it.

@@ -8,7 +8,7 @@ things are changed for a pass and restored at its end, whatever happens in it:
 * ``chunked_prefill_size``: None in a pass that must not cut a request, or a second chunked request would be born and
   overwrite the parked one; the chosen chunk in a pass of the long class.
 * ``is_mixed_chunk``: whether running requests join this pass, where the host's flag lets them at all.
-* ``batch_is_full``: a long that found no memory sets this flag, which would lock out shorts that do fit.
+* ``batch_is_full``: a long that found no memory sets this flag, which would lock out short prompts that do fit.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ def enter_pass(context: PassContext, scheduler: Any, queue: list[Any]) -> None:
     context.places = find_places(view.waiting, decision.selected)
     if decision.park:
         _park_chunk(context, scheduler)
-    rides = decision.ride is not None and decision.ride.joins
-    scheduler.is_mixed_chunk = rides
+    piggybacks = decision.piggyback is not None and decision.piggyback.joins
+    scheduler.is_mixed_chunk = piggybacks
     if decision.shares_with_chunk:
         _mix_chunk(context, scheduler)
-        if rides:  # the host takes a token a rider off it
+        if piggybacks:  # the host takes a token a piggybacked decode off it
             scheduler.chunked_prefill_size += view.running
     elif decision.chunk_tokens is None:
         scheduler.chunked_prefill_size = None  # whole requests only
     else:
         scheduler.chunked_prefill_size = align_chunk(decision.chunk_tokens, chunk_grid_tokens(scheduler))
-        if rides:  # the host takes a token a rider off it
+        if piggybacks:  # the host takes a token a piggybacked decode off it
             scheduler.chunked_prefill_size += view.running
     if decision.action is Action.HOLD and scheduler.chunked_req is not None:
         _park_chunk(context, scheduler)
@@ -103,9 +103,9 @@ def _mix_chunk(context: PassContext, scheduler: Any) -> None:
     """The chunk gets what the others leave of the pass; the host adds it first."""
     decision, page = context.decision, scheduler.page_size
     assert decision is not None and decision.chunk_tokens is not None
-    shorts = sum(-(-view.new_tokens // page) * page + page for view in decision.selected)
-    context.mixed_chunk_tokens = align_chunk(decision.chunk_tokens - shorts, page)
-    scheduler.chunked_prefill_size = context.mixed_chunk_tokens + shorts
+    short_prompts = sum(-(-view.new_tokens // page) * page + page for view in decision.selected)
+    context.mixed_chunk_tokens = align_chunk(decision.chunk_tokens - short_prompts, page)
+    scheduler.chunked_prefill_size = context.mixed_chunk_tokens + short_prompts
 
 
 def _park_chunk(context: PassContext, scheduler: Any) -> None:
@@ -149,8 +149,8 @@ def _restore_queue(context: PassContext, scheduler: Any, batch: Any) -> None:
 def reserve_for_parked(context: PassContext, adder: Any) -> None:
     """Take the parked chunk's future KV tokens off what this pass may admit.
 
-    Without it shorts eat the memory that the long was admitted for; the host then forces its next chunk and dies of an
-    allocation failure.
+    Without it short prompts eat the memory that the long was admitted for; the host then forces its next chunk and dies
+    of an allocation failure.
     """
     if context.parked is None:
         return
@@ -159,7 +159,8 @@ def reserve_for_parked(context: PassContext, adder: Any) -> None:
 
 
 def add_chunk(original: Any, context: PassContext | None, adder: Any, req: Any) -> Any:
-    """Around the host's ``PrefillAdder.add_chunked_req``: in a mixed pass the chunk leaves room for the shorts."""
+    """Around the host's ``PrefillAdder.add_chunked_req``: in a mixed pass the chunk leaves room for the short
+    prompts."""
     if context is None or context.mixed_chunk_tokens is None:
         return original(adder, req)
     whole = adder.rem_chunk_tokens

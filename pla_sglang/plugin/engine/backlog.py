@@ -67,10 +67,10 @@ def sum_backlog(scheduler: Any, in_flight: Backlog) -> Backlog:
 def group_by_class(scheduler: Any) -> dict[PrefillClass, list[WaitingView]]:
     """Views of what waits, by class. Only where our scheduling is on."""
     adapter = scheduler.pla
-    shorts, longs = adapter.policy.prefills.classify(
+    short_prompts, long_prompts = adapter.policy.prefills.classify(
         [adapter.views.find_view(req) for req in iterate_waiting(scheduler)]
     )
-    return {PrefillClass.SHORT: shorts, PrefillClass.LONG: longs}
+    return {PrefillClass.SHORT: short_prompts, PrefillClass.LONG: long_prompts}
 
 
 def sum_class_queue(views: list[WaitingView]) -> ClassQueue:

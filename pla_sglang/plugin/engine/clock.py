@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import BaseReq
 
 class PlaTick(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec class that mypy is told to skip
     """Rank 0's clock, how long its decode steps take, and the coefficients of new models of prefills and of
-    riding decodes (empty: unchanged).
+    piggybacked decodes (empty: unchanged).
 
     Never crosses a socket.
     """
@@ -20,4 +20,4 @@ class PlaTick(BaseReq, kw_only=True):  # type: ignore[call-arg]  # a msgspec cla
     now_s: float
     decode_step_s: float = 0.0
     model: tuple[float, ...] = ()
-    ride: tuple[float, ...] = ()
+    mixed_model: tuple[float, ...] = ()

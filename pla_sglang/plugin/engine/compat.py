@@ -83,13 +83,13 @@ def _mixed_rules(mixed: bool, config: PlaConfig) -> list[tuple[bool, str]]:
         ),
         (
             mixed and config.prefill_disagg == "spatial",
-            "--enable-mixed-chunk with --prefill-disagg spatial (riding decodes are not tested there)",
+            "--enable-mixed-chunk with --prefill-disagg spatial (piggybacked decodes are not tested there)",
         ),
     ]
 
 
 def has_pools(args: Any, config: PlaConfig) -> bool:
-    """Whether this server splits its own data-parallel ranks into a short and a long pool."""
+    """Tells whether this server splits its own data-parallel ranks into a short and a long pool."""
     return config.prefill_disagg == "spatial" and (getattr(args, "dp_size", 1) or 1) > 1
 
 

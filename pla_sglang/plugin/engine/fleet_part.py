@@ -16,10 +16,10 @@ class FleetPart(Protocol):
     """What the plugin asks of it, about requests of the host and about its own load."""
 
     def keeps_from_prefill(self, req: Any) -> bool:
-        """Whether ``req`` was refused or waits for KV from elsewhere: it does not wait for a prefill here."""
+        """Tells whether ``req`` was refused or waits for KV from elsewhere: it does not wait for a prefill here."""
 
     def decodes_here(self, req: Any) -> bool:
-        """Whether ``req`` goes on here after its prefill."""
+        """Tells whether ``req`` goes on here after its prefill."""
 
     def list_paused(self) -> Sequence[Any]:
         """Requests that keep their KV here and are in no batch."""

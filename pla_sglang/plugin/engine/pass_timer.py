@@ -27,7 +27,7 @@ class Mark(Protocol):
     """A moment on the device's clock, as ``torch.cuda.Event`` with timing."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
+        """Tells whether the device has passed it."""
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds to a later mark; both have passed."""

@@ -114,7 +114,7 @@ class Probe:
         if work is not None:
             self._steps.append(msgspec.structs.replace(work, duration_s=max(0.0, duration_s)))
             requests = _ExtendRequests.of(batch)
-            self._intervals.on_decoded(len(requests.riders), now_s)
+            self._intervals.on_decoded(len(requests.piggybacked), now_s)
             first = [req for req in requests.prefills if len(req.output_ids) == 1 and not req.retracted_stain]
             for req in first:
                 self._on_first_token(req, now_s)
@@ -205,11 +205,11 @@ class Probe:
 
     def _joining(self) -> list[Any]:
         """Requests of the last extend pass that decode and are not in the running batch before the host's next pass:
-        the riders, and, once its result is processed, those whose prefill it has completed."""
+        the piggybacked decodes, and, once its result is processed, those whose prefill it has completed."""
         last = self._last_extend
         if not self._decodes_here or self._timer.notes_in_flight():
-            return list(last.riders)
-        return [*last.riders, *(req for req in last.prefills if req is not self.scheduler.chunked_req)]
+            return list(last.piggybacked)
+        return [*last.piggybacked, *(req for req in last.prefills if req is not self.scheduler.chunked_req)]
 
     def _in_flight(self) -> Backlog:
         """A request with several chunks in flight, or one beside its rest, is one prefill."""
@@ -238,7 +238,7 @@ class _ExtendRequests:
     """The requests of an extend pass, as its batch had them when it was launched; none of a decode step."""
 
     prefills: Sequence[Any] = ()
-    riders: Sequence[Any] = ()  # decodes of a mixed pass
+    piggybacked: Sequence[Any] = ()  # decodes of a mixed pass
 
     @classmethod
     def of(cls, batch: Any) -> _ExtendRequests:
@@ -262,5 +262,5 @@ def _work(batch: Any) -> PassTiming | None:
         return None
     count = prefill_count(batch)
     new_tokens, history_tokens = sum(batch.extend_lens[:count]), sum(batch.prefix_lens[:count])
-    riders = len(batch.extend_lens) - count
-    return PassTiming(new_tokens, attention_of(batch), history_tokens, count, 0.0, riders)
+    piggybacked = len(batch.extend_lens) - count
+    return PassTiming(new_tokens, attention_of(batch), history_tokens, count, 0.0, piggybacked)

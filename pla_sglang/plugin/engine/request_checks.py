@@ -109,7 +109,7 @@ def check_message(manager: Any, message: Any) -> None:
 
 
 def _check_kind(manager: Any, message: Any) -> None:
-    """Whether this engine can do what is asked of it at all."""
+    """Tells whether this engine can do what is asked of it at all."""
     overrides = getattr(message, "positional_embed_overrides", None)
     if overrides is not None and not isinstance(overrides, msgspec.Struct):
         raise ConfigError("positional_embed_overrides is made by SGLang itself, and may not be sent")

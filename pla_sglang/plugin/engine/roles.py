@@ -1,9 +1,9 @@
 """Role of one instance in a spatial pool (PLA-Serve section 3.2), and what of its former role is still to finish.
 
 A role says which class a router or controller sends here. It refuses nothing: whatever comes is served by the temporal
-policy, which lets shorts pass between the chunks of a long, so a stray costs its own class little. A switch therefore
-takes effect at once; the instance is *draining* until the requests of the other class that waited then have had their
-prefill.
+policy, which lets short prompts pass between the chunks of a long, so a stray costs its own class little. A switch
+therefore takes effect at once; the instance is *draining* until the requests of the other class that waited then have
+had their prefill.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class RoleState:
         self.switched_s: float | None = None  # wall clock, for people
         self._leaving: set[str] = set()
 
-    def switch(self, role: str, shorts: Iterable[WaitingView], longs: Iterable[WaitingView]) -> None:
-        """From now on ``role``; ``shorts`` and ``longs`` wait or are under way. The same role again changes nothing."""
+    def switch(self, role: str, short_prompts: Iterable[WaitingView], long_prompts: Iterable[WaitingView]) -> None:
+        """From now on ``role``; ``short_prompts`` and ``long_prompts`` wait or are under way. The same role again
+        changes nothing."""
         if role == self.role:
             return
         self.role = role
         self.switches += 1
         self.switched_s = time.time()
-        strays = {PrefillClass.SHORT.value: longs, PrefillClass.LONG.value: shorts}.get(role, ())
+        strays = {PrefillClass.SHORT.value: long_prompts, PrefillClass.LONG.value: short_prompts}.get(role, ())
         self._leaving = {view.rid for view in strays}
 
     def draining(self, unfinished: Iterable[str]) -> int:

@@ -66,10 +66,11 @@ def _add_for_all() -> None:
 
 
 async def ending_route() -> Any:
-    """Whether SGLang was told to end (SIGTERM). It serves what it has and what still comes, until nothing is left.
+    """Tells whether SGLang was told to end (SIGTERM). It serves what it has and what still comes, until nothing is
+    left.
 
     ``/health`` answers 503 then; before, unlike this, it lets an idle scheduler compute a token."""
-    return json_answer({"ending": bool(_manager().gracefully_exit)})
+    return json_response({"ending": bool(_manager().gracefully_exit)})
 
 
 def _manager() -> Any:
@@ -89,11 +90,11 @@ async def state_route() -> Any:
     address = pla_config.controller_address(pla_config.current(), query.NAME)
     if address is not None:
         answer["pools"] = await query.ask(address)
-    return json_answer(answer)
+    return json_response(answer)
 
 
 async def roles_route() -> Any:
-    return json_answer({"ranks": [role_of(state) for state in await read_states()]})
+    return json_response({"ranks": [role_of(state) for state in await read_states()]})
 
 
 def role_of(state: dict[str, Any]) -> dict[str, Any]:
@@ -129,15 +130,15 @@ async def change_knobs(values: Any, rank: int | None) -> Any:
     if not all(await manager.set_internal_state(SetInternalStateReq(server_args=wire))):
         raise ConfigError("a scheduler refused the change; its log says why")
     after = await read_states()
-    return json_answer({"schedulers": [{"config": state["config"], **role_of(state)} for state in after]})
+    return json_response({"schedulers": [{"config": state["config"], **role_of(state)} for state in after]})
 
 
 def refuse_change(error: ConfigError) -> Any:
     """The answer to a body that is not allowed."""
-    return json_answer({"error": {"message": str(error), "type": "BadRequest", "code": 400}}, 400)
+    return json_response({"error": {"message": str(error), "type": "BadRequest", "code": 400}}, 400)
 
 
-def json_answer(content: Any, status: int = 200) -> Any:
+def json_response(content: Any, status: int = 200) -> Any:
     from starlette.responses import JSONResponse
 
     return JSONResponse(content, status_code=status)

@@ -22,15 +22,15 @@ from pla_sglang.plugin.engine.clock import PlaTick
 from pla_sglang.plugin.engine.hold import Hold, hold_after
 from pla_sglang.plugin.engine.knobs import scheduler_knobs
 from pla_sglang.plugin.engine.pass_timer import PassTimer, computes_in_launch, make_marks
+from pla_sglang.plugin.engine.piggybacked import NextTokenClock, PassTimes, keeps_decodes_out, may_piggyback
 from pla_sglang.plugin.engine.queue_views import QueueViews
-from pla_sglang.plugin.engine.riders import PassTimes, RiderClock, keeps_riders_out, may_ride
 from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.plugin.engine.telemetry import LONG, SHORT, Telemetry
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_model import CPU_START, GPU_START, StepModel
 from pla_sglang.policy.engine_policies import make_engine_policy
 from pla_sglang.policy.interface.prefill import PassDecision, PassView, WaitingView
-from pla_sglang.policy.slo.mixed_batches import RideModel
+from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
 HOLD_NAP_S = 2e-4
 HOLD_PUBLISH_S = 0.05
@@ -62,7 +62,7 @@ class PrefillAdapter:
         self._decoded = True  # a decode step may have run since the last decision
         self._decoded_s = 0.0
         self._pass_end_s = 0.0  # of the pass launched last, as predicted
-        self._riders = RiderClock(self.clock)
+        self._piggybacked = NextTokenClock(self.clock)
         self._queue_shown: dict[str, ClassQueue] | None = None
 
     def on_host_complete(self) -> None:
@@ -84,15 +84,18 @@ class PrefillAdapter:
         steps = self.steps
         now_s = self.clock.device_s(time.perf_counter())
         return PlaTick(
-            now_s=now_s, decode_step_s=steps.decode_step_s, model=steps.take_new_model(), ride=steps.take_new_ride()
+            now_s=now_s,
+            decode_step_s=steps.decode_step_s,
+            model=steps.take_new_model(),
+            mixed_model=steps.take_new_mixed_model(),
         )
 
     def on_tick(self, tick: PlaTick) -> None:
         self.now_s, self.decode_step_s = tick.now_s, tick.decode_step_s
         if tick.model:
             self.policy.set_model(StepModel.from_floats(tick.model))
-        if tick.ride:
-            self.policy.set_ride(RideModel(*tick.ride))
+        if tick.mixed_model:
+            self.policy.set_mixed_model(MixedBatchModel(*tick.mixed_model))
 
     def wants_tick(self) -> bool:
         scheduler = self.scheduler
@@ -171,37 +174,38 @@ class PrefillAdapter:
         decode_wait_s = self._decode_wait_s(context.running_batch)
         context.view = snapshot.pass_view(self.scheduler, context.running_batch, views, chunk_view, decode_wait_s)
         context.view.decode_step_s = self.decode_step_s
-        if context.mixes and may_ride(context.running_batch):
-            self._add_riders(context.view, context.running_batch)
+        if context.mixes and may_piggyback(context.running_batch):
+            self._add_piggybacked(context.view, context.running_batch)
         context.decision = self.policy.decide(context.view, self.now_s)
         matches_changed = self.views.refresh_matches(context.decision.selected)
-        if matches_changed or self._riders_stay_out(context.view, context.decision):
+        if matches_changed or self._decodes_stay_out(context.view, context.decision):
             context.decision = self.policy.decide(context.view, self.now_s)
         selected_tokens = sum(chosen.new_tokens for chosen in context.decision.selected)
         context.held_tokens = self.views.waiting_tokens - selected_tokens
         apply.enter_pass(context, self.scheduler, queue)
         self.telemetry.hook_s += time.perf_counter() - started_s
 
-    def _add_riders(self, view: PassView, running_batch: Any) -> None:
+    def _add_piggybacked(self, view: PassView, running_batch: Any) -> None:
         scheduler = self.scheduler
         # With overlap the pass before is still under way when the next one is decided.
         begin_s = max(self.now_s, self._pass_end_s) if scheduler.enable_overlap else self.now_s
         last_token_s = self.now_s - view.decode_wait_s if view.decode_wait_s > 0 else begin_s
         times = PassTimes(begin_s, last_token_s)
-        riders = self._riders.read(running_batch.reqs, times, self.config.slo_tpot_ms, scheduler.page_size)
-        view.can_ride = True
+        piggybacked = self._piggybacked.read(running_batch.reqs, times, self.config.slo_tpot_ms, scheduler.page_size)
+        view.can_piggyback = True
         view.pass_budget_tokens = max(1, min(view.pass_budget_tokens, scheduler.max_prefill_tokens - view.running))
-        view.context_tokens = riders.context_tokens
-        view.rider_tokens = riders.new_kv_tokens
-        view.token_slack_s = riders.token_slack_s
-        view.tpot_target_s = riders.tpot_target_s
+        view.context_tokens = piggybacked.context_tokens
+        view.piggyback_kv_tokens = piggybacked.new_kv_tokens
+        view.token_slack_s = piggybacked.token_slack_s
+        view.tpot_target_s = piggybacked.tpot_target_s
 
-    def _riders_stay_out(self, view: PassView, decision: PassDecision) -> bool:
-        """Whether the host would take no riders into the pass that was decided. Then ``view`` says so from now on."""
+    def _decodes_stay_out(self, view: PassView, decision: PassDecision) -> bool:
+        """Tells whether the host would take no piggybacked decodes into the pass that was decided. Then ``view`` says
+        so from now on."""
         chunk = () if view.chunk is None else (view.chunk.handle,)
-        if not view.can_ride or not keeps_riders_out([*(chosen.handle for chosen in decision.selected), *chunk]):
+        if not view.can_piggyback or not keeps_decodes_out([*(chosen.handle for chosen in decision.selected), *chunk]):
             return False
-        view.can_ride = False
+        view.can_piggyback = False
         return True
 
     def _account_pass(self, context: apply.PassContext, batch: Any) -> None:
@@ -221,11 +225,13 @@ class PrefillAdapter:
             batch.prefill_stats.num_pending_tokens += context.held_tokens
 
     def _is_mixed(self, begun: Sequence[WaitingView], admitted: Sequence[WaitingView], batch: Any) -> bool:
-        """Whether prefills of both classes ran, or one that nobody has chosen."""
+        """Tells whether prefills of both classes ran, or one that nobody has chosen."""
         if batch is None:
             return False
-        shorts, longs = self.policy.prefills.classify(begun)
-        apart = not shorts or (not longs and len(begun) == len(admitted))  # a chunk that went on is a long
+        short_prompts, long_prompts = self.policy.prefills.classify(begun)
+        apart = not short_prompts or (
+            not long_prompts and len(begun) == len(admitted)
+        )  # a chunk that went on is a long
         return not apart or snapshot.prefill_count(batch) > len(admitted)
 
     @staticmethod
@@ -263,10 +269,10 @@ class PrefillAdapter:
             self.telemetry.set_queue(queue)
 
     def _queue_by_class(self) -> dict[str, ClassQueue]:
-        shorts, longs = self.policy.prefills.classify(
+        short_prompts, long_prompts = self.policy.prefills.classify(
             [self.views.find_view(req) for req in self.scheduler.waiting_queue]
         )
-        return {SHORT: sum_class_queue(shorts), LONG: sum_class_queue(longs)}
+        return {SHORT: sum_class_queue(short_prompts), LONG: sum_class_queue(long_prompts)}
 
     # -- state for people ----------------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ def update_chunk_view(req: Any, view: WaitingView) -> None:
 
 
 def host_matches(scheduler: Any, queue: list[Any]) -> bool:
-    """Whether the host, in ordering ``queue``, has brought the prefix match of every request up to date."""
+    """Tells whether the host, in ordering ``queue``, has brought the prefix match of every request up to date."""
     tree = scheduler.tree_cache
     if tree.disable or tree.supports_fast_match_prefix():
         return True
@@ -190,8 +190,8 @@ def context_tokens(batch: Any) -> int:
 
 def prefill_count(batch: Any) -> int:
     """Requests of an extend batch that prefill. In a mixed batch decodes stand behind them, one token each."""
-    riders = len(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else 0
-    return len(batch.extend_lens) - riders
+    piggybacked = len(batch.decoding_reqs or ()) if batch.forward_mode.is_mixed() else 0
+    return len(batch.extend_lens) - piggybacked
 
 
 def attention_of(batch: Any) -> int:

@@ -11,7 +11,7 @@ from pla_sglang.plugin.engine.snapshot import attention_of, context_tokens, pref
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_fit import StepFit, StepSample
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.slo.decode_fit import RideFit, RideSample
+from pla_sglang.policy.slo.decode_fit import MixedBatchFit, MixedBatchSample
 from pla_sglang.policy.slo.mixed_batches import START
 
 DECODE_WEIGHT = 0.3  # of the latest decode step in the running mean
@@ -24,12 +24,12 @@ class StepMeasurement:
         self._scheduler = scheduler
         self._clock = clock
         self.fit = StepFit(start)
-        self.rides = RideFit(START)
+        self.mixed_fit = MixedBatchFit(START)
         self.decode_step_s = 0.0
         self._timer = timer
         self._scheduling_began_s = 0.0
         self._new_model: tuple[float, ...] = ()
-        self._new_ride: tuple[float, ...] = ()
+        self._new_mixed_model: tuple[float, ...] = ()
 
     def begin_scheduling(self) -> None:
         self._scheduling_began_s = time.perf_counter()
@@ -58,8 +58,8 @@ class StepMeasurement:
             )
             if self.fit.observe(sample):
                 self._new_model = self.fit.model.to_floats()
-                if self.rides.on_step_model(self.fit.model):
-                    self._new_ride = dataclasses.astuple(self.rides.model)
+                if self.mixed_fit.on_step_model(self.fit.model):
+                    self._new_mixed_model = dataclasses.astuple(self.mixed_fit.model)
         elif batch.forward_mode.is_mixed():
             self._on_mixed(batch, pass_s)
         elif batch.forward_mode.is_decode():
@@ -69,22 +69,24 @@ class StepMeasurement:
 
     def _on_mixed(self, batch: Any, pass_s: float) -> None:
         count = prefill_count(batch)
-        riders = len(batch.extend_lens) - count
-        sample = RideSample(
+        piggybacked = len(batch.extend_lens) - count
+        sample = MixedBatchSample(
             sum(batch.extend_lens[:count]),
             sum(batch.prefix_lens[:count]),
             float(attention_of(batch)),
-            riders,
-            sum(batch.prefix_lens[count:]) + riders,
+            piggybacked,
+            sum(batch.prefix_lens[count:]) + piggybacked,
             pass_s,
         )
-        if riders and self.rides.observe_mixed(sample, self.fit.model):
-            self._new_ride = dataclasses.astuple(self.rides.model)
+        if piggybacked and self.mixed_fit.observe_mixed(sample, self.fit.model):
+            self._new_mixed_model = dataclasses.astuple(self.mixed_fit.model)
 
     def _on_decode(self, batch: Any, step_s: float) -> None:
         """Only where decodes may be piggybacked; elsewhere no one asks."""
-        if self._scheduler.is_mixed_chunk and self.rides.observe_decode(len(batch.reqs), context_tokens(batch), step_s):
-            self._new_ride = dataclasses.astuple(self.rides.model)
+        if self._scheduler.is_mixed_chunk and self.mixed_fit.observe_decode(
+            len(batch.reqs), context_tokens(batch), step_s
+        ):
+            self._new_mixed_model = dataclasses.astuple(self.mixed_fit.model)
 
     def host_s(self, measured: PassTime) -> float:
         """Wall time beside ``device_s`` in which the device waited for its host: while it scheduled and, on a CPU,
@@ -100,17 +102,17 @@ class StepMeasurement:
         model, self._new_model = self._new_model, ()
         return model
 
-    def take_new_ride(self) -> tuple[float, ...]:
-        """Likewise of a new model of riding decodes."""
-        ride, self._new_ride = self._new_ride, ()
-        return ride
+    def take_new_mixed_model(self) -> tuple[float, ...]:
+        """Likewise of a new model of piggybacked decodes."""
+        mixed_model, self._new_mixed_model = self._new_mixed_model, ()
+        return mixed_model
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "fits": self.fit.fits,
             "samples": len(self.fit),
             "mean_relative_error": self.fit.error,
-            "riding_samples": len(self.rides),
+            "riding_samples": len(self.mixed_fit),
             "passes": self._timer.passes,
             "pass_gap_s": self._clock.device_s(self._timer.gap_s),
         }

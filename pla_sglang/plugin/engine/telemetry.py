@@ -27,8 +27,8 @@ class Telemetry:
         self.batches: Counter[str] = Counter()
         self.requests: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
-        self.rides: Counter[str] = Counter()  # passes beside running requests that may join, by ``Ride``
-        self.riders = 0
+        self.piggybacks: Counter[str] = Counter()  # passes beside running requests that may join, by ``Piggyback``
+        self.piggybacked = 0
         self.mixed_batches = 0  # stays 0 with --pla-mixing never
         self.parks = 0
         self.overtakes = 0
@@ -81,7 +81,7 @@ class Telemetry:
         cls = SHORT if decision.action is Action.SHORT else LONG
         prefills = prefill_count(batch)
         new_tokens = sum(batch.extend_lens[:prefills])
-        self._count_ride(decision, len(batch.reqs) - prefills)
+        self._count_piggyback(decision, len(batch.reqs) - prefills)
         self.batches[cls] += 1
         self.requests[cls] += prefills
         self.tokens[cls] += new_tokens
@@ -97,13 +97,13 @@ class Telemetry:
         if self._series is not None:
             self._series.on_batch(cls, decision, begun, prefills, new_tokens, now_s, missed=missed)
 
-    def _count_ride(self, decision: PassDecision, riders: int) -> None:
-        self.riders += riders
-        if decision.ride is None:
+    def _count_piggyback(self, decision: PassDecision, piggybacked: int) -> None:
+        self.piggybacked += piggybacked
+        if decision.piggyback is None:
             return
-        self.rides[decision.ride.value] += 1
+        self.piggybacks[decision.piggyback.value] += 1
         if self._series is not None:
-            self._series.rides.at(decision.ride.value).inc()
+            self._series.piggybacks.at(decision.piggyback.value).inc()
 
     def on_gap(self, gap_s: float) -> None:
         """A pass was over, for which the device had waited so long although it had it to do; wall time."""
@@ -129,8 +129,8 @@ class Telemetry:
             "requests": dict(self.requests),
             "tokens": dict(self.tokens),
             "mixed_batches": self.mixed_batches,
-            "rides": dict(self.rides),
-            "riders": self.riders,
+            "rides": dict(self.piggybacks),
+            "riders": self.piggybacked,
             "parks": self.parks,
             "overtakes": self.overtakes,
             "strays": dict(self.strays),
@@ -153,12 +153,14 @@ class _Series:
         self.batch_reqs = histogram("pla_batch_reqs", "Requests per prefill batch.", _SIZE_BUCKETS, "cls")
         self.decisions = total("pla_decisions", "Prefill passes by action and reason.", "action", "reason")
         self.dispatch = total("pla_dispatch", "Prefill batches dispatched, by class and reason.", "cls", "reason")
-        self.rides = total("pla_rides", "Prefill passes beside running requests that may join, by reason.", "reason")
+        self.piggybacks = total(
+            "pla_piggyback_decisions", "Prefill passes beside running requests that may join, by reason.", "reason"
+        )
         self.tokens = total("pla_prefill_tokens", "New tokens dispatched, by class.", "cls")
         self.parks = total("pla_parks", "Passes in which a running long chunk sat out.")
         self.slo_miss = total("pla_slo_miss", "Requests dispatched after their TTFT target.", "cls")
         self.role = gauge("pla_role", "1 for the role that this instance has in a spatial pool, else 0.", "role")
-        self.strays = total("pla_strays", "Requests of the class that the role does not ask for.", "cls")
+        self.strays = total("pla_misrouted_reqs", "Requests of the class that the role does not ask for.", "cls")
         self.hold_s = total("pla_hold_seconds", "Time in which prefills were held back.")
         self.pass_gap_s = total("pla_pass_gap_seconds", "Time in which the device waited for a pass that it had to do.")
 

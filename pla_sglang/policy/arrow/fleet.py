@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pla_sglang.policy.arrow.flips import FlipKnobs
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
+from pla_sglang.policy.arrow.role_switches import RoleSwitchKnobs
 from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup, on_static_split
 
-KNOBS: Mapping[str, tuple[type, ...]] = {"arrow": (ArrowKnobs, FlipKnobs)}
+KNOBS: Mapping[str, tuple[type, ...]] = {"arrow": (ArrowKnobs, RoleSwitchKnobs)}
 
 
 def make_policy(setup: Setup, *, adaptive: bool = True) -> ArrowPolicy:
     """``adaptive``: it changes roles."""
-    flips, room = setup.tune("arrow", FlipKnobs()), {"": setup.running_tokens()}
+    flips, room = setup.tune("arrow", RoleSwitchKnobs()), {"": setup.running_tokens()}
     knobs = ArrowKnobs(setup.ttft_slo_s, setup.tpot_slo_s, room, flips, adaptive=adaptive)
     return ArrowPolicy(setup.tune("arrow", knobs), setup.predictor_of_ttft())
 

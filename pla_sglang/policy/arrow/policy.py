@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 from pla_sglang.common.checks import Range, check_fields, knob, require
-from pla_sglang.policy.arrow.flips import FlipGuard, FlipKnobs, pick_for_decode, pick_for_prefill
-from pla_sglang.policy.common.pools import PoolEvent, can_settle, flip, least_running, movable
+from pla_sglang.policy.arrow.role_switches import RoleSwitchGuard, RoleSwitchKnobs, pick_for_decode, pick_for_prefill
+from pla_sglang.policy.common.pools import PoolEvent, can_settle, least_running, movable, switch_role
 from pla_sglang.policy.common.predictor import PredictingPolicy, TtftPredictor
 from pla_sglang.policy.interface.decisions import (
     Dispatch,
@@ -36,7 +36,7 @@ class ArrowKnobs:
         flips: damping.
         tpot_window_s: trigger 2: how long the mean token interval must be above target.
         idle_s: trigger 3: how long a prefill instance must have been idle.
-        busy_load: trigger 3: decode load, as in ``FlipKnobs.low_load``, that counts as busy.
+        busy_load: trigger 3: decode load, as in ``RoleSwitchKnobs.low_load``, that counts as busy.
         adaptive: False: no flips at all, only request scheduling (for ablations).
         interval_s: time between two ticks.
     """
@@ -44,7 +44,7 @@ class ArrowKnobs:
     ttft_slo_s: float
     tpot_slo_s: float
     max_running_tokens: Mapping[str, int]
-    flips: FlipKnobs = dataclasses.field(default_factory=FlipKnobs)
+    flips: RoleSwitchKnobs = dataclasses.field(default_factory=RoleSwitchKnobs)
     tpot_window_s: float = knob(1.0, allowed=Range(0))
     idle_s: float = knob(1.0, allowed=Range(0))
     busy_load: float = knob(0.5, allowed=Range(0, above=True))
@@ -68,7 +68,7 @@ class ArrowPolicy(PredictingPolicy):
     def __init__(self, knobs: ArrowKnobs, predictor: TtftPredictor) -> None:
         self.knobs = knobs
         self.predictor = predictor
-        self.guard = FlipGuard(knobs.flips)
+        self.guard = RoleSwitchGuard(knobs.flips)
         self.interval_s = knobs.interval_s
         self.pace_s: Callable[[InstanceView], float | None] = attrgetter("token_interval_s")
         self._over_since_s: float | None = None  # token interval above target since; None: it is not
@@ -139,7 +139,7 @@ class ArrowPolicy(PredictingPolicy):
         if not self._decode_load_stays_low(fleet, instance):
             return Hold(FleetReason.HOLD_OVERLOAD)
         self.guard.note(PoolEvent.TO_PREFILL, now_s)
-        return flip(instance, PoolEvent.TO_PREFILL, reason)
+        return switch_role(instance, PoolEvent.TO_PREFILL, reason)
 
     def try_move_prefill_to_decode(self, fleet: FleetView, now_s: float, reason: FleetReason) -> SetRole | Hold:
         """Algorithm 4 behind the guard; the prefill load does not matter."""
@@ -149,12 +149,12 @@ class ArrowPolicy(PredictingPolicy):
         if not self.guard.may(PoolEvent.TO_DECODE, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
         self.guard.note(PoolEvent.TO_DECODE, now_s)
-        return flip(instance, PoolEvent.TO_DECODE, reason)
+        return switch_role(instance, PoolEvent.TO_DECODE, reason)
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         """What the instance monitor starts: members that have settled, a lost phase, triggers 2 and 3."""
         settled: list[FleetAction] = [
-            flip(instance, PoolEvent.SETTLE, FleetReason.DRAINED)
+            switch_role(instance, PoolEvent.SETTLE, FleetReason.DRAINED)
             for role in (Role.PREFILL_TO_DECODE, Role.DECODE_TO_PREFILL)
             for instance in fleet.by_role[role]
             if can_settle(instance)
@@ -168,10 +168,10 @@ class ArrowPolicy(PredictingPolicy):
         if over:
             return [self.try_move_prefill_to_decode(fleet, now_s, FleetReason.FLIP_TPOT)]
         if idle is not None and self._decode_is_busy(fleet):
-            return [self._flip_idle(fleet, idle, now_s)]
+            return [self._switch_idle(fleet, idle, now_s)]
         return [Hold(FleetReason.STEADY)]
 
-    def _flip_idle(self, fleet: FleetView, idle: InstanceView, now_s: float) -> FleetAction:
+    def _switch_idle(self, fleet: FleetView, idle: InstanceView, now_s: float) -> FleetAction:
         """Trigger 3, for the instance that is idle."""
         if pick_for_decode(fleet, self.predictor) is None or not self.knobs.adaptive:
             return Hold(FleetReason.HOLD_LAST)
@@ -179,7 +179,7 @@ class ArrowPolicy(PredictingPolicy):
             return Hold(FleetReason.HOLD_COOL_DOWN)
         self.guard.note(PoolEvent.TO_DECODE, now_s)
         self._idle_since_s.clear()
-        return flip(idle, PoolEvent.TO_DECODE, FleetReason.FLIP_IDLE)
+        return switch_role(idle, PoolEvent.TO_DECODE, FleetReason.FLIP_IDLE)
 
     def _repair(self, fleet: FleetView) -> SetRole | None:
         """After the death of the last instance of a phase; neither cool-down nor load matter then."""
@@ -190,10 +190,10 @@ class ArrowPolicy(PredictingPolicy):
             return None
         if not prefill and len(decode) > 1:
             instance = pick_for_prefill(fleet)
-            return None if instance is None else flip(instance, PoolEvent.TO_PREFILL, FleetReason.REPAIR)
+            return None if instance is None else switch_role(instance, PoolEvent.TO_PREFILL, FleetReason.REPAIR)
         if not decode and len(prefill) > 1:
             instance = pick_for_decode(fleet, self.predictor)
-            return None if instance is None else flip(instance, PoolEvent.TO_DECODE, FleetReason.REPAIR)
+            return None if instance is None else switch_role(instance, PoolEvent.TO_DECODE, FleetReason.REPAIR)
         return None
 
     # -- small questions -----------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ All of them fill a pass the way stock SGLang's chunked prefill does: requests in
 last one cut to what is left. How a mixed pass is written as a ``PassDecision`` is explained at ``fill``.
 
 * FCFS: host order; the stock default.
-* Shortest prefill first, as SGLang 0.5.21 has it since: the running chunk gives way only in part. Shorts are reserved
-  first, the chunk takes the rest of the budget, at least one page; so a short always shares its pass with the long. The
-  reservation stops at the first short that does not fit beside that page.
+* Shortest prefill first, as SGLang 0.5.21 has it since: the running chunk gives way only in part. Short prompts are
+  reserved first, the chunk takes the rest of the budget, at least one page; so a short always shares its pass with the
+  long. The reservation stops at the first short that does not fit beside that page.
 * HRRN (highest response ratio next, SGLang 0.5.20): (wait + service) / service, by predicted service time; the running
   chunk is never displaced.
 * SRPT at the pass boundary: least remaining work first, the running chunk is parked. A bound for what a policy can do
@@ -67,7 +67,7 @@ class Fcfs(EnginePolicy):
 
 
 class ShortestPrefillFirst(EnginePolicy):
-    """SGLang's ``shortest-prefill-first``; no ageing, so a stream of shorts starves longs.
+    """SGLang's ``shortest-prefill-first``; no ageing, so a stream of short prompts starves long prompts.
 
     Args:
         page_tokens: what a displaced chunk keeps in each pass.

@@ -43,7 +43,7 @@ from pla_sglang.common.checks import Range, check_fields, knob, require_order
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.combined.sized_backlog import SizedBacklog
 from pla_sglang.policy.combined.stalls import Stalls
-from pla_sglang.policy.common.pools import PoolEvent, flip
+from pla_sglang.policy.common.pools import PoolEvent, switch_role
 from pla_sglang.policy.interface.decisions import FleetAction
 from pla_sglang.policy.interface.fleet import FleetView, InstanceKind, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
@@ -239,7 +239,7 @@ class ColocationMode:
                 return self._place_newcomer(fleet)
             self.mode, self._united_s = FleetMode.UNITED, now_s
         apart: list[FleetAction] = [
-            flip(one, PoolEvent.UNITE, FleetReason.UNITE) for one in ready if one.role is not Role.MIXED
+            switch_role(one, PoolEvent.UNITE, FleetReason.UNITE) for one in ready if one.role is not Role.MIXED
         ]
         if apart or self.late_share < self.knobs.split_share:
             return apart
@@ -284,7 +284,7 @@ class ColocationMode:
         if not prefills or waiting_s > prefills * self.knobs.queue_share * arrow.knobs.ttft_slo_s:
             return []
         events = [PoolEvent.TO_DECODE] * decodes + [PoolEvent.TO_PREFILL] * prefills
-        return [flip(one, event, FleetReason.SPLIT) for one, event in zip(ordered, events, strict=True)]
+        return [switch_role(one, event, FleetReason.SPLIT) for one, event in zip(ordered, events, strict=True)]
 
     @staticmethod
     def _place_newcomer(fleet: FleetView) -> list[FleetAction]:
@@ -295,4 +295,4 @@ class ColocationMode:
         if not mixed or (len(mixed) == 1 and not prefills and not decodes):
             return []  # the last instance of all does both
         event = PoolEvent.TO_DECODE if prefills else PoolEvent.TO_PREFILL
-        return [flip(mixed[0], event, FleetReason.SPLIT)]
+        return [switch_role(mixed[0], event, FleetReason.SPLIT)]

@@ -30,7 +30,7 @@ def _colocation(setup: Setup, arrow: ArrowPolicy) -> ColocationMode:
     return ColocationMode(knobs, arrow, setup.steps, setup.riding_tokens, small_first=setup.small_first)
 
 
-def _united_for_good(setup: Setup) -> Built:
+def _always_colocated(setup: Setup) -> Built:
     """The combination where no role can change and no request can move.
 
     It takes the least cost of both phases over the instances that do both, and Arrow's request scheduling over others.
@@ -43,7 +43,7 @@ def _united_for_good(setup: Setup) -> Built:
 
 def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Built:
     if unite and not setup.stateless:
-        return _united_for_good(setup)
+        return _always_colocated(setup)
     arrow = make_arrow(setup)
     boundary = FittedBoundary(fixed_tokens=setup.boundary_tokens or BOUNDARY_TOKENS)
     local = setup.tune("dopd", DopdDispatchKnobs(local_max_tokens=IN_PLACE_TOKENS))

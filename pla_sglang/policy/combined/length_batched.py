@@ -49,7 +49,7 @@ class LengthBatchedPolicy(TemporalPolicy):
         decision = self._batching.decide(view, now_s)
         if decision.action is not Action.LONG:
             return decision
-        largest, grid = self.knobs.longs.chunk_max_tokens, self.knobs.longs.grid_tokens
+        largest, grid = self.knobs.long_prompts.chunk_max_tokens, self.knobs.long_prompts.grid_tokens
         if largest is None:  # prompts are not chunked
             return dataclasses.replace(decision, chunk_tokens=None)
         tokens = min(largest, view.pass_budget_tokens)

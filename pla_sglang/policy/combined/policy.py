@@ -157,7 +157,7 @@ class CombinedPolicy(Observer):
         left_s = self._target_s(request) - (now_s - request.arrival_s)
         found = (
             self._ultra_short(request, fleet, now_s)
-            or self._early_flip(request, fleet, now_s)
+            or self._early_switch(request, fleet, now_s)
             or self._relief(request, fleet, now_s, left_s)
             or self._own_class(request, fleet, now_s)
         )
@@ -206,7 +206,7 @@ class CombinedPolicy(Observer):
         in_place.take(request, answer.decode, now_s)
         return answer
 
-    def _early_flip(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
+    def _early_switch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
         """Arrow's TTFT flip, before the target is missed."""
         arrow, target_s = self.parts.arrow, self._target_s(request)
         best = arrow.best_prefill(request, fleet)

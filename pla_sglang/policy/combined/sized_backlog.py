@@ -4,8 +4,8 @@ The sums of an ``InstanceView`` say how much is queued, not how large each of it
 that it has sent itself, from their dispatch to their first token or their end. Prefills of other senders count as if
 they went first.
 
-Sizes within a factor of two are one class, as in the engine (``pla/longs.py``), and so is everything below
-``SMALLEST_TOKENS``: shorts go together.
+Sizes within a factor of two are one class, as in the engine (``pla/long_prompts.py``), and so is everything below
+``SMALLEST_TOKENS``: short prompts go together.
 """
 
 from __future__ import annotations

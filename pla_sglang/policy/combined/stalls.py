@@ -1,7 +1,7 @@
 """What a prefill takes from the decodes of its instance.
 
-Where engines prefill and decode in turns, decodes lose the whole time of a prefill. Where running decodes ride in
-prefill passes, they get a token in each pass, and lose only what a pass takes longer than a token may:
+Where engines prefill and decode in turns, decodes lose the whole time of a prefill. Where running decodes are
+piggybacked on prefill passes, they get a token in each pass, and lose only what a pass takes longer than a token may:
 
     share = max(0, 1 - free / pass)      free = TPOT target - decode step
 

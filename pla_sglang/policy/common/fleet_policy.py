@@ -49,9 +49,9 @@ class Setup:
         mean_context_tokens: typical tokens of a running request.
         boundary_tokens: new tokens at which a prefill is long; None: fitted to the passes (``FittedBoundary``), but
             fixed in the combination (``combined/fleet.py``).
-        riding_tokens: new tokens of the smallest pass to which engines cut a prefill beside riding decodes: the chunk
-            of stock engines with mixed chunks; 1 for engines that cut passes for the next token, as a pass below the
-            crossing takes as long as one of one token. None: prefills and decodes take turns.
+        riding_tokens: new tokens of the smallest pass to which engines cut a prefill beside piggybacked decodes: the
+            chunk of stock engines with mixed chunks; 1 for engines that cut passes for the next token, as a pass below
+            the crossing takes as long as one of one token. None: prefills and decodes take turns.
         small_first: engines run small prefills before larger ones; False: in the order in which they come.
         stateless: instances take either phase of any request. False: as stock engines, they keep their kind and their
             requests.

@@ -68,7 +68,7 @@ def movable(pool: Iterable[InstanceView]) -> list[InstanceView]:
     return [instance for instance in pool if not instance.fixed_role]
 
 
-def flip(instance: InstanceView, event: PoolEvent, reason: FleetReason) -> SetRole:
+def switch_role(instance: InstanceView, event: PoolEvent, reason: FleetReason) -> SetRole:
     """The move along the transition diagram, from the role that the instance has now."""
     return SetRole(instance, after(instance, event), reason, instance.role_epoch)
 

@@ -8,7 +8,7 @@ plans in a row that want it, as where instances are stopped.
 from __future__ import annotations
 
 from pla_sglang.policy.common.load_meter import LoadSample
-from pla_sglang.policy.common.pools import PoolEvent, can_settle, flip, least_loaded, movable
+from pla_sglang.policy.common.pools import PoolEvent, can_settle, least_loaded, movable, switch_role
 from pla_sglang.policy.dopd.planner import DopdController, FleetPlan
 from pla_sglang.policy.interface.decisions import FleetAction, Hold
 from pla_sglang.policy.interface.fleet import FleetView, Role
@@ -47,7 +47,7 @@ class RatioController(DopdController):
         self._waits = 0
         event = PoolEvent.TO_PREFILL if more > 0 else PoolEvent.TO_DECODE
         chosen = least_loaded(movable(givers), abs(more))
-        flips: list[FleetAction] = [flip(instance, event, FleetReason.DOPD_RATIO) for instance in chosen]
+        flips: list[FleetAction] = [switch_role(instance, event, FleetReason.DOPD_RATIO) for instance in chosen]
         return flips or [Hold(FleetReason.DOPD_UNCHANGED)]
 
 
@@ -58,7 +58,7 @@ class Settling:
 
     def tick(self, fleet: FleetView, now_s: float) -> list[FleetAction]:
         return [
-            flip(instance, PoolEvent.SETTLE, FleetReason.DRAINED)
+            switch_role(instance, PoolEvent.SETTLE, FleetReason.DRAINED)
             for role in (Role.PREFILL_TO_DECODE, Role.DECODE_TO_PREFILL)
             for instance in fleet.by_role[role]
             if can_settle(instance)

@@ -109,7 +109,7 @@ class MeasuredPass(NamedTuple):
 class PrefillSample:
     """Finished prefill passes: new tokens, sum of L*(L+2H), history tokens, requests, and their duration.
 
-    ``steps``: the single ones without riding decodes, as far as the driver knows them.
+    ``steps``: the single ones without piggybacked decodes, as far as the driver knows them.
     """
 
     instance: InstanceView

@@ -27,7 +27,7 @@ class Action(enum.Enum):
     HOLD = "hold"  # no prefill in this pass: decode runs, or the device waits
 
 
-class Ride(enum.Enum):
+class Piggyback(enum.Enum):
     """Why running decodes join a prefill pass, or stay out of it."""
 
     TOGETHER = "together"  # they join: less device time than a decode step of their own
@@ -40,7 +40,7 @@ class Ride(enum.Enum):
 
     @property
     def joins(self) -> bool:
-        return self not in (Ride.ALONE, Ride.NO_ROOM)
+        return self not in (Piggyback.ALONE, Piggyback.NO_ROOM)
 
 
 class Reason(enum.Enum):
@@ -58,7 +58,7 @@ class Reason(enum.Enum):
     RESUMED = "resumed"  # holds a retracted request: its user already sees a stream
     # LONG passes
     NO_SHORT = "no_short"  # no short is waiting
-    SHORT_HELD = "short_held"  # shorts are waiting for a fuller batch
+    SHORT_HELD = "short_held"  # short prompts are waiting for a fuller batch
     SHORT_BLOCKED = "short_blocked"  # the short class could not run (KV cache, slots)
     AGE = "age"  # a long is near its age bound and is owed device time
     LOST_SHORT = "lost_short"  # only infeasible short prompts are waiting; this long one is feasible
@@ -72,7 +72,7 @@ class Reason(enum.Enum):
     WAIT_FOR_DEPTH = "wait_for_depth"  # waiting pays, the expected gain is stated
     WAIT_FOR_SLOT = "wait_for_slot"  # as above, for the one request that fills a captured graph's slots
     KV_DRAIN = "kv_drain"  # an aged long, or the chunk under way, needs KV cache that running requests will free
-    KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected shorts
+    KV_HEADROOM = "kv_headroom"  # starting the long would leave no KV cache for expected short prompts
     RESERVE = "reserve"  # only infeasible requests wait, and would take KV cache or decode time of those to come
     BLOCKED = "blocked"  # nothing that waits can run before memory or slots are freed
     EMPTY = "empty"  # nothing waits
@@ -144,9 +144,9 @@ class PassView:
         running: requests that are decoding.
         decode_wait_s: time since their last decode step; 0 without any.
         decode_step_s: recent decode step time; 0: unknown.
-        can_ride: the host can let them join this pass.
-        context_tokens: KV tokens that they hold. With ``can_ride`` only, as the next three.
-        rider_tokens: KV tokens that their next tokens take.
+        can_piggyback: the host can let them join this pass.
+        context_tokens: KV tokens that they hold. With ``can_piggyback`` only, as the next three.
+        piggyback_kv_tokens: KV tokens that their next tokens take.
         token_slack_s: time until the first of them is due its next token, by its TPOT target; None: none has one.
         tpot_target_s: the least TPOT target of them; None: none has one.
     """
@@ -161,9 +161,9 @@ class PassView:
     running: int
     decode_wait_s: float = 0.0
     decode_step_s: float = 0.0
-    can_ride: bool = False
+    can_piggyback: bool = False
     context_tokens: int = 0
-    rider_tokens: int = 0
+    piggyback_kv_tokens: int = 0
     token_slack_s: float | None = None
     tpot_target_s: float | None = None
 
@@ -183,7 +183,8 @@ class PassDecision:
         park: a running chunk is parked in this pass.
         release_s: HOLD: latest time of the next decision; None: at the next change.
         expected_gain_s: HOLD for depth: request-seconds that waiting is expected to save.
-        ride: whether running requests join the pass and get their next token in it; None: as the host does by itself.
+        piggyback: whether running requests join the pass and get their next token in it; None: as the host does by
+            itself.
     """
 
     action: Action
@@ -193,7 +194,7 @@ class PassDecision:
     park: bool = False
     release_s: float | None = None
     expected_gain_s: float = 0.0
-    ride: Ride | None = None
+    piggyback: Piggyback | None = None
 
     @property
     def shares_with_chunk(self) -> bool:

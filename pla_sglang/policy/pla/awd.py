@@ -110,7 +110,7 @@ class Awd:
 
     def decide(
         self,
-        shorts: Sequence[WaitingView],
+        short_prompts: Sequence[WaitingView],
         now_s: float,
         *,
         budget_tokens: int,
@@ -119,18 +119,18 @@ class Awd:
         rate_per_s: float,
         alternative_s: Callable[[], float] | float = 0.0,
     ) -> BatchChoice:
-        """Choose a batch from the non-empty ``shorts`` (host order) and whether it goes now.
+        """Choose a batch from the non-empty ``short_prompts`` (host order) and whether it goes now.
 
         Args:
             budget_tokens, slots: what one pass may hold.
-            rate_per_s: arrivals of shorts.
+            rate_per_s: arrivals of short prompts.
             alternative_s: what the device would do instead of this batch takes at least so long (a long's chunk); a
                 function is asked only where the answer matters.
         """
-        if self._mode(shorts) is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
+        if self._mode(short_prompts) is AwdMode.TOKEN_MAX and self.knobs.token_max is not None:
             budget_tokens = min(budget_tokens, self.knobs.token_max)
         layout = self.knobs.layout
-        candidates = self._candidates(shorts, now_s, model)
+        candidates = self._candidates(short_prompts, now_s, model)
         batch, full = take_batch(candidates, budget_tokens, min(slots, self.knobs.depth_max))
         if full and layout is not None:
             batch = batch[: fitting_prefix(layout, _lengths(batch))]
@@ -146,7 +146,7 @@ class Awd:
         slack_s = least_slack_s(batch, now_s, step_s)
         if slack_s is not None and slack_s <= max(self.knobs.slack_s, self.knobs.margin_s):
             return BatchChoice(batch, True, Reason.SLACK)
-        if len(candidates) < len(shorts):
+        if len(candidates) < len(short_prompts):
             return BatchChoice(batch, True, Reason.BUCKET)
         instead_s = alternative_s() if callable(alternative_s) else alternative_s
         gain_s = waiting_gain_s(batch, model, rate_per_s, instead_s, layout=layout)
@@ -159,18 +159,20 @@ class Awd:
         reason = Reason.WAIT_FOR_SLOT if fills else Reason.WAIT_FOR_DEPTH
         return BatchChoice(batch, False, reason, release_s=release_s, gain_s=gain_s)
 
-    def _candidates(self, shorts: Sequence[WaitingView], now_s: float, model: StepModel) -> Sequence[WaitingView]:
+    def _candidates(
+        self, short_prompts: Sequence[WaitingView], now_s: float, model: StepModel
+    ) -> Sequence[WaitingView]:
         """Those that may share the next batch: all, or those of one bucket of a grid."""
         layout = self.knobs.layout
         if layout is None or not layout.groups_batches:
-            return shorts
-        return bucket_first(layout, shorts, self._urgent(shorts, now_s, model, layout))
+            return short_prompts
+        return bucket_first(layout, short_prompts, self._urgent(short_prompts, now_s, model, layout))
 
     def _urgent(
-        self, shorts: Sequence[WaitingView], now_s: float, model: StepModel, layout: Layout
+        self, short_prompts: Sequence[WaitingView], now_s: float, model: StepModel, layout: Layout
     ) -> WaitingView | None:
         """One of the requests that could be in the next batch, which cannot wait for a batch of another bucket."""
-        head = shorts[:GROUPED_VIEWS]
+        head = short_prompts[:GROUPED_VIEWS]
         resumed = next((view for view in head if view.resumed), None)
         due = [view for view in head if view.deadline_s is not None]
         if resumed is not None or not due:
@@ -180,9 +182,9 @@ class Awd:
         assert slack_s is not None, "it has a deadline"
         return first if slack_s <= max(self.knobs.slack_s, self.knobs.margin_s) else None
 
-    def _mode(self, shorts: Sequence[WaitingView]) -> AwdMode:
+    def _mode(self, short_prompts: Sequence[WaitingView]) -> AwdMode:
         """By the requests that could be in the next batch; the queue behind them may be long."""
-        head = shorts[: self.knobs.depth_max]
+        head = short_prompts[: self.knobs.depth_max]
         return AwdMode.SLA if any(view.deadline_s is not None for view in head) else AwdMode.TOKEN_MAX
 
     def _longest_wait_s(self, rate_per_s: float) -> float:
@@ -205,14 +207,16 @@ class Awd:
             self.depth = max(1, depth)
 
 
-def take_batch(shorts: Iterable[WaitingView], budget_tokens: int, slots: int) -> tuple[tuple[WaitingView, ...], bool]:
-    """The longest prefix of ``shorts`` within budget and slots (at least one), and whether it left any behind.
+def take_batch(
+    short_prompts: Iterable[WaitingView], budget_tokens: int, slots: int
+) -> tuple[tuple[WaitingView, ...], bool]:
+    """The longest prefix of ``short_prompts`` within budget and slots (at least one), and whether it left any behind.
 
-    No more of ``shorts`` is looked at than the first one that is left.
+    No more of ``short_prompts`` is looked at than the first one that is left.
     """
     taken: list[WaitingView] = []
     tokens = 0
-    for view in shorts:
+    for view in short_prompts:
         if taken and (len(taken) >= slots or tokens + view.new_tokens > budget_tokens):
             return tuple(taken), True
         taken.append(view)

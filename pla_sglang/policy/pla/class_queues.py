@@ -18,9 +18,9 @@ MOST_CHANGED = 16  # with more new matches at once it costs less to divide the q
 def classify(waiting: Sequence[WaitingView], boundary: Boundary) -> tuple[list[WaitingView], list[WaitingView]]:
     """Short and long views of the queue, host order kept. One pass over the queue; on the hot path."""
     table, step, last = boundary.table, Boundary.STEP_TOKENS, Boundary.TABLE_SIZE - 1
-    shorts: list[WaitingView] = []
-    longs: list[WaitingView] = []
-    add_short, add_long, bound_without_history = shorts.append, longs.append, table[0]
+    short_prompts: list[WaitingView] = []
+    long_prompts: list[WaitingView] = []
+    add_short, add_long, bound_without_history = short_prompts.append, long_prompts.append, table[0]
     for view in waiting:
         bound = bound_without_history
         if view.history_tokens:
@@ -30,7 +30,7 @@ def classify(waiting: Sequence[WaitingView], boundary: Boundary) -> tuple[list[W
             add_short(view)
         else:
             add_long(view)
-    return shorts, longs
+    return short_prompts, long_prompts
 
 
 class ClassQueues:
@@ -44,8 +44,8 @@ class ClassQueues:
         self._boundary = boundary
         self._table = boundary.table  # under which the classes hold
         self._order: list[WaitingView] = []
-        self._shorts: list[WaitingView] = []
-        self._longs: list[WaitingView] = []
+        self._short_prompts: list[WaitingView] = []
+        self._long_prompts: list[WaitingView] = []
 
     def follow(self, waiting: Sequence[WaitingView]) -> tuple[list[WaitingView], list[WaitingView]]:
         """``classify`` of ``waiting``. What it returns belongs to this object, and is valid until its next call."""
@@ -55,15 +55,19 @@ class ClassQueues:
                 self._add(view)
         else:
             self._divide(waiting)
-        return self._shorts, self._longs
+        return self._short_prompts, self._long_prompts
 
     def remove(self, admitted: Sequence[WaitingView]) -> None:
         """These have probably left the queue. If not, the next call of ``follow`` finds another order."""
         is_short = self._boundary.is_short
-        shorts = [view for view in admitted if is_short(view.new_tokens, view.history_tokens)]
-        longs = [view for view in admitted if not is_short(view.new_tokens, view.history_tokens)]
-        if not (_drop(self._order, admitted) and _drop(self._shorts, shorts) and _drop(self._longs, longs)):
-            self._order, self._shorts, self._longs = [], [], []
+        short_prompts = [view for view in admitted if is_short(view.new_tokens, view.history_tokens)]
+        long_prompts = [view for view in admitted if not is_short(view.new_tokens, view.history_tokens)]
+        if not (
+            _drop(self._order, admitted)
+            and _drop(self._short_prompts, short_prompts)
+            and _drop(self._long_prompts, long_prompts)
+        ):
+            self._order, self._short_prompts, self._long_prompts = [], [], []
 
     def _is_same(self, head: Sequence[WaitingView]) -> bool:
         """The queue begins as it was known, under the same boundary. Views compare by identity."""
@@ -75,7 +79,7 @@ class ClassQueues:
         if len(changed) > MOST_CHANGED:
             return False
         for view in changed:
-            was_short = not any(view is long for long in self._longs)
+            was_short = not any(view is long for long in self._long_prompts)
             if was_short is not self._boundary.is_short(view.new_tokens, view.history_tokens):
                 return False
             self._note(view)
@@ -84,7 +88,7 @@ class ClassQueues:
     def _add(self, view: WaitingView) -> None:
         self._order.append(view)
         short = self._boundary.is_short(view.new_tokens, view.history_tokens)
-        (self._shorts if short else self._longs).append(view)
+        (self._short_prompts if short else self._long_prompts).append(view)
         self._note(view)
 
     def _note(self, view: WaitingView) -> None:
@@ -93,7 +97,7 @@ class ClassQueues:
 
     def _divide(self, waiting: Sequence[WaitingView]) -> None:
         self._table, self._order = self._boundary.table, list(waiting)
-        self._shorts, self._longs = classify(waiting, self._boundary)
+        self._short_prompts, self._long_prompts = classify(waiting, self._boundary)
         for view in [view for view in waiting if view.rematched]:
             view.rematched = False
 

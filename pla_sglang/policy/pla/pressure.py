@@ -114,15 +114,15 @@ class PressureController:
 
     def decide(self, members: Sequence[InstanceView], now_s: float) -> list[FleetAction]:
         """Algorithm 2 over the instances that take prefills. One action: a move, or why there is none."""
-        shorts = [instance for instance in members if instance.length_class is PrefillClass.SHORT]
-        longs = [instance for instance in members if instance.length_class is PrefillClass.LONG]
+        short_prompts = [instance for instance in members if instance.length_class is PrefillClass.SHORT]
+        long_prompts = [instance for instance in members if instance.length_class is PrefillClass.LONG]
         if now_s - self._last_s < self.knobs.cool_down_s:
             return [Hold(FleetReason.COOL_DOWN)]
-        short_pressure, long_pressure = self.pool_pressure(shorts), self.pool_pressure(longs)
+        short_pressure, long_pressure = self.pool_pressure(short_prompts), self.pool_pressure(long_prompts)
         if self._asks(short_pressure, long_pressure):
-            asks, gives, to, reason = shorts, longs, PrefillClass.SHORT, FleetReason.PRESSURE_SHORT
+            asks, gives, to, reason = short_prompts, long_prompts, PrefillClass.SHORT, FleetReason.PRESSURE_SHORT
         elif self._asks(long_pressure, short_pressure):
-            asks, gives, to, reason = longs, shorts, PrefillClass.LONG, FleetReason.PRESSURE_LONG
+            asks, gives, to, reason = long_prompts, short_prompts, PrefillClass.LONG, FleetReason.PRESSURE_LONG
         else:
             return [Hold(FleetReason.PRESSURE_BALANCED)]
         if len(gives) <= self.knobs.minimum:

@@ -15,9 +15,9 @@ N counts who waits and, by the arrival rate, who comes while that is worked off:
 A chunk of a long joins by the same rule, with all of S: nobody else would share its pass. S and D both grow with its
 tokens, so it takes all that the others leave of the pass, or nothing.
 
-In the paper's regime, few requests waiting and longs that are many times larger than shorts, D is hundreds of
-milliseconds and S a few: nothing shares a pass, as in section 3.2. Under load, and among requests of similar size, the
-rule fills passes as stock SGLang does.
+In the paper's regime, few requests waiting and long prompts that are many times larger than short prompts, D is
+hundreds of milliseconds and S a few: nothing shares a pass, as in section 3.2. Under load, and among requests of
+similar size, the rule fills passes as stock SGLang does.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A request is classed by its *new* tokens and its history on an instance, so the 
 where its history is cached, and long elsewhere. Instances that hold equally much of a prompt form a level. Within a
 level the pool of the request's class decides: of its members the one with the least predicted TTFT. Beyond the paper:
 where the best of its own would use more than ``spill_at`` of the TTFT target and one of another pool would not, or
-where it has none of its own, the request spills over. A pool is a part of the fleet: without that its longs are late
-while the others idle, and predictions are never exact, so waiting until the target itself is at stake is too late.
+where it has none of its own, the request spills over. A pool is a part of the fleet: without that its long prompts are
+late while the others idle, and predictions are never exact, so waiting until the target itself is at stake is too late.
 
 Also beyond the paper: a conversation stays with the holders, the level with the longest history, whatever their pool,
 until their queue costs more than computing the prefix elsewhere. Both sides are predicted TTFTs: waiting and the

@@ -3,21 +3,21 @@
 Order of the rules in ``decide``, first match wins:
 
 0. running requests that have not stepped for ``decode_gap_s`` decode once (DECODE_TURN): SGLang prefers prefill to
-   decode, so without this rule a short's second token would wait for the longs that its first token has passed. Where
-   steps are so long that this would take more than ``decode_share`` of the device, the gap is longer;
+   decode, so without this rule a short's second token would wait for the long prompts that its first token has passed.
+   Where steps are so long that this would take more than ``decode_share`` of the device, the gap is longer;
 1. a long with a better priority than every waiting short advances (PRIORITY);
 2. an aged long that is owed device time advances (AGE), or, if only memory holds it back, the others stop taking memory
    until it fits (KV_DRAIN);
-3. shorts that are due run (AWD's reason);
-4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected shorts no memory
-   (KV_HEADROOM);
-5. shorts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED), or waits (EMPTY).
+3. short prompts that are due run (AWD's reason);
+4. a long advances (NO_SHORT, SHORT_HELD, SHORT_BLOCKED), unless starting it would leave expected short prompts no
+   memory (KV_HEADROOM);
+5. short prompts wait for a fuller batch (WAIT_FOR_DEPTH); or nothing can run (BLOCKED), or waits (EMPTY).
 
 Who shares the pass of those that these rules have chosen is decided by seconds (``sharing.py``); in the paper the
 classes never share one.
 
 A class whose pass came back empty is *blocked* until memory or slots are freed, and the other class goes on. The one
-exception is KV_DRAIN: without it a stream of shorts would take every freed token and the aged long never fit.
+exception is KV_DRAIN: without it a stream of short prompts would take every freed token and the aged long never fit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pla_sglang.policy.pla.awd import Awd, AwdKnobs, BatchChoice
 from pla_sglang.policy.pla.blocked import BlockedClasses
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.class_queues import ClassQueues, classify
-from pla_sglang.policy.pla.longs import LongKnobs, LongPick, LongQueue, by_order, chunk_tokens, resume
+from pla_sglang.policy.pla.long_prompts import LongKnobs, LongPick, LongQueue, by_order, chunk_tokens, resume
 from pla_sglang.policy.pla.sharing import PassContents, Sharing, contents_of, contents_of_parts
 
 MOST_COMPANIONS = 64  # of either class; more are not looked at in a pass
@@ -66,9 +66,9 @@ class TemporalKnobs:
 
     Attributes:
         boundary_tokens: fixed class boundary; None: from the step model.
-        awd, longs: knobs of the two classes.
+        awd, long_prompts: knobs of the two classes.
         boundary_cap_tokens: nothing above is short, whatever the boundary says (it would not fit one pass).
-        headroom_requests: typical shorts for which starting a long must leave KV cache.
+        headroom_requests: typical short prompts for which starting a long must leave KV cache.
         decode_gap_s: running requests get a decode step at least this often while prefills go on; 0: only when no
             prefill can run, as in SGLang.
         decode_share: of the device, at most, for these steps.
@@ -78,7 +78,7 @@ class TemporalKnobs:
     boundary_tokens: int | None = None
     boundary_cap_tokens: int | None = None
     awd: AwdKnobs = dataclasses.field(default_factory=AwdKnobs)
-    longs: LongKnobs = dataclasses.field(default_factory=LongKnobs)
+    long_prompts: LongKnobs = dataclasses.field(default_factory=LongKnobs)
     headroom_requests: int = 4
     decode_gap_s: float = 0.0
     decode_share: float = 0.05
@@ -91,13 +91,13 @@ class Candidates:
 
     Attributes:
         pick: the next long by order; None: there is none.
-        shorts, longs: in host order.
+        short_prompts, long_prompts: in host order.
         aged: the long that may advance in the time that is set aside for aged ones.
     """
 
     pick: LongPick | None
-    shorts: list[WaitingView]
-    longs: list[WaitingView]
+    short_prompts: list[WaitingView]
+    long_prompts: list[WaitingView]
     aged: LongPick | None = None
 
 
@@ -125,13 +125,14 @@ class TemporalPolicy:
         self._pass_model = model  # of the pass that is being decided
         self.boundary = Boundary(fixed_tokens=knobs.boundary_tokens, cap_tokens=knobs.boundary_cap_tokens, model=model)
         self.awd = Awd(knobs.awd)
-        self.longs = LongQueue(knobs.longs, model)
+        self.long_prompts = LongQueue(knobs.long_prompts, model)
         self._queues = ClassQueues(self.boundary)
         self.short_rate = ArrivalRate()
         self.passing_rate = ArrivalRate()
         self.rate = ArrivalRate()
         self._blocked = BlockedClasses()
-        # Predicted device seconds of aged longs and of all others since some long became aged; None while none is.
+        # Predicted device seconds of aged long prompts and of all others since some long became aged; None while none
+        # is.
         self._aged_use_s: tuple[float, float] | None = None
         self._aged: WaitingView | None = None  # the aged long of the last decision
         self._footprint_tokens = 0.0
@@ -141,13 +142,13 @@ class TemporalPolicy:
     def set_knobs(self, knobs: TemporalKnobs) -> None:
         self.knobs = knobs
         self.awd.set_knobs(knobs.awd)
-        self.longs.set(knobs.longs, self.model)
+        self.long_prompts.set(knobs.long_prompts, self.model)
         self.boundary.set_fixed(knobs.boundary_tokens, self.model)
 
     def set_model(self, model: StepModel) -> None:
         self.model = model
         self.boundary.update(model)
-        self.longs.set(self.knobs.longs, model)
+        self.long_prompts.set(self.knobs.long_prompts, model)
 
     def on_arrival(self, view: WaitingView, now_s: float) -> None:
         """A request was seen for the first time; its new tokens are those after prefix match."""
@@ -156,7 +157,7 @@ class TemporalPolicy:
             weight = 0.1 if self._footprint_tokens else 1.0
             self._footprint_tokens += weight * (view.footprint_tokens - self._footprint_tokens)
         self.rate.observe(now_s, view.new_tokens)
-        largest = self.knobs.longs.chunk_max_tokens
+        largest = self.knobs.long_prompts.chunk_max_tokens
         if largest is None or view.new_tokens <= largest:
             self.passing_rate.observe(now_s, view.new_tokens)
 
@@ -171,9 +172,9 @@ class TemporalPolicy:
             return
         if begun:
             self._queues.remove(begun)
-        shorts = [one for one in begun if self.boundary.is_short(one.new_tokens, one.history_tokens)]
-        if shorts and cls is PrefillClass.SHORT:
-            self._note_batch(decision, shorts, now_s)
+        short_prompts = [one for one in begun if self.boundary.is_short(one.new_tokens, one.history_tokens)]
+        if short_prompts and cls is PrefillClass.SHORT:
+            self._note_batch(decision, short_prompts, now_s)
         if self._aged_use_s is not None:
             parts = parts_of(decision, view, admitted)
             step_s = contents_of_parts(parts).step_s(self.model)
@@ -182,8 +183,8 @@ class TemporalPolicy:
             mine_s = step_s * aged_tokens / max(1, sum(tokens for _, tokens in parts))
             self._aged_use_s = (aged_s + mine_s, others_s + step_s - mine_s)
 
-    def _note_batch(self, decision: PassDecision, shorts: Sequence[WaitingView], now_s: float) -> None:
-        self.awd.on_dispatch(len(shorts), now_s - min(short.arrival_s for short in shorts))
+    def _note_batch(self, decision: PassDecision, short_prompts: Sequence[WaitingView], now_s: float) -> None:
+        self.awd.on_dispatch(len(short_prompts), now_s - min(short.arrival_s for short in short_prompts))
 
     def predict_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
         """Duration of the pass that admitted these."""
@@ -207,12 +208,12 @@ class TemporalPolicy:
         self._pass_model = self.model if pass_model is None else pass_model
         if self._decode_is_due(view):
             return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
-        shorts, longs = self._queues.follow(view.waiting)
-        by_order, aged = self.longs.pick(
-            longs, view.chunk, now_s, shorts=bool(shorts), budget_tokens=view.pass_budget_tokens
+        short_prompts, long_prompts = self._queues.follow(view.waiting)
+        by_order, aged = self.long_prompts.pick(
+            long_prompts, view.chunk, now_s, short_prompts=bool(short_prompts), budget_tokens=view.pass_budget_tokens
         )
         self._track_ageing(aged)
-        return self._choose(Candidates(by_order, shorts, longs, aged), view, now_s)
+        return self._choose(Candidates(by_order, short_prompts, long_prompts, aged), view, now_s)
 
     def _choose(self, field: Candidates, view: PassView, now_s: float) -> PassDecision:
         """Rules 1 to 5."""
@@ -227,7 +228,7 @@ class TemporalPolicy:
             self._blocked.clear_if_all()
         if pick is None:
             return NextLong(None, None, owed)
-        other = bool(field.shorts) or view.chunk is not None
+        other = bool(field.short_prompts) or view.chunk is not None
         stuck = self._find_obstacle(pick, view, now_s, owed=owed, other=other)
         if stuck is not None and view.chunk is not None:
             # What would overtake cannot run; the chunk under way goes on, if there is room for a piece of it.
@@ -240,21 +241,25 @@ class TemporalPolicy:
         pick = long.pick
         if pick is None:
             return None
-        if long.stuck is None and field.shorts:
+        if long.stuck is None and field.short_prompts:
             rank = pick.view.priority_rank
-            if all(short.priority_rank > rank for short in field.shorts):
+            if all(short.priority_rank > rank for short in field.short_prompts):
                 return self._long(pick, view, field, now_s, Reason.PRIORITY)
         if long.owed:
-            if long.stuck is None and (field.shorts or pick is not field.pick):
-                return self._alone(pick, view, field.longs, now_s, Reason.AGE)
+            if long.stuck is None and (field.short_prompts or pick is not field.pick):
+                return self._alone(pick, view, field.long_prompts, now_s, Reason.AGE)
             if long.stuck is not None and view.running > 0:
                 return PassDecision(Action.HOLD, Reason.KV_DRAIN)
         return None
 
     def _choose_by_class(self, field: Candidates, long: NextLong, view: PassView, now_s: float) -> PassDecision:
-        """Rules 3 to 5: shorts that are due, then the long, then who waits and why."""
+        """Rules 3 to 5: short prompts that are due, then the long, then who waits and why."""
         pick, stuck = long.pick, long.stuck
-        choice = self._choose_shorts(view, field.shorts, pick, field.longs, now_s) if field.shorts else None
+        choice = (
+            self._choose_shorts(view, field.short_prompts, pick, field.long_prompts, now_s)
+            if field.short_prompts
+            else None
+        )
         short_stuck = choice is not None and (
             view.slots <= 0 or self._blocked.is_blocked(PrefillClass.SHORT, view, other=pick is not None)
         )
@@ -275,19 +280,19 @@ class TemporalPolicy:
     def _choose_shorts(
         self,
         view: PassView,
-        shorts: list[WaitingView],
+        short_prompts: list[WaitingView],
         pick: LongPick | None,
-        longs: list[WaitingView],
+        long_prompts: list[WaitingView],
         now_s: float,
     ) -> BatchChoice:
         def alternative_s() -> float:
             if pick is None:
                 return 0.0
-            tokens = min(pick.view.new_tokens, self._chunk(pick, longs, now_s) or pick.view.new_tokens)
+            tokens = min(pick.view.new_tokens, self._chunk(pick, long_prompts, now_s) or pick.view.new_tokens)
             return self._pass_model.step_s(tokens, pick.view.history_tokens)
 
         return self.awd.decide(
-            shorts,
+            short_prompts,
             now_s,
             budget_tokens=view.pass_budget_tokens,
             slots=view.slots,
@@ -300,15 +305,15 @@ class TemporalPolicy:
         """The long, and who shares its pass."""
         long = pick.view
         if pick.running:
-            tokens = self._piece(pick, view, field.longs, now_s)
+            tokens = self._piece(pick, view, field.long_prompts, now_s)
         else:
-            tokens = None if pick.overtakes else self._chunk(pick, field.longs, now_s)
+            tokens = None if pick.overtakes else self._chunk(pick, field.long_prompts, now_s)
         if tokens is None and pick.running:
             return PassDecision(Action.LONG, reason)
         part = min(long.new_tokens, long.new_tokens if tokens is None else tokens, view.pass_budget_tokens)
-        shorts = () if reason in (Reason.SHORT_BLOCKED, Reason.SHORT_HELD) else field.shorts
+        short_prompts = () if reason in (Reason.SHORT_BLOCKED, Reason.SHORT_HELD) else field.short_prompts
         contents = PassContents().with_part(part, long.history_tokens)
-        others = self._find_companions(contents, (long,), shorts, field.longs, view, now_s)
+        others = self._find_companions(contents, (long,), short_prompts, field.long_prompts, view, now_s)
         if pick.running:
             if not others:
                 return PassDecision(Action.LONG, reason, chunk_tokens=tokens)
@@ -323,19 +328,19 @@ class TemporalPolicy:
         self,
         contents: PassContents,
         first: Sequence[WaitingView],
-        shorts: Sequence[WaitingView],
-        longs: Sequence[WaitingView],
+        short_prompts: Sequence[WaitingView],
+        long_prompts: Sequence[WaitingView],
         view: PassView,
         now_s: float,
     ) -> tuple[WaitingView, ...]:
-        """Who joins the pass of ``first`` whole: shorts in host order, then longs by theirs."""
+        """Who joins the pass of ``first`` whole: short prompts in host order, then long prompts by theirs."""
         room = view.pass_budget_tokens - sum(contents.lengths)
         if self.knobs.mixing is Mixing.NEVER or room <= 0:
             return ()
-        fitting = [one for one in longs if one.new_tokens <= room]
-        if self.knobs.longs.least_remaining:
+        fitting = [one for one in long_prompts if one.new_tokens <= room]
+        if self.knobs.long_prompts.least_remaining:
             fitting = heapq.nsmallest(MOST_COMPANIONS, fitting, key=by_order)
-        others = [one for one in shorts[: len(first) + MOST_COMPANIONS] if one.new_tokens <= room] + fitting
+        others = [one for one in short_prompts[: len(first) + MOST_COMPANIONS] if one.new_tokens <= room] + fitting
         if not others:
             return ()
         rank, mine = max(one.priority_rank for one in first), set(map(id, first))
@@ -355,28 +360,31 @@ class TemporalPolicy:
         return Sharing(concerned, model, self.knobs.awd.layout)
 
     def _alone(
-        self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float, reason: Reason
+        self, pick: LongPick, view: PassView, long_prompts: list[WaitingView], now_s: float, reason: Reason
     ) -> PassDecision:
         """Alone, so that all of its time is its own. Cut as ever: those that pass it wait for each of its chunks."""
         if pick.running:
-            return PassDecision(Action.LONG, reason, chunk_tokens=self._piece(pick, view, longs, now_s))
-        chunk = None if pick.overtakes else self._chunk(pick, longs, now_s)
+            return PassDecision(Action.LONG, reason, chunk_tokens=self._piece(pick, view, long_prompts, now_s))
+        chunk = None if pick.overtakes else self._chunk(pick, long_prompts, now_s)
         return PassDecision(Action.LONG, reason, (pick.view,), chunk_tokens=chunk, park=pick.overtakes)
 
     def _short(
         self, choice: BatchChoice, view: PassView, field: Candidates, pick: LongPick | None, now_s: float
     ) -> PassDecision:
-        """The batch of shorts, and who shares its pass. ``pick``: the next long, where one can run now."""
+        """The batch of short prompts, and who shares its pass. ``pick``: the next long, where one can run now."""
         batch = choice.batch
-        longs = field.longs if pick is not None else ()
-        batch = (*batch, *self._find_companions(contents_of(batch), batch, field.shorts, longs, view, now_s))
+        long_prompts = field.long_prompts if pick is not None else ()
+        batch = (
+            *batch,
+            *self._find_companions(contents_of(batch), batch, field.short_prompts, long_prompts, view, now_s),
+        )
         alone = PassDecision(Action.SHORT, choice.reason, batch, park=view.chunk is not None)
         if pick is None or pick.overtakes or pick.view in batch:
             return alone
         room = self._room_beside(pick, batch, view)
         if room >= pick.view.new_tokens and not pick.running:
             return alone  # whole, it was refused as one of the batch
-        if room <= 0 or not self._takes_chunk(pick, batch, room, view, field.longs, now_s):
+        if room <= 0 or not self._takes_chunk(pick, batch, room, view, field.long_prompts, now_s):
             return alone
         tokens = _new_tokens(batch) + room
         if pick.running:
@@ -385,7 +393,7 @@ class TemporalPolicy:
 
     def _room_beside(self, pick: LongPick, batch: Sequence[WaitingView], view: PassView) -> int:
         """Tokens that the long may take of the pass of ``batch``; the host allocates a chunk's without asking."""
-        grid = self.knobs.longs.grid_tokens
+        grid = self.knobs.long_prompts.grid_tokens
         held = _new_tokens(batch) + (grid - 1) * len(batch)
         room = min(view.pass_budget_tokens, view.kv_room_tokens) - held
         return pick.view.new_tokens if pick.view.new_tokens <= room else room // grid * grid
@@ -396,31 +404,32 @@ class TemporalPolicy:
         batch: Sequence[WaitingView],
         tokens: int,
         view: PassView,
-        longs: list[WaitingView],
+        long_prompts: list[WaitingView],
         now_s: float,
     ) -> bool:
-        if self.knobs.mixing is not Mixing.AUTO or self.knobs.longs.chunk_max_tokens is None:
+        if self.knobs.mixing is not Mixing.AUTO or self.knobs.long_prompts.chunk_max_tokens is None:
             return self.knobs.mixing is Mixing.ALLOW and pick.running
-        usual = min(pick.view.new_tokens, self._chunk(pick, longs, now_s) or pick.view.new_tokens)
+        usual = min(pick.view.new_tokens, self._chunk(pick, long_prompts, now_s) or pick.view.new_tokens)
         return self._sharing(view, now_s).takes_chunk(contents_of(batch), pick.view, tokens, usual)
 
-    def _chunk(self, pick: LongPick, longs: list[WaitingView], now_s: float) -> int | None:
-        """Cut for the sake of those that would pass it: shorts, and longs where they are typically half as long."""
+    def _chunk(self, pick: LongPick, long_prompts: list[WaitingView], now_s: float) -> int | None:
+        """Cut for the sake of those that would pass it: short prompts, and long prompts where they are typically half
+        as long."""
         passing = self.passing_rate
         if pick.view.new_tokens < 2 * passing.mean_tokens(default=0.0):
             passing = self.short_rate
         return chunk_tokens(
             pick.view,
-            longs=max(1, len(longs) + (1 if pick.running else 0)),
+            long_prompts=max(1, len(long_prompts) + (1 if pick.running else 0)),
             passing_rate_per_s=passing.usual_per_second(now_s),
             passing_tokens=passing.mean_tokens(default=64.0),
             model=self._pass_model,
-            knobs=self.knobs.longs,
+            knobs=self.knobs.long_prompts,
         )
 
-    def _piece(self, pick: LongPick, view: PassView, longs: list[WaitingView], now_s: float) -> int | None:
+    def _piece(self, pick: LongPick, view: PassView, long_prompts: list[WaitingView], now_s: float) -> int | None:
         """The next piece of the chunk under way: no more than there is room for."""
-        tokens, grid = self._chunk(pick, longs, now_s), self.knobs.longs.grid_tokens
+        tokens, grid = self._chunk(pick, long_prompts, now_s), self.knobs.long_prompts.grid_tokens
         return None if tokens is None else min(tokens, max(grid, view.kv_room_tokens // grid * grid))
 
     # -- small questions ---------------------------------------------------------------------------------------------
@@ -445,8 +454,12 @@ class TemporalPolicy:
         return Reason.KV_HEADROOM if not owed and self._must_leave_headroom(pick, view, now_s) else None
 
     def _has_room_for_piece(self, chunk: WaitingView, view: PassView) -> bool:
-        longs = self.knobs.longs
-        piece = chunk.new_tokens if longs.chunk_max_tokens is None else min(longs.grid_tokens, chunk.new_tokens)
+        long_prompts = self.knobs.long_prompts
+        piece = (
+            chunk.new_tokens
+            if long_prompts.chunk_max_tokens is None
+            else min(long_prompts.grid_tokens, chunk.new_tokens)
+        )
         return view.kv_room_tokens >= piece
 
     def _track_ageing(self, aged: LongPick | None) -> None:
@@ -458,12 +471,12 @@ class TemporalPolicy:
 
     def _aged_are_owed(self) -> bool:
         assert self._aged_use_s is not None, "tracked while some long is aged"
-        share = self.knobs.longs.share
+        share = self.knobs.long_prompts.share
         aged_s, others_s = self._aged_use_s
         return aged_s * (1 - share) < others_s * share
 
     def _must_leave_headroom(self, pick: LongPick, view: PassView, now_s: float) -> bool:
-        """Starting this long would leave no KV cache for the shorts that are expected while it runs."""
+        """Starting this long would leave no KV cache for the short prompts that are expected while it runs."""
         if view.running == 0 or self.short_rate.per_second(now_s) <= 0:
             return False
         headroom = self._footprint_tokens * self.knobs.headroom_requests

@@ -2,8 +2,8 @@
 
 A request is *infeasible* when its own prefill, begun now, would end after its deadline. It is then deferred behind all
 that are feasible: serving it costs the same device time and meets no target. Once it was deferred for its bound
-(``SloKnobs.give_way_s``) it is *overdue* and has a share (``overdue.py``); ``SloKnobs.lost_end_s`` after its arrival it
-counts as feasible. Without targets nothing is infeasible, and all decisions are as without this rule.
+(``SloKnobs.deferral_s``) it is *overdue* and has a share (``overdue.py``); ``SloKnobs.infeasible_end_s`` after its
+arrival it counts as feasible. Without targets nothing is infeasible, and all decisions are as without this rule.
 
 Each feasible request could meet its target alone. Where not all of them can, ``plan.py`` plans which to reject for the
 sake of the others, and gives the order in which those meet theirs.
@@ -20,9 +20,9 @@ from pla_sglang.policy.interface.prefill import WaitingView
 from pla_sglang.policy.pla.awd import batch_step_s
 from pla_sglang.policy.pla.boundary import Boundary
 from pla_sglang.policy.pla.class_queues import ClassQueues
-from pla_sglang.policy.pla.longs import LongKnobs, LongQueue, aged_at_s
+from pla_sglang.policy.pla.long_prompts import LongKnobs, LongQueue, aged_at_s
 from pla_sglang.policy.slo.knobs import SloKnobs
-from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_most_kept
+from pla_sglang.policy.slo.plan import Plan, Turn, due_of, plan_moore_hodgson
 
 _LATEST_S = operator.attrgetter("latest_s")
 
@@ -34,12 +34,12 @@ class Deadlines:
         stamp: changes with knobs and model; views that bear it know their latest start.
     """
 
-    def __init__(self, longs: LongKnobs, knobs: SloKnobs, model: StepModel) -> None:
+    def __init__(self, long_prompts: LongKnobs, knobs: SloKnobs, model: StepModel) -> None:
         self.stamp = 0
-        self.set(longs, knobs, model)
+        self.set(long_prompts, knobs, model)
 
-    def set(self, longs: LongKnobs, knobs: SloKnobs, model: StepModel) -> None:
-        self._longs = longs
+    def set(self, long_prompts: LongKnobs, knobs: SloKnobs, model: StepModel) -> None:
+        self._long_prompts = long_prompts
         self._knobs = knobs
         self._model = model
         self.stamp += 1
@@ -49,7 +49,7 @@ class Deadlines:
         return self._alone_s(view, self._model)
 
     def _alone_s(self, view: WaitingView, model: StepModel) -> float:
-        chunk = self._longs.chunk_max_tokens or view.new_tokens
+        chunk = self._long_prompts.chunk_max_tokens or view.new_tokens
         if view.new_tokens <= chunk:
             return model.step_s(view.new_tokens, view.history_tokens)
         return model.chunked_s(view.new_tokens, view.history_tokens, chunk)
@@ -61,13 +61,13 @@ class Deadlines:
             view.latest_s = float("inf") if view.deadline_s is None else view.deadline_s - self.service_s(view)
         return view.latest_s
 
-    def is_lost(self, view: WaitingView, now_s: float) -> bool:
+    def is_infeasible(self, view: WaitingView, now_s: float) -> bool:
         """It cannot meet its target and is still deferred."""
         self.latest_start_s(view)
         return not self.keep((view,), now_s)
 
     def plan(
-        self, longs: Sequence[WaitingView], shorts: Sequence[WaitingView], now_s: float, model: StepModel
+        self, long_prompts: Sequence[WaitingView], short_prompts: Sequence[WaitingView], now_s: float, model: StepModel
     ) -> Plan | None:
         """Which of those that are not deferred meet their targets (``plan.py``); None where the usual order counts.
 
@@ -79,32 +79,34 @@ class Deadlines:
         Args:
             model: step times of a pass, with what decodes add to it.
         """
-        if not longs or len(longs) + len(shorts) > self._knobs.most_planned:
+        if not long_prompts or len(long_prompts) + len(short_prompts) > self._knobs.most_planned:
             return None
-        if self.have_time(longs, shorts, now_s, model):
+        if self.have_time(long_prompts, short_prompts, now_s, model):
             return None
-        slower, rank = self._knobs.slower, longs[0].priority_rank
-        if any(view.priority_rank != rank for view in longs) or any(view.priority_rank != rank for view in shorts):
+        slower, rank = self._knobs.slower, long_prompts[0].priority_rank
+        if any(view.priority_rank != rank for view in long_prompts) or any(
+            view.priority_rank != rank for view in short_prompts
+        ):
             return None
-        each_s = slower * batch_step_s(shorts, model) / len(shorts) if shorts else 0.0
-        turns = [Turn(view, due_of(view, now_s), each_s) for view in shorts]
+        each_s = slower * batch_step_s(short_prompts, model) / len(short_prompts) if short_prompts else 0.0
+        turns = [Turn(view, due_of(view, now_s), each_s) for view in short_prompts]
         if any(turn.due_s == math.inf for turn in turns):
             return None
-        turns += [Turn(view, due_of(view, now_s), slower * self._alone_s(view, model)) for view in longs]
+        turns += [Turn(view, due_of(view, now_s), slower * self._alone_s(view, model)) for view in long_prompts]
         if any(turn.due_s == math.inf and turn.view.resumed for turn in turns):
             return None
-        return plan_most_kept(turns, now_s)
+        return plan_moore_hodgson(turns, now_s)
 
     def have_time(
-        self, longs: Sequence[WaitingView], shorts: Sequence[WaitingView], now_s: float, model: StepModel
+        self, long_prompts: Sequence[WaitingView], short_prompts: Sequence[WaitingView], now_s: float, model: StepModel
     ) -> bool:
         """All are in time in any order, so that a plan changes nothing; False where somebody has no target.
 
         On the hot path: by the times alone, which are known, and by what ``model`` adds to a pass at most.
         """
-        chunk = self._longs.chunk_max_tokens
+        chunk = self._long_prompts.chunk_max_tokens
         alone_s, passes, first_due_s = 0.0, 0, math.inf
-        for view in (*longs, *shorts):
+        for view in (*long_prompts, *short_prompts):
             due_s = view.deadline_s
             if due_s is None:
                 return False
@@ -116,7 +118,7 @@ class Deadlines:
 
     def list_overdue(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Infeasible requests that were deferred for their bound, in their order. On the hot path."""
-        stamp, arrived_s = self.stamp, now_s - self._knobs.give_way_s(self._longs)
+        stamp, arrived_s = self.stamp, now_s - self._knobs.deferral_s(self._long_prompts)
         latest_start_s = self.latest_start_s
         return [
             view
@@ -128,7 +130,7 @@ class Deadlines:
 
     def keep(self, views: Sequence[WaitingView], now_s: float) -> list[WaitingView]:
         """Those that are not deferred, in their order. Their latest starts are known (``DeadlineQueues``)."""
-        arrived_s = now_s - self._knobs.lost_end_s(self._longs)
+        arrived_s = now_s - self._knobs.infeasible_end_s(self._long_prompts)
         return [view for view in views if view.latest_s >= now_s or view.arrival_s <= arrived_s or view.resumed]
 
 
@@ -150,7 +152,7 @@ class DeadlineQueues(ClassQueues):
             return super().follow(waiting)
         self._stamp = self._deadlines.stamp
         self._divide(waiting)
-        return self._shorts, self._longs
+        return self._short_prompts, self._long_prompts
 
     def any_is_late(self, now_s: float) -> bool:
         """The latest start of somebody has passed."""
@@ -170,7 +172,7 @@ class DeadlineQueues(ClassQueues):
         self._first_latest_s = min(map(self._deadlines.latest_start_s, waiting), default=math.inf)
 
 
-class TargetLongs(LongQueue):
+class TargetLongPrompts(LongQueue):
     """The long class, in which a TTFT target protects its request until it is infeasible."""
 
     def __init__(self, knobs: LongKnobs, slo: SloKnobs, model: StepModel) -> None:

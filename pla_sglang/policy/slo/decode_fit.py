@@ -1,9 +1,9 @@
 """Online fit of what decodes cost, alone and in prefill passes, from measured passes.
 
-Decode steps give base, request and read by non-negative least squares on relative errors. Passes with riders give what
-they take beyond the step model of prefills: a constant (a lost graph) and a part for each rider. The error is the 99th
-percentile of measured over predicted, so that a pass planned with it is late once in a hundred. What the samples do
-not say comes from the start model, scaled to their level, with little weight.
+Decode steps give base, request and read by non-negative least squares on relative errors. Passes with piggybacked
+decodes give what they take beyond the step model of prefills: a constant (a lost graph) and a part for each piggybacked
+decode. The error is the 99th percentile of measured over predicted, so that a pass planned with it is late once in a
+hundred. What the samples do not say comes from the start model, scaled to their level, with little weight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from pla_sglang.policy.common.step_fit import Solve, scipy_solver
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.slo.mixed_batches import RideModel
+from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
 PERCENTILE = 99.0
 ERROR_MAX = 1.0  # of the first passes some are compiled or captured; a plan for twice the prediction is careful enough
@@ -24,18 +24,19 @@ ANCHOR_WEIGHT = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RideSample:
-    """One measured pass with riders: sums over its prefills, riders and tokens of their context, duration."""
+class MixedBatchSample:
+    """One measured pass with piggybacked decodes: sums over its prefills, piggybacked decodes and tokens of their
+    context, duration."""
 
     new_tokens: int
     history_tokens: int
     attention: float
-    riders: int
+    piggybacked: int
     context_tokens: int
     pass_s: float
 
 
-class RideFit:
+class MixedBatchFit:
     """Sliding windows, refitted every few samples. Deterministic: same samples, same model.
 
     ``solve``: as in ``StepFit``.
@@ -44,16 +45,16 @@ class RideFit:
     WINDOW = 256
     DECODE_WINDOW = 64
     MIN_SAMPLES = 8  # for a first fit, and new ones for the next
-    # For a first fit of passes with riders: where these are dear, each costs as much as two without. The next fits wait
-    # for twice as many each, up to MIN_SAMPLES.
+    # For a first fit of passes with piggybacked decodes: where these are dear, each costs as much as two without. The
+    # next fits wait for twice as many each, up to MIN_SAMPLES.
     MIN_MIXED = 3
 
-    def __init__(self, start: RideModel, *, solve: Solve | None = None) -> None:
+    def __init__(self, start: MixedBatchModel, *, solve: Solve | None = None) -> None:
         self._solve = scipy_solver() if solve is None else solve
         self.model = start
         self._start = start
         self._decodes: deque[tuple[int, int, float]] = deque(maxlen=self.DECODE_WINDOW)
-        self._mixed: deque[RideSample] = deque(maxlen=self.WINDOW)
+        self._mixed: deque[MixedBatchSample] = deque(maxlen=self.WINDOW)
         self._fresh_decodes = self._fresh_mixed = 0
         self._enough_mixed = self.MIN_MIXED
 
@@ -71,9 +72,9 @@ class RideFit:
         self._fresh_decodes = 0
         return self._replace(**self._fit_decodes())
 
-    def observe_mixed(self, sample: RideSample, step: StepModel) -> bool:
-        """A pass with riders, and the step model of prefills as it is now; True when the model changed."""
-        if sample.new_tokens <= 0 or sample.riders <= 0 or sample.pass_s <= 0:
+    def observe_mixed(self, sample: MixedBatchSample, step: StepModel) -> bool:
+        """A pass with piggybacked decodes, and the step model of prefills as it is now; True when the model changed."""
+        if sample.new_tokens <= 0 or sample.piggybacked <= 0 or sample.pass_s <= 0:
             return False
         self._mixed.append(sample)
         self._fresh_mixed += 1
@@ -85,8 +86,8 @@ class RideFit:
     def on_step_model(self, step: StepModel) -> bool:
         """The step model of prefills was fitted again; True when this model changed with it.
 
-        What riders add is measured against that model. While it is rough, they may look dear; then none join, no
-        new sample comes, and only judging the kept ones again can show that it is cheap.
+        What piggybacked decodes add is measured against that model. While it is rough, they may look dear; then none
+        join, no new sample comes, and only judging the kept ones again can show that it is cheap.
         """
         return len(self._mixed) >= self.MIN_MIXED and self._replace(**self._fit_mixed(step))
 
@@ -108,15 +109,15 @@ class RideFit:
     def _fit_mixed(self, step: StepModel) -> dict[str, float]:
         model = self.model
         measured = np.array([sample.pass_s for sample in self._mixed])
-        riders = np.array([float(sample.riders) for sample in self._mixed])
+        piggybacked = np.array([float(sample.piggybacked) for sample in self._mixed])
         known = np.array([_known_s(sample, step, model) for sample in self._mixed])
-        columns = np.column_stack((np.ones(len(riders)), riders))
-        extra, rider = self._relative(columns, measured - known, measured, np.ones(len(riders)))
-        fitted = dataclasses.replace(model, extra_s=extra, rider_s=rider)
-        decode = np.array([fitted.decode_s(sample.riders, sample.context_tokens) for sample in self._mixed])
-        predicted = np.maximum(known + extra + rider * riders, decode)
+        columns = np.column_stack((np.ones(len(piggybacked)), piggybacked))
+        extra, each = self._relative(columns, measured - known, measured, np.ones(len(piggybacked)))
+        fitted = dataclasses.replace(model, extra_s=extra, piggyback_s=each)
+        decode = np.array([fitted.decode_s(sample.piggybacked, sample.context_tokens) for sample in self._mixed])
+        predicted = np.maximum(known + extra + each * piggybacked, decode)
         error = float(np.percentile(measured / predicted - 1, PERCENTILE))
-        return {"extra_s": extra, "rider_s": rider, "error": min(max(error, 0.0), ERROR_MAX)}
+        return {"extra_s": extra, "piggyback_s": each, "error": min(max(error, 0.0), ERROR_MAX)}
 
     def _relative(
         self, columns: np.ndarray, target_s: np.ndarray, scale_s: np.ndarray, weight: np.ndarray
@@ -128,7 +129,7 @@ class RideFit:
         return tuple(float(value) for value in self._solve(scaled / norm, weight * target_s / scale_s) / norm)
 
 
-def _known_s(sample: RideSample, step: StepModel, model: RideModel) -> float:
+def _known_s(sample: MixedBatchSample, step: StepModel, model: MixedBatchModel) -> float:
     """What the model of prefills and the reading of the context account for."""
-    dense_s = step.step_s(sample.new_tokens + sample.riders, sample.history_tokens, sample.attention)
+    dense_s = step.step_s(sample.new_tokens + sample.piggybacked, sample.history_tokens, sample.attention)
     return dense_s + model.read_s * sample.context_tokens

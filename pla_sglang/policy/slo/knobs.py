@@ -6,17 +6,18 @@ import dataclasses
 
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.interface.prefill import WaitingView
-from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs
 
 
 @dataclasses.dataclass(frozen=True)
 class SloKnobs:
-    """How deadlines decide, and how decodes share passes with prefills. Of these, ``lost_age_s`` alone has a flag.
+    """How deadlines decide, and how decodes share passes with prefills. Of these, ``infeasible_age_s`` alone has a
+    flag.
 
     Attributes:
-        lost_age_s: so long after its arrival an infeasible request is deferred; None: deadlines do not decide.
-        lost_times: an infeasible request counts as feasible after so many times that.
+        infeasible_age_s: so long after its arrival an infeasible request is deferred; None: deadlines do not decide.
+        infeasible_times: an infeasible request counts as feasible after so many times that.
         slower: a prefill takes so many times what it would take alone, as decode steps fall between and passes end
             early for next tokens.
         arriving: all takes so many times as long, as others arrive meanwhile.
@@ -33,8 +34,8 @@ class SloKnobs:
             twice as long as not, this takes 0.4 % of the device.
     """
 
-    lost_age_s: float | None = knob(None, allowed=Range(0, above=True))
-    lost_times: float = 20.0
+    infeasible_age_s: float | None = knob(None, allowed=Range(0, above=True))
+    infeasible_times: float = 20.0
     slower: float = 1.2
     arriving: float = 1.7
     most_planned: int = 128
@@ -48,24 +49,24 @@ class SloKnobs:
     def __post_init__(self) -> None:
         check_fields(self, "slo")
 
-    def give_way_s(self, longs: LongKnobs) -> float:
+    def deferral_s(self, long_prompts: LongKnobs) -> float:
         """How long after its arrival an infeasible request is deferred; from then on it is overdue."""
-        return max(longs.max_age_s, self.lost_age_s or 0.0)
+        return max(long_prompts.max_age_s, self.infeasible_age_s or 0.0)
 
-    def lost_end_s(self, longs: LongKnobs) -> float:
+    def infeasible_end_s(self, long_prompts: LongKnobs) -> float:
         """How long after its arrival an infeasible request counts as feasible."""
-        return self.lost_times * self.give_way_s(longs)
+        return self.infeasible_times * self.deferral_s(long_prompts)
 
-    def age_bound_s(self, view: WaitingView, longs: LongKnobs) -> float | None:
-        """How long after its arrival ``view`` may be passed; None: as ``longs`` say.
+    def age_bound_s(self, view: WaitingView, long_prompts: LongKnobs) -> float | None:
+        """How long after its arrival ``view`` may be passed; None: as ``long_prompts`` say.
 
         Where deadlines decide, a target protects its request until it is infeasible; what then made it early would be
         device time taken from feasible ones. From when on it is overdue it has a share of its own.
         """
-        if self.lost_age_s is None or view.deadline_s is None:
+        if self.infeasible_age_s is None or view.deadline_s is None:
             return None
-        give_way_s = self.give_way_s(longs)
-        return give_way_s if view.deadline_s - view.arrival_s > give_way_s else self.lost_end_s(longs)
+        deferral_s = self.deferral_s(long_prompts)
+        return deferral_s if view.deadline_s - view.arrival_s > deferral_s else self.infeasible_end_s(long_prompts)
 
 
 @dataclasses.dataclass(frozen=True)

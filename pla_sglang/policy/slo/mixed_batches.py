@@ -1,23 +1,23 @@
 """Mixed batches: running decodes join a prefill pass, which is cut for the sake of their next tokens or of KV cache.
 
-They join the pass of any policy that decides prefills. One with riding decodes costs
+They join the pass of any policy that decides prefills. One with piggybacked decodes costs
 
     mixed(L, H, n, C) = max(step(L + n, H) + extra + each*n + read*C, decode(n, C))
     decode(n, C)      = base + request*n + read*C
 
-with L new and H history tokens of the prefills, n running requests and C tokens of their context. Its riders take part
-in the linear layers, and their context is read besides; it is never faster than their decode step alone. ``extra`` is
-what it loses: a captured graph, for example.
+with L new and H history tokens of the prefills, n running requests and C tokens of their context. Its piggybacked
+decodes take part in the linear layers, and their context is read besides; it is never faster than their decode step
+alone. ``extra`` is what it loses: a captured graph, for example.
 
 The rule, for a pass that was chosen without regard to decodes:
 
 1. The decodes join if that takes less device time than the pass and a decode step of their own (TOGETHER), else they
    step alone after it (ALONE), before the next prefill. Once in ``SloKnobs.probe_passes`` they join all the same
-   (PROBE), if that makes no token late: only passes with riders show what riders cost, and the first ones may have
-   been slow because something was compiled.
+   (PROBE), if that makes no token late: only passes with piggybacked decodes show what piggybacked decodes cost, and
+   the first ones may have been slow because something was compiled.
 2. The pass is cut until it ends, by the model and its error, before the first next-token deadline of those that run
-   (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last shorts of a batch wait. A chunk is not cut
-   below the crossing of the roofline, where it would be no faster, and shorts that must start now are kept.
+   (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last short prompts of a batch wait. A chunk is not
+   cut below the crossing of the roofline, where it would be no faster, and short prompts that must start now are kept.
 3. Where KV cache is short, a long is cut to the time of ``SloKnobs.short_steps`` decode steps (KV_SHORT): what starts
    next waits for memory, not for this prefill, and only those that run free any. With large chunks they step seldom,
    then often without a prefill to share the step with; and more prompts are in the cache at once, and are thrown out
@@ -34,7 +34,7 @@ import math
 from collections.abc import Sequence
 
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, Ride, WaitingView
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Piggyback, Reason, WaitingView
 from pla_sglang.policy.pla.temporal import TemporalPolicy
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs, SloKnobs
 from pla_sglang.policy.slo.reserve import is_kv_short
@@ -43,7 +43,7 @@ Amounts = tuple[int, int, int]  # new tokens, history tokens and attention of a 
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RideModel:
+class MixedBatchModel:
     """Coefficients of the two formulas above, in seconds, and the relative error of the first.
 
     ``error`` is the 99th percentile of measured over predicted, less 1; passes are planned to be so much longer.
@@ -53,30 +53,30 @@ class RideModel:
     request_s: float
     read_s: float
     extra_s: float = 0.0
-    rider_s: float = 0.0
+    piggyback_s: float = 0.0
     error: float = 0.0
 
     def decode_s(self, batch: int, context_tokens: float) -> float:
         return self.base_s + self.request_s * batch + self.read_s * context_tokens
 
-    def added_s(self, riders: int, context_tokens: float) -> float:
-        """What riders add to a pass beside their tokens in the linear layers."""
-        return self.extra_s + self.rider_s * riders + self.read_s * context_tokens
+    def added_s(self, piggybacked: int, context_tokens: float) -> float:
+        """What piggybacked decodes add to a pass beside their tokens in the linear layers."""
+        return self.extra_s + self.piggyback_s * piggybacked + self.read_s * context_tokens
 
 
-# About a 7B model on a Hopper GPU, until passes with riders were measured.
-START = RideModel(base_s=6e-3, request_s=1e-5, read_s=4e-8, error=0.25)
+# About a 7B model on a Hopper GPU, until passes with piggybacked decodes were measured.
+START = MixedBatchModel(base_s=6e-3, request_s=1e-5, read_s=4e-8, error=0.25)
 
 
-def model_beside(step: StepModel, ride: RideModel, riders: int, context_tokens: float) -> StepModel:
+def model_beside(step: StepModel, mixed_model: MixedBatchModel, piggybacked: int, context_tokens: float) -> StepModel:
     """``step`` for passes that all of these join: each pass pays for them, so one more pass costs more than without."""
-    added_s = ride.added_s(riders, context_tokens)
-    memory_s = step.g0_s + step.gw_s * riders + added_s
+    added_s = mixed_model.added_s(piggybacked, context_tokens)
+    memory_s = step.g0_s + step.gw_s * piggybacked + added_s
     return StepModel(  # in full: ``replace`` would take three times as long, in every pass
-        g0_s=max(memory_s, ride.decode_s(riders, context_tokens)),
+        g0_s=max(memory_s, mixed_model.decode_s(piggybacked, context_tokens)),
         gw_s=step.gw_s,
         gr_s=step.gr_s,
-        k0_s=step.k0_s + step.b_s * riders + added_s,
+        k0_s=step.k0_s + step.b_s * piggybacked + added_s,
         b_s=step.b_s,
         a_s=step.a_s,
         kr_s=step.kr_s,
@@ -90,14 +90,14 @@ def model_beside(step: StepModel, ride: RideModel, riders: int, context_tokens: 
 class PassCost:
     """What one pass beside the running requests of ``view`` takes, with and without them."""
 
-    def __init__(self, view: PassView, step: StepModel, ride: RideModel) -> None:
+    def __init__(self, view: PassView, step: StepModel, mixed_model: MixedBatchModel) -> None:
         self._step = step
-        self._riders = view.running
-        self._added_s = ride.added_s(view.running, view.context_tokens)
-        self.decode_s = ride.decode_s(view.running, view.context_tokens)
+        self._piggybacked = view.running
+        self._added_s = mixed_model.added_s(view.running, view.context_tokens)
+        self.decode_s = mixed_model.decode_s(view.running, view.context_tokens)
 
     def mixed_s(self, new: float, history: float, attention: float) -> float:
-        joint_s = self._step.step_s(new + self._riders, history, attention) + self._added_s
+        joint_s = self._step.step_s(new + self._piggybacked, history, attention) + self._added_s
         return max(joint_s, self.decode_s)
 
     def apart_s(self, new: float, history: float, attention: float) -> float:
@@ -121,12 +121,12 @@ class MixedBatches:
 
     Attributes:
         prefills: decides the passes as if nothing joined them, by step times that count the decodes in.
-        ride: what decodes cost.
+        mixed_model: what decodes cost.
     """
 
-    def __init__(self, prefills: TemporalPolicy, knobs: SloKnobs, ride: RideModel = START) -> None:
+    def __init__(self, prefills: TemporalPolicy, knobs: SloKnobs, mixed_model: MixedBatchModel = START) -> None:
         self.prefills = prefills
-        self.ride = ride
+        self.mixed_model = mixed_model
         self._knobs = knobs
         self._decodes_stayed_out = False  # of the last pass, which they might have joined
         self._passes_alone = 0  # since decodes joined one
@@ -138,49 +138,53 @@ class MixedBatches:
     def set_model(self, model: StepModel) -> None:
         self.prefills.set_model(model)
 
-    def set_ride(self, ride: RideModel) -> None:
-        self.ride = ride
+    def set_mixed_model(self, mixed_model: MixedBatchModel) -> None:
+        self.mixed_model = mixed_model
 
     def on_arrival(self, view: WaitingView, now_s: float) -> None:
         self.prefills.on_arrival(view, now_s)
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
         """As ``TemporalPolicy.decide``. Decodes that stayed out of the last pass, as that was cheaper, step first."""
-        if not view.can_ride or view.running == 0:
+        if not view.can_piggyback or view.running == 0:
             return self.prefills.decide(view, now_s)
         if self._decodes_stayed_out and view.decode_wait_s > 0 and (view.waiting or view.chunk):
             return PassDecision(Action.HOLD, Reason.DECODE_TURN, release_s=now_s)
         step = self.prefills.model
-        decision = self.prefills.decide(view, now_s, model_beside(step, self.ride, view.running, view.context_tokens))
+        decision = self.prefills.decide(
+            view, now_s, model_beside(step, self.mixed_model, view.running, view.context_tokens)
+        )
         if decision.action is Action.HOLD:
             return decision
-        grid = self.prefills.knobs.longs.grid_tokens
+        grid = self.prefills.knobs.long_prompts.grid_tokens
         probe = self._passes_alone >= self._knobs.probe_passes
-        return plan_ride(decision, view, step, self.ride, self._knobs, now_s=now_s, grid_tokens=grid, probe=probe)
+        return plan_mixed_batch(
+            decision, view, step, self.mixed_model, self._knobs, now_s=now_s, grid_tokens=grid, probe=probe
+        )
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         if decision.action is not Action.HOLD:
-            self._decodes_stayed_out = decision.ride is not None and not decision.ride.joins
-            if decision.ride is not None:
-                self._passes_alone = 0 if decision.ride.joins else self._passes_alone + 1
+            self._decodes_stayed_out = decision.piggyback is not None and not decision.piggyback.joins
+            if decision.piggyback is not None:
+                self._passes_alone = 0 if decision.piggyback.joins else self._passes_alone + 1
         self.prefills.on_pass(decision, view, admitted, now_s)
 
     def predict_s(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView]) -> float:
         """Duration of the pass that admitted these; of a decode step where it admitted none."""
         if not admitted:
-            return self.ride.decode_s(view.running, view.context_tokens)
+            return self.mixed_model.decode_s(view.running, view.context_tokens)
         alone_s = self.prefills.predict_s(decision, view, admitted)
-        if decision.ride is None or not decision.ride.joins or not view.running:
+        if decision.piggyback is None or not decision.piggyback.joins or not view.running:
             return alone_s
-        added_s = self.ride.added_s(view.running, view.context_tokens)
+        added_s = self.mixed_model.added_s(view.running, view.context_tokens)
         return alone_s + added_s + self.prefills.model.b_s * view.running
 
 
-def plan_ride(
+def plan_mixed_batch(
     decision: PassDecision,
     view: PassView,
     step: StepModel,
-    ride: RideModel,
+    mixed_model: MixedBatchModel,
     knobs: SloKnobs,
     *,
     now_s: float,
@@ -193,8 +197,8 @@ def plan_ride(
 
     A long that was to overtake the chunk under way gives way to it if whole it would be too late: it cannot be cut.
     """
-    cost = PassCost(view, step, ride)
-    allowed_s = math.inf if view.token_slack_s is None else view.token_slack_s / (1 + ride.error)
+    cost = PassCost(view, step, mixed_model)
+    allowed_s = math.inf if view.token_slack_s is None else view.token_slack_s / (1 + mixed_model.error)
     is_short = is_kv_short(view, knobs)
     short_s = knobs.short_steps * cost.decode_s
     decision = _part_from_chunk(decision, view, cost, min(allowed_s, short_s) if is_short else allowed_s)
@@ -206,21 +210,21 @@ def plan_ride(
         planned, fits = _cut_long(decision, view, cost, step, allowed_s, grid_tokens)
     if not fits and view.decode_wait_s > 0:
         return PassDecision(Action.HOLD, Reason.TOKEN_DEADLINE, release_s=now_s)
-    how = Ride.TOGETHER if planned is decision else Ride.TOKEN_DEADLINE
+    how = Piggyback.TOGETHER if planned is decision else Piggyback.TOKEN_DEADLINE
     if fits and planned.action is Action.LONG and not planned.park and len(planned.selected) < 2 and is_short:
         in_steps, _ = _cut_long(planned, view, cost, step, short_s, grid_tokens)
         if in_steps is not planned:
-            planned, how = in_steps, Ride.KV_SHORT
+            planned, how = in_steps, Piggyback.KV_SHORT
     amounts = _amounts(planned, view)
     pages = grid_tokens * max(1, len(planned.selected))  # the host allocates whole ones
-    if amounts[0] + view.rider_tokens + pages > view.kv_room_tokens:
-        return dataclasses.replace(planned, ride=Ride.NO_ROOM)
+    if amounts[0] + view.piggyback_kv_tokens + pages > view.kv_room_tokens:
+        return dataclasses.replace(planned, piggyback=Piggyback.NO_ROOM)
     if not cost.joins(*amounts):
         joins = probe and cost.mixed_s(*amounts) <= allowed_s
-        return dataclasses.replace(planned, ride=Ride.PROBE if joins else Ride.ALONE)
+        return dataclasses.replace(planned, piggyback=Piggyback.PROBE if joins else Piggyback.ALONE)
     if not fits:
-        return dataclasses.replace(planned, ride=Ride.LATE)
-    return dataclasses.replace(planned, ride=how)
+        return dataclasses.replace(planned, piggyback=Piggyback.LATE)
+    return dataclasses.replace(planned, piggyback=how)
 
 
 def _part_from_chunk(decision: PassDecision, view: PassView, cost: PassCost, most_s: float) -> PassDecision:
@@ -237,7 +241,7 @@ def _part_from_chunk(decision: PassDecision, view: PassView, cost: PassCost, mos
 def _cut_shorts(
     decision: PassDecision, cost: PassCost, step: StepModel, allowed_s: float, now_s: float
 ) -> tuple[PassDecision, bool]:
-    """The first shorts of the batch that are done in time, and whether they are: one goes in any case."""
+    """The first short prompts of the batch that are done in time, and whether they are: one goes in any case."""
     batch = decision.selected
     sums = _running_sums([(one, one.new_tokens) for one in batch])
     if cost.is_in_time(sums[-1], allowed_s):

@@ -6,7 +6,7 @@ targets. So they get ``SloKnobs.overdue_share`` of the predicted prefill time, t
 while none is feasible. With W seconds of prefills overdue before it, a request ends about W / share after its
 bound at the latest, so within twice its bound while W is no more than that share of the bound. Where W is more, as
 under overload that lasts, that promise cannot be kept whatever the share is, and they get ``lasting_share``.
-``lost_times`` the bound after its arrival a request counts as feasible: what has no room in the KV cache
+``infeasible_times`` the bound after its arrival a request counts as feasible: what has no room in the KV cache
 gets it then, too.
 """
 
@@ -80,8 +80,8 @@ def take_overdue(
         return ()
     if not _is_short(first, view, boundary):
         return (first,)
-    shorts = itertools.chain((first,), (one for one in fitting if _is_short(one, view, boundary)))
-    taken = {id(one) for one in take_batch(shorts, view.pass_budget_tokens, view.slots)[0]}
+    short_prompts = itertools.chain((first,), (one for one in fitting if _is_short(one, view, boundary)))
+    taken = {id(one) for one in take_batch(short_prompts, view.pass_budget_tokens, view.slots)[0]}
     in_host_order = (one for one in overdue if id(one) in taken)
     return tuple(itertools.islice(in_host_order, len(taken)))
 

@@ -41,17 +41,17 @@ _DUE_S = operator.attrgetter("due_s")
 class Plan:
     """Attributes:
     turns: of those that are kept, by their deadlines.
-    given_up: the others, by identity.
+    rejected: the others, by identity.
     """
 
     turns: Sequence[Turn]
-    given_up: frozenset[int]
+    rejected: frozenset[int]
 
     def keeps(self, view: WaitingView) -> bool:
         """``view``, which was planned, is kept."""
-        return id(view) not in self.given_up
+        return id(view) not in self.rejected
 
-    def bears(self, first: Iterable[WaitingView], now_s: float, slower: float) -> bool:
+    def allows(self, first: Iterable[WaitingView], now_s: float, slower: float) -> bool:
         """These may go before all others, and still none that is kept is late.
 
         ``slower``: all takes so many times as long as planned, as others arrive.
@@ -67,18 +67,18 @@ class Plan:
         return True
 
 
-def plan_most_kept(turns: Iterable[Turn], now_s: float) -> Plan:
+def plan_moore_hodgson(turns: Iterable[Turn], now_s: float) -> Plan:
     """Moore and Hodgson's plan from ``now_s`` on."""
     ordered = sorted(turns, key=_DUE_S)
-    at_s, largest, given_up = now_s, list[tuple[float, int, Turn]](), set[int]()
+    at_s, largest, rejected = now_s, list[tuple[float, int, Turn]](), set[int]()
     for place, turn in enumerate(ordered):
         at_s += turn.service_s
         heapq.heappush(largest, (-turn.service_s, place, turn))
         if at_s > turn.due_s:
             gone = heapq.heappop(largest)[2]
             at_s -= gone.service_s
-            given_up.add(id(gone.view))
-    return Plan([turn for turn in ordered if id(turn.view) not in given_up], frozenset(given_up))
+            rejected.add(id(gone.view))
+    return Plan([turn for turn in ordered if id(turn.view) not in rejected], frozenset(rejected))
 
 
 def due_of(view: WaitingView, now_s: float) -> float:

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, PrefillClass, Reason, WaitingView
-from pla_sglang.policy.pla.longs import LongPick
+from pla_sglang.policy.pla.long_prompts import LongPick
 from pla_sglang.policy.pla.sharing import contents_of_parts
 from pla_sglang.policy.pla.temporal import Candidates, TemporalPolicy, parts_of
-from pla_sglang.policy.slo.deadlines import DeadlineQueues, Deadlines, TargetLongs
+from pla_sglang.policy.slo.deadlines import DeadlineQueues, Deadlines, TargetLongPrompts
 from pla_sglang.policy.slo.knobs import EnginePolicyKnobs
 from pla_sglang.policy.slo.overdue import OverdueShare, share_of, take_overdue
 from pla_sglang.policy.slo.plan import Plan
@@ -37,15 +37,15 @@ class Contenders(Candidates):
 
     Attributes:
         why: the reason of a long one that is next only because others are deferred.
-        lost_chunk: the chunk under way is infeasible.
-        some_give_way: some are, to others that are kept, or that may still come.
+        infeasible_chunk: the chunk under way is infeasible.
+        some_deferred: some are, to others that are kept, or that may still come.
         reserved: all that wait are infeasible, and none starts for the sake of those to come.
         urgent: the long one that has to go before short and smaller long ones.
     """
 
     why: Reason | None = None
-    lost_chunk: bool = False
-    some_give_way: bool = False
+    infeasible_chunk: bool = False
+    some_deferred: bool = False
     reserved: bool = False
     urgent: LongPick | None = None
 
@@ -54,24 +54,24 @@ class SloPolicy(TemporalPolicy):
     """PLA-Serve's temporal policy, in which TTFT targets decide who competes for a pass."""
 
     knobs: EnginePolicyKnobs
-    longs: TargetLongs
+    long_prompts: TargetLongPrompts
     _queues: DeadlineQueues
 
     def __init__(self, knobs: EnginePolicyKnobs, model: StepModel) -> None:
         super().__init__(knobs, model)
-        self.deadlines = Deadlines(knobs.longs, knobs.slo, model)
+        self.deadlines = Deadlines(knobs.long_prompts, knobs.slo, model)
         self.overdue = OverdueShare()
-        self.longs = TargetLongs(knobs.longs, knobs.slo, model)
+        self.long_prompts = TargetLongPrompts(knobs.long_prompts, knobs.slo, model)
         self._queues = DeadlineQueues(self.boundary, self.deadlines)
 
     def set_knobs(self, knobs: EnginePolicyKnobs) -> None:  # type: ignore[override]  # as it was made from
-        self.longs.set_slo(knobs.slo)
+        self.long_prompts.set_slo(knobs.slo)
         super().set_knobs(knobs)
-        self.deadlines.set(knobs.longs, knobs.slo, self.model)
+        self.deadlines.set(knobs.long_prompts, knobs.slo, self.model)
 
     def set_model(self, model: StepModel) -> None:
         super().set_model(model)
-        self.deadlines.set(self.knobs.longs, self.knobs.slo, model)
+        self.deadlines.set(self.knobs.long_prompts, self.knobs.slo, model)
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         super().on_pass(decision, view, admitted, now_s)
@@ -80,19 +80,19 @@ class SloPolicy(TemporalPolicy):
             return
         share = None
         if is_theirs:
-            bound_s = self.knobs.slo.give_way_s(self.knobs.longs)
+            bound_s = self.knobs.slo.deferral_s(self.knobs.long_prompts)
             share = share_of(self._list_overdue(view, now_s), self.model, bound_s, self.knobs.slo)
         self.overdue.note(contents_of_parts(parts_of(decision, view, admitted)).step_s(self.model), share=share)
 
-    def _note_batch(self, decision: PassDecision, shorts: Sequence[WaitingView], now_s: float) -> None:
+    def _note_batch(self, decision: PassDecision, short_prompts: Sequence[WaitingView], now_s: float) -> None:
         """What AWD learns from its batches; a pass of overdue requests is none of them."""
         if decision.reason is not Reason.OVERDUE:
-            super()._note_batch(decision, shorts, now_s)
+            super()._note_batch(decision, short_prompts, now_s)
 
     def _choose(self, field: Candidates, view: PassView, now_s: float) -> PassDecision:
-        if self.knobs.slo.lost_age_s is None:
+        if self.knobs.slo.infeasible_age_s is None:
             return super()._choose(field, view, now_s)
-        left = Contenders(field.pick, field.shorts, field.longs, field.aged)
+        left = Contenders(field.pick, field.short_prompts, field.long_prompts, field.aged)
         self._leave_out(left, view, now_s, self._pass_model)
         long = self._find_next_long(left, view, now_s)
         decision = self._choose_by_right(left, long, view, now_s) or self._choose_by_target(left, view, now_s)
@@ -104,19 +104,19 @@ class SloPolicy(TemporalPolicy):
         if decision.reason is not Reason.NO_SHORT:
             return decision
         why, pick = left.why, long.pick
-        if left.some_give_way and pick is not None and pick.running and self._is_overdue(pick.view, now_s):
+        if left.some_deferred and pick is not None and pick.running and self._is_overdue(pick.view, now_s):
             why = Reason.OVERDUE  # others cannot overtake it, so its share pays for all of it
         return decision if why is None else dataclasses.replace(decision, reason=why)
 
     def _choose_by_target(self, field: Contenders, view: PassView, now_s: float) -> PassDecision | None:
         """Whose share of time it is, then who would be late in the usual order. None where that is nobody."""
-        if field.some_give_way and self.overdue.is_owed:
-            overdue = self._overdue_pass(view, field.longs, now_s)
+        if field.some_deferred and self.overdue.is_owed:
+            overdue = self._overdue_pass(view, field.long_prompts, now_s)
             if overdue is not None:
                 return overdue
         if field.urgent is None:
             return None
-        other = bool(field.shorts) or view.chunk is not None
+        other = bool(field.short_prompts) or view.chunk is not None
         if self._find_obstacle(field.urgent, view, now_s, owed=False, other=other) is not None:
             return None
         return self._long(field.urgent, view, field, now_s, Reason.URGENT)
@@ -129,12 +129,12 @@ class SloPolicy(TemporalPolicy):
         waiting = view.waiting if view.chunk is None else [*view.waiting, view.chunk]
         return self.deadlines.list_overdue(waiting, now_s)
 
-    def _overdue_pass(self, view: PassView, longs: list[WaitingView], now_s: float) -> PassDecision | None:
+    def _overdue_pass(self, view: PassView, long_prompts: list[WaitingView], now_s: float) -> PassDecision | None:
         """The pass of the earliest that are overdue; None where there are none, or they cannot run."""
         chunk, overdue = view.chunk, self._list_overdue(view, now_s)
         if not overdue:
             return None
-        most_tokens = self.knobs.longs.chunk_max_tokens or 0
+        most_tokens = self.knobs.long_prompts.chunk_max_tokens or 0
         batch = take_overdue(overdue, view, self.boundary, most_tokens=most_tokens)
         if not batch:
             return None
@@ -146,74 +146,76 @@ class SloPolicy(TemporalPolicy):
         pick = LongPick(first, running=first is chunk, overtakes=chunk is not None and first is not chunk)
         if self._find_obstacle(pick, view, now_s, owed=False, other=True) is not None:
             return None
-        return self._alone(pick, view, longs, now_s, Reason.OVERDUE)
+        return self._alone(pick, view, long_prompts, now_s, Reason.OVERDUE)
 
     # -- who is deferred ---------------------------------------------------------------------------------------------
 
     def _leave_out(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
         """Removes deferred requests from ``field``. ``model``: step times of a pass, with what decodes add."""
-        self._leave_lost_out(field, view, now_s)
+        self._leave_infeasible_out(field, view, now_s)
         self._keep_most(field, view, now_s, model)
 
-    def _leave_lost_out(self, field: Contenders, view: PassView, now_s: float) -> None:
+    def _leave_infeasible_out(self, field: Contenders, view: PassView, now_s: float) -> None:
         """Infeasible short prompts are deferred behind long ones too, long ones only among themselves."""
-        deadlines, shorts, longs = self.deadlines, field.shorts, field.longs
-        kept_shorts, kept = shorts, longs
+        deadlines, short_prompts, long_prompts = self.deadlines, field.short_prompts, field.long_prompts
+        feasible_short_prompts, kept = short_prompts, long_prompts
         if self._queues.any_is_late(now_s):
-            kept_shorts, kept = deadlines.keep(shorts, now_s), deadlines.keep(longs, now_s)
-        field.lost_chunk = view.chunk is not None and deadlines.is_lost(view.chunk, now_s)
-        can_keep = len(kept_shorts) + len(kept)
-        field.some_give_way = field.lost_chunk or can_keep < len(view.waiting)
-        if kept and (field.lost_chunk or len(kept) < len(longs)):
-            self._pick_among(field, kept, view, now_s, yields=field.lost_chunk)
-        if len(kept_shorts) < len(shorts) and (kept_shorts or kept):
-            field.why = field.why if kept_shorts or field.why else Reason.LOST_SHORT
-            field.shorts = kept_shorts
+            feasible_short_prompts, kept = deadlines.keep(short_prompts, now_s), deadlines.keep(long_prompts, now_s)
+        field.infeasible_chunk = view.chunk is not None and deadlines.is_infeasible(view.chunk, now_s)
+        can_keep = len(feasible_short_prompts) + len(kept)
+        field.some_deferred = field.infeasible_chunk or can_keep < len(view.waiting)
+        if kept and (field.infeasible_chunk or len(kept) < len(long_prompts)):
+            self._pick_among(field, kept, view, now_s, yields=field.infeasible_chunk)
+        if len(feasible_short_prompts) < len(short_prompts) and (feasible_short_prompts or kept):
+            field.why = field.why if feasible_short_prompts or field.why else Reason.LOST_SHORT
+            field.short_prompts = feasible_short_prompts
         if not kept and can_keep < len(view.waiting):
-            self._leave_reserve(field, view, now_s, shorts_lost=not kept_shorts)
+            self._leave_reserve(field, view, now_s, short_prompts_infeasible=not feasible_short_prompts)
 
-    def _leave_reserve(self, field: Contenders, view: PassView, now_s: float, *, shorts_lost: bool) -> None:
+    def _leave_reserve(
+        self, field: Contenders, view: PassView, now_s: float, *, short_prompts_infeasible: bool
+    ) -> None:
         """All long prompts are infeasible, and the short ones that are left too, or none of them."""
-        if shorts_lost:
-            field.shorts = leave_reserve(field.shorts, view, self.knobs.slo)
-        longs = leave_reserve(field.longs, view, self.knobs.slo)
-        if len(longs) < len(field.longs):
-            self._pick_among(field, longs, view, now_s, yields=False)
+        if short_prompts_infeasible:
+            field.short_prompts = leave_reserve(field.short_prompts, view, self.knobs.slo)
+        long_prompts = leave_reserve(field.long_prompts, view, self.knobs.slo)
+        if len(long_prompts) < len(field.long_prompts):
+            self._pick_among(field, long_prompts, view, now_s, yields=False)
             field.why = None
-        field.reserved = not field.shorts and not longs
+        field.reserved = not field.short_prompts and not long_prompts
 
     def _keep_most(self, field: Contenders, view: PassView, now_s: float, model: StepModel) -> None:
         chunk = view.chunk
-        candidates = field.longs if chunk is None or field.lost_chunk else [chunk, *field.longs]
-        plan = self.deadlines.plan(candidates, field.shorts, now_s, model)
+        candidates = field.long_prompts if chunk is None or field.infeasible_chunk else [chunk, *field.long_prompts]
+        plan = self.deadlines.plan(candidates, field.short_prompts, now_s, model)
         if plan is None or not plan.turns:
             return
-        if plan.given_up:
-            field.some_give_way = True
-            field.shorts = [short for short in field.shorts if plan.keeps(short)]
-            chunk_gives_way = chunk is not None and (field.lost_chunk or not plan.keeps(chunk))
-            kept = [long for long in field.longs if plan.keeps(long)]
+        if plan.rejected:
+            field.some_deferred = True
+            field.short_prompts = [short for short in field.short_prompts if plan.keeps(short)]
+            chunk_gives_way = chunk is not None and (field.infeasible_chunk or not plan.keeps(chunk))
+            kept = [long for long in field.long_prompts if plan.keeps(long)]
             self._pick_among(field, kept, view, now_s, yields=chunk_gives_way)
-        first = field.shorts or (() if field.pick is None else (field.pick.view,))
+        first = field.short_prompts or (() if field.pick is None else (field.pick.view,))
         fits = sum(turn.view.footprint_tokens for turn in plan.turns) <= view.kv_free_tokens
-        if fits and not plan.bears(first, now_s, self.knobs.slo.arriving / self.knobs.slo.slower):
-            field.urgent = self._find_first_long(plan, field.shorts, view)
+        if fits and not plan.allows(first, now_s, self.knobs.slo.arriving / self.knobs.slo.slower):
+            field.urgent = self._find_first_long(plan, field.short_prompts, view)
 
     def _pick_among(
-        self, field: Contenders, longs: list[WaitingView], view: PassView, now_s: float, *, yields: bool
+        self, field: Contenders, long_prompts: list[WaitingView], view: PassView, now_s: float, *, yields: bool
     ) -> None:
         """The next long is one of these."""
-        before, field.longs = field.pick, longs
-        field.pick = self.longs.pick(
-            longs, view.chunk, now_s, shorts=False, budget_tokens=view.pass_budget_tokens, yields=yields
+        before, field.long_prompts = field.pick, long_prompts
+        field.pick = self.long_prompts.pick(
+            long_prompts, view.chunk, now_s, short_prompts=False, budget_tokens=view.pass_budget_tokens, yields=yields
         )[0]
         if before is None or field.pick is None or before.view is not field.pick.view:
             field.why = Reason.LOST_LONG
 
-    def _find_first_long(self, plan: Plan, shorts: Sequence[WaitingView], view: PassView) -> LongPick | None:
+    def _find_first_long(self, plan: Plan, short_prompts: Sequence[WaitingView], view: PassView) -> LongPick | None:
         """The first of the plan that can run now; None where that is a short."""
-        chunk, among_shorts = view.chunk, {id(short) for short in shorts}
-        limit = min(self.longs.knobs.chunk_max_tokens or 0, view.pass_budget_tokens)
+        chunk, among_shorts = view.chunk, {id(short) for short in short_prompts}
+        limit = min(self.long_prompts.knobs.chunk_max_tokens or 0, view.pass_budget_tokens)
         for turn in plan.turns:
             if id(turn.view) in among_shorts:
                 return None

@@ -15,7 +15,7 @@ from pla_sglang.profiles import StepProfile
 from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.errors import SimConfigError
-from pla_sglang.sim.core.front import FrontKnobs
+from pla_sglang.sim.core.front import AdmissionQueueKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.kernel import LATEST_S
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -24,7 +24,7 @@ from pla_sglang.sim.core.network import NetworkKnobs
 Predict = Callable[[int, int, int], float | None]
 
 
-class Flip(enum.Enum):
+class RoleSwitch(enum.Enum):
     """How an instance that is not stateless changes its role."""
 
     LABEL = "label"  # at once; old work is finished beside the new
@@ -152,7 +152,7 @@ class SimConfig:
     fleet: Sequence[InstanceSpec]
     engine: EngineKnobs = dataclasses.field(default_factory=EngineKnobs)
     network: NetworkKnobs = dataclasses.field(default_factory=NetworkKnobs)
-    flip: Flip = Flip.LABEL
+    flip: RoleSwitch = RoleSwitch.LABEL
     report_interval_s: float = knob(0.25, allowed=Range(0, LATEST_S, above=True))
     sample_s: float = knob(5.0, allowed=Range(0, LATEST_S, above=True))
     startup_s: float | None = knob(None, allowed=Range(0, LATEST_S))
@@ -171,7 +171,7 @@ class SimConfig:
     users: Mapping[int, int] | None = None
     pauses_s: Sequence[float] | None = None
     host: HostKnobs = NO_HOST
-    front: FrontKnobs | None = None
+    front: AdmissionQueueKnobs | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

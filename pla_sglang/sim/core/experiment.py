@@ -19,11 +19,11 @@ from pla_sglang.policy.interface.fleet import InstanceKind, Role
 from pla_sglang.policy.interface.prefill import EnginePolicy
 from pla_sglang.policy.interface.remaining_length import RemainingPredictor
 from pla_sglang.policy.registry import DEFAULT_FORECASTER, FORECASTERS, PolicySet, Setup, policy_names
-from pla_sglang.policy.slo.mixed_batches import RideModel
+from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
-from pla_sglang.sim.core.config import Flip, InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, Policies, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -96,7 +96,7 @@ class Experiment:
     bandwidth_bytes_per_s: float = knob(
         50e9, "--bandwidth-gb-s", "of KV transfers, a link", allowed=Range(0, unit="GB/s", above=True), scale=GIGA
     )
-    flip: Flip = knob(Flip.LABEL, "--flip {label,drain,restart}", "how an instance changes its role")
+    flip: RoleSwitch = knob(RoleSwitch.LABEL, "--flip {label,drain,restart}", "how an instance changes its role")
     startup_s: float | None = knob(None, "--startup-s", "from the decision to a ready instance", allowed=Range(0))
     output_limit_tokens: int | None = knob(
         None, "--output-limit-tokens", "max_tokens that clients send; default: just what the answer has", allowed=COUNT
@@ -181,7 +181,7 @@ def step_model(profile: StepProfile, pass_s: float = 0.0) -> StepModel:
     )
 
 
-def ride_model(profile: StepProfile) -> RideModel:
+def mixed_batch_model(profile: StepProfile) -> MixedBatchModel:
     """What decodes cost beside prefills, out of a profile's terms.
 
     Its error is that of ``step_model`` for passes of the size to which a chunk is cut, the crossing and above.
@@ -189,7 +189,7 @@ def ride_model(profile: StepProfile) -> RideModel:
     terms, curve = profile.decode, profile.prefill_correction
     crossing = step_model(profile).crossing_tokens(0)
     slower = max((factor for at, factor in zip(curve.at, curve.factor, strict=True) if at >= crossing), default=1.0)
-    return RideModel(terms.base_s, terms.request_s, terms.read_s, error=max(0.0, slower - 1))
+    return MixedBatchModel(terms.base_s, terms.request_s, terms.read_s, error=max(0.0, slower - 1))
 
 
 def engine_policy(
@@ -200,7 +200,7 @@ def engine_policy(
     if name == TEMPORAL:
         config = PlaConfig(prefill_disagg=TEMPORAL, deadlines="decide" if decide else "advise")
         limits = EngineLimits(knobs.chunk_tokens, knobs.chunk_tokens, depth_max=min(DEPTH_WITHOUT_GRAPHS, knobs.slots))
-        return make_engine_policy(temporal_knobs(config, limits), model, ride_model(profile))
+        return make_engine_policy(temporal_knobs(config, limits), model, mixed_batch_model(profile))
     return ENGINE_ORDERS[name](model)
 
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
-from pla_sglang.sim.core.config import Flip, InstanceSpec, Policies, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, Policies, RoleSwitch, SimConfig
 from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.overlap import OverlappedInstance
 from pla_sglang.sim.core.pool import KvPool
 
-_FLIP_END = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
+_ROLE_SWITCH_END = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
 
 
 @dataclasses.dataclass(slots=True)
@@ -132,7 +132,7 @@ class Fleet:
         if view.role is role or view.state is InstanceState.DEAD:
             return
         self.flips += 1
-        at_once = view.kind in (InstanceKind.STATELESS, InstanceKind.UNIFIED) or self._config.flip is Flip.LABEL
+        at_once = view.kind in (InstanceKind.STATELESS, InstanceKind.UNIFIED) or self._config.flip is RoleSwitch.LABEL
         if at_once or view.state is InstanceState.STARTING:
             self.view.set_role(view, role, self._kernel.now_s)
         elif view.state is InstanceState.READY:
@@ -164,8 +164,8 @@ class Fleet:
             self.end(instance)
             return
         spec = self.spec_of(instance)
-        kind = _FLIP_END.get(view.kind, view.kind)
-        if self._config.flip is Flip.RESTART:
+        kind = _ROLE_SWITCH_END.get(view.kind, view.kind)
+        if self._config.flip is RoleSwitch.RESTART:
             self.end(instance)
             self.add(dataclasses.replace(spec, count=1, kind=kind, role=role), role, InstanceState.STARTING)
             return

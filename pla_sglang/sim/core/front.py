@@ -13,7 +13,7 @@ from pla_sglang.sim.core.request import SimRequest
 
 
 @dataclasses.dataclass(frozen=True)
-class FrontKnobs:
+class AdmissionQueueKnobs:
     """``hold_tokens``: mean prefill backlog of an instance above which requests wait in the queue; None: no limit."""
 
     admission: AdmissionKnobs = dataclasses.field(default_factory=AdmissionKnobs)
@@ -26,7 +26,7 @@ class FrontKnobs:
 class AdmissionQueue:
     """Who is let in, and who of those that wait is dispatched next. ``counts`` gets what was refused, by reason."""
 
-    def __init__(self, knobs: FrontKnobs, counts: Counter[str]) -> None:
+    def __init__(self, knobs: AdmissionQueueKnobs, counts: Counter[str]) -> None:
         self.queue: FairQueue[SimRequest] = FairQueue()
         self._knobs = knobs
         self._admission = Admission(knobs.admission)

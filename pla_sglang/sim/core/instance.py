@@ -261,9 +261,9 @@ class SimInstance:
         if not parts:
             return False, self._nothing_admitted(now_s)
         self._fruitless = 0
-        if decision.ride is not None:
-            self._host.on_pass_reason(f"ride.{decision.ride.value}")
-        joins = decision.ride is None or decision.ride.joins
+        if decision.piggyback is not None:
+            self._host.on_pass_reason(f"ride.{decision.piggyback.value}")
+        joins = decision.piggyback is None or decision.piggyback.joins
         mixed = self._knobs.mixed and joins and bool(self.decoding.running.members)
         under_way = self.queue.start(parts, now_s, mixed=mixed)
         self._epoch += 1
@@ -287,7 +287,7 @@ class SimInstance:
         running = len(self.decoding.running)
         expected = self.decoding.expected_tokens()
         budget = self._knobs.chunk_tokens - (running if self._knobs.mixed else 0)
-        queue, rides = self.queue, self._knobs.mixed and running > 0
+        queue, piggybacks = self.queue, self._knobs.mixed and running > 0
         return PassView(
             waiting=queue.waiting,
             chunk=None if queue.chunk is None else queue.chunk.waiting,
@@ -299,11 +299,11 @@ class SimInstance:
             running=running,
             decode_wait_s=self.decoding.meter.waited_s(now_s) if running else 0.0,
             decode_step_s=self.costs.decode_s(running, self.decoding.running.context_tokens) if running else 0.0,
-            can_ride=rides,
-            context_tokens=self.decoding.running.context_tokens if rides else 0,
-            rider_tokens=running if rides else 0,
-            token_slack_s=self.decoding.token_slack_s(now_s) if rides else None,
-            tpot_target_s=self.decoding.running.deadlines.least_target_s() if rides else None,
+            can_piggyback=piggybacks,
+            context_tokens=self.decoding.running.context_tokens if piggybacks else 0,
+            piggyback_kv_tokens=running if piggybacks else 0,
+            token_slack_s=self.decoding.token_slack_s(now_s) if piggybacks else None,
+            tpot_target_s=self.decoding.running.deadlines.least_target_s() if piggybacks else None,
         )
 
     def _pass_s(self, under_way: PrefillPass) -> float:

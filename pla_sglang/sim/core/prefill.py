@@ -174,7 +174,7 @@ class PrefillQueue:
         return self.chunk is not None and not decision.park  # SHORT with mixing: the chunk shares the pass
 
     def _chunk_part(self, chunk: SimRequest, decision: PassDecision) -> int:
-        """What the request under way takes; beside shorts, what they leave of ``chunk_tokens``."""
+        """What the request under way takes; beside short prompts, what they leave of ``chunk_tokens``."""
         most = self._knobs.chunk_tokens
         if decision.chunk_tokens is not None:
             beside = sum(view.new_tokens for view in decision.selected)

@@ -62,7 +62,7 @@ def after_copy_to_cpu(result: Any, batch_result: Any, *args: Any, **kwargs: Any)
 def after_on_idle(result: Any, scheduler: Any) -> None:
     """Nothing to launch. The host's loops spin then, on a core that other engines of a cluster need: sleep a little.
 
-    A message ends the sleep. KV transfers and held requests send no message when they are ready, so with any of
+    A message ends the sleep. KV transfers and paused requests send no message when they are ready, so with any of
     them the sleep is short, as on a rank that gets its messages from another rank.
     """
     mine, inbox = device(), _inbox(scheduler)

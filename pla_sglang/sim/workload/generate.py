@@ -156,7 +156,7 @@ SHORT, LONG = 0, 1  # clients of ``short_and_long_trace``
 def short_and_long_trace(shorts: int, longs: int, rng: random.Random) -> Trace:
     """Prompts under 64 tokens of one client and of 1,025 to 4,096 of another (PLA-Serve Figure 1), one token out.
 
-    All at time 0, shorts first: a closed loop takes each client's rows by themselves.
+    All at time 0, short prompts first: a closed loop takes each client's rows by themselves.
     """
     short = LengthModel((1.0,), (3.4,), (0.5,), least=8, most=63)
     long = LengthModel((1.0,), (7.6,), (0.3,), least=1025, most=4096)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.fleets import d2p, decode, fleet, p2d, predictor, prefill
 
 from pla_sglang.common.errors import ConfigError, IllegalMoveError
-from pla_sglang.policy.arrow.flips import (
-    FlipGuard,
-    FlipKnobs,
+from pla_sglang.policy.arrow.role_switches import (
     LoadLevel,
+    RoleSwitchGuard,
+    RoleSwitchKnobs,
     pick_for_decode,
     pick_for_prefill,
 )
@@ -88,25 +88,25 @@ def test_algorithm_4(name: str, view: FleetView, chosen: str | None) -> None:
     assert (picked.name if picked else None) == chosen
 
 
-KNOBS = FlipKnobs(cool_down_s=4.0, cool_down_max_s=64.0, regret_s=20.0)
+KNOBS = RoleSwitchKnobs(cool_down_s=4.0, cool_down_max_s=64.0, regret_s=20.0)
 
 
 def test_the_same_direction_is_never_held() -> None:
-    guard = FlipGuard(KNOBS)
+    guard = RoleSwitchGuard(KNOBS)
     for _ in range(5):
         assert guard.may(TO_P, 0.0)
         guard.note(TO_P, 0.0)
 
 
 def test_the_opposite_direction_waits() -> None:
-    guard = FlipGuard(KNOBS)
+    guard = RoleSwitchGuard(KNOBS)
     guard.note(TO_P, 0.0)
     assert not guard.may(TO_D, 3.9)
     assert guard.may(TO_D, 4.0)
 
 
 def test_each_early_reversal_doubles_the_wait() -> None:
-    guard = FlipGuard(KNOBS)
+    guard = RoleSwitchGuard(KNOBS)
     now_s, direction = 0.0, TO_P
     waits = []
     for _ in range(7):
@@ -118,7 +118,7 @@ def test_each_early_reversal_doubles_the_wait() -> None:
 
 
 def test_a_late_reversal_halves_it() -> None:
-    guard = FlipGuard(KNOBS)
+    guard = RoleSwitchGuard(KNOBS)
     guard.note(TO_P, 0.0)
     guard.note(TO_D, 4.0)  # 8
     guard.note(TO_P, 12.0)  # 16
@@ -127,7 +127,7 @@ def test_a_late_reversal_halves_it() -> None:
 
 
 def test_another_load_ends_the_wait() -> None:
-    guard = FlipGuard(KNOBS)
+    guard = RoleSwitchGuard(KNOBS)
     for second in range(100):
         guard.load.add(100, float(second))
     guard.note(TO_P, 100.0)
@@ -157,4 +157,4 @@ def test_load_level_is_the_decayed_sum(arrivals: list[tuple[float, int]]) -> Non
 )
 def test_bad_knobs(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
-        FlipKnobs(**bad)
+        RoleSwitchKnobs(**bad)

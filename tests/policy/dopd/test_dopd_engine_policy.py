@@ -28,11 +28,11 @@ def run(made: LengthBatchedPolicy, view: PassView, now_s: float) -> PassDecision
 
 
 def test_shorts_gather_to_the_boundary_and_longs_go_alone() -> None:
-    shorts = [waiting(40, rid=str(index)) for index in range(4)]
-    decision = policy().decide(pass_view(shorts), 0.0)
+    short_prompts = [waiting(40, rid=str(index)) for index in range(4)]
+    decision = policy().decide(pass_view(short_prompts), 0.0)
     assert (decision.action, decision.reason) == (Action.SHORT, Reason.TOKENS)
     assert [view.rid for view in decision.selected] == ["0", "1", "2"], f"{BOUNDARY_TOKENS} tokens are reached"
-    decision = policy().decide(pass_view([shorts[0], long()]), 0.0)
+    decision = policy().decide(pass_view([short_prompts[0], long()]), 0.0)
     assert (decision.action, len(decision.selected)) == (Action.LONG, 1)
 
 
@@ -77,7 +77,7 @@ def test_a_chunk_takes_no_more_than_there_is_room_for(room: int, tokens: int | N
 
 
 def test_prompts_are_whole_where_the_engine_does_not_chunk() -> None:
-    made = policy(longs=dataclasses.replace(TIMED.longs, chunk_max_tokens=None))
+    made = policy(long_prompts=dataclasses.replace(TIMED.long_prompts, chunk_max_tokens=None))
     assert made.decide(pass_view([waiting(4000)]), 0.0).chunk_tokens is None
 
 

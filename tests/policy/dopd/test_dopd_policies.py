@@ -284,8 +284,8 @@ def test_every_request_runs_once_and_shorts_keep_their_order(tokens: list[int], 
         queue = [view for view in queue if view not in answer.selected]
         ran += [view.rid for view in answer.selected]
         now_s += 0.1
-    shorts = [rid for rid in ran if int(rid.split(":")[1]) < i_next]
-    assert shorts == sorted(shorts, key=lambda rid: int(rid.split(":")[0]))
+    short_prompts = [rid for rid in ran if int(rid.split(":")[1]) < i_next]
+    assert short_prompts == sorted(short_prompts, key=lambda rid: int(rid.split(":")[0]))
     assert len(ran) == len(set(ran)) == len(tokens)
 
 

@@ -23,8 +23,8 @@ S, L = PrefillClass.SHORT, PrefillClass.LONG
 KNOBS = PressureKnobs(ttft_slo_s=1.0, cool_down_s=5.0, interval_s=1.0)
 
 
-def pools(shorts: int = 2, longs: int = 2) -> FleetView:
-    return fleet(*[prefill(length_class=S)] * shorts, *[prefill(length_class=L)] * longs, decode())
+def pools(short_prompts: int = 2, long_prompts: int = 2) -> FleetView:
+    return fleet(*[prefill(length_class=S)] * short_prompts, *[prefill(length_class=L)] * long_prompts, decode())
 
 
 def set_backlog(view: InstanceView, tokens: int) -> None:

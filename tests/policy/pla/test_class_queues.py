@@ -22,7 +22,7 @@ class Followed:
 
     def __init__(self) -> None:
         self.boundary = Boundary(fixed_tokens=BOUNDARY_TOKENS, model=FLAT)
-        self.deadlines = Deadlines(KNOBS.longs, SloKnobs(), FLAT)
+        self.deadlines = Deadlines(KNOBS.long_prompts, SloKnobs(), FLAT)
         self.queues = DeadlineQueues(self.boundary, self.deadlines)
 
     def check(self, waiting: list[WaitingView], now_s: float = NOW_S) -> None:
@@ -86,7 +86,7 @@ def test_what_classes_and_starts_depend_on_may_change(thing: str) -> None:
     if thing == "boundary":
         followed.boundary.set_fixed(50, FLAT)
     else:
-        followed.deadlines.set(KNOBS.longs, SloKnobs(), CPU_START)
+        followed.deadlines.set(KNOBS.long_prompts, SloKnobs(), CPU_START)
     followed.check(waiting)
 
 

@@ -30,9 +30,10 @@ S, L = PrefillClass.SHORT, PrefillClass.LONG
 KNOBS = PressureKnobs(ttft_slo_s=1.0, alpha=1.0, beta=0.5, gamma=0.1, tau=0.5, cool_down_s=10.0)
 
 
-def pools(shorts: list[dict[str, Any]], longs: list[dict[str, Any]]) -> FleetView:
+def pools(short_prompts: list[dict[str, Any]], long_prompts: list[dict[str, Any]]) -> FleetView:
     return fleet(
-        *[prefill(length_class=S, **fields) for fields in shorts], *[prefill(length_class=L, **f) for f in longs]
+        *[prefill(length_class=S, **fields) for fields in short_prompts],
+        *[prefill(length_class=L, **f) for f in long_prompts],
     )
 
 
@@ -124,8 +125,8 @@ def test_no_pool_falls_below_its_minimum(events: list[tuple[int, int]], minimum:
         view.instances[index].queued_tokens = tokens
         view.instances[index].queued_prefills = int(tokens > 0)
         apply(view, controller.tick(view, float(step)), float(step))
-        shorts = sum(instance.length_class is S for instance in view.instances)
-        assert minimum <= shorts <= 6 - minimum
+        short_prompts = sum(instance.length_class is S for instance in view.instances)
+        assert minimum <= short_prompts <= 6 - minimum
 
 
 def dispatcher(**knobs: Any) -> SpatialDispatcher:

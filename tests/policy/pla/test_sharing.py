@@ -74,7 +74,7 @@ def test_more_that_wait_never_make_passes_smaller(tokens: int, count: int, few: 
 
 
 @pytest.mark.parametrize(
-    ("name", "shorts", "tokens", "usual", "concerned", "joins"),
+    ("name", "short_prompts", "tokens", "usual", "concerned", "joins"),
     [
         ("a whole pass saved for few", 1, 900, 900, 3, False),
         ("for many", 1, 900, 900, 20, True),
@@ -83,8 +83,10 @@ def test_more_that_wait_never_make_passes_smaller(tokens: int, count: int, few: 
         ("its last tokens save a whole one", 1, 90, 90, 3, True),
     ],
 )
-def test_a_chunk_joins_shorts(name: str, shorts: int, tokens: int, usual: int, concerned: float, joins: bool) -> None:
-    contents = contents_of([short() for _ in range(shorts)])
+def test_a_chunk_joins_shorts(
+    name: str, short_prompts: int, tokens: int, usual: int, concerned: float, joins: bool
+) -> None:
+    contents = contents_of([short() for _ in range(short_prompts)])
     assert Sharing(concerned, PASS).takes_chunk(contents, long(0.0, 4000), tokens, usual) is joins
 
 

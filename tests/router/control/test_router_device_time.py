@@ -144,7 +144,7 @@ class History:
             at_wall_s = (self.now_s + self.rng.uniform(0, 0.04)) * self.scale
             for milestone in (m.Milestone.SENT, m.Milestone.FIRST_TOKEN):
                 self.plane.on_message(m.Progress(message.rid, milestone, at_wall_s))
-            self.plane.on_message(m.Ended(message.rid, m.Outcome.OK, 200, at_wall_s, output_tokens=20))
+            self.plane.on_message(m.Completed(message.rid, m.Outcome.OK, 200, at_wall_s, output_tokens=20))
 
 
 @pytest.mark.parametrize(

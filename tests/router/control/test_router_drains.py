@@ -65,8 +65,8 @@ async def test_only_so_many_leave_at_once(monkeypatch: pytest.MonkeyPatch) -> No
 async def test_what_could_not_leave_a_drain_tries_again_soon(
     drain_rest_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A held request keeps memory of its instance, so some may be refused while others are on their way."""
-    monkeypatch.setattr(mig, "DRAIN_REST_S", drain_rest_s)
+    """A paused request keeps memory of its instance, so some may be refused while others are on their way."""
+    monkeypatch.setattr(mig, "DRAIN_COOL_DOWN_S", drain_rest_s)
     async with scene(TWO, **ON) as one:
         source = await start(one)
         failed: list[str] = []
@@ -86,7 +86,7 @@ async def test_what_could_not_leave_a_drain_tries_again_soon(
 
 async def test_what_never_can_leave_is_held_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hold keeps its client waiting."""
-    monkeypatch.setattr(mig, "DRAIN_REST_S", 0.3)
+    monkeypatch.setattr(mig, "DRAIN_COOL_DOWN_S", 0.3)
     async with scene(TWO, **ON) as one:
         source = await start(one)
         failed_s: list[float] = []  # by the clock that says how long a request has rested
@@ -197,20 +197,20 @@ async def test_a_target_that_dies_before_the_hold_is_not_asked(monkeypatch: pyte
         target = one.plane.table.by_number[1 - source]
         failed: list[str] = []
         one.plane.migration.on_failed = failed.append
-        order_hops = one.plane._client.order_hops  # type: ignore[union-attr]
+        order_commands = one.plane._client.order_commands  # type: ignore[union-attr]
 
         async def slowly(worker: Any, commands: Any) -> Any:
             if commands[0]["do"] == "hold":
                 await one.instances[1 - source].stop()
                 await one.until(lambda: target.state.value == "dead")
-            return await order_hops(worker, commands)
+            return await order_commands(worker, commands)
 
-        monkeypatch.setattr(one.plane._client, "order_hops", slowly)
+        monkeypatch.setattr(one.plane._client, "order_commands", slowly)
         assert move(one, target.number) is None
         await one.until(lambda: failed == ["r"])
         await one.until(lambda: done(one, source) == ["hold", "resume"])
         assert pulls(one) == []
-        assert 'pla_router_move_failures_total{reason="dead"} 1.0' in one.admin("GET", "/metrics")[1]
+        assert 'pla_router_migration_failures_total{reason="dead"} 1.0' in one.admin("GET", "/metrics")[1]
         one.ended("r")
         await one.instances[1 - source].start()
         await one.at_rest()

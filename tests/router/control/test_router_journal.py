@@ -16,8 +16,8 @@ from pla_sglang.fleet.router.control.knobs import ControlKnobs
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
 from pla_sglang.fleet.router.control.workers.health import Health, HealthKnobs, ProbeResult
-from pla_sglang.fleet.router.control.workers.journal import LINES, NO_WORKERS, WorkerJournal
 from pla_sglang.fleet.router.control.workers.table import LEGAL, WorkerReason, WorkerState, WorkerTable
+from pla_sglang.fleet.router.control.workers.worker_log import LINES, NO_WORKERS, WorkerLog
 from pla_sglang.policy.interface.fleet import InstanceKind
 
 UNIFIED = Description(InstanceKind.UNIFIED, "p1", "h:1", 431_316, 1, 1, "/models/llama-8b/", "t", "0.5.17")
@@ -27,7 +27,7 @@ class Watched:
     """A table with one worker at ``http://h:1``, its health, and a journal that hears of all changes."""
 
     def __init__(self) -> None:
-        self.journal = WorkerJournal()
+        self.journal = WorkerLog()
         self.table = WorkerTable(BreakerKnobs(consecutive=2), on_change=self.journal.note_change)
         self.health = Health(self.table, HealthKnobs(misses=2, refused=2))
         self.worker = self.table.add(Address("h", 1), 0.0)

@@ -84,7 +84,7 @@ async def test_a_request_is_placed_and_moved_when_its_prefill_is_done() -> None:
         metrics = one.admin("GET", "/metrics")[1]
         for reason in ("any.when_prefilled", "baseline.minimal_load"):
             assert f'pla_router_placements_total{{reason="{reason}"}} 1.0' in metrics
-        assert 'pla_router_moves_total{how="pull",reason="baseline.minimal_load"} 1.0' in metrics
+        assert 'pla_router_migrations_total{how="pull",reason="baseline.minimal_load"} 1.0' in metrics
         one.ended("r")
         await one.at_rest()
 
@@ -172,7 +172,7 @@ async def test_a_move_that_is_refused_leaves_the_request_where_it_is(caplog: pyt
         assert placed(one) == {"any.not_movable": 1, "any.no_instance": 1, "baseline.minimal_load": 1}
         told = explain(one, "late")
         assert (told["placed_on"], told.get("hops")) == (decode.view.name, None), "the move came to nothing"
-        assert 'pla_router_move_failures_total{reason="refused"} 1.0' in one.admin("GET", "/metrics")[1]
+        assert 'pla_router_migration_failures_total{reason="refused"} 1.0' in one.admin("GET", "/metrics")[1]
         assert orders(one) == []
         for rid in ("refused", "mistake", "late"):
             one.ended(rid)

@@ -29,11 +29,11 @@ def lose(one: Scene, worker: int, why: m.LossReason, *, tokens: int = 0, rid: st
     told = len(one.relay.told)
     at_s = at_s or time.monotonic()
     one.plane.on_message(m.Lost(rid, 1, tokens, why, at_s, tokens > 0, (worker,)))
-    return next((said for said in one.relay.told[told:] if isinstance(said, m.Continue | m.End)), None)
+    return next((said for said in one.relay.told[told:] if isinstance(said, m.Continue | m.NoNextHop)), None)
 
 
 def answers(one: Scene) -> list[Any]:
-    return [said for said in one.relay.told if isinstance(said, m.Continue | m.End)]
+    return [said for said in one.relay.told if isinstance(said, m.Continue | m.NoNextHop)]
 
 
 def start(one: Scene, rid: str = "r", *milestones: m.Milestone) -> Worker:
@@ -78,7 +78,7 @@ async def test_who_may_be_what_an_instance_has_died_of_is_not_sent_to_another(
             assert answer.target != worker.number
             assert answer.reason == ("aborted" if why is ABORTED else "survive")
         else:
-            assert isinstance(answer, m.End), name
+            assert isinstance(answer, m.NoNextHop), name
             assert "no other one gets it" in answer.message
             assert 'move_failures_total{reason="to_blame"} 1.0' in one.admin("GET", "/metrics")[1]
         await settle(one)
@@ -102,7 +102,7 @@ async def test_an_answer_that_broke_off_before_anything_was_shown_waits_for_a_ch
         await one.until(lambda: answers(one))
         [answer] = answers(one)
         if found == "well":
-            assert isinstance(answer, m.End)
+            assert isinstance(answer, m.NoNextHop)
             assert "is well" in answer.message
             assert 'move_failures_total{reason="is_well"} 1.0' in one.admin("GET", "/metrics")[1]
         else:
@@ -217,7 +217,7 @@ async def test_a_stream_goes_back_to_its_only_instance_if_that_is_well() -> None
         await one.until(lambda: len(answers(one)) == 2)
         by_rid = {said.rid: said for said in answers(one)}
         assert isinstance(by_rid["r"], m.Continue)
-        assert isinstance(by_rid["s"], m.End)
+        assert isinstance(by_rid["s"], m.NoNextHop)
         one.ended("s", m.Outcome.UPSTREAM_LOST)
         await settle(one)
 

@@ -98,7 +98,7 @@ def check_story(one: Scene, source: int, target: int) -> None:
     assert (told["hops"][0]["decode"], hop["decode"], hop["gap_s"]) == (names[source], names[target], 0.125)
     assert (told["decode"], told["end"]) == (names[source], "finished")
     metrics = one.admin("GET", "/metrics")[1]
-    assert 'pla_router_moves_total{how="pull",reason="policy"} 1.0' in metrics
+    assert 'pla_router_migrations_total{how="pull",reason="policy"} 1.0' in metrics
 
 
 async def test_a_request_moves_there_and_back() -> None:
@@ -129,7 +129,7 @@ async def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None)
         if status is None:  # it may be held, for all that is known
             await one.until(lambda: done(one, source) == ["hold", "resume"])
         assert not any(isinstance(said, m.Continue) for said in one.relay.told)
-        assert f'pla_router_move_failures_total{{reason="{status}"}} 1.0' in one.admin("GET", "/metrics")[1]
+        assert f'pla_router_migration_failures_total{{reason="{status}"}} 1.0' in one.admin("GET", "/metrics")[1]
         one.ended("r")
         await one.at_rest()
         assert one.instances[1 - source].aborted == []
@@ -138,7 +138,7 @@ async def test_a_request_that_cannot_be_held_stays_and_rests(status: str | None)
 @pytest.mark.parametrize("why", m.LossReason)
 async def test_a_target_that_cannot_go_on(why: m.LossReason, monkeypatch: pytest.MonkeyPatch) -> None:
     """The source is told to resume, unless it has; the next move has another room, number and id."""
-    monkeypatch.setattr(mig, "REST_S", 0.0)
+    monkeypatch.setattr(mig, "COOL_DOWN_S", 0.0)
     async with scene(TWO, **ON) as one:
         source = await start(one)
         assert move(one, 1 - source) is None

@@ -231,7 +231,7 @@ def test_a_move_is_ordered_once_and_the_request_rests() -> None:
     place.now_s += 9.0
     place.report(0, RequestRow("a", 100, 20))
     assert place.seen() == [("a", 120, True)]
-    assert place.orders.count_resting() == 0
+    assert place.orders.count_cooling_down() == 0
 
 
 def test_a_request_whose_move_was_refused_or_failed_rests() -> None:
@@ -248,7 +248,7 @@ def test_a_request_whose_move_was_refused_or_failed_rests() -> None:
     said = place.orders.to_dict()
     assert (said["refused"], said["failed"], said["resting"]) == ({"its target is full": 1}, 1, 2)
     place.records.clear()
-    assert place.orders.count_resting() == 0, "they have ended"
+    assert place.orders.count_cooling_down() == 0, "they have ended"
 
 
 def test_a_request_that_has_just_come_is_not_chosen_again() -> None:
@@ -278,7 +278,7 @@ def test_many_requests_that_rested_are_forgotten() -> None:
     for number in range(3000):
         place.order(f"r{number}")
         place.now_s += 0.01
-    assert len(place.orders._rests_until_s) < 1200
+    assert len(place.orders._cools_down_until_s) < 1200
 
 
 def test_knobs_out_of_range() -> None:
@@ -362,7 +362,7 @@ async def test_a_full_instance_is_relieved_and_the_run_replays(
         assert said["moves"]["resting"] == len(mover.asked)
         assert said["moves"]["rows"][full.view.name]["rows"] >= 4
         metrics = one.admin("GET", "/metrics")[1]
-        assert f"pla_router_resting_requests {float(len(mover.asked))}" in metrics
+        assert f"pla_router_cooling_down_requests {float(len(mover.asked))}" in metrics
         assert f'pla_router_worker_request_rows_age_seconds{{worker="{full.view.name}"}}' in metrics
         mover.why_not = "no"
         hear(one, full, {}, 2)

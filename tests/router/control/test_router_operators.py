@@ -51,7 +51,7 @@ async def test_workers_come_and_go() -> None:
 async def test_a_body_that_is_none_is_the_operators_mistake(body: bytes) -> None:
     async with scene(["null"]) as one:
         one.plane.on_message(m.AdminAsk(7, 0, "POST", "/workers", "", body))
-        answer = one.relay.last(m.AdminAnswer)
+        answer = one.relay.last(m.AdminResponse)
         assert (answer.number, answer.status) == (7, 400)
 
 

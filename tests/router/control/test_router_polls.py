@@ -11,7 +11,7 @@ import pytest
 from pla_sglang.fleet.router.control.workers import polls
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import parse_url
-from pla_sglang.fleet.router.control.workers.errors import NoAnswerError
+from pla_sglang.fleet.router.control.workers.errors import NoResponseError
 from pla_sglang.fleet.router.control.workers.polls import Polls
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerTable
 
@@ -63,10 +63,10 @@ async def test_one_connection_serves_all_polls_and_brings_the_key() -> None:
     ],
 )
 async def test_what_is_no_answer(answer: bytes, status: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polls, "ANSWER_BYTES", 40)
+    monkeypatch.setattr(polls, "RESPONSE_BYTES", 40)
     async with instance(answer) as (worker, _):
         client = Polls(timeout_s=0.1)
-        with pytest.raises(NoAnswerError, match=why) as caught:
+        with pytest.raises(NoResponseError, match=why) as caught:
             await client.fetch_body(worker, "/v1/loads")
         assert caught.value.status == status
         await client.close_polls()
@@ -76,6 +76,6 @@ async def test_nobody_listens() -> None:
     async with instance(b"") as (worker, _):
         pass
     client = Polls(timeout_s=1.0)
-    with pytest.raises(NoAnswerError):
+    with pytest.raises(NoResponseError):
         await client.fetch_body(worker, "/v1/loads")
     await client.close_polls()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.router_scene import QUICK, Scene, scene
 
-from pla_sglang.fleet.router.control import survival
+from pla_sglang.fleet.router.control import failover
 from pla_sglang.fleet.router.control.workers.breaker import BreakerKnobs
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description
 from pla_sglang.fleet.router.control.workers.silence import longest_pass_s, silent_for_s
@@ -76,8 +76,8 @@ def silenced(one: Scene) -> set[str]:
 async def test_streams_of_an_instance_that_says_nothing_are_told_to_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port is open all the time. What has not begun stays, but for what came when it was silent already. It is
     ready again when it speaks."""
-    monkeypatch.setattr(survival, "DIED_FIRST_S", 0.2)
-    monkeypatch.setattr(survival, "SETTLE_S", 0.1)
+    monkeypatch.setattr(failover, "DIED_FIRST_S", 0.2)
+    monkeypatch.setattr(failover, "SETTLE_S", 0.1)
     health = dataclasses.replace(PATIENT, silence_s=1.5)  # a busy machine must not make it silent early
     async with scene(["stateless", "stateless"], **ON, health=health) as one:
         numbers = {

@@ -10,7 +10,7 @@ import pytest
 from support.router_scene import Scene, scene
 
 from pla_sglang.common.errors import IllegalMoveError
-from pla_sglang.fleet.router.control import survival
+from pla_sglang.fleet.router.control import failover
 from pla_sglang.fleet.router.control.requests.hop_changes import start_hop
 from pla_sglang.fleet.router.control.requests.hop_ledger import HopLedger
 from pla_sglang.fleet.router.control.requests.ledger import Ledger
@@ -30,7 +30,7 @@ def lose(one: Scene, hop: int, tokens: int = 3, why: m.LossReason = DEAD, **fiel
     told = len(one.relay.told)
     shown = fields.pop("shown", bool(tokens))
     one.plane.on_message(m.Lost("r", hop, tokens, why, time.monotonic(), shown, **fields))
-    answers = [said for said in one.relay.told[told:] if isinstance(said, (m.Continue, m.End))]
+    answers = [said for said in one.relay.told[told:] if isinstance(said, (m.Continue, m.NoNextHop))]
     assert len(answers) <= 1
     return answers[0] if answers else None
 
@@ -83,8 +83,8 @@ def check_story(one: Scene, first: int, second: int) -> None:
     assert (told["decode"], told["end"], told["attempts"]) == (names[first], "finished", 2)
     assert sum(told["stages"].values()) == pytest.approx(told["ttft_s"], rel=1e-9)
     metrics = one.admin("GET", "/metrics")[1]
-    assert 'pla_router_moves_total{how="redo",reason="survive"} 1.0' in metrics
-    assert "pla_router_move_gap_seconds_sum 0.25" in metrics
+    assert 'pla_router_migrations_total{how="redo",reason="survive"} 1.0' in metrics
+    assert "pla_router_migration_pause_seconds_sum 0.25" in metrics
 
 
 async def test_who_was_lost_with_it_is_not_chosen_again_and_nobody_is_left_at_last() -> None:
@@ -94,11 +94,11 @@ async def test_who_was_lost_with_it_is_not_chosen_again_and_nobody_is_left_at_la
         third = lose(one, 2, 5, NOT_SENT, killed=(first,), avoided=(second,)).target
         assert {first, second, third} == {0, 1, 2}
         assert lose(one, 3, 5, killed=(first, second, third), shown=False) is None  # they may be about to come back
-        await one.until(lambda: any(isinstance(said, m.End) for said in one.relay.told))
-        assert one.relay.last(m.End).hop == 3
+        await one.until(lambda: any(isinstance(said, m.NoNextHop) for said in one.relay.told))
+        assert one.relay.last(m.NoNextHop).hop == 3
         metrics = one.admin("GET", "/metrics")[1]
-        assert 'pla_router_moves_total{how="redo",reason="not_sent"} 1.0' in metrics
-        assert 'pla_router_move_failures_total{reason="no_instance"} 1.0' in metrics
+        assert 'pla_router_migrations_total{how="redo",reason="not_sent"} 1.0' in metrics
+        assert 'pla_router_migration_failures_total{reason="no_instance"} 1.0' in metrics
         one.ended("r", m.Outcome.UPSTREAM_LOST)
         await one.until(lambda: not one.plane.dispatcher.ledger.records)
         assert one.instances[second].aborted == []  # it never had it
@@ -115,7 +115,7 @@ async def test_it_waits_for_an_instance_that_was_full(tokens: int, ended: bool) 
         assert lose(one, 2, tokens, FULL, killed=(first,), avoided=(second,)) is None
         if ended:
             one.ended("r", m.Outcome.CLIENT_GONE)
-            await asyncio.sleep(1.5 * survival.PAUSE_S)
+            await asyncio.sleep(1.5 * failover.PAUSE_S)
             assert one.relay.last(m.Continue).hop == 2
         else:
             await one.until(lambda: one.relay.last(m.Continue).hop == 3)
@@ -143,8 +143,8 @@ async def test_it_waits_for_an_instance_that_starts(comes: bool) -> None:
             join(one, 2)
             one.ended("r")
         else:
-            await one.until(lambda: any(isinstance(said, m.End) for said in one.relay.told))
-            assert one.relay.last(m.End).hop == 1
+            await one.until(lambda: any(isinstance(said, m.NoNextHop) for said in one.relay.told))
+            assert one.relay.last(m.NoNextHop).hop == 1
             one.ended("r", m.Outcome.UPSTREAM_LOST)
             await one.instances[1 - first].start()
         await one.instances[first].start()

@@ -121,7 +121,7 @@ async def test_a_move_between_versions_is_computed_again() -> None:
         assert (hop["how"], hop["tokens"], hop["kv_tokens"]) == ("redo", 3, 0)
         one.ended("r", output_tokens=9)
         await one.at_rest()
-        assert 'pla_router_moves_total{how="redo",reason="policy"} 1.0' in one.admin("GET", "/metrics")[1]
+        assert 'pla_router_migrations_total{how="redo",reason="policy"} 1.0' in one.admin("GET", "/metrics")[1]
 
 
 async def start_here(one: Scene, rid: str = "r") -> int:

@@ -33,7 +33,7 @@ from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.http.bodies import ErrorBody, ErrorDetail, NewWorker, RoleOrder, WorkerRow
 from pla_sglang.fleet.router.http.responses import JSON
-from pla_sglang.fleet.router.wire.messages import AdminAnswer, AdminAsk
+from pla_sglang.fleet.router.wire.messages import AdminAsk, AdminResponse
 from pla_sglang.fleet.viewer.page import CONTENT_TYPE, live_headers, render_live
 
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -60,18 +60,18 @@ class Admin(Protocol):
         """An operator has changed the table, which is to be saved."""
 
 
-Act = Callable[..., AdminAnswer]  # of the body, then of what stands in the path for its parts in braces
+Act = Callable[..., AdminResponse]  # of the body, then of what stands in the path for its parts in braces
 
 
-def json_answer(value: Any, status: int = 200) -> AdminAnswer:
+def json_response(value: Any, status: int = 200) -> AdminResponse:
     """Its number is set by ``AdminRoutes.answer_request``."""
-    return AdminAnswer(0, status, JSON, msgspec.json.encode(value))
+    return AdminResponse(0, status, JSON, msgspec.json.encode(value))
 
 
-def error_answer(message: str, status: int) -> AdminAnswer:
+def error_response(message: str, status: int) -> AdminResponse:
     """An error in the form that relays give their own."""
     kind = ERROR_TYPES.get(status, "bad_request" if status < 500 else "error")
-    return json_answer(ErrorBody(ErrorDetail(message, kind, status)), status)
+    return json_response(ErrorBody(ErrorDetail(message, kind, status)), status)
 
 
 def match_path(template: str, parts: Sequence[str]) -> list[str] | None:
@@ -85,9 +85,9 @@ def match_path(template: str, parts: Sequence[str]) -> list[str] | None:
     return [got for want, got in pairs if want.startswith("{")]
 
 
-def not_allowed(ask: AdminAsk, allowed: Iterable[str]) -> AdminAnswer:
-    answer = error_answer(f"there is no {ask.method} {ask.path}", 405)
-    return msgspec.structs.replace(answer, headers=(("allow", ", ".join(sorted(allowed))),))
+def not_allowed(ask: AdminAsk, allowed: Iterable[str]) -> AdminResponse:
+    response = error_response(f"there is no {ask.method} {ask.path}", 405)
+    return msgspec.structs.replace(response, headers=(("allow", ", ".join(sorted(allowed))),))
 
 
 def read_seconds(text: str) -> float | None:
@@ -108,99 +108,99 @@ class AdminRoutes:
         self._clock = clock
         # By path and method. A part in braces stands for anything, which the function gets behind the body.
         self.table: dict[str, dict[str, Act]] = {
-            "/metrics": {"GET": lambda _: AdminAnswer(0, 200, METRICS, plane.dispatcher.series.render_text())},
+            "/metrics": {"GET": lambda _: AdminResponse(0, 200, METRICS, plane.dispatcher.series.render_text())},
             "/workers": {"GET": self._list_workers, "POST": self._add_worker},
             "/workers/{worker}": {"GET": self._show_worker, "DELETE": self._remove_worker},
             "/workers/{worker}/drain": {"POST": self._drain_worker},
             "/workers/{worker}/undrain": {"POST": self._undrain_worker},
             "/workers/{worker}/role": {"POST": self._set_role},
-            "/pla/state": {"GET": lambda _: json_answer(plane.state())},
-            "/pla/view": {"GET": lambda _: AdminAnswer(0, 200, CONTENT_TYPE, render_live(), live_headers())},
+            "/pla/state": {"GET": lambda _: json_response(plane.state())},
+            "/pla/view": {"GET": lambda _: AdminResponse(0, 200, CONTENT_TYPE, render_live(), live_headers())},
             "/pla/view/since/{seconds}": {"GET": self._show_history},
             "/pla/ledger": {"GET": self._show_ledger},
             "/pla/explain/{rid}": {"GET": self._explain_request},
-            "/pla/reload": {"POST": lambda _: json_answer(plane.reload_worker_file())},
+            "/pla/reload": {"POST": lambda _: json_response(plane.reload_worker_file())},
         }
 
-    def answer_request(self, ask: AdminAsk) -> AdminAnswer:
+    def answer_request(self, ask: AdminAsk) -> AdminResponse:
         try:
-            answer = self._route_request(ask)
+            response = self._route_request(ask)
         except WorkerError as error:
-            answer = error_answer(str(error), error.status)
+            response = error_response(str(error), error.status)
         except ConfigError as error:
-            answer = error_answer(str(error), 400)
+            response = error_response(str(error), 400)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            answer = error_answer(f"the body is not as it should be: {error}", 400)
-        return msgspec.structs.replace(answer, number=ask.number)
+            response = error_response(f"the body is not as it should be: {error}", 400)
+        return msgspec.structs.replace(response, number=ask.number)
 
-    def _route_request(self, ask: AdminAsk) -> AdminAnswer:
+    def _route_request(self, ask: AdminAsk) -> AdminResponse:
         parts = [urllib.parse.unquote(part) for part in ask.path.strip("/").split("/")]
         for template, acts in self.table.items():
             named = match_path(template, parts)
             if named is not None:
                 act = acts.get(ask.method)
                 return not_allowed(ask, acts) if act is None else act(ask.body, *named)
-        return error_answer(f"there is no {ask.path}", 404)
+        return error_response(f"there is no {ask.path}", 404)
 
     # -- workers -----------------------------------------------------------------------------------------------------
 
-    def _list_workers(self, _: bytes) -> AdminAnswer:
-        return json_answer({"workers": [self._describe(worker) for worker in self._workers]})
+    def _list_workers(self, _: bytes) -> AdminResponse:
+        return json_response({"workers": [self._describe(worker) for worker in self._workers]})
 
-    def _show_worker(self, _: bytes, name: str) -> AdminAnswer:
-        return json_answer(self._describe(self._workers.find(name)))
+    def _show_worker(self, _: bytes, name: str) -> AdminResponse:
+        return json_response(self._describe(self._workers.find(name)))
 
-    def _add_worker(self, body: bytes) -> AdminAnswer:
+    def _add_worker(self, body: bytes) -> AdminResponse:
         address = parse_url(msgspec.json.decode(body, type=NewWorker).url)
         return self._save_change(self._workers.add(address, self._clock()))
 
-    def _remove_worker(self, _: bytes, name: str) -> AdminAnswer:
+    def _remove_worker(self, _: bytes, name: str) -> AdminResponse:
         worker = self._workers.find(name)
         self._workers.drain(worker, self._clock(), then_remove=True)
         return self._save_change(worker, removed=worker.url)
 
-    def _drain_worker(self, _: bytes, name: str) -> AdminAnswer:
+    def _drain_worker(self, _: bytes, name: str) -> AdminResponse:
         worker = self._workers.find(name)
         self._workers.drain(worker, self._clock())
         return self._save_change(worker)
 
-    def _undrain_worker(self, _: bytes, name: str) -> AdminAnswer:
+    def _undrain_worker(self, _: bytes, name: str) -> AdminResponse:
         worker = self._workers.find(name)
         self._workers.undrain(worker, self._clock())
         return self._save_change(worker)
 
-    def _set_role(self, body: bytes, name: str) -> AdminAnswer:
+    def _set_role(self, body: bytes, name: str) -> AdminResponse:
         order, worker = msgspec.json.decode(body, type=RoleOrder), self._workers.find(name)
         self._plane.order_role(worker, order.role, order.epoch)
-        return json_answer(self._describe(worker))
+        return json_response(self._describe(worker))
 
-    def _save_change(self, worker: Worker, *, removed: str | None = None) -> AdminAnswer:
+    def _save_change(self, worker: Worker, *, removed: str | None = None) -> AdminResponse:
         now_s = self._clock()
         self._plane.save_later(removed=removed)
         self._plane.dispatcher.dispatch_pending(now_s)
-        return json_answer(self._describe(worker), 202)
+        return json_response(self._describe(worker), 202)
 
     def _describe(self, worker: Worker) -> WorkerRow:
         return row_of(worker, self._plane.dispatcher, self._clock())
 
     # -- the fleet over time -----------------------------------------------------------------------------------------
 
-    def _show_history(self, _: bytes, seconds: str) -> AdminAnswer:
+    def _show_history(self, _: bytes, seconds: str) -> AdminResponse:
         since_s = read_seconds(seconds)
         if since_s is None:
-            return error_answer(f"{seconds!r} is no time; allowed: a number of seconds", 400)
-        answer = json_answer(self._plane.view_document(since_s))
-        return msgspec.structs.replace(answer, headers=(("cache-control", "no-store"),))
+            return error_response(f"{seconds!r} is no time; allowed: a number of seconds", 400)
+        response = json_response(self._plane.view_document(since_s))
+        return msgspec.structs.replace(response, headers=(("cache-control", "no-store"),))
 
     # -- what became of requests -------------------------------------------------------------------------------------
 
-    def _show_ledger(self, _: bytes) -> AdminAnswer:
+    def _show_ledger(self, _: bytes) -> AdminResponse:
         audit = self._plane.dispatcher.ledger.audit(self._clock())
         counts = dataclasses.asdict(audit) | {"balanced": audit.balanced}
-        return json_answer(counts, 200 if audit.balanced else 500)
+        return json_response(counts, 200 if audit.balanced else 500)
 
-    def _explain_request(self, _: bytes, rid: str) -> AdminAnswer:
+    def _explain_request(self, _: bytes, rid: str) -> AdminResponse:
         explained = self._plane.dispatcher.explained.explain(rid)
         if explained is None:
-            return error_answer(f"request {rid!r} is not known (any more)", 404)
-        return json_answer(explained)
+            return error_response(f"request {rid!r} is not known (any more)", 404)
+        return json_response(explained)

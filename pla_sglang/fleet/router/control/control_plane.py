@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.admin import AdminRoutes
 from pla_sglang.fleet.router.control.drains import Drains
+from pla_sglang.fleet.router.control.failover import Failover
 from pla_sglang.fleet.router.control.failure_intake import FailureIntake
 from pla_sglang.fleet.router.control.gauges import gauges, state_of
 from pla_sglang.fleet.router.control.knobs import ControlKnobs
@@ -31,14 +32,12 @@ from pla_sglang.fleet.router.control.requests.moves import MoveOrders
 from pla_sglang.fleet.router.control.requests.prompts import load_tokenizer
 from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
 from pla_sglang.fleet.router.control.silence import SilenceWatch
-from pla_sglang.fleet.router.control.survival import Survival
 from pla_sglang.fleet.router.control.watch import FleetWatch, describe_fleet, note_move
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.batching import BatchingOrders
 from pla_sglang.fleet.router.control.workers.discovery import Description, parse_url
 from pla_sglang.fleet.router.control.workers.health import Health
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
-from pla_sglang.fleet.router.control.workers.journal import NO_WORKERS, WorkerJournal
 from pla_sglang.fleet.router.control.workers.monitor import InstanceMonitor
 from pla_sglang.fleet.router.control.workers.peering import Peering
 from pla_sglang.fleet.router.control.workers.report_intake import NewReport
@@ -46,6 +45,7 @@ from pla_sglang.fleet.router.control.workers.state_file import StateFile
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
 from pla_sglang.fleet.router.control.workers.worker_file import WorkerFile
+from pla_sglang.fleet.router.control.workers.worker_log import NO_WORKERS, WorkerLog
 from pla_sglang.fleet.router.wire import messages as m
 from pla_sglang.fleet.router.wire.protocols import RelayPort
 from pla_sglang.policy.common.device_clock import DeviceClock
@@ -78,7 +78,7 @@ class ControlPlane:
         self._tasks = Tasks()
         self._client: InstanceClient | None = None
         self._state_file = StateFile(knobs.memory_file)
-        self._journal = WorkerJournal()
+        self._journal = WorkerLog()
         self.series = RouterSeries(lambda: gauges(self.dispatcher, self._clock()))
         policy = find_policy(knobs.policy)
         self._length_blind = policy.length_blind
@@ -108,10 +108,10 @@ class ControlPlane:
             send_message=self._relays.send_message,
             order_abort=self._monitor.abort,
         )
-        self._survival = Survival(
+        self._failover = Failover(
             self.dispatcher, send_message=self._relays.send_message, order_abort=self._monitor.abort
         )
-        self._silence = SilenceWatch(health, self.policy, self._survival)
+        self._silence = SilenceWatch(health, self.policy, self._failover)
         self.migration = self._make_migration()
         self._late = LatePlacement(self.dispatcher, self.migration)
         self._drains = Drains(self.dispatcher, self.migration, clock=clock)
@@ -228,7 +228,7 @@ class ControlPlane:
             m.Progress: self._late.on_progress,
             m.Lost: self._on_lost,
             m.Joined: self._on_joined,
-            m.Ended: self.dispatcher.on_ended,
+            m.Completed: self.dispatcher.on_completed,
             m.Failure: failures.on_failure,
             m.RelayReport: lambda report, _: self.series.on_relay(report),
             m.AdminAsk: lambda ask, _: self._relays.send_message(ask.relay, self._routes.answer_request(ask)),
@@ -244,11 +244,11 @@ class ControlPlane:
 
     def _on_lost(self, lost: m.Lost, now_s: float) -> None:
         if not self.migration.on_lost(lost, now_s):
-            self._survival.on_lost(lost, now_s)
+            self._failover.on_lost(lost, now_s)
 
     def _on_joined(self, joined: m.Joined, now_s: float) -> None:
         if not self.migration.on_joined(joined, now_s):
-            self._survival.on_joined(joined, now_s)
+            self._failover.on_joined(joined, now_s)
         record = self.dispatcher.ledger.find_open(joined.rid)
         if record is not None and record.hop.number == joined.hop:
             note_move(record, now_s, history=self._watch.history, policy=self.policy)
@@ -335,7 +335,7 @@ class ControlPlane:
     def _on_worker_change(self, worker: Worker) -> None:
         """Something that relays or policies see has changed."""
         now_s = self._clock()
-        self.series.moves.inc(worker.state.value, worker.reason.value)
+        self.series.worker_changes.inc(worker.state.value, worker.reason.value)
         self._journal.note_change(worker)
         if worker.state is WorkerState.READY and worker.wants_drain:
             worker.wants_drain = False
@@ -378,7 +378,7 @@ class ControlPlane:
         self._silence.look(now_s)
         self.migration.sweep_moves(now_s)
         self._drains.empty_drained()
-        self._survival.retry_waiting(now_s)
+        self._failover.retry_waiting(now_s)
         self.table.remove_drained(now_s)
         self._journal.note_waits(self.table)
         for worker in self.table:

@@ -24,7 +24,7 @@ def gauges(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
     yield "queued_requests", "Requests that wait in the router for an instance.", {}, float(len(dispatcher.queue))
     budget = dispatcher.retry_budget.left(now_s)
     yield "retry_budget_left", "Refused requests that may be sent to another instance now.", {}, budget
-    yield "rooms", "Transfer ids that instances may still use.", {}, float(len(dispatcher.ledger.rooms))
+    yield "transfer_ids", "Transfer ids that instances may still use.", {}, float(len(dispatcher.ledger.rooms))
     states = Counter(worker.state for worker in dispatcher.table)
     for state in WorkerState:
         if state is not WorkerState.DEAD:
@@ -35,7 +35,7 @@ def gauges(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
     yield from _of_moves(dispatcher)
     if dispatcher.policy.runner is not None:
         yield (
-            "flips",
+            "role_switches",
             "Instances moved between roles or pools since the start.",
             {},
             float(dispatcher.policy.runner.moved.total()),
@@ -75,14 +75,14 @@ def _of_legs(labels: dict[str, str], legs: LegLoad) -> Iterator[Row]:
     """Gauges of one stateless instance."""
     for end, states in (("sending", legs.sending), ("receiving", legs.receiving)):
         for state, count in states.items():
-            yield "worker_legs", "Parts there, by state.", {**labels, "end": end, "state": state}, float(count)
+            yield "worker_transfers", "Parts there, by state.", {**labels, "end": end, "state": state}, float(count)
     for holder, tokens in legs.kv_tokens.items():
         text = "KV tokens of transfers there beside the batches."
-        yield "worker_leg_kv_tokens", text, {**labels, "holder": holder}, float(tokens)
-    yield "worker_quarantined_requests", "Given up; a transfer may touch their pages.", labels, float(legs.quarantined)
-    yield "worker_legs_refused", "Refused as parts there since its start.", labels, float(legs.refused)
-    yield "worker_leg_ready", "1: it can hand over KV; 0: start it again.", labels, float(legs.ready)
-    yield "worker_leg_faults", "Exceptions of our own code there since its start.", labels, float(legs.faults)
+        yield "worker_transfer_kv_tokens", text, {**labels, "holder": holder}, float(tokens)
+    yield "worker_pinned_requests", "Given up; a transfer may touch their pages.", labels, float(legs.quarantined)
+    yield "worker_transfers_refused", "Refused as parts there since its start.", labels, float(legs.refused)
+    yield "worker_transfer_ready", "1: it can hand over KV; 0: start it again.", labels, float(legs.ready)
+    yield "worker_transfer_faults", "Exceptions of our own code there since its start.", labels, float(legs.faults)
 
 
 def _of_moves(dispatcher: RequestDispatcher) -> Iterator[Row]:
@@ -90,8 +90,8 @@ def _of_moves(dispatcher: RequestDispatcher) -> Iterator[Row]:
     policy = dispatcher.policy
     if not policy.moves_requests:
         return
-    resting = float(policy.orders.count_resting())
-    yield "resting_requests", "Requests in their migration cool-down.", {}, resting
+    resting = float(policy.orders.count_cooling_down())
+    yield "cooling_down_requests", "Requests in their migration cool-down.", {}, resting
     for worker in dispatcher.table:
         age_s = policy.running.rows_age_s(worker)
         if age_s is not None:

@@ -24,7 +24,7 @@ from pla_sglang.fleet.router.control.requests.hop_ledger import HopLedger
 from pla_sglang.fleet.router.control.requests.load_booking import book_pending, close_pending
 from pla_sglang.fleet.router.control.requests.request_record import LEAVING, STREAMING, Hop, RequestRecord
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
-from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.exclusions import find_unfit
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState
@@ -35,9 +35,11 @@ from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.fleet import InstanceView
 
 logger = logging.getLogger(__name__)
-HOLD_S = 10.0  # at most; then a held request goes on by itself
-REST_S = 10.0  # of device time, after a move that came to nothing
-DRAIN_REST_S = 0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
+HOLD_S = 10.0  # at most; then a paused request goes on by itself
+COOL_DOWN_S = 10.0  # of device time, after a move that came to nothing
+DRAIN_COOL_DOWN_S = (
+    0.5  # likewise, where its instance is to be empty: after the first one; then twice as long each time
+)
 _PULL, _REDO = m.MoveKind.PULL, m.MoveKind.REDO
 _RESUMED = m.LossReason.RESUMED
 # Of a pull that was not sent, or that its instance has answered with an error: it holds nothing.
@@ -146,7 +148,7 @@ class Migration:
             if self._is_current(move) and move.state is PULLING and move.target.state in _NOT_THERE:
                 # Its relay may not notice, as a machine that vanished closes nothing. Tokens of the source win.
                 self._tasks.spawn(self._resume(move))
-        rest_s = self._dispatcher.policy.clock.wall_s(REST_S)
+        rest_s = self._dispatcher.policy.clock.wall_s(COOL_DOWN_S)
         self._failed = {rid: failed for rid, failed in self._failed.items() if now_s - failed.at_s < 2 * rest_s}
 
     def find_obstacle(self, record: RequestRecord, target: Worker) -> str | None:
@@ -156,7 +158,7 @@ class Migration:
             return "its stream cannot go on elsewhere"
         if record.pending is not None:
             return "it is on its way already"
-        if self._is_resting(record, source):
+        if self._is_cooling_down(record, source):
             return "it is in its cool-down, as its last move failed"
         if self._client is None or source.state is WorkerState.DEAD:
             return "its instance cannot be asked"
@@ -172,24 +174,24 @@ class Migration:
             return _PULL
         return _REDO if self._never_connects(source.view, target.view) else None
 
-    def _is_resting(self, record: RequestRecord, source: Worker) -> bool:
+    def _is_cooling_down(self, record: RequestRecord, source: Worker) -> bool:
         failed = self._failed.get(record.rid)
         if failed is None:
             return False
         drains = source.state is WorkerState.DRAINING
-        rest_s = min(REST_S, DRAIN_REST_S * 2 ** (failed.times - 1)) if drains else REST_S
+        rest_s = min(COOL_DOWN_S, DRAIN_COOL_DOWN_S * 2 ** (failed.times - 1)) if drains else COOL_DOWN_S
         return self._clock() - failed.at_s < self._dispatcher.policy.clock.wall_s(rest_s)
 
     # -- what comes of it --------------------------------------------------------------------------------------------
 
     async def _hold(self, move: RunningMove) -> None:
         command = {"do": "hold", "rid": move.rid, "room": move.room, "for_s": HOLD_S}
-        answer = await self._order(move.source, command)
+        response = await self._order(move.source, command)
         record = move.record
         if not self._is_current(move):  # it has ended, or its instance is lost
             return
-        if answer.get("status") != "held":
-            self._fail(move, str(answer.get("status")), resume=answer.get("status") is None)
+        if response.get("status") != "held":
+            self._fail(move, str(response.get("status")), resume=response.get("status") is None)
             return
         if move.target.state is WorkerState.DEAD:
             self._fail(move, "dead", resume=True)
@@ -199,8 +201,8 @@ class Migration:
         move.state = PULLING
         hop = move.hop
         assert hop.how is not None
-        pulls, tokens = hop.how is _PULL, int(answer["kv_tokens"]) + 1
-        hop.tokens, hop.kv_tokens, hop.assigned_s = int(answer["tokens"]), tokens - 1 if pulls else 0, now_s
+        pulls, tokens = hop.how is _PULL, int(response["kv_tokens"]) + 1
+        hop.tokens, hop.kv_tokens, hop.assigned_s = int(response["tokens"]), tokens - 1 if pulls else 0, now_s
         book_pending(record, move.target, tokens, now_s)
         self._legs.send_pending(record)
         order = m.Continue(
@@ -234,8 +236,8 @@ class Migration:
         move.hop.gap_s = joined.gap_s
         move.target.load.start_request(record.key, now_s)
         dispatcher.index.insert_prompt(move.target.view.index, record.prompt.keys)
-        dispatcher.series.hops.inc(move.hop.how.label, move.hop.why)
-        dispatcher.series.hop_gap_s.observe(joined.gap_s)
+        dispatcher.series.migrations.inc(move.hop.how.label, move.hop.why)
+        dispatcher.series.migration_gap_s.observe(joined.gap_s)
         self._tasks.spawn(self._commit(move, left))
         dispatcher.dispatch_pending(now_s)
         self.on_over()
@@ -270,7 +272,7 @@ class Migration:
             self._order_abort(order)
         former = self._failed.get(record.rid)
         self._failed[record.rid] = Failed(now_s, 1 if former is None else former.times + 1)
-        dispatcher.series.hop_failures.inc(why)
+        dispatcher.series.migration_failures.inc(why)
         if resume:
             self._tasks.spawn(self._resume(move))
         self.on_failed(record.rid)
@@ -282,10 +284,10 @@ class Migration:
     async def _commit(self, move: RunningMove, left: Hop) -> None:
         """The instance that was left ends its stream and frees the KV cache. Where it does not say so, it is told to
         abort, until it confirms or is dead. The request may have ended meanwhile."""
-        answer = await self._order(move.source, {"do": "commit", "room": move.room})
+        response = await self._order(move.source, {"do": "commit", "room": move.room})
         ledger, record = self._dispatcher.ledger, move.record
         open_legs = [leg for leg in left.legs if leg.state is LEAVING]
-        if answer.get("status") == "committed":
+        if response.get("status") == "committed":
             for leg in open_legs:
                 ledger.finish_leg(record, leg.leg, self._clock(), attempt=leg.attempt)
             return
@@ -296,7 +298,7 @@ class Migration:
         """The answer; empty where there is none."""
         assert self._client is not None
         try:
-            return (await self._client.order_hops(worker, [command]))[0]
-        except (NobodyListensError, NoAnswerError, WorkerError) as error:
+            return (await self._client.order_commands(worker, [command]))[0]
+        except (UnreachableError, NoResponseError, WorkerError) as error:
             logger.warning("%s at %s: %s", command["do"], worker.view.name, error)
             return {}

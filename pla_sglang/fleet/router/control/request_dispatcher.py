@@ -320,7 +320,7 @@ class RequestDispatcher:
 
     # -- a request ends ----------------------------------------------------------------------------------------------
 
-    def on_ended(self, ended: m.Ended, now_s: float) -> None:
+    def on_completed(self, ended: m.Completed, now_s: float) -> None:
         if self._duplicates:
             if ended.outcome is _REFUSED and self._duplicates[ended.rid]:
                 self._duplicates[ended.rid] -= 1

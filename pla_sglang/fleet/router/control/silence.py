@@ -8,8 +8,8 @@ abort them until it confirms.
 
 from __future__ import annotations
 
+from pla_sglang.fleet.router.control.failover import Failover
 from pla_sglang.fleet.router.control.policy_setup import LivePolicy
-from pla_sglang.fleet.router.control.survival import Survival
 from pla_sglang.fleet.router.control.workers.health import Health
 from pla_sglang.fleet.router.control.workers.silence import silent_for_s
 from pla_sglang.fleet.router.control.workers.table import WorkerState
@@ -21,8 +21,8 @@ AGAIN_S = 1.0  # between two orders to leave an instance: a stream may have got 
 class SilenceWatch:
     """Finds silent instances and has their streams go on elsewhere. ``look`` is called a few times a second."""
 
-    def __init__(self, health: Health, policy: LivePolicy, survival: Survival) -> None:
-        self._health, self._policy, self._survival = health, policy, survival
+    def __init__(self, health: Health, policy: LivePolicy, failover: Failover) -> None:
+        self._health, self._policy, self._failover = health, policy, failover
         self._looked_s: float | None = None
         self._left_s: dict[int, float] = {}  # when requests were last told to leave a worker, by its number
 
@@ -41,4 +41,4 @@ class SilenceWatch:
             self._health.on_silence(worker, now_s, detail)
             if now_s - self._left_s.get(worker.number, float("-inf")) >= AGAIN_S:
                 self._left_s[worker.number] = now_s
-                self._survival.leave_worker(worker, now_s, detail)
+                self._failover.leave_worker(worker, now_s, detail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from pla_sglang.fleet.router.http.head import BODILESS, FIELD, AnswerHead, BadMessage
+from pla_sglang.fleet.router.http.head import BODILESS, FIELD, BadMessage, ResponseHead
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;[\t\x20-\x7e\x80-\xff]*)?")
 _TRAILER = re.compile(FIELD)
@@ -184,7 +184,7 @@ class Chunked:
         return self._left == 0 and not self._line and self._trailers < 0
 
 
-def answer_framing(head: AnswerHead, method: str) -> Framing:
+def response_framing(head: ResponseHead, method: str) -> Framing:
     """How the body behind ``head`` ends, where the request had ``method`` (RFC 9112, section 6.3)."""
     if method == "HEAD" or head.status in BODILESS:
         return Sized(0)

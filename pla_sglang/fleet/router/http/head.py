@@ -128,7 +128,7 @@ class RequestHead(Head):
 BODILESS = frozenset({204, 304})  # statuses of answers that end with their head, whatever it says
 
 
-class AnswerHead(Head):
+class ResponseHead(Head):
     """Attributes: status, and raw: the head as received, with its closing blank line."""
 
     __slots__ = ("raw", "status")
@@ -171,14 +171,14 @@ def _explain_refusal(raw: bytes) -> BadMessage:
     return BadMessage("head", "this is not an HTTP/1.1 request")
 
 
-def parse_answer(raw: bytes) -> AnswerHead:
+def parse_response(raw: bytes) -> ResponseHead:
     """``raw`` ends with the blank line that closes the head. Raises BadMessage."""
     lines = raw.split(b"\r\n")
     first = _parse_status_line(lines[0])
     headers = None if first is None else _split_headers(raw, lines)
     if first is None or headers is None:
         raise BadMessage("head", "this is not an HTTP/1.1 answer")
-    return AnswerHead(*first, headers, raw)
+    return ResponseHead(*first, headers, raw)
 
 
 @functools.lru_cache(maxsize=SEEN_LINES)

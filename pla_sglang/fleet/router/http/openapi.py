@@ -141,7 +141,7 @@ def unified_paths(native: Json, message: Json) -> Json:
 
 
 def for_users(summary: str, members: Json, required: list[str], *statuses: int) -> Json:
-    answer = {"application/json": {"schema": {"type": ["object", "array"]}}, "text/event-stream": {"schema": {}}}
+    response = {"application/json": {"schema": {"type": ["object", "array"]}}, "text/event-stream": {"schema": {}}}
     schema = {"type": "object", "properties": members, "required": required}
     return {
         "summary": summary,
@@ -150,7 +150,7 @@ def for_users(summary: str, members: Json, required: list[str], *statuses: int) 
             {"name": name, "in": "header", "schema": schema, "description": what} for name, schema, what in HEADERS
         ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "responses": {"200": {"description": "the instance's answer", "content": answer}}
+        "responses": {"200": {"description": "the instance's answer", "content": response}}
         | failing_with(400, 401, 409, 415, 429, 500, 502, 503, 504, *statuses),
     }
 
@@ -178,7 +178,7 @@ def for_any(summary: str, *parameters: Json, body: Json | None = None) -> Json:
     if body is not None:
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return found | {
-        "responses": json_answer("the instance's answer", OBJECT) | failing_with(400, 401, 404, 500, 502, 503)
+        "responses": json_response("the instance's answer", OBJECT) | failing_with(400, 401, 404, 500, 502, 503)
     }
 
 
@@ -189,7 +189,7 @@ def router_paths() -> Json:
         "/health": {"get": {"summary": "Whether a request could be dispatched now", "responses": ready}},
         "/health_generate": {"get": {"summary": "The same, and each kind of instance generates", "responses": ready}},
         "/metrics": {"get": {"summary": "Metrics, for Prometheus", "responses": metrics | failing_with(503)}},
-        "/openapi.json": {"get": {"summary": "This document", "responses": json_answer("OpenAPI 3.1", OBJECT)}},
+        "/openapi.json": {"get": {"summary": "This document", "responses": json_response("OpenAPI 3.1", OBJECT)}},
     }
 
 
@@ -237,11 +237,11 @@ def operator_paths() -> Json:
     }
 
 
-def for_operators(summary: str, status: int, answer: Json, *statuses: int) -> Json:
+def for_operators(summary: str, status: int, response: Json, *statuses: int) -> Json:
     return {
         "summary": summary,
         "security": [{OPERATORS: []}],
-        "responses": json_answer("done", answer, status) | failing_with(401, 403, 413, 503, *statuses),
+        "responses": json_response("done", response, status) | failing_with(401, 403, 413, 503, *statuses),
     }
 
 
@@ -251,7 +251,7 @@ def path_parameter(name: str, what: str = "", *, schema: Json | None = None) -> 
     return {"name": name, "in": "path", "required": True, "schema": schema, "description": what}
 
 
-def json_answer(what: str, schema: Json, status: int = 200) -> Json:
+def json_response(what: str, schema: Json, status: int = 200) -> Json:
     return {str(status): {"description": what, "content": {"application/json": {"schema": schema}}}}
 
 

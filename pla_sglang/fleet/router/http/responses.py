@@ -17,7 +17,7 @@ STATUS_LINES[499] = b"HTTP/1.1 499 Client Closed Request\r\n"  # known from ngin
 JSON = "application/json"
 
 
-def whole_answer(
+def whole_response(
     status: int,
     body: bytes = b"",
     *,

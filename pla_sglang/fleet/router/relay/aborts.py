@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay.counters import Counters
 from pla_sglang.fleet.router.relay.proxied_call import StatusCall
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
-from pla_sglang.fleet.router.relay.upstream_leg import AnswerLeg, PrefillLeg, PrefillResult, UpstreamLeg
+from pla_sglang.fleet.router.relay.upstream_leg import PrefillLeg, PrefillResult, ResponseLeg, UpstreamLeg
 from pla_sglang.fleet.router.relay.worker_directory import WorkerDirectory
 from pla_sglang.fleet.router.wire.messages import FailureKind, Outcome
 
@@ -20,7 +20,7 @@ from pla_sglang.fleet.router.wire.messages import FailureKind, Outcome
 # (SGLang knows no such rid yet), so it is repeated. An instance that has ended the request ignores it.
 ABORT_TIMES_S = (0.0, 0.25, 0.7)
 ABORT_TIMEOUT_S = 5.0
-# How long a prefill leg may take to end its answer once decode has answered completely, by the request's outcome.
+# How long a prefill part may take to end its answer once decode has answered completely, by the request's outcome.
 LINGER_S = {Outcome.OK: 5.0, Outcome.CLIENT_ERROR: 0.5}
 
 
@@ -65,7 +65,7 @@ class InstanceAborts:
 class LingeringLegs:
     """Legs that have not ended when nobody needs their answer any more: they get some time, and then they are aborted.
 
-    Prefill legs of requests that are answered, and legs that a request has left for another instance. Observes these
+    Prefill parts of requests that are answered, and legs that a request has left for another instance. Observes these
     legs in place of their requests.
     """
 
@@ -76,7 +76,7 @@ class LingeringLegs:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add_leg(self, leg: AnswerLeg | PrefillLeg, rids: Sequence[str], *, until_s: float) -> None:
+    def add_leg(self, leg: ResponseLeg | PrefillLeg, rids: Sequence[str], *, until_s: float) -> None:
         """``rids``: under which ids the instance knows the request."""
         leg.observer = self
         self._waiting[leg] = (until_s, rids)
@@ -89,16 +89,17 @@ class LingeringLegs:
                     leg.connection.drop_connection()
                 self._aborts.abort_repeatedly(leg.worker, rids)
 
-    # -- AnswerObserver and PrefillObserver ----------------------------------------------------------------------------
+    # -- ResponseObserver and PrefillObserver
+    # ----------------------------------------------------------------------------
 
-    def on_answer_head(self, head: AnswerHead) -> bool:
+    def on_response_head(self, head: ResponseHead) -> bool:
         """Nobody gets this answer."""
         return False
 
-    def on_answer_body(self, data: bytes) -> None:
+    def on_response_body(self, data: bytes) -> None:
         """Nobody gets this answer."""
 
-    def on_answer_done(self) -> None:
+    def on_response_done(self) -> None:
         for leg in [leg for leg in self._waiting if leg.done]:
             del self._waiting[leg]
 

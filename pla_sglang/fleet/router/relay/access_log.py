@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from pla_sglang.fleet.router.wire.messages import Ask, Assign, Ended
+from pla_sglang.fleet.router.wire.messages import Ask, Assign, Completed
 
 FLUSH_BYTES = 65_536
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._bytes = 0
 
-    def write_entry(self, ask: Ask, assign: Assign | None, ended: Ended) -> None:
+    def write_entry(self, ask: Ask, assign: Assign | None, ended: Completed) -> None:
         """Prompts and answers do not appear, keys neither."""
         if self._file is None:
             return
@@ -68,7 +68,7 @@ class AccessLog:
         self._file = None
 
 
-def log_entry(ask: Ask, assign: Assign | None, ended: Ended, unix_s: float) -> dict[str, object]:
+def log_entry(ask: Ask, assign: Assign | None, ended: Completed, unix_s: float) -> dict[str, object]:
     """What is logged. ``unix_s``: wall-clock time of the end."""
     first = None if ended.first_s is None else round((ended.first_s - ask.arrived_s) * 1e3, 3)
     return {

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.http.head import RequestHead
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter, ClientWork
 from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.wire.messages import AdminAnswer, AdminAsk
+from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
+from pla_sglang.fleet.router.wire.messages import AdminAsk, AdminResponse
 
 _RETRY_SOON = (("retry-after", "1"),)
 
 
 class _Waiting(NamedTuple):
-    client: AnswerWriter
+    client: ResponseWriter
     ask: AdminAsk
     timer: asyncio.TimerHandle
 
@@ -35,24 +35,26 @@ class AdminRequests:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ask_control(self, client: AnswerWriter, head: RequestHead, body: bytes) -> None:
+    def ask_control(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         """``body``: only that of a POST goes to the control plane."""
         context, number = self._context, next(self._numbers)
         method = "GET" if head.method == "HEAD" else head.method
         ask = AdminAsk(number, context.number, method, head.path, head.query, body if method == "POST" else b"")
         if context.control_is_silent() and not can_repeat(ask):
             text = "the control plane does not answer; nothing was done"
-            client.send_answer(503, responses.error_body(503, "no_control", text), headers=_RETRY_SOON)
+            client.send_response(503, responses.error_body(503, "no_control", text), headers=_RETRY_SOON)
             return
         timer = context.call_later(context.config.dispatch_timeout_s, self._time_out, number)
         self._waiting[number] = _Waiting(client, ask, timer)
         client.attach_work(_WaitingClient(self, number))
         context.send_to_control(ask)
 
-    def on_answer(self, answer: AdminAnswer) -> None:
-        client = self.forget_client(answer.number)
+    def on_answer(self, response: AdminResponse) -> None:
+        client = self.forget_client(response.number)
         if client is not None:
-            client.send_answer(answer.status, answer.body, content_type=answer.content_type, headers=answer.headers)
+            client.send_response(
+                response.status, response.body, content_type=response.content_type, headers=response.headers
+            )
 
     def repeat_asks(self) -> None:
         """The control plane has restarted."""
@@ -63,9 +65,9 @@ class AdminRequests:
                 self.forget_client(number)
                 text = "the control plane was restarted; whether this was done is not known"
                 body = responses.error_body(503, "control_restarted", text)
-                waiting.client.send_answer(503, body, headers=_RETRY_SOON)
+                waiting.client.send_response(503, body, headers=_RETRY_SOON)
 
-    def forget_client(self, number: int) -> AnswerWriter | None:
+    def forget_client(self, number: int) -> ResponseWriter | None:
         """Returns the client that waited for this answer, unless it is gone."""
         waiting = self._waiting.pop(number, None)
         if waiting is None:
@@ -76,7 +78,7 @@ class AdminRequests:
     def _time_out(self, number: int) -> None:
         client = self.forget_client(number)
         if client is not None:
-            client.send_answer(503, responses.error_body(503, "no_control", "the control plane does not answer"))
+            client.send_response(503, responses.error_body(503, "no_control", "the control plane does not answer"))
 
 
 def can_repeat(ask: AdminAsk) -> bool:
@@ -88,5 +90,5 @@ class _WaitingClient(ClientWork):
     def __init__(self, requests: AdminRequests, number: int) -> None:
         self._forget = functools.partial(requests.forget_client, number)
 
-    def client_gone(self, detail: str) -> None:
+    def on_disconnect(self, detail: str) -> None:
         self._forget()

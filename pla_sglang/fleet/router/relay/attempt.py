@@ -18,7 +18,7 @@ from pla_sglang.fleet.router.relay.request_translation import (
     router_key_line,
 )
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection
-from pla_sglang.fleet.router.relay.upstream_leg import AnswerLeg, PrefillLeg
+from pla_sglang.fleet.router.relay.upstream_leg import PrefillLeg, ResponseLeg
 from pla_sglang.fleet.router.wire.messages import Ask, Assign, Outcome
 
 
@@ -33,18 +33,27 @@ class Attempt:
         on_unreachable: a leg cannot get one, and why. Nothing was sent to any instance.
     """
 
-    __slots__ = ("_context", "_on_connected", "_on_unreachable", "_released", "answer_leg", "assign", "is_sent", "legs")
+    __slots__ = (
+        "_context",
+        "_on_connected",
+        "_on_unreachable",
+        "_released",
+        "assign",
+        "is_sent",
+        "legs",
+        "response_leg",
+    )
 
     def __init__(
         self,
         context: RelayContext,
         assign: Assign,
-        legs: tuple[AnswerLeg] | tuple[AnswerLeg, PrefillLeg],
+        legs: tuple[ResponseLeg] | tuple[ResponseLeg, PrefillLeg],
         *,
         on_connected: Callable[[], None],
-        on_unreachable: Callable[[AnswerLeg | PrefillLeg, str], None],
+        on_unreachable: Callable[[ResponseLeg | PrefillLeg, str], None],
     ) -> None:
-        self._context, self.assign, self.legs, self.answer_leg = context, assign, legs, legs[0]
+        self._context, self.assign, self.legs, self.response_leg = context, assign, legs, legs[0]
         self._on_connected, self._on_unreachable = on_connected, on_unreachable
         self._released = self.is_sent = False
 
@@ -64,7 +73,7 @@ class Attempt:
             context.pool.open_connection(worker, functools.partial(self._on_connection, leg))
         return True
 
-    def _on_connection(self, leg: AnswerLeg | PrefillLeg, connection: UpstreamConnection | None, why: str) -> None:
+    def _on_connection(self, leg: ResponseLeg | PrefillLeg, connection: UpstreamConnection | None, why: str) -> None:
         pool = self._context.pool
         if self._released:  # the request has ended, or goes to other instances
             if connection is not None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay.aborts import ABORT_TIMES_S
 from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.upstream_leg import AnswerLeg, PrefillLeg, PrefillResult, UpstreamLeg
+from pla_sglang.fleet.router.relay.upstream_leg import PrefillLeg, PrefillResult, ResponseLeg, UpstreamLeg
 from pla_sglang.fleet.router.wire.messages import FailureKind
 
 # For both answers to end: a forward pass is not cut short, and a crowded instance is late in saying that it is done.
@@ -31,7 +31,7 @@ class AttemptCancellation:
     def __init__(
         self,
         context: RelayContext,
-        legs: Sequence[AnswerLeg | PrefillLeg],
+        legs: Sequence[ResponseLeg | PrefillLeg],
         rids: Sequence[str],
         on_end: Callable[[bool], None],
     ) -> None:
@@ -64,16 +64,16 @@ class AttemptCancellation:
         if on_end is not None:
             on_end(over)
 
-    # -- AnswerObserver and PrefillObserver --------------------------------------------------------------------------
+    # -- ResponseObserver and PrefillObserver --------------------------------------------------------------------------
 
-    def on_answer_head(self, head: AnswerHead) -> bool:
+    def on_response_head(self, head: ResponseHead) -> bool:
         """Nobody gets this answer."""
         return False
 
-    def on_answer_body(self, data: bytes) -> None:
+    def on_response_body(self, data: bytes) -> None:
         """Nobody gets this answer."""
 
-    def on_answer_done(self) -> None:
+    def on_response_done(self) -> None:
         self._check_legs()
 
     def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:

@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol, cast
 from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.http.framing import Chunked, Framing, Sized
 from pla_sglang.fleet.router.http.head import CRLF2, BadMessage, RequestHead, parse_request
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter
 from pla_sglang.fleet.router.relay.context import RelayContext
+from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.relay.upstream_connection import set_no_delay
 
 # What a client may send ahead while its request is being answered. What comes beyond is dropped, and the connection
@@ -45,7 +45,7 @@ class AcceptedRequest(NamedTuple):
     """A request whose head was found good. ``serve`` gets it with its body, at most ``max_body_bytes`` long."""
 
     max_body_bytes: int
-    serve: Callable[[AnswerWriter, RequestHead, bytes], None]
+    serve: Callable[[ResponseWriter, RequestHead, bytes], None]
 
 
 # Called with a head that is complete. Raises BadMessage where the request is refused whatever its body says.
@@ -77,7 +77,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, context: RelayContext, owner: ConnectionOwner, accept_request: AcceptRequest) -> None:
         self._context, self._owner, self._accept_request = context, owner, accept_request
         self._transport: asyncio.Transport | None = None
-        self._writer = AnswerWriter(self._on_answered)
+        self._writer = ResponseWriter(self._on_answered)
         self._phase = _IDLE
         self._buffer = b""
         self._blank_bytes = 0  # of blank lines in front of the head that is being read
@@ -152,7 +152,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._buffer, self._blank_bytes = b"", 0
         head = parse_request(data[:size], max_headers=config.max_headers)
-        self._writer.expect_answer(head)
+        self._writer.expect_response(head)
         try:
             accepted = self._accept_request(head)
         except BadMessage as error:
@@ -224,7 +224,7 @@ class ClientConnection(asyncio.Protocol):
         self._keep_ahead(rest[length:])
         self._count_refusal(error)
         text = responses.error_body(error.status, error.reason, str(error))
-        self._writer.send_answer(error.status, text, headers=error.headers)
+        self._writer.send_response(error.status, text, headers=error.headers)
 
     def _turn_away(self, error: BadMessage) -> None:
         """Message boundaries are lost, so the connection closes."""
@@ -233,13 +233,13 @@ class ClientConnection(asyncio.Protocol):
         self._phase = _CLOSED
         self._writer.close_after = True
         text = responses.error_body(error.status, error.reason, str(error))
-        self._writer.send_answer(error.status, text, headers=error.headers)
-        self._close_behind_answer(self._writer.close_connection)
+        self._writer.send_response(error.status, text, headers=error.headers)
+        self._close_behind_response(self._writer.close_connection)
 
     def _count_refusal(self, error: BadMessage) -> None:
         self._context.counters.count_event("bad_requests_total", reason=error.reason)
 
-    def _close_behind_answer(self, close: Callable[[], None]) -> None:
+    def _close_behind_response(self, close: Callable[[], None]) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
             self._context.call_later(CLOSE_DELAY_S, close)
@@ -263,7 +263,7 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._dropped_bytes:
             self._phase = _CLOSED
-            self._close_behind_answer(self._transport.close)
+            self._close_behind_response(self._transport.close)
             return
         if not reusable or self._context.draining:
             self._phase = _CLOSED

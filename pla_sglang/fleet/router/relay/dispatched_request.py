@@ -12,8 +12,8 @@ With ``--migration on``, a request whose instance is lost may go on elsewhere:
                                              │ ▲ lost again        ──first event of the next hop──► FORWARDING
                                              └─┘
 
-A pair has two legs with the same body. The decode leg's answer is the client's. The prefill leg's answer is read and
-dropped; if it says that the prefill failed before the decode leg has begun to answer, the request has failed: without
+A pair has two legs with the same body. The decode part's answer is the client's. The prefill part's answer is read and
+dropped; if it says that the prefill failed before the decode part has begun to answer, the request has failed: without
 the prompt's KV the decode instance would wait for minutes. An answer that refuses the request for load is held back
 until the control plane has said whether another instance is asked. Whatever ends a request, every instance that may
 still work for it is told to abort.
@@ -28,19 +28,19 @@ import msgspec
 from pla_sglang.fleet.router.http import responses
 from pla_sglang.fleet.router.http.head import RequestHead
 from pla_sglang.fleet.router.http.json_body import Body
-from pla_sglang.fleet.router.relay.answer_errors import LoadRefusal, error_message, transfer_failed
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter, ClientWork
 from pla_sglang.fleet.router.relay.attempt import Attempt
 from pla_sglang.fleet.router.relay.attempt_cancellation import AttemptCancellation
 from pla_sglang.fleet.router.relay.attempt_rules import may_leave_full, may_repeat_transfer, next_ask
 from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.forwarded_answer import ForwardedAnswer
+from pla_sglang.fleet.router.relay.forwarded_response import ForwardedResponse
 from pla_sglang.fleet.router.relay.movability import Unmovable
 from pla_sglang.fleet.router.relay.request_body import RequestBody
 from pla_sglang.fleet.router.relay.request_life import OnEnd, RequestLife
 from pla_sglang.fleet.router.relay.request_moves import RequestMoves
 from pla_sglang.fleet.router.relay.request_state import ASKING, CONNECTING, FORWARDING, MOVING, ROLLING_BACK, WAITING
-from pla_sglang.fleet.router.relay.upstream_leg import AnswerLeg, PrefillLeg, PrefillResult, UpstreamLeg
+from pla_sglang.fleet.router.relay.response_errors import LoadRefusal, error_message, transfer_failed
+from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
+from pla_sglang.fleet.router.relay.upstream_leg import PrefillLeg, PrefillResult, ResponseLeg, UpstreamLeg
 from pla_sglang.fleet.router.wire import messages as m
 
 # A bad request is refused by both instances, and decode's answer is the better one; but it must not be waited for long.
@@ -57,8 +57,8 @@ _DEAD, _BROKEN, _ABORTED = m.LossReason.DEAD, m.LossReason.BROKEN, m.LossReason.
 class DispatchedRequest(ClientWork):
     """Made when the request's body is complete; ``ask_control`` asks where it goes.
 
-    It is the owner of its answer (``AnswerOwner``), and observes its prefill leg (``PrefillObserver``). ``moves`` takes
-    it to other instances.
+    It is the owner of its answer (``ResponseOwner``), and observes its prefill part (``PrefillObserver``). ``moves``
+    takes it to other instances.
 
     Args:
         raw: the body as the client sent it, counted as incoming until it is sent; ``body``: what was read of it.
@@ -70,7 +70,7 @@ class DispatchedRequest(ClientWork):
     def __init__(
         self,
         context: RelayContext,
-        client: AnswerWriter,
+        client: ResponseWriter,
         head: RequestHead,
         *,
         raw: bytes,
@@ -80,7 +80,7 @@ class DispatchedRequest(ClientWork):
     ) -> None:
         self._client, self._body = client, body
         self.life = RequestLife(context, ask, RequestBody(context, head, raw), on_end)
-        self.life.answer = ForwardedAnswer(client, self, ask, context.now_s)
+        self.life.response = ForwardedResponse(client, self, ask, context.now_s)
         self.moves = RequestMoves(self.life, body)
         self._refusal: tuple[int, str] | None = None  # status and text, where prefill found the request bad
         self._holds = False
@@ -105,12 +105,12 @@ class DispatchedRequest(ClientWork):
         life = self.life
         life.move_to(CONNECTING)
         self._refusal, self._holds = None, False
-        legs: tuple[AnswerLeg] | tuple[AnswerLeg, PrefillLeg]
+        legs: tuple[ResponseLeg] | tuple[ResponseLeg, PrefillLeg]
         plain = not self._client.understands_chunks
         if assign.prefill is None:
-            legs = (AnswerLeg(_WHOLE, assign.decode, life.answer, plain=plain),)
+            legs = (ResponseLeg(_WHOLE, assign.decode, life.response, plain=plain),)
         else:
-            decode = AnswerLeg(_DECODE, assign.decode, life.answer, plain=plain)
+            decode = ResponseLeg(_DECODE, assign.decode, life.response, plain=plain)
             legs = (decode, PrefillLeg(assign.prefill, self))
         life.attempt = Attempt(
             life.context, assign, legs, on_connected=self._send_attempt, on_unreachable=self._on_unreachable
@@ -136,7 +136,7 @@ class DispatchedRequest(ClientWork):
         elif abort.worker is None or not self.moves.on_death(abort.worker, abort.message):
             life.fail_request(outcome, abort.status, abort.code, abort.message)
 
-    def _on_unreachable(self, leg: AnswerLeg | PrefillLeg, why: str) -> None:
+    def _on_unreachable(self, leg: ResponseLeg | PrefillLeg, why: str) -> None:
         life = self.life
         assert life.attempt is not None
         life.report_failure(leg, m.FailureKind.CONNECT, why)
@@ -175,7 +175,7 @@ class DispatchedRequest(ClientWork):
         if life.hops.judge(ask, self._body, kept.raw) and not kept.try_keep():
             life.hops.count_unmovable(Unmovable.KEPT_BYTES)
         tags = life.hops.begin_stream(ask, attempt.assign)
-        life.answer.marked = life.hops.stream
+        life.response.marked = life.hops.stream
         attempt.send_request(ask, kept.head, kept.raw, self._body, tags=tags)
         if not again or not kept.try_keep():
             life.drop_body()
@@ -184,7 +184,7 @@ class DispatchedRequest(ClientWork):
             life.ask = msgspec.structs.replace(ask, body=None)
         life.report_progress(_SENT)
 
-    # -- AnswerOwner and PrefillObserver -----------------------------------------------------------------------------
+    # -- ResponseOwner and PrefillObserver -----------------------------------------------------------------------------
 
     def on_beginning(self, status: int, data: bytes, *, whole: bool) -> bool:
         life = self.life
@@ -192,32 +192,36 @@ class DispatchedRequest(ClientWork):
         if life.kept.is_kept and len(life.attempt.legs) > 1 and transfer_failed(status, data):
             self._roll_back(error_message(data))
             return False
-        if life.answer.verdict.load_refusal is LoadRefusal.FULL and self._can_leave_full() and len(data) <= HELD_BYTES:
+        if (
+            life.response.verdict.load_refusal is LoadRefusal.FULL
+            and self._can_leave_full()
+            and len(data) <= HELD_BYTES
+        ):
             if whole:
-                life.answer.keep_refusal(status)
-                self._leave_full(life.attempt.answer_leg, error_message(data))
+                life.response.keep_refusal(status)
+                self._leave_full(life.attempt.response_leg, error_message(data))
             elif not self._holds:
                 self._holds, life.deadline_s = True, life.context.now_s() + HELD_S
             return False
         if not whole:
-            self._forward_answer()
+            self._forward_response()
         return True
 
-    def _forward_answer(self) -> None:
+    def _forward_response(self) -> None:
         life = self.life
         life.move_to(FORWARDING)
         self._holds = False
-        life.hops.note_first_events(life.answer.marked)
+        life.hops.note_first_events(life.response.marked)
         life.drop_body()
-        life.answer.begin_forwarding()
+        life.response.begin_forwarding()
         life.report_progress(_FIRST_TOKEN)
 
-    def on_answer_done(self, status: int) -> None:
+    def on_response_done(self, status: int) -> None:
         life = self.life
-        outcome, failure = life.answer.verdict.judge_outcome(status)
+        outcome, failure = life.response.verdict.judge_outcome(status)
         if failure is not None:
             assert life.attempt is not None
-            life.report_failure(life.attempt.answer_leg, failure, f"status {life.answer.verdict.error_code}")
+            life.report_failure(life.attempt.response_leg, failure, f"status {life.response.verdict.error_code}")
         life.end_request(outcome, status)
 
     def on_given_up(self, data: bytes) -> None:
@@ -227,8 +231,8 @@ class DispatchedRequest(ClientWork):
         if life.state is WAITING and life.kept.is_kept and len(attempt.legs) > 1 and transfer_failed(200, data):
             self._roll_back(detail)
             return
-        life.report_failure(attempt.answer_leg, m.FailureKind.STATUS, detail)
-        if not self.moves.go_on(_ABORTED, attempt.answer_leg.worker, detail):
+        life.report_failure(attempt.response_leg, m.FailureKind.STATUS, detail)
+        if not self.moves.go_on(_ABORTED, attempt.response_leg.worker, detail):
             life.lose_request(detail, _ABORTED)
 
     def on_prefill_end(self, leg: UpstreamLeg, result: PrefillResult, status: int, detail: str) -> None:
@@ -257,7 +261,7 @@ class DispatchedRequest(ClientWork):
         if life.state is not WAITING:
             life.report_failure(leg, m.FailureKind.FULL, detail)
             return
-        life.answer.keep_refusal(status, f"the prefill instance has refused the request: {detail}")
+        life.response.keep_refusal(status, f"the prefill instance has refused the request: {detail}")
         if self._can_leave_full():
             self._leave_full(leg, detail)
         else:
@@ -267,12 +271,12 @@ class DispatchedRequest(ClientWork):
     def on_leg_lost(self, leg: UpstreamLeg, kind: m.FailureKind, detail: str) -> None:
         life = self.life
         life.report_failure(leg, kind, detail)
-        answer = life.answer
-        if leg.leg is not _PREFILL and answer.first_s is not None and answer.marked is not None:
-            end = answer.marked.take_end()
+        response = life.response
+        if leg.leg is not _PREFILL and response.first_s is not None and response.marked is not None:
+            end = response.marked.take_end()
             if end is not None:
-                answer.on_answer_body(end)
-                answer.on_answer_done()
+                response.on_response_body(end)
+                response.on_response_done()
                 return
         if leg.leg is _PREFILL and life.state is not WAITING:
             return  # decode has the KV already, and answers
@@ -318,7 +322,7 @@ class DispatchedRequest(ClientWork):
     def _end_refused(self) -> None:
         """No other instance takes it: the client gets what the last one has said."""
         life = self.life
-        life.answer.forward_refusal(functools.partial(life.end_request, m.Outcome.INSTANCE_REFUSED))
+        life.response.forward_refusal(functools.partial(life.end_request, m.Outcome.INSTANCE_REFUSED))
 
     def _roll_back(self, detail: str) -> None:
         """The KV transfer has failed, and the client has not got a byte: another attempt, where that is allowed."""
@@ -346,17 +350,17 @@ class DispatchedRequest(ClientWork):
 
     # -- ClientWork --------------------------------------------------------------------------------------------------
 
-    def client_gone(self, detail: str) -> None:
+    def on_disconnect(self, detail: str) -> None:
         life = self.life
-        life.end_request(m.Outcome.CLIENT_GONE, life.answer.forwarded_status, detail)
+        life.end_request(m.Outcome.CLIENT_GONE, life.response.forwarded_status, detail)
 
     def set_paused(self, paused: bool) -> None:
         life = self.life
         life.paused = paused
         if not paused:
             life.deadline_s = life.context.now_s() + life.context.config.stall_timeout_s
-        if life.attempt is not None and life.attempt.answer_leg.connection is not None:
-            life.attempt.answer_leg.connection.set_paused(paused)
+        if life.attempt is not None and life.attempt.response_leg.connection is not None:
+            life.attempt.response_leg.connection.set_paused(paused)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -372,13 +376,13 @@ class DispatchedRequest(ClientWork):
             headers = responses.retry_after(1)
             life.fail_request(m.Outcome.NO_CONTROL, 503, "not_dispatched", "no instance was assigned in time", headers)
         elif life.state is WAITING and self._holds:
-            self._forward_answer()
+            self._forward_response()
         elif life.state is WAITING and self._refusal is not None:
             status, detail = self._refusal
             life.fail_request(m.Outcome.PREFILL_FAILED, status, "prefill_refused", f"the prefill was refused: {detail}")
         elif life.state is MOVING:
-            self.moves.check_answer()
+            self.moves.check_response()
         elif life.state is WAITING:
             life.time_out(f"no answer within {config.first_byte_timeout_s:g} s")
-        elif life.answer.last_s is not None and now_s > life.answer.last_s + config.stall_timeout_s:
+        elif life.response.last_s is not None and now_s > life.response.last_s + config.stall_timeout_s:
             life.time_out(f"the answer stood still for {config.stall_timeout_s:g} s")

@@ -17,8 +17,8 @@ from __future__ import annotations
 import re
 from array import array
 
-from pla_sglang.fleet.router.relay.answer_errors import ABORT_MARK, CODE_MARK, given_up
 from pla_sglang.fleet.router.relay.counters import ByteAccount
+from pla_sglang.fleet.router.relay.response_errors import ABORT_MARK, CODE_MARK, given_up
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"

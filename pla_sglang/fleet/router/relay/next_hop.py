@@ -1,7 +1,7 @@
 """A hop beyond the first: another instance goes on with a stream whose client has seen its beginning.
 
 The client's body is sent again, with tags that say what there is of the answer. Until the first event comes, nothing
-of it is the client's. From then on the answer takes over (``ForwardedAnswer``), as if the events had come from the
+of it is the client's. From then on the answer takes over (``ForwardedResponse``), as if the events had come from the
 first instance.
 """
 
@@ -12,9 +12,14 @@ from typing import Protocol
 
 import msgspec
 
-from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.http.json_body import Body
-from pla_sglang.fleet.router.relay.answer_errors import (
+from pla_sglang.fleet.router.relay.attempt import Attempt
+from pla_sglang.fleet.router.relay.context import RelayContext
+from pla_sglang.fleet.router.relay.marked_stream import MarkedStreamReader
+from pla_sglang.fleet.router.relay.movability import Tags
+from pla_sglang.fleet.router.relay.request_body import RequestBody
+from pla_sglang.fleet.router.relay.response_errors import (
     ABORTED,
     LoadRefusal,
     error_code,
@@ -22,12 +27,7 @@ from pla_sglang.fleet.router.relay.answer_errors import (
     given_up,
     load_refusal,
 )
-from pla_sglang.fleet.router.relay.attempt import Attempt
-from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.marked_stream import MarkedStreamReader
-from pla_sglang.fleet.router.relay.movability import Tags
-from pla_sglang.fleet.router.relay.request_body import RequestBody
-from pla_sglang.fleet.router.relay.upstream_leg import AnswerLeg, PrefillLeg, UpstreamLeg
+from pla_sglang.fleet.router.relay.upstream_leg import PrefillLeg, ResponseLeg, UpstreamLeg
 from pla_sglang.fleet.router.wire import messages as m
 
 SNIFF_BYTES = 16_384  # of an answer that is no stream
@@ -45,7 +45,7 @@ class HopOwner(Protocol):
 
 
 class NextHop:
-    """Observes its leg until the first event (``AnswerObserver``). ``tags``: from ``tags_of_rest``.
+    """Observes its leg until the first event (``ResponseObserver``). ``tags``: from ``tags_of_rest``.
 
     Attributes:
         attempt: at one instance, the only leg; its ``Assign`` names the one that hands the KV over as prefill.
@@ -66,7 +66,7 @@ class NextHop:
     ) -> None:
         self._ask, self._kept, self._body, self._tags = ask, kept, body, tags
         self._owner = owner
-        self._head: AnswerHead | None = None
+        self._head: ResponseHead | None = None
         self._beginning = b""
         assign = m.Assign(
             ask.rid,
@@ -78,14 +78,14 @@ class NextHop:
             bootstrap_room=order.bootstrap_room,
             reason=order.reason,
         )
-        leg = AnswerLeg(m.Leg.WHOLE, order.target, self, plain=True)
+        leg = ResponseLeg(m.Leg.WHOLE, order.target, self, plain=True)
         self.attempt = Attempt(
             context, assign, (leg,), on_connected=self._send_request, on_unreachable=self._on_unreachable
         )
 
     @property
     def worker(self) -> int:
-        return self.attempt.answer_leg.worker
+        return self.attempt.response_leg.worker
 
     def start(self) -> None:
         if not self.attempt.connect_legs():
@@ -95,17 +95,17 @@ class NextHop:
         assert self._kept.head is not None
         self.attempt.send_request(self._ask, self._kept.head, self._kept.raw, self._body, tags=self._tags)
 
-    def _on_unreachable(self, leg: AnswerLeg | PrefillLeg, why: str) -> None:
+    def _on_unreachable(self, leg: ResponseLeg | PrefillLeg, why: str) -> None:
         self.attempt.return_connections()
         self._owner.on_hop_failed(self, _NOT_SENT, m.FailureKind.CONNECT, why)
 
-    # -- AnswerObserver ----------------------------------------------------------------------------------------------
+    # -- ResponseObserver ----------------------------------------------------------------------------------------------
 
-    def on_answer_head(self, head: AnswerHead) -> bool:
+    def on_response_head(self, head: ResponseHead) -> bool:
         self._head = head
         return True
 
-    def on_answer_body(self, data: bytes) -> None:
+    def on_response_body(self, data: bytes) -> None:
         assert self._head is not None
         self._beginning += data[: SNIFF_BYTES - len(self._beginning)] if self._head.status != 200 else data
         beginning = self._beginning
@@ -116,7 +116,7 @@ class NextHop:
             return
         self._owner.on_hop_joined(self, beginning)
 
-    def on_answer_done(self) -> None:
+    def on_response_done(self) -> None:
         self._fail(self._beginning)
 
     def on_leg_lost(self, leg: UpstreamLeg, kind: m.FailureKind, detail: str) -> None:

@@ -7,10 +7,20 @@ import asyncio
 from pla_sglang.fleet.router.http.head import RequestHead
 from pla_sglang.fleet.router.http.json_body import Body
 from pla_sglang.fleet.router.relay.access_log import AccessLog
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.dispatched_request import DispatchedRequest
-from pla_sglang.fleet.router.wire.messages import Abort, Ask, Assign, Continue, End, Ended, OpenRequest, Outcome, Refuse
+from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
+from pla_sglang.fleet.router.wire.messages import (
+    Abort,
+    Ask,
+    Assign,
+    Completed,
+    Continue,
+    NoNextHop,
+    OpenRequest,
+    Outcome,
+    Refuse,
+)
 
 ENDED_COUNTERS = {outcome: f'requests_total{{outcome="{outcome.name.lower()}"}}' for outcome in Outcome}
 
@@ -31,14 +41,14 @@ class OpenRequests:
         """True if instances know a request that is open, or a prompt of one, by ``rid``."""
         return rid in self._by_rid or rid in self._batch_rids
 
-    def begin_request(self, client: AnswerWriter, head: RequestHead, *, raw: bytes, body: Body, ask: Ask) -> None:
+    def begin_request(self, client: ResponseWriter, head: RequestHead, *, raw: bytes, body: Body, ask: Ask) -> None:
         request = DispatchedRequest(self._context, client, head, raw=raw, body=body, ask=ask, on_end=self._on_end)
         client.attach_work(request)
         self._by_rid[ask.rid] = request
         self._batch_rids.update(ask.rids)
         request.ask_control()
 
-    def _on_end(self, ask: Ask, assign: Assign | None, ended: Ended) -> None:
+    def _on_end(self, ask: Ask, assign: Assign | None, ended: Completed) -> None:
         """The only place where a request leaves the relay."""
         del self._by_rid[ended.rid]
         self._batch_rids.difference_update(ask.rids)
@@ -67,10 +77,10 @@ class OpenRequests:
             if assign is not None:
                 request.on_assign(assign)
 
-    def on_no_hop(self, end: End) -> None:
+    def on_no_next_hop(self, end: NoNextHop) -> None:
         request = self._by_rid.get(end.rid)
         if request is not None:
-            request.moves.on_no_hop(end)
+            request.moves.on_no_next_hop(end)
 
     def on_abort(self, abort: Abort) -> None:
         request = self._by_rid.get(abort.rid)

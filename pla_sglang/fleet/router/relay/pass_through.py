@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from pla_sglang.fleet.router.http import responses
-from pla_sglang.fleet.router.http.head import AnswerHead, RequestHead
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter, ClientWork
+from pla_sglang.fleet.router.http.head import RequestHead, ResponseHead
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.proxied_call import ProxiedCall
 from pla_sglang.fleet.router.relay.request_translation import head_for_worker, passed_on_lines
+from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 
 class PassThrough(ProxiedCall, ClientWork):
     """One request of a client, until the instance has answered."""
 
-    def __init__(self, context: RelayContext, client: AnswerWriter, head: RequestHead) -> None:
+    def __init__(self, context: RelayContext, client: ResponseWriter, head: RequestHead) -> None:
         super().__init__(context.pool, context.loop, timeout_s=context.config.first_byte_timeout_s)
         self.plain = not client.understands_chunks
         self._context, self._client, self._request = context, client, head
-        self._head: AnswerHead | None = None
+        self._head: ResponseHead | None = None
         self._begun = False
         self._waiting_bytes = 0
 
@@ -29,7 +29,7 @@ class PassThrough(ProxiedCall, ClientWork):
         lines = passed_on_lines(self._request, keep_key=keep_key)
         self._send_to(worker, "POST", head_for_worker(worker, self._request, len(body), lines, method="POST"), body)
 
-    def on_head(self, head: AnswerHead) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         self._head = head
 
     def on_body(self, data: bytes) -> None:
@@ -44,7 +44,7 @@ class PassThrough(ProxiedCall, ClientWork):
             self.on_body(b"")
         self._finish_call()
         assert self._head is not None
-        self._client.finish_answer(reusable=self._head.length is not None or self._head.chunked)
+        self._client.finish_response(reusable=self._head.length is not None or self._head.chunked)
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         self._finish_call()
@@ -52,14 +52,14 @@ class PassThrough(ProxiedCall, ClientWork):
             self._client.cut_connection()
         else:
             body = responses.error_body(502, "upstream_lost", f"the instance did not answer: {detail}")
-            self._client.send_answer(502, body)
+            self._client.send_response(502, body)
 
     def _finish_call(self) -> None:
         super()._finish_call()
         self._context.incoming.free_bytes(self._waiting_bytes)
         self._waiting_bytes = 0
 
-    def client_gone(self, detail: str) -> None:
+    def on_disconnect(self, detail: str) -> None:
         self._drop_connection()
         self._finish_call()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay.request_translation import host_header
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection, UpstreamPool
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
@@ -14,7 +14,7 @@ UNREACHABLE = 0  # status of a call that got no answer
 
 
 class ProxiedCall:
-    """One request to one instance, with a time limit. A subclass is the ``AnswerSink`` of its answer.
+    """One request to one instance, with a time limit. A subclass is the ``ResponseSink`` of its answer.
 
     ``on_lost`` is called for every kind of failure, at most once, and never after ``_finish_call``.
     """
@@ -82,7 +82,7 @@ class StatusCall(ProxiedCall):
         )
         self._send_to(worker, method, head.encode(), body)
 
-    def on_head(self, head: AnswerHead) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         self._status = head.status
 
     def on_body(self, data: bytes) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.http.json_body import Body
 from pla_sglang.fleet.router.relay.next_hop import NextHop
 from pla_sglang.fleet.router.relay.request_hops import ask_of_hop
@@ -27,7 +27,7 @@ _RESUMED = m.LossReason.RESUMED
 
 
 class Pull:
-    """One try (``HopTrial``); observes the held leg (``AnswerObserver``) and owns the next hop (``HopOwner``)."""
+    """One try (``HopTrial``); observes the held leg (``ResponseObserver``) and owns the next hop (``HopOwner``)."""
 
     __slots__ = ("_ask", "_body", "_hop", "_leg", "_life", "_order")
 
@@ -37,12 +37,12 @@ class Pull:
         self._ask = ask_of_hop(life.ask, order)
         life.ask = msgspec.structs.replace(life.ask, attempt=self._ask.attempt)  # no later hop gets this one's id
         self._hop: NextHop | None = None
-        self._leg = life.attempt.answer_leg
+        self._leg = life.attempt.response_leg
         self._leg.observer = self
 
     def check_tokens(self) -> None:
         """True if everything before the hold is here, or more."""
-        life, stream = self._life, self._life.answer.marked
+        life, stream = self._life, self._life.response.marked
         if life.trial is not self or stream is None:
             return
         if len(stream.ids) > self._order.tokens:
@@ -57,7 +57,7 @@ class Pull:
     def cancel(self) -> tuple[int, ...]:
         life, hop = self._life, self._hop
         life.trial, self._hop = None, None
-        self._leg.observer = life.answer
+        self._leg.observer = life.response
         return () if hop is None else hop.attempt.end_attempt(self._rids, m.Outcome.UPSTREAM_LOST)
 
     def _rids(self) -> Sequence[str]:
@@ -69,22 +69,22 @@ class Pull:
         now_s = life.context.now_s()
         life.context.send_to_control(life.hops.say_failed(life.ask.rid, self._order, why, now_s, detail))
 
-    # -- AnswerObserver of the held leg ------------------------------------------------------------------------------
+    # -- ResponseObserver of the held leg ------------------------------------------------------------------------------
 
-    def on_answer_head(self, head: AnswerHead) -> bool:
+    def on_response_head(self, head: ResponseHead) -> bool:
         raise AssertionError("the held stream has begun before")
 
-    def on_answer_body(self, data: bytes) -> None:
-        self._life.answer.on_answer_body(data)
+    def on_response_body(self, data: bytes) -> None:
+        self._life.response.on_response_body(data)
         self.check_tokens()
 
-    def on_answer_done(self) -> None:
+    def on_response_done(self) -> None:
         self.cancel()
-        self._life.answer.on_answer_done()
+        self._life.response.on_response_done()
 
     def on_leg_lost(self, leg: UpstreamLeg, kind: m.FailureKind, detail: str) -> None:
         self.cancel()
-        self._life.answer.on_leg_lost(leg, kind, detail)
+        self._life.response.on_leg_lost(leg, kind, detail)
 
     # -- HopOwner ----------------------------------------------------------------------------------------------------
 
@@ -98,17 +98,17 @@ class Pull:
 
     def on_hop_failed(self, hop: NextHop, why: m.LossReason, kind: m.FailureKind | None, detail: str) -> None:
         if kind is not None:
-            self._life.report_failure(hop.attempt.answer_leg, kind, detail)
+            self._life.report_failure(hop.attempt.response_leg, kind, detail)
         self._fail(why, detail)
 
 
 def join_hop(life: RequestLife, hop: NextHop, events: bytes) -> None:
     """The hop is the answer from its first ``events`` on."""
-    answer, leg, now_s = life.answer, hop.attempt.answer_leg, life.context.now_s()
-    assert answer.marked is not None and answer.last_s is not None
-    answer.marked.begin_hop()
-    leg.observer = answer
+    response, leg, now_s = life.response, hop.attempt.response_leg, life.context.now_s()
+    assert response.marked is not None and response.last_s is not None
+    response.marked.begin_hop()
+    leg.observer = response
     if life.paused and leg.connection is not None:
         leg.connection.set_paused(True)
-    life.context.send_to_control(m.Joined(life.ask.rid, life.hops.number, now_s, now_s - answer.last_s))
-    answer.on_answer_body(events)
+    life.context.send_to_control(m.Joined(life.ask.rid, life.hops.number, now_s, now_s - response.last_s))
+    response.on_response_body(events)

@@ -10,7 +10,7 @@ import msgspec
 from pla_sglang.fleet.router.relay.attempt import Attempt
 from pla_sglang.fleet.router.relay.attempt_cancellation import AttemptCancellation
 from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.forwarded_answer import ForwardedAnswer
+from pla_sglang.fleet.router.relay.forwarded_response import ForwardedResponse
 from pla_sglang.fleet.router.relay.request_body import RequestBody
 from pla_sglang.fleet.router.relay.request_hops import RequestHops
 from pla_sglang.fleet.router.relay.request_state import ASKING, ENDED, FORWARDING, LEGAL, MOVING, WAITING, RequestState
@@ -32,7 +32,7 @@ _LOST_WORDS = {
     m.LossReason.ABORTED: ("upstream_aborted", "the instance has given this request up"),
 }
 _OTHER_WORDS = ("upstream_lost", "the instance that worked on this is lost")
-OnEnd = Callable[[m.Ask, "m.Assign | None", m.Ended], None]
+OnEnd = Callable[[m.Ask, "m.Assign | None", m.Completed], None]
 
 
 class RequestLife:
@@ -42,7 +42,7 @@ class RequestLife:
         on_end: called once, with the last message about the request.
 
     Attributes:
-        answer: set by the owner before anything else happens.
+        response: set by the owner before anything else happens.
         attempt: the present one; None while it is asked where the request goes, or goes on.
         deadline_s: of the present state.
         progress: what was reported of the present attempt, or of the first hop.
@@ -53,7 +53,6 @@ class RequestLife:
 
     __slots__ = (
         "_on_end",
-        "answer",
         "ask",
         "attempt",
         "cancellation",
@@ -63,10 +62,11 @@ class RequestLife:
         "kept",
         "paused",
         "progress",
+        "response",
         "state",
         "trial",
     )
-    answer: ForwardedAnswer
+    response: ForwardedResponse
 
     def __init__(self, context: RelayContext, ask: m.Ask, kept: RequestBody, on_end: OnEnd) -> None:
         self.context, self.ask, self.kept, self._on_end = context, ask, kept, on_end
@@ -87,7 +87,7 @@ class RequestLife:
     def forget_attempt(self) -> None:
         """It is over, and the client has not got a byte of it."""
         self.attempt, self.progress = None, []
-        self.answer.forget_head()
+        self.response.forget_head()
 
     def describe_open(self) -> m.OpenRequest | None:
         """For a control plane that has just started; None where it is to be asked first."""
@@ -125,7 +125,7 @@ class RequestLife:
 
     def time_out(self, message: str) -> None:
         if self.attempt is not None and self.state in (WAITING, FORWARDING, MOVING):  # else no instance was too slow
-            self.report_failure(self.attempt.answer_leg, m.FailureKind.TIMEOUT, message)
+            self.report_failure(self.attempt.response_leg, m.FailureKind.TIMEOUT, message)
         self.fail_request(m.Outcome.TIMED_OUT, 504, "timeout", message)
 
     def lose_request(self, detail: str, why: m.LossReason = m.LossReason.DEAD) -> None:
@@ -139,10 +139,10 @@ class RequestLife:
         """End the request, and report why to the client."""
         if self.state is ENDED:
             return
-        answer = self.answer
-        append = answer.can_append_event(None if self.attempt is None else self.attempt.answer_leg.connection)
-        self.end_request(outcome, answer.forwarded_status or status, message)
-        answer.send_failure(status, code, message, headers=headers, append=append)
+        response = self.response
+        append = response.can_append_event(None if self.attempt is None else self.attempt.response_leg.connection)
+        self.end_request(outcome, response.forwarded_status or status, message)
+        response.send_failure(status, code, message, headers=headers, append=append)
 
     def end_request(self, outcome: m.Outcome, status: int, detail: str = "") -> None:
         """Exactly once: free the instances, tell the control plane, forget the request."""
@@ -158,5 +158,5 @@ class RequestLife:
         attempt, self.attempt = self.attempt, None  # it points back here; without the cycle, it is freed at once
         if attempt is not None:
             aborted += attempt.end_attempt(self.current_rids, outcome)
-        ended = self.answer.make_ended(outcome, status, at_s=self.context.now_s(), aborted=aborted, detail=detail)
+        ended = self.response.make_ended(outcome, status, at_s=self.context.now_s(), aborted=aborted, detail=detail)
         self._on_end(self.ask, None if attempt is None else attempt.assign, ended)

@@ -29,7 +29,7 @@ class RequestMoves:
         if attempt is None or life.state not in (WAITING, FORWARDING, MOVING):
             return False
         hops.note_loss(why, worker)
-        shown = life.answer.first_s is not None
+        shown = life.response.first_s is not None
         if not life.kept.is_kept or not hops.may_go_on(shown=shown):
             return False
         self.cancel_pull()
@@ -54,17 +54,17 @@ class RequestMoves:
     def on_silence(self, worker: int, detail: str) -> None:
         """The control plane hears nothing of an instance, which may be alive. The request leaves it if its answer
         stands still too and it can go on elsewhere; else it stays."""
-        life, last_s = self._life, self._life.answer.last_s
+        life, last_s = self._life, self._life.response.last_s
         if life.attempt is None or worker not in _workers_of(life.attempt.assign):
             return
         stands = life.state is not FORWARDING or last_s is None or life.context.now_s() - last_s >= STILL_S
-        if stands and life.kept.is_kept and life.hops.may_go_on(shown=life.answer.first_s is not None, losses=1):
+        if stands and life.kept.is_kept and life.hops.may_go_on(shown=life.response.first_s is not None, losses=1):
             self.on_death(worker, detail)
 
     def on_continue(self, order: m.Continue) -> m.Assign | None:
         """Returns an assignment where the client has seen nothing: then it is dispatched as for the first time."""
         life = self._life
-        hops, answer = life.hops, life.answer
+        hops, response = life.hops, life.response
         if order.source is not None:  # it is held there: a move
             self._take_over(order)
             return None
@@ -72,10 +72,10 @@ class RequestMoves:
             return None  # too late
         hops.begin_hop(order)
         life.ask = ask_of_hop(life.ask, order)
-        if answer.first_s is None or answer.last_s is None:
+        if response.first_s is None or response.last_s is None:
             life.forget_attempt()
             return m.Assign(life.ask.rid, life.ask.attempt, order.target, reason=order.reason)
-        life.deadline_s = answer.last_s + life.context.config.stall_timeout_s
+        life.deadline_s = response.last_s + life.context.config.stall_timeout_s
         tags = hops.make_tags()
         hop = NextHop(life.context, order, life.ask, kept=life.kept, body=self._body, tags=tags, owner=self)
         life.attempt = hop.attempt
@@ -101,12 +101,12 @@ class RequestMoves:
         if self._life.trial is not None:
             self._life.trial.cancel()
 
-    def on_no_hop(self, end: m.End) -> None:
+    def on_no_next_hop(self, end: m.NoNextHop) -> None:
         hops = self._life.hops
         if hops.question is not None and end.hop == hops.number:
             self._life.lose_request(f"{hops.question.detail}; {end.message}", hops.question.why)
 
-    def check_answer(self) -> None:
+    def check_response(self) -> None:
         """The control plane has not said in time where the request goes on, or the next instance has not begun."""
         life = self._life
         if life.hops.question is not None:
@@ -124,7 +124,7 @@ class RequestMoves:
     def on_hop_failed(self, hop: NextHop, why: m.LossReason, kind: m.FailureKind | None, detail: str) -> None:
         life = self._life
         if kind is not None:
-            life.report_failure(hop.attempt.answer_leg, kind, detail)
+            life.report_failure(hop.attempt.response_leg, kind, detail)
         if why is _REFUSED or not self.go_on(why, hop.worker, detail):
             life.lose_request(detail, why)
 

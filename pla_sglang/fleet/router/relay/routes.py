@@ -27,14 +27,14 @@ from pla_sglang.fleet.router.http import json_body, responses
 from pla_sglang.fleet.router.http.head import BadMessage, RequestHead
 from pla_sglang.fleet.router.http.instance_facts import FACTS
 from pla_sglang.fleet.router.relay.admin_requests import AdminRequests
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter, ClientWork
 from pla_sglang.fleet.router.relay.client_connection import AcceptedRequest
 from pla_sglang.fleet.router.relay.context import RelayContext
-from pla_sglang.fleet.router.relay.instance_answer import InstanceAnswer
+from pla_sglang.fleet.router.relay.instance_response import InstanceResponse
 from pla_sglang.fleet.router.relay.open_requests import OpenRequests
 from pla_sglang.fleet.router.relay.pass_through import PassThrough
 from pla_sglang.fleet.router.relay.proxied_call import StatusCall
 from pla_sglang.fleet.router.relay.request_translation import RequestHeaders, build_ask
+from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
 from pla_sglang.fleet.router.wire.inference import PATHS, find_refusal
 from pla_sglang.fleet.router.wire.messages import WorkerEntry
 
@@ -86,13 +86,13 @@ class Routes:
         headers = RequestHeaders(head)
         return AcceptedRequest(self._context.config.max_body_bytes, functools.partial(self._serve_dispatched, headers))
 
-    def _serve_dispatched(self, headers: RequestHeaders, client: AnswerWriter, head: RequestHead, raw: bytes) -> None:
+    def _serve_dispatched(self, headers: RequestHeaders, client: ResponseWriter, head: RequestHead, raw: bytes) -> None:
         try:
             self._dispatch_request(headers, client, head, raw)
         except BadMessage as error:
             self._refuse_request(client, error)
 
-    def _dispatch_request(self, headers: RequestHeaders, client: AnswerWriter, head: RequestHead, raw: bytes) -> None:
+    def _dispatch_request(self, headers: RequestHeaders, client: ResponseWriter, head: RequestHead, raw: bytes) -> None:
         """Raises BadMessage."""
         context = self._context
         try:
@@ -127,11 +127,11 @@ class Routes:
         if not self._context.incoming.try_hold(len(raw)):
             raise BadMessage("buffers_full", "too many requests wait for an instance", 503, headers=RETRY_SOON)
 
-    def _refuse_request(self, client: AnswerWriter, error: BadMessage) -> None:
+    def _refuse_request(self, client: ResponseWriter, error: BadMessage) -> None:
         """Its body was read; the connection stays."""
         self._context.counters.count_event("bad_requests_total", reason=error.reason)
         text = responses.error_body(error.status, error.reason, str(error))
-        client.send_answer(error.status, text, headers=error.headers)
+        client.send_response(error.status, text, headers=error.headers)
 
     # -- any instance ------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Routes:
         RequestHeaders(head)  # reserved headers are refused here as well
         return AcceptedRequest(self._context.config.max_body_bytes, self._pass_through)
 
-    def _pass_through(self, client: AnswerWriter, head: RequestHead, body: bytes) -> None:
+    def _pass_through(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         context = self._context
         try:
             worker = self._pick_any()
@@ -156,13 +156,13 @@ class Routes:
         RequestHeaders(head)
         return AcceptedRequest(SMALL_BODY_BYTES, self._ask_instance)
 
-    def _ask_instance(self, client: AnswerWriter, head: RequestHead, body: bytes) -> None:
+    def _ask_instance(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         try:
             worker = self._pick_any()
         except BadMessage as error:
             self._refuse_request(client, error)
             return
-        call = InstanceAnswer(self._context, client, head)
+        call = InstanceResponse(self._context, client, head)
         client.attach_work(call)
         call.send_request(worker)
 
@@ -178,7 +178,7 @@ class Routes:
     def accept_health(self, head: RequestHead) -> AcceptedRequest:
         """Answers whether a request could be dispatched now."""
         self._check_serving()
-        return AcceptedRequest(SMALL_BODY_BYTES, lambda client, head, body: client.send_answer(200))
+        return AcceptedRequest(SMALL_BODY_BYTES, lambda client, head, body: client.send_response(200))
 
     def accept_health_generate(self, head: RequestHead) -> AcceptedRequest:
         """As ``accept_health``, and one instance of each kind generates a token."""
@@ -194,11 +194,11 @@ class Routes:
         if not context.workers.serving:
             raise BadMessage("not_serving", "no instance is ready", 503, headers=RETRY_SOON)
 
-    def _check_generation(self, client: AnswerWriter, head: RequestHead, body: bytes) -> None:
+    def _check_generation(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         context = self._context
         workers = context.workers.pick_of_each_kind()
         if not workers:
-            client.send_answer(200)
+            client.send_response(200)
             return
         checks = _GenerationChecks(client, len(workers))
         client.attach_work(checks)
@@ -209,10 +209,10 @@ class Routes:
     def accept_description(self, head: RequestHead) -> AcceptedRequest:
         return AcceptedRequest(SMALL_BODY_BYTES, self._describe_routes)
 
-    def _describe_routes(self, client: AnswerWriter, head: RequestHead, body: bytes) -> None:
+    def _describe_routes(self, client: ResponseWriter, head: RequestHead, body: bytes) -> None:
         from pla_sglang.fleet.router.http import openapi
 
-        client.send_answer(200, openapi.document_text())
+        client.send_response(200, openapi.document_text())
 
     # -- the control plane -------------------------------------------------------------------------------------------
 
@@ -310,8 +310,8 @@ def _read_text(head: RequestHead, name: bytes) -> str | None:
 class _GenerationChecks(ClientWork):
     """Answers the client when all instances have answered."""
 
-    def __init__(self, client: AnswerWriter, count: int) -> None:
-        self._client: AnswerWriter | None = client
+    def __init__(self, client: ResponseWriter, count: int) -> None:
+        self._client: ResponseWriter | None = client
         self._left = count
         self._failed = 0
 
@@ -322,9 +322,9 @@ class _GenerationChecks(ClientWork):
             return
         if self._failed:
             message = f"{self._failed} instance(s) did not generate"
-            self._client.send_answer(503, responses.error_body(503, "unhealthy", message))
+            self._client.send_response(503, responses.error_body(503, "unhealthy", message))
         else:
-            self._client.send_answer(200)
+            self._client.send_response(200)
 
-    def client_gone(self, detail: str) -> None:
+    def on_disconnect(self, detail: str) -> None:
         self._client = None

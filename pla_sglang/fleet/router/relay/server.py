@@ -54,9 +54,9 @@ class Relay:
             m.Assign: self.requests.on_assign,
             m.Refuse: self.requests.on_refuse,
             m.Continue: self.requests.on_continue,
-            m.End: self.requests.on_no_hop,
+            m.NoNextHop: self.requests.on_no_next_hop,
             m.Abort: self.requests.on_abort,
-            m.AdminAnswer: self._admin.on_answer,
+            m.AdminResponse: self._admin.on_answer,
             m.Table: self._on_table,
             m.Heartbeat: lambda heartbeat: None,
         }

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from pla_sglang.fleet.router.http.framing import Framing, answer_framing
-from pla_sglang.fleet.router.http.head import CRLF2, AnswerHead, BadMessage, parse_answer
+from pla_sglang.fleet.router.http.framing import Framing, response_framing
+from pla_sglang.fleet.router.http.head import CRLF2, BadMessage, ResponseHead, parse_response
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
 MAX_HEAD_BYTES = 65_536
@@ -19,7 +19,7 @@ SWITCHING_PROTOCOLS = 101
 COPY_BYTES = 16_384  # up to here one piece is cheaper to send than two
 
 
-class AnswerSink(Protocol):
+class ResponseSink(Protocol):
     """Receiver of an answer. After ``on_done`` or ``on_lost`` nothing more is called.
 
     ``plain``: whether ``on_body`` gets the content without its framing.
@@ -27,7 +27,7 @@ class AnswerSink(Protocol):
 
     plain: bool
 
-    def on_head(self, head: AnswerHead) -> None: ...
+    def on_head(self, head: ResponseHead) -> None: ...
 
     def on_body(self, data: bytes) -> None: ...
 
@@ -46,15 +46,15 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.idle_since_s = 0.0
         self._pool = pool
-        self._sink: AnswerSink | None = None
+        self._sink: ResponseSink | None = None
         self._method = ""
-        self._head: AnswerHead | None = None
+        self._head: ResponseHead | None = None
         self._framing: Framing | None = None
         self._buffer = b""
 
     # -- for its user -----------------------------------------------------------------------------------------------
 
-    def send_request(self, method: str, front: bytes, rest: bytes | memoryview, sink: AnswerSink) -> None:
+    def send_request(self, method: str, front: bytes, rest: bytes | memoryview, sink: ResponseSink) -> None:
         """Send one request, in two pieces so that a long one need not be copied; the connection must be idle."""
         assert self._sink is None
         assert self.transport is not None
@@ -109,9 +109,9 @@ class UpstreamConnection(asyncio.Protocol):
             elif (end := self._framing.feed_data(data, 0)) < 0:  # amid an answer, as most pieces of a stream
                 sink.on_body(data)
             else:
-                self._end_answer(data, 0, end)
+                self._end_response(data, 0, end)
         except BadMessage as error:
-            self._lose_answer(FailureKind.BAD_ANSWER, str(error))
+            self._lose_response(FailureKind.BAD_ANSWER, str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -119,10 +119,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._sink is None:
             return
         if self._head is not None and self._head.length is None and not self._head.chunked and exc is None:
-            self._finish_answer(reusable=False)
+            self._finish_response(reusable=False)
         else:
             kind = FailureKind.LOST if self._head is None else FailureKind.BROKEN
-            self._lose_answer(kind, "the connection ended before the answer" + (f": {exc}" if exc else ""))
+            self._lose_response(kind, "the connection ended before the answer" + (f": {exc}" if exc else ""))
 
     # -- one answer --------------------------------------------------------------------------------------------------
 
@@ -136,14 +136,14 @@ class UpstreamConnection(asyncio.Protocol):
             if end < 0:
                 self._buffer = data
                 return
-            head = parse_answer(data[:start])
+            head = parse_response(data[:start])
             if head.status == SWITCHING_PROTOCOLS:
                 raise BadMessage("head", "the instance changes the protocol, which nobody has asked for")
             if head.status >= 200:
                 break
             data = data[start:]  # an interim answer
         self._buffer = b""
-        self._head, self._framing = head, answer_framing(head, self._method)
+        self._head, self._framing = head, response_framing(head, self._method)
         assert self._sink is not None
         self._sink.on_head(head)
         if self._sink is not None:
@@ -162,11 +162,11 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             end = framing.feed_data(data, start)
         if end >= 0:
-            self._end_answer(data, start, end)
+            self._end_response(data, start, end)
         elif 0 <= start < len(data):
             sink.on_body(data[start:] if start else data)
 
-    def _end_answer(self, data: bytes, start: int, end: int) -> None:
+    def _end_response(self, data: bytes, start: int, end: int) -> None:
         """The answer ends at ``data[end]``; its sink has got what lies before ``start``."""
         if end > start and self._sink is not None:
             self._sink.on_body(data[start:end])
@@ -174,9 +174,9 @@ class UpstreamConnection(asyncio.Protocol):
             head = self._head
             assert head is not None
             # Behind an exception an instance may close the connection without having said so.
-            self._finish_answer(reusable=head.keep_alive and end == len(data) and head.status < 500)
+            self._finish_response(reusable=head.keep_alive and end == len(data) and head.status < 500)
 
-    def _finish_answer(self, *, reusable: bool) -> None:
+    def _finish_response(self, *, reusable: bool) -> None:
         """Free for the next request before the sink acts on it."""
         sink = self._sink
         self._sink = self._head = self._framing = None
@@ -188,7 +188,7 @@ class UpstreamConnection(asyncio.Protocol):
         assert sink is not None
         sink.on_done()
 
-    def _lose_answer(self, kind: FailureKind, detail: str) -> None:
+    def _lose_response(self, kind: FailureKind, detail: str) -> None:
         sink = self._sink
         self.drop_connection()
         assert sink is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Protocol
 
-from pla_sglang.fleet.router.http.head import AnswerHead
-from pla_sglang.fleet.router.relay.answer_errors import (
+from pla_sglang.fleet.router.http.head import ResponseHead
+from pla_sglang.fleet.router.relay.response_errors import (
     ABORTED,
     ERROR,
     LoadRefusal,
@@ -23,7 +23,7 @@ DETAIL_CHARS = 300  # of what an instance says
 
 
 class PrefillResult(enum.Enum):
-    """What the complete answer of a prefill leg says."""
+    """What the complete answer of a prefill part says."""
 
     DONE = enum.auto()
     FAILED = enum.auto()  # an error of the instance, or an abort
@@ -40,15 +40,15 @@ class LegObserver(Protocol):
         """The connection is closed, and its answer was not complete. Nothing more is called."""
 
 
-class AnswerObserver(LegObserver, Protocol):
-    """Gets the answer that is the client's. After ``on_answer_done`` nothing more is called."""
+class ResponseObserver(LegObserver, Protocol):
+    """Gets the answer that is the client's. After ``on_response_done`` nothing more is called."""
 
-    def on_answer_head(self, head: AnswerHead) -> bool:
+    def on_response_head(self, head: ResponseHead) -> bool:
         """True if the body is wanted without its framing."""
 
-    def on_answer_body(self, data: bytes) -> None: ...
+    def on_response_body(self, data: bytes) -> None: ...
 
-    def on_answer_done(self) -> None: ...
+    def on_response_done(self) -> None: ...
 
 
 class PrefillObserver(LegObserver, Protocol):
@@ -65,7 +65,7 @@ class UpstreamLeg:
 
     Attributes:
         done: the answer is complete, so its instance holds nothing of the request any more.
-        plain: as in ``AnswerSink``.
+        plain: as in ``ResponseSink``.
     """
 
     __slots__ = ("connection", "done", "leg", "plain", "worker")
@@ -81,29 +81,29 @@ class UpstreamLeg:
         self.observer.on_leg_lost(self, kind, detail)
 
 
-class AnswerLeg(UpstreamLeg):
+class ResponseLeg(UpstreamLeg):
     """The leg whose answer the client gets: that of decode, or of a unified instance."""
 
     __slots__ = ("observer",)
-    observer: AnswerObserver
+    observer: ResponseObserver
 
-    def __init__(self, leg: Leg, worker: int, observer: AnswerObserver, *, plain: bool) -> None:
+    def __init__(self, leg: Leg, worker: int, observer: ResponseObserver, *, plain: bool) -> None:
         super().__init__(leg, worker, plain=plain)
         self.observer = observer
 
-    def on_head(self, head: AnswerHead) -> None:
-        self.plain = self.observer.on_answer_head(head) or self.plain
+    def on_head(self, head: ResponseHead) -> None:
+        self.plain = self.observer.on_response_head(head) or self.plain
 
     def on_body(self, data: bytes) -> None:
-        self.observer.on_answer_body(data)
+        self.observer.on_response_body(data)
 
     def on_done(self) -> None:
         self.done, self.connection = True, None
-        self.observer.on_answer_done()
+        self.observer.on_response_done()
 
 
 class PrefillLeg(UpstreamLeg):
-    """The prefill leg of a pair. Nobody gets its answer; it is read to see whether the prefill failed."""
+    """The prefill part of a pair. Nobody gets its answer; it is read to see whether the prefill failed."""
 
     __slots__ = ("_beginning", "_status", "observer")
     observer: PrefillObserver
@@ -114,7 +114,7 @@ class PrefillLeg(UpstreamLeg):
         self._status = 0
         self._beginning = b""
 
-    def on_head(self, head: AnswerHead) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         self._status = head.status
 
     def on_body(self, data: bytes) -> None:

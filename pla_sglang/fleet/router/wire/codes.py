@@ -37,7 +37,7 @@ class Milestone(enum.IntEnum):
     """What a relay reports of a dispatched request."""
 
     SENT = 0  # every byte of the request is with the kernel, for all legs
-    PREFILL_DONE = 1  # the prefill leg has answered completely
+    PREFILL_DONE = 1  # the prefill part has answered completely
     FIRST_TOKEN = 2  # first byte of the answer's body that is forwarded to the client
 
 
@@ -61,7 +61,7 @@ class Outcome(enum.IntEnum):
     CLIENT_GONE = 3, "client_gone"  # the client closed, reset, or read too slowly
     UPSTREAM_ERROR = 4, "upstream_error"  # an instance answered 5xx, forwarded
     UPSTREAM_LOST = 5, "upstream_error"  # an instance closed the connection, or could not be reached
-    PREFILL_FAILED = 6, "prefill_aborted"  # the prefill leg failed or was aborted by its instance; decode was aborted
+    PREFILL_FAILED = 6, "prefill_aborted"  # the prefill part failed or was aborted by its instance; decode was aborted
     TIMED_OUT = 7, "timeout"  # a time limit of the router
     ABORTED = 8, "decode_aborted"  # by an Abort from control
     NO_CONTROL = 9, "timeout"  # the control plane did not answer in time
@@ -104,7 +104,7 @@ class MoveKind(enum.IntEnum):
         member._value_, member.label = number, label
         return member
 
-    PULL = 1, "pull"  # another instance receives the KV of the held request
+    PULL = 1, "pull"  # another instance receives the KV of the paused request
     REDO = 2, "redo"  # another instance computes prompt and answer so far again
 
 

@@ -20,7 +20,14 @@ from collections.abc import Callable
 import msgspec
 
 from pla_sglang.fleet.router.wire.frames import FramedConnection
-from pla_sglang.fleet.router.wire.messages import HEARTBEAT_INTERVAL_S, Ended, FromControl, FromRelay, Progress, Table
+from pla_sglang.fleet.router.wire.messages import (
+    HEARTBEAT_INTERVAL_S,
+    Completed,
+    FromControl,
+    FromRelay,
+    Progress,
+    Table,
+)
 from pla_sglang.fleet.router.wire.protocols import ControlPort
 
 RECONNECT_S = 0.05
@@ -33,7 +40,7 @@ STALL_S = 1.0  # between two checks that should be ATTACH_S apart: this process 
 # more than what it says.
 LAZY_S = 0.02
 ATTACH = b""
-_LAZY = frozenset({Progress, Ended})  # nothing waits for them
+_LAZY = frozenset({Progress, Completed})  # nothing waits for them
 _log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 _from_control = msgspec.msgpack.Decoder(list[FromControl]).decode

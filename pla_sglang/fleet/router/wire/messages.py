@@ -19,7 +19,7 @@ A request that runs is moved: control holds it at its instance, and then
 
 A relay may Ask again for the same rid (``attempt`` + 1) when it is certain that no instance holds anything of the
 request (any more) and its client has not received a byte; ``retry_reason`` says why. The control plane then rolls the
-former Assign back and forgets its Progress. An ``Abort`` from control may cross ``Ended``: the relay ignores it.
+former Assign back and forgets its Progress. An ``Abort`` from control may cross ``Completed``: the relay ignores it.
 
 Times ``*_s`` are CLOCK_MONOTONIC seconds, the same clock for all processes of a machine.
 """
@@ -38,7 +38,7 @@ from pla_sglang.fleet.router.wire.codes import Outcome as Outcome
 from pla_sglang.fleet.router.wire.codes import PromptDetail as PromptDetail
 from pla_sglang.fleet.router.wire.codes import RetryReason as RetryReason
 
-PROTOCOL = 13  # raised with every change of a message; sides that disagree refuse each other
+PROTOCOL = 14  # raised with every change of a message; sides that disagree refuse each other
 
 
 # -- relay to control --------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Joined(Message, frozen=True):
     gap_s: float
 
 
-class Ended(Message, frozen=True):
+class Completed(Message, frozen=True):
     """The last message about a request.
 
     Attributes:
@@ -296,7 +296,7 @@ class Assign(Message, frozen=True):
 
     Attributes:
         decode: the instance that answers the client; a unified instance where ``prefill`` is None.
-        prefill: instance of the prefill leg; None: one leg.
+        prefill: instance of the prefill part; None: one leg.
         bootstrap_host, bootstrap_port, bootstrap_room: go into both bodies of a pair. SGLang gives each prompt of a
             batch the next room, so rooms of two requests must be further apart than the largest batch.
     """
@@ -351,7 +351,7 @@ class Continue(Message, frozen=True):
     bootstrap_room: int = 0
 
 
-class End(Message, frozen=True):
+class NoNextHop(Message, frozen=True):
     """There is no next hop behind ``hop``; the request ends as if it could not move. ``message``: why, for people."""
 
     rid: str
@@ -374,7 +374,7 @@ class Abort(Message, frozen=True):
     silent: bool = False
 
 
-class AdminAnswer(Message, frozen=True):
+class AdminResponse(Message, frozen=True):
     number: int
     status: int
     content_type: str
@@ -384,5 +384,5 @@ class AdminAnswer(Message, frozen=True):
 
 HEARTBEAT_INTERVAL_S = 0.25
 
-FromRelay = Ask | Progress | Lost | Joined | Ended | Failure | Hello | RelayReport | AdminAsk
-FromControl = Table | Heartbeat | Assign | Refuse | Continue | End | Abort | AdminAnswer
+FromRelay = Ask | Progress | Lost | Joined | Completed | Failure | Hello | RelayReport | AdminAsk
+FromControl = Table | Heartbeat | Assign | Refuse | Continue | NoNextHop | Abort | AdminResponse

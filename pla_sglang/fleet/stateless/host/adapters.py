@@ -45,7 +45,7 @@ class AdapterPlaces:
         self._used = {req.lora_id for req in reqs if not req.finished()}
 
     def take(self, req: Any) -> bool:
-        """Whether ``req`` may join now; its adapter is in use then."""
+        """Tells whether ``req`` may join now; its adapter is in use then."""
         if not self._scheduler.enable_lora:
             return True
         if may_load_adapter(self._scheduler, req, set(self._used)):
@@ -61,7 +61,7 @@ class AdapterPlaces:
         return used if first is None or first.lora_id == req.lora_id else used | {first.lora_id}
 
     def may_prefill(self, req: Any) -> bool:
-        """Whether a prefill of ``req`` may go ahead of whoever was left out.
+        """Tells whether a prefill of ``req`` may go ahead of whoever was left out.
 
         After a while nobody is admitted to the adapters in use either: they would never become free under load.
         """

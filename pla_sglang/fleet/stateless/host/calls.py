@@ -53,14 +53,15 @@ def mark_failed(manager: Any, room: int) -> None:
 
 
 def has_failed(manager: Any, room: int) -> bool:
-    """Whether the sender ``manager`` knows ``room`` as failed."""
+    """Tells whether the sender ``manager`` knows ``room`` as failed."""
     from sglang.srt.disaggregation.base import KVPoll
 
     return bool(manager.request_status.get(room) == KVPoll.Failed)
 
 
 def is_past_asking(manager: Any, room: int) -> bool:
-    """Whether the KV of ``room`` is on its way or sent, or was given up, as far as the sender ``manager`` knows."""
+    """Tells whether the KV of ``room`` is on its way or sent, or was given up, as far as the sender ``manager``
+    knows."""
     from sglang.srt.disaggregation.base import KVPoll
 
     status = manager.request_status.get(room, KVPoll.Bootstrapping)
@@ -68,7 +69,7 @@ def is_past_asking(manager: Any, room: int) -> bool:
 
 
 def is_registered(manager: Any, host: str, port: int) -> bool:
-    """Whether a receiver has said to the sender ``manager`` that it listens there: each does as it connects."""
+    """Tells whether a receiver has said to the sender ``manager`` that it listens there: each does as it connects."""
     receivers = list(manager.decode_kv_args_table.values())  # filled by the thread that reads what receivers say
     return any((receiver.endpoint, receiver.dst_port) == (host, port) for receiver in receivers)
 
@@ -141,7 +142,7 @@ def free_metadata(scheduler: Any, req: Any) -> None:
 
 
 def end_sent(scheduler: Any, req: Any) -> None:
-    """Answer a prefill leg whose KV is gone, as a prefill instance does."""
+    """Answer a prefill part whose KV is gone, as a prefill instance does."""
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
     req.finished_reason = FINISH_LENGTH(length=0)
@@ -189,7 +190,7 @@ def end_moved(scheduler: Any, req: Any) -> None:
 
 
 def holds_back_text(req: Any) -> bool:
-    """Whether the end of a stream's text is kept from its client, as it may be the beginning of a stop string."""
+    """Tells whether the end of a stream's text is kept from its client, as it may be the beginning of a stop string."""
     return bool(req.stream and req.check_match_stop_str_prefix())
 
 
@@ -261,7 +262,7 @@ def has_run_too_long(req: Any) -> bool:
 
 
 def lacks_memory(scheduler: Any, running_batch: Any) -> bool:
-    """Whether the next step of ``running_batch`` needs more pages than are free or can be evicted."""
+    """Tells whether the next step of ``running_batch`` needs more pages than are free or can be evicted."""
     free_tokens = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
     return bool(running_batch.new_tokens_required_next_decode() > free_tokens)
 

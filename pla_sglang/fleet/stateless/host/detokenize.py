@@ -71,8 +71,8 @@ class PieceEnds:
         self._has_stops = bool(params.stop_strs)
 
     def add_token(self, token: int) -> bool:
-        """Whether a piece ends with ``token``: as many are there as are streamed at once, and the end of the answer
-        cannot become a stop string."""
+        """Tells whether a piece ends with ``token``: as many are there as are streamed at once, and the end of the
+        answer cannot become a stop string."""
         ids = self._req.output_ids
         ids.append(token)
         is_due = self._interval <= 1 or len(ids) % self._interval == 1

@@ -58,7 +58,7 @@ def _read_valid_answer(req: Any, kind: LegKind) -> tuple[int, ...] | None:
     try:
         answer = read_answer(req.sampling_params.custom_params, req.vocab_size)
         if kind is LegKind.PREFILL and answer is not None:
-            raise ConfigError("a prefill leg has no pla_tokens: it ends when its KV was sent")
+            raise ConfigError("a prefill part has no pla_tokens: it ends when its KV was sent")
     except ConfigError as error:
         raise RefusedRequestError(HTTPStatus.BAD_REQUEST, str(error)) from None
     return answer

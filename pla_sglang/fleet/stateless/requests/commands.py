@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.fleet.stateless.transfer.holds import Hold
+from pla_sglang.fleet.stateless.transfer.exports import PausedRequest
 
 HOLD, RESUME, COMMIT = "hold", "resume", "commit"
 _FIELDS = {HOLD: {"do", "rid", "room", "for_s"}} | {do: {"do", "room"} for do in (RESUME, COMMIT)}
@@ -27,8 +27,8 @@ class Command:
     rid: str = ""
     for_s: float = DEFAULT_HOLD_S
 
-    def names(self, hold: Hold) -> bool:
-        """Whether it is about the request of ``hold``."""
+    def names(self, hold: PausedRequest) -> bool:
+        """Tells whether it is about the request of ``hold``."""
         return hold.room == self.room or hold.req.rid == self.rid
 
 
@@ -85,7 +85,7 @@ class Job:
     ticket: int
     commands: tuple[Command, ...]
     answers: list[Answer] = dataclasses.field(default_factory=list)
-    waits_for: Hold | None = None
+    waits_for: PausedRequest | None = None
     tries: int = 0
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 from pla_sglang.fleet.stateless.host.detokenize import Detokenizer, PieceEnds
 from pla_sglang.fleet.stateless.requests.chunks import Feed, RefusedAnswerError, Step, is_abort
-from pla_sglang.fleet.stateless.requests.tags import FrontTags
+from pla_sglang.fleet.stateless.requests.tags import RequestTags
 from pla_sglang.plugin.engine.host.arguments import resolve
 
 SLICE_TOKENS = 16  # that are replayed before others of this process get their turn
@@ -40,7 +40,7 @@ class Continuation:
         replays: the endpoint gets the old tokens, one by one, as its parsers must see them; else their text only.
     """
 
-    def __init__(self, manager: Any, feed: Feed, tags: FrontTags, *, replays: bool) -> None:
+    def __init__(self, manager: Any, feed: Feed, tags: RequestTags, *, replays: bool) -> None:
         assert tags.answer is not None
         self._manager = manager
         self._incremental: bool = resolve(manager.server_args).incremental_streaming_output

@@ -15,9 +15,9 @@ from pla_sglang.fleet.stateless.host.calls import Agree
 from pla_sglang.fleet.stateless.host.side_channel import read_receiver
 from pla_sglang.fleet.stateless.requests.commands import HOLD, RESUME, Answer, Command, Job
 from pla_sglang.fleet.stateless.requests.messages import send_answers
-from pla_sglang.fleet.stateless.requests.pausing import HELD_BACK, Holder
+from pla_sglang.fleet.stateless.requests.pausing import HELD_BACK, PausedRequests
 from pla_sglang.fleet.stateless.transfer.deferred_free import DeferredFree
-from pla_sglang.fleet.stateless.transfer.holds import AT_REST, Hold, HoldState, Offers
+from pla_sglang.fleet.stateless.transfer.exports import AT_REST, KvExports, PausedRequest, PauseState
 from pla_sglang.fleet.stateless.transfer.legs import LegKind, kind_of
 from pla_sglang.fleet.stateless.transfer.rooms import OpenRooms, is_pull, send_refusal
 from pla_sglang.plugin.engine.faults import Faults
@@ -35,7 +35,7 @@ class MigrationSide:
         queue: the sending end's (transfer.queues.SendQueue), with the rooms that this instance has used.
         agree: what all ranks say together about each flag.
         list_waiting: requests that are here and do not run.
-        share: of KV memory and of request rows that held requests may keep.
+        share: of KV memory and of request rows that paused requests may keep.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class MigrationSide:
         share: float,
     ) -> None:
         self.rooms = OpenRooms(functools.partial(send_refusal, queue.kv_manager))
-        offers = Offers(scheduler, queue, deferred, self.rooms, faults)
-        self.holder = Holder(scheduler, offers, agree, queue.rooms, faults, share=share)
+        exports = KvExports(scheduler, queue, deferred, self.rooms, faults)
+        self.holder = PausedRequests(scheduler, exports, agree, queue.rooms, faults, share=share)
         self.runner = CommandRunner(scheduler, self.holder, list_waiting, faults)
 
     def on_message(self, message: list[bytes]) -> bool:
-        """Whether ``message`` of a receiver was meant for this part: it asks for a held request."""
+        """Tells whether ``message`` of a receiver was meant for this part: it asks for a paused request."""
         if not is_pull(message):
             return False
         if (pull := read_receiver(message)) is not None:
@@ -81,7 +81,7 @@ class CommandRunner:
     def __init__(
         self,
         scheduler: Any,
-        holder: Holder,
+        holder: PausedRequests,
         list_waiting: Callable[[], Iterable[Any]],
         faults: Faults,
     ) -> None:
@@ -125,7 +125,7 @@ class CommandRunner:
         if command.do == HOLD:
             return self._hold_when_clear(job, command, running_batch, last_batch)
         hold = self._holder.holds.get(command.room)
-        if hold is not None and hold.state is HoldState.LEAVING:
+        if hold is not None and hold.state is PauseState.LEAVING:
             return None
         if hold is None or hold.state not in AT_REST:
             return UNKNOWN_ROOM
@@ -142,7 +142,7 @@ class CommandRunner:
         """A request that could not be held as its client lacks a part of its text is tried again a step later."""
         hold = job.waits_for
         if hold is not None and hold.why_not == HELD_BACK and not hold.req.finished() and job.tries < MOST_TRIES:
-            if hold.state is not HoldState.ENDED:
+            if hold.state is not PauseState.ENDED:
                 return None  # on its way back to its batch
             job.waits_for = None
             job.tries += 1
@@ -166,7 +166,7 @@ class CommandRunner:
         if req.finished() or req.to_finish is not None:
             return {"status": "finished"}
         if kind_of(req) is LegKind.PREFILL:
-            return _refuse("a prefill leg ends when its KV was sent")
+            return _refuse("a prefill part ends when its KV was sent")
         if (reason := self._holder.reason_against(req, command.room)) is not None:
             self._holder.totals["refused"] += 1
             return _refuse(reason)
@@ -180,13 +180,13 @@ class CommandRunner:
         if not waiting:
             return {"status": "unknown"}
         if kind_of(waiting[0]) is LegKind.PREFILL:
-            return _refuse("a prefill leg ends when its KV was sent")
+            return _refuse("a prefill part ends when its KV was sent")
         return {"status": "waiting"}
 
 
-def _say_how_it_went(hold: Hold) -> Answer | None:
+def _say_how_it_went(hold: PausedRequest) -> Answer | None:
     """The answer to the command that made ``hold``; None: its last step is under way."""
-    if hold.state is HoldState.LEAVING:
+    if hold.state is PauseState.LEAVING:
         return None
     if hold.state in AT_REST:
         return {"status": "held", "tokens": len(hold.req.output_ids), "kv_tokens": hold.kv_tokens}

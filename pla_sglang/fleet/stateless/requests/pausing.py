@@ -18,7 +18,7 @@ from pla_sglang.fleet.stateless.host import calls
 from pla_sglang.fleet.stateless.host.adapters import split_joining
 from pla_sglang.fleet.stateless.host.calls import Agree
 from pla_sglang.fleet.stateless.requests.arrival import reason_against_moving
-from pla_sglang.fleet.stateless.transfer.holds import AT_REST, Hold, HoldState, Offers
+from pla_sglang.fleet.stateless.transfer.exports import AT_REST, KvExports, PausedRequest, PauseState
 from pla_sglang.fleet.stateless.transfer.legs import GOES_ON_ATTRIBUTE
 from pla_sglang.fleet.stateless.transfer.rooms import UsedRooms
 from pla_sglang.plugin.engine.faults import Faults
@@ -31,19 +31,19 @@ PAUSED = "The engine was paused for new weights while the KV of this request was
 HELD_BACK = "the end of its text may begin a stop string, and is kept from its client"
 
 
-class Holder:
+class PausedRequests:
     """Every request that is held here. Owned by the scheduler thread.
 
     Args:
         agree: what all ranks say together about each flag.
-        used: rooms of this instance, of prefill legs too.
-        share: of KV memory and of request rows that held requests may keep; one alone may exceed the former.
+        used: rooms of this instance, of prefill parts too.
+        share: of KV memory and of request rows that paused requests may keep; one alone may exceed the former.
     """
 
     def __init__(
         self,
         scheduler: Any,
-        offers: Offers,
+        exports: KvExports,
         agree: Agree,
         used: UsedRooms,
         faults: Faults,
@@ -51,13 +51,13 @@ class Holder:
         share: float,
     ) -> None:
         self._scheduler = scheduler
-        self.offers = offers
+        self.exports = exports
         self._agree = agree
         self._used = used
         self._faults = faults
         self._cap_tokens = int(share * scheduler.max_total_num_tokens)
         self._cap_requests = max(1, int(share * scheduler.req_to_token_pool.size))
-        self.holds: dict[int, Hold] = {}  # by room
+        self.holds: dict[int, PausedRequest] = {}  # by room
         # Each hold that was made ("held") ends once: committed, aborted, timed_out, ended_by_pause, ended_by_fault or
         # resumed_by_*. "finished", "refused", "kept_back": orders that made none.
         self.totals: Counter[str] = Counter()
@@ -73,12 +73,12 @@ class Holder:
         others = [hold.kv_tokens for hold in self.holds.values()]
         tokens = len(req.origin_input_ids) + len(req.output_ids)
         if others and (len(others) >= self._cap_requests or sum(others) + tokens > self._cap_tokens):
-            return "held requests have their share of memory already (--pla-hold-share)"
+            return "paused requests have their share of memory already (--pla-hold-share)"
         return None
 
-    def take(self, req: Any, room: int, for_s: float, batches: Iterable[Any]) -> Hold:
+    def take(self, req: Any, room: int, for_s: float, batches: Iterable[Any]) -> PausedRequest:
         """Take ``req`` out of ``batches``; there is no reason against it. ``settle`` says when it is held."""
-        hold = self.holds[room] = Hold(req, room, for_s)  # first: in no batch, somebody must know of it
+        hold = self.holds[room] = PausedRequest(req, room, for_s)  # first: in no batch, somebody must know of it
         setattr(req, GOES_ON_ATTRIBUTE, True)
         for batch in batches:
             stay = [index for index, other in enumerate(batch.reqs) if other is not req]
@@ -92,17 +92,17 @@ class Holder:
         A hold is made at a step boundary only: before, the KV of a step under way is counted as committed already.
         """
         under_way = {id(req) for batch, _ in getattr(self._scheduler, "result_queue", ()) for req in batch.reqs}
-        ready = [hold for hold in self._in(HoldState.LEAVING) if id(hold.req) not in under_way]
+        ready = [hold for hold in self._in(PauseState.LEAVING) if id(hold.req) not in under_way]
         settle, keep = functools.partial(self._settle, now_s), functools.partial(self._keep, now_s)
         self._faults.for_each(ready, settle, "holding a request", keep)
 
-    def _keep(self, now_s: float, hold: Hold) -> None:
+    def _keep(self, now_s: float, hold: PausedRequest) -> None:
         """After an exception, which other ranks may not have had: held as there, until all know."""
         hold.note_fault("it was to be held")
-        if hold.state is HoldState.LEAVING:
+        if hold.state is PauseState.LEAVING:
             self._begin_hold(hold, now_s)
 
-    def _settle(self, now_s: float, hold: Hold) -> None:
+    def _settle(self, now_s: float, hold: PausedRequest) -> None:
         req = hold.req
         if req.finished():  # and answered and freed by the host
             self.totals["finished"] += 1
@@ -115,33 +115,33 @@ class Holder:
             self._turn_back(hold, "it is not at a step boundary")
         elif calls.holds_back_text(req):
             self._turn_back(hold, HELD_BACK)
-        elif not self.offers.open(hold):
+        elif not self.exports.open(hold):
             self._turn_back(hold, "no metadata buffer is free")
         else:
             self._begin_hold(hold, now_s)
             calls.show_all_tokens(self._scheduler, req)
 
-    def _begin_hold(self, hold: Hold, now_s: float) -> None:
-        hold.move(HoldState.HELD)
+    def _begin_hold(self, hold: PausedRequest, now_s: float) -> None:
+        hold.move(PauseState.HELD)
         hold.until_s = now_s + hold.for_s
         self.totals["held"] += 1
 
-    def _turn_back(self, hold: Hold, reason: str) -> None:
+    def _turn_back(self, hold: PausedRequest, reason: str) -> None:
         hold.why_not = reason
         self.totals["kept_back" if reason is HELD_BACK else "refused"] += 1
-        hold.move(HoldState.RETURNING)
+        hold.move(PauseState.RETURNING)
 
     # -- it goes on here -----------------------------------------------------------------------------------------------
 
-    def resume(self, hold: Hold, why: str) -> None:
+    def resume(self, hold: PausedRequest, why: str) -> None:
         """Let it join the running batch again, as soon as there is a place."""
-        self.offers.close(hold)
-        hold.move(HoldState.RETURNING)
+        self.exports.close(hold)
+        hold.move(PauseState.RETURNING)
         self.totals[f"resumed_by_{why}"] += 1
 
     def take_returning(self, places: int, may_join: Callable[[Any], bool]) -> list[Any]:
         """At most ``places`` requests that ``may_join`` the running batch now: the host's from here on."""
-        unread = [hold for hold in self._in(HoldState.RETURNING) if hold.readers == 0]
+        unread = [hold for hold in self._in(PauseState.RETURNING) if hold.readers == 0]
         joining, _ = split_joining(unread, places, lambda hold: may_join(hold.req))
         for hold in joining:
             self.end(hold)
@@ -153,8 +153,8 @@ class Holder:
         The KV of a request that a transfer still reads cannot be freed now; such a request is ended.
         """
         returning = []
-        for hold in [hold for hold in self.holds.values() if hold.state is not HoldState.FREEING]:
-            self.offers.close(hold)
+        for hold in [hold for hold in self.holds.values() if hold.state is not PauseState.FREEING]:
+            self.exports.close(hold)
             if hold.readers:
                 self.totals["ended_by_pause"] += hold.state in AT_REST
                 self.let_go(hold, functools.partial(self._answer_unavailable, hold.req, PAUSED))
@@ -162,7 +162,7 @@ class Holder:
                 returning.append(hold)
         for hold in returning:  # last: nothing may raise once a request is known to the caller alone
             if hold.state in AT_REST:
-                hold.move(HoldState.RETURNING)
+                hold.move(PauseState.RETURNING)
                 self.totals["resumed_by_pause"] += 1
             self.end(hold)
         return [hold.req for hold in returning]
@@ -172,43 +172,43 @@ class Holder:
 
     # -- it goes -------------------------------------------------------------------------------------------------------
 
-    def end(self, hold: Hold) -> None:
+    def end(self, hold: PausedRequest) -> None:
         """The request is the host's again, or gone."""
-        hold.move(HoldState.ENDED)
+        hold.move(PauseState.ENDED)
         del self.holds[hold.room]
         if hold.until_s is not None:  # else nobody was told that it is held
             self._used.end(hold.room)
 
-    def let_go(self, hold: Hold, answer: Callable[[], None]) -> None:
+    def let_go(self, hold: PausedRequest, answer: Callable[[], None]) -> None:
         """Answer its client and free what it keeps, its KV when no transfer reads it. Nothing of that raises."""
-        close = functools.partial(self.offers.close, hold)
-        self._faults.run_all((answer, close), "letting a held request go")
-        hold.move(HoldState.FREEING)
+        close = functools.partial(self.exports.close, hold)
+        self._faults.run_all((answer, close), "letting a paused request go")
+        hold.move(PauseState.FREEING)
         self._free(hold)
 
-    def _free(self, hold: Hold) -> None:
+    def _free(self, hold: PausedRequest) -> None:
         if hold.readers == 0:
             self.end(hold)
             free = functools.partial(calls.release_kv, self._scheduler, hold.req)
-            self._faults.run_all((free,), "freeing the KV of a held request")
+            self._faults.run_all((free,), "freeing the KV of a paused request")
 
     def abort(self, matches: Callable[[str], bool], fault: str | None = None) -> int:
-        """Client aborts: how many held requests they meet.
+        """Client aborts: how many paused requests they meet.
 
         Args:
             fault: it is no client's: what has befallen these requests. They end with 500.
         """
         met = [hold for hold in list(self.holds.values()) if matches(hold.req.rid)]
-        self._faults.for_each(met, functools.partial(self._end_early, fault), "aborting a held request")
+        self._faults.for_each(met, functools.partial(self._end_early, fault), "aborting a paused request")
         return len(met)
 
-    def _end_early(self, fault: str | None, hold: Hold) -> None:
-        if hold.state is HoldState.LEAVING:
+    def _end_early(self, fault: str | None, hold: PausedRequest) -> None:
+        if hold.state is PauseState.LEAVING:
             if fault is None:
                 calls.finish_with_next_step(hold.req)
             else:
                 fail_with_next_step(hold.req, fault)
-        elif hold.state is not HoldState.FREEING:
+        elif hold.state is not PauseState.FREEING:
             was_held = hold.state in AT_REST  # else it has been resumed, or was not held at all
             if fault is None:
                 self.totals["aborted"] += was_held
@@ -224,11 +224,11 @@ class Holder:
 
     def pump(self, running_batch: Any, now_s: float) -> None:
         """Follow transfers and time. No rank reads a clock alone: each says what is over, and all agree."""
-        self.offers.rooms.refuse_unheld(now_s)
+        self.exports.rooms.refuse_unheld(now_s)
         if not self.holds:
             return
-        self.offers.pump(self._in(*AT_REST))
-        for hold in self._in(HoldState.FREEING):
+        self.exports.pump(self._in(*AT_REST))
+        for hold in self._in(PauseState.FREEING):
             self._free(hold)
         resting = self._in(*AT_REST)
         if not resting:
@@ -248,7 +248,7 @@ class Holder:
         )
         self._relieve(running_batch)
 
-    def _end_hold(self, hold: Hold, timed_out: bool, ran_too_long: bool, sound: bool) -> None:
+    def _end_hold(self, hold: PausedRequest, timed_out: bool, ran_too_long: bool, sound: bool) -> None:
         """As all ranks say."""
         if not sound:
             self._end_early(hold.fault or "an exception in another rank", hold)
@@ -264,19 +264,19 @@ class Holder:
         The host can take memory from running requests (it computes them again later), not from held ones: with all
         memory in holds it would end the last running request.
         """
-        idle = self._in(HoldState.HELD, HoldState.SENT)
+        idle = self._in(PauseState.HELD, PauseState.SENT)
         if idle and running_batch.reqs and calls.lacks_memory(self._scheduler, running_batch):
             self.resume(idle[0], "pressure")
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def list_growing(self) -> list[Any]:
-        """Held requests that may want memory for further tokens here."""
-        return [hold.req for hold in self.holds.values() if hold.state is not HoldState.FREEING]
+        """Paused requests that may want memory for further tokens here."""
+        return [hold.req for hold in self.holds.values() if hold.state is not PauseState.FREEING]
 
     def list_returning(self) -> list[Any]:
         """Requests that wait for a place in the running batch."""
-        return [hold.req for hold in self._in(HoldState.RETURNING)]
+        return [hold.req for hold in self._in(PauseState.RETURNING)]
 
     def state(self) -> dict[str, Any]:
         """Plain values."""
@@ -284,10 +284,10 @@ class Holder:
             "held": len(self.holds),
             "by_state": dict(Counter(hold.state.value for hold in self.holds.values())),
             "kv_tokens": sum(hold.kv_tokens for hold in self.holds.values()),
-            "sent": self.offers.sent,
-            "send_failed": self.offers.failed,
+            "sent": self.exports.sent,
+            "send_failed": self.exports.failed,
             "totals": dict(self.totals),
         }
 
-    def _in(self, *states: HoldState) -> list[Hold]:
+    def _in(self, *states: PauseState) -> list[PausedRequest]:
         return [hold for hold in self.holds.values() if hold.state in states]

@@ -54,7 +54,7 @@ class RouterKeys:
         self._shown_s = {old: shown_s for old, shown_s in self._shown_s.items() if old in self._told_s}
 
     def admits(self, shown: str | None) -> bool:
-        """Whether a request with this header (None: without it) may say what only routers may say."""
+        """Tells whether a request with this header (None: without it) may say what only routers may say."""
         if not self._told_s:
             return True
         if shown is None:

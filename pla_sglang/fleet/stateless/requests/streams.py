@@ -20,7 +20,7 @@ from pla_sglang.fleet.stateless.requests.stream_marks import (
     MarkedStream,
     OpenAiAccount,
 )
-from pla_sglang.fleet.stateless.requests.tags import TOKENS, FrontTags, find_custom_params, read_front_tags
+from pla_sglang.fleet.stateless.requests.tags import TOKENS, RequestTags, find_custom_params, read_tags
 from pla_sglang.plugin.engine.host.arguments import resolve
 
 _CANNOT_GO_ON = f"this answer cannot go on from custom_params.{TOKENS}: "
@@ -37,7 +37,7 @@ class Kind(enum.Enum):
 class OpenedStream:
     """A request whose stream is to be marked, before its endpoint has begun to make it."""
 
-    def __init__(self, manager: Any, obj: Any, kind: Kind, tags: FrontTags) -> None:
+    def __init__(self, manager: Any, obj: Any, kind: Kind, tags: RequestTags) -> None:
         self._manager = manager
         self._kind = kind
         self._tags = tags
@@ -88,7 +88,7 @@ def open_stream(manager: Any, obj: Any, kind: Kind) -> OpenedStream | None:
     if custom is None:
         return None
     try:
-        tags = read_front_tags(custom)
+        tags = read_tags(custom)
     except ConfigError as error:
         raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
     if not tags.movable:

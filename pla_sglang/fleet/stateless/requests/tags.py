@@ -25,7 +25,7 @@ PROMPT = "pla_prompt"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FrontTags:
+class RequestTags:
     """The tags of one request.
 
     Attributes:
@@ -50,14 +50,14 @@ def find_custom_params(obj: Any) -> Mapping[str, Any] | None:
     return custom if isinstance(custom, Mapping) else None
 
 
-def read_front_tags(custom_params: Mapping[str, Any]) -> FrontTags:
+def read_tags(custom_params: Mapping[str, Any]) -> RequestTags:
     """Raises ConfigError."""
     movable, answer = custom_params.get(MOVABLE), custom_params.get(TOKENS)
     if movable not in (None, 0, 1):
         raise ConfigError(f"custom_params.{MOVABLE} {movable!r} is not valid; allowed: 1")
     if answer is not None and not _is_list_of_ids(answer):
         raise ConfigError(f"custom_params.{TOKENS} is not valid; allowed: a list of token ids")
-    return FrontTags(
+    return RequestTags(
         movable=bool(movable) or answer is not None,
         answer=None if answer is None else tuple(answer),
         seen=read_seen(_read_text(custom_params, SEEN) or "", f"custom_params.{SEEN}"),

@@ -30,7 +30,7 @@ ASK_S = 5.0  # time-out of one question
 OF_ALL_RANKS = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 
 
-class MisfitError(PlaError):
+class IncompatiblePeerError(PlaError):
     """A peer that answers and cannot be paired with; it is not asked again."""
 
 
@@ -101,7 +101,7 @@ class PeerConnector:
             self._manager._handle_node_failure(address)
 
     def is_connected(self, host: str, port: int) -> bool:
-        """Whether a receiver for this address would be made without asking anybody."""
+        """Tells whether a receiver for this address would be made without asking anybody."""
         address = f"{host}:{port}"
         info = self._manager.prefill_info_table.get(address)
         if info is None:
@@ -141,13 +141,13 @@ class PeerConnector:
             self.drop(peer)
 
     def _ask(self, question: Question) -> bool:
-        """Whether it has to be asked again."""
+        """Tells whether it has to be asked again."""
         peer = question.peer
         if not self._book.is_current(peer):
             return False
         try:
             self._pair(peer)
-        except MisfitError as misfit:
+        except IncompatiblePeerError as misfit:
             self._book.set_state(peer, PeerState.MISFIT, str(misfit))
             logger.error("pla_sglang: peer %s does not fit: %s", peer.name, misfit)
             return False
@@ -160,7 +160,8 @@ class PeerConnector:
         return False
 
     def _pair(self, peer: Peer) -> None:
-        """Fill the host's tables for ``peer``. Raises MisfitError, or anything else where asking again may help."""
+        """Fill the host's tables for ``peer``. Raises IncompatiblePeerError, or anything else where asking again may
+        help."""
         import requests
 
         address = address_text(peer)
@@ -168,16 +169,18 @@ class PeerConnector:
         if said.status_code != HTTPStatus.OK:
             raise ConnectionError(f"it answers {said.status_code}")
         if not is_bootstrap_answer(said.json()):  # the host would not find out, and wait for KV in vain
-            raise MisfitError("it has another transfer protocol, as another version of SGLang has")
+            raise IncompatiblePeerError("it has another transfer protocol, as another version of SGLang has")
         try:
             if not self._manager.try_ensure_parallel_info(address):
                 raise ConnectionError("it is not registered at its bootstrap server yet")
         except (RuntimeError, AssertionError) as error:
-            raise MisfitError(str(error)) from None
+            raise IncompatiblePeerError(str(error)) from None
         info = self._manager.prefill_info_table[address]
         if info.attn_tp_size != self._manager.attn_tp_size:
             self._manager.prefill_info_table.pop(address, None)
-            raise MisfitError(f"it has --tp-size {info.attn_tp_size}, this instance {self._manager.attn_tp_size}")
+            raise IncompatiblePeerError(
+                f"it has --tp-size {info.attn_tp_size}, this instance {self._manager.attn_tp_size}"
+            )
         self._register(address)
 
     def _register(self, address: str) -> None:

@@ -126,7 +126,8 @@ class Acknowledged:
                 self._channel.drop(Drop.FOREIGN, message[0])
 
     def take(self, message: list[bytes]) -> bool:
-        """Whether ``message`` has a word of ours. What it says is noted; it is dropped where that cannot be read."""
+        """Tells whether ``message`` has a word of ours. What it says is noted; it is dropped where that cannot be
+        read."""
         said = {ACKNOWLEDGED: self._rooms, NO_ROOM: self._refused}.get(message[0])
         if said is None:
             return False

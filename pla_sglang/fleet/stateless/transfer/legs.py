@@ -1,6 +1,6 @@
 """The states of a request's leg on a stateless instance, and the moves between them. Pure.
 
-A *prefill leg* computes the KV of a prompt and sends it away; a *decode leg* receives the KV and generates. A request
+A *prefill part* computes the KV of a prompt and sends it away; a *decode part* receives the KV and generates. A request
 that is served whole is no leg.
 """
 
@@ -30,19 +30,19 @@ def kind_of(req: Any) -> LegKind | None:
     return getattr(req, KIND_ATTRIBUTE, None)
 
 
-SOURCE_ATTRIBUTE = "pla_source"  # of a decode leg: the peer that was told at its address when it came
-FAULT_ATTRIBUTE = "pla_fault"  # set on a decode leg whose KV could not be taken over on this rank
+SOURCE_ATTRIBUTE = "pla_source"  # of a decode part: the peer that was told at its address when it came
+FAULT_ATTRIBUTE = "pla_fault"  # set on a decode part whose KV could not be taken over on this rank
 LAST_TOKEN_ATTRIBUTE = "pla_last_token"  # of a pulled request: the token that comes with its KV
 GOES_ON_ATTRIBUTE = "pla_goes_on"  # set on a request some tokens of which its client has before it joins a batch
 
 
 def goes_on(req: Any) -> bool:
-    """Whether ``req`` was held, here or elsewhere: what it joins a batch with was shown already."""
+    """Tells whether ``req`` was held, here or elsewhere: what it joins a batch with was shown already."""
     return bool(getattr(req, GOES_ON_ATTRIBUTE, False))
 
 
 def came_with_its_kv(req: Any) -> bool:
-    """Whether the token that came with the KV of ``req`` is the one that its answer so far ends with."""
+    """Tells whether the token that came with the KV of ``req`` is the one that its answer so far ends with."""
     wanted = getattr(req, LAST_TOKEN_ATTRIBUTE, None)
     return wanted is None or req.output_ids[-1] == wanted
 
@@ -50,7 +50,7 @@ def came_with_its_kv(req: Any) -> bool:
 class SendState(enum.Enum):
     """Where a prefill part is. It has a metadata buffer from ``QUEUED``, KV and a request row from ``PREFILL`` on."""
 
-    HANDSHAKE = "handshake"  # its decode leg has not said yet where the KV goes
+    HANDSHAKE = "handshake"  # its decode part has not said yet where the KV goes
     QUEUED = "queued"  # in the host's waiting queue
     PREFILL = "prefill"  # at least one of its passes was launched
     SENDING = "sending"  # computed; the last chunk is on its way
@@ -70,7 +70,7 @@ SEND_MOVES: Mapping[SendState, frozenset[SendState]] = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SendLeg:
-    """A prefill leg.
+    """A prefill part.
 
     Attributes:
         req: the host's request; the leg owns what it holds from ``PREFILL`` to ``ENDED``.
@@ -88,7 +88,7 @@ class SendLeg:
     def move(self, state: SendState) -> None:
         """Raises IllegalMoveError."""
         if state not in SEND_MOVES[self.state]:
-            raise IllegalMoveError(f"a prefill leg cannot go from {self.state.value} to {state.value}")
+            raise IllegalMoveError(f"a prefill part cannot go from {self.state.value} to {state.value}")
         self.state = state
 
 

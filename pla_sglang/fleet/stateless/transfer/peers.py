@@ -30,8 +30,8 @@ MOST_CHARACTERS = 255  # of a name or an incarnation
 Address = tuple[str, int]
 
 
-class UntoldPeerError(PlaError):
-    """A leg names an address that is neither this instance's nor a told peer's, or a peer that does not fit."""
+class UnknownPeerError(PlaError):
+    """A leg names an address that is neither this instance's nor a configured peer's, or a peer that does not fit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class Peer:
         return self.host, self.bootstrap_port
 
     def is_other_process(self, other: Peer) -> bool:
-        """Whether this is another process than ``other`` at the same address, as far as incarnations are known."""
+        """Tells whether this is another process than ``other`` at the same address, as far as incarnations are
+        known."""
         return bool(self.incarnation and other.incarnation) and self.incarnation != other.incarnation
 
 
@@ -64,7 +65,7 @@ FAILED = frozenset({PeerState.SILENT, PeerState.MISFIT})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Told:
+class PeerConfig:
     """What a router says: who this instance is (None: as before), all its peers, and which rows of running requests it
     wants in load reports (None: none)."""
 
@@ -73,7 +74,7 @@ class Told:
     rows: RowsWanted | None = None
 
 
-def parse_told(body: Any) -> Told:
+def parse_peer_config(body: Any) -> PeerConfig:
     """The body of ``POST /pla/peers``. Raises ConfigError."""
     if not isinstance(body, Mapping) or not set(body) <= {"self", "peers", "rows"} or "peers" not in body:
         raise ConfigError('expected {"self": {...}, "peers": [...], "rows": {...}}')
@@ -82,7 +83,7 @@ def parse_told(body: Any) -> Told:
     if len(body["peers"]) > MOST_PEERS:
         raise ConfigError(f"peers: {len(body['peers'])} are too many; allowed: {MOST_PEERS}")
     own = body.get("self")
-    told = Told(
+    told = PeerConfig(
         None if own is None else _parse_peer(own, "self"),
         tuple(_parse_peer(e, "peers") for e in body["peers"]),
         parse_rows(body.get("rows")),
@@ -136,7 +137,7 @@ class PeerBook:
         self._told: frozenset[Address] = frozenset()  # of the known ones, those of the last list
         self._states: dict[Address, tuple[PeerState, str]] = {}
 
-    def tell(self, told: Told) -> tuple[list[Peer], list[Peer]]:
+    def tell(self, told: PeerConfig) -> tuple[list[Peer], list[Peer]]:
         """Takes over a whole new list: peers whose address is another process's now, and those to warm."""
         with self._lock:
             if told.own is not None:
@@ -160,7 +161,7 @@ class PeerBook:
         known = self._peers.get(peer.address)
         return known is not None and peer.is_other_process(known)
 
-    def forget_untold(self, in_use: Container[Address] = ()) -> list[Peer]:
+    def forget_unlisted(self, in_use: Container[Address] = ()) -> list[Peer]:
         """Forget peers that are told no more, but for addresses ``in_use``. Those that are forgotten now."""
         with self._lock:
             gone = [a for a in self._peers if a not in self._told and a not in in_use]
@@ -169,7 +170,7 @@ class PeerBook:
             return [self._peers.pop(address) for address in gone]
 
     def kind_of(self, host: str | None, port: int | None) -> LegKind:
-        """What a request with this bootstrap address wants here. Raises UntoldPeerError."""
+        """What a request with this bootstrap address wants here. Raises UnknownPeerError."""
         if host is None:
             return LegKind.WHOLE
         with self._lock:
@@ -177,10 +178,12 @@ class PeerBook:
                 return LegKind.PREFILL
             if (host, port) in self._told:
                 return LegKind.DECODE
-        raise UntoldPeerError(f"bootstrap address {host}:{port} is neither this instance's own nor that of a told peer")
+        raise UnknownPeerError(
+            f"bootstrap address {host}:{port} is neither this instance's own nor that of a configured peer"
+        )
 
     def is_current(self, peer: Peer) -> bool:
-        """Whether it is known, and no other process was told at its address."""
+        """Tells whether it is known, and no other process was told at its address."""
         with self._lock:
             return self._is_current(peer)
 
@@ -189,7 +192,7 @@ class PeerBook:
         return known is not None and not known.is_other_process(peer)
 
     def is_replaced(self, peer: Peer) -> bool:
-        """Whether another process was told at its address. One that is told no more may still be there."""
+        """Tells whether another process was told at its address. One that is told no more may still be there."""
         with self._lock:
             now = self._peers.get(peer.address)
             return now is not None and now.is_other_process(peer)

@@ -32,11 +32,12 @@ from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.host.requests import extend_end, pool_row
 from pla_sglang.plugin.engine.host.transfers import wants_kv
 
-SENT_ATTRIBUTE = "pla_sent"  # of a decode leg whose KV is here: the fingerprint that came with it
+SENT_ATTRIBUTE = "pla_sent"  # of a decode part whose KV is here: the fingerprint that came with it
 
 
 class SendQueue(PrefillBootstrapQueue):
-    """Prefill legs before their decode leg has said where the KV goes. ``rooms``: those that this instance has used."""
+    """Prefill parts before their decode part has said where the KV goes. ``rooms``: those that this instance has
+    used."""
 
     def __init__(self, **host_arguments: Any) -> None:
         self.rooms = UsedRooms()
@@ -69,7 +70,7 @@ class SendBuffers(MetadataBuffers):
 
 
 class ReceiveQueue(DecodePreallocQueue):
-    """Decode legs before memory is reserved for their KV.
+    """Decode parts before memory is reserved for their KV.
 
     Args:
         book: who may be received from.
@@ -132,7 +133,7 @@ class ReceiveQueue(DecodePreallocQueue):
         try:
             return super().pop_preallocated(*args, **kwargs)
         except Exception:
-            self.faults.note("reserving memory for decode legs")
+            self.faults.note("reserving memory for decode parts")
             return None
         finally:
             scheduler.enable_lora = enable_lora
@@ -236,7 +237,7 @@ class ReceiveQueue(DecodePreallocQueue):
             state = self.book.state_of(req.bootstrap_host, req.bootstrap_port)
             if peer is None or state is None or state[0] in FAILED:
                 silent = state is not None and state[0] is PeerState.SILENT
-                reason = "it is not told any more" if state is None else state[1]
+                reason = "it is no longer configured" if state is None else state[1]
                 for entry in entries:
                     entry.pla_status = HTTPStatus.SERVICE_UNAVAILABLE if silent else HTTPStatus.CONFLICT
                     entry.kv_receiver.abort()
@@ -248,7 +249,7 @@ class ReceiveQueue(DecodePreallocQueue):
 
 
 class TransferQueue(DecodeTransferQueue):
-    """Decode legs whose KV is on its way. Failed ones are not freed here: they are handed out with their pages."""
+    """Decode parts whose KV is on its way. Failed ones are not freed here: they are handed out with their pages."""
 
     queue: list[Any]
 

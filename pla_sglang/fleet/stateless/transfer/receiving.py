@@ -1,4 +1,4 @@
-"""The receiving end: decode legs, until they join the running batch. From then on they are requests like any other."""
+"""The receiving end: decode parts, until they join the running batch. From then on they are requests like any other."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Receiver:
         self._queue.pending_reqs = [entry for entry in self._queue.pending_reqs if entry.req is not req]
 
     def waits_for(self, room: int) -> bool:
-        """Whether KV of ``room`` is awaited here, or may still be written to given-up pages.
+        """Tells whether KV of ``room`` is awaited here, or may still be written to given-up pages.
 
         What the host knows of a transfer it knows by the room: of two, one would get the KV and the other the word.
         """
@@ -149,7 +149,7 @@ class Receiver:
     def _find_misfit(self, req: Any) -> str | None:
         """Why the KV that has come for ``req`` is not its own, on this rank."""
         try:
-            if not came_with_its_kv(req):  # the held request has gone on since its tokens were counted
+            if not came_with_its_kv(req):  # the paused request has gone on since its tokens were counted
                 return "it is of another answer"
             misfit: str | None = self._transfers.find_misfit(req)
             return misfit
@@ -171,12 +171,12 @@ class Receiver:
             fault: it is no client's: what has befallen these legs. They end with 500.
         """
         met = [entry for entry in (*self._queue.queue, *self._transfers.queue) if matches(entry.req.rid)]
-        self._faults.for_each(met, lambda entry: self._fail(entry, fault), "aborting a decode leg")
+        self._faults.for_each(met, lambda entry: self._fail(entry, fault), "aborting a decode part")
         over = [req for req in self.ready if matches(req.rid)]
         self.ready = [req for req in self.ready if not matches(req.rid)]
         self.failed += len(over)
         answer = self._answer_aborted if fault is None else self._answer_fault
-        self._faults.for_each(over, answer, "answering an aborted decode leg")
+        self._faults.for_each(over, answer, "answering an aborted decode part")
         self._faults.for_each(over, self._free, "freeing its KV")
         return len(met) + len(over)
 
@@ -196,8 +196,8 @@ class Receiver:
     def _end_broken(self, entries: Sequence[Any]) -> None:
         """Legs with which the host has raised when it reserved memory for them."""
         self.failed += len(entries)
-        self._faults.for_each(entries, self._keep_pages, "keeping the pages of a decode leg")
-        self._faults.for_each((entry.req for entry in entries), self._answer_fault, "answering a decode leg")
+        self._faults.for_each(entries, self._keep_pages, "keeping the pages of a decode part")
+        self._faults.for_each((entry.req for entry in entries), self._answer_fault, "answering a decode part")
         receivers = [entry.kv_receiver for entry in entries if entry.kv_receiver is not None]
         self._faults.for_each(receivers, lambda receiver: receiver.abort(), "telling the source of a failed leg")
 
@@ -229,7 +229,7 @@ class Receiver:
         self._faults.for_each(entries, self._keep_pages, "keeping the pages of a failed transfer")
         served = self._agree([not self._acknowledged.is_refused(entry.req.bootstrap_room) for entry in entries])
         ended = zip(entries, served, strict=True)
-        self._faults.for_each(ended, lambda one: self._answer_failed(*one), "answering a failed decode leg")
+        self._faults.for_each(ended, lambda one: self._answer_failed(*one), "answering a failed decode part")
         # Behind the answer: it records another reason. It says nothing to a source that was told before.
         self._faults.for_each(entries, lambda entry: entry.kv_receiver.abort(), "telling the source of a failed leg")
 
@@ -262,7 +262,7 @@ class Receiver:
         """The end of an entry that failed: pages, row, metadata buffer, and what the host's manager has of its room."""
         self._deferred_rooms.discard(entry.req.bootstrap_room)
         steps = (self._release_pages, self._release_slot, self._forget_transfer)
-        self._faults.run_all([functools.partial(step, entry) for step in steps], "freeing what a decode leg held")
+        self._faults.run_all([functools.partial(step, entry) for step in steps], "freeing what a decode part held")
 
     def _release_pages(self, entry: Any) -> None:
         if pool_row(entry.req) is not None:

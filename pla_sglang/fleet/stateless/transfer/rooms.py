@@ -1,6 +1,6 @@
 """Under which rooms KV is given away: each once, to one receiver. A room (``bootstrap_room``) is a transfer's id.
 
-The host keeps what a receiver said for ever, and knows nothing of a room that is over. Here a room that no prefill leg
+The host keeps what a receiver said for ever, and knows nothing of a room that is over. Here a room that no prefill part
 claims is forgotten after a time-out, and one that is over is known for long.
 
 A receiver that wants the KV of a *held* request says so to the sender, in a message of ours beside the host's own, over
@@ -24,7 +24,7 @@ from pla_sglang.fleet.stateless.host.side_channel import Receiver as Puller
 
 logger = logging.getLogger(__name__)
 
-KEPT_S = 300.0  # as long as the host lets a prefill leg wait for its handshake
+KEPT_S = 300.0  # as long as the host lets a prefill part wait for its handshake
 MOST_USED_ROOMS = 100_000  # remembered; no clock says how long, as those of ranks differ
 GUARD = b"NixlMsgGuard"  # SGLang's, before what a receiver says of a room
 GRACE_S = 0.5  # a pull may come before the hold of its room is made
@@ -37,7 +37,7 @@ def forget_room(manager: Any, room: int) -> None:
 
 
 class UsedRooms:
-    """Rooms of prefill legs and of held requests, in use and over. All ranks have the same ones.
+    """Rooms of prefill parts and of paused requests, in use and over. All ranks have the same ones.
 
     Changed by the scheduler's thread; ``is_over`` is asked by the one that reads what receivers say, too.
     """
@@ -131,12 +131,12 @@ class OpenRooms:
 
 
 def is_pull(message: list[bytes]) -> bool:
-    """Whether a receiver asks for the room of a held request. The host has no such message."""
+    """Tells whether a receiver asks for the room of a paused request. The host has no such message."""
     return bool(message) and message[0] == PULL
 
 
 def refuses_receiver(manager: Any, used: UsedRooms, message: list[bytes]) -> bool:
-    """Whether a receiver says where to write the KV of a room that is over, or another's. It is told so.
+    """Tells whether a receiver says where to write the KV of a room that is over, or another's. It is told so.
 
     The host would listen to it, and would then write to both, or to neither and leave one waiting.
     """
@@ -152,7 +152,7 @@ def refuses_receiver(manager: Any, used: UsedRooms, message: list[bytes]) -> boo
 
 
 def aborts_of_another(manager: Any, message: list[bytes]) -> bool:
-    """Whether a receiver gives up a room whose KV goes to others."""
+    """Tells whether a receiver gives up a room whose KV goes to others."""
     if len(message) < 4 or message[0] != ABORT:
         return False
     receivers = list(manager.transfer_infos.get(int(message[1]), {}).values())
@@ -172,7 +172,7 @@ def send_refusal(manager: Any, puller: Puller, room: int) -> None:
 
 
 def announce_pull(receiver: Any) -> None:
-    """Say to the sender that the room of ``receiver`` is that of a held request. After the host's own message."""
+    """Say to the sender that the room of ``receiver`` is that of a paused request. After the host's own message."""
     manager = receiver.kv_mgr
     address = [manager.local_ip.encode("ascii"), str(manager.rank_port).encode("ascii")]
     message = [PULL, str(receiver.bootstrap_room).encode("ascii"), *address]

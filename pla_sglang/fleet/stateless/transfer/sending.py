@@ -1,4 +1,4 @@
-"""The sending end: prefill legs, from their arrival until their KV is gone.
+"""The sending end: prefill parts, from their arrival until their KV is gone.
 
 A leg runs in the host's aggregated loop like any request. Two things keep the loop from ending it with its first token:
 its own ``update_finish_state`` never says so, and after its last chunk was launched it is taken out of the batch before
@@ -35,11 +35,11 @@ FAULT = "an exception in its instance"
 
 
 class GivenUpError(PlaError):
-    """The decode leg of a prefill leg that comes now has given up already."""
+    """The decode part of a prefill part that comes now has given up already."""
 
 
 def _ends_with_its_transfer(new_accepted_len: int = 1) -> None:
-    """In place of a prefill leg's ``update_finish_state``."""
+    """In place of a prefill part's ``update_finish_state``."""
 
 
 class Sender:
@@ -148,7 +148,7 @@ class Sender:
         if queued:
             waiting = set(map(id, self._scheduler.waiting_queue))
             follow = functools.partial(self._follow_queued, waiting)
-            self._faults.for_each(queued, follow, "following a prefill leg", self._fail)
+            self._faults.for_each(queued, follow, "following a prefill part", self._fail)
         chunk = self._chunk
         if chunk is not None and not self._scheduler.enable_overlap and chunk.state is SendState.PREFILL:
             self._send(chunk, chunk.launched_tokens)  # its result is in; the host has cached it just now
@@ -197,14 +197,14 @@ class Sender:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Start legs whose decode leg has said where the KV goes, end those whose KV is gone or cannot be sent."""
+        """Start legs whose decode part has said where the KV goes, end those whose KV is gone or cannot be sent."""
         polled = [leg for leg in self.legs.values() if leg.state is not SendState.LEAVING and leg.given_up is None]
         if not polled:
             return
         outcomes = calls.poll_senders(self._scheduler, [leg.req.disagg_kv_sender for leg in polled])
         steps = zip(polled, outcomes, strict=True)
         self._faults.for_each(
-            steps, lambda step: self._follow(*step), "following a prefill leg", lambda step: self._fail(step[0])
+            steps, lambda step: self._follow(*step), "following a prefill part", lambda step: self._fail(step[0])
         )
 
     def _follow(self, leg: SendLeg, outcome: Outcome) -> None:
@@ -244,7 +244,7 @@ class Sender:
             functools.partial(self._scheduler.handle_bootstrap_failure, leg.req),
             functools.partial(self._give_back, leg),
         )
-        self._faults.run_all(steps, "ending a prefill leg without a handshake")
+        self._faults.run_all(steps, "ending a prefill part without a handshake")
 
     def _complete(self, leg: SendLeg) -> None:
         req = leg.req
@@ -256,7 +256,7 @@ class Sender:
             req.disagg_kv_sender.clear,
             functools.partial(calls.free_metadata, self._scheduler, req),
         )
-        self._faults.run_all(steps, "ending a prefill leg whose KV is gone")
+        self._faults.run_all(steps, "ending a prefill part whose KV is gone")
 
     def _failure(self, leg: SendLeg) -> str:
         return calls.explain_failure(leg.req.disagg_kv_sender, f"Prefill transfer failed for request {leg.req.rid}")
@@ -288,7 +288,7 @@ class Sender:
         # One in the host's queue was taken out of it and answered by the host; ``after_pass`` sees that.
         over = {SendState.LEAVING} if fault is not None else {SendState.QUEUED, SendState.LEAVING}
         ending = [leg for leg in met if leg.state not in over]
-        self._faults.for_each(ending, lambda leg: self.give_up(leg, fault or ABORTED), "aborting a prefill leg")
+        self._faults.for_each(ending, lambda leg: self.give_up(leg, fault or ABORTED), "aborting a prefill part")
         if self.is_leg(self._scheduler._pending_chunked_abort_req):
             self._scheduler._pending_chunked_abort_req = None  # the host would free its pages under its transfer
         return len(met)
@@ -344,13 +344,13 @@ class Sender:
         steps = [functools.partial(self._give_back, leg)]
         if pool_row(leg.req) is not None:
             steps.append(functools.partial(calls.release_kv, self._scheduler, leg.req, keep_prefix=False))
-        self._faults.run_all(steps, "freeing what a prefill leg holds")
+        self._faults.run_all(steps, "freeing what a prefill part holds")
 
     def _end_with(self, leg: SendLeg, reason: str, *steps: Callable[[], None]) -> None:
         """Tell everybody who waits; an abort is ordered at both instances. Then take ``steps``."""
         told = () if reason == ABORTED else (functools.partial(self._tell_receivers, leg),)
         answer = functools.partial(self._answer, leg.req, reason)
-        self._faults.run_all((answer, *told, *steps), "giving up a prefill leg")
+        self._faults.run_all((answer, *told, *steps), "giving up a prefill part")
 
     def _answer(self, req: Any, reason: str) -> None:
         """Tell the front that the request has ended without success."""

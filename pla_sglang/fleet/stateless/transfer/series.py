@@ -23,17 +23,17 @@ class LegSeries:
 
     def __init__(self, series: LabelledSeries) -> None:
         gauge, total = series.gauge, series.total
-        self._legs = gauge("pla_leg_reqs", "Prefill and decode parts here, by state.", "end", "state")
-        self._kv = gauge("pla_leg_kv_tokens", "KV tokens of transfers beside the batches.", "holder")
-        self._deferred = gauge("pla_quarantine_reqs", "Given up; a transfer may still touch their pages.")
-        self._rooms = gauge("pla_unclaimed_rooms", "Transfer ids that only a decode part has announced.")
-        self._peers = gauge("pla_leg_peers", "Peers by state.", "state")
-        self._ended = total("pla_legs", "Parts whose KV was sent or received, or that failed.", "end", "outcome")
-        self._timeouts = total("pla_quarantine_timeouts", "Pages freed without word from the other end.")
-        self._refused = total("pla_legs_refused", "Requests that schedulers refused as parts.")
-        self._faults = total("pla_leg_faults", "Exceptions of our own code.")
-        self._ready = gauge("pla_leg_ready", "1: KV can be handed over; 0: a thread that it needs has ended.")
-        self._dropped = total("pla_leg_messages_dropped", "Messages on the side channel that were none.", "reason")
+        self._legs = gauge("pla_transfer_reqs", "Prefill and decode parts here, by state.", "end", "state")
+        self._kv = gauge("pla_transfer_kv_tokens", "KV tokens of transfers beside the batches.", "holder")
+        self._deferred = gauge("pla_pinned_reqs", "Given up; a transfer may still touch their pages.")
+        self._rooms = gauge("pla_unclaimed_transfer_ids", "Transfer ids that only a decode part has announced.")
+        self._peers = gauge("pla_peers", "Peers by state.", "state")
+        self._ended = total("pla_transfers", "Parts whose KV was sent or received, or that failed.", "end", "outcome")
+        self._timeouts = total("pla_pinned_timeouts", "Pages freed without word from the other end.")
+        self._refused = total("pla_transfers_refused", "Requests that schedulers refused as parts.")
+        self._faults = total("pla_transfer_faults", "Exceptions of our own code.")
+        self._ready = gauge("pla_transfer_ready", "1: KV can be handed over; 0: a thread that it needs has ended.")
+        self._dropped = total("pla_transfer_messages_dropped", "Messages on the side channel that were none.", "reason")
         self._shown: dict[tuple[str, ...], int] = {}
 
     def show(self, counts: Mapping[str, Any], peers: Mapping[PeerState, int]) -> None:

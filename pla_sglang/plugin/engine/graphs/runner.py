@@ -59,7 +59,8 @@ class GraphRunner:
         return found if self._load(batch, found) else None
 
     def _load(self, batch: Any, found: Found) -> bool:
-        """Whether the batch is ready for its recording; if not, the host's runner takes it, and the graph goes."""
+        """Tells whether the batch is ready for its recording; if not, the host's runner takes it, and the graph
+        goes."""
         assert found.bucket is not None
         try:
             self._forward.load(found.bucket, batch)

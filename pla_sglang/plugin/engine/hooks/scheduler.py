@@ -12,7 +12,7 @@ from typing import Any
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.common.series import LabelledSeries
 from pla_sglang.plugin import config as pla_config
-from pla_sglang.plugin.engine import apply, backlog, compat, control, riders
+from pla_sglang.plugin.engine import apply, backlog, compat, control, piggybacked
 from pla_sglang.plugin.engine.faults import Faults
 from pla_sglang.plugin.engine.fleet_part import fleet_part
 from pla_sglang.plugin.engine.host.arguments import resolve
@@ -94,9 +94,9 @@ def around_add_chunked_req(original: Any, adder: Any, req: Any) -> Any:
     return apply.add_chunk(original, None if _adapter is None else _adapter.context, adder, req)
 
 
-@_faults.guard("placing running requests in a pass", otherwise=riders.end_riders)
+@_faults.guard("placing running requests in a pass", otherwise=piggybacked.end_piggybacked)
 def after_mix_with_running(result: Any, batch: Any, running_batch: Any) -> None:
-    riders.set_rider_prefixes(batch, running_batch)
+    piggybacked.set_piggybacked_prefixes(batch, running_batch)
 
 
 def around_can_schedule_lora(original: Any, scheduler: Any, req: Any, running_loras: set[str | None]) -> bool:

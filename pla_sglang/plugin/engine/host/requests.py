@@ -59,7 +59,8 @@ else:
 
 
 def may_load_adapter(scheduler: Any, req: Any, in_use: set[str | None]) -> bool:
-    """Whether the adapter of ``req`` has a place beside those ``in_use``: the host's word, our seams at it included."""
+    """Tells whether the adapter of ``req`` has a place beside those ``in_use``: the host's word, our seams at it
+    included."""
     ask = getattr(scheduler, "can_schedule_lora_req", None) or scheduler._can_schedule_lora_req
     return bool(ask(req, in_use))
 

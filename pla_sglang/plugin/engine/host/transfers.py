@@ -34,7 +34,7 @@ def name_protocol() -> str:
 
 
 def is_bootstrap_answer(answer: Mapping[str, Any]) -> bool:
-    """Whether a bootstrap server that answers so is of this protocol, as far as that can be seen by its answer.
+    """Tells whether a bootstrap server that answers so is of this protocol, as far as that can be seen by its answer.
 
     A host may leave out what is None.
     """
@@ -77,7 +77,7 @@ else:
 
 
 def wants_kv(info: Any) -> bool:
-    """Whether a receiver that has said where it listens takes KV itself; else another rank of its does."""
+    """Tells whether a receiver that has said where it listens takes KV itself; else another rank of its does."""
     dummy = info.is_dummy
     return not (dummy() if callable(dummy) else dummy)
 
@@ -95,7 +95,8 @@ def forget_received(manager: Any, room: int) -> None:
 
 
 def acknowledges(manager: Any, message: list[bytes]) -> bool:
-    """Whether the host of the sender ``manager`` itself answers this abort of a receiver, once nothing writes to it.
+    """Tells whether the host of the sender ``manager`` itself answers this abort of a receiver, once nothing writes to
+    it.
 
     It does where the receiver waits for that: such a one counts its aborts of a room, in a fifth frame.
     """
@@ -103,7 +104,7 @@ def acknowledges(manager: Any, message: list[bytes]) -> bool:
 
 
 def is_acknowledged(receiver: Any) -> bool:
-    """Whether the hosts of all senders to ``receiver`` have answered its abort so."""
+    """Tells whether the hosts of all senders to ``receiver`` have answered its abort so."""
     manager: Any = getattr(receiver, "kv_mgr", None)
     if not getattr(manager, "enable_deferred_decode_kv_release", False):
         return False

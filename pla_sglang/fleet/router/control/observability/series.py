@@ -33,24 +33,42 @@ class RouterSeries(Collector):
         self._registry = registry = CollectorRegistry()
         self._gauges = gauges
         self._reports: dict[int, RelayReport] = {}  # by relay
-        self.requests = Tally(registry, "requests", "Requests that have ended, by how.", "end")
-        self.output_tokens = Tally(
+        self.requests = LabelledCounter(registry, "requests", "Requests that have ended, by how.", "end")
+        self.output_tokens = LabelledCounter(
             registry, "output_tokens", "Tokens of answers, as instances say; of answers without a count, events.", "by"
         )
-        self.admissions = Tally(registry, "admissions", "Requests let in or refused, by reason.", "decision", "reason")
-        self.dispatches = Tally(registry, "dispatches", "Requests sent to instances, by reason.", "reason")
-        self.placements = Tally(registry, "placements", "Decode instances chosen, by reason.", "reason")
-        self.actions = Tally(registry, "actions", "Fleet actions of policies, also those not done.", "action", "reason")
-        self.failures = Tally(registry, "instance_failures", "Failures of instances.", "kind")
-        self.refusals = Tally(registry, "instance_refusals", "Requests refused by instances for load.", "worker")
-        self.exclusions = Tally(registry, "exclusions", "Dispatches with instances left out, by reason.", "reason")
-        self.moves = Tally(registry, "worker_moves", "Changes of worker states.", "state", "reason")
-        self.aborts = Tally(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
-        self.peer_lists = Tally(registry, "peer_lists", "Lists of peers sent to instances, by outcome.", "outcome")
-        self.retries = Tally(registry, "retries", "Requests sent again, by why.", "reason")
-        self.hops = Tally(registry, "moves", "Requests that moved to another instance.", "how", "reason")
-        self.hop_failures = Tally(registry, "move_failures", "Requests that could not go on elsewhere.", "reason")
-        self.hop_gap_s = Durations(registry, "move_gap_seconds", "From the last event at one instance to the next.")
+        self.admissions = LabelledCounter(
+            registry, "admissions", "Requests let in or refused, by reason.", "decision", "reason"
+        )
+        self.dispatches = LabelledCounter(registry, "dispatches", "Requests sent to instances, by reason.", "reason")
+        self.placements = LabelledCounter(registry, "placements", "Decode instances chosen, by reason.", "reason")
+        self.actions = LabelledCounter(
+            registry, "actions", "Fleet actions of policies, also those not done.", "action", "reason"
+        )
+        self.failures = LabelledCounter(registry, "instance_failures", "Failures of instances.", "kind")
+        self.refusals = LabelledCounter(
+            registry, "instance_refusals", "Requests refused by instances for load.", "worker"
+        )
+        self.exclusions = LabelledCounter(
+            registry, "exclusions", "Dispatches with instances left out, by reason.", "reason"
+        )
+        self.worker_changes = LabelledCounter(
+            registry, "worker_state_changes", "Changes of worker states.", "state", "reason"
+        )
+        self.aborts = LabelledCounter(registry, "aborts", "Aborts that the router has ordered at instances.", "outcome")
+        self.peer_lists = LabelledCounter(
+            registry, "peer_lists", "Lists of peers sent to instances, by outcome.", "outcome"
+        )
+        self.retries = LabelledCounter(registry, "retries", "Requests sent again, by why.", "reason")
+        self.migrations = LabelledCounter(
+            registry, "migrations", "Requests that moved to another instance.", "how", "reason"
+        )
+        self.migration_failures = LabelledCounter(
+            registry, "migration_failures", "Requests that could not go on elsewhere.", "reason"
+        )
+        self.migration_gap_s = Durations(
+            registry, "migration_pause_seconds", "From the last event at one instance to the next."
+        )
         self.worker_ttft = WorkerTtft(registry)
         self.ttft_s = Durations(registry, "ttft_seconds", "Arrival to first token.")
         self.stage_s = StageSums(registry, "ttft_stage_seconds", "Parts of the time to first token, summed.")
@@ -95,7 +113,7 @@ class _Named(Collector):
         registry.register(self)
 
 
-class Tally(_Named):
+class LabelledCounter(_Named):
     """A counter by labels."""
 
     def __init__(self, registry: CollectorRegistry, name: str, text: str, *labels: str) -> None:

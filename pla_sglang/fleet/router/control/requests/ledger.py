@@ -9,7 +9,7 @@ commit: what it answers to that decides.
 
 Two rules keep work from being done twice or for nobody:
 
-* the decode leg of a request whose prefill leg failed is aborted at once (SGLang itself waits up to 300 s for it);
+* the decode part of a request whose prefill part failed is aborted at once (SGLang itself waits up to 300 s for it);
 * a request is sent again only if its client has not seen anything yet and no instance can be executing it: nothing was
   sent, the instance is dead, or it has said that its part is over.
 """
@@ -187,8 +187,8 @@ class Ledger:
     def can_retry(self, record: RequestRecord) -> bool:
         """True if it may be sent again: no token was seen, and no leg that is left can be executing or have executed.
 
-        A leg counts as harmless if it was rolled back. A decode leg whose prefill leg never executed has no KV to start
-        from; it only has to be closed first.
+        A leg counts as harmless if it was rolled back. A decode part whose prefill part never executed has no KV to
+        start from; it only has to be closed first.
         """
         hop = record.hop
         if hop.stage is not PREFILL or any(leg.executed and leg.leg is not _DECODE for leg in hop.legs):

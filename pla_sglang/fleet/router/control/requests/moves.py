@@ -23,7 +23,7 @@ from pla_sglang.policy.runner import Refusal
 STATED = "stated"
 DISPATCH, PREFILLED = "dispatch", "prefilled"
 NO_MOVER, NOT_THERE = "nothing here can move requests", "it does not run at the source"
-MOST_RESTS = 1024  # beyond so many, those that are over are looked for
+MOST_COOL_DOWNS = 1024  # beyond so many, those that are over are looked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +105,12 @@ class MoveOrders:
         self._clock = clock
         self._device_clock = device_clock
         self._find_worker = find_worker
-        self._rests_until_s: dict[str, float] = {}
+        self._cools_down_until_s: dict[str, float] = {}
 
     def order_move(self, action: Migrate) -> Refusal | None:
         """Has the request moved, if it is where the policy has seen it."""
         rid, _ = find_rid(action.rid)  # to a policy each hop is a request of its own
-        self._let_rest(rid)
+        self._begin_cool_down(rid)
         if self.mover is None:
             self.refused[NO_MOVER] += 1
             return Refusal.UNSUPPORTED
@@ -129,20 +129,20 @@ class MoveOrders:
     def note_failed(self, rid: str) -> None:
         """A move that was under way came to nothing; the request goes on where it was."""
         self.failed += 1
-        self._let_rest(rid)
+        self._begin_cool_down(rid)
 
-    def is_resting(self, record: RequestRecord) -> bool:
+    def is_cooling_down(self, record: RequestRecord) -> bool:
         """True if a request is to stay where it is: it was ordered to move, or came there, shortly before."""
         now_s = self._clock()
-        if self._rests_until_s.get(record.rid, now_s) > now_s:
+        if self._cools_down_until_s.get(record.rid, now_s) > now_s:
             return True
         joined_s = record.hop.assigned_s if len(record.hops) > 1 else None
         return joined_s is not None and now_s - joined_s < self._device_clock.wall_s(self._rest_s)
 
-    def count_resting(self) -> int:
+    def count_cooling_down(self) -> int:
         """Requests that were ordered to move and rest; those that have ended are left out."""
-        self._forget_rested()
-        return sum(self.find_record(rid) is not None for rid in self._rests_until_s)
+        self._forget_cooled_down()
+        return sum(self.find_record(rid) is not None for rid in self._cools_down_until_s)
 
     def to_dict(self) -> dict[str, Any]:
         """For /pla/state."""
@@ -151,14 +151,16 @@ class MoveOrders:
             "ordered": self.ordered,
             "failed": self.failed,
             "refused": dict(self.refused),
-            "resting": self.count_resting(),
+            "resting": self.count_cooling_down(),
         }
 
-    def _let_rest(self, rid: str) -> None:
-        if len(self._rests_until_s) >= MOST_RESTS:
-            self._forget_rested()
-        self._rests_until_s[rid] = self._clock() + self._device_clock.wall_s(self._rest_s)
+    def _begin_cool_down(self, rid: str) -> None:
+        if len(self._cools_down_until_s) >= MOST_COOL_DOWNS:
+            self._forget_cooled_down()
+        self._cools_down_until_s[rid] = self._clock() + self._device_clock.wall_s(self._rest_s)
 
-    def _forget_rested(self) -> None:
+    def _forget_cooled_down(self) -> None:
         now_s = self._clock()
-        self._rests_until_s = {rid: until_s for rid, until_s in self._rests_until_s.items() if until_s > now_s}
+        self._cools_down_until_s = {
+            rid: until_s for rid, until_s in self._cools_down_until_s.items() if until_s > now_s
+        }

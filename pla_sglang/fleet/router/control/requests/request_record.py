@@ -220,7 +220,7 @@ class RequestRecord(msgspec.Struct, gc=False, eq=False):
         given_up_as: why the control plane has ended it; its relay only knows that it was told to.
         admission: reason of the last verdict; "adopted" after a restart of the control plane.
         status: of the answer; 0: there was none.
-        output_tokens, exact_output: once it has ended, see ``Ended``.
+        output_tokens, exact_output: once it has ended, see ``Completed``.
     """
 
     rid: str

@@ -114,7 +114,7 @@ class RunningRequests:
             or record.stage is not STREAMING
         ):
             return False
-        return record.is_single() and record.ask.stream and not self.orders.is_resting(record)
+        return record.is_single() and record.ask.stream and not self.orders.is_cooling_down(record)
 
     def _remaining_of(self, record: RequestRecord, row: RequestRow) -> float | None:
         stated = record.ask.answer_tokens if self._knobs.lengths == STATED else None

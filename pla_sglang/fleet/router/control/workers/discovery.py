@@ -239,14 +239,14 @@ def _identity(info: Mapping[str, Any], incarnation: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def polled_load(answer: Mapping[str, Any], kind: InstanceKind) -> InstanceLoad:
+def polled_load(response: Mapping[str, Any], kind: InstanceKind) -> InstanceLoad:
     """The load from ``/v1/loads?include=core``, summed over ranks.
 
     The answer has sums of tokens only. Waiting requests are assumed to be of equal length, which gives the least
     attention that they can cost. Raises WorkerError for an answer of another shape.
     """
     try:
-        ranks = [{name: int(rank.get(name) or 0) for name in _CORE} for rank in answer["loads"]]
+        ranks = [{name: int(rank.get(name) or 0) for name in _CORE} for rank in response["loads"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise WorkerError(f"/v1/loads is not as expected: {error!r}", status=502) from None
     total = {name: sum(rank[name] for rank in ranks) for name in _CORE}

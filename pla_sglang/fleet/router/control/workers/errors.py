@@ -17,11 +17,11 @@ class WorkerError(ControlError, ValueError):
         self.status = status
 
 
-class NobodyListensError(ControlError):
+class UnreachableError(ControlError):
     """The connection was refused."""
 
 
-class NoAnswerError(ControlError):
+class NoResponseError(ControlError):
     """No answer in time, a broken one, or one that says no. ``status`` is 0 where there was none."""
 
     def __init__(self, message: str, status: int = 0) -> None:

@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 
 from pla_sglang.fleet.router.control.workers.discovery import Address, Description, describe, polled_load
-from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError, WorkerError
-from pla_sglang.fleet.router.control.workers.polls import ANSWER_BYTES, Polls, quote_answer
+from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
+from pla_sglang.fleet.router.control.workers.polls import RESPONSE_BYTES, Polls, quote_response
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.policy.dopd.batching import BatchingKnobs
@@ -44,58 +44,58 @@ class InstanceClient:
     async def describe(self, address: Address, *, with_model: bool = False) -> Description:
         """``with_model``: whether its model generates is asked for too, where the instance can tell.
 
-        Raises NobodyListensError, NoAnswerError, WorkerError.
+        Raises UnreachableError, NoResponseError, WorkerError.
         """
         url = f"{address.url}/server_info"
         info = _object(await self._call("GET", url), url)
         return describe(info, await self._read_model(address) if with_model else None)
 
     async def _read_model(self, address: Address) -> dict[str, Any]:
-        """Empty where the instance does not say. Raises NobodyListensError, NoAnswerError."""
+        """Empty where the instance does not say. Raises UnreachableError, NoResponseError."""
         url = f"{address.url}/model_info"
         try:
             content = await self._call("GET", url)
-        except NoAnswerError as error:
+        except NoResponseError as error:
             if error.status:
                 return {}
             raise
         try:
             return _object(content, url)
-        except (NoAnswerError, WorkerError):
+        except (NoResponseError, WorkerError):
             return {}
 
     async def health(self, address: Address) -> None:
-        """Returns if it is well. Raises NobodyListensError, NoAnswerError."""
+        """Returns if it is well. Raises UnreachableError, NoResponseError."""
         await self._call("GET", f"{address.url}/health")
 
     async def is_ending(self, worker: Worker) -> bool:
-        """True if the instance says that it was told to end (SIGTERM). Raises NoAnswerError, WorkerError."""
+        """True if the instance says that it was told to end (SIGTERM). Raises NoResponseError, WorkerError."""
         target = "/pla/ending"
-        answer = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
-        return answer.get("ending") is True
+        response = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
+        return response.get("ending") is True
 
     async def loads(self, worker: Worker) -> InstanceLoad:
-        """Raises NoAnswerError, WorkerError."""
+        """Raises NoResponseError, WorkerError."""
         target = "/v1/loads?include=core"
-        answer = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
-        return polled_load(answer, worker.view.kind)
+        response = _object(await self._polls.fetch_body(worker, target), f"{worker.url}{target}")
+        return polled_load(response, worker.view.kind)
 
     async def set_class(self, worker: Worker, length_class: PrefillClass | None) -> None:
         """Where the instance has no classes, the pool is a matter of the router alone.
 
-        Raises NobodyListensError, NoAnswerError.
+        Raises UnreachableError, NoResponseError.
         """
         role = "mixed" if length_class is None else length_class.value
         try:
             await self._call("POST", f"{worker.url}/pla/role", {"role": role})
-        except NoAnswerError as error:
+        except NoResponseError as error:
             if error.status not in (404, 405):
                 raise
 
     async def set_batching(self, worker: Worker, knobs: BatchingKnobs) -> None:
         """The threshold and the timeout (by the clock of the device) of DOPD's Algorithm 1 there.
 
-        Raises NobodyListensError, NoAnswerError.
+        Raises UnreachableError, NoResponseError.
         """
         told = {"boundary_tokens": knobs.i_next_tokens, "batch_timeout_ms": knobs.timeout_s * 1e3}
         await self._call("POST", f"{worker.url}/pla/config", told)
@@ -103,14 +103,14 @@ class InstanceClient:
     async def abort(self, worker: Worker, rid: str) -> None:
         """The instance drops ``rid``; it answers the same for one it does not have.
 
-        Raises NobodyListensError, NoAnswerError.
+        Raises UnreachableError, NoResponseError.
         """
         await self._call("POST", f"{worker.url}/abort_request", {"rid": rid})
 
     async def tell_peers(self, worker: Worker, peers: Mapping[str, Any]) -> dict[str, str]:
         """``peers``: the body of ``POST /pla/peers``. Returns what the instance says of each peer, by its name.
 
-        Raises NobodyListensError, NoAnswerError, WorkerError.
+        Raises UnreachableError, NoResponseError, WorkerError.
         """
         url = f"{worker.url}/pla/peers"
         states = _object(await self._call("POST", url, peers), url).get("peers")
@@ -118,10 +118,10 @@ class InstanceClient:
             raise WorkerError(f"{url} answered without peers", status=502)
         return {name: str(state) for name, state in states.items()}
 
-    async def order_hops(self, worker: Worker, commands: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    async def order_commands(self, worker: Worker, commands: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """``commands``: of ``POST /pla/hops`` (docs/protocol.md). Returns an answer for each, in order.
 
-        Raises NobodyListensError, NoAnswerError, WorkerError.
+        Raises UnreachableError, NoResponseError, WorkerError.
         """
         url = f"{worker.url}/pla/hops"
         answers = _object(await self._call("POST", url, {"commands": commands}), url).get("answers")
@@ -133,28 +133,28 @@ class InstanceClient:
         """Those with a body are an operator's: they bring the admin key, where there is one."""
         headers = {} if body is None else self._admin
         try:
-            async with self._http.request(method, url, json=body, headers=headers) as answer:
-                content = await answer.content.read(ANSWER_BYTES)
-                if answer.status >= 400:
-                    text = quote_answer(content, *self._keys)
-                    raise NoAnswerError(f"{url} answered {answer.status}: {text}", answer.status)
-                while more := await answer.content.read(ANSWER_BYTES):
+            async with self._http.request(method, url, json=body, headers=headers) as response:
+                content = await response.content.read(RESPONSE_BYTES)
+                if response.status >= 400:
+                    text = quote_response(content, *self._keys)
+                    raise NoResponseError(f"{url} answered {response.status}: {text}", response.status)
+                while more := await response.content.read(RESPONSE_BYTES):
                     content += more
-                    if len(content) > ANSWER_BYTES:
-                        raise NoAnswerError(f"{url} answered more than {ANSWER_BYTES} bytes")
+                    if len(content) > RESPONSE_BYTES:
+                        raise NoResponseError(f"{url} answered more than {RESPONSE_BYTES} bytes")
                 return content
         except aiohttp.ClientConnectorError as error:
-            raise NobodyListensError(f"{url}: {error}") from None
+            raise UnreachableError(f"{url}: {error}") from None
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise NoAnswerError(f"{url}: {type(error).__name__} {error}") from None
+            raise NoResponseError(f"{url}: {type(error).__name__} {error}") from None
 
 
 def _object(data: bytes, url: str) -> dict[str, Any]:
-    """Raises NoAnswerError, WorkerError."""
+    """Raises NoResponseError, WorkerError."""
     try:
         parsed = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise NoAnswerError(f"{url} answered no JSON: {error}") from None
+        raise NoResponseError(f"{url} answered no JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise WorkerError(f"{url} answered {type(parsed).__name__}, not an object", status=502)
     return parsed

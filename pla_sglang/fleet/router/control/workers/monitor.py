@@ -18,7 +18,7 @@ import zmq
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.router.control.workers.abort_order import AbortOrder
 from pla_sglang.fleet.router.control.workers.discovery import Description, polled_load
-from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.health import Health, ProbeResult
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
 from pla_sglang.fleet.router.control.workers.published_load import PublishedLoads
@@ -167,9 +167,9 @@ class InstanceMonitor:
         try:
             await self._client.health(worker.address)
             worker.heard_s = self._clock()
-        except NobodyListensError as error:
+        except UnreachableError as error:
             probe, detail = ProbeResult.REFUSED, str(error)
-        except NoAnswerError as error:
+        except NoResponseError as error:
             probe, detail = ProbeResult.FAILED, str(error)
         self._health.on_verified(worker, probe, self._clock(), detail, began_s=began_s)
 
@@ -181,9 +181,9 @@ class InstanceMonitor:
             await self._describe(worker)
             if worker.state in (WorkerState.STARTING, WorkerState.SUSPECT):
                 await self._client.health(worker.address)
-        except NobodyListensError as error:
+        except UnreachableError as error:
             probe, detail = ProbeResult.REFUSED, str(error)
-        except (NoAnswerError, WorkerError) as error:
+        except (NoResponseError, WorkerError) as error:
             probe, detail = ProbeResult.FAILED, str(error)
         self._health.on_probe(worker, probe, self._clock(), detail)
 
@@ -244,17 +244,17 @@ class InstanceMonitor:
         """Takes the loads that stock engines publish, as if they had been polled."""
         while True:
             now_s = self._clock()
-            for number, answer in self.published.drain(now_s):
+            for number, response in self.published.drain(now_s):
                 worker = self._table.by_number[number]
                 if worker.state is not WorkerState.DEAD:
-                    worker.load.on_load(polled_load(answer, worker.view.kind), now_s)
+                    worker.load.on_load(polled_load(response, worker.view.kind), now_s)
                     self._on_report(NewReport(worker, None))
             await asyncio.sleep(DRAIN_TICK_S if self.published.is_following() else CHECK_TICK_S)
 
     async def _poll(self, worker: Worker) -> None:
         try:
             load = await self._client.loads(worker)
-        except (NobodyListensError, NoAnswerError, WorkerError):
+        except (UnreachableError, NoResponseError, WorkerError):
             return  # health checks judge; a load that is not known is corrected by what was sent
         self.polls += 1
         if worker.state is not WorkerState.DEAD:
@@ -289,7 +289,7 @@ class InstanceMonitor:
             length_class = worker.view.length_class
             try:
                 await self._client.set_class(worker, length_class)
-            except (NobodyListensError, NoAnswerError) as error:
+            except (UnreachableError, NoResponseError) as error:
                 worker.detail = f"{UNTOLD}: {error}"
                 logger.warning("worker %s: %s", worker.view.name, worker.detail)
                 await asyncio.sleep(wait_s)
@@ -315,9 +315,9 @@ class InstanceMonitor:
                     await asyncio.sleep(wait_s)
                     for rid in order.rids:
                         await self._client.abort(worker, rid)
-            except (NobodyListensError, NoAnswerError) as error:
+            except (UnreachableError, NoResponseError) as error:
                 logger.warning("abort of %s at %s: %s", order.rid, worker.view.name, error)
-                if isinstance(error, NoAnswerError) and error.status in (401, 403):
+                if isinstance(error, NoResponseError) and error.status in (401, 403):
                     worker.detail = f"refuses aborts with {error.status}; its --admin-api-key is our --worker-admin-key"
                 self.check_soon(worker)
                 await asyncio.sleep(ABORT_RETRY_S)

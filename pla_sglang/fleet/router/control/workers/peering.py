@@ -24,11 +24,11 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from pla_sglang.fleet.router.control.workers.discovery import Description
-from pla_sglang.fleet.router.control.workers.errors import NoAnswerError, NobodyListensError, WorkerError
+from pla_sglang.fleet.router.control.workers.errors import NoResponseError, UnreachableError, WorkerError
 from pla_sglang.fleet.router.control.workers.instance_client import InstanceClient
-from pla_sglang.fleet.router.control.workers.journal import PeerJournal
 from pla_sglang.fleet.router.control.workers.table import Worker, WorkerState, WorkerTable
 from pla_sglang.fleet.router.control.workers.tasks import Tasks
+from pla_sglang.fleet.router.control.workers.worker_log import PeerLog
 from pla_sglang.policy.interface.fleet import InstanceKind, InstanceView
 
 READY, WARMING = "ready", "warming"  # anything else that an instance says of a peer is a failure
@@ -53,7 +53,7 @@ class Peering:
         self._table = table
         self._key = {"router_key": router_key} if router_key else {}
         self._count = count
-        self._journal = PeerJournal()
+        self._journal = PeerLog()
         self._tasks = Tasks()
         self._client: InstanceClient | None = None
         self.wanted_rows: Callable[[], Mapping[str, Any] | None] = lambda: None  # of running requests, in load reports
@@ -113,8 +113,8 @@ class Peering:
             peers = self._peers_of(worker)
             try:
                 states = await client.tell_peers(worker, self._told_to(worker, peers))
-            except (NobodyListensError, NoAnswerError, WorkerError) as error:
-                self._note_untold(worker, error)
+            except (UnreachableError, NoResponseError, WorkerError) as error:
+                self._note_not_configured(worker, error)
                 wait_s = None
             else:
                 wait_s = self._note_states(worker, {peer: states.get(name, WARMING) for name, peer in peers.items()})
@@ -146,12 +146,12 @@ class Peering:
             self._journal.note_ready(worker, states)
         return _next_look_s({state for peer, state in states.items() if misfits[peer] is None})
 
-    def _note_untold(self, worker: Worker, error: Exception) -> None:
+    def _note_not_configured(self, worker: Worker, error: Exception) -> None:
         """What it said before stays true of the peers that it has; a new one of them is not in there."""
         self._count("failed")
         if worker.state is not WorkerState.DEAD:
             worker.detail = f"{UNTOLD}: {error}"
-            self._journal.note_untold(worker, worker.detail)
+            self._journal.note_not_configured(worker, worker.detail)
 
 
 def _is_awaited(worker: Worker) -> bool:

@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 
 from pla_sglang.common.secret_names import HIDDEN, hide_in_text
-from pla_sglang.fleet.router.control.workers.errors import NoAnswerError
+from pla_sglang.fleet.router.control.workers.errors import NoResponseError
 from pla_sglang.fleet.router.control.workers.table import Worker
-from pla_sglang.fleet.router.http.head import AnswerHead
+from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay.proxied_call import ProxiedCall
 from pla_sglang.fleet.router.relay.request_translation import host_header
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamPool
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
-ANSWER_BYTES = 4 << 20
+RESPONSE_BYTES = 4 << 20
 IDLE_S = 3.0  # as relays keep a connection
 QUOTED_CHARS = 200
 
 
-def quote_answer(body: bytes, *keys: str) -> str:
+def quote_response(body: bytes, *keys: str) -> str:
     """The beginning of an answer, for logs and operators' pages. An instance may repeat what it was sent: not ``keys``,
     nor other secrets."""
     text = body[:4096].decode("utf-8", "replace")
@@ -40,7 +40,7 @@ class Polls:
         self._pool = UpstreamPool(asyncio.get_running_loop(), connect_timeout_s=timeout_s, idle_s=IDLE_S)
 
     async def fetch_body(self, worker: Worker, target: str) -> bytes:
-        """The answer's body. Raises NoAnswerError, also where nobody listens."""
+        """The answer's body. Raises NoResponseError, also where nobody listens."""
         host, port = worker.address.host, worker.address.port
         head = f"GET {target} HTTP/1.1\r\nhost: {host_header(host, port).decode()}\r\n{self._key}\r\n".encode()
         poll = _Poll(self._pool, f"{worker.url}{target}", timeout_s=self._timeout_s)
@@ -48,7 +48,7 @@ class Polls:
         try:
             return await poll.future
         finally:
-            poll.drop_answer()
+            poll.drop_response()
 
     async def close_polls(self) -> None:
         await self._pool.close_pool()
@@ -69,26 +69,26 @@ class _Poll(ProxiedCall):
     def send_request(self, worker: WorkerEntry, head: bytes) -> None:
         self._send_to(worker, "GET", head, b"")
 
-    def drop_answer(self) -> None:
+    def drop_response(self) -> None:
         """The rest of the answer is not needed."""
         self._drop_connection()
         self._finish_call()
 
-    def on_head(self, head: AnswerHead) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         self._status = head.status
 
     def on_body(self, data: bytes) -> None:
         self._bytes += len(data)
-        if self._bytes <= ANSWER_BYTES:
+        if self._bytes <= RESPONSE_BYTES:
             self._parts.append(data)
 
     def on_done(self) -> None:
         self._finish_call()
         body = b"".join(self._parts)
         if self._status >= 400:
-            self._report_failure(f"answered {self._status}: {quote_answer(body)}")
-        elif self._bytes > ANSWER_BYTES:
-            self._report_failure(f"answered more than {ANSWER_BYTES} bytes")
+            self._report_failure(f"answered {self._status}: {quote_response(body)}")
+        elif self._bytes > RESPONSE_BYTES:
+            self._report_failure(f"answered more than {RESPONSE_BYTES} bytes")
         elif not self.future.done():
             self.future.set_result(body)
 
@@ -98,4 +98,4 @@ class _Poll(ProxiedCall):
 
     def _report_failure(self, why: str) -> None:
         if not self.future.done():
-            self.future.set_exception(NoAnswerError(f"{self._what}: {why}", self._status))
+            self.future.set_exception(NoResponseError(f"{self._what}: {why}", self._status))

@@ -71,7 +71,7 @@ def given_up(data: bytes) -> bool:
     return code is None or (int(code[1]) not in range(400, 500) and int(code[1]) != 503)
 
 
-class AnswerVerdict:
+class ResponseVerdict:
     """What one answer has reported of errors so far.
 
     Attributes:

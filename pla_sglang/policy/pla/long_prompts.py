@@ -9,13 +9,13 @@ overtaken only by one that needs a single pass, for the host can hold one chunke
 
 **Age bound.** A long that needs R seconds of device time must have half of the device (``share``) from
 ``max_age - R / share`` after its arrival on to be done by ``max_age``. From then on it is *aged*: it runs whenever the
-aged longs have had less than their share since ageing began. Shorts keep the rest, so neither class can starve the
-other, and a permanent stream of shorts delays a long by at most ``max_age`` (for R up to ``share * max_age``; by
-``R / share`` beyond).
+aged long prompts have had less than their share since ageing began. Short prompts keep the rest, so neither class can
+starve the other, and a permanent stream of short prompts delays a long by at most ``max_age`` (for R up to ``share *
+max_age``; by ``R / share`` beyond).
 
 **Chunk size.** A short that arrives during a chunk waits half of it on average; each further cut costs the long one
 more launch. With passing requests arriving at rate r, slowdown (wait over own service time) as the common measure, S_s
-and S_l the service times, n longs delayed, g seconds a launch and t seconds a token,
+and S_l the service times, n long prompts delayed, g seconds a launch and t seconds a token,
 
     cost(C) = r * t * C / (2 * S_s) + n * g / (t * C * S_l)      is least at
     C* = sqrt(2 * n * g * S_s / (r * t^2 * S_l))
@@ -48,10 +48,10 @@ class LongKnobs:
     """Knobs of the long class. Raises ValueError for a value that makes no sense.
 
     Attributes:
-        max_age_s: a long gets its first token about this long after its arrival, however many shorts come.
+        max_age_s: a long gets its first token about this long after its arrival, however many short prompts come.
         stretch: it is aged, at the latest, after so many times its own device time. A long of two passes is not passed
             for as long as one of fifty.
-        share: device share of aged longs.
+        share: device share of aged long prompts.
         margin: how much longer than predicted a long may take, for errors of the model and for decode steps between.
         chunk_max_tokens: largest chunk; None: no chunking (one pass per long).
         chunk_min_tokens: smallest chunk.
@@ -106,7 +106,8 @@ def aged_at_s(view: WaitingView, model: StepModel, knobs: LongKnobs, bound_s: fl
 
 
 class LongQueue:
-    """Chooses among the longs. Remembers when each becomes aged, as that is asked of every long in every pass."""
+    """Chooses among the long prompts. Remembers when each becomes aged, as that is asked of every long in every
+    pass."""
 
     def __init__(self, knobs: LongKnobs, model: StepModel) -> None:
         self.stamp = 0
@@ -130,40 +131,40 @@ class LongQueue:
 
     def pick(
         self,
-        longs: Sequence[WaitingView],
+        long_prompts: Sequence[WaitingView],
         chunk: WaitingView | None,
         now_s: float,
         *,
-        shorts: bool,
+        short_prompts: bool,
         budget_tokens: int,
         yields: bool = False,
     ) -> tuple[LongPick | None, LongPick | None]:
-        """Who advances by order, and who advances in the time that is set aside for aged longs; None for nobody.
+        """Who advances by order, and who advances in the time that is set aside for aged long prompts; None for nobody.
 
-        ``longs`` are in host order. Only those of the best priority among them are considered. A chunk under way is
-        overtaken by those alone that one pass finishes and whose priority is no worse. It is aged, too, where an aged
-        long can only run after it.
+        ``long_prompts`` are in host order. Only those of the best priority among them are considered. A chunk under way
+        is overtaken by those alone that one pass finishes and whose priority is no worse. It is aged, too, where an
+        aged long can only run after it.
 
-        Time is set aside for who is passed: by ``shorts`` that wait, or by smaller longs. Under overload longs of one
-        size are all aged, but served as they came; nobody passes them, and what is set aside is for the larger ones.
-        ``budget_tokens``: what one pass may hold; it can be less than the largest chunk.
+        Time is set aside for who is passed: by ``short_prompts`` that wait, or by smaller long prompts. Under overload
+        long prompts of one size are all aged, but served as they came; nobody passes them, and what is set aside is for
+        the larger ones. ``budget_tokens``: what one pass may hold; it can be less than the largest chunk.
         ``yields``: the chunk under way gives way to whoever one pass finishes.
         """
         best = _Best(self.knobs.least_remaining)
         if chunk is None:
-            best.scan(longs, self, now_s)
-            return _start(best.next), _start(best.passed(shorts))
+            best.scan(long_prompts, self, now_s)
+            return _start(best.next), _start(best.passed(short_prompts))
         limit = (self.knobs.chunk_max_tokens or 0) if yields else self._overtakes_up_to(chunk)
         limit = min(limit, budget_tokens)  # the host holds one chunk: who does not fit the pass whole would be a second
-        best.scan([view for view in longs if view.new_tokens <= limit], self, now_s, chunk.priority_rank)
+        best.scan([view for view in long_prompts if view.new_tokens <= limit], self, now_s, chunk.priority_rank)
         resumed = resume(chunk)
         first = resumed if best.next is None else _overtake(best.next)
         # What is left of a chunk shrinks from pass to pass, so its cache would never hold.
         chunk_aged = self.find_age_s(chunk) <= now_s
-        passed = best.passed(shorts)
+        passed = best.passed(short_prompts)
         if passed is not None and (not chunk_aged or passed.arrival_s < chunk.arrival_s):
             return first, _overtake(passed)
-        if chunk_aged or any(view.new_tokens > limit and self.when_aged_s(view) <= now_s for view in longs):
+        if chunk_aged or any(view.new_tokens > limit and self.when_aged_s(view) <= now_s for view in long_prompts):
             return first, resumed
         return first, None
 
@@ -195,7 +196,7 @@ def _overtake(view: WaitingView) -> LongPick:
 
 
 class _Best:
-    """Who is next by order, and who is passed by it, among the longs of the best priority."""
+    """Who is next by order, and who is passed by it, among the long prompts of the best priority."""
 
     __slots__ = ("_aged", "_class", "_least", "next")
 
@@ -205,12 +206,14 @@ class _Best:
         self._class = 0  # size class of next
         self._aged: dict[int, tuple[float, WaitingView]] = {}  # who aged first in each size class, and when
 
-    def scan(self, longs: Sequence[WaitingView], queue: LongQueue, now_s: float, worst_rank: int | None = None) -> None:
+    def scan(
+        self, long_prompts: Sequence[WaitingView], queue: LongQueue, now_s: float, worst_rank: int | None = None
+    ) -> None:
         """On the hot path, so in few looks at all of them instead of a long one at each."""
-        rank = min(map(_PRIORITY_RANK, longs), default=None)
+        rank = min(map(_PRIORITY_RANK, long_prompts), default=None)
         if rank is None or (worst_rank is not None and rank > worst_rank):
             return
-        best = [view for view in longs if view.priority_rank == rank]
+        best = [view for view in long_prompts if view.priority_rank == rank]
         self.next = self._first(best)
         self._class = self.next.new_tokens.bit_length()
         stamp, aged = queue.stamp, self._aged
@@ -226,18 +229,18 @@ class _Best:
         above = 1 << min(map(_NEW_TOKENS, best)).bit_length()  # the smallest size class ends before it
         return min([view for view in best if view.new_tokens < above], key=_ARRIVAL_S)
 
-    def passed(self, shorts: bool) -> WaitingView | None:
-        """Who aged first of those that others pass. ``shorts``: some wait, which pass all of them."""
-        every = shorts or not self._least
+    def passed(self, short_prompts: bool) -> WaitingView | None:
+        """Who aged first of those that others pass. ``short_prompts``: some wait, which pass all of them."""
+        every = short_prompts or not self._least
         aged = [one for size, one in self._aged.items() if every or size > self._class]
         first = min(aged, key=lambda one: one[0])[1] if aged else None
-        return None if first is self.next and not shorts else first
+        return None if first is self.next and not short_prompts else first
 
 
 def chunk_tokens(
     view: WaitingView,
     *,
-    longs: int,
+    long_prompts: int,
     passing_rate_per_s: float,
     passing_tokens: float,
     model: StepModel,
@@ -246,7 +249,7 @@ def chunk_tokens(
     """New tokens the next chunk of ``view`` may take, by the rule above; None where chunking is off.
 
     Args:
-        longs: longs in the system, all of which a cut delays.
+        long_prompts: long prompts in the system, all of which a cut delays.
         passing_rate_per_s: arrivals per second of requests that would pass between two chunks.
         passing_tokens: their mean new tokens.
     """
@@ -262,7 +265,7 @@ def chunk_tokens(
     floor = max(float(knobs.chunk_min_tokens), model.ridge * model.crossing_tokens(view.history_tokens))
     passing_s = max(model.step_s(passing_tokens, 0), 1e-9)
     long_s = max(model.chunked_s(view.new_tokens, view.history_tokens, largest), passing_s)
-    best = math.sqrt(2 * longs * launch_s * passing_s / (passing_rate_per_s * token_s * token_s * long_s))
+    best = math.sqrt(2 * long_prompts * launch_s * passing_s / (passing_rate_per_s * token_s * token_s * long_s))
     return _equal_pieces(view, best, int(floor), model, knobs)
 
 

@@ -1,6 +1,6 @@
-"""Held requests, and their KV for whoever asks for their rooms, over the host's PD protocol.
+"""Paused requests, and their KV for whoever asks for their rooms, over the host's PD protocol.
 
-To the host's sender a held request looks like a prefill of prompt and answer that has just sampled its first token: a
+To the host's sender a paused request looks like a prefill of prompt and answer that has just sampled its first token: a
 copy of it, the *export request*, says so. Nothing is computed, and the request itself is not touched.
 """
 
@@ -27,7 +27,7 @@ from pla_sglang.plugin.engine.host.transfers import forget_sent
 logger = logging.getLogger(__name__)
 
 
-class HoldState(enum.Enum):
+class PauseState(enum.Enum):
     """Where a paused request is. It keeps its KV, its request row and its stream in all states but the last."""
 
     LEAVING = "leaving"  # out of the batch; the step that it was in last is not processed yet
@@ -39,28 +39,28 @@ class HoldState(enum.Enum):
     ENDED = "ended"  # the host's again, or gone
 
 
-HOLD_MOVES: Mapping[HoldState, frozenset[HoldState]] = {
-    HoldState.LEAVING: frozenset({HoldState.HELD, HoldState.RETURNING, HoldState.FREEING, HoldState.ENDED}),
-    HoldState.HELD: frozenset({HoldState.SENDING, HoldState.RETURNING, HoldState.FREEING}),
-    HoldState.SENDING: frozenset({HoldState.SENT, HoldState.HELD, HoldState.RETURNING, HoldState.FREEING}),
-    HoldState.SENT: frozenset({HoldState.RETURNING, HoldState.FREEING}),
-    HoldState.RETURNING: frozenset({HoldState.FREEING, HoldState.ENDED}),
-    HoldState.FREEING: frozenset({HoldState.ENDED}),
-    HoldState.ENDED: frozenset(),
+PAUSE_MOVES: Mapping[PauseState, frozenset[PauseState]] = {
+    PauseState.LEAVING: frozenset({PauseState.HELD, PauseState.RETURNING, PauseState.FREEING, PauseState.ENDED}),
+    PauseState.HELD: frozenset({PauseState.SENDING, PauseState.RETURNING, PauseState.FREEING}),
+    PauseState.SENDING: frozenset({PauseState.SENT, PauseState.HELD, PauseState.RETURNING, PauseState.FREEING}),
+    PauseState.SENT: frozenset({PauseState.RETURNING, PauseState.FREEING}),
+    PauseState.RETURNING: frozenset({PauseState.FREEING, PauseState.ENDED}),
+    PauseState.FREEING: frozenset({PauseState.ENDED}),
+    PauseState.ENDED: frozenset(),
 }
-AT_REST = frozenset({HoldState.HELD, HoldState.SENDING, HoldState.SENT})  # held, as commands understand it
+AT_REST = frozenset({PauseState.HELD, PauseState.SENDING, PauseState.SENT})  # held, as commands understand it
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Hold:
-    """A held request.
+class PausedRequest:
+    """A paused request.
 
     Attributes:
         req: the host's request; what it holds of the host is the hold's from ``LEAVING`` to ``ENDED``.
         room: under which its KV can be asked for.
         for_s: for how long at most.
         until_s: then it goes on by itself; on this process's monotonic clock. None while it leaves its batch.
-        shadow: what the host's sender takes for the request, while its KV is offered under the room.
+        export_request: what the host's sender takes for the request, while its KV is offered under the room.
         readers: transfers that were given up and may still read its KV.
         why_not: why it could not be held.
         fault: what has raised with it, on this rank or on all; it ends when all ranks know. Empty: nothing.
@@ -70,16 +70,16 @@ class Hold:
     room: int
     for_s: float
     until_s: float | None = None
-    state: HoldState = HoldState.LEAVING
-    shadow: Any = None
+    state: PauseState = PauseState.LEAVING
+    export_request: Any = None
     readers: int = 0
     why_not: str = ""
     fault: str = ""
 
-    def move(self, state: HoldState) -> None:
+    def move(self, state: PauseState) -> None:
         """Raises IllegalMoveError."""
-        if state not in HOLD_MOVES[self.state]:
-            raise IllegalMoveError(f"a held request cannot go from {self.state.value} to {state.value}")
+        if state not in PAUSE_MOVES[self.state]:
+            raise IllegalMoveError(f"a paused request cannot go from {self.state.value} to {state.value}")
         self.state = state
 
     def note_fault(self, doing: str) -> None:
@@ -91,19 +91,19 @@ class Hold:
         return len(self.req.origin_input_ids) + max(0, len(self.req.output_ids) - 1)
 
 
-def make_shadow(req: Any, room: int) -> Any:
+def make_export_request(req: Any, room: int) -> Any:
     """What the host's sender is given in place of ``req``, all KV of which is computed."""
-    shadow = copy.copy(req)
-    shadow.sampling_params = copy.copy(req.sampling_params)  # the sender sets how many tokens are wanted
-    shadow.bootstrap_room = room
-    shadow.origin_input_ids = req.origin_input_ids + req.output_ids[:-1]
-    shadow.output_ids = req.output_ids[-1:]
-    set_extend(shadow, 0, len(shadow.origin_input_ids))
-    shadow.start_send_idx, shadow.metadata_buffer_index = 0, -1
-    return shadow
+    export_request = copy.copy(req)
+    export_request.sampling_params = copy.copy(req.sampling_params)  # the sender sets how many tokens are wanted
+    export_request.bootstrap_room = room
+    export_request.origin_input_ids = req.origin_input_ids + req.output_ids[:-1]
+    export_request.output_ids = req.output_ids[-1:]
+    set_extend(export_request, 0, len(export_request.origin_input_ids))
+    export_request.start_send_idx, export_request.metadata_buffer_index = 0, -1
+    return export_request
 
 
-class Offers:
+class KvExports:
     """Owned by the scheduler thread.
 
     Args:
@@ -119,94 +119,94 @@ class Offers:
         self.rooms = rooms
         self.sent = self.failed = 0
 
-    def open(self, hold: Hold) -> bool:
+    def open(self, hold: PausedRequest) -> bool:
         """Make a sender for the KV of ``hold`` under its room; False where no metadata buffer is free."""
-        shadow = make_shadow(hold.req, hold.room)
-        if not self._queue.ensure_metadata_buffer(shadow):
+        export_request = make_export_request(hold.req, hold.room)
+        if not self._queue.ensure_metadata_buffer(export_request):
             return False
         try:
-            self._queue.create_sender(shadow, self._scheduler.model_config.num_key_value_heads)
+            self._queue.create_sender(export_request, self._scheduler.model_config.num_key_value_heads)
         except Exception:
-            calls.free_metadata(self._scheduler, shadow)
+            calls.free_metadata(self._scheduler, export_request)
             raise
-        hold.shadow = shadow
+        hold.export_request = export_request
         self._queue.rooms.begin(hold.room)
         self.rooms.open(hold.room)
         return True
 
-    def pump(self, holds: Sequence[Hold]) -> None:
+    def pump(self, holds: Sequence[PausedRequest]) -> None:
         """Begin to send what is asked for, and follow what is under way."""
-        offered = [hold for hold in holds if hold.shadow is not None and hold.state is not HoldState.SENT]
+        offered = [hold for hold in holds if hold.export_request is not None and hold.state is not PauseState.SENT]
         if not offered:
             return
-        outcomes = calls.poll_senders(self._scheduler, [hold.shadow.disagg_kv_sender for hold in offered])
+        outcomes = calls.poll_senders(self._scheduler, [hold.export_request.disagg_kv_sender for hold in offered])
         self._faults.for_each(
             zip(offered, outcomes, strict=True),
             lambda step: self._follow(*step),
-            "offering the KV of a held request",
+            "offering the KV of a paused request",
             lambda step: step[0].note_fault("offering its KV"),
         )
 
-    def _follow(self, hold: Hold, outcome: Outcome) -> None:
+    def _follow(self, hold: PausedRequest, outcome: Outcome) -> None:
         if outcome is Outcome.FAILED:
             self._fail(hold)
-        elif outcome is Outcome.DONE and hold.state is HoldState.SENDING:
-            hold.move(HoldState.SENT)
+        elif outcome is Outcome.DONE and hold.state is PauseState.SENDING:
+            hold.move(PauseState.SENT)
             self.sent += 1
-        elif outcome is Outcome.ASKED and hold.state is HoldState.HELD:
+        elif outcome is Outcome.ASKED and hold.state is PauseState.HELD:
             self._begin(hold)
 
-    def _begin(self, hold: Hold) -> None:
-        hold.move(HoldState.SENDING)
+    def _begin(self, hold: PausedRequest) -> None:
+        hold.move(PauseState.SENDING)
         try:
-            self._queue.finalize_bootstrap(hold.shadow)  # it has its metadata buffer
-            self._scheduler.send_kv_chunk(hold.shadow, last_chunk=True, end_idx=None)
+            self._queue.finalize_bootstrap(hold.export_request)  # it has its metadata buffer
+            self._scheduler.send_kv_chunk(hold.export_request, last_chunk=True, end_idx=None)
         except Exception:
-            logger.exception("pla_sglang: sending the KV of held request %s", hold.req.rid)
-            hold.shadow.disagg_kv_sender.abort()  # it has failed when all ranks have seen that
+            logger.exception("pla_sglang: sending the KV of paused request %s", hold.req.rid)
+            hold.export_request.disagg_kv_sender.abort()  # it has failed when all ranks have seen that
 
-    def _fail(self, hold: Hold) -> None:
+    def _fail(self, hold: PausedRequest) -> None:
         """The request stays held, and its KV cannot be asked for any more: it goes on here."""
-        logger.warning("pla_sglang: the KV of held request %s was not sent (room %d)", hold.req.rid, hold.room)
+        logger.warning("pla_sglang: the KV of paused request %s was not sent (room %d)", hold.req.rid, hold.room)
         self.failed += 1
         self.close(hold)
-        if hold.state is HoldState.SENDING:
-            hold.move(HoldState.HELD)
+        if hold.state is PauseState.SENDING:
+            hold.move(PauseState.HELD)
 
-    def close(self, hold: Hold) -> None:
+    def close(self, hold: PausedRequest) -> None:
         """No more under this room: an instance that has asked and has not got all of it is told so.
 
         A transfer under way is cut off, and counts as a reader until it is through.
         """
-        shadow, hold.shadow = hold.shadow, None
-        if shadow is None:
+        export_request, hold.export_request = hold.export_request, None
+        if export_request is None:
             return
         self._queue.rooms.end(hold.room)
-        self.rooms.close(hold.room, refuse=hold.state is not HoldState.SENT)
-        if hold.state is not HoldState.SENDING:
-            self._give_back(shadow)
+        self.rooms.close(hold.room, refuse=hold.state is not PauseState.SENT)
+        if hold.state is not PauseState.SENDING:
+            self._give_back(export_request)
             return
-        shadow.disagg_kv_sender.abort()  # workers skip what they have not begun
+        export_request.disagg_kv_sender.abort()  # workers skip what they have not begun
         fence = place_fence(self._queue.kv_manager)
         hold.readers += 1
         self._deferred.hold(
             0,  # its pages are the hold's
             is_through=functools.partial(_has_passed, fence),
-            release=functools.partial(self._end_reading, hold, shadow),
+            release=functools.partial(self._end_reading, hold, export_request),
             now_s=self._scheduler.pla_fleet.now_s(),
         )
 
-    def _end_reading(self, hold: Hold, shadow: Any) -> None:
+    def _end_reading(self, hold: PausedRequest, export_request: Any) -> None:
         hold.readers -= 1
-        self._give_back(shadow)
+        self._give_back(export_request)
 
-    def _give_back(self, shadow: Any) -> None:
+    def _give_back(self, export_request: Any) -> None:
         """Sender entry and metadata buffer of a shadow that no transfer reads."""
         manager = self._queue.kv_manager
-        shadow.disagg_kv_sender.clear()
-        forget_sent(manager, shadow.bootstrap_room)
-        forget_room(manager, shadow.bootstrap_room)
-        calls.free_metadata(self._scheduler, shadow)
+        export_request.disagg_kv_sender.clear()
+        forget_sent(manager, export_request.bootstrap_room)
+        forget_room(manager, export_request.bootstrap_room)
+        calls.free_metadata(self._scheduler, export_request)
 
 
 def _has_passed(fence: Fence) -> bool:

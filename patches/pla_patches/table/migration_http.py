@@ -11,11 +11,11 @@ _TESTS = "tests/hops/test_hop_splices.py"
 _subscribe = functools.partial(
     subscribe,
     module="pla_sglang.fleet.stateless.front_hooks",
-    group=Group.STATELESS_FRONT,
+    group=Group.STATELESS_HTTP,
     exit="When SGLang gives token ids in every stream, and goes on with answers that began elsewhere.",
 )
 
-HOP_FRONT = (
+MIGRATION_HTTP = (
     _subscribe(
         id="hop.chat",
         key="serving_chat.generate_chat_stream",

@@ -25,7 +25,7 @@ LINES = {
 }
 
 
-class WorkerJournal:
+class WorkerLog:
     """Knows what it has said, so that a change is one line however often it is asked about."""
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class WorkerJournal:
             _log_line(level, worker, text)
 
 
-class PeerJournal:
-    """As ``WorkerJournal``, of the peers of stateless instances."""
+class PeerLog:
+    """As ``WorkerLog``, of the peers of stateless instances."""
 
     def __init__(self) -> None:
         self._said: dict[int, str] = {}
@@ -77,7 +77,7 @@ class PeerJournal:
         text = ", ".join(f"worker {peer.number} ({peer.view.name}): {failure}" for peer, failure in failures.items())
         self._log_change(logging.WARNING, worker, f"gets no KV cache from {text}")
 
-    def note_untold(self, worker: Worker, why: str) -> None:
+    def note_not_configured(self, worker: Worker, why: str) -> None:
         self._log_change(logging.WARNING, worker, why)
 
     def _log_change(self, level: int, worker: Worker, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Running decodes that ride in prefill passes, in the simulator with the engine's own policy object.
+"""Running decodes piggybacked on prefill passes, in the simulator with the engine's own policy object.
 
 The step model of the policy is that of the simulated device, so its error is none and every target that passes can
 keep at all must be kept.
@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sim import profile, simulation, trace
 
-from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Reason, Ride
-from pla_sglang.policy.pla.longs import LongKnobs
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Piggyback, Reason
+from pla_sglang.policy.pla.long_prompts import LongKnobs
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import SloKnobs
 from pla_sglang.policy.slo.mixed_batches import MixedBatches
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.config import InstanceSpec, Policies, SimConfig
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
-from pla_sglang.sim.core.experiment import engine_policy, ride_model, step_model
+from pla_sglang.sim.core.experiment import engine_policy, mixed_batch_model, step_model
 from pla_sglang.sim.core.simulation import RunResult, Simulation
 
 DEVICE = profile(token_s=1e-4, base_s=0.001, attention_s=1e-9, decode_base_s=0.010, decode_read_s=1e-8)
@@ -50,9 +50,9 @@ class Watched(MixedBatches):
 
     def __init__(self, log: list[tuple[PassView, PassDecision]]) -> None:
         knobs = TemporalKnobs(
-            boundary_tokens=BOUNDARY_TOKENS, longs=LongKnobs(chunk_max_tokens=CHUNK_TOKENS, chunk_min_tokens=1)
+            boundary_tokens=BOUNDARY_TOKENS, long_prompts=LongKnobs(chunk_max_tokens=CHUNK_TOKENS, chunk_min_tokens=1)
         )
-        super().__init__(TemporalPolicy(knobs, step_model(DEVICE)), SloKnobs(), ride_model(DEVICE))
+        super().__init__(TemporalPolicy(knobs, step_model(DEVICE)), SloKnobs(), mixed_batch_model(DEVICE))
         self.log = log
 
     def decide(self, view: PassView, now_s: float) -> PassDecision:
@@ -85,7 +85,7 @@ def test_no_next_token_is_later_than_its_target(work: list[tuple[float, int, int
         return
     late = [value for value in result.served.tpot_s() if value > tpot_s * (1 + 1e-9)]
     assert not late
-    assert all(decision.ride is not Ride.LATE for _, decision in log)
+    assert all(decision.piggyback is not Piggyback.LATE for _, decision in log)
 
 
 @EXAMPLES
@@ -101,9 +101,9 @@ def test_each_pass_is_one_that_the_host_can_run_and_all_end(
             assert decision.park == (view.chunk is not None and not decision.shares_with_chunk)
         if decision.chunk_tokens is not None and (decision.shares_with_chunk or len(decision.selected) > 1):
             assert decision.chunk_tokens <= view.pass_budget_tokens
-        assert decision.ride is None or view.running > 0
+        assert decision.piggyback is None or view.running > 0
         if view.running and decision.action is not Action.HOLD:
-            assert decision.ride is not None, "every pass beside decodes says whether they join"
+            assert decision.piggyback is not None, "every pass beside decodes says whether they join"
 
 
 @EXAMPLES
@@ -119,7 +119,7 @@ def test_a_target_that_no_pass_can_keep_starves_no_prefill(work: list[tuple[floa
 def test_without_mixed_passes_nothing_rides() -> None:
     work = [(0.0, 50, 100), (0.1, 3000, 5)]
     _, log = run(work, 0.05, mixed=False)
-    assert {decision.ride for _, decision in log} == {None}
+    assert {decision.piggyback for _, decision in log} == {None}
 
 
 def test_decodes_go_on_beside_a_long_and_the_long_beside_decodes() -> None:
@@ -127,15 +127,15 @@ def test_decodes_go_on_beside_a_long_and_the_long_beside_decodes() -> None:
     work = [(0.0, 50, 60), (0.05, 30_000, 2)]
     apart, _ = run(work, None, mixed=False)
     riding, log = run(work, None)
-    rides = [decision.ride for _, decision in log if decision.ride is not None]
-    assert rides.count(Ride.TOGETHER) >= 30
+    piggybacks = [decision.piggyback for _, decision in log if decision.piggyback is not None]
+    assert piggybacks.count(Piggyback.TOGETHER) >= 30
     assert riding.served.finish_s[0] < apart.served.finish_s[0] / 1.01
     assert riding.served.first_token_s[1] == pytest.approx(apart.served.first_token_s[1], rel=0.02)
 
 
 def told(entry: tuple[PassView, PassDecision]) -> tuple[object, ...]:
     decision = entry[1]
-    return decision.action, [view.rid for view in decision.selected], decision.chunk_tokens, decision.ride
+    return decision.action, [view.rid for view in decision.selected], decision.chunk_tokens, decision.piggyback
 
 
 def test_an_infinite_target_is_none() -> None:
@@ -151,4 +151,4 @@ def test_an_infinite_target_is_none() -> None:
 def test_the_policy_knows_the_chunks_of_its_engine() -> None:
     policy = engine_policy("temporal", load_profile("h100-llama3.1-8b-tp1"), EngineKnobs(chunk_tokens=2048, mixed=True))
     assert isinstance(policy, MixedBatches)
-    assert policy.prefills.knobs.longs.chunk_max_tokens == 2048
+    assert policy.prefills.knobs.long_prompts.chunk_max_tokens == 2048

@@ -76,7 +76,7 @@ class Waiting:
     in_doubt: bool = False
 
 
-class Survival:
+class Failover:
     """Hears of lost and joined hops, and says where requests go on.
 
     Args:
@@ -198,8 +198,8 @@ class Survival:
         return False
 
     def _end(self, record: RequestRecord, lost: m.Lost, why: str) -> None:
-        self._dispatcher.series.hop_failures.inc(why)
-        self._send_message(record.relay, m.End(record.rid, lost.hop, _WORDS[why]))
+        self._dispatcher.series.migration_failures.inc(why)
+        self._send_message(record.relay, m.NoNextHop(record.rid, lost.hop, _WORDS[why]))
 
     def on_joined(self, joined: m.Joined, now_s: float) -> None:
         dispatcher = self._dispatcher
@@ -208,7 +208,7 @@ class Survival:
             return
         hop = record.hop
         hop.gap_s = joined.gap_s
-        dispatcher.series.hop_gap_s.observe(joined.gap_s)
+        dispatcher.series.migration_gap_s.observe(joined.gap_s)
         passed = False
         for worker, _ in hop.workers():
             worker.load.start_request(record.key, now_s)
@@ -309,7 +309,7 @@ class Survival:
         book_request(record, worker, worker, now_s)
         worker.breaker.start_trial(record.rid)
         dispatcher.index.insert_prompt(worker.view.index, record.prompt.keys)
-        dispatcher.series.hops.inc(hop.how.label, hop.why)
+        dispatcher.series.migrations.inc(hop.how.label, hop.why)
         # Last: in one process the relay may answer before this returns.
         order = m.Continue(record.rid, hop.number, worker.number, hop.how, record.reached, hop.why)
         self._send_message(record.relay, order)

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 
 from pla_sglang.fleet.router.http import responses
-from pla_sglang.fleet.router.http.head import BODILESS, HOP_HEADERS, AnswerHead, RequestHead
+from pla_sglang.fleet.router.http.head import BODILESS, HOP_HEADERS, RequestHead, ResponseHead
 
 # Set by the router, or by the connection between the instance and the router.
 _OWN_HEADERS = HOP_HEADERS | {b"x-request-id"}
@@ -21,14 +21,14 @@ class ClientWork:
 
     __slots__ = ()
 
-    def client_gone(self, detail: str) -> None:
+    def on_disconnect(self, detail: str) -> None:
         """Nobody gets the answer any more."""
 
     def set_paused(self, paused: bool) -> None:
         """The client's buffers are full, or have room again. Nothing to do for an answer that is written at once."""
 
 
-class AnswerWriter:
+class ResponseWriter:
     """Answers of one connection, one after the other.
 
     Args:
@@ -52,7 +52,7 @@ class AnswerWriter:
 
     # -- for the connection ------------------------------------------------------------------------------------------
 
-    def expect_answer(self, head: RequestHead) -> None:
+    def expect_response(self, head: RequestHead) -> None:
         """The next answer is to this request. That to a HEAD has no body: the client would take it for the beginning
         of the next answer."""
         self.close_after = not head.keep_alive
@@ -74,7 +74,7 @@ class AnswerWriter:
         """The client is gone, or is treated as if it were."""
         work, self._work = self._work, None
         if work is not None:
-            work.client_gone(detail)
+            work.on_disconnect(detail)
 
     # -- for the work ------------------------------------------------------------------------------------------------
 
@@ -85,12 +85,12 @@ class AnswerWriter:
             work.set_paused(True)
 
     def write_bytes(self, data: bytes) -> None:
-        """Nothing happens on a connection that has just been lost: ``client_gone`` is on its way then."""
+        """Nothing happens on a connection that has just been lost: ``on_disconnect`` is on its way then."""
         transport = self.transport
         if transport is not None and not transport.is_closing():
             transport.write(data)
 
-    def forwarded_head(self, head: AnswerHead, rid: str, *, added: bytes = b"") -> bytes:
+    def forwarded_head(self, head: ResponseHead, rid: str, *, added: bytes = b"") -> bytes:
         """An instance's head as the client gets it: without what is about the other connection, with the rid.
 
         ``added``: further lines.
@@ -110,14 +110,14 @@ class AnswerWriter:
         status = responses.STATUS_LINES.get(head.status, b"HTTP/1.1 %d \r\n" % head.status)
         return status + b"".join(lines) + added + b"\r\n"
 
-    def _headers_to_drop(self, head: AnswerHead) -> frozenset[bytes]:
+    def _headers_to_drop(self, head: ResponseHead) -> frozenset[bytes]:
         """The headers of an answer that end at the router (RFC 9110, section 7.6.1; RFC 9112, section 6.1)."""
         dropped = _OWN_HEADERS | head.named_by_connection()
         if head.status in BODILESS:
             return dropped | {b"transfer-encoding"} | ({b"content-length"} if head.status == 204 else frozenset())
         return dropped if self.understands_chunks else dropped | {b"transfer-encoding"}
 
-    def send_answer(
+    def send_response(
         self,
         status: int,
         body: bytes = b"",
@@ -129,11 +129,11 @@ class AnswerWriter:
         keep = not self.close_after
         if keep and not self.understands_chunks:
             headers = (*headers, *_SAY_KEEP_ALIVE)
-        whole = responses.whole_answer(status, body, content_type=content_type, keep_alive=keep, headers=headers)
+        whole = responses.whole_response(status, body, content_type=content_type, keep_alive=keep, headers=headers)
         self.write_bytes(whole[: -len(body)] if body and self._bodiless else whole)
-        self.finish_answer(reusable=True)
+        self.finish_response(reusable=True)
 
-    def finish_answer(self, *, reusable: bool) -> None:
+    def finish_response(self, *, reusable: bool) -> None:
         """The answer is complete. ``reusable``: its end is marked, so that another may follow."""
         self._work = None
         if self.transport is not None:

@@ -22,7 +22,7 @@ from pla_sglang.policy.interface.fleet import FleetView, InstanceView, Role
 
 
 @dataclasses.dataclass(frozen=True)
-class FlipKnobs:
+class RoleSwitchKnobs:
     """Damping of flips.
 
     Attributes:
@@ -63,10 +63,10 @@ class LoadLevel:
         return self._tokens / self._window_s * math.exp(-max(0.0, now_s - self._at_s) / self._window_s)
 
 
-class FlipGuard:
+class RoleSwitchGuard:
     """Remembers the last flip and how long the opposite direction has to wait."""
 
-    def __init__(self, knobs: FlipKnobs) -> None:
+    def __init__(self, knobs: RoleSwitchKnobs) -> None:
         self.knobs = knobs
         self.load = LoadLevel(knobs.load_window_s)
         self._learnt_s = knobs.cool_down_s

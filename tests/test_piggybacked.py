@@ -10,9 +10,9 @@ from support.fake_scheduler import CHUNK_TOKENS, FakeBatch, FakeReq, FakeSchedul
 from support.request_fields import RequestFields
 
 from pla_patches.host import recorded
-from pla_sglang.plugin.engine.riders import PassTimes, RiderClock, set_rider_prefixes
+from pla_sglang.plugin.engine.piggybacked import NextTokenClock, PassTimes, set_piggybacked_prefixes
 from pla_sglang.policy.common.device_clock import DeviceClock
-from pla_sglang.policy.interface.prefill import Ride
+from pla_sglang.policy.interface.prefill import Piggyback
 
 TIMES = PassTimes(begin_s=10.0, last_token_s=10.0)
 
@@ -32,7 +32,7 @@ def mixing(queue: list[FakeReq], reqs: list[FakeReq], **fields: Any) -> FakeSche
 
 
 def test_targets_count_from_where_a_request_was_first_seen() -> None:
-    clock, req = RiderClock(DeviceClock(1.0)), running(100, 5)
+    clock, req = NextTokenClock(DeviceClock(1.0)), running(100, 5)
     first = clock.read([req], TIMES, 50.0, 1)
     assert (first.context_tokens, first.new_kv_tokens) == (104, 1)
     assert first.token_slack_s == pytest.approx(0.05), "one target after the token it has"
@@ -44,10 +44,10 @@ def test_targets_count_from_where_a_request_was_first_seen() -> None:
 
 
 def test_the_first_deadline_counts_and_a_request_may_have_its_own_target() -> None:
-    clock = RiderClock(DeviceClock(1.0))
+    clock = NextTokenClock(DeviceClock(1.0))
     reqs = [running(10, 1), running(20, 1, slo_tpot_ms=20.0), running(30, 1, slo_tpot_ms=400.0)]
-    riders = clock.read(reqs, TIMES, 50.0, 1)
-    assert (riders.token_slack_s, riders.tpot_target_s) == (pytest.approx(0.02), pytest.approx(0.02))
+    piggybacked = clock.read(reqs, TIMES, 50.0, 1)
+    assert (piggybacked.token_slack_s, piggybacked.tpot_target_s) == (pytest.approx(0.02), pytest.approx(0.02))
     assert clock.read(reqs[:1], TIMES, None, 1).token_slack_s == pytest.approx(0.05), "stamped once"
     without = clock.read([running(10, 1)], TIMES, None, 1)
     assert (without.token_slack_s, without.tpot_target_s) == (None, None)
@@ -56,19 +56,19 @@ def test_the_first_deadline_counts_and_a_request_may_have_its_own_target() -> No
 @pytest.mark.parametrize(("committed", "tokens"), [(15, 0), (16, 16), (17, 0)])
 def test_a_rider_takes_a_page_where_one_is_full(committed: int, tokens: int) -> None:
     req = running(committed, 1)
-    assert RiderClock(DeviceClock(1.0)).read([req], TIMES, None, 16).new_kv_tokens == tokens
+    assert NextTokenClock(DeviceClock(1.0)).read([req], TIMES, None, 16).new_kv_tokens == tokens
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 def test_pages_are_counted_over_all_riders(page_tokens: int) -> None:
     reqs = [running(committed, 1) for committed in (15, 16, 32, 64, 65)]
     full = sum(req.kv_committed_len % page_tokens == 0 for req in reqs)
-    assert RiderClock(DeviceClock(1.0)).read(reqs, TIMES, None, page_tokens).new_kv_tokens == full * page_tokens
+    assert NextTokenClock(DeviceClock(1.0)).read(reqs, TIMES, None, page_tokens).new_kv_tokens == full * page_tokens
 
 
 def test_a_retracted_request_that_runs_again_is_due_a_target_after_its_last_token() -> None:
     """Its answer so far is part of what is computed again: tokens are counted on, and what it waited is not made up."""
-    clock, req = RiderClock(DeviceClock(1.0)), running(100, 5)
+    clock, req = NextTokenClock(DeviceClock(1.0)), running(100, 5)
     clock.read([req], TIMES, 50.0, 1)
     req.kv_committed_len = 100 + 6 - 1  # retracted, prefilled again, and given its next token 3 s later
     again = clock.read([req], PassTimes(13.0, 13.0), 50.0, 1)
@@ -82,17 +82,17 @@ def test_riders_join_and_the_chunk_keeps_its_size() -> None:
     assert scheduler.seen[0]["mixes"] is True
     assert scheduler.seen[0]["size"] == CHUNK_TOKENS + 2
     assert (scheduler.is_mixed_chunk, scheduler.chunked_prefill_size) == (True, CHUNK_TOKENS), "as they were"
-    assert scheduler.pla.telemetry.to_dict()["rides"] == {Ride.TOGETHER.value: 1}
+    assert scheduler.pla.telemetry.to_dict()["rides"] == {Piggyback.TOGETHER.value: 1}
 
 
 def test_nobody_joins_where_the_decision_says_so() -> None:
     scheduler = mixing([FakeReq("long", 3000)], [running(50, 3)])
-    scheduler.pla.policy.set_ride(scheduler.pla.policy.ride.__class__(1e-6, 0.0, 0.0, extra_s=1.0))
+    scheduler.pla.policy.set_mixed_model(scheduler.pla.policy.mixed_model.__class__(1e-6, 0.0, 0.0, extra_s=1.0))
     scheduler.run_pass()
     assert scheduler.seen[0]["mixes"] is False
     assert scheduler.seen[0]["size"] == CHUNK_TOKENS
     assert scheduler.is_mixed_chunk is True
-    assert scheduler.pla.telemetry.to_dict()["rides"] == {Ride.ALONE.value: 1}
+    assert scheduler.pla.telemetry.to_dict()["rides"] == {Piggyback.ALONE.value: 1}
 
 
 @pytest.mark.parametrize("who", ["running", "waiting"])
@@ -109,7 +109,7 @@ def test_a_request_with_logprobs_rides_with_nobody(who: str) -> None:
 
 def test_an_exception_in_the_middle_restores_the_flag() -> None:
     scheduler = mixing([FakeReq("long", 3000)], [running(50, 3)])
-    scheduler.pla.policy.set_ride(scheduler.pla.policy.ride.__class__(1e-6, 0.0, 0.0, extra_s=1.0))
+    scheduler.pla.policy.set_mixed_model(scheduler.pla.policy.mixed_model.__class__(1e-6, 0.0, 0.0, extra_s=1.0))
 
     def fail(_: FakeScheduler) -> None:
         raise RuntimeError("in the middle")
@@ -136,7 +136,8 @@ class DecodingReq(RequestFields):
 
 
 def test_the_prefix_of_a_rider_that_sat_out_a_pass_is_what_the_cache_has() -> None:
-    """The host itself, with overlap: it counts one too many where it has our seam ``sched.ride``, and only there."""
+    """The host itself, with overlap: it counts one too many where it has our seam ``sched.piggyback``, and only
+    there."""
     import torch
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -144,7 +145,7 @@ def test_the_prefix_of_a_rider_that_sat_out_a_pass_is_what_the_cache_has() -> No
     rode, sat_out = DecodingReq(10, 4, under_way=1), DecodingReq(10, 4, under_way=0)
     reqs = [rode, sat_out]
     empty = torch.empty(0, dtype=torch.int64)
-    riders = SimpleNamespace(
+    piggybacked = SimpleNamespace(
         reqs=reqs,
         batch_size=lambda: 2,
         req_pool_indices=empty,
@@ -163,8 +164,8 @@ def test_the_prefix_of_a_rider_that_sat_out_a_pass_is_what_the_cache_has() -> No
         extend_logprob_start_lens=[0],
         merge_batch=lambda other: None,
     )
-    ScheduleBatch.mix_with_running(batch, riders)
+    ScheduleBatch.mix_with_running(batch, piggybacked)
     if "sched.ride" not in recorded().absent:
         assert batch.prefix_lens == [7, 14, 14]
-        set_rider_prefixes(batch, riders)
+        set_piggybacked_prefixes(batch, piggybacked)
     assert batch.prefix_lens == [7, 14, 13], "tokens in the cache before the pass"

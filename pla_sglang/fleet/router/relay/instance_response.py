@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from pla_sglang.fleet.router.http import responses
-from pla_sglang.fleet.router.http.head import AnswerHead, RequestHead
+from pla_sglang.fleet.router.http.head import RequestHead, ResponseHead
 from pla_sglang.fleet.router.http.instance_facts import answer_about_instance
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter, ClientWork
 from pla_sglang.fleet.router.relay.context import RelayContext
 from pla_sglang.fleet.router.relay.proxied_call import ProxiedCall
 from pla_sglang.fleet.router.relay.request_translation import head_for_worker
+from pla_sglang.fleet.router.relay.response_writer import ClientWork, ResponseWriter
 from pla_sglang.fleet.router.wire.messages import FailureKind, WorkerEntry
 
-ANSWER_BYTES = 4 << 20  # of one answer; those of SGLang have some 30 KB
+RESPONSE_BYTES = 4 << 20  # of one answer; those of SGLang have some 30 KB
 
 
-class InstanceAnswer(ProxiedCall, ClientWork):
+class InstanceResponse(ProxiedCall, ClientWork):
     """One such question, until the instance has answered. Of the client's headers it gets the key at most: its answer
     is to be whole and plain JSON."""
 
-    def __init__(self, context: RelayContext, client: AnswerWriter, head: RequestHead) -> None:
+    def __init__(self, context: RelayContext, client: ResponseWriter, head: RequestHead) -> None:
         super().__init__(context.pool, context.loop, timeout_s=context.config.first_byte_timeout_s)
         self._context, self._client, self._request = context, client, head
         self._status = 0
@@ -30,27 +30,27 @@ class InstanceAnswer(ProxiedCall, ClientWork):
         line = b"" if key is None else b"authorization: %s\r\n" % key
         self._send_to(worker, "GET", head_for_worker(worker, self._request, 0, line, method="GET"), b"")
 
-    def on_head(self, head: AnswerHead) -> None:
+    def on_head(self, head: ResponseHead) -> None:
         self._status = head.status
 
     def on_body(self, data: bytes) -> None:
         self._body += data
-        if len(self._body) > ANSWER_BYTES:
+        if len(self._body) > RESPONSE_BYTES:
             self._drop_connection()
-            self._fail(f"the instance's answer has more than {ANSWER_BYTES} bytes")
+            self._fail(f"the instance's answer has more than {RESPONSE_BYTES} bytes")
 
     def on_done(self) -> None:
         self._finish_call()
         status, body = answer_about_instance(self._request.path, self._status, bytes(self._body))
-        self._client.send_answer(status, body, headers=(("x-request-id", self._context.ids.make_rid()),))
+        self._client.send_response(status, body, headers=(("x-request-id", self._context.ids.make_rid()),))
 
     def on_lost(self, kind: FailureKind, detail: str) -> None:
         self._fail(f"the instance did not answer: {detail}")
 
     def _fail(self, text: str) -> None:
         self._finish_call()
-        self._client.send_answer(502, responses.error_body(502, "upstream_lost", text))
+        self._client.send_response(502, responses.error_body(502, "upstream_lost", text))
 
-    def client_gone(self, detail: str) -> None:
+    def on_disconnect(self, detail: str) -> None:
         self._drop_connection()
         self._finish_call()

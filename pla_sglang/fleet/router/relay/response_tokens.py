@@ -24,7 +24,7 @@ _INDEXED = re.compile(_COUNT.pattern + rb'[^\n]*"index":\s*([0-9]{1,6})\}')
 _TOTAL = re.compile(rb'"choices":\s*\[\][^\n]*' + _COUNT.pattern)
 
 
-class AnswerTokens(Protocol):
+class ResponseTokens(Protocol):
     """Sees the pieces of one answer as they are forwarded, with the chunked coding or without."""
 
     def feed(self, data: bytes) -> None: ...
@@ -33,7 +33,7 @@ class AnswerTokens(Protocol):
         """Tokens so far; None: the instance has not said."""
 
 
-class WholeAnswer:
+class WholeResponse:
     """An answer that is no stream: the sum over what it says, as /generate answers a batch with a list."""
 
     __slots__ = ("_rest", "_tokens")
@@ -94,10 +94,10 @@ class StreamOfSeveral:
         return sum(self._tokens.values()) if self._tokens else None
 
 
-def tokens_of_answer(ask: Ask, *, streams: bool) -> AnswerTokens:
+def tokens_of_response(ask: Ask, *, streams: bool) -> ResponseTokens:
     """For the answer to ``ask``."""
     if not streams:
-        return WholeAnswer()
+        return WholeResponse()
     if ask.prompts * ask.samples == 1:
         return StreamTail()
     return StreamOfSeveral() if ask.endpoint is Endpoint.GENERATE else StreamTail(_TOTAL)

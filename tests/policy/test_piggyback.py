@@ -1,4 +1,5 @@
-"""Riding decodes, rule by rule. FLAT model (10 ms floor, 0.1 ms a token), boundary at 100 tokens, chunks of 1000."""
+"""Piggybacked decodes, rule by rule. FLAT model (10 ms floor, 0.1 ms a token), boundary at 100 tokens, chunks of
+1000."""
 
 from __future__ import annotations
 
@@ -9,23 +10,25 @@ from support.temporal_scene import KNOBS, NOW_S, RECENT_S, lone_short
 from support.views import FLAT, long, pass_view, short
 
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassView, Reason, Ride
+from pla_sglang.policy.interface.prefill import Action, PassView, Piggyback, Reason
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import SloKnobs
-from pla_sglang.policy.slo.mixed_batches import MixedBatches, PassCost, RideModel
+from pla_sglang.policy.slo.mixed_batches import MixedBatches, MixedBatchModel, PassCost
 
-DECODE = RideModel(base_s=0.010, request_s=0.0, read_s=0.0)
+DECODE = MixedBatchModel(base_s=0.010, request_s=0.0, read_s=0.0)
 S, L, H = Action.SHORT, Action.LONG, Action.HOLD
 
 
 def riding(view: PassView, *, slack_s: float | None = None, wait_s: float = 0.0, **fields: object) -> PassView:
     """Ten requests run, and may join."""
-    fields = {"running": 10, "rider_tokens": 10, **fields}
-    return dataclasses.replace(view, can_ride=True, token_slack_s=slack_s, decode_wait_s=wait_s, **fields)  # type: ignore[arg-type]
+    fields = {"running": 10, "piggyback_kv_tokens": 10, **fields}
+    return dataclasses.replace(view, can_piggyback=True, token_slack_s=slack_s, decode_wait_s=wait_s, **fields)  # type: ignore[arg-type]
 
 
-def policy(ride: RideModel = DECODE, knobs: TemporalKnobs = KNOBS, model: StepModel = FLAT) -> MixedBatches:
-    return MixedBatches(TemporalPolicy(knobs, model), SloKnobs(), ride)
+def policy(
+    mixed_model: MixedBatchModel = DECODE, knobs: TemporalKnobs = KNOBS, model: StepModel = FLAT
+) -> MixedBatches:
+    return MixedBatches(TemporalPolicy(knobs, model), SloKnobs(), mixed_model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +36,11 @@ class Case:
     name: str
     view: PassView
     action: Action
-    ride: Ride | None
+    piggyback: Piggyback | None
     reason: Reason = Reason.NO_SHORT
     tokens: int | None = None  # of the long's chunk
     selected: int | None = None  # how many
-    model: RideModel = DECODE
+    model: MixedBatchModel = DECODE
 
 
 TWO_SHORTS = (short(RECENT_S, 90), short(RECENT_S, 90))
@@ -46,24 +49,34 @@ URGENT = short(RECENT_S, 90, deadline_s=NOW_S + 0.015)
 CASES = [
     Case("nothing runs", riding(pass_view([long(RECENT_S)]), running=0), L, None, tokens=1000),
     Case("the host mixes nothing", pass_view([long(RECENT_S)], running=10), L, None, tokens=1000),
-    Case("without targets they join as it is", riding(pass_view([long(RECENT_S)])), L, Ride.TOGETHER, tokens=1000),
-    Case("in time as it is", riding(pass_view([long(RECENT_S)]), slack_s=0.102), L, Ride.TOGETHER, tokens=1000),
+    Case("without targets they join as it is", riding(pass_view([long(RECENT_S)])), L, Piggyback.TOGETHER, tokens=1000),
+    Case("in time as it is", riding(pass_view([long(RECENT_S)]), slack_s=0.102), L, Piggyback.TOGETHER, tokens=1000),
     # (tokens + 10 riders) * 0.1 ms
     Case(
-        "cut for the next token", riding(pass_view([long(RECENT_S)]), slack_s=0.05), L, Ride.TOKEN_DEADLINE, tokens=490
+        "cut for the next token",
+        riding(pass_view([long(RECENT_S)]), slack_s=0.05),
+        L,
+        Piggyback.TOKEN_DEADLINE,
+        tokens=490,
     ),
     Case(
         "and for what the model errs",
         riding(pass_view([long(RECENT_S)]), slack_s=0.05),
         L,
-        Ride.TOKEN_DEADLINE,
+        Piggyback.TOKEN_DEADLINE,
         tokens=240,
         model=dataclasses.replace(DECODE, error=1.0),
     ),
     Case(
-        "a chunk under way is cut too", riding(pass_view([], long()), slack_s=0.05), L, Ride.TOKEN_DEADLINE, tokens=490
+        "a chunk under way is cut too",
+        riding(pass_view([], long()), slack_s=0.05),
+        L,
+        Piggyback.TOKEN_DEADLINE,
+        tokens=490,
     ),
-    Case("late, but at the crossing", riding(pass_view([long(RECENT_S)]), slack_s=0.001), L, Ride.LATE, tokens=100),
+    Case(
+        "late, but at the crossing", riding(pass_view([long(RECENT_S)]), slack_s=0.001), L, Piggyback.LATE, tokens=100
+    ),
     Case(
         "those that sat out a pass come first",
         riding(pass_view([long(RECENT_S)]), slack_s=0.001, wait_s=0.02),
@@ -75,76 +88,87 @@ CASES = [
         "a decode step of their own is cheaper",
         riding(pass_view([long(RECENT_S)])),
         L,
-        Ride.ALONE,
+        Piggyback.ALONE,
         tokens=1000,
-        model=RideModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02),
+        model=MixedBatchModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02),
     ),
     Case(
         "alone, the pass leaves time for that step",
         riding(pass_view([long(RECENT_S)]), slack_s=0.05),
         L,
-        Ride.ALONE,
+        Piggyback.ALONE,
         tokens=490,
-        model=RideModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02),
+        model=MixedBatchModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02),
     ),
-    Case("no KV cache for their tokens", riding(pass_view([long()], kv_free=1000), rider_tokens=10), L, Ride.NO_ROOM),
+    Case(
+        "no KV cache for their tokens",
+        riding(pass_view([long()], kv_free=1000), piggyback_kv_tokens=10),
+        L,
+        Piggyback.NO_ROOM,
+    ),
     Case(
         "cut to two decode steps where KV cache is short",
         riding(pass_view([long(RECENT_S)], kv_free=19_000, kv_capacity=100_000)),
         L,
-        Ride.KV_SHORT,
+        Piggyback.KV_SHORT,
         tokens=190,
     ),
     Case(
         "and where its next tokens have more time than that",
         riding(pass_view([long(RECENT_S)], kv_free=19_000, kv_capacity=100_000), slack_s=0.05),
         L,
-        Ride.KV_SHORT,
+        Piggyback.KV_SHORT,
         tokens=190,
     ),
     Case(
         "they come first where they have less",
         riding(pass_view([long(RECENT_S)], kv_free=19_000, kv_capacity=100_000), slack_s=0.015),
         L,
-        Ride.TOKEN_DEADLINE,
+        Piggyback.TOKEN_DEADLINE,
         tokens=139,
     ),
     Case(
         "a chunk under way is cut for the cache too",
         riding(pass_view([], long(), kv_free=19_000, kv_capacity=100_000)),
         L,
-        Ride.KV_SHORT,
+        Piggyback.KV_SHORT,
         tokens=190,
     ),
     Case(
         "who overtakes it has to be whole",
         riding(pass_view([long(RECENT_S, 900)], long(RECENT_S), kv_free=19_000, kv_capacity=100_000)),
         L,
-        Ride.TOGETHER,
+        Piggyback.TOGETHER,
         selected=1,
     ),
     Case(
         "a fifth is not short",
         riding(pass_view([long(RECENT_S)], kv_free=20_000, kv_capacity=100_000)),
         L,
-        Ride.TOGETHER,
+        Piggyback.TOGETHER,
         tokens=1000,
     ),
-    Case("shorts together", riding(pass_view(TWO_SHORTS)), S, Ride.TOGETHER, Reason.NO_GAIN, selected=2),
+    Case("shorts together", riding(pass_view(TWO_SHORTS)), S, Piggyback.TOGETHER, Reason.NO_GAIN, selected=2),
     Case(
         "the last short waits for the next pass",
         riding(pass_view(TWO_SHORTS), slack_s=0.012),
         S,
-        Ride.TOKEN_DEADLINE,
+        Piggyback.TOKEN_DEADLINE,
         Reason.NO_GAIN,
         selected=1,
     ),
-    Case("one short goes in any case", riding(pass_view([lone_short()]), slack_s=0.001), S, Ride.LATE, Reason.NO_GAIN),
+    Case(
+        "one short goes in any case",
+        riding(pass_view([lone_short()]), slack_s=0.001),
+        S,
+        Piggyback.LATE,
+        Reason.NO_GAIN,
+    ),
     Case(
         "who must start now is not left out",
         riding(pass_view([TWO_SHORTS[0], URGENT]), slack_s=0.012, wait_s=0.001),
         S,
-        Ride.TOGETHER,
+        Piggyback.TOGETHER,
         Reason.SLACK,
         selected=2,
     ),
@@ -152,7 +176,7 @@ CASES = [
         "who would overtake and be late gives way to the chunk",
         riding(pass_view([long(RECENT_S, 900)], long(RECENT_S)), slack_s=0.05),
         L,
-        Ride.TOKEN_DEADLINE,
+        Piggyback.TOKEN_DEADLINE,
         tokens=490,
         selected=0,
     ),
@@ -163,7 +187,7 @@ CASES = [
 def test_rules(case: Case) -> None:
     made = policy(case.model)
     decision = made.decide(case.view, NOW_S)
-    assert (decision.action, decision.reason, decision.ride) == (case.action, case.reason, case.ride)
+    assert (decision.action, decision.reason, decision.piggyback) == (case.action, case.reason, case.piggyback)
     if case.tokens is not None:
         assert decision.chunk_tokens == case.tokens
     if case.selected is not None:
@@ -175,9 +199,9 @@ def test_companions_wait_before_a_long_is_cut() -> None:
     made = policy(model=StepModel(g0_s=0.0, gw_s=0.0, gr_s=0.0, k0_s=0.05, b_s=1e-4, a_s=0.0))
     view = pass_view([long(RECENT_S, 200), long(RECENT_S, 200), *(long(RECENT_S, 900) for _ in range(8))])
     whole = made.decide(riding(view), NOW_S)
-    assert (len(whole.selected), whole.ride) == (2, Ride.TOGETHER)
+    assert (len(whole.selected), whole.piggyback) == (2, Piggyback.TOGETHER)
     alone = made.decide(riding(view, slack_s=0.072), NOW_S)
-    assert (alone.selected, alone.ride) == ((view.waiting[0],), Ride.TOKEN_DEADLINE)
+    assert (alone.selected, alone.piggyback) == ((view.waiting[0],), Piggyback.TOKEN_DEADLINE)
 
 
 def test_a_cut_pass_keeps_as_many_companions_as_are_in_time() -> None:
@@ -186,13 +210,13 @@ def test_a_cut_pass_keeps_as_many_companions_as_are_in_time() -> None:
     queue = [*(long(RECENT_S, 100) for _ in range(4)), *(long(RECENT_S, 900) for _ in range(20))]
     for chunk in (None, long(RECENT_S, 3000)):
         whole = made.decide(riding(pass_view(queue, chunk)), NOW_S)
-        assert (whole.selected[:4], whole.ride) == (tuple(queue[:4]), Ride.TOGETHER)
+        assert (whole.selected[:4], whole.piggyback) == (tuple(queue[:4]), Piggyback.TOGETHER)
         cut = made.decide(riding(pass_view(queue, chunk), slack_s=0.082), NOW_S)
-        assert (cut.selected, cut.ride) == (tuple(queue[:3]), Ride.TOKEN_DEADLINE)
+        assert (cut.selected, cut.piggyback) == (tuple(queue[:3]), Piggyback.TOKEN_DEADLINE)
 
 
 def test_a_chunk_is_cut_on_the_hosts_grid() -> None:
-    knobs = dataclasses.replace(KNOBS, longs=dataclasses.replace(KNOBS.longs, grid_tokens=64))
+    knobs = dataclasses.replace(KNOBS, long_prompts=dataclasses.replace(KNOBS.long_prompts, grid_tokens=64))
     decision = policy(knobs=knobs).decide(riding(pass_view([long(RECENT_S)]), slack_s=0.05), NOW_S)
     assert decision.chunk_tokens == 490 // 64 * 64
 
@@ -203,12 +227,12 @@ def test_a_chunk_is_cut_on_the_hosts_grid() -> None:
     ids=["tokens", "and context", "never below the decode step"],
 )
 def test_a_mixed_pass_costs_its_tokens_and_the_context_of_its_riders(new: int, context: int, expected_s: float) -> None:
-    model = RideModel(base_s=0.010, request_s=0.0, read_s=1e-6)
+    model = MixedBatchModel(base_s=0.010, request_s=0.0, read_s=1e-6)
     cost = PassCost(riding(pass_view(), context_tokens=context), FLAT, model)
     assert cost.mixed_s(new, 0, new * new) == pytest.approx(expected_s)
 
 
-ALONE = RideModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02)
+ALONE = MixedBatchModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02)
 
 
 @pytest.mark.parametrize(
@@ -219,26 +243,32 @@ ALONE = RideModel(base_s=0.001, request_s=0.0, read_s=0.0, extra_s=0.02)
         ("they rode", DECODE, 0.1, L),
     ],
 )
-def test_a_step_of_their_own_comes_after_the_pass(name: str, model: RideModel, wait_s: float, action: Action) -> None:
+def test_a_step_of_their_own_comes_after_the_pass(
+    name: str, model: MixedBatchModel, wait_s: float, action: Action
+) -> None:
     """Without a decode gap; what riding would cost was weighed against one step after each pass."""
-    made, longs = policy(model), [long(RECENT_S), long(RECENT_S)]
-    view = riding(pass_view(longs))
+    made, long_prompts = policy(model), [long(RECENT_S), long(RECENT_S)]
+    view = riding(pass_view(long_prompts))
     first = made.decide(view, NOW_S)
     made.on_pass(first, view, first.selected, NOW_S)
-    second = made.decide(riding(pass_view(longs[1:]), wait_s=wait_s), NOW_S + 0.1)
+    second = made.decide(riding(pass_view(long_prompts[1:]), wait_s=wait_s), NOW_S + 0.1)
     assert second.action is action, name
     assert second.reason is (Reason.DECODE_TURN if action is H else Reason.NO_SHORT)
 
 
-@pytest.mark.parametrize(("slack_s", "ride"), [(None, Ride.PROBE), (0.2, Ride.PROBE), (0.115, Ride.ALONE)])
-def test_riding_is_tried_again_after_many_passes_if_no_token_is_late(slack_s: float | None, ride: Ride) -> None:
+@pytest.mark.parametrize(
+    ("slack_s", "piggyback"), [(None, Piggyback.PROBE), (0.2, Piggyback.PROBE), (0.115, Piggyback.ALONE)]
+)
+def test_riding_is_tried_again_after_many_passes_if_no_token_is_late(
+    slack_s: float | None, piggyback: Piggyback
+) -> None:
     """A mixed pass takes 121 ms by the model, the pass and a step 101 ms."""
     made, view = policy(ALONE), riding(pass_view([long(RECENT_S)]), slack_s=slack_s)
     for _ in range(SloKnobs.probe_passes):
         decision = made.decide(view, NOW_S)
-        assert decision.ride is Ride.ALONE
+        assert decision.piggyback is Piggyback.ALONE
         made.on_pass(decision, view, decision.selected, NOW_S)
     probe = made.decide(view, NOW_S)
-    assert probe.ride is ride
+    assert probe.piggyback is piggyback
     made.on_pass(probe, view, probe.selected, NOW_S)
-    assert made.decide(view, NOW_S).ride is Ride.ALONE
+    assert made.decide(view, NOW_S).piggyback is Piggyback.ALONE

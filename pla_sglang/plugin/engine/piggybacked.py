@@ -37,7 +37,7 @@ class _Tokens:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Riders:
+class RunningDecodes:
     """Sums over the running requests, the time from the start of the pass to the first next-token deadline, and the
     least TPOT target."""
 
@@ -47,7 +47,7 @@ class Riders:
     tpot_target_s: float | None
 
 
-class RiderClock:
+class NextTokenClock:
     """Next-token deadlines (docs/reference/policies/temporal.md): token g + 1 is due g targets after the first one,
     or one target after the last token if that is later. Counted from where a request was first seen, which is at its
     first token if prefills wait then; what it was early before is not held to its account.
@@ -56,7 +56,7 @@ class RiderClock:
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock
 
-    def read(self, reqs: Iterable[Any], times: PassTimes, default_ms: float | None, page_tokens: int) -> Riders:
+    def read(self, reqs: Iterable[Any], times: PassTimes, default_ms: float | None, page_tokens: int) -> RunningDecodes:
         """One look at each running request; what is first seen is stamped."""
         context = new_pages = 0
         first_due_s: float | None = None
@@ -80,7 +80,7 @@ class RiderClock:
             if first_due_s is None or due_s < first_due_s:
                 first_due_s = due_s
         slack_s = None if first_due_s is None else first_due_s - times.begin_s
-        return Riders(context, new_pages * page_tokens, slack_s, least_target_s)
+        return RunningDecodes(context, new_pages * page_tokens, slack_s, least_target_s)
 
     def _stamp(self, req: Any, given: int, times: PassTimes, default_ms: float | None) -> _Tokens:
         target_s = tpot_target_s(req, default_ms)
@@ -91,26 +91,26 @@ class RiderClock:
         return tokens
 
 
-def may_ride(running_batch: Any) -> bool:
-    """Whether the host would let the running requests join a pass."""
+def may_piggyback(running_batch: Any) -> bool:
+    """Tells whether the host would let the running requests join a pass."""
     return not (running_batch.is_empty() or running_batch.return_logprob or running_batch.is_prefill_only)
 
 
-def keeps_riders_out(reqs: Iterable[Any]) -> bool:
-    """Whether a pass with one of these would take no riders."""
+def keeps_decodes_out(reqs: Iterable[Any]) -> bool:
+    """Tells whether a pass with one of these would take no piggybacked decodes."""
     return any(req.return_logprob or req.input_embeds is not None for req in reqs)
 
 
-def end_riders(result: Any, batch: Any, riders: Any) -> None:
+def end_piggybacked(result: Any, batch: Any, piggybacked: Any) -> None:
     """Where they could not be placed: with the host's own place KV might be read that is not written."""
-    for req in riders.reqs:
+    for req in piggybacked.reqs:
         fail_with_next_step(req, "it could not be placed in a pass")
 
 
-def set_rider_prefixes(batch: Any, riders: Any) -> None:
-    """After ``mix_with_running``: each rider's prefix is what it has in the KV cache before this pass.
+def set_piggybacked_prefixes(batch: Any, piggybacked: Any) -> None:
+    """After ``mix_with_running``: each piggybacked decode's prefix is what it has in the KV cache before this pass.
 
     With overlap the host counts one token more than it knows of, the one under way. A request that sat out the pass
     before has none under way, and its prefix would be one too long: a wrong position, and KV read that is not written.
     """
-    batch.prefix_lens[-len(riders.reqs) :] = [kv_committed_len(req) - 1 for req in riders.reqs]
+    batch.prefix_lens[-len(piggybacked.reqs) :] = [kv_committed_len(req) - 1 for req in piggybacked.reqs]

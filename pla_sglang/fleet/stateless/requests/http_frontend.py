@@ -17,10 +17,10 @@ from fastapi import HTTPException
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.reserved import ROUTER_KEY_HEADER, describe_reserved
 from pla_sglang.fleet.stateless.requests.commands import Answer, Command, parse_commands
-from pla_sglang.fleet.stateless.requests.messages import PlaHopAnswers, PlaHops, PlaPeers, register_messages
+from pla_sglang.fleet.stateless.requests.messages import PlaCommandAnswers, PlaCommands, PlaPeers, register_messages
 from pla_sglang.fleet.stateless.requests.router_keys import KeysFullError, RouterKeys, find_reserved, split_key
 from pla_sglang.fleet.stateless.transfer.legs import LegKind
-from pla_sglang.fleet.stateless.transfer.peers import PeerBook, UntoldPeerError, parse_told
+from pla_sglang.fleet.stateless.transfer.peers import PeerBook, UnknownPeerError, parse_peer_config
 from pla_sglang.plugin.engine import routes
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RefusedStreamError(RefusedLegError, ValueError):
     """The same for a stream: SGLang turns a ValueError there into an event with the status."""
 
 
-class Front:
+class HttpFrontend:
     """What the process that serves HTTP knows of peers and routers."""
 
     def __init__(self, server_args: Any) -> None:
@@ -66,7 +66,7 @@ class Front:
             raise
 
     def is_from_router(self, request: Any) -> bool:
-        """Whether a request may say what only routers may say; ``request`` as in ``check_request``."""
+        """Tells whether a request may say what only routers may say; ``request`` as in ``check_request``."""
         return self._keys.admits(None if request is None else request.headers.get(ROUTER_KEY_HEADER))
 
     def _check_origin(self, obj: Any, request: Any) -> None:
@@ -83,7 +83,7 @@ class Front:
         for host, port, room in zip(_spread(hosts, count), _spread(ports, count), _spread(rooms, count), strict=True):
             try:
                 kind = self.book.kind_of(host, port)
-            except UntoldPeerError as error:
+            except UnknownPeerError as error:
                 raise RefusedLegError(HTTPStatus.CONFLICT, str(error)) from None
             if kind is not LegKind.WHOLE and (room is None or room < 0):
                 raise RefusedLegError(HTTPStatus.BAD_REQUEST, "its part needs a bootstrap_room that is not negative")
@@ -94,11 +94,11 @@ class Front:
         Raises ConfigError, KeysFullError: nothing has changed then.
         """
         rest, key = split_key(body)
-        told = parse_told(rest)
+        told = parse_peer_config(rest)
         if key is not None:
             self._keys.add_key(key)
         self.book.tell(told)
-        self.book.forget_untold()
+        self.book.forget_unlisted()
         return PlaPeers(told=told)
 
 
@@ -112,7 +112,7 @@ def _spread(values: Any, count: int) -> list[Any]:
     return values
 
 
-def add_peer_routes(front: Front) -> None:
+def add_peer_routes(front: HttpFrontend) -> None:
     """``GET`` and ``POST /pla/peers``."""
     from fastapi import Request
     from sglang.srt.entrypoints import http_server
@@ -120,7 +120,7 @@ def add_peer_routes(front: Front) -> None:
 
     async def read_peers() -> Any:
         [state] = await routes.read_states()
-        return routes.json_answer({"peers": state["stateless"]["peers"]})
+        return routes.json_response({"peers": state["stateless"]["peers"]})
 
     async def post_peers(request: Request) -> Any:
         try:
@@ -129,7 +129,7 @@ def add_peer_routes(front: Front) -> None:
             return routes.refuse_change(error)
         except KeysFullError as error:
             logger.warning("pla_sglang: a router is refused: %s", error)
-            return routes.json_answer({"error": {"message": str(error), "type": "TooManyRouters", "code": 429}}, 429)
+            return routes.json_response({"error": {"message": str(error), "type": "TooManyRouters", "code": 429}}, 429)
         await http_server._global_state.tokenizer_manager._async_dispatch_to_scheduler(message)
         return await read_peers()
 
@@ -140,7 +140,7 @@ def add_peer_routes(front: Front) -> None:
         http_server.app.add_api_route("/pla/peers", guarded, methods=[method])
 
 
-class HopDesk:
+class CommandDesk:
     """Knows which caller waits for which answers."""
 
     def __init__(self, manager: Any) -> None:
@@ -154,19 +154,19 @@ class HopDesk:
         answers = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         try:
             self._manager.auto_create_handle_loop()
-            await self._manager._async_dispatch_to_scheduler(PlaHops(ticket=ticket, commands=commands))
+            await self._manager._async_dispatch_to_scheduler(PlaCommands(ticket=ticket, commands=commands))
             return await asyncio.wait_for(answers, PATIENCE_S)
         finally:
             del self._waiting[ticket]
 
-    def take_answers(self, message: PlaHopAnswers) -> None:
+    def take_answers(self, message: PlaCommandAnswers) -> None:
         """Called in the loop that reads the schedulers' outputs."""
         waiting = self._waiting.get(message.ticket)
         if waiting is not None and not waiting.done():
             waiting.set_result(message.answers)
 
 
-def add_hop_route(manager: Any) -> None:
+def add_command_route(manager: Any) -> None:
     """``manager``: the host's tokenizer manager, whose schedulers are stateless."""
     from fastapi import Request
     from sglang.srt.entrypoints import http_server
@@ -174,21 +174,21 @@ def add_hop_route(manager: Any) -> None:
     from sglang.utils import TypeBasedDispatcher
 
     register_messages()
-    desk = HopDesk(manager)
-    manager._result_dispatcher += TypeBasedDispatcher([(PlaHopAnswers, desk.take_answers)])
+    desk = CommandDesk(manager)
+    manager._result_dispatcher += TypeBasedDispatcher([(PlaCommandAnswers, desk.take_answers)])
 
-    async def post_hops(request: Request) -> Any:
+    async def post_commands(request: Request) -> Any:
         try:
             commands = parse_commands(await routes.body_of(request))
         except ConfigError as error:
             return routes.refuse_change(error)
         try:
-            return routes.json_answer({"answers": await desk.carry_out(commands)})
+            return routes.json_response({"answers": await desk.carry_out(commands)})
         except TimeoutError:
             message = f"the scheduler has not answered for {PATIENCE_S:.0f} s"
-            return routes.json_answer({"error": {"message": message, "type": "Unavailable", "code": 503}}, 503)
+            return routes.json_response({"error": {"message": message, "type": "Unavailable", "code": 503}}, 503)
 
-    post_hops.__annotations__["request"] = Request
-    post_hops.__annotations__.pop("return", None)
-    guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(post_hops)
+    post_commands.__annotations__["request"] = Request
+    post_commands.__annotations__.pop("return", None)
+    guarded = auth_level(AuthLevel.ADMIN_OPTIONAL)(post_commands)
     http_server.app.add_api_route("/pla/hops", guarded, methods=["POST"])

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pla_sglang.fleet.router.http import responses
-from pla_sglang.fleet.router.http.head import AnswerHead
-from pla_sglang.fleet.router.relay.answer_errors import ABORT_MARK, CODE_MARK, AnswerVerdict, given_up
-from pla_sglang.fleet.router.relay.answer_tokens import AnswerTokens, tokens_of_answer
-from pla_sglang.fleet.router.relay.answer_writer import AnswerWriter
+from pla_sglang.fleet.router.http.head import ResponseHead
 from pla_sglang.fleet.router.relay.marked_stream import MarkedStreamReader
+from pla_sglang.fleet.router.relay.response_errors import ABORT_MARK, CODE_MARK, ResponseVerdict, given_up
+from pla_sglang.fleet.router.relay.response_tokens import ResponseTokens, tokens_of_response
+from pla_sglang.fleet.router.relay.response_writer import ResponseWriter
 from pla_sglang.fleet.router.relay.upstream_connection import UpstreamConnection
 from pla_sglang.fleet.router.relay.upstream_leg import UpstreamLeg
-from pla_sglang.fleet.router.wire.messages import Ask, Ended, Endpoint, FailureKind, Outcome
+from pla_sglang.fleet.router.wire.messages import Ask, Completed, Endpoint, FailureKind, Outcome
 
 EVENT_BYTES = 4096  # up to here the first event of a stream is waited for, to see whether it is an error
 LAST_CHUNK = b"0\r\n\r\n"
@@ -26,7 +26,7 @@ _SAYS_FINISH = frozenset({Endpoint.GENERATE, Endpoint.COMPLETIONS, Endpoint.CHAT
 RETRY_AFTER_S = 1  # told to clients of full instances that name no time themselves
 
 
-class AnswerOwner(Protocol):
+class ResponseOwner(Protocol):
     """The request that the answer belongs to."""
 
     def on_beginning(self, status: int, data: bytes, *, whole: bool) -> bool:
@@ -36,7 +36,7 @@ class AnswerOwner(Protocol):
         one that is whole is then forwarded by the caller.
         """
 
-    def on_answer_done(self, status: int) -> None:
+    def on_response_done(self, status: int) -> None:
         """Everything was forwarded, or is about to be."""
 
     def on_given_up(self, data: bytes) -> None:
@@ -53,12 +53,12 @@ class KeptRefusal:
     """
 
     status: int
-    head: AnswerHead | None
+    head: ResponseHead | None
     body: bytes
 
 
-class ForwardedAnswer:
-    """Observes the leg that the client's answer comes from (``AnswerObserver``).
+class ForwardedResponse:
+    """Observes the leg that the client's answer comes from (``ResponseObserver``).
 
     The head is kept until the body begins: one segment for both, and errors still get their own status.
 
@@ -93,15 +93,15 @@ class ForwardedAnswer:
         "verdict",
     )
 
-    def __init__(self, client: AnswerWriter, owner: AnswerOwner, ask: Ask, now_s: Callable[[], float]) -> None:
+    def __init__(self, client: ResponseWriter, owner: ResponseOwner, ask: Ask, now_s: Callable[[], float]) -> None:
         self._client, self._owner, self._ask, self._now_s = client, owner, ask, now_s
-        self._head: AnswerHead | None = None
-        self._tokens: AnswerTokens | None = None  # from the head on
+        self._head: ResponseHead | None = None
+        self._tokens: ResponseTokens | None = None  # from the head on
         self._beginning = b""  # of the body, not forwarded yet
         self._kept: KeptRefusal | None = None
         self._streams = self._names_errors = self._chunks = self._may_give_up = self._at_boundary = False
         self.marked: MarkedStreamReader | None = None
-        self.verdict = AnswerVerdict()
+        self.verdict = ResponseVerdict()
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.output_bytes = self.events = 0
@@ -114,14 +114,14 @@ class ForwardedAnswer:
     def forget_head(self) -> None:
         """The attempt is over, and nothing of its answer was forwarded."""
         self._head, self._beginning, self._streams, self._tokens = None, b"", False, None
-        self.verdict = AnswerVerdict()
+        self.verdict = ResponseVerdict()
 
-    # -- AnswerObserver ----------------------------------------------------------------------------------------------
+    # -- ResponseObserver ----------------------------------------------------------------------------------------------
 
-    def on_answer_head(self, head: AnswerHead) -> bool:
+    def on_response_head(self, head: ResponseHead) -> bool:
         self._head = head
         self._streams = (head.get_header(b"content-type") or b"").startswith(b"text/event-stream")
-        self._tokens = tokens_of_answer(self._ask, streams=self._streams)
+        self._tokens = tokens_of_response(self._ask, streams=self._streams)
         # Below 400 only a stream has anything to say of errors. In other answers a member "error" is the client's own
         # (/v1/responses repeats its metadata and tools, also in streams) or the model's (arguments of a tool).
         echoes = self._ask.endpoint is Endpoint.RESPONSES
@@ -134,7 +134,7 @@ class ForwardedAnswer:
         self._chunks = self.marked is not None and self._client.understands_chunks
         return self.marked is not None
 
-    def on_answer_body(self, data: bytes) -> None:
+    def on_response_body(self, data: bytes) -> None:
         marked = self.marked
         if marked is None:
             self._take_body(data)
@@ -187,7 +187,7 @@ class ForwardedAnswer:
     def _frame(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunks else data
 
-    def on_answer_done(self) -> None:
+    def on_response_done(self) -> None:
         head, rest = self._head, b"" if self.marked is None else self.marked.take_rest()
         assert head is not None
         if rest and not self._take_body(rest):
@@ -204,8 +204,8 @@ class ForwardedAnswer:
             self.output_bytes = len(beginning)
         if self._chunks:
             self._client.write_bytes(LAST_CHUNK)
-        self._owner.on_answer_done(head.status)
-        self._finish_answer(head)
+        self._owner.on_response_done(head.status)
+        self._finish_response(head)
 
     def _note_errors(self, status: int, data: bytes) -> None:
         if self._names_errors:
@@ -227,12 +227,14 @@ class ForwardedAnswer:
         self._tokens.feed(data)
         self._client.write_bytes(self._forwarded_head(self._head) + self._frame(data))
 
-    def make_ended(self, outcome: Outcome, status: int, *, at_s: float, aborted: tuple[int, ...], detail: str) -> Ended:
+    def make_ended(
+        self, outcome: Outcome, status: int, *, at_s: float, aborted: tuple[int, ...], detail: str
+    ) -> Completed:
         """The last message about the request, with what was forwarded of its answer. The request is let go: it and its
         answer point at each other, and would be garbage later."""
         del self._owner
         tokens = None if self._tokens is None else self._tokens.count()
-        return Ended(
+        return Completed(
             self._ask.rid,
             outcome,
             status,
@@ -268,19 +270,19 @@ class ForwardedAnswer:
         end_request(kept.status)
         if kept.head is None:
             headers = (*responses.retry_after(RETRY_AFTER_S), ("x-request-id", self._ask.rid))
-            self._client.send_answer(kept.status, kept.body, headers=headers)
+            self._client.send_response(kept.status, kept.body, headers=headers)
         else:
             self._client.write_bytes(self._forwarded_head(kept.head) + kept.body)
-            self._finish_answer(kept.head)
+            self._finish_response(kept.head)
 
-    def _forwarded_head(self, head: AnswerHead) -> bytes:
+    def _forwarded_head(self, head: ResponseHead) -> bytes:
         added = b""
         if head.status in (429, 503) and head.get_header(b"retry-after") is None:
             added = b"retry-after: %d\r\n" % RETRY_AFTER_S
         return self._client.forwarded_head(head, self._ask.rid, added=added)
 
-    def _finish_answer(self, head: AnswerHead) -> None:
-        self._client.finish_answer(reusable=head.length is not None or head.chunked or head.status in (204, 304))
+    def _finish_response(self, head: ResponseHead) -> None:
+        self._client.finish_response(reusable=head.length is not None or head.chunked or head.status in (204, 304))
 
     def can_append_event(self, connection: UpstreamConnection | None) -> bool:
         """True if the client's stream is complete up to a chunk, so that another event can follow. ``connection``: to
@@ -299,9 +301,9 @@ class ForwardedAnswer:
         """
         if self.first_s is None:
             body = responses.error_body(status, code, message)
-            self._client.send_answer(status, body, headers=(*headers, ("x-request-id", self._ask.rid)))
+            self._client.send_response(status, body, headers=(*headers, ("x-request-id", self._ask.rid)))
         elif append:
             self._client.write_bytes(responses.error_event(status, code, message))
-            self._client.finish_answer(reusable=True)
+            self._client.finish_response(reusable=True)
         else:
             self._client.cut_connection()
