@@ -40,8 +40,9 @@ Every place where pla_sglang enters SGLang, made from the tables in `pla_patches
 One hook of ours stands at each target and calls the subscribers that are active in the process, in the order given
 here. Each is checked twice: before installation its target must exist with the parameters recorded here, and after it
 the live function must be our hook, and the hook must call it. Any "no" ends the process with all reasons.
-`tests/test_patches.py` checks the same against the installed host, and that the host still looks each name up where it
-is replaced. An "override" is a method of a class of ours that is derived from the host's: nothing is installed for it.
+`tests/patches/test_patches.py` checks the same against the installed host, and that the host still looks each name up
+where it is replaced. An "override" is a method of a class of ours that is derived from the host's: nothing is installed
+for it.
 """
 
 

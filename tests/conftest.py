@@ -23,7 +23,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 # Folders whose tests drive real processes or sockets beside those marked e2e.
-LIVE_FOLDERS = {"bench", "cluster", "load", "router"}
+LIVE_FOLDERS = {"bench", "fleet", "load"}
 
 # Real servers need the machine alone where something is measured, or has to happen while something else is under way.
 # These of tests/e2e only wait for starts, and compare answers.

@@ -159,5 +159,5 @@ def test_a_query_finds_its_series(where: str, query: str, scraper: str) -> None:
 
 
 def router_names() -> set[str]:
-    """As documented; tests/router holds the router to them."""
+    """As documented; tests/fleet/router holds the router to them."""
     return {stored_name(name, kind) for name, kind in documented_names(METRICS, "pla_router_").items()}

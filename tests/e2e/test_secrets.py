@@ -1,5 +1,5 @@
 """Two stateless instances behind our router, with marked keys from files and from the environment: the marks are in no
-answer, log, file or command line. Spans: ``tests/router/test_tracing.py``."""
+answer, log, file or command line. Spans: ``tests/fleet/router/test_tracing.py``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ CLI = (
         group=Group.CLI,
         key="server_args.add_cli_args",
         why="Our flags in SGLang's own parser, so every launcher and --config file knows them.",
-        verify="tests/test_config.py; e2e: flags through all three launchers",
+        verify="tests/plugin/test_config.py; e2e: flags through all three launchers",
     ),
     _subscribe(
         id="cli.parse",
@@ -25,7 +25,7 @@ CLI = (
         key="server_args.from_cli_args",
         hook=Hook.AROUND,
         why="Check our values alone and against SGLang's resolved arguments; hand them to child processes.",
-        verify="tests/test_config.py, tests/test_compat.py",
+        verify="tests/plugin/test_config.py, tests/plugin/test_compat.py",
     ),
     _subscribe(
         id="guard.request",
@@ -34,7 +34,7 @@ CLI = (
         hook=Hook.BEFORE,
         handler="refuse_bad_request",
         why="n copies the prompt before anything looks at it; mistakes that SGLang answers with 500 break a stream.",
-        verify="tests/test_request_checks.py",
+        verify="tests/plugin/test_request_checks.py",
     ),
     _subscribe(
         id="guard.message",
@@ -42,7 +42,7 @@ CLI = (
         key="tokenizer_manager.create_tokenized_object",
         hook=Hook.AROUND,
         why="A scheduler ends with one message of other types or ranges than it expects; it is refused with 400.",
-        verify="tests/test_request_checks.py; tests/e2e/test_poison.py: such requests end nothing; bench poison",
+        verify="tests/plugin/test_request_checks.py; tests/e2e/test_poison.py: such requests end nothing; bench poison",
     ),
     Subscriber(
         id="guard.logprobs",
@@ -50,7 +50,7 @@ CLI = (
         key="logprob_processor.compute_logprobs",
         handler="pla_sglang.plugin.engine.hooks.guards:after_compute_logprobs",
         why="token_ids_logprob (/v1/score) beside a request without it ends the scheduler: a list has no tolist().",
-        verify="tests/test_request_checks.py; tests/e2e/test_poison.py: /v1/score beside a stream",
+        verify="tests/plugin/test_request_checks.py; tests/e2e/test_poison.py: /v1/score beside a stream",
         exit="When get_token_ids_logprobs_raw gives tensors for requests without ids.",
     ),
     _subscribe(
@@ -108,7 +108,7 @@ CLI = (
         hook=Hook.BEFORE,
         handler="before_run_http_server",
         why="Refuse to serve beside a scheduler without our seams; add /pla routes.",
-        verify="tests/test_patches.py; e2e: /pla/state, /pla/config",
+        verify="tests/patches/test_patches.py; e2e: /pla/state, /pla/config",
         exit="When plugins may add routes and SGLang reports failed hooks.",
     ),
     Subscriber(

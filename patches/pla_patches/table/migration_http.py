@@ -6,7 +6,7 @@ import functools
 
 from pla_patches.seam import Group, Hook, subscribe
 
-_TESTS = "tests/hops/test_hop_splices.py"
+_TESTS = "tests/fleet/stateless/test_hop_splices.py"
 
 _subscribe = functools.partial(
     subscribe,
@@ -42,7 +42,7 @@ MIGRATION_HTTP = (
         key="tokenizer_manager.send_one_request",
         hook=Hook.BEFORE,
         why="After tokenization and before dispatch: the prompt must have the ids that it had where the answer began.",
-        verify="tests/hops/test_hop_front_refusals.py: a chat template with the date",
+        verify="tests/fleet/stateless/test_hop_front_refusals.py: a chat template with the date",
     ),
     _subscribe(
         id="hop.serve",
@@ -50,6 +50,6 @@ MIGRATION_HTTP = (
         hook=Hook.BEFORE,
         handler="stand_around_generate",
         why="Stand around the route /generate, whose events are made in a closure.",
-        verify=_TESTS + "; tests/hops/test_hop_route.py",
+        verify=_TESTS + "; tests/fleet/stateless/test_hop_route.py",
     ),
 )

@@ -64,7 +64,7 @@ PLATFORM = (
         module="pla_sglang.sim.emulate.arguments",
         hook=Hook.AROUND,
         why="What cannot go together with --pla-emulate, after cli.parse has read our flags.",
-        verify="tests/emulate",
+        verify="tests/sim/emulate",
         exit="As emu.forward.",
     ),
     _on_emulated(
@@ -73,7 +73,7 @@ PLATFORM = (
         hook=Hook.AROUND,
         handler="around_forward",
         why="Each forward pass occupies the emulated device for the time of its batch.",
-        verify="tests/emulate; e2e: step times through HTTP",
+        verify="tests/sim/emulate; e2e: step times through HTTP",
     ),
     _on_emulated(
         id="emu.ready",
@@ -85,7 +85,7 @@ PLATFORM = (
         id="emu.idle",
         key="scheduler.on_idle",
         why="Tell a device that waits for work from one that waits for the host.",
-        verify="tests/emulate",
+        verify="tests/sim/emulate",
     ),
     _on_emulated(
         id="emu.kv_size",

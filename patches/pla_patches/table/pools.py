@@ -18,7 +18,7 @@ POOLS = (
         hook=Hook.REPLACE,
         handler="pla_sglang.plugin.engine.hooks.dp_entry:ControllerProcess",
         why="Tells the process that it is the controller, loads plugins, and is ready when every rank has reported.",
-        verify="tests/test_pool_patches.py; e2e: spatial server",
+        verify="tests/patches/test_pool_patches.py; e2e: spatial server",
         exit="When SGLang has pluggable load balancing.",
     ),
     _subscribe(
@@ -26,7 +26,7 @@ POOLS = (
         group=Group.CONTROLLER,
         key="dp_controller.init_dispatcher",
         why="Verify the seams of the process, then dispatch by length; see role changes on their way to the ranks.",
-        verify="tests/pools; e2e: spatial server",
+        verify="tests/plugin/pools; e2e: spatial server",
         exit="When SGLang has pluggable load balancing.",
     ),
     _subscribe(
@@ -35,7 +35,7 @@ POOLS = (
         key="dp_controller.event_loop",
         hook=Hook.BEFORE,
         why="Between two messages: read load reports, ask the pressure controller, wait without spinning.",
-        verify="tests/pools; e2e: spatial server",
+        verify="tests/plugin/pools; e2e: spatial server",
         exit="As dpc.dispatch.",
     ),
 )

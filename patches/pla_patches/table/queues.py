@@ -7,8 +7,8 @@ import functools
 from pla_patches.seam import Group, Hook, Subscriber
 
 _OURS = "pla_sglang.fleet.stateless.transfer.queues:"
-_TESTS = "tests/stateless/test_stateless_queues.py"
-_PRINTS = "tests/stateless/test_stateless_fingerprints.py"
+_TESTS = "tests/fleet/stateless/test_stateless_queues.py"
+_PRINTS = "tests/fleet/stateless/test_stateless_fingerprints.py"
 _PAIR = "tests/e2e/test_stateless_pair.py"
 
 _override = functools.partial(Subscriber, group=Group.STATELESS, hook=Hook.OVERRIDE)
@@ -33,7 +33,7 @@ QUEUES = (
         key="prealloc_queue.pop_preallocated",
         handler=_OURS + "ReceiveQueue.pop_preallocated",
         why="Count what one call reserves, and since when each leg waits; with whom it raises, that leg alone ends.",
-        verify="tests/stateless/test_stateless_queues.py",
+        verify="tests/fleet/stateless/test_stateless_queues.py",
     ),
     _override(
         id="queue.handshake",

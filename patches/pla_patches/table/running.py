@@ -23,7 +23,7 @@ RUNNING = (
             "The token that is counted before a step follows from how much KV is committed: the host counts the last "
             "one that it knows, which depends on what else runs, and on where the request began."
         ),
-        verify="tests/test_penalties.py; " + _E2E,
+        verify="tests/plugin/test_penalties.py; " + _E2E,
     ),
     _subscribe(
         id="run.penalties_again",
@@ -32,7 +32,9 @@ RUNNING = (
             "Penalties of a request that is prefilled with a part of its answer: the host begins at nothing. And their "
             "order, which is by chance in each process where there are several."
         ),
-        verify="tests/test_penalties.py; " + _E2E + "; tests/e2e/test_stateless_pair.py: an answer computed again",
+        verify="tests/plugin/test_penalties.py; "
+        + _E2E
+        + "; tests/e2e/test_stateless_pair.py: an answer computed again",
     ),
     _subscribe(
         id="run.processors",
@@ -42,6 +44,6 @@ RUNNING = (
             "A custom logit processor reads the answer so far, which with the overlap schedule has a token more where "
             "a prefill of others, or a grammar of others, came between."
         ),
-        verify="tests/test_logit_processors.py; " + _E2E,
+        verify="tests/plugin/test_logit_processors.py; " + _E2E,
     ),
 )

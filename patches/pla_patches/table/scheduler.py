@@ -15,7 +15,7 @@ SCHEDULER = (
         id="sched.init",
         key="scheduler.init_schedule_policy",
         why="Verify all seams of the process, then attach the policy to its scheduler.",
-        verify="tests/test_patches.py; e2e: hooks in /server_info",
+        verify="tests/patches/test_patches.py; e2e: hooks in /server_info",
         exit="With the scheduler seams.",
     ),
     _subscribe(
@@ -31,7 +31,7 @@ SCHEDULER = (
         id="sched.order",
         key="schedule_policy.calc_priority",
         why="Decision point: queue ordered, prefix matches fresh, grammar-ready requests included.",
-        verify="e2e: mixed load; tests/test_engine_apply.py",
+        verify="e2e: mixed load; tests/plugin/test_engine_apply.py",
     ),
     _subscribe(
         id="sched.reserve",
@@ -62,7 +62,7 @@ SCHEDULER = (
         hook=Hook.AROUND,
         handler="around_can_schedule_lora",
         why="A parked chunk's LoRA adapter keeps its place in the adapter pool.",
-        verify="tests/test_engine_apply.py",
+        verify="tests/plugin/test_engine_apply.py",
     ),
     _subscribe(
         id="sched.enqueue",
@@ -118,7 +118,7 @@ SCHEDULER = (
         id="sched.info",
         key="scheduler.get_init_info",
         why="Tell the front process that the seams are in place; shown in /server_info.",
-        verify="tests/test_patches.py; e2e: /server_info",
+        verify="tests/patches/test_patches.py; e2e: /server_info",
         exit="When SGLang reports failed hooks.",
     ),
     _subscribe(
@@ -133,7 +133,7 @@ SCHEDULER = (
         key="scheduler.set_internal_state",
         hook=Hook.AROUND,
         why="Run-time knobs, in one order on all ranks.",
-        verify="e2e: knob change under load; tests/test_control.py",
+        verify="e2e: knob change under load; tests/plugin/test_control.py",
         exit="When plugins may add control messages.",
     ),
 )

@@ -21,7 +21,7 @@ STATELESS = (
         module="pla_sglang.fleet.stateless.checks",
         hook=Hook.AROUND,
         why="What cannot go together with --pla-stateless, after cli.parse has read our flags.",
-        verify="tests/stateless/test_stateless_checks.py",
+        verify="tests/fleet/stateless/test_stateless_checks.py",
         exit="As less.ends.",
     ),
     _subscribe(
@@ -51,7 +51,7 @@ STATELESS = (
             "The one place of each turn of the loop: both ends advance, received and resumed requests join, sent and "
             "held ones leave."
         ),
-        verify=_E2E + "; tests/stateless/test_stateless_sending.py",
+        verify=_E2E + "; tests/fleet/stateless/test_stateless_sending.py",
     ),
     _subscribe(
         id="less.result",
@@ -72,21 +72,21 @@ STATELESS = (
         id="less.abort",
         key="scheduler.abort_request",
         why="Aborts reach legs and paused requests in every state, by prefix as the host's do.",
-        verify=_E2E + ": aborts; tests/hops/test_hop_holding.py",
+        verify=_E2E + ": aborts; tests/fleet/stateless/test_hop_holding.py",
     ),
     _subscribe(
         id="less.pause",
         key="scheduler.pause_generation",
         hook=Hook.BEFORE,
         why="A pause that retracts ends legs, and takes paused requests along: their KV is of the old weights.",
-        verify="tests/stateless/test_stateless_receiving.py; tests/hops/test_hop_holding.py",
+        verify="tests/fleet/stateless/test_stateless_receiving.py; tests/fleet/stateless/test_hop_holding.py",
     ),
     _subscribe(
         id="less.reserve",
         key="prefill_adder.init",
         handler="after_adder_init",
         why="Keep the growth of requests that are received, ready or held out of what prefills may take.",
-        verify="tests/stateless/test_stateless_receiving.py",
+        verify="tests/fleet/stateless/test_stateless_receiving.py",
     ),
     _subscribe(
         id="less.lora",
@@ -94,27 +94,27 @@ STATELESS = (
         hook=Hook.BEFORE,
         handler="before_can_schedule_lora",
         why="A request that was received or held waits for a place for its adapter; prefills leave it one.",
-        verify="tests/stateless/test_stateless_adapters.py; tests/e2e/test_stateless_ranks.py",
+        verify="tests/fleet/stateless/test_stateless_adapters.py; tests/e2e/test_stateless_ranks.py",
     ),
     _subscribe(
         id="less.lora_turn",
         key="scheduler.can_schedule_lora_req",
         handler="after_can_schedule_lora",
         why="Such a request is not kept out for ever by prefills of the adapters that are in use.",
-        verify="tests/stateless/test_stateless_adapters.py",
+        verify="tests/fleet/stateless/test_stateless_adapters.py",
     ),
     _subscribe(
         id="less.ride",
         key="batch.mix_with_running",
         why="As sched.ride, for a request that was admitted with its KV; setting the prefixes twice changes nothing.",
-        verify="tests/test_piggybacked.py",
+        verify="tests/plugin/test_piggybacked.py",
         exit="With SGLang 0.5.17.",
     ),
     _subscribe(
         id="less.meet",
         key="distributed.resolve_dist_init_method",
         why="torch's store of the ranks listens at every address of the machine: with one --host, at that one.",
-        verify="tests/stateless/test_stateless_rendezvous.py; tests/e2e/test_stateless_ports.py",
+        verify="tests/fleet/stateless/test_stateless_rendezvous.py; tests/e2e/test_stateless_ports.py",
         exit="When torch's TCPStore listens where it is told.",
     ),
     _subscribe(
@@ -122,7 +122,7 @@ STATELESS = (
         key="kv_manager.start_bootstrap_thread",
         hook=Hook.BEFORE,
         why="A message that the host cannot read ends its thread, and with it every hand-over of KV: none reaches it.",
-        verify="tests/stateless/test_stateless_side_channel.py; tests/e2e/test_stateless_ports.py",
+        verify="tests/fleet/stateless/test_stateless_side_channel.py; tests/e2e/test_stateless_ports.py",
         exit="When SGLang drops what it cannot read there.",
     ),
     _subscribe(
@@ -130,7 +130,7 @@ STATELESS = (
         key="kv_manager.start_decode_listener_thread",
         hook=Hook.BEFORE,
         why="The host's thread reads what senders say to this receiver, and only one may read a socket: both do.",
-        verify="tests/stateless/test_stateless_fence.py; tests/e2e/test_stateless_pair.py",
+        verify="tests/fleet/stateless/test_stateless_fence.py; tests/e2e/test_stateless_pair.py",
         exit="When SGLang says by itself that a room is not held, and that an abort is over.",
     ),
     _subscribe(
@@ -138,7 +138,7 @@ STATELESS = (
         key="kv_manager.add_remote_peer",
         hook=Hook.AROUND,
         why="A receiver whose description NIXL refuses ends the same thread.",
-        verify="tests/stateless/test_stateless_side_channel.py; tests/e2e/test_stateless_ports.py",
+        verify="tests/fleet/stateless/test_stateless_side_channel.py; tests/e2e/test_stateless_ports.py",
         exit="When SGLang drops what it cannot read there.",
     ),
     _subscribe(
@@ -152,7 +152,9 @@ STATELESS = (
             "where it is not held. One that asks for the room of another, or gives it up, is not listened to."
         ),
         verify=(
-            "tests/stateless/test_stateless_fence.py; tests/hops/test_hop_pulling.py; " + _E2E + ": quarantine "
+            "tests/fleet/stateless/test_stateless_fence.py; tests/fleet/stateless/test_hop_pulling.py; "
+            + _E2E
+            + ": quarantine "
             "empties; rooms that nobody holds"
         ),
     ),

@@ -28,7 +28,7 @@ from pla_sglang.fleet.router.relay.server import Relay
 from pla_sglang.parity import replay_file
 
 PAIRS = ["prefill", "prefill", "decode", "decode"]
-PAGE = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text(encoding="utf-8")
 # Nothing of the kind happens in the test of names, and nobody reports errors: see ``test_router_plane``.
 QUIET = {
     "actions_total",

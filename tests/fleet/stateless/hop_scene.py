@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stateless.fakes import FakeSendQueue
+from fleet.stateless.fakes import FakeSendQueue
 from support.request_fields import RequestFields
 
 from pla_sglang.fleet.stateless.host import calls

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from router.control.test_router_migration import ON, THREE, TWO, done, join, lose, move, pull_of, start
+from fleet.router.control.test_router_migration import ON, THREE, TWO, done, join, lose, move, pull_of, start
 from support.router_scene import Scene, count_moves, scene
 
 from pla_sglang.fleet.router.control import drains

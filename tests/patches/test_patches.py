@@ -32,7 +32,7 @@ from pla_sglang.common.errors import HostMismatchError
 from pla_sglang.plugin import config
 from pla_sglang.plugin.config import PlaConfig
 
-CATALOGUE = Path(__file__).resolve().parent.parent / "patches" / "CATALOGUE.md"
+CATALOGUE = Path(__file__).resolve().parents[2] / "patches" / "CATALOGUE.md"
 SEAMS = {seam.target: seam for seam in table()}
 LOOKED_UP = look_ups_on(host.recorded().version)
 SUBSCRIBERS = {subscriber.id: (seam, subscriber) for seam in table() for subscriber in seam.subscribers}

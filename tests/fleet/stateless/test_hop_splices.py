@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hops.splice_scene import (
+from fleet.stateless.splice_scene import (
     CHAT,
     COMPLETIONS,
     GENERATE,

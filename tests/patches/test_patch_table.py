@@ -15,7 +15,7 @@ from pla_patches.hosts import HOSTS, Host, nearest
 from pla_patches.seam import Hook, Seam
 from pla_patches.table import SUBSCRIBERS, table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BY_ID = {subscriber.id: subscriber for subscriber in SUBSCRIBERS}
 
 

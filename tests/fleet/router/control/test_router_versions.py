@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_sglang import INFO, FakeSglang
-from router.control.test_router_migration import done, join, move, pull_of
+from fleet.router.control.test_router_migration import done, join, move, pull_of
 from support.router_scene import Scene, scene
 
 from pla_sglang.fleet.router.control.workers.discovery import Description, describe

@@ -8,7 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hops.splice_scene import CHAT, COMPLETIONS, GENERATE, PROMPT, Instance, Received, Script, body_of, load_tokenizer
+from fleet.stateless.splice_scene import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    PROMPT,
+    Instance,
+    Received,
+    Script,
+    body_of,
+    load_tokenizer,
+)
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pla_sglang.common.errors import ConfigError

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-from chain.pool import Pool
-from chain.test_chain import DAMAGE, words
+from sim.chain.pool import Pool
+from sim.chain.test_chain import DAMAGE, words
 
 from pla_sglang.sim.chain import EOS, ask_ids, expected, model_path
 

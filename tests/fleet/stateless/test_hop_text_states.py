@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hops.splice_scene import load_tokenizer
+from fleet.stateless.splice_scene import load_tokenizer
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenIDOutput

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from hops.splice_scene import GENERATE, Instance, Received, Script, body_of, load_tokenizer, read_answer
+from fleet.stateless.splice_scene import GENERATE, Instance, Received, Script, body_of, load_tokenizer, read_answer
 from sglang.srt.entrypoints import http_server
 
 from pla_sglang.fleet.stateless.requests.streams import replace_generate_route

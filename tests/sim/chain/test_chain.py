@@ -8,10 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from chain.pool import Pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_chain_model import build, config_json
+from sim.chain.pool import Pool
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.chain import EOS, MAX_ASK, VOCAB_SIZE, ask_ids, expected, model_path, prompt_of

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 from fastapi import HTTPException
-from hops.splice_scene import CHAT, COMPLETIONS, GENERATE, Instance, Received, Script, body_of, load_tokenizer
+from fleet.stateless.splice_scene import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    Instance,
+    Received,
+    Script,
+    body_of,
+    load_tokenizer,
+)
 
 from pla_sglang.sim.chain import model_path
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from chain.test_chain import words
+from sim.chain.test_chain import words
 
 from pla_sglang.sim.chain import EOS, Penalties, ask_ids, expected_spread
 from pla_sglang.sim.chain.algebra import step

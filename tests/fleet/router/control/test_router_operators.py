@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_sglang import FakeSglang
-from router.control.test_router_labels import STATELESS, connected
+from fleet.router.control.test_router_labels import STATELESS, connected
 from support.router_scene import QUICK, Scene, scene
 
 from pla_sglang.common.errors import ConfigError

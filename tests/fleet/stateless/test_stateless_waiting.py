@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hops.hop_scene import HopRequest, HopScene
+from fleet.stateless.hop_scene import HopRequest, HopScene
 
 from pla_sglang.fleet.stateless import scheduler_hooks as hooks
 from pla_sglang.fleet.stateless.engine import StatelessEngine
