@@ -1,4 +1,5 @@
-"""Whether our graphs pay (``--pla-graph-layout auto``): host seconds of a pass, ours against the host's own runner.
+"""Tells whether our graphs pay (``--pla-graph-layout auto``): host seconds of a pass, ours against the host's own
+runner.
 
 A pass of a short prefill is as long on the device in either runner; what differs is how long the host launches it, one
 graph against a segment and an attention call for each layer. That depends on the model and the machine, not on the
