@@ -199,6 +199,10 @@ LOOKED_UP = {
 
 # What differs on a newer host.
 LOOKED_UP_0_5_23 = {
+    "guard.end": (
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        "tokenizer_manager.set_server_stop_hook",
+    ),
     "guard.logged": ("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", "_server_args_for_logging"),
     "emu.kv_size": (_PREALLOC + "_send_kv_metadata", "decode_req.kv_receiver.send_metadata"),
     "guard.arguments": ("sglang.srt.entrypoints.http_server.server_info", "build_server_info"),

@@ -324,5 +324,6 @@ CONSTRUCTED = {
 # Subscribers that are not installed there, each with the reason.
 ABSENT: dict[str, str] = {
     "guard.logged": "It logs what its arguments say of themselves.",
+    "guard.end": "Its launcher kills itself with all its children.",
     "less.answers": "No thread of the host reads what senders say; only ours does.",
 }

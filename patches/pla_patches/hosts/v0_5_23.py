@@ -243,6 +243,10 @@ TARGETS = {
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_disaggregation",
         "self, start_pd_bootstrap_service",
     ),
+    "tokenizer_manager.set_server_stop_hook": Signature(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.set_server_stop_hook",
+        "self, hook",
+    ),
     "tokenizer_manager.send_one_request": Signature(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
         "self, tokenized_obj",

@@ -93,6 +93,15 @@ CLI = (
         exit="When SGLang hides its keys itself.",
     ),
     _subscribe(
+        id="guard.end",
+        group=Group.GUARD,
+        key="tokenizer_manager.set_server_stop_hook",
+        hook=Hook.AROUND,
+        why="A server that was told to end waits for open requests, also for those that wait for its ended schedulers.",
+        verify="tests/plugin/test_open_requests.py; e2e: a stateless instance that is told to end",
+        exit="When SGLang answers who waits for its schedulers before it ends them.",
+    ),
+    _subscribe(
         id="front.request",
         group=Group.FRONTEND,
         key="tokenizer_manager.generate_request",

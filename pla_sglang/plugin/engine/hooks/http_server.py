@@ -15,6 +15,7 @@ from pla_sglang.common.errors import ConfigError, HostMismatchError, PlaError
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.engine import compat, request_checks
 from pla_sglang.plugin.engine.host.arguments import resolve
+from pla_sglang.plugin.engine.open_requests import OpenRequests
 from pla_sglang.plugin.engine.routes import add_routes
 
 SLO_HEADER = "x-slo-ttft-ms"
@@ -81,6 +82,20 @@ def refuse_bad_request(manager: Any, obj: Any, request: Any = None, *args: Any, 
 
 def around_create_tokenized_object(original: Any, manager: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
     return request_checks.make_message(original, manager, obj, *args, **kwargs)
+
+
+def around_set_server_stop_hook(original: Any, manager: Any, hook: Callable[[], None]) -> None:
+    """``hook`` has uvicorn stop; it is called when all answers are out and the schedulers are gone."""
+    from sglang.srt.entrypoints import http_server
+
+    open_requests = OpenRequests()
+    http_server.app.add_middleware(open_requests.watch)
+
+    def stop() -> None:
+        hook()
+        open_requests.end()
+
+    original(manager, stop)
 
 
 def before_generate_request(manager: Any, obj: Any, request: Any = None, *args: Any, **kwargs: Any) -> None:
