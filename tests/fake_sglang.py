@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -657,6 +658,7 @@ class OneAtATime(FakeSglang):
         script = Script(token_s=args.fake_us_per_token * 1e-6, gap_s=0.001)
         super().__init__(script=script, port=args.port, max_total_num_tokens=1000, internal_states=[pla])
         self._args, self._served, self._arrived = args, 0, 0
+        self._turns = itertools.count()
         self._queue: asyncio.PriorityQueue[tuple[int, int, int, asyncio.Event]] = asyncio.PriorityQueue()
 
     def describe(self) -> dict[str, Any]:
@@ -685,7 +687,7 @@ class OneAtATime(FakeSglang):
     async def say(self, fields: dict[str, Any], leg: str) -> tuple[dict[str, Any], Iterable[Event]]:
         prompt, count, ready = fields["input_ids"], fields["sampling_params"]["max_new_tokens"], asyncio.Event()
         priority = len(prompt) if self._args.prefill_disagg == "temporal" else 0
-        await self._queue.put((priority, self._arrived, len(prompt), ready))
+        await self._queue.put((priority, next(self._turns), len(prompt), ready))
         await ready.wait()
         seed = sum((index + 1) * token for index, token in enumerate(prompt)) + self._args.fake_other_answers
         output = [(seed * (index + 7)) % 251 for index in range(count)]
