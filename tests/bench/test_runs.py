@@ -122,7 +122,7 @@ def test_failed_requests_make_the_run_invalid(model: Path, tmp_path: Path, capsy
     result = last_json(capsys)
     assert code == 1
     assert result["valid"] is False
-    assert any("told to fail" in problem for problem in result["problems"])
+    assert any("scripted" in problem for problem in result["problems"])
 
 
 def test_a_dying_server_is_an_error_with_its_log(
