@@ -478,7 +478,7 @@ class FakeSglang:
     async def say(self, fields: dict[str, Any], leg: str) -> tuple[dict[str, Any], Iterable[Event]]:
         """Takes the time up to the first token. The answer as a whole, and from where its request goes on as events."""
         script = self.script
-        await asyncio.sleep(script.first_s + script.token_s * len(fields.get("input_ids", ())))
+        await asyncio.sleep(script.first_s + script.token_s * len(fields.get("input_ids") or ()))
         reason = {"type": "abort" if script.fail_prefill == "abort" else "stop"}
         said = {"text": "w0", "meta_info": {"id": fields.get("rid"), "finish_reason": reason}}
         return said, self._say_words(fields, 1 if leg == "prefill" else script.events)

@@ -60,9 +60,9 @@ def test_a_chain_of_imports_is_followed() -> None:
     met = modules_that_meet_the_host()
     assert TESTS / "support" / "fake_scheduler.py" in met, "by a module of ours"
     assert TESTS / "load" / "test_request_rows.py" in met, "by a module of tests that imports that one"
-    assert TESTS / "emulate" / "test_emulate.py" in met, "inside a function of ours"
+    assert TESTS / "sim" / "emulate" / "test_emulate.py" in met, "inside a function of ours"
 
 
 def test_what_knows_nothing_of_sglang_is_left_out() -> None:
     met = modules_that_meet_the_host()
-    assert not [path for path in met if TESTS / "policy" in path.parents or TESTS / "sim" in path.parents]
+    assert not [path for path in met if path.is_relative_to(TESTS / "policy") or path.parent == TESTS / "sim"]

@@ -167,9 +167,8 @@ class ChainInstance(FakeSglang):
         self._kept.append([*prompt, *tokens])
         meta: dict[str, Any] = {"cached_tokens": cached_tokens, "finish_reason": None}
         events = []
-        for token in tokens[int(self.wrong) :]:
-            said = {"output_ids": [token], "meta_info": meta | {"completion_tokens": len(tokens)}}
-            events.append(Event(b"data: " + dump(said) + b"\n\n", (token,)))
-        said["meta_info"]["finish_reason"] = {"type": "stop"}
-        events[-1] = Event(b"data: " + dump(said) + b"\n\n", (token,))
+        for index in range(int(self.wrong), len(tokens)):
+            ends = {"finish_reason": {"type": "stop"}} if index + 1 == len(tokens) else {}
+            said = {"output_ids": [tokens[index]], "meta_info": meta | {"completion_tokens": len(tokens)} | ends}
+            events.append(Event(b"data: " + dump(said) + b"\n\n", (tokens[index],)))
         return {"output_ids": list(tokens), "meta_info": meta}, [*events, Event(DONE)]
