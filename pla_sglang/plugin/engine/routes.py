@@ -10,6 +10,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.engine import compat, control
 from pla_sglang.plugin.engine.host.arguments import resolve
+from pla_sglang.plugin.engine.open_requests import OpenRequests
 from pla_sglang.plugin.engine.pools import query
 
 
@@ -63,6 +64,15 @@ def _add_for_all() -> None:
 
     ending_route.__annotations__.pop("return", None)
     http_server.app.add_api_route("/pla/ending", ending_route, methods=["GET"])
+
+
+def watch_open_requests() -> OpenRequests:
+    """The open requests of this process from now on. Called before its app serves."""
+    from sglang.srt.entrypoints import http_server
+
+    open_requests = OpenRequests()
+    http_server.app.add_middleware(open_requests.watch)
+    return open_requests
 
 
 async def ending_route() -> Any:

@@ -15,8 +15,7 @@ from pla_sglang.common.errors import ConfigError, HostMismatchError, PlaError
 from pla_sglang.plugin import config as pla_config
 from pla_sglang.plugin.engine import compat, request_checks
 from pla_sglang.plugin.engine.host.arguments import resolve
-from pla_sglang.plugin.engine.open_requests import OpenRequests
-from pla_sglang.plugin.engine.routes import add_routes
+from pla_sglang.plugin.engine.routes import add_routes, watch_open_requests
 
 SLO_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
@@ -86,10 +85,7 @@ def around_create_tokenized_object(original: Any, manager: Any, obj: Any, *args:
 
 def around_set_server_stop_hook(original: Any, manager: Any, hook: Callable[[], None]) -> None:
     """``hook`` has uvicorn stop; it is called when all answers are out and the schedulers are gone."""
-    from sglang.srt.entrypoints import http_server
-
-    open_requests = OpenRequests()
-    http_server.app.add_middleware(open_requests.watch)
+    open_requests = watch_open_requests()
 
     def stop() -> None:
         hook()
