@@ -35,7 +35,7 @@ BESIDE = {
     "test_router_paths",
     "test_secrets",
 }
-ALONE = {"test_chaos", "test_runs"}  # of other folders
+ALONE = {"test_chaos", "test_flips_bench", "test_runs"}  # of other folders
 
 SLOWEST_FILES = 30  # how many a run lists
 
