@@ -77,6 +77,7 @@ def running_batch_of(riders: list[Any]) -> Any:
     running = empty_batch()
     running.reqs = list(riders)
     running.filter_batch = running.prepare_for_decode = lambda *args, **kwargs: None
+    running.check_decode_mem = lambda *args, **kwargs: True  # 0.5.23 asks before it joins them
     return running
 
 
