@@ -23,7 +23,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 # Folders whose tests drive real processes or sockets beside those marked e2e.
-LIVE_FOLDERS = {"bench", "fleet", "load"}
+LIVE_FOLDERS = {"bench", "fleet/cluster", "fleet/router", "load"}
 
 # Real servers need the machine alone where something is measured, or has to happen while something else is under way.
 # These of tests/e2e only wait for starts, and compare answers.
@@ -78,9 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         key=lambda item: item.get_closest_marker("e2e") is not None, reverse=config.getoption("--part") == "beside"
     )
     for item in items:
-        folder = item.path.relative_to(TESTS).parts[0]
+        folders = {str(folder) for folder in item.path.relative_to(TESTS).parents}
         is_e2e = item.get_closest_marker("e2e") is not None
-        if folder in LIVE_FOLDERS or is_e2e:
+        if folders & LIVE_FOLDERS or is_e2e:
             item.add_marker(pytest.mark.flaky(reruns=1))
         if item.path.stem in HOST_E2E if is_e2e else item.path in modules_that_meet_the_host():
             item.add_marker(pytest.mark.host)

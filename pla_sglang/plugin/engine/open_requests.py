@@ -7,6 +7,7 @@ ever, where that is a request for the state of a scheduler, such as a router mak
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -30,20 +31,14 @@ class OpenRequests:
             if scope["type"] != "http" or task is None:
                 await app(scope, receive, send)
                 return
-            has_begun = False
-
-            async def note(message: Any) -> None:
-                nonlocal has_begun
-                has_begun = True
-                await send(message)
-
             self._tasks.add(task)
             try:
-                await app(scope, receive, note)
+                await app(scope, receive, send)
             except asyncio.CancelledError:
-                if not self._has_ended or has_begun:  # uvicorn closes the connection of what has begun
+                if not self._has_ended:
                     raise
-                await _refuse(scope, receive, send)
+                with contextlib.suppress(RuntimeError):  # its answer has begun: uvicorn takes no other, and cuts it off
+                    await _refuse(scope, receive, send)
             finally:
                 self._tasks.discard(task)
 
