@@ -75,7 +75,13 @@ def prefill_sample(view: InstanceView, report: Report, clock: DeviceClock) -> Pr
         requests=passes.requests,
         duration_s=clock.device_s(passes.duration_s),
         steps=tuple(
-            MeasuredPass(step.new_tokens, step.attention, step.history_tokens, clock.device_s(step.duration_s))
+            MeasuredPass(
+                step.new_tokens,
+                step.attention,
+                step.history_tokens,
+                clock.device_s(step.duration_s),
+                step.requests,
+            )
             for step in report.steps
             if not step.riders
         ),

@@ -77,6 +77,7 @@ class ColocationKnobs:
     decode_weight: float = knob(1.0, allowed=Range(0))
     stall_weight: float = knob(0.5, allowed=Range(0))
     memory_share: float = knob(0.9, allowed=Range(0, 1))
+    reuse_s: float = knob(120.0, allowed=Range(0, above=True))
     answers: int = knob(500, allowed=Range(1))
     refresh: int = knob(50, allowed=Range(1))
 
@@ -142,18 +143,23 @@ class ColocationMode:
         self._calm_since_s: float | None = None
         self._calm_s = knobs.calm_s
         self._united_s = float("-inf")
+        self._filled, self._filled_s = 0.0, 0.0
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def choose(self, request: RequestView, fleet: FleetView) -> InstanceView | None:
-        """While united: the instance with the least cost, the first of equals; None if roles are in use."""
+    def choose(self, request: RequestView, fleet: FleetView, now_s: float) -> InstanceView | None:
+        """While united: the instance with the least cost, of equals the one with the emptiest cache; None if roles are
+        in use."""
         if self.mode is FleetMode.ROLES:
             return None
-        best, best_cost = None, math.inf
+        best, best_cost, best_held = None, math.inf, math.inf
         for instance in fleet.by_role[Role.MIXED]:
-            cost = self._cost(request, instance)
-            if cost < best_cost:
-                best, best_cost = instance, cost
+            cost = self._cost(request, instance, now_s)
+            if cost > best_cost:
+                continue
+            held = (instance.kv_used_tokens + instance.kv_cached_tokens) / instance.kv_capacity_tokens
+            if cost < best_cost or held < best_held:
+                best, best_cost, best_held = instance, cost, held
         return best
 
     def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
@@ -166,16 +172,34 @@ class ColocationMode:
             return predictor.delay_s(instance)
         return predictor.backlog_s(instance, *self.backlog.ahead_of(request, instance))
 
-    def _cost(self, request: RequestView, instance: InstanceView) -> float:
+    def _cost(self, request: RequestView, instance: InstanceView, now_s: float) -> float:
         knobs, targets = self.knobs, self._arrow.knobs
         own_s = self._arrow.predictor.own_s(request, instance)
+        own_s += self._evicted_s(request, instance, now_s)
         cost = (self._delay_s(request, instance) + (1 + knobs.work_weight) * own_s) / targets.ttft_slo_s
         cost += knobs.decode_weight * self._step_with_s(request, instance) / targets.tpot_slo_s
         if self._tokens:
             stall_s = own_s * self._stalls.share(targets.tpot_slo_s - self._step_s)
             cost += knobs.stall_weight * stall_s * self._running / (self._tokens[MIDDLE] * targets.tpot_slo_s)
-        filled = instance.kv_used_tokens + instance.queued_tokens + request.new_tokens(instance)
-        return cost + FULL if filled > knobs.memory_share * instance.kv_capacity_tokens else cost
+        return cost + self._room_wait_s(request, instance) / targets.ttft_slo_s
+
+    def _evicted_s(self, request: RequestView, instance: InstanceView, now_s: float) -> float:
+        """What computing again takes, as expected, of what the KV of ``request`` evicts there, now or later."""
+        free = instance.kv_capacity_tokens - instance.kv_used_tokens - instance.kv_cached_tokens - instance.queued_tokens
+        idle_s = 0.0 if instance.evicted_next_s is None else now_s - instance.evicted_next_s
+        idle_s += max(0, free) / max(self._fill_rate(now_s), 1e-9)
+        return math.exp(-idle_s / self.knobs.reuse_s) * self._arrow.predictor.curve(instance).c1_s * request.new_tokens(instance)
+
+    def _fill_rate(self, now_s: float) -> float:
+        return self._filled * math.exp((self._filled_s - now_s) / self.knobs.reuse_s) / self.knobs.reuse_s
+
+    def _room_wait_s(self, request: RequestView, instance: InstanceView) -> float:
+        used = instance.kv_used_tokens
+        lacking = used + instance.queued_tokens + request.new_tokens(instance) - self.knobs.memory_share * instance.kv_capacity_tokens
+        if lacking <= 0 or not self._tokens:
+            return 0.0
+        life_s = self._tokens[MIDDLE] * max(self._step_s, 1e-3)
+        return lacking / max(used, 1) * life_s
 
     def _step_with_s(self, request: RequestView, instance: InstanceView) -> float:
         """Decode step once ``request`` decodes with all requests of the instance."""
@@ -191,6 +215,8 @@ class ColocationMode:
         cached = request.cached
         holder = max(ready, key=lambda one: cached.get(one.index, 0)) if cached else ready[0]
         own_s = self._arrow.predictor.own_s(request, holder)
+        self._filled = self._filled * math.exp((self._filled_s - now_s) / self.knobs.reuse_s) + request.new_tokens(holder) / len(ready)
+        self._filled_s = now_s
         if len(self._lanes) != len(ready):
             self._resize(len(ready), now_s)
         lane = min(self._lanes, key=lambda one: one.free_s)

@@ -180,7 +180,7 @@ class CombinedPolicy(Observer):
         if unite is None:
             return None
         unite.note(request, fleet, now_s)
-        chosen = unite.choose(request, fleet)
+        chosen = unite.choose(request, fleet, now_s)
         if chosen is None:
             return None
         ttft_s = unite.predict_ttft_s(request, chosen)

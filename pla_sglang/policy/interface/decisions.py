@@ -97,12 +97,13 @@ class Placement:
 
 
 class MeasuredPass(NamedTuple):
-    """One prefill pass: sums of L, of L*(L+2H) and of H over its requests, and its duration."""
+    """One prefill pass: sums of L, of L*(L+2H) and of H over its requests, its duration, and how many they were."""
 
     new_tokens: int
     attention: int
     history_tokens: int
     duration_s: float
+    requests: int = 1
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -88,6 +88,8 @@ class InstanceView(LoadAmounts):
         kind, role, state: see the enums; ``role`` and ``state`` are changed through ``FleetView`` only.
         length_class: pool of spatial disaggregation (PLA-Serve section 3.2); None: takes both classes.
         kv_used_tokens, kv_capacity_tokens: used counts everything that is not evictable.
+        kv_cached_tokens: of prefixes that nobody uses now, and that are evicted where there is need.
+        evicted_next_s: since when nobody has used the prefix that is evicted next; None without one.
         token_interval_s: mean time between two tokens of a request over a recent window; None without tokens.
         ttft_ratio: recent mean of TTFT / target (PLA-Serve's SLO deviation is this minus 1); None without data.
         utilisation: busy share of a recent window, in [0, 1].
@@ -108,6 +110,8 @@ class InstanceView(LoadAmounts):
     length_class: PrefillClass | None = None
     kv_used_tokens: int = 0
     kv_capacity_tokens: int = 1 << 60
+    kv_cached_tokens: int = 0
+    evicted_next_s: float | None = None
     token_interval_s: float | None = None
     ttft_ratio: float | None = None
     utilisation: float = 0.0

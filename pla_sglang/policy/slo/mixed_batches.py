@@ -201,7 +201,7 @@ def plan_mixed_batch(
     allowed_s = math.inf if view.token_slack_s is None else view.token_slack_s / (1 + mixed_model.error)
     is_short = is_kv_short(view, knobs)
     short_s = knobs.short_steps * cost.decode_s
-    decision = _part_from_chunk(decision, view, cost, min(allowed_s, short_s) if is_short else allowed_s)
+    decision = _part_from_chunk(decision, view, cost, step, min(allowed_s, short_s) if is_short else allowed_s)
     if decision.shares_with_chunk:
         planned, fits = decision, True
     elif decision.action is Action.SHORT:
@@ -227,15 +227,25 @@ def plan_mixed_batch(
     return dataclasses.replace(planned, piggyback=how)
 
 
-def _part_from_chunk(decision: PassDecision, view: PassView, cost: PassCost, most_s: float) -> PassDecision:
-    """``decision`` without the piece of a long that shares the pass of others, where next tokens or KV forbid it."""
+def _part_from_chunk(
+    decision: PassDecision, view: PassView, cost: PassCost, step: StepModel, most_s: float
+) -> PassDecision:
+    """``decision`` without the piece of a long that shares the pass of others, where next tokens or KV forbid it.
+
+    Where even the first of those others is a long that is too late, it is to go alone, as it can then be cut; where it
+    was to overtake a chunk, that goes on instead.
+    """
     shared = decision.shares_with_chunk
     if not shared and (decision.action is not Action.LONG or len(decision.selected) < 2 or not decision.chunk_tokens):
         return decision
     if cost.is_in_time(_amounts(decision, view), most_s):
         return decision
-    others = decision.selected if shared else decision.selected[:-1]
-    return PassDecision(Action.SHORT, decision.reason, others, park=view.chunk is not None)
+    others, park = decision.selected if shared else decision.selected[:-1], view.chunk is not None
+    first = others[0]
+    is_long = first.new_tokens > step.crossing_tokens(first.history_tokens)
+    if is_long and not cost.is_in_time(_running_sums([(first, first.new_tokens)])[0], most_s):
+        return dataclasses.replace(decision, action=Action.LONG, selected=others[:1], park=park)
+    return PassDecision(Action.SHORT, decision.reason, others, park=park)
 
 
 def _cut_shorts(

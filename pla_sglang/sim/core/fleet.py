@@ -77,7 +77,8 @@ class Fleet:
             profile=spec.profile.name,
             since_s=self._kernel.now_s,
         )
-        pool = KvPool(spec.capacity_tokens, self._block_tokens, functools.partial(self._change_block, index))
+        watcher, clock = functools.partial(self._change_block, index), lambda: self._kernel.now_s
+        pool = KvPool(spec.capacity_tokens, self._block_tokens, watcher, clock)
         made = OverlappedInstance if self._config.host.overlap else SimInstance
         instance = made(
             self._kernel,

@@ -327,7 +327,7 @@ class SimInstance:
             self._finish_all(self.decoding.stepped(1, now_s))
         complete = self.queue.end(done)
         amounts, duration_s = (done.new_tokens, done.attention, done.history_tokens), now_s - done.started_s
-        steps = () if done.mixed else (MeasuredPass(*amounts, duration_s),)
+        steps = () if done.mixed else (MeasuredPass(*amounts, duration_s, len(done.parts)),)
         self._host.on_prefill_pass(PrefillSample(self.view, *amounts, len(done.parts), duration_s, steps))
         for request in complete:
             self._first_token(request)

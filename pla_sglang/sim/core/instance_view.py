@@ -27,6 +27,8 @@ class InstanceReport:
         for request in joining:
             view.context_tokens += request.context_tokens
         view.kv_used_tokens = self._pool.used_tokens + grown_tokens
+        view.kv_cached_tokens = self._pool.idle_tokens
+        view.evicted_next_s = self._pool.evicted_next_s
 
     def sync(self, now_s: float) -> None:
         """The whole view as of now."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pla_sglang.sim.core.errors import SimError
 
 Watcher = Callable[[int, bool], None]  # block id, whether it came (True) or went
+Clock = Callable[[], float]
 
 
 class KvPool:
@@ -22,21 +23,39 @@ class KvPool:
         capacity_tokens: of the pool.
         block_tokens: tokens of a prefix block.
         watcher: told of every block that comes and goes, for the index of who caches what.
+        clock: seconds now, to know since when a block is idle.
     """
 
-    def __init__(self, capacity_tokens: int, block_tokens: int, watcher: Watcher = lambda block, came: None) -> None:
+    def __init__(
+        self,
+        capacity_tokens: int,
+        block_tokens: int,
+        watcher: Watcher = lambda block, came: None,
+        clock: Clock = lambda: 0.0,
+    ) -> None:
         self.capacity_tokens = capacity_tokens
         self.block_tokens = block_tokens
         self.private_tokens = 0
         self.version = 0  # changes with the set of blocks, so that matches can be kept until then
         self._locked: dict[int, int] = {}  # block id -> users
-        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._idle: OrderedDict[int, float] = OrderedDict()  # block id -> idle since; least recently used first
         self._watcher = watcher
+        self._clock = clock
 
     @property
     def used_tokens(self) -> int:
         """What cannot be evicted."""
         return self.private_tokens + len(self._locked) * self.block_tokens
+
+    @property
+    def idle_tokens(self) -> int:
+        """Of idle blocks."""
+        return len(self._idle) * self.block_tokens
+
+    @property
+    def evicted_next_s(self) -> float | None:
+        """Since when the block is idle that is evicted next; None without one."""
+        return next(iter(self._idle.values()), None)
 
     @property
     def available_tokens(self) -> int:
@@ -70,14 +89,14 @@ class KvPool:
 
     def unlock(self, ids: Sequence[int]) -> None:
         """One user less. The deepest blocks become idle first, so that they are evicted before what they extend."""
-        locked, idle = self._locked, self._idle
+        locked, idle, now_s = self._locked, self._idle, self._clock()
         for block in reversed(ids):
             users = locked[block]
             if users > 1:
                 locked[block] = users - 1
             else:
                 del locked[block]
-                idle[block] = None
+                idle[block] = now_s
 
     def take(self, tokens: int) -> None:
         """More private tokens. Raises SimError when there is no room: callers ask ``available_tokens`` first."""
@@ -128,7 +147,7 @@ class KvPool:
 
     def _evict(self) -> None:
         room = self.capacity_tokens - self.used_tokens
-        while len(self._idle) * self.block_tokens > room:
+        while self.idle_tokens > room:
             block, _ = self._idle.popitem(last=False)
             self.version += 1
             self._watcher(block, False)
@@ -136,7 +155,7 @@ class KvPool:
     def check_integrity(self, *, empty: bool = False) -> None:
         """Asserts that the counts agree; ``empty``: that no request holds anything."""
         assert 0 <= self.used_tokens <= self.capacity_tokens, f"{self.used_tokens} of {self.capacity_tokens} used"
-        assert self.used_tokens + len(self._idle) * self.block_tokens <= self.capacity_tokens
+        assert self.used_tokens + self.idle_tokens <= self.capacity_tokens
         assert not self._locked.keys() & self._idle.keys()
         assert all(users > 0 for users in self._locked.values())
         if empty:
