@@ -242,6 +242,25 @@ class StepProfile:
         read = self.prefill.read_s * history_tokens + self.decode.read_s * context_tokens
         return self.pass_s + max(self._floored(dense + read, graph), self.decode_s(batch, context_tokens, graph=graph))
 
+    def mixed_s(
+        self,
+        new_tokens: float,
+        attention: float,
+        history_tokens: float,
+        requests: int,
+        batch: int,
+        context_tokens: float,
+    ) -> float:
+        """Seconds of one prefill pass that ``batch`` decodes join, as policies ask (``StepTimes``)."""
+        return self.step_s(
+            new_tokens=new_tokens,
+            attention=attention,
+            history_tokens=history_tokens,
+            requests=requests,
+            batch=batch,
+            context_tokens=context_tokens,
+        )
+
     def launch_floor_s(self, *, graph: bool) -> float:
         return self.launch_floor.graph_s if graph else self.launch_floor.eager_s
 

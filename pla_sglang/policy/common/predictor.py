@@ -16,9 +16,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from pla_sglang.common.checks import Range, check_fields, knob, require_order
-from pla_sglang.policy.common.curve import PrefillCurve
+from pla_sglang.policy.common.curve import PrefillCurve, profile_curve
 from pla_sglang.policy.interface.decisions import Observer, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
+from pla_sglang.policy.interface.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,8 @@ class TtftPredictor:
     """Predicts, corrects itself and tracks its error.
 
     Args:
-        curves: by ``InstanceView.profile``; the curve under ``""`` serves profiles that are not listed.
+        curves: by ``InstanceView.profile``; the curve under ``""`` serves profiles that are not listed. An instance
+            with step times of its own (``InstanceView.steps``) has a curve that is fitted to these.
     """
 
     def __init__(self, curves: Mapping[str, PrefillCurve], knobs: PredictorKnobs | None = None) -> None:
@@ -101,16 +103,16 @@ class TtftPredictor:
         self.knobs = knobs or PredictorKnobs()
         self.error = PredictionError()
         self._seen: dict[int, _Factor] = {}  # by instance
-        self._common: dict[str, _Factor] = {}  # by profile
-        self._own: dict[int, float] = {}  # instances whose factor differs from that of their profile
+        self._common: dict[str, _Factor] = {}  # by kind of instance
+        self._own: dict[int, float] = {}  # instances whose factor differs from that of their kind
+        self._own_curves: dict[int, tuple[StepTimes, PrefillCurve]] = {}
 
     def factor(self, instance: InstanceView) -> float:
         """What the fit is multiplied by on ``instance``."""
         own = self._own.get(instance.index)
-        return self._common_factor(instance.profile) if own is None else own
-
-    def _common_factor(self, profile: str) -> float:
-        common = self._common.get(profile)
+        if own is not None:
+            return own
+        common = self._common.get(_kind_of(instance))
         return 1.0 if common is None else self._bounded(common.ratio(1.0, self.knobs.prior_s))
 
     def _bounded(self, ratio: float) -> float:
@@ -118,8 +120,22 @@ class TtftPredictor:
 
     def curve(self, instance: InstanceView) -> PrefillCurve:
         """Raises KeyError for a profile without curve where there is no default."""
+        if instance.steps is not None:
+            return self._own_curve(instance, instance.steps)
         found = self.curves.get(instance.profile)
         return self.curves[""] if found is None else found
+
+    def _own_curve(self, instance: InstanceView, steps: StepTimes) -> PrefillCurve:
+        """Fitted once. A factor that was observed against the curve before says nothing of this one."""
+        known = self._own_curves.get(instance.index)
+        if known is not None and known[0] is steps:
+            return known[1]
+        curve = profile_curve(steps)
+        self._own_curves[instance.index] = steps, curve
+        self._seen.pop(instance.index, None)
+        self._own.pop(instance.index, None)
+        self._common.pop(_kind_of(instance), None)
+        return curve
 
     def delay_s(self, instance: InstanceView) -> float:
         """Prefill queueing delay of ``instance``: the time of its unfinished backlog."""
@@ -154,7 +170,7 @@ class TtftPredictor:
         for instance in pool:
             if not instance.queued_prefills:
                 return instance
-            curve = curves.get(instance.profile) or default
+            curve = (curves.get(instance.profile) or default) if instance.steps is None else self.curve(instance)
             assert curve is not None, f"no prefill curve for profile {instance.profile!r}"
             delay_s = (
                 curve.c0_s * instance.queued_prefills
@@ -179,7 +195,7 @@ class TtftPredictor:
             curve.batch_s(step.requests, step.new_tokens, step.attention, step.history_tokens) for step in steps
         )
         seen = self._seen.setdefault(instance.index, _Factor())
-        common = self._common.setdefault(instance.profile, _Factor())
+        common = self._common.setdefault(_kind_of(instance), _Factor())
         for factor in (seen, common):
             factor.add(measured_s, fitted_s, knobs.memory_s)
         usual = common.ratio(1.0, knobs.prior_s)
@@ -193,6 +209,11 @@ class TtftPredictor:
         """Judge the prediction that ``request`` carries."""
         if request.predicted_ttft_s is not None:
             self.error.add(request.predicted_ttft_s, now_s - request.arrival_s, self.knobs.error_memory)
+
+
+def _kind_of(instance: InstanceView) -> str:
+    """Instances of a kind have the same curve."""
+    return instance.profile if instance.steps is None else instance.name
 
 
 class PredictingPolicy(Observer):
