@@ -8,9 +8,11 @@ from pla_sglang.policy.arrow.fleet import KNOBS as ARROW_KNOBS
 from pla_sglang.policy.arrow.fleet import make_policy as make_arrow
 from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode
+from pla_sglang.policy.combined.cost import CostKnobs, InstanceCost
 from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
 from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs
 from pla_sglang.policy.common.dispatch import split_roles
+from pla_sglang.policy.common.eviction import EvictionCost, EvictionKnobs
 from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher, DopdDispatchKnobs
 from pla_sglang.policy.dopd.fleet import KNOBS as DOPD_KNOBS
@@ -25,9 +27,19 @@ BOUNDARY_TOKENS = 256
 IN_PLACE_TOKENS = 2048  # what it costs decides, and its own guard on the stall (bench/lab/docs/fleets.md)
 
 
-def _colocation(setup: Setup, arrow: ArrowPolicy) -> ColocationMode:
+def _mode(setup: Setup, arrow: ArrowPolicy) -> ColocationMode:
     knobs = setup.tune("unite", ColocationKnobs())
-    return ColocationMode(knobs, arrow, setup.steps, setup.riding_tokens, small_first=setup.small_first)
+    return ColocationMode(knobs, arrow, setup.steps, mixes=setup.riding_tokens is not None)
+
+
+def _cost(setup: Setup, arrow: ArrowPolicy, eviction: EvictionCost) -> InstanceCost:
+    return InstanceCost(
+        setup.tune("cost", CostKnobs()), arrow, setup.steps, eviction, small_first=setup.small_first
+    )
+
+
+def _eviction(setup: Setup, arrow: ArrowPolicy) -> EvictionCost:
+    return EvictionCost(setup.tune("eviction", EvictionKnobs()), arrow.predictor)
 
 
 def _always_colocated(setup: Setup) -> Built:
@@ -36,7 +48,8 @@ def _always_colocated(setup: Setup) -> Built:
     It takes the least cost of both phases over the instances that do both, and Arrow's request scheduling over others.
     """
     arrow = make_arrow(setup, adaptive=False)
-    parts = Parts(arrow, unite=_colocation(setup, arrow))
+    eviction = _eviction(setup, arrow)
+    parts = Parts(arrow, unite=_mode(setup, arrow), cost=_cost(setup, arrow, eviction), eviction=eviction)
     policy = CombinedPolicy(setup.tune("combined", CombinedKnobs()), parts)
     return policy, (policy,), split_roles(setup.instances, setup.prefills or 0)
 
@@ -45,6 +58,7 @@ def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Bui
     if unite and not setup.stateless:
         return _always_colocated(setup)
     arrow = make_arrow(setup)
+    eviction = _eviction(setup, arrow)
     boundary = FittedBoundary(fixed_tokens=setup.boundary_tokens or BOUNDARY_TOKENS)
     local = setup.tune("dopd", DopdDispatchKnobs(local_max_tokens=IN_PLACE_TOKENS))
     parts = Parts(
@@ -53,9 +67,11 @@ def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Bui
         local=DopdDispatcher(local, arrow.predictor),
         spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, spill_at=1.0), arrow.predictor, boundary),
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
-        star=make_star(setup) if setup.migrates else None,
+        star=make_star(setup, eviction=eviction) if setup.migrates else None,
         planner=make_dopd(setup) if scaling else None,
-        unite=_colocation(setup, arrow) if unite else None,
+        unite=_mode(setup, arrow) if unite else None,
+        cost=_cost(setup, arrow, eviction) if unite else None,
+        eviction=eviction,
     )
     policy = CombinedPolicy(setup.tune("combined", CombinedKnobs()), parts)
     return policy, (policy,), [Role.MIXED] * setup.instances if unite else setup.split()
@@ -65,11 +81,12 @@ _KNOBS: Mapping[str, tuple[type, ...]] = {
     "combined": (CombinedKnobs,),
     "in_place": (InPlaceKnobs,),
     "dopd": (DopdDispatchKnobs,),
+    "eviction": (EvictionKnobs,),
     **ARROW_KNOBS,
 }
 
 POLICIES: Mapping[str, FleetPolicy] = {
-    "combined": FleetPolicy(_combined, live=True, flips=True, knobs={**_KNOBS, "unite": (ColocationKnobs,)}),
+    "combined": FleetPolicy(_combined, live=True, flips=True, knobs={**_KNOBS, "unite": (ColocationKnobs,), "cost": (CostKnobs,)}),
     "combined-roles": FleetPolicy(lambda setup: _combined(setup, unite=False), live=True, flips=True, knobs=_KNOBS),
     "combined-scaling": FleetPolicy(  # DOPD plans counts of roles
         lambda setup: _combined(setup, scaling=True, unite=False), knobs={**_KNOBS, **DOPD_KNOBS}

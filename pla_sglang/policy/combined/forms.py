@@ -1,4 +1,4 @@
-"""What a fleet bears colocated, and what with roles: the highest steady rate at both targets, in closed form.
+"""What a fleet bears colocated, and what with roles: the highest steady rate at both targets, in closed shape.
 
 Let p be the new tokens of a request, o its answer, k its mean context while it runs, T the TPOT target, and t the time
 between two tokens of an answer.
@@ -55,7 +55,7 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class FleetForm:
+class FleetShape:
     """The fleet: how many instances, tokens of KV cache of each, targets, and whether decodes join prefill passes."""
 
     instances: int
@@ -65,34 +65,31 @@ class FleetForm:
     mixes: bool = True
 
 
-def colocated_rps(steps: StepTimes, traffic: Traffic, form: FleetForm) -> float:
-    """Requests/s that the whole fleet bears without roles; 0: none."""
-
-    def bears(rate_per_s: float) -> bool:
-        interval_s = _settle_s(rate_per_s, steps, traffic, form)
-        batch = rate_per_s * traffic.output_tokens * interval_s
-        return interval_s <= form.tpot_s and batch * traffic.context_tokens + traffic.new_tokens <= form.kv_tokens
-
-    prompt_s = _prompt_s(steps, traffic)
-    usable = usable_share(form.instances, prompt_s, form.ttft_s, traffic.variation)
-    return form.instances * _largest(bears, usable / prompt_s)
+def bears_colocated(rate_per_s: float, steps: StepTimes, traffic: Traffic, shape: FleetShape) -> bool:
+    """True where the whole fleet bears so many requests a second without roles."""
+    each_per_s, prompt_s = rate_per_s / shape.instances, _prompt_s(steps, traffic)
+    if each_per_s * prompt_s > usable_share(shape.instances, prompt_s, shape.ttft_s, traffic.variation):
+        return False
+    interval_s = _settle_s(each_per_s, steps, traffic, shape)
+    batch = each_per_s * traffic.output_tokens * interval_s
+    return interval_s <= shape.tpot_s and batch * traffic.context_tokens + traffic.new_tokens <= shape.kv_tokens
 
 
-def _settle_s(rate_per_s: float, steps: StepTimes, traffic: Traffic, form: FleetForm) -> float:
+def _settle_s(rate_per_s: float, steps: StepTimes, traffic: Traffic, shape: FleetShape) -> float:
     """The least time between two tokens at this rate; above the target: some time above it.
 
     From below, as all times rise with it.
     """
     interval_s = 0.0
-    while interval_s <= form.tpot_s:
-        needed_s = _needed_s(rate_per_s, interval_s, steps, traffic, form)
+    while interval_s <= shape.tpot_s:
+        needed_s = _needed_s(rate_per_s, interval_s, steps, traffic, shape)
         if needed_s <= interval_s * (1 + SETTLED):
             break
         interval_s = needed_s
     return interval_s
 
 
-def _needed_s(rate_per_s: float, interval_s: float, steps: StepTimes, traffic: Traffic, form: FleetForm) -> float:
+def _needed_s(rate_per_s: float, interval_s: float, steps: StepTimes, traffic: Traffic, shape: FleetShape) -> float:
     """What the work that comes in ``interval_s`` takes, beside a token for all that run then."""
     batch, prompts = rate_per_s * traffic.output_tokens * interval_s, rate_per_s * interval_s
     context_tokens = batch * traffic.context_tokens
@@ -100,16 +97,10 @@ def _needed_s(rate_per_s: float, interval_s: float, steps: StepTimes, traffic: T
     if prompts <= 0:
         return decode_s
     needed_s = math.inf
-    if form.mixes:
+    if shape.mixes:
         new, attention, history = _amounts(prompts, traffic)
-        needed_s = steps.step_s(
-            new_tokens=new,
-            attention=attention,
-            history_tokens=history,
-            requests=max(1, round(prompts)),
-            batch=batch,
-            context_tokens=context_tokens,
-        )
+        requests = max(1, round(prompts))
+        needed_s = steps.mixed_s(new, attention, history, requests, max(1, math.ceil(batch)), context_tokens)
     turns = 1
     while turns <= max(1.0, traffic.short_output_tokens):
         needed_s = min(needed_s, decode_s + _prefill_s(turns * prompts, steps, traffic) / turns)
@@ -135,24 +126,33 @@ def _prompt_s(steps: StepTimes, traffic: Traffic) -> float:
     return _prefill_s(prompts, steps, traffic) / prompts
 
 
-def disaggregated_rps(steps: StepTimes, traffic: Traffic, form: FleetForm) -> tuple[float, int]:
+def disaggregated_rps(steps: StepTimes, traffic: Traffic, shape: FleetShape) -> tuple[float, int]:
     """Requests/s that the fleet bears with roles, and the number of prefill instances then; (0, 0): none."""
-    prompt_s, decode_rps = _prompt_s(steps, traffic), decode_instance_rps(steps, traffic, form)
-    best = (0.0, 0)
-    for prefills in range(1, form.instances):
-        usable = usable_share(prefills, prompt_s, form.ttft_s, traffic.variation)
-        rate_per_s = min(prefills * usable / prompt_s, (form.instances - prefills) * decode_rps)
-        best = max(best, (rate_per_s, prefills))
-    return best
+    prompt_s, decode_rps = _prompt_s(steps, traffic), decode_instance_rps(steps, traffic, shape)
+
+    def rate_per_s(prefills: int) -> float:
+        usable = usable_share(prefills, prompt_s, shape.ttft_s, traffic.variation)
+        return min(prefills * usable / prompt_s, (shape.instances - prefills) * decode_rps)
+
+    # The first term rises with the number of prefill instances, the second falls: by bisection where they meet.
+    low, high = 1, shape.instances - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        usable = usable_share(middle, prompt_s, shape.ttft_s, traffic.variation)
+        low, high = (
+            (middle, high) if middle * usable / prompt_s < (shape.instances - middle) * decode_rps else (low, middle)
+        )
+    best = max(((rate_per_s(count), count) for count in (low, high) if 1 <= count < shape.instances), default=(0.0, 0))
+    return best if best[0] > 0 else (0.0, 0)
 
 
-def decode_instance_rps(steps: StepTimes, traffic: Traffic, form: FleetForm) -> float:
+def decode_instance_rps(steps: StepTimes, traffic: Traffic, shape: FleetShape) -> float:
     """Requests/s of one decode instance at the largest batch within target and memory."""
 
     def fits(batch: float) -> bool:
-        return steps.decode_s(max(1, math.ceil(batch)), batch * traffic.context_tokens) <= form.tpot_s
+        return steps.decode_s(max(1, math.ceil(batch)), batch * traffic.context_tokens) <= shape.tpot_s
 
-    batch = _largest(fits, form.kv_tokens / traffic.context_tokens)
+    batch = _largest(fits, shape.kv_tokens / traffic.context_tokens)
     if batch <= 0:
         return 0.0
     step_s = steps.decode_s(max(1, math.ceil(batch)), batch * traffic.context_tokens)

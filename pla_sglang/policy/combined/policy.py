@@ -45,8 +45,10 @@ from collections import deque
 
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.arrow.policy import ArrowPolicy
-from pla_sglang.policy.combined.colocation import ColocationMode
+from pla_sglang.policy.combined.colocation import ColocationMode, FleetMode
+from pla_sglang.policy.combined.cost import InstanceCost
 from pla_sglang.policy.combined.stall_budget import InPlace
+from pla_sglang.policy.common.eviction import EvictionCost
 from pla_sglang.policy.common.joining import join_pools
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher
@@ -111,8 +113,8 @@ class CombinedKnobs:
 
 @dataclasses.dataclass
 class Parts:
-    """The parts; None for an unused part. ``local`` needs ``in_place``; ``planner`` plans counts of roles, so
-    there is no ``unite`` beside it."""
+    """The parts; None for an unused part. ``local`` needs ``in_place``; ``unite`` and ``cost`` go together; ``planner``
+    plans counts of roles, so there is no ``unite`` beside it."""
 
     arrow: ArrowPolicy
     in_place: InPlace | None = None
@@ -122,6 +124,8 @@ class Parts:
     star: StarRescheduler | None = None
     planner: DopdController | None = None
     unite: ColocationMode | None = None
+    cost: InstanceCost | None = None
+    eviction: EvictionCost | None = None
 
     def observers(self) -> list[Observer]:
         """Those that want reports. ``local`` and ``spatial`` share the predictor of ``arrow``, which feeds it."""
@@ -152,6 +156,12 @@ class CombinedPolicy(Observer):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:
+        answer = self._dispatch(request, fleet, now_s)
+        if self.parts.eviction is not None and answer.prefill is not None:
+            self.parts.eviction.note(request.new_tokens(answer.prefill), len(fleet.ready), now_s)
+        return answer
+
+    def _dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:
         if (united := self._united(request, fleet, now_s)) is not None:
             return united
         left_s = self._target_s(request) - (now_s - request.arrival_s)
@@ -176,16 +186,18 @@ class CombinedPolicy(Observer):
 
     def _united(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch | None:
         """The instance with the least cost of both phases, if the fleet has no roles."""
-        unite = self.parts.unite
-        if unite is None:
+        unite, cost = self.parts.unite, self.parts.cost
+        if unite is None or cost is None:
             return None
-        unite.note(request, fleet, now_s)
-        chosen = unite.choose(request, fleet, now_s)
+        unite.note(request, fleet)
+        if unite.mode is FleetMode.ROLES:
+            return None
+        chosen = cost.choose(request, fleet, now_s, unite.meter.output_tokens)
         if chosen is None:
             return None
-        ttft_s = unite.predict_ttft_s(request, chosen)
-        if unite.backlog is not None:
-            unite.backlog.add(request, chosen)
+        ttft_s = cost.predict_ttft_s(request, chosen)
+        if cost.backlog is not None:
+            cost.backlog.add(request, chosen)
         if self.parts.in_place is not None:
             self.parts.in_place.note(chosen)
         return Dispatch(chosen, None, FleetReason.UNITED, ttft_s)
@@ -386,14 +398,14 @@ class CombinedPolicy(Observer):
         if self.parts.in_place is not None:
             self.parts.in_place.on_answer(output_tokens)
         if self.parts.unite is not None:
-            self.parts.unite.on_answer(output_tokens)
+            self.parts.unite.meter.on_answer(output_tokens)
         self._forget_prefill(request)
         for part in self.parts.observers():
             part.on_finish(request, output_tokens, now_s)
 
     def _forget_prefill(self, request: RequestView) -> None:
-        if self.parts.unite is not None and self.parts.unite.backlog is not None:
-            self.parts.unite.backlog.remove(request)
+        if self.parts.cost is not None and self.parts.cost.backlog is not None:
+            self.parts.cost.backlog.remove(request)
 
 
 def _decodes(fleet: FleetView) -> list[InstanceView]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.client_gain import ClientGain
+from pla_sglang.policy.common.eviction import EvictionCost
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate, Observer
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
@@ -49,15 +50,21 @@ class StarRescheduler(Observer):
     Args:
         client: leaves out moves by which the client of the request does not gain; None: as in the paper, the balance of
             the instances alone counts.
+        eviction: with ``client``, what a move throws out of the prefix cache of its target counts; None: it does not.
     """
 
     moves_requests = True
 
     def __init__(
-        self, knobs: StarKnobs, predictor: RemainingPredictor | None = None, client: ClientGain | None = None
+        self,
+        knobs: StarKnobs,
+        predictor: RemainingPredictor | None = None,
+        client: ClientGain | None = None,
+        eviction: EvictionCost | None = None,
     ) -> None:
         self.knobs = knobs
         self.client = client
+        self.eviction = eviction
         self.predictor = predictor or Oracle()
         self.horizon = Horizon(knobs.horizon)
         self.interval_s = knobs.interval_s
@@ -82,7 +89,7 @@ class StarRescheduler(Observer):
         """What all workers report, summed up together: a fleet of hundreds would spend its time in small calls."""
         batches = [self._seen(fleet.decodes(instance), now_s) for instance in instances]
         reports = summaries(batches, self.horizon) if batches else []
-        return [self._worker(instance, report) for instance, report in zip(instances, reports, strict=True)]
+        return [self._worker(instance, report, now_s) for instance, report in zip(instances, reports, strict=True)]
 
     def _seen(self, batch: DecodeBatch, now_s: float) -> DecodeBatch:
         """With predicted lengths; requests that rest cannot be moved."""
@@ -91,7 +98,7 @@ class StarRescheduler(Observer):
         rested = now_s - moved_s >= self.knobs.rest_s
         return dataclasses.replace(batch, remaining=known, movable=batch.movable & rested)
 
-    def _worker(self, instance: InstanceView, report: Summary) -> Worker:
+    def _worker(self, instance: InstanceView, report: Summary, now_s: float) -> Worker:
         running = int(report.batch.tokens.sum()) + report.batch.unlisted_tokens
         used = max(instance.kv_used_tokens, running + instance.waiting_decode_tokens)
         return Worker(
@@ -100,6 +107,7 @@ class StarRescheduler(Observer):
             other_tokens=used - running,
             step_s=instance.token_interval_s or self.knobs.step_s,
             steps=instance.steps,
+            token_s=0.0 if self.eviction is None else self.eviction.token_s(instance, now_s),
         )
 
     def _migrate(self, move: Move, instances: list[InstanceView], workers: list[Worker], now_s: float) -> Migrate:

@@ -1,0 +1,114 @@
+"""Which instance a request goes to while both of its phases run on one: the one with the least cost.
+
+The cost is in shares of targets, so that seconds of waiting and of decoding can be added:
+
+    cost = (wait + own) / TTFT target              its own first token
+         + work_weight * own / TTFT target         others wait for the same device time
+         + (1 + work_weight) * loss / TTFT target  what it throws out of the cache, when that is computed again
+         + decode_weight * step / TPOT target      how fast it decodes there, and slows others down
+         + room / TTFT target                      where the KV cache is full, until enough of it is free
+
+``own`` is the prefill of what is not cached there, so a cached prefix counts with all that it saves. ``loss`` is that
+of ``common/eviction.py``. A full instance is not left out: where it holds the prefix of a request, others would need
+more memory for it. It costs what waiting for room takes: by Little's law, used tokens are freed once in the life of an
+answer. Where engines run small prefills first, ``wait`` is only for those that are no larger (``sized_backlog.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from pla_sglang.common.checks import Range, check_fields, knob
+from pla_sglang.policy.arrow.policy import ArrowPolicy
+from pla_sglang.policy.combined.sized_backlog import SizedBacklog
+from pla_sglang.policy.common.eviction import EvictionCost
+from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
+from pla_sglang.policy.interface.step_times import StepTimes
+
+
+@dataclasses.dataclass(frozen=True)
+class CostKnobs:
+    """Attributes:
+    work_weight, decode_weight: weights of device time and of decode steps; its own first token has 1.
+    memory_share: of the KV cache that prompts may fill before they wait for room.
+    """
+
+    work_weight: float = knob(4.0, allowed=Range(0))
+    decode_weight: float = knob(1.0, allowed=Range(0))
+    memory_share: float = knob(0.9, allowed=Range(0, 1, above=True))
+
+    def __post_init__(self) -> None:
+        check_fields(self, "cost")
+
+
+class InstanceCost:
+    """The choice of an instance by cost.
+
+    Args:
+        arrow: its targets and predictor are used.
+        steps: step times of instances without their own.
+        small_first: as in ``Setup``.
+
+    Attributes:
+        backlog: what was sent to instances; None where they run prefills in the order in which they come.
+    """
+
+    def __init__(
+        self, knobs: CostKnobs, arrow: ArrowPolicy, steps: StepTimes, eviction: EvictionCost, *, small_first: bool
+    ) -> None:
+        self.knobs = knobs
+        self.backlog = SizedBacklog() if small_first else None
+        self._arrow = arrow
+        self._steps = steps
+        self._eviction = eviction
+
+    def choose(
+        self, request: RequestView, fleet: FleetView, now_s: float, answer_tokens: float
+    ) -> InstanceView | None:
+        """The MIXED instance with the least cost, of equals the one whose cache holds least; None without any.
+
+        ``answer_tokens``: of a typical answer.
+        """
+        best, best_cost, best_held = None, math.inf, math.inf
+        for instance in fleet.by_role[Role.MIXED]:
+            cost = self._cost(request, instance, now_s, answer_tokens)
+            if cost > best_cost:
+                continue
+            held = (instance.kv_used_tokens + instance.kv_cached_tokens) / instance.kv_capacity_tokens
+            if cost < best_cost or held < best_held:
+                best, best_cost, best_held = instance, cost, held
+        return best
+
+    def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
+        """From now until the first token."""
+        return self._wait_s(request, instance) + self._arrow.predictor.own_s(request, instance)
+
+    def _cost(self, request: RequestView, instance: InstanceView, now_s: float, answer_tokens: float) -> float:
+        knobs, targets = self.knobs, self._arrow.knobs
+        new_tokens = request.new_tokens(instance)
+        own_s = self._arrow.predictor.own_s(request, instance)
+        loss_s = new_tokens * self._eviction.token_s(instance, now_s)
+        step_s = self._step_with_s(request, instance)
+        first_s = self._wait_s(request, instance) + own_s + self._room_s(new_tokens, instance, answer_tokens * step_s)
+        first_s += knobs.work_weight * own_s + (1 + knobs.work_weight) * loss_s
+        return first_s / targets.ttft_slo_s + knobs.decode_weight * step_s / targets.tpot_slo_s
+
+    def _wait_s(self, request: RequestView, instance: InstanceView) -> float:
+        predictor = self._arrow.predictor
+        if self.backlog is None:
+            return predictor.delay_s(instance)
+        return predictor.backlog_s(instance, *self.backlog.ahead_of(request, instance))
+
+    def _room_s(self, new_tokens: int, instance: InstanceView, answer_s: float) -> float:
+        """Until there is room for its prompt; 0 where there is. ``answer_s``: what a typical answer takes there."""
+        used = instance.kv_used_tokens
+        lacking = used + instance.queued_tokens + new_tokens - self.knobs.memory_share * instance.kv_capacity_tokens
+        return max(0.0, lacking) * answer_s / max(used, 1)
+
+    def _step_with_s(self, request: RequestView, instance: InstanceView) -> float:
+        """Decode step once ``request`` decodes with all requests of the instance."""
+        batch = instance.requests() + 1
+        queued = instance.queued_tokens + instance.queued_history_tokens
+        tokens = instance.decode_tokens() + queued + request.input_tokens
+        return (instance.steps or self._steps).decode_s(batch, tokens)
