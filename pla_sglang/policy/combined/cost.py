@@ -80,6 +80,26 @@ class InstanceCost:
                 best, best_cost, best_held = instance, cost, held
         return best
 
+    def note(self, request: RequestView, chosen: InstanceView, fleet: FleetView, now_s: float) -> None:
+        """``request`` goes there."""
+        self._eviction.note(request.new_tokens(chosen), len(fleet.ready), now_s)
+        if self.backlog is not None:
+            self.backlog.add(request, chosen)
+
+    def forget(self, request: RequestView) -> None:
+        """Its prefill has ended, or it has."""
+        if self.backlog is not None:
+            self.backlog.remove(request)
+
+    def price_s(self, instance: InstanceView, now_s: float) -> float:
+        """By how much each coming token of an answer must be faster there, for each KV token that moves there with it:
+        then the decode term gains what is lost by what that throws out of the cache."""
+        knobs, targets = self.knobs, self._arrow.knobs
+        if not knobs.decode_weight:
+            return math.inf
+        lost = (1 + knobs.work_weight) * self._eviction.token_s(instance, now_s) / targets.ttft_slo_s
+        return lost / knobs.decode_weight * targets.tpot_slo_s
+
     def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
         """From now until the first token."""
         return self._wait_s(request, instance) + self._arrow.predictor.own_s(request, instance)

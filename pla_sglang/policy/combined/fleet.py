@@ -32,14 +32,9 @@ def _mode(setup: Setup, arrow: ArrowPolicy) -> ColocationMode:
     return ColocationMode(knobs, arrow, setup.steps, mixes=setup.riding_tokens is not None)
 
 
-def _cost(setup: Setup, arrow: ArrowPolicy, eviction: EvictionCost) -> InstanceCost:
-    return InstanceCost(
-        setup.tune("cost", CostKnobs()), arrow, setup.steps, eviction, small_first=setup.small_first
-    )
-
-
-def _eviction(setup: Setup, arrow: ArrowPolicy) -> EvictionCost:
-    return EvictionCost(setup.tune("eviction", EvictionKnobs()), arrow.predictor)
+def _cost(setup: Setup, arrow: ArrowPolicy) -> InstanceCost:
+    eviction = EvictionCost(setup.tune("eviction", EvictionKnobs()), arrow.predictor)
+    return InstanceCost(setup.tune("cost", CostKnobs()), arrow, setup.steps, eviction, small_first=setup.small_first)
 
 
 def _always_colocated(setup: Setup) -> Built:
@@ -48,8 +43,7 @@ def _always_colocated(setup: Setup) -> Built:
     It takes the least cost of both phases over the instances that do both, and Arrow's request scheduling over others.
     """
     arrow = make_arrow(setup, adaptive=False)
-    eviction = _eviction(setup, arrow)
-    parts = Parts(arrow, unite=_mode(setup, arrow), cost=_cost(setup, arrow, eviction), eviction=eviction)
+    parts = Parts(arrow, unite=_mode(setup, arrow), cost=_cost(setup, arrow))
     policy = CombinedPolicy(setup.tune("combined", CombinedKnobs()), parts)
     return policy, (policy,), split_roles(setup.instances, setup.prefills or 0)
 
@@ -58,7 +52,7 @@ def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Bui
     if unite and not setup.stateless:
         return _always_colocated(setup)
     arrow = make_arrow(setup)
-    eviction = _eviction(setup, arrow)
+    cost = _cost(setup, arrow) if unite else None
     boundary = FittedBoundary(fixed_tokens=setup.boundary_tokens or BOUNDARY_TOKENS)
     local = setup.tune("dopd", DopdDispatchKnobs(local_max_tokens=IN_PLACE_TOKENS))
     parts = Parts(
@@ -67,11 +61,10 @@ def _combined(setup: Setup, *, scaling: bool = False, unite: bool = True) -> Bui
         local=DopdDispatcher(local, arrow.predictor),
         spatial=SpatialDispatcher(SpatialKnobs(setup.ttft_slo_s, spill_at=1.0), arrow.predictor, boundary),
         pressure=PressureController(PressureKnobs(setup.ttft_slo_s), arrow.predictor),
-        star=make_star(setup, eviction=eviction) if setup.migrates else None,
+        star=make_star(setup, price=None if cost is None else cost.price_s) if setup.migrates else None,
         planner=make_dopd(setup) if scaling else None,
         unite=_mode(setup, arrow) if unite else None,
-        cost=_cost(setup, arrow, eviction) if unite else None,
-        eviction=eviction,
+        cost=cost,
     )
     policy = CombinedPolicy(setup.tune("combined", CombinedKnobs()), parts)
     return policy, (policy,), [Role.MIXED] * setup.instances if unite else setup.split()
@@ -81,12 +74,17 @@ _KNOBS: Mapping[str, tuple[type, ...]] = {
     "combined": (CombinedKnobs,),
     "in_place": (InPlaceKnobs,),
     "dopd": (DopdDispatchKnobs,),
-    "eviction": (EvictionKnobs,),
     **ARROW_KNOBS,
 }
 
+_COLOCATED: Mapping[str, tuple[type, ...]] = {
+    "unite": (ColocationKnobs,),
+    "cost": (CostKnobs,),
+    "eviction": (EvictionKnobs,),
+}
+
 POLICIES: Mapping[str, FleetPolicy] = {
-    "combined": FleetPolicy(_combined, live=True, flips=True, knobs={**_KNOBS, "unite": (ColocationKnobs,), "cost": (CostKnobs,)}),
+    "combined": FleetPolicy(_combined, live=True, flips=True, knobs={**_KNOBS, **_COLOCATED}),
     "combined-roles": FleetPolicy(lambda setup: _combined(setup, unite=False), live=True, flips=True, knobs=_KNOBS),
     "combined-scaling": FleetPolicy(  # DOPD plans counts of roles
         lambda setup: _combined(setup, scaling=True, unite=False), knobs={**_KNOBS, **DOPD_KNOBS}

@@ -48,7 +48,6 @@ from pla_sglang.policy.arrow.policy import ArrowPolicy
 from pla_sglang.policy.combined.colocation import ColocationMode, FleetMode
 from pla_sglang.policy.combined.cost import InstanceCost
 from pla_sglang.policy.combined.stall_budget import InPlace
-from pla_sglang.policy.common.eviction import EvictionCost
 from pla_sglang.policy.common.joining import join_pools
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.dopd.dispatch import DopdDispatcher
@@ -125,7 +124,6 @@ class Parts:
     planner: DopdController | None = None
     unite: ColocationMode | None = None
     cost: InstanceCost | None = None
-    eviction: EvictionCost | None = None
 
     def observers(self) -> list[Observer]:
         """Those that want reports. ``local`` and ``spatial`` share the predictor of ``arrow``, which feeds it."""
@@ -156,12 +154,6 @@ class CombinedPolicy(Observer):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:
-        answer = self._dispatch(request, fleet, now_s)
-        if self.parts.eviction is not None and answer.prefill is not None:
-            self.parts.eviction.note(request.new_tokens(answer.prefill), len(fleet.ready), now_s)
-        return answer
-
-    def _dispatch(self, request: RequestView, fleet: FleetView, now_s: float) -> Dispatch:
         if (united := self._united(request, fleet, now_s)) is not None:
             return united
         left_s = self._target_s(request) - (now_s - request.arrival_s)
@@ -196,8 +188,7 @@ class CombinedPolicy(Observer):
         if chosen is None:
             return None
         ttft_s = cost.predict_ttft_s(request, chosen)
-        if cost.backlog is not None:
-            cost.backlog.add(request, chosen)
+        cost.note(request, chosen, fleet, now_s)
         if self.parts.in_place is not None:
             self.parts.in_place.note(chosen)
         return Dispatch(chosen, None, FleetReason.UNITED, ttft_s)
@@ -404,8 +395,8 @@ class CombinedPolicy(Observer):
             part.on_finish(request, output_tokens, now_s)
 
     def _forget_prefill(self, request: RequestView) -> None:
-        if self.parts.cost is not None and self.parts.cost.backlog is not None:
-            self.parts.cost.backlog.remove(request)
+        if self.parts.cost is not None:
+            self.parts.cost.forget(request)
 
 
 def _decodes(fleet: FleetView) -> list[InstanceView]:

@@ -3,9 +3,9 @@
     pause_s = base_s + tokens * s_per_token
     gain_s  = remaining * interval_s * (1 - step(target, the request with it) / step(source))
 
-    loss_s  = tokens * token_s(target)
+    loss_s  = remaining * tokens * price_s(target)
 
-A move pays where ``gain_s > factor * (pause_s + loss_s)``, or where the cache of the source will be full before the request's end:
+A move pays where ``gain_s > factor * pause_s + loss_s``, or where the cache of the source will be full before the request's end:
 then somebody there is retracted, and computed again. ``interval_s`` is the measured token interval of the source, and
 the steps are predicted at the loads of now. A profile that is off by the same factor for both changes nothing; where
 instances differ, each has its own step times.
@@ -42,14 +42,14 @@ class ClientGainKnobs:
 class DecodeLoad:
     """What decodes on an instance now: requests and their KV tokens.
 
-    ``steps``: its step times; None: those of the fleet. ``token_s``: what a token that comes there throws out of its
-    prefix cache, in seconds of computing it again (``eviction.py``).
+    ``steps``: its step times; None: those of the fleet. ``price_s``: by how much each coming token of an answer must be
+    faster there, for each KV token that comes with it.
     """
 
     requests: int
     tokens: float
     steps: StepTimes | None = None
-    token_s: float = 0.0
+    price_s: float = 0.0
 
 
 class ClientGain:
@@ -85,8 +85,8 @@ class ClientGain:
         own_s = (source.steps or self._steps).decode_s(max(1, source.requests), source.tokens)
         relative = np.stack([self._steps_with(target, tokens) for target in targets]) / max(own_s, 1e-9)
         gain_s = remaining * interval_s * (1.0 - relative)
-        loss_s = np.array([target.token_s for target in targets])[:, None] * tokens[None, :]
-        least_s = self.knobs.factor * (self.pause_s(tokens)[None, :] + loss_s)
+        prices_s = np.array([target.price_s for target in targets])
+        least_s = self.knobs.factor * self.pause_s(tokens)[None, :] + prices_s[:, None] * (remaining * tokens)[None, :]
         return np.asarray(gain_s > least_s, dtype=np.bool_)
 
     def pays_for_batch(

@@ -54,6 +54,8 @@ class EvictionCost:
         used = instance.kv_used_tokens + instance.kv_cached_tokens + instance.queued_tokens
         age_s = 0.0 if instance.evicted_next_s is None else max(0.0, now_s - instance.evicted_next_s)
         room_tokens = max(0, instance.kv_capacity_tokens - used)
+        if not room_tokens and not instance.kv_cached_tokens:
+            return 0.0  # all of it is in use
         if room_tokens:
             fill_rate = self._decayed(now_s) / self.knobs.reuse_s  # tokens/s
             age_s = math.inf if fill_rate <= 0 else age_s + room_tokens / fill_rate

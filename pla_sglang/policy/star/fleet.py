@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pla_sglang.policy.common.dispatch import least_tokens
-from pla_sglang.policy.common.eviction import EvictionCost
 from pla_sglang.policy.common.fleet_policy import Built, FleetPolicy, Setup
 from pla_sglang.policy.star.horizon import HorizonKnobs
-from pla_sglang.policy.star.policy import StarKnobs, StarRescheduler
+from pla_sglang.policy.star.policy import Price, StarKnobs, StarRescheduler
 from pla_sglang.policy.star.predictors import NoPrediction
 from pla_sglang.policy.star.select import SelectKnobs
 
 
 def make_controller(
-    setup: Setup, *, predict: bool = True, eviction: EvictionCost | None = None
+    setup: Setup, *, predict: bool = True, price: Price | None = None
 ) -> StarRescheduler:
-    """``predict``: by remaining lengths, not by the present load alone; ``eviction``: as of ``StarRescheduler``."""
+    """``predict``: by remaining lengths, not by the present load alone; ``price``: as of ``StarRescheduler``."""
     knobs = StarKnobs(
         HorizonKnobs() if predict else HorizonKnobs(steps=0),
         SelectKnobs(migrate_base_s=setup.move_pause_s),
         interval_s=setup.move_interval_s,
         rest_s=setup.move_rest_s,
     )
-    return StarRescheduler(knobs, setup.predictor if predict else NoPrediction(), setup.client_gain(), eviction)
+    return StarRescheduler(knobs, setup.predictor if predict else NoPrediction(), setup.client_gain(), price)
 
 
 def _make(setup: Setup, *, predict: bool = True) -> Built:

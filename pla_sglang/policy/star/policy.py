@@ -8,12 +8,12 @@ request that has been moved rests for ``rest_s``, so that a wrong prediction can
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.client_gain import ClientGain
-from pla_sglang.policy.common.eviction import EvictionCost
 from pla_sglang.policy.interface.decisions import FleetAction, Hold, Migrate, Observer
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceView, RequestView
 from pla_sglang.policy.interface.reasons import FleetReason
@@ -21,6 +21,9 @@ from pla_sglang.policy.interface.remaining_length import RemainingPredictor
 from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summaries, summarise
 from pla_sglang.policy.star.predictors import Oracle
 from pla_sglang.policy.star.select import Choice, Move, SelectKnobs, Worker, best_move
+
+
+Price = Callable[[InstanceView, float], float]  # of an instance at a time, as ``DecodeLoad.price_s``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ class StarRescheduler(Observer):
     Args:
         client: leaves out moves by which the client of the request does not gain; None: as in the paper, the balance of
             the instances alone counts.
-        eviction: with ``client``, what a move throws out of the prefix cache of its target counts; None: it does not.
+        price: with ``client``, what KV cache costs there that a move takes; None: nothing.
     """
 
     moves_requests = True
@@ -60,11 +63,11 @@ class StarRescheduler(Observer):
         knobs: StarKnobs,
         predictor: RemainingPredictor | None = None,
         client: ClientGain | None = None,
-        eviction: EvictionCost | None = None,
+        price: Price | None = None,
     ) -> None:
         self.knobs = knobs
         self.client = client
-        self.eviction = eviction
+        self.price = price
         self.predictor = predictor or Oracle()
         self.horizon = Horizon(knobs.horizon)
         self.interval_s = knobs.interval_s
@@ -107,7 +110,7 @@ class StarRescheduler(Observer):
             other_tokens=used - running,
             step_s=instance.token_interval_s or self.knobs.step_s,
             steps=instance.steps,
-            token_s=0.0 if self.eviction is None else self.eviction.token_s(instance, now_s),
+            price_s=0.0 if self.price is None else self.price(instance, now_s),
         )
 
     def _migrate(self, move: Move, instances: list[InstanceView], workers: list[Worker], now_s: float) -> Migrate:
