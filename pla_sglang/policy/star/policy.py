@@ -103,11 +103,12 @@ class StarRescheduler(Observer):
 
     def _worker(self, instance: InstanceView, report: Summary, now_s: float) -> Worker:
         running = int(report.batch.tokens.sum()) + report.batch.unlisted_tokens
-        used = max(instance.kv_used_tokens, running + instance.waiting_decode_tokens)
+        shared = max(0, running - instance.kv_used_tokens)  # of prefixes that several of them have in common
+        used = max(instance.kv_used_tokens, running - shared + instance.waiting_decode_tokens)
         return Worker(
             report,
-            room_tokens=instance.kv_capacity_tokens,
-            other_tokens=used - running,
+            room_tokens=instance.kv_capacity_tokens + shared,
+            other_tokens=used + shared - running,
             step_s=instance.token_interval_s or self.knobs.step_s,
             steps=instance.steps,
             price_s=0.0 if self.price is None else self.price(instance, now_s),
