@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.lab.named_workloads import WORKLOADS, workload
+from bench.lab.named_workloads import FLEET_WORKLOADS, MOONCAKE, MOONCAKE_WHOLE, WORKLOADS, available, workload
+from pla_sglang.profiles import load_profile
 
 
 @pytest.mark.parametrize(("rate_per_s", "count"), [(2.0, 40), (9.0, 180)])
@@ -32,3 +34,23 @@ def test_every_generated_workload_is_drawn_from_its_seed() -> None:
         first, again, other = (workload(name, None, 60, seed).trace for seed in (1, 1, 2))
         assert first.input_tokens.tolist() == again.input_tokens.tolist() != other.input_tokens.tolist()
         assert not WORKLOADS[name].recorded
+
+
+def test_every_profile_is_there_and_the_eager_one_differs_in_its_mixed_passes() -> None:
+    for load in WORKLOADS.values():
+        assert load.profile is None or load_profile(load.profile).gpus > 1
+    assert all(WORKLOADS[name].profile is None for name in FLEET_WORKLOADS)
+    base, eager = load_profile("h100-llama3.1-70b-fp8-tp2"), load_profile(WORKLOADS["azure_conv_eager"].profile or "")
+    same = dataclasses.replace(eager, name=base.name, source=base.source, mixed_floor_s=0.0)
+    assert same == base
+    assert eager.mixed_floor_s == base.launch_floor.eager_s > WORKLOADS["azure_conv_eager"].slo.tpot_s
+
+
+def test_the_whole_recording_is_read_where_the_folder_has_it(tmp_path: Path) -> None:
+    header = "arrival_s,input_tokens,output_tokens\n"
+    assert available(tmp_path) == ["chat", "hol", "star"]
+    (tmp_path / MOONCAKE).write_text(header + "0,1,1\n")
+    assert available(tmp_path) == ["mooncake", "chat", "hol", "star", "mooncake_70b"]
+    (tmp_path / MOONCAKE_WHOLE).write_text(header + "0,1,1\n1,1,1\n")
+    for name in ("mooncake", "mooncake_70b"):
+        assert len(workload(name, tmp_path).trace) == 2

@@ -154,14 +154,13 @@ class _Reader:
         turns: list[_Turn] = []
         clock = _Clock(self._knobs.think_most_s)
         for place, (at_s, thread, request) in enumerate(requests):
-            where = f"request {place}"
             try:
                 turn = self._turn(at_s, thread, request, blocks, clock)
             except RowError as error:
-                self._columns.bad(line, f"{where}: {error}")
+                self._columns.bad(line, f"request {place}: {error}")
                 continue
             if isinstance(turn, str):
-                self._columns.drop(line, f"{where}: {turn}")
+                self._columns.drop(line, turn)
             else:
                 turns.append(turn)
         if len(turns) < self._knobs.requests_least:

@@ -106,7 +106,7 @@ def test_a_subagent_is_part_of_its_session(tmp_path: Path) -> None:
 def test_longer_prompts_than_the_window_are_left_out_and_counted(tmp_path: Path) -> None:
     trace = load(tmp_path, session(*TALK), window_tokens=2000)
     assert trace.input_tokens.tolist() == [16 * 64 + 3, 24 * 64 + 3]
-    assert reasons(trace) == [(1, "request 2: a prompt of more than 2000 tokens")]
+    assert reasons(trace) == [(1, "a prompt of more than 2000 tokens")]
 
 
 def test_a_cut_prompt_keeps_its_new_tokens_and_the_beginning(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_sessions_of_few_requests_are_left_out_and_counted(tmp_path: Path) -> No
 def test_a_request_without_an_answer_is_left_out_and_counted(tmp_path: Path) -> None:
     trace = load(tmp_path, session(TALK[0] | {"out": 0}, *TALK[1:]))
     assert trace.arrival_s.tolist() == [10, 46]  # a session starts with its first request that stays
-    assert reasons(trace) == [(1, "request 0: failed: no answer token")]
+    assert reasons(trace) == [(1, "failed: no answer token")]
 
 
 BAD_REQUESTS = [
