@@ -34,6 +34,8 @@ from pla_sglang.sim.workload import (
 )
 
 HOL_PERIOD_S = 10.0
+SESSIONS_TIMES = 2.0  # as many requests of sessions as must arrive, so that not all sessions have to start at once
+FACTOR_STEP = 1e-4
 CHAT_TIMES = 3  # as many requests of ``chat`` as of others: conversations take their time to fill a fleet
 DATA = Path(__file__).parent / "data"
 MOONCAKE, MOONCAKE_WHOLE = "mooncake_conv_min00_10.csv.gz", "mooncake_conv_1h.csv.gz"
@@ -86,8 +88,11 @@ class Workload:
     def trace_at(self, rate_per_s: float, span_s: float) -> Trace:
         """As many of its requests as arrive in ``span_s`` at this mean rate; repeated where it has fewer.
 
-        At least up to the first that arrives later than the first one: requests at one time have no rate.
+        At least up to the first that arrives later than the first one: requests at one time have no rate. Of sessions
+        with think times see ``arrivals_of_sessions``.
         """
+        if self.trace.think_s is not None:
+            return arrivals_of_sessions(self.trace, rate_per_s, span_s)
         first_later = int(np.argmax(self.trace.arrival_s > self.trace.arrival_s[0]))
         count = max(1 + first_later, round(rate_per_s * span_s))
         times = math.ceil(count / len(self.trace))
@@ -101,6 +106,24 @@ class Workload:
             "tpot_slo_s": self.slo.tpot_s,
             "steady_per_s": self.steady_per_s,
         }
+
+
+def arrivals_of_sessions(trace: Trace, rate_per_s: float, span_s: float) -> Trace:
+    """What arrives in ``span_s`` of sessions that start so often that this is ``rate_per_s`` on average.
+
+    The fleet is empty at first, and sessions last longer than most spans: at its end more requests come a second than
+    on average. Arrivals are counted as if answers took as long as in the recording.
+    """
+    wanted = max(2.0, rate_per_s * span_s)
+    at_once = int((trace.arrival_s - trace.start_s() < span_s).sum())  # if all sessions started at the same time
+    trace = trace.repeat(max(1, math.ceil(SESSIONS_TIMES * wanted / at_once)))
+    start_s = trace.start_s()
+    after_s = trace.arrival_s - start_s
+    low, high = 1e-6, 1e9  # factors of the sessions' rate
+    while high > low * (1 + FACTOR_STEP):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if (start_s / middle + after_s < span_s).sum() >= wanted else (middle, high)
+    return trace.scale_rate(high).window(0.0, span_s)
 
 
 # Targets of Arrow's Table 1; ``burst`` has made-up requests with the burstiness of BurstGPT, ``reason`` is generated

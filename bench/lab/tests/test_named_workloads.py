@@ -10,6 +10,7 @@ import pytest
 
 from bench.lab.named_workloads import FLEET_WORKLOADS, MOONCAKE, MOONCAKE_WHOLE, WORKLOADS, available, workload
 from pla_sglang.profiles import load_profile
+from pla_sglang.sim.workload import Trace
 
 
 @pytest.mark.parametrize(("rate_per_s", "count"), [(2.0, 40), (9.0, 180)])
@@ -27,6 +28,21 @@ def test_requests_that_come_at_once_are_followed_by_one_that_comes_later() -> No
     trace = dataclasses.replace(workload("star", None, requests=5).trace, arrival_s=np.array([0.0, 0.0, 0.0, 1.0, 2.0]))
     few = dataclasses.replace(WORKLOADS["star"], trace=trace).trace_at(0.01, 20.0)
     assert (len(few), few.rate_per_s) == (4, pytest.approx(0.01))
+
+
+def test_of_sessions_as_many_requests_come_as_the_rate_asks_for() -> None:
+    """Think times stay: more sessions are under way at a higher rate, and none goes on faster."""
+    session, turn = np.divmod(np.arange(300), 3)
+    order = np.argsort(session + 20.0 * turn, kind="stable")
+    session, turn = session[order], turn[order]
+    ones = np.ones(300, np.int64)
+    trace = Trace("sessions", session + 20.0 * turn, ones, ones, session=session, turn=turn, think_s=10.0 * turn)
+    for rate_per_s in (0.5, 4.0, 40.0):
+        cut = dataclasses.replace(WORKLOADS["star"], trace=trace).trace_at(rate_per_s, 30.0)
+        assert len(cut) == pytest.approx(30 * rate_per_s, abs=1)
+        assert cut.span_s < 30.0
+        assert cut.turn is not None
+        assert (cut.arrival_s - cut.start_s()).tolist() == pytest.approx((20.0 * cut.turn).tolist())
 
 
 def test_every_generated_workload_is_drawn_from_its_seed() -> None:

@@ -133,6 +133,13 @@ class Trace:
         assert self.session is not None
         return np.sort(np.unique(self.session, return_index=True)[1])
 
+    def start_s(self) -> Floats:
+        """[n] when the session of each row starts, that is when its first row in this trace arrives. With sessions."""
+        assert self.session is not None
+        _, first, session = np.unique(self.session, return_index=True, return_inverse=True)
+        starts_s: Floats = self.arrival_s[first][session]
+        return starts_s
+
     # -- new traces from this one --------------------------------------------------------------------------------------
 
     def take(self, rows: Ints | Sequence[int] | slice) -> Trace:
@@ -195,9 +202,7 @@ class Trace:
             raise TraceError(f"rate factor is {factor}; allowed: a finite number above 0")
         if self.think_s is None:
             return dataclasses.replace(self, arrival_s=self.arrival_s / factor)
-        assert self.session is not None
-        _, first, session = np.unique(self.session, return_index=True, return_inverse=True)
-        start_s = self.arrival_s[first][session]
+        start_s = self.start_s()
         arrival_s = start_s / factor + (self.arrival_s - start_s)
         order = np.argsort(arrival_s, kind="stable")
         moved = dataclasses.replace(self, arrival_s=np.zeros(len(self))).take(order)
