@@ -72,7 +72,7 @@ def measure_cell(cell: Cell) -> Row:
     load = workload(cell.workload, cell.folder)
     trace = load.trace_at(cell.round.ladder.rate_per_s(cell.rung), cell.round.span_s)
     try:
-        figures = run_experiment(cell.arm.experiment(load.slo), trace).figures
+        figures = run_experiment(cell.arm.experiment(load.slo, load.profile), trace).figures
     except SimError as error:
         return {"attainment": 0.0, "error": str(error)}
     return {"attainment": figures.attainment, "ttft_p99_s": figures.ttft_p99_s, "tpot_p99_s": figures.tpot_p99_s}
@@ -163,7 +163,8 @@ class Search:
 
     def _bound(self, name: str, target: float, span_s: float) -> float:
         """On what arrives in ``span_s`` at each rate, as the arms are measured."""
-        load, profile = workload(name, self.folder), load_profile(OURS.experiment(WORKLOADS[name].slo).profile)
+        load = workload(name, self.folder)
+        profile = load_profile(OURS.experiment(load.slo, load.profile).profile)
         return upper_bound_over_span(
             lambda rate_per_s: load.trace_at(rate_per_s, span_s),
             load.slo,

@@ -56,11 +56,12 @@ class FleetArm:
         chunk_tokens = self.chunk_tokens if self.mixed else STOCK_CHUNK_TOKENS
         return dataclasses.replace(self, chunk_tokens=chunk_tokens, order=STOCK_ORDER)
 
-    def experiment(self, slo: Slo) -> Experiment:
-        """With the profile and all limits as ``Experiment`` has them by default."""
+    def experiment(self, slo: Slo, profile: str | None = None) -> Experiment:
+        """With all limits, and where None is given the profile, as ``Experiment`` has them by default."""
         return Experiment(
             self.policy,
             slo,
+            profile=profile or Experiment.profile,
             engine=self.order,
             instances=INSTANCES,
             prefills=self.prefills or None,
