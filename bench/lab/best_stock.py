@@ -42,7 +42,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import run_experiment
-from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, stock_arms
+from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, client_limit_tokens, stock_arms
 from pla_sglang.sim.core.upper_bound import upper_bound_over_span
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 
@@ -72,7 +72,8 @@ def measure_cell(cell: Cell) -> Row:
     load = workload(cell.workload, cell.folder)
     trace = load.trace_at(cell.round.ladder.rate_per_s(cell.rung), cell.round.span_s)
     try:
-        figures = run_experiment(cell.arm.experiment(load.slo), trace).figures
+        limit_tokens = client_limit_tokens(load.trace)
+        figures = run_experiment(cell.arm.experiment(load.slo, limit_tokens=limit_tokens), trace).figures
     except SimError as error:
         return {"attainment": 0.0, "error": str(error)}
     return {"attainment": figures.attainment, "ttft_p99_s": figures.ttft_p99_s, "tpot_p99_s": figures.tpot_p99_s}

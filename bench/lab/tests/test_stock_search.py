@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.lab.halving import Measure
@@ -20,6 +22,7 @@ from pla_sglang.sim.core.fleet_arms import (
     OURS,
     ROUTERS,
     FleetArm,
+    client_limit_tokens,
     read_arm,
     stock_arms,
 )
@@ -72,6 +75,25 @@ def test_every_router_serves_a_split_and_mixed_engines(router: str, arm: dict[st
     prefills = set(outcome.result.prefill_instance.tolist())
     assert prefills <= set(range(3 if "prefills" in arm else INSTANCES))
     assert ("prefills" in arm) == bool(prefills.isdisjoint(outcome.result.decode_instance.tolist()))
+
+
+def test_nobody_is_told_how_long_an_answer_will_be() -> None:
+    trace = Trace("two", np.zeros(2), np.full(2, 100), np.array([10, 20]))
+    for arm in (OURS, BEST):
+        experiment = arm.experiment(SLO, limit_tokens=client_limit_tokens(trace))
+        assert (experiment.lengths, experiment.move_gain, experiment.output_limit_tokens) == ("none", 1.0, 4096)
+    longer = Trace("two", np.zeros(2), np.full(2, 100), np.array([10, 9000]))
+    assert client_limit_tokens(longer) == 9000, "a smaller one would cut an answer"
+
+
+def test_a_limit_above_the_clip_of_sglang_counts_as_the_clip() -> None:
+    trace = Trace("few", np.arange(12) / 8, np.full(12, 2000), np.full(12, 300))
+
+    def digest(limit_tokens: int) -> str:
+        experiment = dataclasses.replace(BEST.experiment(SLO, limit_tokens=limit_tokens), kv_capacity_tokens=8_000)
+        return run_experiment(experiment, trace).result.digest()
+
+    assert digest(4096) == digest(32_768) != digest(300)
 
 
 def test_rounds_find_the_best_arm_of_a_family_that_its_plain_form_does_not_lead() -> None:

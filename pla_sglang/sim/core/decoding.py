@@ -19,7 +19,7 @@ class Decoding:
     """Runs decode steps in closed form. Knows no events: it answers with times, and the engine schedules them."""
 
     def __init__(self, pool: KvPool, costs: StepCosts, knobs: EngineKnobs) -> None:
-        self.running = RunningBatch()
+        self.running = RunningBatch(knobs.limit_clip_tokens)
         self.joining: list[SimRequest] = []  # their KV is here; they decode from the next boundary on
         self.meter = EngineMeter()
         self.growth = GrowthRatio(knobs)
@@ -28,10 +28,11 @@ class Decoding:
         self.cut_at = 0  # steps after which it ends
         self._pool = pool
         self._costs = costs
+        self._limit_clip_tokens = knobs.limit_clip_tokens
 
     def clear(self) -> None:
         """All requests are gone (the instance died)."""
-        self.running, self.joining, self.segment = RunningBatch(), [], None
+        self.running, self.joining, self.segment = RunningBatch(self._limit_clip_tokens), [], None
 
     # -- a segment -----------------------------------------------------------------------------------------------------
 

@@ -72,10 +72,10 @@ class Experiment:
     )
     rate_per_s: float | None = None  # mean rate that the trace is scaled to; None: as recorded
     lengths: str = knob(
-        "oracle", "--lengths NAME", f"what migration knows of answers to come: {', '.join(LENGTHS)}, binned:N"
+        "none", "--lengths NAME", f"what migration knows of answers to come: {', '.join(LENGTHS)}, binned:N"
     )
     move_gain: float = knob(
-        0.0,
+        1.0,
         "--move-gain",
         "of migration: a request moves only where its answer gains so many times the pause; 0: as in the papers",
         allowed=Range(0),

@@ -4,6 +4,9 @@ Stock: unified engines with ``--chunked-prefill-size`` 512 to 8,192, with and wi
 static split into prefill and decode engines; each order of prefills that SGLang 0.5.23 has; five routers. In a split no
 pass of a prefill engine has decodes to join, so mixing makes no difference there and is left out. Ours: ``combined``
 before temporal engines with mixed batches whose deadlines decide, the same form for every workload.
+
+Nobody knows how long an answer will be: moves of running requests are ordered as live (``Experiment.lengths`` and
+``move_gain`` by default), and clients send a limit that says nothing (``client_limit_tokens``).
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pla_sglang.common.errors import ConfigError
+from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.experiment import TEMPORAL, Experiment
 from pla_sglang.sim.metrics.goodput import Slo
+from pla_sglang.sim.workload import Trace
 
 INSTANCES = 8
 CHUNKS_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -56,8 +61,12 @@ class FleetArm:
         chunk_tokens = self.chunk_tokens if self.mixed else STOCK_CHUNK_TOKENS
         return dataclasses.replace(self, chunk_tokens=chunk_tokens, order=STOCK_ORDER)
 
-    def experiment(self, slo: Slo) -> Experiment:
-        """With the profile and all limits as ``Experiment`` has them by default."""
+    def experiment(self, slo: Slo, *, limit_tokens: int | None = None) -> Experiment:
+        """With the profile and all else as ``Experiment`` has it by default.
+
+        ``limit_tokens``: ``max_tokens`` of every request; None: just what its answer has, as benches of live engines
+        ask for.
+        """
         return Experiment(
             self.policy,
             slo,
@@ -67,6 +76,7 @@ class FleetArm:
             chunk_tokens=self.chunk_tokens,
             mixed=self.mixed,
             deadlines=self.deadlines,
+            output_limit_tokens=limit_tokens,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -79,6 +89,15 @@ OURS = FleetArm("combined", mixed=True, chunk_tokens=4096, order=TEMPORAL, deadl
 def read_arm(fields: dict[str, Any]) -> FleetArm:
     """What ``as_json`` has written."""
     return FleetArm(**{name: value for name, value in fields.items() if name != "name"})
+
+
+def client_limit_tokens(trace: Trace) -> int:
+    """``max_tokens`` that all clients of a workload send: they know how long its answers may be, not how long each is.
+
+    A smaller limit would cut answers; any higher one counts in admission as much as SGLang's clip. So the least is the
+    clip: it stands for all clients that set a generous limit, or none.
+    """
+    return max(EngineKnobs.limit_clip_tokens, int(trace.output_tokens.max()))
 
 
 def stock_arms(routers: Sequence[str] = ROUTERS) -> list[FleetArm]:

@@ -24,6 +24,7 @@ class HandoffQueue:
         self._decoding = decoding
         self._queue = queue
         self._slots = knobs.slots
+        self._limit_clip_tokens = knobs.limit_clip_tokens
 
     @property
     def on_the_way(self) -> int:
@@ -69,7 +70,8 @@ class HandoffQueue:
         free = self._pool.available_tokens - steps * batch - self._queue.chunk_rest_tokens
         if not batch and not joining and not self._pool.private_tokens:
             return free >= request.arriving_tokens
-        growth = decoding.growth.value * (decoding.running.growth_tokens() + request.limit_left)
+        own_tokens = min(request.limit_left, self._limit_clip_tokens)
+        growth = decoding.growth.value * (decoding.running.growth_tokens() + own_tokens)
         return free >= request.arriving_tokens + growth and batch + joining + self.on_the_way < self._slots
 
     def _count(self, request: SimRequest, sign: int) -> None:
