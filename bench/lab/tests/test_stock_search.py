@@ -16,8 +16,10 @@ from bench.lab.stock_search import TARGETS, Course, HeldRate, Round, race_famili
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.experiment import run_experiment
 from pla_sglang.sim.core.fleet_arms import (
+    CHUNK_GROUPS,
     CHUNKS_TOKENS,
     INSTANCES,
+    INTERVALS,
     ORDERS,
     OURS,
     ROUTERS,
@@ -30,7 +32,7 @@ from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.workload import Trace, hol_trace
 
 SLO = Slo(4.0, 0.1)
-BEST = FleetArm("two-choices", mixed=True, chunk_tokens=1024, order="hrrn")
+BEST = FleetArm("two-choices", mixed=True, chunk_tokens=384, order="hrrn", decode_interval=4)
 
 
 def rate_of(arm: FleetArm) -> float:
@@ -38,7 +40,14 @@ def rate_of(arm: FleetArm) -> float:
     if arm == OURS:
         return 80.0
     unlike = [arm.policy != BEST.policy, arm.mixed != BEST.mixed, arm.order != BEST.order, arm.prefills > 0]
-    return 100.0 * 0.9 ** sum(unlike) * 0.97 ** abs(CHUNKS_TOKENS.index(arm.chunk_tokens) - 1)
+    steps = [
+        abs(values.index(own) - values.index(best))
+        for values, own, best in (
+            (CHUNKS_TOKENS, arm.chunk_tokens, BEST.chunk_tokens),
+            (INTERVALS, arm.decode_interval, BEST.decode_interval),
+        )
+    ]
+    return 100.0 * 0.9 ** sum(unlike) * 0.97 ** sum(steps)
 
 
 def course_of(this_round: Round, ran: list[FleetArm] | None = None) -> Course:
@@ -54,10 +63,12 @@ def course_of(this_round: Round, ran: list[FleetArm] | None = None) -> Course:
 
 def test_stock_is_every_combination_of_what_it_can_be_told() -> None:
     arms = stock_arms()
-    unified, split = len(CHUNKS_TOKENS) * 2, len(CHUNKS_TOKENS) * (INSTANCES - 1)
+    unified, split = len(CHUNKS_TOKENS) * 2 * len(INTERVALS), len(CHUNKS_TOKENS) * (INSTANCES - 1)
     assert len(arms) == len(set(arms)) == len(ROUTERS) * len(ORDERS) * (unified + split)
     assert len({arm.name for arm in arms}) == len(arms)
     assert {arm.family for arm in arms} <= set(arms)
+    assert all(arm.family.family == arm.family for arm in arms)
+    assert len({arm.family for arm in arms}) == len(ROUTERS) * (1 + 3 * len(CHUNK_GROUPS) + INSTANCES - 1)
     assert OURS not in arms
     assert {arm.policy for arm in stock_arms(["cache-aware"])} == {"cache-aware"}
     with pytest.raises(ConfigError, match="router 'arrow' is not known; allowed: round-robin"):
@@ -66,7 +77,9 @@ def test_stock_is_every_combination_of_what_it_can_be_told() -> None:
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("arm", [{"prefills": 3}, {"mixed": True, "chunk_tokens": 512, "order": "hrrn"}])
+@pytest.mark.parametrize(
+    "arm", [{"prefills": 3}, {"mixed": True, "chunk_tokens": 512, "order": "hrrn", "decode_interval": 1}]
+)
 def test_every_router_serves_a_split_and_mixed_engines(router: str, arm: dict[str, object]) -> None:
     burst = hol_trace()
     trace = Trace("burst", burst.arrival_s + 0.01, burst.input_tokens // 16, burst.output_tokens)

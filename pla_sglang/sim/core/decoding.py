@@ -36,16 +36,20 @@ class Decoding:
 
     # -- a segment -----------------------------------------------------------------------------------------------------
 
-    def open(self, now_s: float, *, reserved_tokens: int, release_s: float | None) -> float:
+    def open(
+        self, now_s: float, *, reserved_tokens: int, release_s: float | None, steps_most: int | None = None
+    ) -> float:
         """Opens a segment; returns when it ends.
 
         It ends with the step in which a request has its last token, before the pool runs out (``reserved_tokens`` are
-        spoken for), and with the first step that ends at or after ``release_s``.
+        spoken for), with the first step that ends at or after ``release_s``, and after ``steps_most``.
         """
         running = self.running
         batch = len(running)
         room = (self._pool.available_tokens - reserved_tokens) // batch
-        segment = self._costs.segment(batch, running.context_tokens, min(running.steps_to_end(), max(1, room)))
+        steps = min(running.steps_to_end(), max(1, room))
+        steps = steps if steps_most is None else min(steps, steps_most)
+        segment = self._costs.segment(batch, running.context_tokens, steps)
         self.segment, self.start_s = segment, now_s
         self.cut_at = segment.steps
         if release_s is not None:

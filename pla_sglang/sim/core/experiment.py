@@ -82,6 +82,12 @@ class Experiment:
     )
     chunk_tokens: int = knob(8192, "--chunk-tokens", "prefill tokens of a pass at most", allowed=COUNT)
     mixed: bool = knob(False, "--mixed", "decodes join prefill passes")
+    decode_interval: int = knob(
+        0,
+        "--prefill-decode-interval N",
+        "decode steps between two prefill passes; not for engine temporal, which refuses it",
+        allowed=Range(0),
+    )
     deadlines: str = knob(
         "advise",
         "--deadlines {advise,decide}",
@@ -125,6 +131,8 @@ class Experiment:
     def __post_init__(self) -> None:
         check_fields(self)
         require("--instances-max", self.instances_max, self.instances)
+        if self.decode_interval and self.engine == TEMPORAL:
+            raise ConfigError(f"--prefill-decode-interval is {self.decode_interval}; allowed with {TEMPORAL}: 0")
         length_predictor(self.lengths, self.seed)
         read_knobs(self.policy, self.policy_knobs)
 
@@ -223,6 +231,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
             chunk_tokens=experiment.chunk_tokens,
             slots=experiment.slots,
             mixed=experiment.mixed,
+            decode_interval=experiment.decode_interval,
             answers=experiment.answers,
             growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
             growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),
