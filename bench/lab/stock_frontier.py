@@ -18,6 +18,8 @@ from pla_sglang.common.reading import read_json
 from pla_sglang.sim.core.fleet_arms import FleetArm, read_arm
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 
+STOCK, OURS_AT_STOCK, OURS_AT_OWN = AT_LIMITS = ("stock", "ours_at_stock", "ours")  # the last at our own rate
+
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
@@ -31,6 +33,8 @@ class Limit:
         ours_per_s: None: at no rate that was tried, or not measured.
         upper_bound_per_s: what no scheduler can exceed (``upper_bound.py``).
         high_per_s: where searches end; a rate there is a lower bound.
+        at_limits: figures of single arms at single rates, the worse of the runs, by the names of ``AT_LIMITS``; empty
+            in files from before they were kept.
     """
 
     workload: str
@@ -41,6 +45,7 @@ class Limit:
     ours_per_s: float | None
     upper_bound_per_s: float
     high_per_s: float
+    at_limits: Mapping[str, Mapping[str, float | None]] = dataclasses.field(default_factory=dict)
 
     @property
     def best(self) -> HeldRate:

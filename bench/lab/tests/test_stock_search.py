@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.lab.halving import Measure
 from bench.lab.stock_frontier import Limit, best_stock_arm, geometric_mean_of_ratios, read_limits
-from bench.lab.stock_search import TARGETS, Course, HeldRate, Round, race_families, race_members, search_limits
+from bench.lab.stock_search import TARGETS, Course, HeldRate, Pairs, Round, race_families, race_members, search_limits
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.experiment import run_experiment
 from pla_sglang.sim.core.fleet_arms import (
@@ -51,14 +49,13 @@ def rate_of(arm: FleetArm) -> float:
 
 
 def course_of(this_round: Round, ran: list[FleetArm] | None = None) -> Course:
-    def measure(pairs: Sequence[tuple[FleetArm, int]]) -> dict[tuple[FleetArm, int], float]:
+    def measure(pairs: Pairs, *, target: float) -> dict[tuple[FleetArm, int], float]:
         if ran is not None:
             ran.extend(arm for arm, _ in pairs)
         rates = {pair: this_round.ladder.rate_per_s(pair[1]) for pair in pairs}
         return {pair: min(1.0, 0.9 * rate_of(pair[0]) / rate) for pair, rate in rates.items()}
 
-    checked: Measure[FleetArm] = measure
-    return Course(this_round, checked, dict.fromkeys(TARGETS, 500.0), 400.0)
+    return Course(this_round, measure, dict.fromkeys(TARGETS, 500.0), 400.0)
 
 
 def test_stock_is_every_combination_of_what_it_can_be_told() -> None:

@@ -157,6 +157,16 @@ def goodput(served: Served, slo: Slo) -> Goodput:
     )
 
 
+def late_share(served: Served, slo: Slo, times: float) -> float:
+    """Share of the requests whose first token came later than so many times the TTFT target, or not at all.
+
+    Raises ConfigError for a run without requests.
+    """
+    if not len(served):
+        raise ConfigError("a run without requests has no late ones; allowed: at least one request")
+    return float((~(served.ttft_s() <= times * slo.ttft_s)).mean())
+
+
 def quantile(values: Floats, q: float) -> float:
     """The ``q``-th percentile of the values that are numbers; NaN when there is none."""
     known = values[np.isfinite(values)]
