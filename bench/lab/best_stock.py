@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.harness.bench import ROOT, Result, is_complete, measuring
 from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.report import Cells, emit, environment, markdown, number, say, show
@@ -61,6 +63,7 @@ from pla_sglang.sim.core.experiment import run_experiment
 from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, client_limit_tokens, stock_arms
 from pla_sglang.sim.core.upper_bound import offered_over_capacity, upper_bound_over_span
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S, late_share
+from pla_sglang.sim.workload import Trace
 
 FRONTIER = ROOT / "bench" / "lab" / "results" / "simulated" / "best_stock.json"
 ROUNDS = (Round(15.0, 1.25, 4), Round(30.0, 1.1, 3, runs=2), Round(LEAST_SPAN_S, 1.04, 3, runs=2))
@@ -99,13 +102,25 @@ class Cell:
 
 @functools.lru_cache(maxsize=4)
 def part_of(name: str, folder: Path | None, run: int) -> Workload:
-    """The workload that a run begins with: of a file from another request on, else drawn anew."""
+    """The workload of a run: of a file from another time on (run 1: from its middle), else drawn anew."""
     if run == 0 or not WORKLOADS[name].file:
         return workload(name, folder, seed=1 + run)
     load = workload(name, folder)
-    requests, first = len(load.trace), math.ceil(len(load.trace) * run / (1 + run))
-    turned = load.trace.repeat(2).take(slice(first, first + requests))
-    return load.with_trace(dataclasses.replace(turned, arrival_s=turned.arrival_s - turned.arrival_s[0]), None)
+    return load.with_trace(begin_later(load.trace, run / (1 + run)), None)
+
+
+def begin_later(trace: Trace, share: float) -> Trace:
+    """From this share of its span on, and then what came before it; sessions stay whole."""
+    start_s = trace.arrival_s
+    if trace.session is not None:
+        _, first, session = np.unique(trace.session, return_index=True, return_inverse=True)
+        start_s = trace.arrival_s[first][session]
+    gap_s = trace.span_s / max(1, len(trace) - 1)
+    before = start_s < trace.arrival_s[0] + share * trace.span_s
+    arrival_s = trace.arrival_s + before * (trace.span_s + gap_s)
+    order = np.argsort(arrival_s, kind="stable")
+    rows = dataclasses.replace(trace, arrival_s=np.zeros(len(trace))).take(order)
+    return dataclasses.replace(rows, arrival_s=arrival_s[order] - arrival_s.min())
 
 
 def measure_cell(cell: Cell) -> Row:
@@ -201,7 +216,7 @@ class Search:
         for target, best in result.best.items():
             span_s, step, bound = course.round.span_s, course.round.step, course.bounds_per_s[target]
             at_limits = self._at_limits(name, course, best[0], ours[target])
-            limit = Limit(name, target, span_s, step, best, ours[target], bound, course.high_per_s, at_limits)
+            limit = Limit(name, target, span_s, step, best, ours[target], finite(bound), course.high_per_s, at_limits)
             self.limits[name, target] = limit
             rates = f"{best[0].arm.name} {number(best[0].rate_per_s)}/s, {COMBINED} {number(ours[target])}/s"
             say(f"{name} at {target:.0%}: {rates}")
@@ -391,7 +406,8 @@ def plot(by_target: Sequence[Row], path: Path) -> None:
     size = (11.0, 8.0 if known else 4.0)
     with panels(path, len(by_target) + len(known), size=size, columns=len(by_target)) as grid:
         for panel, of_target in zip(grid, by_target, strict=False):
-            bounds, sources = of_target["upper_bound_rps"], {BEST: "best_stock_rps", COMBINED: "combined_rps"}
+            sources = {BEST: "best_stock_rps", COMBINED: "combined_rps"}
+            bounds = {name: bound for name, bound in of_target["upper_bound_rps"].items() if bound is not None}
             groups = {
                 name: {label: (of_target[key][name] or 0.0) / bound for label, key in sources.items()}
                 for name, bound in bounds.items()

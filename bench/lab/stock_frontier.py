@@ -31,7 +31,7 @@ class Limit:
         step: from one rate that was tried to the next; each rate is below the limit by at most this factor.
         stock: the best stock arms, best first.
         ours_per_s: None: at no rate that was tried, or not measured.
-        upper_bound_per_s: what no scheduler can exceed (``upper_bound.py``).
+        upper_bound_per_s: what no scheduler can exceed (``upper_bound.py``); None: not known.
         high_per_s: where searches end; a rate there is a lower bound.
         at_limits: figures of single arms at single rates, the worse of the runs, by the names of ``AT_LIMITS``; empty
             in files from before they were kept.
@@ -43,7 +43,7 @@ class Limit:
     step: float
     stock: Sequence[HeldRate]
     ours_per_s: float | None
-    upper_bound_per_s: float
+    upper_bound_per_s: float | None
     high_per_s: float
     at_limits: Mapping[str, Mapping[str, float | None]] = dataclasses.field(default_factory=dict)
 

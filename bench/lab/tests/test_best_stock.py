@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.harness.catalogue import BENCHES
@@ -16,6 +17,7 @@ from bench.lab.cells import CellRunner
 from bench.lab.stock_frontier import Limit, best_stock_arm, read_limits
 from bench.lab.stock_search import HeldRate, Round
 from pla_sglang.sim.core.fleet_arms import OURS, FleetArm, read_arm, stock_arms
+from pla_sglang.sim.workload import Trace
 
 FEW = [
     FleetArm(router, prefills, mixed, chunk_tokens, order)
@@ -51,6 +53,7 @@ def test_a_sweep_ends_with_the_best_stock_arm_and_the_default_form_measures_it_a
         assert limit.best.arm in FEW
         assert limit.best.rate_per_s is not None
         assert (limit.target, limit.span_s, limit.step) == (target, 8.0, 1.3)
+        assert limit.upper_bound_per_s is not None
         assert max(limit.best.rate_per_s, limit.ours_per_s or 0.0) <= 1.3 * limit.upper_bound_per_s
     assert swept["best_stock_arm"]["hol"] == best_stock_arm(tmp_path / "best_stock.json", "hol").name
     assert swept["combined_vs_best_stock"] == {"hol": None}  # 8 s are a burst
@@ -160,7 +163,16 @@ def test_another_run_has_other_requests_of_the_same_workload(tmp_path: Path) -> 
     (tmp_path / f"{file}.gz").write_bytes(gzip.compress((tmp_path / file).read_bytes()))
     turned = best_stock.part_of("azure_code", tmp_path, 1).trace
     assert turned.input_tokens.tolist() == [103, 104, 105, 100, 101, 102]
-    assert turned.arrival_s[0] == 0.0
+    assert turned.arrival_s.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_sessions_stay_whole_where_a_trace_begins_later() -> None:
+    sessions = np.array([0, 0, 1, 0, 1, 2])
+    trace = Trace("t", np.arange(6.0), np.arange(1, 7), np.ones(6, np.int64), session=sessions)
+    later = best_stock.begin_later(trace, 0.4)  # from 2 s on, when session 1 starts
+    assert later.session is not None
+    assert later.session.tolist() == [1, 1, 2, 0, 0, 0]
+    assert later.arrival_s.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 7.0]
 
 
 def test_the_table_states_ratios_only_where_runs_are_long_enough() -> None:
