@@ -17,6 +17,7 @@ import math
 import platform
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -43,7 +44,7 @@ from pla_sglang.sim.report.page import Page, render_page, require_libraries
 from pla_sglang.sim.report.plan_page import make_plan_page
 from pla_sglang.sim.report.result_tables import show_capacities, show_runs
 from pla_sglang.sim.report.run_page import make_run_page
-from pla_sglang.sim.workload import TRACE_KINDS, Arrivals, Trace, load_trace
+from pla_sglang.sim.workload import TRACE_KINDS, AgenticKnobs, Arrivals, Trace, load_trace
 
 COMMANDS = {  # each with what it takes instead of flags of another
     "run": "--rates",
@@ -60,6 +61,7 @@ FLAGS_FOR = {  # flags that are not for every command
 COUNT = Range(1)
 RATE = Range(0, unit="requests/s", above=True)
 SHARE = Range(0, 1, above=True)
+MOST_REASONS = 10  # each may name the value of one row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,7 @@ class WorkloadConfig:
     window: tuple[float, ...] = knob((), "--window START,END", "seconds of the trace")
     head: int | None = knob(None, "--head", "its first requests only", allowed=COUNT)
     sessions_per_s: float = knob(1.0, "--sessions-per-s", "for formats without times", allowed=RATE)
+    agentic: AgenticKnobs = dataclasses.field(default_factory=AgenticKnobs)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -93,7 +96,14 @@ class WorkloadConfig:
         """Raises TraceError."""
         arrivals = Arrivals(self.sessions_per_s, random.Random(seed))
         bad_rows: Literal["refuse", "skip"] = "skip" if self.bad_rows == "skip" else "refuse"
-        trace = load_trace(self.trace, kind=self.trace_kind, bad_rows=bad_rows, sort=self.sort, arrivals=arrivals)
+        trace = load_trace(
+            self.trace,
+            kind=self.trace_kind,
+            bad_rows=bad_rows,
+            sort=self.sort,
+            arrivals=arrivals,
+            agentic=self.agentic,
+        )
         trace = self._cut_window(trace) if self.window else trace
         trace = trace if self.head is None else trace.head(self.head)
         return trace.require_requests()
@@ -189,6 +199,7 @@ def setting(command: str, config: SimulateConfig, trace: Trace) -> dict[str, Any
             "mean_input_tokens": float(trace.input_tokens.mean()),
             "mean_output_tokens": float(trace.output_tokens.mean()),
             "skipped_rows": len(trace.skipped),
+            "skipped_reasons": dict(Counter(row.reason for row in trace.skipped).most_common(MOST_REASONS)),
         },
         "versions": {
             "python": platform.python_version(),

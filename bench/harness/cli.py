@@ -123,13 +123,16 @@ def add_trace_arguments(
 
 
 def read_traces(pairs: Iterable[str], *, max_input_tokens: int | None = None) -> dict[str, Trace]:
-    """``NAME=FILE`` each, without bad rows and prompts that are too long. Raises ConfigError."""
+    """``NAME=FILE`` each, without bad rows and prompts that are too long, as live clients send them: in open loop.
+
+    Raises ConfigError.
+    """
     traces = {}
     for pair in pairs:
         name, equals, file = pair.partition("=")
         if not (name and equals and file):
             raise ConfigError(f"--traces {pair!r} is not of the form NAME=FILE")
-        trace = load_trace(Path(file), bad_rows="skip")
+        trace = load_trace(Path(file), bad_rows="skip").as_recorded()
         if max_input_tokens is not None:
             trace = trace.take([row for row in range(len(trace)) if trace.input_tokens[row] <= max_input_tokens])
         traces[name] = trace.require_requests()

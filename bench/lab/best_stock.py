@@ -111,10 +111,7 @@ def part_of(name: str, folder: Path | None, run: int) -> Workload:
 
 def begin_later(trace: Trace, share: float) -> Trace:
     """From this share of its span on, and then what came before it; sessions stay whole."""
-    start_s = trace.arrival_s
-    if trace.session is not None:
-        _, first, session = np.unique(trace.session, return_index=True, return_inverse=True)
-        start_s = trace.arrival_s[first][session]
+    start_s = trace.arrival_s if trace.session is None else trace.start_s()
     gap_s = trace.span_s / max(1, len(trace) - 1)
     before = start_s < trace.arrival_s[0] + share * trace.span_s
     arrival_s = trace.arrival_s + before * (trace.span_s + gap_s)
@@ -127,7 +124,7 @@ def measure_cell(cell: Cell) -> Row:
     """``FIGURES``. An arm that leaves requests for ever has an attainment of 0, and says why."""
     load = part_of(cell.workload, cell.folder, cell.run)
     trace = load.trace_at(cell.round.ladder.rate_per_s(cell.rung), cell.round.span_s)
-    experiment = cell.arm.experiment(load.slo, limit_tokens=client_limit_tokens(load.trace))
+    experiment = cell.arm.experiment(load.slo, load.profile, limit_tokens=client_limit_tokens(load.trace))
     try:
         run = run_experiment(experiment, trace)
     except SimError as error:
@@ -272,8 +269,8 @@ class Search:
 
     def _bound(self, name: str, target: float, this_round: Round) -> float:
         """On what arrives at each rate, as the arms are measured; of the runs the least, as all have to hold."""
-        profile = load_profile(OURS.experiment(WORKLOADS[name].slo).profile)
         loads = [part_of(name, self.folder, run) for run in range(this_round.runs)]
+        profile = load_profile(OURS.experiment(loads[0].slo, loads[0].profile).profile)
         return min(
             upper_bound_over_span(
                 functools.partial(load.trace_at, span_s=this_round.span_s),

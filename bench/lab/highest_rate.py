@@ -93,9 +93,9 @@ class Contest:
         return Ladder(self.options.step)
 
     def trace_at(self, rung: int) -> Trace:
-        """``--requests`` at this rate, or as many as come in ``--span-s``."""
+        """``--requests`` at this rate, or as many as come in ``--span-s``; live clients send in open loop."""
         rate_per_s, requests = self.ladder.rate_per_s(rung), self.options.requests
-        return self.load.trace_at(rate_per_s, requests / rate_per_s if requests else self.options.span_s)
+        return self.load.trace_at(rate_per_s, requests / rate_per_s if requests else self.options.span_s).as_recorded()
 
     def key_of(self, rung: int) -> dict[str, Any]:
         settings = {name: getattr(self.options, name) for name in SETTINGS}

@@ -7,7 +7,8 @@ summed history, R requests::
 
 a roofline: below ``floor`` the step is bound by reading the weights, above it by computation (PLA-Serve section 2.1,
 with the floor that measured tables show). A served engine adds ``pass`` to every pass with new tokens: the device waits
-between two of them, though there is work. Decode, with B requests and C tokens of context in all::
+between two of them, though there is work. A mixed pass, with new tokens and decodes, takes at least ``mixed_floor``
+where it has no graph but prefills and decodes do. Decode, with B requests and C tokens of context in all::
 
     decode = [base + request*B + read*C] * correction(B, C/B)
 
@@ -168,7 +169,10 @@ class Coverage:
 class StepProfile:
     """Step times of one model on one device. An instance has ``gpus`` GPUs.
 
-    ``pass_s``: what a served pass with new tokens costs beside its tokens, in seconds; 0 where nobody has measured it.
+    Attributes:
+        pass_s: what a served pass with new tokens costs beside its tokens, in seconds; 0 where nobody has measured it.
+        mixed_floor_s: a mixed pass takes at least this, ``pass_s`` aside: where it is launched kernel by kernel, it is
+            the eager launch floor. 0: such passes run like others.
 
     Raises:
         ProfileError: a number is not finite, negative, or leaves a step without time.
@@ -188,9 +192,11 @@ class StepProfile:
     coverage: Coverage = dataclasses.field(default_factory=Coverage)
     gpus: int = 1
     pass_s: float = 0.0
+    mixed_floor_s: float = 0.0
 
     def __post_init__(self) -> None:
         _check_number("pass_s", self.pass_s)
+        _check_number("mixed_floor_s", self.mixed_floor_s)
         if not self.name:
             raise ProfileError("a profile needs a name")
         for field, least in (("kv_bytes_per_token", 1), ("kv_capacity_tokens", 1), ("weights_bytes", 0), ("gpus", 1)):
@@ -240,7 +246,8 @@ class StepProfile:
             return self.prefill_s(new_tokens, attention, history_tokens, requests, graph=graph)
         dense = self._dense_s(new_tokens + batch, attention, requests)
         read = self.prefill.read_s * history_tokens + self.decode.read_s * context_tokens
-        return self.pass_s + max(self._floored(dense + read, graph), self.decode_s(batch, context_tokens, graph=graph))
+        alone_s = self.decode_s(batch, context_tokens, graph=graph)
+        return self.pass_s + max(self._floored(dense + read, graph), alone_s, self.mixed_floor_s)
 
     def launch_floor_s(self, *, graph: bool) -> float:
         return self.launch_floor.graph_s if graph else self.launch_floor.eager_s

@@ -81,6 +81,15 @@ def test_what_a_served_pass_costs_is_in_each_pass_with_new_tokens() -> None:
     assert served.prefill_s(0, 0) == 0.0
 
 
+def test_a_mixed_pass_may_have_a_floor_of_its_own() -> None:
+    profile = plain(mixed_floor_s=30e-3, pass_s=1e-3)
+    assert profile.step_s(new_tokens=10, attention=100, requests=1, batch=2, context_tokens=50) == pytest.approx(31e-3)
+    assert profile.prefill_s(10, 100) == pytest.approx(9e-3)
+    assert profile.decode_s(2, 50) < 6e-3
+    long = {"new_tokens": 5000, "attention": 25e6, "requests": 1, "batch": 2, "context_tokens": 50}
+    assert profile.step_s(**long) == plain(pass_s=1e-3).step_s(**long) > 50e-3
+
+
 def test_corrections_are_linear_between_points_and_constant_outside() -> None:
     curve = Curve((10.0, 20.0), (1.0, 2.0))
     assert [curve(x) for x in (0, 10, 15, 20, 99)] == [1.0, 1.0, 1.5, 2.0, 2.0]
@@ -185,6 +194,7 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         ({"kv_bytes_per_token": 1.5}, "kv_bytes_per_token 1.5 is out of range"),
         ({"name": ""}, "needs a name"),
         ({"pass_s": -0.001}, "pass_s -0.001 is out of range; allowed: finite numbers from 0"),
+        ({"mixed_floor_s": -1}, "mixed_floor_s -1 is out of range"),
         ({"pass_s": "5 ms"}, "pass_s '5 ms' is out of range"),
         ({"pass_s": float("inf")}, "pass_s inf is out of range"),
         ({"speed": 1}, "unknown field 'speed'"),

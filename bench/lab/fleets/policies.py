@@ -29,7 +29,7 @@ from bench.lab import cells
 from bench.lab.cells import CellRunner, data_folder
 from bench.lab.fleets.capacity import find_best_capacity
 from bench.lab.fleets.tables import Table, mark_best
-from bench.lab.named_workloads import WORKLOADS, Workload, available, workload
+from bench.lab.named_workloads import FLEET_WORKLOADS, WORKLOADS, Workload, available, workload
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import Experiment, ExperimentResult, run_experiment
@@ -276,7 +276,7 @@ def run(options: argparse.Namespace) -> int:
     """Raises ConfigError, NoStepError."""
     about, folder = environment(), data_folder(options.data)
     sizes = Sizes.of(options)
-    names = options.workloads.split(",") if options.workloads else available(folder)
+    names = options.workloads.split(",") if options.workloads else available(folder, FLEET_WORKLOADS)
     policies, figures = options.policies.split(","), options.figures.split(",")
     runner = cells.make_runner(options, "fleets_policies")
     rows = measure_policies(runner, folder, sizes=sizes, workloads=names, policies=policies, figures=figures)

@@ -14,7 +14,7 @@ from bench.harness.steps import Row as Cell
 from bench.harness.steps import Steps
 from bench.lab.cells import CellRunner
 from bench.lab.fleets import forecast, policies
-from bench.lab.named_workloads import available
+from bench.lab.named_workloads import FLEET_WORKLOADS, available
 from bench.lab.papers.charts import bars, draw
 from bench.lab.papers.context import Context
 from bench.lab.papers.finding import Claim, Finding, Row, number
@@ -65,7 +65,7 @@ def measure_table(table: str, *, folder: Path, context: Context) -> list[Cell]:
 
 
 def capacities(context: Context, kept: Path) -> list[Cell]:
-    names = available(context.data)[: context.pick(1, None, None)]
+    names = available(context.data, FLEET_WORKLOADS)[: context.pick(1, None, None)]
     systems = context.pick(COMPARED[-2:], COMPARED, COMPARED)
     total, count = len(names) * len(systems), itertools.count(1)
     sizes = context.pick(

@@ -3,10 +3,14 @@
 Papers that speak of a "concurrency" measure this way. The trace then gives lengths and their order, not times. Users
 are of a kind, the trace's ``client`` (0 where it has none): users of one kind send the rows of that kind only. Where
 the trace has sessions, a user goes through one conversation, turn by turn, before it takes up the next.
+
+A trace with think times is a closed loop of its own (``session_loop``): each session has a user, who comes when the
+session starts and sends each further request its think time after the answer before it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Mapping
 
@@ -59,3 +63,14 @@ class ClosedLoop:
         row = talk.popleft()
         self._rest[row] = talk
         return row
+
+
+def session_loop(trace: Trace) -> tuple[ClosedLoop, list[float]]:
+    """The loop of a trace with think times, and by row how long its user waits before it sends it.
+
+    For the first row of a session that is its arrival time: users of sessions that start later wait for that.
+    """
+    assert trace.think_s is not None
+    starts, waits_s = trace.session_starts(), trace.think_s.copy()
+    waits_s[starts] = trace.arrival_s[starts]
+    return ClosedLoop(dataclasses.replace(trace, client=None), {0: len(starts)}), waits_s.tolist()

@@ -139,7 +139,8 @@ class SimConfig:
         decode_graph_batches, prefill_graph_tokens, overhead_s, time_scale: see ``StepCosts``.
         instance_faults, link_faults: what breaks when.
         cancels: row of the trace -> when its user goes away, in seconds after its arrival.
-        users: a closed loop instead of the trace's times: client of the trace -> users at once (``ClosedLoop``).
+        users: a closed loop instead of the trace's times: client of the trace -> users at once (``ClosedLoop``). None:
+            the trace's times, or where it has think times its sessions as closed loops.
         pauses_s: row of the trace -> how long its user, in a closed loop, waits before it sends it; None: not at all.
         host: what the hosts of real engines add.
         front: admission and a fair queue before the dispatcher; None: every request is dispatched at once.

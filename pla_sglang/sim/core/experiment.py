@@ -35,6 +35,7 @@ TEMPORAL = "temporal"
 ENGINES = (*ENGINE_ORDERS, TEMPORAL)
 SMALL_FIRST = ("shortest-prefill-first", "pass-srpt", TEMPORAL)  # of them
 LENGTHS = ("oracle", "none", "binned", "noisy:TOKENS")
+SESSIONS = ("closed", "open")
 COUNT = Range(1)
 STOCK_KINDS = {
     Role.MIXED: InstanceKind.UNIFIED,
@@ -106,6 +107,12 @@ class Experiment:
     startup_s: float | None = knob(None, "--startup-s", "from the decision to a ready instance", allowed=Range(0))
     output_limit_tokens: int | None = knob(
         None, "--output-limit-tokens", "max_tokens that clients send; default: just what the answer has", allowed=COUNT
+    )
+    sessions: str = knob(
+        "closed",
+        "--sessions {closed,open}",
+        "of a trace with think times: a request follows the answer before it, or comes at its recorded time",
+        allowed=Choice(SESSIONS),
     )
     seed: int = knob(1, "--seed", "of policies that draw at random")
     policy_knobs: tuple[str, ...] = knob(
@@ -222,6 +229,8 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
     trace.require_requests()
     if experiment.rate_per_s is not None:
         trace = trace.at_rate(experiment.rate_per_s)
+    jobs = None if trace.think_s is None else trace.session
+    trace = trace.as_recorded() if experiment.sessions == "open" else trace
     profile = load_profile(experiment.profile)
     chosen = build(experiment.policy, _setup(experiment, profile, trace))
     slo = experiment.slo
@@ -258,7 +267,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         name=experiment.policy,
     )
     result = Simulation(trace, config, policies).run(progress)
-    return ExperimentResult(experiment, trace.rate_per_s, result, goodput(result.served, slo))
+    return ExperimentResult(experiment, trace.rate_per_s, result, goodput(result.served, slo, jobs))
 
 
 def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:

@@ -74,8 +74,8 @@ class FleetArm:
             chunk_tokens = group[len(group) // 2]
         return dataclasses.replace(self, chunk_tokens=chunk_tokens, order=STOCK_ORDER, decode_interval=interval)
 
-    def experiment(self, slo: Slo, *, limit_tokens: int | None = None) -> Experiment:
-        """With the profile and all else as ``Experiment`` has it by default.
+    def experiment(self, slo: Slo, profile: str | None = None, *, limit_tokens: int | None = None) -> Experiment:
+        """With the profile, where None is given, and all else as ``Experiment`` has it by default.
 
         ``limit_tokens``: ``max_tokens`` of every request; None: just what its answer has, as benches of live engines
         ask for.
@@ -83,6 +83,7 @@ class FleetArm:
         return Experiment(
             self.policy,
             slo,
+            profile=profile or Experiment.profile,
             engine=self.order,
             instances=INSTANCES,
             prefills=self.prefills or None,

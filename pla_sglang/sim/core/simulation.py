@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from pla_sglang.sim.core.closed import ClosedLoop
+from pla_sglang.sim.core.closed import ClosedLoop, session_loop
 from pla_sglang.sim.core.cluster import Cluster
 from pla_sglang.sim.core.config import InstanceFault, LinkFault, Policies, SimConfig
 from pla_sglang.sim.core.errors import SimConfigError, SimError
@@ -94,7 +94,11 @@ class Simulation:
         self.kernel = Kernel()
         self.config = config
         self.cluster = Cluster(self.kernel, config, policies, expected=len(trace), block_tokens=trace.block_tokens)
-        self._loop = None if config.users is None else ClosedLoop(trace, config.users)
+        self._loop, self._pauses_s = None, config.pauses_s
+        if config.users is not None:
+            self._loop = ClosedLoop(trace, config.users)
+        elif trace.think_s is not None:
+            self._loop, self._pauses_s = session_loop(trace)
         self.cluster.on_closed = None if self._loop is None else self._next_of_user
         self._policies = policies
         self._trace = trace
@@ -154,7 +158,7 @@ class Simulation:
             self.kernel.at(self.kernel.now_s + self._pause_s(row), Priority.ARRIVAL, self._arrive, row)
 
     def _pause_s(self, row: int) -> float:
-        return 0.0 if self.config.pauses_s is None else self.config.pauses_s[row]
+        return 0.0 if self._pauses_s is None else self._pauses_s[row]
 
     def _arrive(self, row: int) -> None:
         self._left_out_s[row] = self._idle.left_out_s
@@ -232,10 +236,15 @@ class Simulation:
             self._active = (others, now_s)
         if self.cluster.ledger.complete:
             return
-        waits = len(self._requests) == len(self._trace)
-        if waits and now_s > self._active[1] + STALL_S:
+        if now_s > self._active[1] + STALL_S and self._all_have_come():
             raise SimError(self._stuck())
         self.kernel.at(now_s + after_s, Priority.TICK, call, what)
+
+    def _all_have_come(self) -> bool:
+        """In a closed loop: or wait for the answer to another."""
+        if self._loop is None:
+            return len(self._requests) == len(self._trace)
+        return math.isinf(self.kernel.next_s(Priority.TICK))
 
     def _stuck(self) -> str:
         live = list(self.cluster.ledger.live.values())

@@ -32,6 +32,8 @@ count is taken. Attainment is therefore at most ``1 - given up / requests``.
 Everything that a real fleet also needs (one instance a request at a time, KV memory, passes that cannot be interrupted,
 transfers) is relaxed. At a higher rate windows get shorter, and work, deadlines and who belongs to a window stay: the
 bound falls with the rate, so the rate at which it crosses a target is an upper bound for every arm.
+
+Sessions that are closed loops have no such bound: where a fleet is slow, their requests come later.
 """
 
 from __future__ import annotations
@@ -159,8 +161,10 @@ def _least_left_out(demand_s: Floats, room_s: float) -> int:
 def upper_bound_per_s(trace: Trace, slo: Slo, profile: StepProfile, *, instances: int, target: float) -> float:
     """The rate above which no scheduler keeps ``target`` on these requests at that mean rate, within 1 %.
 
-    Infinite where the bound stays above the target at a million requests a second.
+    Infinite where the bound stays above the target at a million requests a second, and for closed loops.
     """
+    if trace.think_s is not None:
+        return math.inf
     work = least_work(trace, slo, profile)
     bound = find_capacity(
         lambda rate: attainment_bound(trace.at_rate(rate).arrival_s, work, instances),
@@ -183,6 +187,8 @@ def upper_bound_over_span(
 ) -> float:
     """As ``upper_bound_per_s``, where more requests come at a higher rate: those of ``trace_at(rate)``, up to the rate
     ``most_per_s``, and above it those of that rate."""
+    if trace_at(most_per_s).think_s is not None:
+        return math.inf
 
     def attainment_at(rate_per_s: float) -> float:
         trace = trace_at(min(rate_per_s, most_per_s))
@@ -194,7 +200,12 @@ def upper_bound_over_span(
 
 
 def least_instances(trace: Trace, slo: Slo, profile: StepProfile, *, target: float, most: int) -> int:
-    """With fewer instances no scheduler keeps ``target`` on these arrivals; ``most`` where it may be more than that."""
+    """With fewer instances no scheduler keeps ``target`` on these arrivals; ``most`` where it may be more than that.
+
+    1 for closed loops.
+    """
+    if trace.think_s is not None:
+        return 1
     work = least_work(trace, slo, profile)
     return 1 + bisect.bisect_left(
         range(1, most), True, key=lambda count: attainment_bound(trace.arrival_s, work, count) >= target

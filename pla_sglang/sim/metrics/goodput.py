@@ -109,6 +109,7 @@ class Goodput:
         output_tokens_per_s: tokens of finished requests per second.
         ttft_p50_s to tpot_p99_s: quantiles over requests that have the value; NaN when none has.
         span_s: from the first arrival to the last arrival or finish, whichever is later.
+        job_p50_s, job_p99_s: quantiles of the job times (``job_times_s``); NaN where sessions are no jobs.
     """
 
     requests: int
@@ -126,10 +127,12 @@ class Goodput:
     tpot_p90_s: float
     tpot_p99_s: float
     span_s: float
+    job_p50_s: float = math.nan
+    job_p99_s: float = math.nan
 
 
-def goodput(served: Served, slo: Slo) -> Goodput:
-    """Raises ConfigError for a run without requests."""
+def goodput(served: Served, slo: Slo, session: Ints | None = None) -> Goodput:
+    """``session``: [n], where the requests of one are a job. Raises ConfigError for a run without requests."""
     if not len(served):
         raise ConfigError("a run without requests has no goodput; allowed: at least one request")
     finished = np.isfinite(served.finish_s)
@@ -138,6 +141,7 @@ def goodput(served: Served, slo: Slo) -> Goodput:
     span_s = float(last_s - served.arrival_s[0])
     per_s = 1 / span_s if span_s > 0 else math.nan
     ttft, tpot = served.ttft_s(), served.tpot_s()
+    jobs_s = np.zeros(0) if session is None else job_times_s(served, session)
     return Goodput(
         requests=len(served),
         finished=int(finished.sum()),
@@ -154,6 +158,8 @@ def goodput(served: Served, slo: Slo) -> Goodput:
         tpot_p90_s=quantile(tpot, 90),
         tpot_p99_s=quantile(tpot, 99),
         span_s=span_s,
+        job_p50_s=quantile(jobs_s, 50),
+        job_p99_s=quantile(jobs_s, 99),
     )
 
 
@@ -165,6 +171,18 @@ def late_share(served: Served, slo: Slo, times: float) -> float:
     if not len(served):
         raise ConfigError("a run without requests has no late ones; allowed: at least one request")
     return float((~(served.ttft_s() <= times * slo.ttft_s)).mean())
+
+
+def job_times_s(served: Served, session: Ints) -> Floats:
+    """By session in order of their numbers: seconds from its first arrival to its last end, think times included.
+
+    NaN where one of its requests has not finished.
+    """
+    numbers, of = np.unique(session, return_inverse=True)
+    first_s, last_s = np.full(len(numbers), np.inf), np.full(len(numbers), -np.inf)
+    np.minimum.at(first_s, of, served.arrival_s)
+    np.maximum.at(last_s, of, np.where(np.isfinite(served.finish_s), served.finish_s, np.inf))
+    return np.where(np.isfinite(last_s), last_s - first_s, np.nan)
 
 
 def quantile(values: Floats, q: float) -> float:

@@ -38,6 +38,7 @@ def show_number(value: float) -> str:
     return f"{value:.3g}" if math.isfinite(value) else NOTHING
 
 
+JOB = "job p50 / p99, s"
 COLUMNS = (
     Column("policy", "the policy that routes requests", lambda run: run.experiment.policy),
     Column("rate, 1/s", "mean arrival rate of the trace as run, requests/s", lambda run: show_number(run.rate_per_s)),
@@ -71,6 +72,12 @@ COLUMNS = (
         lambda run: show_quantiles(run, "tpot", 1e3),
         1,
     ),
+    Column(
+        JOB,
+        "time from the first arrival of a session to its last end, think times included: median, 99th percentile",
+        lambda run: " / ".join(map(show_number, (run.figures.job_p50_s, run.figures.job_p99_s))),
+        2,
+    ),
     Column("flips", "changes of an instance's role", lambda run: str(run.result.counts["flips"]), 3),
     Column(
         "moves",
@@ -96,8 +103,13 @@ SPEED = Column(
 
 
 def columns_of(runs: Sequence[ExperimentResult], *, verbose: bool = False) -> list[Column]:
-    """Those that say something: refused requests where there are any, the simulator's own speed if ``verbose``."""
-    shown = [column for column in COLUMNS if column.name != "refused" or any(map(count_refused, runs))]
+    """Those that say something: refused requests and job times where there are any, the simulator's own speed if
+    ``verbose``."""
+    silent = {
+        "refused": not any(map(count_refused, runs)),
+        JOB: all(math.isnan(run.figures.job_p50_s) for run in runs),
+    }
+    shown = [column for column in COLUMNS if not silent.get(column.name)]
     return [*shown, SPEED] if verbose else shown
 
 

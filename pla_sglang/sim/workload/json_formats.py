@@ -27,7 +27,7 @@ def estimate_tokens(text: str) -> int:
 def load_mooncake(path: Path, *, bad_rows: BadRows = "refuse", sort: bool = False) -> Trace:
     """Mooncake JSONL: ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids`` (blocks of 512 tokens)."""
     columns = Columns(path.name, bad_rows, sort)
-    for line, record in _json_lines(path, columns):
+    for line, record in read_json_lines(path, columns):
         try:
             ids = record.get("hash_ids")
             if not isinstance(ids, list):
@@ -67,7 +67,7 @@ def load_lmsys(
     The format has no times: ``arrivals`` generates them.
     """
     columns = Columns(path.name, bad_rows)
-    records = read_parquet(path, TraceError) if path.suffix == ".parquet" else _json_lines(path, columns)
+    records = read_parquet(path, TraceError) if path.suffix == ".parquet" else read_json_lines(path, columns)
     talks = _conversations(records, "conversation", ("role", "content"), columns, count_tokens)
     return conversation_trace(path.name, talks, arrivals, skipped=tuple(columns.skipped))
 
@@ -110,7 +110,8 @@ def _turns(messages: typing.Sequence[typing.Any], names: tuple[str, str], count_
     return turns
 
 
-def _json_lines(path: Path, columns: Columns) -> Iterator[tuple[int, typing.Any]]:
+def read_json_lines(path: Path, columns: Columns) -> Iterator[tuple[int, typing.Any]]:
+    """Objects with the number of their line; lines with anything else go to ``columns.bad``. Raises TraceError."""
     for line, content in enumerate(read_lines(path, TraceError), 1):
         if not content.strip():
             continue

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 from pla_sglang.common.reading import open_text, refuse_unreadable
+from pla_sglang.sim.workload.agentic import AgenticKnobs, load_agentic
 from pla_sglang.sim.workload.csv_formats import (
     AZURE_HEADER,
     BURSTGPT_HEADER,
@@ -20,8 +21,15 @@ from pla_sglang.sim.workload.json_formats import load_lmsys, load_mooncake, load
 from pla_sglang.sim.workload.rows import BadRows
 from pla_sglang.sim.workload.trace import Trace, TraceError
 
-TRACE_KINDS = ("plain", "azure", "burstgpt", "mooncake", "sharegpt", "lmsys")
-WITHOUT_TIMES = ("sharegpt", "lmsys")
+TRACE_KINDS = ("plain", "azure", "burstgpt", "mooncake", "sharegpt", "lmsys", "agentic")
+WITHOUT_TIMES = ("sharegpt", "lmsys", "agentic")
+MARKS = (
+    ("agentic", '"hash_id_scope"'),
+    ("agentic", '"think_time"'),
+    ("sharegpt", '"conversations"'),
+    ("lmsys", '"conversation"'),
+    ("mooncake", '"input_length"'),
+)
 HEAD_CHARACTERS = 1 << 16
 
 
@@ -32,6 +40,7 @@ def load_trace(
     bad_rows: BadRows = "refuse",
     sort: bool = False,
     arrivals: Arrivals | None = None,
+    agentic: AgenticKnobs | None = None,
 ) -> Trace:
     """A trace from a file, compressed with gzip or not; its times count from its first request.
 
@@ -40,6 +49,7 @@ def load_trace(
         bad_rows: "refuse" raises at the first bad row, "skip" skips such rows and lists them in ``skipped``.
         sort: sort rows by arrival instead of treating them as bad.
         arrivals: times for formats that have none; None: Poisson at one conversation a second, seed 0.
+        agentic: what of recorded sessions becomes a trace; for other formats without meaning.
 
     Raises:
         TraceError: no such file, a format that is not recognised, a bad row, or no request at all.
@@ -52,6 +62,8 @@ def load_trace(
         raise TraceError(f"trace kind {kind!r} is not known; allowed: {', '.join(TRACE_KINDS)}")
     if kind in WITHOUT_TIMES:
         times = arrivals or Arrivals(1.0, random.Random(0))
+        if kind == "agentic":
+            return load_agentic(path, arrivals=times, bad_rows=bad_rows, knobs=agentic).require_requests()
         talks = load_sharegpt if kind == "sharegpt" else load_lmsys
         return talks(path, arrivals=times, bad_rows=bad_rows).require_requests()
     loader = {"plain": load_plain, "azure": load_azure, "burstgpt": load_burstgpt, "mooncake": load_mooncake}[kind]
@@ -66,7 +78,7 @@ def guess_kind(path: Path) -> str:
         head = text.read(HEAD_CHARACTERS)
     if not head.strip():
         raise TraceError(f"{path} is empty; allowed: at least one request")
-    for kind, mark in (("sharegpt", '"conversations"'), ("lmsys", '"conversation"'), ("mooncake", '"input_length"')):
+    for kind, mark in MARKS:
         if mark in head and head.lstrip()[0] in "[{":
             return kind
     _, names = next(read_csv_rows(path), (0, []))

@@ -77,9 +77,8 @@ class Columns:
             raise RowError(
                 f"arrival {arrival:.17g} s is before {self._last:.17g} s in an earlier row; allowed: ascending"
             )
-        for what, tokens in (("input tokens", input_tokens), ("output tokens", output_tokens)):
-            if not 1 <= tokens <= LARGEST_TOKENS:
-                raise RowError(f"{what} {shorten(tokens)}; allowed: 1 to {LARGEST_TOKENS}")
+        require_tokens(input_tokens, "input tokens")
+        require_tokens(output_tokens, "output tokens")
         after_s = 0.0 if self._first is None else float(_EXACT.subtract(arrival, self._first))
         if abs(after_s) > LATEST_ARRIVAL_S:
             raise RowError(
@@ -142,6 +141,13 @@ def whole_number(given: typing.Any, what: str) -> int:
     if not value.is_finite() or value.adjusted() > 18 or value != value.to_integral_value():
         raise RowError(f"{what} is {shorten(given)}; allowed: {allowed}")
     return int(value)
+
+
+def require_tokens(tokens: int, what: str) -> int:
+    """The same number. Raises RowError for one that is no length of a prompt or an answer."""
+    if not 1 <= tokens <= LARGEST_TOKENS:
+        raise RowError(f"{what} {shorten(tokens)}; allowed: 1 to {LARGEST_TOKENS}")
+    return tokens
 
 
 def read_id(given: typing.Any, what: str) -> Id:

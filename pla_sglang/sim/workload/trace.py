@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 HashIds = tuple[tuple[int, ...], ...]
 
 LATEST_ARRIVAL_S = 1e10  # 300 years: beyond, microseconds would be lost in the rounding of doubles
-OPTIONAL_COLUMNS = ("session", "turn", "client")
+OPTIONAL_COLUMNS = ("session", "turn", "client", "think_s")
 ID_COLUMNS = ("hash_ids", "answer_ids")
 
 
@@ -45,6 +45,9 @@ class Trace:
         session: [n] int64 or None; requests of one conversation share it.
         turn: [n] int64 or None; place in the conversation, from 0.
         client: [n] int64 or None.
+        think_s: [n] float64 or None; where known, sessions are closed loops: a request comes so many seconds after the
+            answer before it in its session has ended. Only the first of a session's rows comes at its ``arrival_s``;
+            for the others that is when they would come after answers that take as long as in the recording.
         hash_ids: [n] tuples or None; ids of the leading whole blocks of the prompt. The same id means the same whole
             prefix up to and including that block, so ids compare as prefixes do.
         answer_ids: [n] tuples or None; of the whole blocks that prompt and answer fill together, those beyond
@@ -53,9 +56,9 @@ class Trace:
         skipped: skipped rows of the file, in file order.
 
     Raises:
-        TraceError: columns of different length, a time that is negative, not finite or before its predecessor, or a
-            length below 1. An empty trace is a legal value (a window may be empty); callers that need requests call
-            ``require_requests``.
+        TraceError: columns of different length, a time that is negative, not finite or before its predecessor, a
+            length below 1, or think times without sessions. An empty trace is a legal value (a window may be empty);
+            callers that need requests call ``require_requests``.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Trace:
     session: Ints | None = None
     turn: Ints | None = None
     client: Ints | None = None
+    think_s: Floats | None = None
     hash_ids: HashIds | None = None
     answer_ids: HashIds | None = None
     block_tokens: int = 512
@@ -80,6 +84,10 @@ class Trace:
             raise TraceError(f"trace {self.name}: block_tokens is {self.block_tokens}; allowed: 1 and more")
         allowed = f"finite, 0 and more, up to {LATEST_ARRIVAL_S:g}"
         self._refuse(~((self.arrival_s >= 0) & (self.arrival_s <= LATEST_ARRIVAL_S)), "arrival_s", allowed)
+        if self.think_s is not None:
+            if self.session is None:
+                raise TraceError(f"trace {self.name} has think_s but no session; allowed: both, or no think_s")
+            self._refuse(~((self.think_s >= 0) & (self.think_s <= LATEST_ARRIVAL_S)), "think_s", allowed)
         for column in ("input_tokens", "output_tokens"):
             self._refuse(getattr(self, column) < 1, column, "1 and more")
         back = np.zeros(n, dtype=bool)
@@ -109,8 +117,28 @@ class Trace:
 
     @property
     def rate_per_s(self) -> float:
-        """Mean arrival rate over the span; NaN if undefined (fewer than two times)."""
-        return (len(self) - 1) / self.span_s if self.span_s > 0 else float("nan")
+        """Mean arrival rate over the span; NaN if undefined (fewer than two times).
+
+        With think times: of the sessions' starts, times the requests of a session. That is what arrives once as many
+        sessions end as start.
+        """
+        if self.think_s is None:
+            return (len(self) - 1) / self.span_s if self.span_s > 0 else float("nan")
+        starts_s = self.arrival_s[self.session_starts()]
+        span_s = float(np.ptp(starts_s)) if len(starts_s) else 0.0
+        return len(self) * (1 - 1 / len(starts_s)) / span_s if span_s > 0 else float("nan")
+
+    def session_starts(self) -> Ints:
+        """The first row of every session, in order of rows. Only with sessions."""
+        assert self.session is not None
+        return np.sort(np.unique(self.session, return_index=True)[1])
+
+    def start_s(self) -> Floats:
+        """[n] when the session of each row starts, that is when its first row in this trace arrives. With sessions."""
+        assert self.session is not None
+        _, first, session = np.unique(self.session, return_index=True, return_inverse=True)
+        starts_s: Floats = self.arrival_s[first][session]
+        return starts_s
 
     # -- new traces from this one --------------------------------------------------------------------------------------
 
@@ -142,14 +170,19 @@ class Trace:
         return self.take(slice(0, count))
 
     def repeat(self, times: int) -> Trace:
-        """So many copies one after the other, a mean gap between them; they share no session and no prefix."""
+        """So many copies one after the other, a mean gap between them; they share no session and no prefix.
+
+        With think times, the sessions of a copy begin when those of the one before have begun, not ended.
+        """
         if times < 1:
             raise TraceError(f"a trace repeated {times} times; allowed: 1 and more")
         copies = np.repeat(np.arange(times), len(self))
-        shifts: dict[str, typing.Any] = {"arrival_s": copies * (self.span_s + self.span_s / max(1, len(self) - 1))}
+        begun_s = self.arrival_s if self.think_s is None else self.arrival_s[self.session_starts()]
+        span_s = float(np.ptp(begun_s)) if len(begun_s) else 0.0
+        shifts: dict[str, typing.Any] = {"arrival_s": copies * (span_s + span_s / max(1, len(begun_s) - 1))}
         if self.session is not None:
             shifts["session"] = copies * (int(self.session.max(initial=0)) + 1)
-        columns = ("input_tokens", "output_tokens", "turn", "client", *shifts)
+        columns = ("input_tokens", "output_tokens", "turn", "client", "think_s", *shifts)
         tiled = {name: np.tile(values, times) for name in columns if (values := getattr(self, name)) is not None}
         repeated: dict[str, typing.Any] = {name: values + shifts.get(name, 0) for name, values in tiled.items()}
         given = {name: rows for name in ID_COLUMNS if (rows := getattr(self, name)) is not None}
@@ -158,19 +191,32 @@ class Trace:
             repeated[name] = tuple(
                 tuple(block + copy * ids for block in blocks) for copy in range(times) for blocks in rows
             )
-        return dataclasses.replace(self, **repeated)
+        return dataclasses.replace(self, **(repeated if self.think_s is None else sort_by_arrival(repeated)))
 
     def scale_rate(self, factor: float) -> Trace:
-        """``factor`` times as many requests a second: the times are divided by a constant, as Arrow (7.1) does."""
+        """``factor`` times as many requests a second: the times are divided by a constant, as Arrow (7.1) does.
+
+        With think times only the sessions' starts are: users think as long as they do.
+        """
         if not (np.isfinite(factor) and factor > 0):
             raise TraceError(f"rate factor is {factor}; allowed: a finite number above 0")
-        return dataclasses.replace(self, arrival_s=self.arrival_s / factor)
+        if self.think_s is None:
+            return dataclasses.replace(self, arrival_s=self.arrival_s / factor)
+        start_s = self.start_s()
+        arrival_s = start_s / factor + (self.arrival_s - start_s)
+        order = np.argsort(arrival_s, kind="stable")
+        moved = dataclasses.replace(self, arrival_s=np.zeros(len(self))).take(order)
+        return dataclasses.replace(moved, arrival_s=arrival_s[order])
 
     def at_rate(self, rate_per_s: float) -> Trace:
         """The same requests at this mean rate."""
         if not np.isfinite(self.rate_per_s):
             raise TraceError(f"trace {self.name} has no rate of its own to scale: it spans {self.span_s} s")
         return self.scale_rate(rate_per_s / self.rate_per_s)
+
+    def as_recorded(self) -> Trace:
+        """Open loop: every request comes at its ``arrival_s``, whether the answer before it has ended or not."""
+        return dataclasses.replace(self, think_s=None)
 
     def with_session_hashes(self, block_tokens: int = 64) -> Trace:
         """Block ids generated from sessions: a turn shares its prompt's leading blocks with earlier turns.

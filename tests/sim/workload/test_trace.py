@@ -24,6 +24,8 @@ def trace(times: list[float], **columns: object) -> Trace:
         ({"output_tokens": np.array([1, 1, -4])}, "output_tokens of row 2 is -4"),
         ({"hash_ids": ((1,),)}, "hash_ids has 1 rows"),
         ({"block_tokens": 0}, "block_tokens is 0"),
+        ({"think_s": np.zeros(3)}, "has think_s but no session"),
+        ({"session": np.zeros(3, int), "think_s": np.array([0, 1, -1.0])}, "think_s of row 2 is -1.0; allowed: finite"),
     ],
 )
 def test_bad_columns_are_named(columns: dict[str, object], message: str) -> None:
@@ -116,3 +118,48 @@ def test_session_hashes_are_prefixes_within_a_session_and_disjoint_between() -> 
     assert not set(twice.hash_ids[5]) & set(twice.hash_ids[2])
     with pytest.raises(TraceError, match="no sessions"):
         trace([0.0]).with_session_hashes()
+
+
+def thinking() -> Trace:
+    """Two sessions; the second starts at 10 s, while the first still runs."""
+    return trace(
+        [0.0, 4.0, 10.0, 12.0, 13.0],
+        session=np.array([5, 5, 6, 5, 6]),
+        turn=np.array([0, 1, 0, 2, 1]),
+        think_s=np.array([0.0, 3.0, 0.0, 7.0, 2.0]),
+        hash_ids=((0,), (0,), (1,), (0,), (1,)),
+    )
+
+
+def test_with_think_times_the_rate_is_that_of_the_starts() -> None:
+    assert thinking().rate_per_s == pytest.approx(5 / 2 / 10)  # 2.5 requests a session, one session in 10 s
+    fast = thinking().scale_rate(5)
+    assert fast.arrival_s.tolist() == [0, 2, 4, 5, 12]  # the second at 2 s; within a session all stays
+    assert fast.session is not None
+    assert fast.think_s is not None
+    assert fast.session.tolist() == [5, 6, 5, 6, 5]
+    assert fast.think_s.tolist() == [0, 0, 3, 2, 7]
+    assert fast.hash_ids == ((0,), (1,), (0,), (1,), (0,))
+    assert fast.rate_per_s == pytest.approx(5 * thinking().rate_per_s)
+    assert thinking().at_rate(3.0).rate_per_s == pytest.approx(3.0)
+    with pytest.raises(TraceError, match="has no rate of its own"):
+        thinking().take([0, 1]).at_rate(1.0)  # one session
+
+
+def test_cut_and_repeated_sessions_keep_their_order_and_rate() -> None:
+    head = thinking().head(4)
+    assert head.session is not None
+    assert head.turn is not None
+    assert head.think_s is not None
+    for session in set(head.session.tolist()):
+        turns = head.turn[head.session == session].tolist()
+        assert turns == list(range(len(turns)))
+    assert thinking().window(11.0, 20.0).session_starts().tolist() == [0, 1]  # both go on from where they are
+    twice = thinking().repeat(2)
+    assert twice.session is not None
+    assert twice.think_s is not None
+    assert len(set(twice.session.tolist())) == 4
+    assert twice.arrival_s[twice.session_starts()].tolist() == [0, 10, 20, 30]
+    assert sorted(twice.think_s.tolist()) == sorted([*thinking().think_s.tolist()] * 2)  # type: ignore[union-attr]
+    assert twice.rate_per_s == pytest.approx(thinking().rate_per_s)
+    assert thinking().as_recorded().rate_per_s == pytest.approx(4 / 13)
