@@ -118,8 +118,7 @@ def fit_host(live: Served, simulated: Served, *, pairs: bool) -> HostKnobs:
     if not pairs:
         return HostKnobs(overlap=True, front_s=way_s, step_s=step_s)
     part_s = way_s / 3
-    constants = dict.fromkeys(("front_s", "handshake_s", "handoff_s"), part_s)
-    return HostKnobs(overlap=True, room_first=True, step_s=step_s, **constants)
+    return HostKnobs(overlap=True, room_first=True, front_s=part_s, handshake_s=part_s, handoff_s=part_s, step_s=step_s)
 
 
 def compare_points(points: Points, slo: Slo) -> dict[str, dict[str, float]]:

@@ -60,6 +60,7 @@ from pla_sglang.sim.workload import Trace
 PROFILES = {"azure_conv": "h100-llama70b-fp8-dopd"}  # all others: the default one
 TURNING = "turning"
 TURNING_SLO = Slo(3.0, 0.03)
+LEAST_CHUNK_TOKENS = 512  # of arms that cannot turn: each is run live
 RATIOS = ("vs_best_stock", "vs_minload", "arrow_vs_minload")
 TURNING_RATIOS = ("turning_vs_best_fixed", "turning_vs_fixed_ours")
 MINLOAD, ARROW, COMBINED = "minimal-load", "arrow", "combined"
@@ -98,6 +99,7 @@ def fixed_arms(instances: int) -> list[LiveArm]:
     unified = [
         LiveArm(f"unified-{chunk_tokens}", FleetArm("least-tokens", mixed=True, chunk_tokens=chunk_tokens))
         for chunk_tokens in CHUNKS_TOKENS
+        if chunk_tokens >= LEAST_CHUNK_TOKENS
     ]
     splits = [
         LiveArm(f"{prefills}+{instances - prefills}", FleetArm("minimal-load", prefills), PAIRS)

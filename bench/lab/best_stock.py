@@ -1,12 +1,18 @@
 """The best stock configuration of each workload, in hindsight, beside ours and what no scheduler can exceed.
 
 In the simulator, 8 instances: the highest rate at which 90 % and 99 % of the requests meet both targets. Stock: unified
-engines with every size of chunks, mixed or not, and every static split, each with every order and router
-(``sim/fleet_arms.py``). Ours: ``combined`` before temporal engines whose decodes ride and whose deadlines decide.
+engines with every size of chunks, mixed or not, with decode steps between prefill passes or not, and every static
+split, each with every order and router (``sim/fleet_arms.py``). Ours: ``combined`` before temporal engines whose
+decodes ride and whose deadlines decide. Neither side knows how long an answer will be.
 ``--sweep`` finds the best arms by successive halving (``stock_search.py``), with a coarse answer for every workload
 after its first round; with ``--go-on`` it begins where the sweep that ``--frontier`` holds was stopped. Without it the
 three arms that ``--frontier`` names for each workload and ours are measured again. Every run is kept in ``--out``: a
-run of the same code resumes. No ratio is stated for less than 300 s of arrivals.
+run of the same code resumes. No ratio is stated for less than 300 s of arrivals. A rate is held where it is held on
+``--runs`` parts of the workload.
+
+Beside the rates, by target: P99 of TTFT and TPOT of both at stock's rate, the share of requests that wait more than
+``LATE_TIMES`` times their TTFT target, and the device time that is offered over what the fleet has (at least, by
+``upper_bound.py``). Figures of several runs are those of the worse one.
 """
 
 from __future__ import annotations
@@ -16,9 +22,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bench.harness.bench import ROOT, Result, is_complete, measuring
 from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
@@ -26,12 +35,21 @@ from bench.harness.report import Cells, emit, environment, markdown, number, say
 from bench.harness.steps import NoStepError, Row
 from bench.lab import cells
 from bench.lab.cells import CellRunner, data_folder
-from bench.lab.named_workloads import WORKLOADS, available, workload
-from bench.lab.stock_frontier import Limit, geometric_mean_of_ratios, read_limits
+from bench.lab.named_workloads import WORKLOADS, Workload, available, workload
+from bench.lab.stock_frontier import (
+    AT_LIMITS,
+    OURS_AT_OWN,
+    OURS_AT_STOCK,
+    STOCK,
+    Limit,
+    geometric_mean_of_ratios,
+    read_limits,
+)
 from bench.lab.stock_search import (
     TARGETS,
     Course,
     HeldRate,
+    Pairs,
     Round,
     RoundResult,
     race_families,
@@ -42,13 +60,26 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.profiles import load_profile
 from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.experiment import run_experiment
-from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, stock_arms
-from pla_sglang.sim.core.upper_bound import upper_bound_over_span
-from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
+from pla_sglang.sim.core.fleet_arms import INSTANCES, OURS, ROUTERS, FleetArm, client_limit_tokens, stock_arms
+from pla_sglang.sim.core.upper_bound import offered_over_capacity, upper_bound_over_span
+from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S, late_share
+from pla_sglang.sim.workload import Trace
 
 FRONTIER = ROOT / "bench" / "lab" / "results" / "simulated" / "best_stock.json"
-ROUNDS = (Round(15.0, 1.25, 4), Round(30.0, 1.1, 3), Round(LEAST_SPAN_S, 1.04, 3))
+ROUNDS = (Round(15.0, 1.25, 4), Round(30.0, 1.1, 3, runs=2), Round(LEAST_SPAN_S, 1.04, 3, runs=2))
+ANSWERS_A_SPAN = (
+    2.0  # mean answers, at their TPOT target, that fit a span: for half of it the fleet is as full as it gets
+)
+LATE_TIMES = 5.0  # the TTFT target
+ATTAINMENT, TTFT_P99_S, TPOT_P99_S, LATE, OFFERED = FIGURES = (
+    "attainment",
+    "ttft_p99_s",
+    "tpot_p99_s",
+    "late_beyond_5x",
+    "offered_over_capacity",
+)
 FAMILIES, COARSE, MEMBERS, LAST = STAGES = ("families", "coarse limits", "members", "limits")  # as ``rounds`` has them
+P99_RATIOS = {"P99 TTFT": "p99_ttft_vs_stock", "P99 TPOT": "p99_tpot_vs_stock"}
 BOUND, BEST, COMBINED = "upper bound", "best stock", OURS.name
 
 
@@ -60,22 +91,66 @@ class Cell:
     arm: FleetArm
     round: Round
     rung: int
+    run: int
     folder: Path | None
 
     @property
     def key(self) -> str:
-        return f"{self.workload}/{self.arm.name}/{self.round.span_s:g} s/{self.round.step:g}^{self.rung}"
+        rate = f"{self.round.step:g}^{self.rung}"
+        return f"{self.workload}/{self.arm.name}/{self.round.span_s:g} s/{rate}/run {self.run}"
+
+
+@functools.lru_cache(maxsize=4)
+def part_of(name: str, folder: Path | None, run: int) -> Workload:
+    """The workload of a run: of a file from another time on (run 1: from its middle), else drawn anew."""
+    if run == 0 or not WORKLOADS[name].file:
+        return workload(name, folder, seed=1 + run)
+    load = workload(name, folder)
+    return load.with_trace(begin_later(load.trace, run / (1 + run)), None)
+
+
+def begin_later(trace: Trace, share: float) -> Trace:
+    """From this share of its span on, and then what came before it; sessions stay whole."""
+    start_s = trace.arrival_s if trace.session is None else trace.start_s()
+    gap_s = trace.span_s / max(1, len(trace) - 1)
+    before = start_s < trace.arrival_s[0] + share * trace.span_s
+    arrival_s = trace.arrival_s + before * (trace.span_s + gap_s)
+    order = np.argsort(arrival_s, kind="stable")
+    rows = dataclasses.replace(trace, arrival_s=np.zeros(len(trace))).take(order)
+    return dataclasses.replace(rows, arrival_s=arrival_s[order] - arrival_s.min())
 
 
 def measure_cell(cell: Cell) -> Row:
-    """An arm that leaves requests for ever has an attainment of 0, and says why."""
-    load = workload(cell.workload, cell.folder)
+    """``FIGURES``. An arm that leaves requests for ever has an attainment of 0, and says why."""
+    load = part_of(cell.workload, cell.folder, cell.run)
     trace = load.trace_at(cell.round.ladder.rate_per_s(cell.rung), cell.round.span_s)
+    experiment = cell.arm.experiment(load.slo, load.profile, limit_tokens=client_limit_tokens(load.trace))
     try:
-        figures = run_experiment(cell.arm.experiment(load.slo, load.profile), trace).figures
+        run = run_experiment(experiment, trace)
     except SimError as error:
-        return {"attainment": 0.0, "error": str(error)}
-    return {"attainment": figures.attainment, "ttft_p99_s": figures.ttft_p99_s, "tpot_p99_s": figures.tpot_p99_s}
+        return {ATTAINMENT: 0.0, "error": str(error)}
+    figures = run.figures
+    return {
+        ATTAINMENT: figures.attainment,
+        TTFT_P99_S: finite(figures.ttft_p99_s),
+        TPOT_P99_S: finite(figures.tpot_p99_s),
+        LATE: late_share(run.result.served, load.slo, LATE_TIMES),
+        OFFERED: finite(offered_over_capacity(trace, load_profile(experiment.profile), instances=INSTANCES)),
+    }
+
+
+def finite(value: float) -> float | None:
+    """None where it is no number, which JSON does not have."""
+    return value if math.isfinite(value) else None
+
+
+def worse_of(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Of several runs, by figure; None where one of them has none."""
+    worse: dict[str, float | None] = {}
+    for figure in FIGURES:
+        values = [row[figure] for row in rows if row.get(figure) is not None]
+        worse[figure] = (min if figure == ATTAINMENT else max)(values) if len(values) == len(rows) else None
+    return worse
 
 
 @dataclasses.dataclass
@@ -93,19 +168,30 @@ class Search:
 
     def course(self, name: str, this_round: Round) -> Course:
         """A round on a workload, as long as its answers ask for."""
-        this_round = this_round.times(WORKLOADS[name].span_times)
+        load = workload(name, self.folder)
+        answer_s = float(load.trace.output_tokens.mean()) * load.slo.tpot_s if math.isfinite(load.slo.tpot_s) else 0.0
+        this_round = this_round.lengthened(load.span_times, ANSWERS_A_SPAN * answer_s)
 
-        def measure(pairs: Sequence[tuple[FleetArm, int]]) -> dict[tuple[FleetArm, int], float]:
-            wanted = {pair: Cell(name, pair[0], this_round, pair[1], self.folder) for pair in pairs}
-            rows: Mapping[str, Row] = {}
-            with contextlib.suppress(NoStepError):  # interrupted: the limits of earlier searches are shown all the same
-                rows = self.runner.run({cell.key: cell for cell in wanted.values()}, measure_cell)
-            if not is_complete():
-                raise KeyboardInterrupt
-            return {pair: rows[cell.key]["attainment"] for pair, cell in wanted.items()}
+        def measure(pairs: Pairs, *, target: float) -> dict[tuple[FleetArm, int], float]:
+            attainments = dict.fromkeys(pairs, 1.0)
+            for run in range(this_round.runs):
+                left = [pair for pair in attainments if attainments[pair] >= target]
+                rows = self._measure([Cell(name, arm, this_round, rung, run, self.folder) for arm, rung in left])
+                for pair, row in zip(left, rows, strict=True):
+                    attainments[pair] = min(attainments[pair], row[ATTAINMENT])
+            return attainments
 
-        bounds = {target: self._bound(name, target, this_round.span_s) for target in TARGETS}
-        return Course(this_round, measure, bounds, WORKLOADS[name].high_per_s)
+        bounds = {target: self._bound(name, target, this_round) for target in TARGETS}
+        return Course(this_round, measure, bounds, load.high_per_s)
+
+    def _measure(self, cells: Sequence[Cell]) -> list[Row]:
+        """Raises KeyboardInterrupt where it was interrupted."""
+        rows: Mapping[str, Row] = {}
+        with contextlib.suppress(NoStepError):  # interrupted: the limits of earlier searches are shown all the same
+            rows = self.runner.run({cell.key: cell for cell in cells}, measure_cell)
+        if not is_complete():
+            raise KeyboardInterrupt
+        return [rows[cell.key] for cell in cells]
 
     def sweep(self, names: Sequence[str], arms: Sequence[FleetArm], rounds: Sequence[Round]) -> None:
         """Round 0 for all workloads, with the limits of its winner; then the others, workload by workload."""
@@ -126,10 +212,29 @@ class Search:
         self._note(name, stage, result)
         for target, best in result.best.items():
             span_s, step, bound = course.round.span_s, course.round.step, course.bounds_per_s[target]
-            limit = Limit(name, target, span_s, step, best, ours[target], bound, course.high_per_s)
+            at_limits = self._at_limits(name, course, best[0], ours[target])
+            limit = Limit(name, target, span_s, step, best, ours[target], finite(bound), course.high_per_s, at_limits)
             self.limits[name, target] = limit
             rates = f"{best[0].arm.name} {number(best[0].rate_per_s)}/s, {COMBINED} {number(ours[target])}/s"
             say(f"{name} at {target:.0%}: {rates}")
+
+    def _at_limits(
+        self, name: str, course: Course, best: HeldRate, ours_per_s: float | None
+    ) -> dict[str, dict[str, float | None]]:
+        """``FIGURES`` by the names of ``AT_LIMITS``, of those whose rate is known."""
+        wanted = zip(AT_LIMITS, (best.arm, OURS, OURS), (best.rate_per_s, best.rate_per_s, ours_per_s), strict=True)
+        cells = {
+            what: [
+                Cell(name, arm, course.round, course.rung_of(rate_per_s), run, self.folder)
+                for run in range(course.round.runs)
+            ]
+            for what, arm, rate_per_s in wanted
+            if rate_per_s is not None
+        }
+        if not cells:
+            return {}
+        self._measure([cell for of_what in cells.values() for cell in of_what])
+        return {what: worse_of(self._measure(of_what)) for what, of_what in cells.items()}
 
     def _race(self, name: str, stage: str, run: Callable[[], RoundResult]) -> RoundResult:
         """From its row, where it has one: with the rate of the best arm known, for searches to begin at."""
@@ -155,23 +260,27 @@ class Search:
             "stage": stage,
             "span_s": result.round.span_s,
             "step": result.round.step,
+            "runs": result.round.runs,
             "ran": result.ran,
             "left": left,
         }
         others = [known for known in self.rounds.get(name, []) if known["stage"] != stage]
         self.rounds[name] = sorted([*others, row], key=lambda known: STAGES.index(known["stage"]))
 
-    def _bound(self, name: str, target: float, span_s: float) -> float:
-        """On what arrives in ``span_s`` at each rate, as the arms are measured."""
-        load = workload(name, self.folder)
-        profile = load_profile(OURS.experiment(load.slo, load.profile).profile)
-        return upper_bound_over_span(
-            lambda rate_per_s: load.trace_at(rate_per_s, span_s),
-            load.slo,
-            profile,
-            instances=INSTANCES,
-            target=target,
-            most_per_s=load.high_per_s,
+    def _bound(self, name: str, target: float, this_round: Round) -> float:
+        """On what arrives at each rate, as the arms are measured; of the runs the least, as all have to hold."""
+        loads = [part_of(name, self.folder, run) for run in range(this_round.runs)]
+        profile = load_profile(OURS.experiment(loads[0].slo, loads[0].profile).profile)
+        return min(
+            upper_bound_over_span(
+                functools.partial(load.trace_at, span_s=this_round.span_s),
+                load.slo,
+                profile,
+                instances=INSTANCES,
+                target=target,
+                most_per_s=load.high_per_s,
+            )
+            for load in loads
         )
 
 
@@ -179,6 +288,7 @@ def figures_at(limits: Mapping[tuple[str, float], Limit], target: float) -> Row:
     """By workload, at one target."""
     chosen = {name: limit for (name, share), limit in limits.items() if share == target}
     ratio = geometric_mean_of_ratios(limits, target)
+    at_limits = {name: limit.at_limits for name, limit in chosen.items() if limit.at_limits}
     return {
         "best_stock_rps": {name: limit.best.rate_per_s for name, limit in chosen.items()},
         "best_stock_arm": {name: limit.best.arm.name for name, limit in chosen.items()},
@@ -188,7 +298,26 @@ def figures_at(limits: Mapping[tuple[str, float], Limit], target: float) -> Row:
         "combined_vs_best_stock_geomean": ratio,
         "span_s": {name: limit.span_s for name, limit in chosen.items()},
         "target": target,
+        **(beside_rates(at_limits) if at_limits else {}),
     }
+
+
+def beside_rates(at_limits: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> Row:
+    """By figure, workload and the names of ``AT_LIMITS``; ``p99_..._vs_stock`` is ours over stock's, at its rate."""
+
+    def ratio(figure: str, of: Mapping[str, Mapping[str, float | None]]) -> float | None:
+        ours, stock = (of.get(what, {}).get(figure) for what in (OURS_AT_STOCK, STOCK))
+        return None if ours is None or not stock else ours / stock
+
+    figures = {
+        figure: {name: {what: row[figure] for what, row in of.items()} for name, of in at_limits.items()}
+        for figure in FIGURES
+    }
+    ratios = {
+        key: {name: ratio(figure, of) for name, of in at_limits.items()}
+        for key, figure in (("p99_ttft_vs_stock", TTFT_P99_S), ("p99_tpot_vs_stock", TPOT_P99_S))
+    }
+    return {**figures, **ratios}
 
 
 def table(of_target: Mapping[str, Any]) -> Cells:
@@ -217,6 +346,44 @@ def table(of_target: Mapping[str, Any]) -> Cells:
     return header, rows
 
 
+def table_beside(of_target: Mapping[str, Any]) -> Cells:
+    """A row a workload: both at stock's rate, and how much is offered at either's own."""
+    header = [
+        "workload",
+        "in target: stock",
+        "ours",
+        "P99 TTFT, s: stock",
+        "ours",
+        "ours / stock",
+        "P99 TPOT, ms: stock",
+        "ours",
+        f"later than {LATE_TIMES:g} x: stock",
+        "ours",
+        "at our own rate",
+        "offered / capacity: stock's rate",
+        "ours",
+    ]
+    rows = []
+    for name, ratio in of_target["p99_ttft_vs_stock"].items():
+
+        def cells(figure: str, *whats: str, name: str = name, times: float = 1.0, unit: str = "") -> list[str]:
+            values = [of_target[figure][name].get(what) for what in whats]
+            return [number(None if value is None else times * value, unit) for value in values]
+
+        rows.append(
+            [
+                name,
+                *cells(ATTAINMENT, STOCK, OURS_AT_STOCK, times=100, unit="%"),
+                *cells(TTFT_P99_S, STOCK, OURS_AT_STOCK),
+                number(ratio, "x"),
+                *cells(TPOT_P99_S, STOCK, OURS_AT_STOCK, times=1e3),
+                *cells(LATE, *AT_LIMITS, times=100, unit="%"),
+                *cells(OFFERED, STOCK, OURS_AT_OWN),
+            ]
+        )
+    return header, rows
+
+
 def page(result: Result) -> str:
     parts = []
     for of_target in (result, result["at_99"]):
@@ -224,21 +391,34 @@ def page(result: Result) -> str:
         known = sum(ratio is not None for ratio in of_target["combined_vs_best_stock"].values())
         verdict = f"Geometric mean of the {known} ratios: {mean}." if known else "No run is long enough for a ratio."
         parts += [f"With {of_target['target']:.0%} in target:", markdown(*table(of_target), right=range(2, 7)), verdict]
+        if OFFERED in of_target:
+            parts += ["Both at the rate of stock's best arm:", markdown(*table_beside(of_target), right=True)]
     return "\n\n".join(parts)
 
 
 def plot(by_target: Sequence[Row], path: Path) -> None:
-    """A panel a target: rates over the upper bound, by workload."""
+    """A panel a target: rates over the upper bound, by workload; and below it how late the latest are."""
     colours = {BEST: STOCK_COLOUR, COMBINED: COLOURS[1]}
-    with panels(path, len(by_target), size=(11.0, 4.0)) as grid:
-        for panel, of_target in zip(grid, by_target, strict=True):
-            bounds, sources = of_target["upper_bound_rps"], {BEST: "best_stock_rps", COMBINED: "combined_rps"}
+    known = [of_target for of_target in by_target if OFFERED in of_target]
+    size = (11.0, 8.0 if known else 4.0)
+    with panels(path, len(by_target) + len(known), size=size, columns=len(by_target)) as grid:
+        for panel, of_target in zip(grid, by_target, strict=False):
+            sources = {BEST: "best_stock_rps", COMBINED: "combined_rps"}
+            bounds = {name: bound for name, bound in of_target["upper_bound_rps"].items() if bound is not None}
             groups = {
                 name: {label: (of_target[key][name] or 0.0) / bound for label, key in sources.items()}
                 for name, bound in bounds.items()
             }
             draw_bars(panel, groups, colours=colours, rotation=30)
             panel.set(title=f"{of_target['target']:.0%} in target", ylabel=f"rate over the {BOUND}", ylim=(0, 1))
+        for panel, of_target in zip(grid[len(by_target) :], known, strict=True):
+            groups = {
+                name: {label: of_target[key][name] for label, key in P99_RATIOS.items() if of_target[key][name]}
+                for name in of_target[OFFERED]
+            }
+            draw_bars(panel, groups, colours=dict(zip(P99_RATIOS, COLOURS[2:], strict=False)), rotation=30)
+            panel.axhline(1.0, color="#222222", linewidth=0.8)
+            panel.set(title=f"at stock's rate, {of_target['target']:.0%}", ylabel="ours over stock's")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,17 +435,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spans-s", default=",".join(f"{each.span_s:g}" for each in ROUNDS), help="of the rounds")
     parser.add_argument("--steps", default=",".join(f"{each.step:g}" for each in ROUNDS), help="of rates, by round")
     parser.add_argument("--keep", default=",".join(str(each.keep) for each in ROUNDS), help="arms left, by round")
+    parser.add_argument("--runs", default=",".join(str(each.runs) for each in ROUNDS), help="of a rate, by round")
 
 
 def rounds_of(options: argparse.Namespace) -> list[Round]:
     """Raises ConfigError unless there are three numbers each."""
-    columns = [text.split(",") for text in (options.spans_s, options.steps, options.keep)]
+    columns = [text.split(",") for text in (options.spans_s, options.steps, options.keep, options.runs)]
     if {len(column) for column in columns} != {len(ROUNDS)}:
-        raise ConfigError(f"--spans-s, --steps and --keep need {len(ROUNDS)} numbers each, got {columns}")
+        raise ConfigError(f"--spans-s, --steps, --keep and --runs need {len(ROUNDS)} numbers each, got {columns}")
     try:
-        return [Round(float(span_s), float(step), int(keep)) for span_s, step, keep in zip(*columns, strict=True)]
+        return [
+            Round(float(span_s), float(step), int(keep), int(runs))
+            for span_s, step, keep, runs in zip(*columns, strict=True)
+        ]
     except ValueError as error:
-        raise ConfigError(f"--spans-s, --steps or --keep is not valid: {error}") from None
+        raise ConfigError(f"--spans-s, --steps, --keep or --runs is not valid: {error}") from None
 
 
 def read_rounds(path: Path) -> dict[str, list[Row]]:
@@ -297,6 +481,8 @@ def run(options: argparse.Namespace) -> int:
     main, other = (figures_at(search.limits, target) for target in TARGETS)
     for of_target in (main, other):
         show(f"requests/s with {of_target['target']:.0%} in target", *table(of_target))
+        if OFFERED in of_target:
+            show("both at the rate of stock's best arm", *table_beside(of_target))
     plot((main, other), options.out / "best_stock.png")
     result: Result = {
         "bench": "best_stock",

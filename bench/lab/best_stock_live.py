@@ -4,7 +4,7 @@
 
 Stock: the best arm that this SGLang can be started as, by the simulator on the same requests (``startable.py``):
 unified, with each order of prefills that it has; and the same arm with ``--prefill-decode-interval``, where it has
-that, as there is a TPOT target (the simulator does not know this flag, so it races live only). Ours: policy
+that, as there is a TPOT target (an arm of its own: it does not race in the simulator). Ours: policy
 ``combined`` before temporal engines whose decodes ride and whose deadlines decide. The simulator names a rung of a
 ladder of rates for each arm; the arms take turns, up to ``--turns`` rungs each: up from one that is held, down from one
 that is missed. Every token is checked. Finished runs are kept in ``--out``.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import cli, fidelity, report
-from bench.harness.arms import ORDER
+from bench.harness.arms import INTERVAL, ORDER
 from bench.harness.bench import Result
 from bench.harness.figures import COLOURS, STOCK_COLOUR, draw_bars, panels
 from bench.harness.live_fleet import SLOTS, LiveFleet, is_valid, running_fleet
@@ -128,6 +128,7 @@ class Contest:
         flags += ["--pla-emulate-kv-gbps", f"{self.options.kv_gbps:g}"]
         flags += ["--chunked-prefill-size", str(fleet.chunk_tokens)]
         flags += [*(["--enable-mixed-chunk"] if fleet.mixed else []), *self.arm.flags]
+        flags += [INTERVAL[0], str(fleet.decode_interval)] if fleet.decode_interval else []
         if fleet.order != TEMPORAL:
             return flags if fleet.order == STOCK_ORDER else [*flags, ORDER, fleet.order]
         ours = ["--prefill-disagg", TEMPORAL, "--pla-deadlines", fleet.deadlines]

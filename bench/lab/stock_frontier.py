@@ -18,6 +18,8 @@ from pla_sglang.common.reading import read_json
 from pla_sglang.sim.core.fleet_arms import FleetArm, read_arm
 from pla_sglang.sim.metrics.goodput import LEAST_SPAN_S
 
+STOCK, OURS_AT_STOCK, OURS_AT_OWN = AT_LIMITS = ("stock", "ours_at_stock", "ours")  # the last at our own rate
+
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
@@ -29,8 +31,10 @@ class Limit:
         step: from one rate that was tried to the next; each rate is below the limit by at most this factor.
         stock: the best stock arms, best first.
         ours_per_s: None: at no rate that was tried, or not measured.
-        upper_bound_per_s: what no scheduler can exceed (``upper_bound.py``).
+        upper_bound_per_s: what no scheduler can exceed (``upper_bound.py``); None: not known.
         high_per_s: where searches end; a rate there is a lower bound.
+        at_limits: figures of single arms at single rates, the worse of the runs, by the names of ``AT_LIMITS``; empty
+            in files from before they were kept.
     """
 
     workload: str
@@ -39,8 +43,9 @@ class Limit:
     step: float
     stock: Sequence[HeldRate]
     ours_per_s: float | None
-    upper_bound_per_s: float
+    upper_bound_per_s: float | None
     high_per_s: float
+    at_limits: Mapping[str, Mapping[str, float | None]] = dataclasses.field(default_factory=dict)
 
     @property
     def best(self) -> HeldRate:

@@ -8,6 +8,10 @@ Successive halving (``halving.py``) in three rounds, from short spans of arrival
    ``keep`` arms of each target go on.
 2. ``search_limits``: the highest rate of each arm that is left, and of ours, for each target.
 
+A rate is held where each of the round's ``runs`` holds it: the same arm on other requests of the workload. Spans are
+as long as a workload's answers ask for (``Round.lengthened``): in a shorter one the first answers have not ended, and
+prefills are all that is compared.
+
 A family that is out in round 0 is out for all targets, and a short span favours what a burst favours: so the result is
 the best arm that this search has found, and it is kept with spans, steps and how many arms ran in each round.
 """
@@ -15,7 +19,9 @@ the best arm that this search has found, and it is kept with spans, steps and ho
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from bench.lab.halving import Ladder, Measure, race_arms, search_rungs
 from pla_sglang.common.checks import Range, check_fields, knob
@@ -23,7 +29,14 @@ from pla_sglang.sim.core.fleet_arms import OURS, FleetArm
 
 TARGETS = (0.9, 0.99)
 LOWEST_PER_S = 0.05  # a workload whose targets no arm keeps at this rate has no limit
-PILOT = FleetArm("least-tokens", mixed=True, chunk_tokens=2048)
+PILOT = FleetArm("least-tokens", mixed=True, chunk_tokens=4096).family
+Pairs = Sequence[tuple[FleetArm, int]]  # arms and rungs
+
+
+class MeasureArms(Protocol):
+    """The least attainment of the runs of these arms at these rungs; a miss of ``target`` may end them."""
+
+    def __call__(self, pairs: Pairs, *, target: float) -> Mapping[tuple[FleetArm, int], float]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +55,13 @@ class Round:
         span_s: of arrivals.
         step: from one rate to the next.
         keep: arms that are left for each target.
+        runs: of an arm at a rung.
     """
 
     span_s: float = knob(allowed=Range(0, unit="s", above=True))
     step: float = knob(allowed=Range(1, above=True))
     keep: int = knob(allowed=Range(1))
+    runs: int = knob(1, allowed=Range(1))
 
     def __post_init__(self) -> None:
         check_fields(self, "round")
@@ -55,9 +70,9 @@ class Round:
     def ladder(self) -> Ladder:
         return Ladder(self.step)
 
-    def times(self, span_times: float) -> Round:
-        """With spans of arrivals so many times as long."""
-        return dataclasses.replace(self, span_s=self.span_s * span_times)
+    def lengthened(self, times: float, least_s: float) -> Round:
+        """With spans of arrivals so many times as long, and no shorter than ``least_s``."""
+        return dataclasses.replace(self, span_s=max(self.span_s * times, least_s))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +86,7 @@ class Course:
     """
 
     round: Round
-    measure: Measure[FleetArm]
+    measure: MeasureArms
     bounds_per_s: Mapping[float, float]
     high_per_s: float
 
@@ -89,13 +104,16 @@ class Course:
     def search(self, starts: Mapping[FleetArm, int], target: float) -> dict[FleetArm, int | None]:
         """The highest rung of each arm."""
         failed = self.rung_of(min(self.bounds_per_s[target], self.high_per_s)) + 1
-        return search_rungs(starts, self.measure, target=target, lowest=self.lowest, failed=failed)
+        return search_rungs(starts, self._towards(target), target=target, lowest=self.lowest, failed=failed)
 
     def race(self, arms: Sequence[FleetArm], start: int | None, target: float) -> list[HeldRate]:
         """The arms that are left."""
         start = self.lowest if start is None else start
-        places = race_arms(arms, self.measure, start_rung=start, target=target, keep=self.round.keep)
+        places = race_arms(arms, self._towards(target), start_rung=start, target=target, keep=self.round.keep)
         return [HeldRate(place.arm, self.rate_per_s(place.held_rung)) for place in places[: self.round.keep]]
+
+    def _towards(self, target: float) -> Measure[FleetArm]:
+        return functools.partial(self.measure, target=target)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,6 +143,10 @@ def test_find_capacity_on_the_command_line(trace_file: Path, capsys: pytest.Capt
         (("--lengths", "binned:5"), "--lengths 'binned:5' is not known; allowed: binned:2, binned:4, binned:6"),
         (("--headroom", "0"), "--headroom 0 is out of range; allowed: above 0"),
         (("--plan-interval-s", "0"), "--plan-interval-s 0 is out of range; allowed: above 0 s"),
+        (
+            ("--engine", "temporal", "--prefill-decode-interval", "1"),
+            "--prefill-decode-interval is 1; allowed with temporal: 0",
+        ),
         (("--instances-max", "1"), "--instances-max 1 is out of range; allowed: at least 2"),
     ],
 )

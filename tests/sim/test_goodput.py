@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pla_sglang.common.errors import ConfigError
-from pla_sglang.sim.metrics.goodput import Served, Slo, find_capacity, goodput
+from pla_sglang.sim.metrics.goodput import Served, Slo, find_capacity, goodput, late_share
 
 NAN = math.nan
 
@@ -40,6 +40,11 @@ def test_figures_of_a_run() -> None:
     assert figures.output_tokens_per_s == pytest.approx(34 / 9.5)
     assert figures.ttft_p50_s == pytest.approx(0.5)
     assert figures.tpot_p50_s == pytest.approx(0.1)
+
+
+def test_who_waits_many_times_the_target_or_for_ever_is_late() -> None:
+    assert late_share(RUN, Slo(1.0, 1.0), 2.0) == pytest.approx(2 / 6)
+    assert late_share(RUN, Slo(1.0, 1.0), 5.0) == pytest.approx(1 / 6)
 
 
 def test_the_edge_of_a_target_is_met() -> None:

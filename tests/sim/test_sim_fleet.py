@@ -33,7 +33,8 @@ P, D = InstanceSpec(HAND, role=Role.PREFILL), InstanceSpec(HAND, role=Role.DECOD
 SLOW = NetworkKnobs(bandwidth_bytes_per_s=1e6, latency_s=0.0)  # a token takes 1 ms
 WHY = FleetReason.STEADY
 AHEAD = HostKnobs(overlap=True, front_s=2e-3, step_s=1e-4)
-HOSTS = (NO_HOST, AHEAD, dataclasses.replace(AHEAD, room_first=True, handshake_s=1e-3, handoff_s=1e-3))
+PLACE_FIRST = HostKnobs(place_first=True)
+HOSTS = (NO_HOST, AHEAD, dataclasses.replace(AHEAD, room_first=True, handshake_s=1e-3, handoff_s=1e-3), PLACE_FIRST)
 
 
 def run(workload: Trace, fleet: list[InstanceSpec], **options: object) -> RunResult:
@@ -96,6 +97,18 @@ def test_a_broken_link_repeats_the_transfer() -> None:
     assert result.counts["transfers_repeated"] == 1
     # The links stay taken for what was to be the first transfer; the way is back at 1.15.
     assert result.served.finish_s[0] == pytest.approx(1.15 + 0.1 + 0.1)
+
+
+@pytest.mark.parametrize(("host", "decoded_on"), [(NO_HOST, [2, 2]), (PLACE_FIRST, [2, 3])])
+def test_a_decode_is_placed_when_it_is_prefilled_or_with_the_dispatch(host: HostKnobs, decoded_on: list[int]) -> None:
+    """The short one is prefilled and has ended before the long one is prefilled. With the dispatch both are to come."""
+    prefills = iter((0, 1))
+    route = Route(
+        lambda fleet, request: fleet.by_role[Role.PREFILL][next(prefills)],
+        lambda fleet, request: min(fleet.by_role[Role.DECODE], key=lambda view: view.requests()),
+    )
+    result = run(trace((0.0, 300, 2), (0.01, 10, 2)), [P, P, D, D], route=route, host=host)
+    assert result.decode_instance.tolist() == decoded_on
 
 
 # -- actions of controllers ------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pla_sglang.sim.core.upper_bound import (
     attainment_bound,
     least_work,
     longest_known_prefix_tokens,
+    offered_over_capacity,
     upper_bound_over_span,
     upper_bound_per_s,
 )
@@ -107,6 +108,16 @@ def test_over_a_long_time_all_work_must_be_done() -> None:
     bound = upper_bound_per_s(trace, slo, PROFILE, instances=4, target=1.0)
     assert bound <= 1.1 * saturation
     assert upper_bound_per_s(trace, slo, PROFILE, instances=4, target=0.9) > 1.05 * bound
+
+
+def test_what_is_offered_over_what_a_fleet_has() -> None:
+    """Ten prompts a second on two instances."""
+    trace = Trace("t", np.arange(20) / 10, np.full(20, 2048), np.ones(20, np.int64))
+    whole = PROFILE.prefill_s(2048, 2048.0**2)
+    offered = offered_over_capacity(trace, PROFILE, instances=2)
+    assert offered == pytest.approx(10 * whole / 2, rel=0.25)
+    assert offered < 10 * whole / 2, "base times are left out, as passes share them"
+    assert offered_over_capacity(trace.at_rate(40.0), PROFILE, instances=4) == pytest.approx(2 * offered)
 
 
 def test_over_a_span_the_requests_are_those_that_come_in_it() -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.harness.catalogue import BENCHES
+from bench.harness.steps import Steps
 from bench.lab import best_stock
+from bench.lab.cells import CellRunner
 from bench.lab.stock_frontier import Limit, best_stock_arm, read_limits
-from bench.lab.stock_search import HeldRate
+from bench.lab.stock_search import HeldRate, Round
 from pla_sglang.sim.core.fleet_arms import OURS, FleetArm, read_arm, stock_arms
+from pla_sglang.sim.workload import Trace
 
 FEW = [
     FleetArm(router, prefills, mixed, chunk_tokens, order)
@@ -20,7 +25,7 @@ FEW = [
     for prefills, mixed, chunk_tokens in ((0, False, 8192), (0, True, 4096), (0, True, 8192), (5, False, 8192))
     for order in ("fcfs", "hrrn")
 ]
-SMALL = ["--workloads", "hol", "--spans-s", "4,4,8", "--steps", "2,1.6,1.3", "--keep", "2,2,2"]
+SMALL = ["--workloads", "hol", "--spans-s", "4,4,8", "--steps", "2,1.6,1.3", "--keep", "2,2,2", "--runs", "1,1,2"]
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +53,17 @@ def test_a_sweep_ends_with_the_best_stock_arm_and_the_default_form_measures_it_a
         assert limit.best.arm in FEW
         assert limit.best.rate_per_s is not None
         assert (limit.target, limit.span_s, limit.step) == (target, 8.0, 1.3)
+        assert limit.upper_bound_per_s is not None
         assert max(limit.best.rate_per_s, limit.ours_per_s or 0.0) <= 1.3 * limit.upper_bound_per_s
     assert swept["best_stock_arm"]["hol"] == best_stock_arm(tmp_path / "best_stock.json", "hol").name
     assert swept["combined_vs_best_stock"] == {"hol": None}  # 8 s are a burst
+    for of_target, limit in zip((swept, swept["at_99"]), limits.values(), strict=True):
+        assert set(limit.at_limits) == {"stock", "ours_at_stock", *(["ours"] if limit.ours_per_s else [])}
+        stock, ours = (of_target["ttft_p99_s"]["hol"][what] for what in ("stock", "ours_at_stock"))
+        assert of_target["p99_ttft_vs_stock"]["hol"] == pytest.approx(ours / stock)
+        assert of_target["attainment"]["hol"]["stock"] >= limit.target, "on both runs"
+        assert 0.0 <= of_target["late_beyond_5x"]["hol"]["stock"] <= 1.0 - limit.target
+        assert of_target["offered_over_capacity"]["hol"]["stock"] > 0.0
     rows = swept["rounds"]["hol"]
     assert [(row["stage"], row["span_s"]) for row in rows] == [
         *zip(best_stock.STAGES, (4.0, 4.0, 4.0, 8.0), strict=True)
@@ -94,6 +107,7 @@ def test_an_interrupted_sweep_keeps_its_runs(
         (["--spans-s", "4,4"], "need 3 numbers each"),
         (["--steps", "2,x,1.3"], "is not valid"),
         (["--keep", "0,1,1"], "keep"),
+        (["--runs", "1,1,0"], "runs"),
         (["--routers", "arrow"], "router 'arrow' is not known"),
         (["--frontier", "none.json"], "none.json is no frontier"),
     ],
@@ -108,6 +122,57 @@ def test_bad_flags_end_with_2(
     monkeypatch.setattr(best_stock, "stock_arms", stock_arms)
     assert BENCHES["best_stock"].main([*SMALL, *flags, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_that_misses_is_not_repeated_and_the_worse_of_two_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[tuple[str, int]] = []
+    attainments = {("missed", 0): 0.5, ("held", 0): 0.98, ("held", 1): 0.91}
+
+    def measure(cell: best_stock.Cell) -> dict[str, float]:
+        ran.append((cell.arm.policy, cell.run))
+        return {"attainment": attainments[ran[-1]], "ttft_p99_s": 1.0 + cell.run}
+
+    monkeypatch.setattr(best_stock, "measure_cell", measure)
+    search = best_stock.Search(CellRunner(Steps(tmp_path / "steps.jsonl"), on_done=lambda name: None), None)
+    course = search.course("hol", Round(4.0, 1.1, 1, runs=2))
+    arms = [FleetArm("missed"), FleetArm("held")]
+    found = course.measure([(arm, 3) for arm in arms], target=0.9)
+    assert {arm.policy: attainment for (arm, _), attainment in found.items()} == {"missed": 0.5, "held": 0.91}
+    assert ran == [("missed", 0), ("held", 0), ("held", 1)]
+    worse = best_stock.worse_of([{"attainment": 0.98, "ttft_p99_s": 1.0}, {"attainment": 0.91, "ttft_p99_s": 2.0}])
+    assert (worse["attainment"], worse["ttft_p99_s"], worse["tpot_p99_s"]) == (0.91, 2.0, None)
+
+
+def test_spans_are_as_long_as_the_answers_ask_for(tmp_path: Path) -> None:
+    search = best_stock.Search(CellRunner(Steps(tmp_path / "steps.jsonl")), None)
+    load = best_stock.workload("star", None)
+    answers_s = best_stock.ANSWERS_A_SPAN * load.trace.output_tokens.mean() * load.slo.tpot_s
+    assert search.course("star", Round(15.0, 1.25, 4)).round.span_s == pytest.approx(answers_s)
+    assert search.course("star", Round(300.0, 1.25, 4)).round.span_s == 300.0 * load.span_times
+
+
+def test_another_run_has_other_requests_of_the_same_workload(tmp_path: Path) -> None:
+    one, other = (best_stock.part_of("chat", None, run) for run in (0, 1))
+    assert one.slo == other.slo
+    assert one.trace.input_tokens[:50].tolist() != other.trace.input_tokens[:50].tolist()
+    file = best_stock.WORKLOADS["azure_code"].file.removesuffix(".gz")
+    rows = [f"{row},{100 + row},{10 + row}" for row in range(6)]
+    (tmp_path / file).write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]))
+    (tmp_path / f"{file}.gz").write_bytes(gzip.compress((tmp_path / file).read_bytes()))
+    turned = best_stock.part_of("azure_code", tmp_path, 1).trace
+    assert turned.input_tokens.tolist() == [103, 104, 105, 100, 101, 102]
+    assert turned.arrival_s.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_sessions_stay_whole_where_a_trace_begins_later() -> None:
+    sessions = np.array([0, 0, 1, 0, 1, 2])
+    trace = Trace("t", np.arange(6.0), np.arange(1, 7), np.ones(6, np.int64), session=sessions)
+    later = best_stock.begin_later(trace, 0.4)  # from 2 s on, when session 1 starts
+    assert later.session is not None
+    assert later.session.tolist() == [1, 1, 2, 0, 0, 0]
+    assert later.arrival_s.tolist() == [0.0, 2.0, 3.0, 4.0, 5.0, 7.0]
 
 
 def test_the_table_states_ratios_only_where_runs_are_long_enough() -> None:

@@ -22,7 +22,7 @@ from bench.lab import best_stock_live as bench
 from bench.lab import startable
 from bench.lab.highest_rate import Contest, LiveArm
 from pla_sglang.sim import chain
-from pla_sglang.sim.core.fleet_arms import FleetArm
+from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, FleetArm
 
 STOCK = FleetArm("least-tokens", mixed=True, chunk_tokens=1024)
 SCALE, SPAN_S, STEP = 4.0, 4.0, 1.5
@@ -165,7 +165,7 @@ def test_all_arms_that_can_be_started_race(
 ) -> None:
     monkeypatch.setattr(startable, "has_order", orders.__contains__)
     arms = startable.startable_arms()
-    assert len(arms) == len(set(arms)) == 20 * len(orders)
+    assert len(arms) == len(set(arms)) == 4 * len(CHUNKS_TOKENS) * len(orders)
     assert {(arm.order, arm.prefills) for arm in arms} == {(order, 0) for order in orders}
     assert ("without" in capsys.readouterr().err) == (len(orders) == 1)
 

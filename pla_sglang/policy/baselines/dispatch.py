@@ -122,7 +122,7 @@ class MinimalLoad(PredictingPolicy, PoolDispatcher):
 
 @dataclasses.dataclass(frozen=True)
 class CacheAwareKnobs:
-    """As in SGLang's gateway.
+    """As ``sglang_router.launch_router`` of version 0.3.2 sets them.
 
     Attributes:
         match_share: least cached share of a prompt that is worth following.
@@ -130,16 +130,18 @@ class CacheAwareKnobs:
             differ by more than the first and by more than this factor; then the least loaded instance is taken.
     """
 
-    match_share: float = knob(0.5, allowed=Range(0, 1))
-    balance_requests: int = knob(32, allowed=Range(0))
-    balance_ratio: float = knob(1.1, allowed=Range(1))
+    match_share: float = knob(0.3, allowed=Range(0, 1))
+    balance_requests: int = knob(64, allowed=Range(0))
+    balance_ratio: float = knob(1.5, allowed=Range(1))
 
     def __post_init__(self) -> None:
         check_fields(self, "cache")
 
 
 class CacheAware(LeastLoad):
-    """Follows the prefix while loads are balanced. A miss goes to the least loaded, which fills its cache."""
+    """Follows the prefix while loads are balanced. A miss goes to the least loaded, which fills its cache; of equals
+    the first, as in SGLang's router.
+    """
 
     def __init__(self, knobs: CacheAwareKnobs | None = None) -> None:
         super().__init__(InstanceView.requests, FleetReason.LEAST_REQUESTS)

@@ -113,16 +113,29 @@ class Cluster:
         request.planned = None if answer.decode is None else answer.decode.index
         if self._config.host.room_first:
             self._plan_pair(request, instance)
+        elif self._config.host.place_first and self._name_decode(request, instance):
+            assert request.planned is not None
+            self.fleet.instances[request.planned].incoming.announce(request)
         instance.submit(request)
         return True
 
-    def _plan_pair(self, request: SimRequest, instance: SimInstance) -> None:
-        """Where ``request`` decodes is said with its dispatch, and there has to be room before it is prefilled."""
+    def _name_decode(self, request: SimRequest, instance: SimInstance) -> bool:
+        """Where ``request`` decodes is said with its dispatch to ``instance``; True: on another one."""
         if request.planned is None:
             request.fleet.prefilled_on = instance.view
             answer = self.runner.place_decode(request.fleet, self._kernel.now_s)
             request.planned = None if answer.decode is None else self.fleet.of(answer.decode).view.index
-        if request.planned is None or request.planned == instance.view.index:
+        return request.planned is not None and request.planned != instance.view.index
+
+    def _withdraw(self, request: SimRequest) -> None:
+        """``request`` does not decode where it was said to."""
+        planned, request.planned = request.planned, None
+        if planned is not None:
+            self.fleet.instances[planned].incoming.withdraw(request)
+
+    def _plan_pair(self, request: SimRequest, instance: SimInstance) -> None:
+        """There has to be room where ``request`` is said to decode before it is prefilled."""
+        if not self._name_decode(request, instance):
             return
         request.target, request.planned = request.planned, None
         request.epoch += 1
@@ -159,8 +172,8 @@ class Cluster:
 
     def _place(self, request: SimRequest) -> None:
         """Where a prefilled request decodes: as planned, or where the dispatcher says now."""
-        planned, request.planned = request.planned, None
-        target = None if planned is None else self.fleet.instances[planned]
+        target = None if request.planned is None else self.fleet.instances[request.planned]
+        self._withdraw(request)
         if target is None or not self.fleet.is_ready(target):
             answer = self.runner.place_decode(request.fleet, self._kernel.now_s)
             target = None if answer.decode is None else self.fleet.of(answer.decode)
@@ -268,6 +281,7 @@ class Cluster:
         self._pending = [other for other in self._pending if other is not request]
         self._unplaced = [other for other in self._unplaced if other is not request]
         self.handoffs.call_off(request)
+        self._withdraw(request)
         home, stage = None if request.home is None else self.fleet.instances[request.home], request.stage
         given = request.done_tokens if home is None else home.given_tokens(request)
         request.move(SimStage.CANCELLED)
@@ -316,6 +330,7 @@ class Cluster:
     def _lost(self, request: SimRequest) -> None:
         self._unplaced = [other for other in self._unplaced if other is not request]
         self.handoffs.call_off(request)
+        self._withdraw(request)
         request.restart()
         if request.retries >= self._config.retries:
             self._end(request, SimStage.FAILED)
@@ -333,4 +348,5 @@ class Cluster:
         if not self.ledger.live:
             for instance in self.fleet.instances:
                 instance.pool.check_integrity(empty=True)
-                assert instance.view.requests() == 0, f"{instance.view} still counts requests"
+                view = instance.view
+                assert view.requests() == view.waiting_decode_tokens == 0, f"{view} still counts requests"

@@ -19,7 +19,7 @@ class Decoding:
     """Runs decode steps in closed form. Knows no events: it answers with times, and the engine schedules them."""
 
     def __init__(self, pool: KvPool, costs: StepCosts, knobs: EngineKnobs) -> None:
-        self.running = RunningBatch()
+        self.running = RunningBatch(knobs.limit_clip_tokens)
         self.joining: list[SimRequest] = []  # their KV is here; they decode from the next boundary on
         self.meter = EngineMeter()
         self.growth = GrowthRatio(knobs)
@@ -28,23 +28,28 @@ class Decoding:
         self.cut_at = 0  # steps after which it ends
         self._pool = pool
         self._costs = costs
+        self._limit_clip_tokens = knobs.limit_clip_tokens
 
     def clear(self) -> None:
         """All requests are gone (the instance died)."""
-        self.running, self.joining, self.segment = RunningBatch(), [], None
+        self.running, self.joining, self.segment = RunningBatch(self._limit_clip_tokens), [], None
 
     # -- a segment -----------------------------------------------------------------------------------------------------
 
-    def open(self, now_s: float, *, reserved_tokens: int, release_s: float | None) -> float:
+    def open(
+        self, now_s: float, *, reserved_tokens: int, release_s: float | None, steps_most: int | None = None
+    ) -> float:
         """Opens a segment; returns when it ends.
 
         It ends with the step in which a request has its last token, before the pool runs out (``reserved_tokens`` are
-        spoken for), and with the first step that ends at or after ``release_s``.
+        spoken for), with the first step that ends at or after ``release_s``, and after ``steps_most``.
         """
         running = self.running
         batch = len(running)
         room = (self._pool.available_tokens - reserved_tokens) // batch
-        segment = self._costs.segment(batch, running.context_tokens, min(running.steps_to_end(), max(1, room)))
+        steps = min(running.steps_to_end(), max(1, room))
+        steps = steps if steps_most is None else min(steps, steps_most)
+        segment = self._costs.segment(batch, running.context_tokens, steps)
         self.segment, self.start_s = segment, now_s
         self.cut_at = segment.steps
         if release_s is not None:

@@ -24,9 +24,13 @@ class EngineKnobs:
         chunk_tokens: new tokens of one prefill pass at most (``--chunked-prefill-size``).
         slots: requests in the running batch at most (``--max-running-requests``).
         mixed: decodes join prefill passes (``--enable-mixed-chunk``; what vLLM does).
+        decode_interval, decode_interval_batch: after a prefill pass come that many decode steps before the next one
+            (``--prefill-decode-interval``), while at least so many requests run (``--prefill-decode-interval-min-bs``).
         growth_start, growth_least, growth_decay_steps: share of the running requests' limits that admission counts
             on (SGLang's new-token ratio): it falls linearly from start to least over that many decode steps, and rises
             to what was observed when a request is retracted.
+        limit_clip_tokens: of what a request may still get, admission counts this much at most
+            (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``).
         match_window: waiting requests, from the head, whose prefix match is kept fresh.
         answers: of traces that name the blocks of answers (``Trace.answer_ids``). SGLang's decode instances have no
             prefix cache, so a split fleet keeps answers as RETURNED only if something brings them back. Then the
@@ -41,9 +45,12 @@ class EngineKnobs:
     chunk_tokens: int = knob(8192, allowed=Range(1))
     slots: int = knob(1024, allowed=Range(1))
     mixed: bool = False
+    decode_interval: int = knob(0, allowed=Range(0))
+    decode_interval_batch: int = knob(0, allowed=Range(0))
     growth_start: float = knob(0.7, allowed=Range(0, 1))
     growth_least: float = 0.098
     growth_decay_steps: int = knob(600, allowed=Range(1))
+    limit_clip_tokens: int = knob(4096, allowed=Range(1))
     match_window: int = knob(64, allowed=Range(1))
     answers: AnswerCaching = AnswerCaching.DROPPED
     lose_all: bool = False

@@ -81,16 +81,22 @@ class Experiment:
     )
     rate_per_s: float | None = None  # mean rate that the trace is scaled to; None: as recorded
     lengths: str = knob(
-        "oracle", "--lengths NAME", f"what migration knows of answers to come: {', '.join(LENGTHS)}, binned:N"
+        "none", "--lengths NAME", f"what migration knows of answers to come: {', '.join(LENGTHS)}, binned:N"
     )
     move_gain: float = knob(
-        0.0,
+        1.0,
         "--move-gain",
         "of migration: a request moves only where its answer gains so many times the pause; 0: as in the papers",
         allowed=Range(0),
     )
     chunk_tokens: int = knob(8192, "--chunk-tokens", "prefill tokens of a pass at most", allowed=COUNT)
     mixed: bool = knob(False, "--mixed", "decodes join prefill passes")
+    decode_interval: int = knob(
+        0,
+        "--prefill-decode-interval N",
+        "decode steps between two prefill passes; not for engine temporal, which refuses it",
+        allowed=Range(0),
+    )
     deadlines: str = knob(
         "advise",
         "--deadlines {advise,decide}",
@@ -141,6 +147,8 @@ class Experiment:
         check_fields(self)
         require("--instances-max", self.instances_max, self.instances)
         read_kinds(self)
+        if self.decode_interval and self.engine == TEMPORAL:
+            raise ConfigError(f"--prefill-decode-interval is {self.decode_interval}; allowed with {TEMPORAL}: 0")
         length_predictor(self.lengths, self.seed)
         read_knobs(self.policy, self.policy_knobs)
 
@@ -260,6 +268,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
             chunk_tokens=experiment.chunk_tokens,
             slots=experiment.slots,
             mixed=experiment.mixed,
+            decode_interval=experiment.decode_interval,
             answers=experiment.answers,
             growth_start=min(1.0, experiment.conservativeness * EngineKnobs.growth_start),
             growth_least=min(1.0, experiment.conservativeness * EngineKnobs.growth_least),

@@ -13,25 +13,53 @@ from pla_sglang.sim.core.request import SimRequest
 
 
 class HandoffQueue:
-    """First come first served. ``InstanceView.waiting_decodes`` counts who waits for room and who is on the way."""
+    """First come first served.
+
+    ``InstanceView.waiting_decodes`` counts who waits for room, who is on the way, and who is announced: it is to come
+    once its prefill is done, and asks for nothing before.
+    """
 
     def __init__(
         self, view: InstanceView, pool: KvPool, decoding: Decoding, queue: PrefillQueue, knobs: EngineKnobs
     ) -> None:
         self.waiting: deque[SimRequest] = deque()  # for room
+        self._announced: dict[SimRequest, int] = {}  # and the tokens that they count as
         self._view = view
         self._pool = pool
         self._decoding = decoding
         self._queue = queue
         self._slots = knobs.slots
+        self._limit_clip_tokens = knobs.limit_clip_tokens
 
     @property
     def on_the_way(self) -> int:
         """Requests that have their room and whose KV is being sent."""
-        return self._view.waiting_decodes - len(self.waiting)
+        return self.expected - len(self.waiting)
+
+    @property
+    def expected(self) -> int:
+        """Requests that wait for room or have it."""
+        return self._view.waiting_decodes - len(self._announced)
+
+    def clear(self) -> None:
+        """All are forgotten (the instance died)."""
+        self.waiting.clear()
+        self._announced.clear()
+
+    def announce(self, request: SimRequest) -> None:
+        """``request`` is to come; it counts as load from now on."""
+        self._announced[request] = request.arriving_tokens
+        self._count_tokens(request.arriving_tokens, 1)
+
+    def withdraw(self, request: SimRequest) -> None:
+        """``request`` goes elsewhere, or nowhere, if it was announced."""
+        tokens = self._announced.pop(request, None)
+        if tokens is not None:
+            self._count_tokens(tokens, -1)
 
     def expect(self, request: SimRequest) -> None:
         """``request`` is to come; it waits for room."""
+        self.withdraw(request)
         self.waiting.append(request)
         self._count(request, 1)
 
@@ -69,9 +97,13 @@ class HandoffQueue:
         free = self._pool.available_tokens - steps * batch - self._queue.chunk_rest_tokens
         if not batch and not joining and not self._pool.private_tokens:
             return free >= request.arriving_tokens
-        growth = decoding.growth.value * (decoding.running.growth_tokens() + request.limit_left)
+        own_tokens = min(request.limit_left, self._limit_clip_tokens)
+        growth = decoding.growth.value * (decoding.running.growth_tokens() + own_tokens)
         return free >= request.arriving_tokens + growth and batch + joining + self.on_the_way < self._slots
 
     def _count(self, request: SimRequest, sign: int) -> None:
+        self._count_tokens(request.arriving_tokens, sign)
+
+    def _count_tokens(self, tokens: int, sign: int) -> None:
         self._view.waiting_decodes += sign
-        self._view.waiting_decode_tokens += sign * request.arriving_tokens
+        self._view.waiting_decode_tokens += sign * tokens

@@ -21,6 +21,9 @@ class HostKnobs:
             a batch runs one step more after its last request has ended. See ``overlap``.
         room_first: a pair does as SGLang's: the decode instance makes room before the prefill may begin, and gives the
             first token, once it has the KV.
+        place_first: the decode instance of a pair is named with the dispatch, as SGLang's router does, and makes room
+            when the prefill is done (``--disaggregation-decode-allocation-policy prefill_complete``). ``room_first``
+            is the other policy, ``early``.
         front_s: of a request, from its arrival at the router to the queue of the engine.
         handshake_s: of a pair, from the room at the decode instance to the queue of the prefill instance.
         handoff_s: of a pair, from the end of the prefill until the decode instance can see that KV may come.
@@ -32,6 +35,7 @@ class HostKnobs:
 
     overlap: bool = False
     room_first: bool = False
+    place_first: bool = False
     front_s: float = knob(0.0, allowed=TIME)
     handshake_s: float = knob(0.0, allowed=TIME)
     handoff_s: float = knob(0.0, allowed=TIME)

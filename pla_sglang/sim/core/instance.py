@@ -84,6 +84,7 @@ class SimInstance:
         self._kernel = kernel
         self._host = host
         self._leaving: list[SimRequest] = []
+        self._steps_due = 0  # decode steps that come before the next prefill pass (``EngineKnobs.decode_interval``)
         self._epoch = 0  # of scheduled events; older ones are stale
         self._looking = False
         self._fruitless = 0
@@ -157,7 +158,7 @@ class SimInstance:
         self._epoch += 1
         self.queue.clear()
         self.decoding.clear()
-        self.incoming.waiting.clear()
+        self.incoming.clear()
         self._leaving = []
         self.pool.clear()
         view = self.view
@@ -198,7 +199,7 @@ class SimInstance:
         self._join()
         self._admit_incoming()
         release_s = None
-        if self.queue:
+        if self.queue and not self._defers_prefill():
             started, release_s = self._try_prefill()
             if started:
                 self.report.update()
@@ -254,6 +255,12 @@ class SimInstance:
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
+    def _defers_prefill(self) -> bool:
+        """Decode steps are due first; none where nothing, or too little, runs."""
+        if len(self.decoding.running) < max(1, self._knobs.decode_interval_batch):
+            self._steps_due = 0
+        return self._steps_due > 0
+
     def _try_prefill(self) -> tuple[bool, float | None]:
         """True if a pass has started; if not, when the policy wants to be asked again at the latest."""
         now_s = self._kernel.now_s
@@ -273,6 +280,7 @@ class SimInstance:
         joins = decision.piggyback is None or decision.piggyback.joins
         mixed = self._knobs.mixed and joins and bool(self.decoding.running.members)
         under_way = self.queue.start(parts, now_s, mixed=mixed)
+        self._steps_due = self._knobs.decode_interval
         self._epoch += 1
         self._kernel.at(now_s + self._pass_s(under_way), Priority.END, self._pass_end, self._epoch)
         return True, None
@@ -283,7 +291,7 @@ class SimInstance:
         So where a parked chunk holds the memory, too: nobody but the policy can give it back.
         """
         held_by_others = self.pool.used_tokens and self.queue.chunk is None
-        if self.decoding.running.members or self.view.waiting_decodes or held_by_others:
+        if self.decoding.running.members or self.incoming.expected or held_by_others:
             return None
         self._fruitless += 1
         if self._fruitless > MAX_FRUITLESS:
@@ -380,8 +388,10 @@ class SimInstance:
             self._wake()  # all were retracted; they wait for their prefill again
             return
         now_s = self._kernel.now_s
+        steps_most = self._steps_due if self.queue and self._steps_due else None
+        reserved_tokens = self.queue.chunk_rest_tokens
         self._schedule_boundary(
-            self.decoding.open(now_s, reserved_tokens=self.queue.chunk_rest_tokens, release_s=release_s)
+            self.decoding.open(now_s, reserved_tokens=reserved_tokens, release_s=release_s, steps_most=steps_most)
         )
 
     def _schedule_boundary(self, at_s: float) -> None:
@@ -401,6 +411,7 @@ class SimInstance:
         if self.measured is not None:
             running = self.decoding.running
             self.measured.on_decode(len(running), running.context_tokens, self.decoding.segment.a)
+        self._steps_due = max(0, self._steps_due - self.decoding.cut_at)
         self._finish_all(self.decoding.settle())
         self._after_boundary()
 

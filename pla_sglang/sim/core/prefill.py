@@ -72,6 +72,7 @@ class PrefillQueue:
 
         Not ``seen``: it is on its way to the queue; ``arriving`` says when it is there, infinity: that is not known.
         """
+        request.waiting.output_tokens = min(request.limit_left, self._knobs.limit_clip_tokens)
         if request.hash_ids:
             self._match(request)
         if not seen:

@@ -50,7 +50,8 @@ class SimRequest:
         limit_tokens: tokens it may get at most, which admission counts on.
         hash_ids, answer_ids: see ``Trace``.
         slo_s: targets for TTFT and TPOT.
-        waiting: its view for engine policies. fleet: its view for router policies.
+        waiting: its view for engine policies; the queue that it joins sets what counts of its answer. fleet: its view
+            for router policies.
         home: index of the instance that holds its KV, or is to compute it; None while pending.
         target: index of the instance it is on its way to, or is to leave for; else None.
         reserved: the target has made room for it.
@@ -109,7 +110,6 @@ class SimRequest:
             0,
             self.arrival_s,
             deadline_s=deadline_s,
-            output_tokens=self.limit_tokens,
             handle=self,
         )
         self.fleet = RequestView(
@@ -153,7 +153,6 @@ class SimRequest:
         waiting.new_tokens = self.input_tokens + self.done_tokens
         waiting.history_tokens = 0
         waiting.resumed = self.done_tokens > 0
-        waiting.output_tokens = self.limit_left
         waiting.aged_stamp = waiting.latest_stamp = -1
         waiting.rematched = True
         self.private_tokens = self.shared_blocks = 0

@@ -96,6 +96,16 @@ def least_work(trace: Trace, slo: Slo, profile: StepProfile) -> LeastWork:
     )
 
 
+def offered_over_capacity(trace: Trace, profile: StepProfile, *, instances: int) -> float:
+    """Device seconds that arrive a second, at least (``LeastWork``), over those that the instances have.
+
+    Above 1 the fleet falls behind for as long as requests arrive so, whoever schedules them.
+    """
+    work = least_work(trace, Slo(math.inf, math.inf), profile)
+    a_request_s = float((work.prefill_s + work.decode_s).mean())
+    return trace.rate_per_s * a_request_s / instances
+
+
 def longest_known_prefix_tokens(trace: Trace) -> npt.NDArray[np.int64]:
     """[n] tokens of the leading blocks that stood in an earlier prompt; at least one token of a prompt is new."""
     tokens = np.zeros(len(trace), np.int64)

@@ -163,6 +163,16 @@ def goodput(served: Served, slo: Slo, session: Ints | None = None) -> Goodput:
     )
 
 
+def late_share(served: Served, slo: Slo, times: float) -> float:
+    """Share of the requests whose first token came later than so many times the TTFT target, or not at all.
+
+    Raises ConfigError for a run without requests.
+    """
+    if not len(served):
+        raise ConfigError("a run without requests has no late ones; allowed: at least one request")
+    return float((~(served.ttft_s() <= times * slo.ttft_s)).mean())
+
+
 def job_times_s(served: Served, session: Ints) -> Floats:
     """By session in order of their numbers: seconds from its first arrival to its last end, think times included.
 

@@ -126,10 +126,11 @@ def test_two_choices_takes_the_better_of_two_and_draws_evenly() -> None:
 CACHE: list[tuple[str, FleetView, dict[int, int], str, R]] = [
     ("hit", fleet(mixed(), mixed(running=9)), {1: 60}, "i1", R.CACHE_HIT),
     ("longest hit", fleet(mixed(), mixed()), {0: 60, 1: 70}, "i1", R.CACHE_HIT),
-    ("half is not more than half", fleet(mixed(running=1), mixed()), {0: 50}, "i1", R.CACHE_MISS),
+    ("the share itself is not more", fleet(mixed(running=1), mixed()), {0: 30}, "i1", R.CACHE_MISS),
+    ("the holder, though busier", fleet(mixed(), mixed(), mixed(running=60)), {2: 31}, "i2", R.CACHE_HIT),
     ("miss", fleet(mixed(running=1), mixed()), {}, "i1", R.CACHE_MISS),
-    ("imbalance", fleet(mixed(), mixed(running=40)), {1: 100}, "i0", R.CACHE_IMBALANCE),
-    ("large but level", fleet(mixed(running=400), mixed(running=435)), {1: 100}, "i1", R.CACHE_HIT),
+    ("imbalance", fleet(mixed(), mixed(running=70)), {1: 100}, "i0", R.CACHE_IMBALANCE),
+    ("large but level", fleet(mixed(running=400), mixed(running=500)), {1: 100}, "i1", R.CACHE_HIT),
 ]
 
 
