@@ -1,4 +1,4 @@
-"""What a fleet bears colocated, and what with roles: the highest steady rate at both targets, in closed shape.
+"""What a fleet bears colocated, and what with roles: the highest steady rate at both targets, in closed form.
 
 Let p be the new tokens of a request, o its answer, k its mean context while it runs, T the TPOT target, and t the time
 between two tokens of an answer.
