@@ -112,6 +112,14 @@ class PassCost:
         """``least_s`` is within ``allowed_s``."""
         return self.mixed_s(*amounts) <= allowed_s or self.apart_s(*amounts) <= allowed_s
 
+    def tokens_within(self, allowed_s: float, most: int) -> int:
+        """New tokens of the largest mixed pass of one prompt within ``allowed_s``, at most so many; by bisection."""
+        low, high = 0, most
+        while high - low > most // 64:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.mixed_s(middle, 0, middle * middle) <= allowed_s else (low, middle - 1)
+        return low
+
     def joins(self, new: float, history: float, attention: float) -> bool:
         return self.mixed_s(new, history, attention) <= self.apart_s(new, history, attention)
 
@@ -158,9 +166,39 @@ class MixedBatches:
             return decision
         grid = self.prefills.knobs.long_prompts.grid_tokens
         probe = self._passes_alone >= self._knobs.probe_passes
+        cost = PassCost(view, step, self.mixed_model)
         return plan_mixed_batch(
-            decision, view, step, self.mixed_model, self._knobs, now_s=now_s, grid_tokens=grid, probe=probe
+            decision,
+            view,
+            step,
+            self.mixed_model,
+            self._knobs,
+            now_s=now_s,
+            grid_tokens=grid,
+            probe=probe,
+            most_s=self._usual_s(view, cost, now_s),
         )
+
+    def _usual_s(self, view: PassView, cost: PassCost, now_s: float) -> float:
+        """What a pass may take while all first tokens are in time at that pace; infinite where one would not be.
+
+        On the hot path: the pace is that of one pass without history.
+        """
+        target_s, waiting = view.tpot_target_s, view.waiting
+        if target_s is None or len(waiting) > self._knobs.most_planned:
+            return math.inf
+        usual_s = self._knobs.token_share * target_s
+        tokens = cost.tokens_within(usual_s, view.pass_budget_tokens)
+        if not tokens:
+            return math.inf
+        left, due_s = 0, math.inf
+        for one in waiting if view.chunk is None else (*waiting, view.chunk):
+            if one.deadline_s is None:
+                return math.inf
+            if one.deadline_s >= now_s:
+                left += one.new_tokens
+                due_s = min(due_s, one.deadline_s)
+        return usual_s if now_s + self._knobs.arriving * usual_s * left / tokens <= due_s else math.inf
 
     def on_pass(self, decision: PassDecision, view: PassView, admitted: Sequence[WaitingView], now_s: float) -> None:
         if decision.action is not Action.HOLD:
@@ -190,15 +228,17 @@ def plan_mixed_batch(
     now_s: float,
     grid_tokens: int,
     probe: bool = False,
+    most_s: float = math.inf,
 ) -> PassDecision:
     """``decision``, SHORT or LONG, with the decodes that run joined or not, and cut for their next tokens or memory.
 
-    ``probe``: they join even where a step of their own is cheaper.
+    ``probe``: they join even where a step of their own is cheaper. ``most_s``: what the pass may take besides.
 
     A long that was to overtake the chunk under way gives way to it if whole it would be too late: it cannot be cut.
     """
     cost = PassCost(view, step, mixed_model)
     allowed_s = math.inf if view.token_slack_s is None else view.token_slack_s / (1 + mixed_model.error)
+    allowed_s = min(allowed_s, most_s)
     is_short = is_kv_short(view, knobs)
     short_s = knobs.short_steps * cost.decode_s
     decision = _part_from_chunk(decision, view, cost, step, min(allowed_s, short_s) if is_short else allowed_s)
