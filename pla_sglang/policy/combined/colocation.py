@@ -181,7 +181,7 @@ class ColocationMode:
         """Decode step once ``request`` decodes with all requests of the instance."""
         batch = instance.requests() + 1
         queued = instance.queued_tokens + instance.queued_history_tokens
-        return self._steps.decode_s(batch, instance.decode_tokens() + queued + request.input_tokens)
+        return self._steps.decode_s(batch, instance.assigned_decode_tokens() + queued + request.input_tokens)
 
     def note(self, request: RequestView, fleet: FleetView, now_s: float) -> None:
         """``request`` is being dispatched, in either mode; assuming the largest cached prefix."""
@@ -272,8 +272,8 @@ class ColocationMode:
     def _roles(self, ready: Sequence[InstanceView]) -> list[FleetAction]:
         """Decode instances, those with the most decodes, as few as can hold all; empty if roles would not help."""
         arrow = self._arrow
-        ordered = sorted(ready, key=lambda one: -one.decode_tokens())
-        tokens = sum(one.decode_tokens() for one in ready)
+        ordered = sorted(ready, key=lambda one: -one.assigned_decode_tokens())
+        tokens = sum(one.assigned_decode_tokens() for one in ready)
         low = arrow.knobs.flips.low_load
         decodes, room = 1, low * arrow.limit_tokens(ordered[0])
         while decodes < len(ordered) and room < tokens:
