@@ -7,6 +7,7 @@
 Arms: ``minimal-load`` (a static split), ``arrow`` and ``combined`` on stateless engines; ``stock``, the best arm that
 this SGLang can be started as, by the simulator on the same requests (``startable.py``); ``pairs``, stock prefill and
 decode engines half and half behind our router with minimal load; ``pairs-sglang``, the same behind SGLang's own.
+Engines of the first two are as in section 5.4 of Arrow: decodes first, chunks of 2,048 tokens in the same batch.
 ``--late``: also the first two with decodes placed when their prefill is done. The simulator names the rate to begin
 with; a second one is above it where the first is held, below it where it is missed. A ratio is stated where no arm
 below the line can bear more than the best of them: each has missed a rate at most one step above that.
@@ -53,6 +54,7 @@ from bench.lab.named_workloads import Workload
 from bench.lab.startable import choose_startable
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.fleet.cluster.spec import ROUTER_MODULES
+from pla_sglang.sim.core.fleet_arms import ARROW as ARROW_FLEET
 from pla_sglang.sim.core.fleet_arms import CHUNKS_TOKENS, OURS, FleetArm
 from pla_sglang.sim.metrics.goodput import Slo
 from pla_sglang.sim.workload import Trace
@@ -66,8 +68,8 @@ TURNING_RATIOS = ("turning_vs_best_fixed", "turning_vs_fixed_ours")
 MINLOAD, ARROW, COMBINED = "minimal-load", "arrow", "combined"
 STOCK, SPLIT, SPLIT_SGLANG = "stock", "pairs", "pairs-sglang"
 FIXED_OURS = "temporal"
-OUR_ARMS = (LiveArm(ARROW, FleetArm("arrow"), STATELESS), LiveArm(COMBINED, OURS, STATELESS))
-MINLOAD_ARM = LiveArm(MINLOAD, FleetArm("minimal-load"), STATELESS)
+OUR_ARMS = (LiveArm(ARROW, ARROW_FLEET, STATELESS), LiveArm(COMBINED, OURS, STATELESS))
+MINLOAD_ARM = LiveArm(MINLOAD, dataclasses.replace(ARROW_FLEET, policy="minimal-load"), STATELESS)
 LATE_ARMS = tuple(dataclasses.replace(arm, name=f"{arm.name}-late", late=True) for arm in (MINLOAD_ARM, OUR_ARMS[0]))
 PAIR_ARMS = (
     LiveArm(SPLIT, FleetArm("minimal-load"), PAIRS),

@@ -121,7 +121,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         backlog, short, long: see their types; a request in its PD handshake counts.
         prefill_age_s: wait of the oldest unfinished prefill; 0 without one.
         running, context_tokens: requests that decode, and their KV tokens.
-        waiting_decodes, waiting_decode_tokens: decodes that wait for KV or memory, and their KV tokens.
+        waiting_decodes, waiting_decode_tokens: decodes that wait for KV or memory, and their KV tokens; whether
+            a prefill elsewhere is done is not known here.
         kv_used_tokens, kv_capacity_tokens: used tokens cannot be evicted.
         passes: prefill passes since the last report.
         steps: each of them, the latest ``MOST_STEPS``.

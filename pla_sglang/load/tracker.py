@@ -14,6 +14,9 @@ A report may also be ahead of the sender: a prefill has ended, and its first tok
 HTTP and relay. The number of prefills in the report says how many of this sender's requests these are. Their events,
 which come next, change nothing: what the report has left out already must not be taken off again.
 
+An instance counts a decode that was named for it from its dispatch on, and cannot tell whether its prefill at another
+instance is done. The sender can, of its own requests: so ``prefilling_decode_tokens`` is the sender's alone.
+
 A router follows its requests to their end. The dispatcher of the pools inside one server gets no later events of them,
 so there a request counts until a report has counted it (``follows_requests`` False). The simulator has no tracker: it
 reads the load of its instances directly, without delay; it shares ``LoadAmounts``.
@@ -36,20 +39,22 @@ class Phase(enum.Enum):
 
     ABSENT = "absent"
     QUEUED = "queued"  # waits for its prefill here, or is in it
-    COMING = "coming"  # its KV will come from another instance
+    PREFILLING = "prefilling"  # its decode was named for here, and its prefill at another instance is not done
+    COMING = "coming"  # its KV comes from another instance
     RUNNING = "running"
 
 
 # Named once: see ``fast_enum``.
-_ABSENT, _QUEUED, _COMING, _RUNNING = Phase
-_DECODES = (_COMING, _RUNNING)
+_ABSENT, _QUEUED, _PREFILLING, _COMING, _RUNNING = Phase
+_DECODES = (_PREFILLING, _COMING, _RUNNING)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TrackedRequest:
     """One request at one instance. The first phase begins at ``sent_s``, the last ends at ``ended_s``.
 
-    ``decodes_here`` False: the KV goes to another instance after the prefill.
+    ``first_phase`` PREFILLING becomes COMING (``LoadTracker.note_prefilled``). ``decodes_here`` False: the KV goes to
+    another instance after the prefill.
     """
 
     new_tokens: int
@@ -78,9 +83,11 @@ def count_request(total: LoadAmounts, request: TrackedRequest, phase: Phase, tim
         total.queued_tokens += times * new
         total.queued_attention += times * new * (new + 2 * history)
         total.queued_history_tokens += times * history
-    elif phase is _COMING:
+    elif phase is _COMING or phase is _PREFILLING:
         total.waiting_decodes += times
         total.waiting_decode_tokens += times * (new + history)
+        if phase is _PREFILLING:
+            total.prefilling_decode_tokens += times * (new + history)
     elif phase is _RUNNING:
         total.running += times
         total.context_tokens += times * (new + history)
@@ -138,6 +145,15 @@ class LoadTracker:
         request.place = self._sent
         self._tracked[key] = request
         self._shift(request, _ABSENT, request.first_phase)
+
+    def note_prefilled(self, key: tuple[str, int]) -> None:
+        """The prefill elsewhere of a decode that was named for here is done: its KV comes. Idempotent."""
+        request = self._tracked.get(key)
+        if request is None or request.first_phase is not _PREFILLING:
+            return
+        request.first_phase = _COMING
+        if request.started_s is None:
+            self._shift(request, _PREFILLING, _COMING)
 
     def start_request(self, key: tuple[str, int], now_s: float) -> None:
         """Its prefill is done here, or its KV has arrived."""
@@ -210,6 +226,8 @@ class LoadTracker:
             if place is not None and request.started_s is None and request.first_phase is _QUEUED:
                 waiting += request.place <= place
             counted = request.phase_at(now_s, received=self._received(request, load.received, now_s))
+            if counted is _PREFILLING:
+                counted = _COMING  # see the top of this file
             now = request.phase_at(now_s)
             if counted is not now:
                 count_request(total, request, now)
@@ -288,7 +306,9 @@ class LoadTracker:
         view.running = total.running if total.running > 0 else 0
         view.context_tokens = total.context_tokens if total.context_tokens > 0 else 0
         view.waiting_decodes = total.waiting_decodes if total.waiting_decodes > 0 else 0
-        view.waiting_decode_tokens = total.waiting_decode_tokens if total.waiting_decode_tokens > 0 else 0
+        waiting = view.waiting_decode_tokens = total.waiting_decode_tokens if total.waiting_decode_tokens > 0 else 0
+        prefilling = total.prefilling_decode_tokens
+        view.prefilling_decode_tokens = prefilling if prefilling < waiting else waiting
 
     def _publish_rest(self, load: InstanceLoad) -> None:
         view = self.view

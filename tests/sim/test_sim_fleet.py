@@ -303,6 +303,8 @@ def wild(seed: int, host: HostKnobs = NO_HOST) -> RunResult:
 
     def anything(fleet: FleetView) -> list[FleetAction]:
         ready = list(fleet.ready)
+        for instance in fleet.instances:
+            assert 0 <= instance.prefilling_decode_tokens <= instance.waiting_decode_tokens
         source, target = rng.choice(fleet.instances), rng.choice(fleet.instances)
         actions: list[FleetAction] = [
             Migrate(rid, source, target, int(tokens), WHY)

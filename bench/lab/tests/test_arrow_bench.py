@@ -79,7 +79,10 @@ def test_each_arm_gets_a_rate_and_ratios_are_of_them(
     minload, arrow, combined, stock, pairs = live.clusters[:5]
     assert all(flag_after(flags, "--stateless") == "2" for flags in (minload, arrow, combined))
     assert flag_after(combined, "--prefill-disagg") == "temporal"
-    assert "--prefill-disagg" not in arrow
+    for flags in (minload, arrow):  # section 5.4 of Arrow: decodes first, chunked prefills in the same batch
+        assert "--enable-mixed-chunk" in flags
+        assert flag_after(flags, "--chunked-prefill-size") == "2048"
+        assert not {"--prefill-disagg", "--schedule-policy"} & set(flags)
     assert (flag_after(stock, "--unified"), flag_after(stock, "--chunked-prefill-size")) == ("2", "1024")
     assert (flag_after(pairs, "--prefill"), flag_after(pairs, "--decode")) == ("1", "1")
     assert result == result | dict(AGAIN["arrow"](result))

@@ -113,7 +113,7 @@ def measure_load(view: InstanceView, ttft: TtftSums = NO_REQUESTS) -> Load:
     """What a policy sees of an instance now, as whole numbers."""
     return Load(
         view.queued_tokens,
-        view.decode_tokens(),
+        view.assigned_decode_tokens(),
         view.requests(),
         view.kv_used_tokens,
         round(100 * view.utilisation),

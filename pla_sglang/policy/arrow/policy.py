@@ -1,8 +1,12 @@
 """Arrow's global scheduler: Algorithms 1 to 4 and the three triggers of section 5.5.
 
 Where Algorithm 1 says "Load of decode instances is low", this asks whether the instances that would stay could hold the
-decode tokens of all within ``low_load`` (see ``flips.py``). A flip to decode never asks for the prefill load: decode
-first, the paper's overload rule.
+decode tokens of all within ``low_load`` (see ``role_switches.py``). A flip to decode never asks for the prefill load:
+decode first, the paper's overload rule.
+
+Decode load is what runs or arrives (``InstanceView.decode_tokens``). Where decodes are named at dispatch, prompts that
+still wait for their prefill count only in the choice of an instance (``pools.least_running``): a backlog of prefills is
+no reason to keep instances from helping with it.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class ColocationMode:
     @staticmethod
     def _give_roles(ready: Sequence[InstanceView], prefills: int) -> list[FleetAction]:
         """Those with the fewest decodes become prefill instances."""
-        ordered = sorted(ready, key=lambda one: one.decode_tokens())
+        ordered = sorted(ready, key=lambda one: one.assigned_decode_tokens())
         events = [PoolEvent.TO_PREFILL] * prefills + [PoolEvent.TO_DECODE] * (len(ordered) - prefills)
         return [switch_role(one, event, FleetReason.SPLIT) for one, event in zip(ordered, events, strict=True)]
 

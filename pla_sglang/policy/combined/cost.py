@@ -130,5 +130,5 @@ class InstanceCost:
         """Decode step once ``request`` decodes with all requests of the instance."""
         batch = instance.requests() + 1
         queued = instance.queued_tokens + instance.queued_history_tokens
-        tokens = instance.decode_tokens() + queued + request.input_tokens
+        tokens = instance.assigned_decode_tokens() + queued + request.input_tokens
         return (instance.steps or self._steps).decode_s(batch, tokens)

@@ -347,7 +347,7 @@ class CombinedPolicy(Observer):
             return action
         target = action.target
         most_used = (1 - self.knobs.reserve_share) * target.kv_capacity_tokens
-        fits = target.decode_tokens() + action.tokens <= self.parts.arrow.limit_tokens(target)
+        fits = target.assigned_decode_tokens() + action.tokens <= self.parts.arrow.limit_tokens(target)
         leaves_reserve = target.kv_used_tokens + action.tokens <= most_used
         return action if fits and leaves_reserve else Hold(FleetReason.VETO)
 

@@ -128,7 +128,8 @@ class InPlace:
         used = instance.kv_used_tokens + instance.queued_tokens + request.input_tokens
         if used > self.knobs.memory_share * instance.kv_capacity_tokens:
             return False
-        if instance.decode_tokens() > arrow.limit_tokens(instance) or (instance.token_interval_s or 0.0) > target_s:
+        assigned = instance.assigned_decode_tokens()
+        if assigned > arrow.limit_tokens(instance) or (instance.token_interval_s or 0.0) > target_s:
             return False
         rate, depth_s = self.bucket_s(instance, self.knobs.late if late else self.knobs.usual)
         if instance.prefill_age_s > max(depth_s, target_s):

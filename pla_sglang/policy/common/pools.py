@@ -74,11 +74,14 @@ def switch_role(instance: InstanceView, event: PoolEvent, reason: FleetReason) -
 
 
 def least_running(pool: Iterable[InstanceView]) -> InstanceView | None:
-    """Least decode tokens, the first of equals; None for an empty pool. Hot path."""
+    """Least assigned decode tokens, the first of equals; None for an empty pool. Hot path.
+
+    With those that are still to be prefilled elsewhere: else all of a burst would be named for one instance.
+    """
     best: InstanceView | None = None
     best_tokens = math.inf
     for instance in pool:
-        tokens = instance.context_tokens + instance.waiting_decode_tokens  # decode_tokens(), without the call
+        tokens = instance.context_tokens + instance.waiting_decode_tokens  # as assigned_decode_tokens()
         if tokens < best_tokens:
             best, best_tokens = instance, tokens
     return best
@@ -88,6 +91,6 @@ def least_loaded(members: Sequence[InstanceView], count: int) -> tuple[InstanceV
     """The ``count`` instances with the least unfinished work, the newest of equals first."""
 
     def load(instance: InstanceView) -> tuple[int, int]:
-        return instance.queued_tokens + instance.decode_tokens(), -instance.index
+        return instance.queued_tokens + instance.assigned_decode_tokens(), -instance.index
 
     return tuple(sorted(members, key=load)[:count])

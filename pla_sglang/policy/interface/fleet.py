@@ -67,7 +67,10 @@ class LoadAmounts:
             L*(L+2H), sum of H.
         running: decoding requests.
         context_tokens: KV tokens of the running requests.
-        waiting_decodes, waiting_decode_tokens: decodes in transfer to here or waiting for memory, and their KV tokens.
+        waiting_decodes, waiting_decode_tokens: decodes that are to run here and do not yet, and their KV tokens: in
+            transfer, waiting for memory, or named for here while they are still to be prefilled elsewhere.
+        prefilling_decode_tokens: the part of ``waiting_decode_tokens`` whose prefill is not done, as far as the driver
+            knows; a decode of another router counts as arriving.
     """
 
     queued_prefills: int = 0
@@ -78,6 +81,7 @@ class LoadAmounts:
     context_tokens: int = 0
     waiting_decodes: int = 0
     waiting_decode_tokens: int = 0
+    prefilling_decode_tokens: int = 0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -132,7 +136,14 @@ class InstanceView(LoadAmounts):
     __hash__ = object.__hash__
 
     def decode_tokens(self) -> int:
-        """Arrow's decode load: KV tokens of running and waiting decodes."""
+        """Arrow's decode load: KV tokens of decodes that run or arrive, so whose prefill is done.
+
+        A prompt in a queue for its prefill is load of that queue, wherever its decode was named.
+        """
+        return self.context_tokens + self.waiting_decode_tokens - self.prefilling_decode_tokens
+
+    def assigned_decode_tokens(self) -> int:
+        """KV tokens of all decodes that run here or will: what a choice between decode instances compares."""
         return self.context_tokens + self.waiting_decode_tokens
 
     def requests(self) -> int:

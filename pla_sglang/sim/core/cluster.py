@@ -219,7 +219,9 @@ class Cluster:
         if not request.reserved:
             self._place(request)
             return
+        assert request.target is not None
         request.move(SimStage.HANDOFF)
+        self.fleet.instances[request.target].incoming.note_prefilled(request)
         request.epoch += 1
         at_s = self._kernel.now_s + self._config.host.handoff_s
         self._kernel.at(at_s, Priority.END, self._offer, (request, request.epoch))
@@ -349,4 +351,5 @@ class Cluster:
             for instance in self.fleet.instances:
                 instance.pool.check_integrity(empty=True)
                 view = instance.view
-                assert view.requests() == view.waiting_decode_tokens == 0, f"{view} still counts requests"
+                counted = view.requests(), view.waiting_decode_tokens, view.prefilling_decode_tokens
+                assert not any(counted), f"{view} still counts requests"

@@ -9,6 +9,9 @@ whose deadlines decide, the same form for every workload.
 
 Nobody knows how long an answer will be: moves of running requests are ordered as live (``Experiment.lengths`` and
 ``move_gain`` by default), and clients send a limit that says nothing (``client_limit_tokens``).
+
+Arrow's own local scheduler (section 5.4) puts all decodes into a batch first and gives chunked prefills, first come
+first served, what is left of it. That is ``fcfs`` with mixed chunks: each decode takes a token of the chunk.
 """
 
 from __future__ import annotations
@@ -99,6 +102,8 @@ class FleetArm:
         return {"name": self.name, **dataclasses.asdict(self)}
 
 
+VLLM_CHUNK_TOKENS = 2048  # default of vLLM 0.7.3 with chunked prefill; Arrow is built on it and prints no other
+ARROW = FleetArm("arrow", mixed=True, chunk_tokens=VLLM_CHUNK_TOKENS)
 OURS = FleetArm("combined", mixed=True, chunk_tokens=4096, order=TEMPORAL, deadlines="decide")
 
 

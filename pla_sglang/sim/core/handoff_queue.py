@@ -9,14 +9,15 @@ from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
 from pla_sglang.sim.core.pool import KvPool
 from pla_sglang.sim.core.prefill import PrefillQueue
-from pla_sglang.sim.core.request import SimRequest
+from pla_sglang.sim.core.request import SimRequest, SimStage
 
 
 class HandoffQueue:
     """First come first served.
 
     ``InstanceView.waiting_decodes`` counts who waits for room, who is on the way, and who is announced: it is to come
-    once its prefill is done, and asks for nothing before.
+    once its prefill is done, and asks for nothing before. ``prefilling_decode_tokens`` is of those whose prefill is not
+    done: announced, or with room that was made before it (``HostKnobs.room_first``).
     """
 
     def __init__(
@@ -49,13 +50,13 @@ class HandoffQueue:
     def announce(self, request: SimRequest) -> None:
         """``request`` is to come; it counts as load from now on."""
         self._announced[request] = request.arriving_tokens
-        self._count_tokens(request.arriving_tokens, 1)
+        self._count_tokens(request.arriving_tokens, 1, prefilling=True)
 
     def withdraw(self, request: SimRequest) -> None:
         """``request`` goes elsewhere, or nowhere, if it was announced."""
         tokens = self._announced.pop(request, None)
         if tokens is not None:
-            self._count_tokens(tokens, -1)
+            self._count_tokens(tokens, -1, prefilling=True)
 
     def expect(self, request: SimRequest) -> None:
         """``request`` is to come; it waits for room."""
@@ -70,6 +71,10 @@ class HandoffQueue:
         else:
             self.waiting.remove(request)
         self._count(request, -1)
+
+    def note_prefilled(self, request: SimRequest) -> None:
+        """The prefill of ``request``, whose room was made before it, is done; it is in its hand-off now."""
+        self._view.prefilling_decode_tokens -= request.arriving_tokens
 
     def settle(self, request: SimRequest) -> None:
         """The KV is here, in the room that was reserved."""
@@ -102,8 +107,10 @@ class HandoffQueue:
         return free >= request.arriving_tokens + growth and batch + joining + self.on_the_way < self._slots
 
     def _count(self, request: SimRequest, sign: int) -> None:
-        self._count_tokens(request.arriving_tokens, sign)
+        self._count_tokens(request.arriving_tokens, sign, prefilling=request.stage is SimStage.PREFILL)
 
-    def _count_tokens(self, tokens: int, sign: int) -> None:
+    def _count_tokens(self, tokens: int, sign: int, *, prefilling: bool) -> None:
         self._view.waiting_decodes += sign
         self._view.waiting_decode_tokens += sign * tokens
+        if prefilling:
+            self._view.prefilling_decode_tokens += sign * tokens

@@ -164,7 +164,7 @@ class SimInstance:
         view = self.view
         view.queued_prefills = view.queued_tokens = view.queued_attention = view.queued_history_tokens = 0
         view.running = view.context_tokens = view.waiting_decodes = view.waiting_decode_tokens = 0
-        view.kv_used_tokens = 0
+        view.prefilling_decode_tokens = view.kv_used_tokens = 0
 
     def given_tokens(self, request: SimRequest) -> int:
         """Answer tokens that ``request`` has got by now."""

@@ -21,6 +21,7 @@ from pla_sglang.policy.interface.reasons import FleetReason as R
 
 KNOBS = ArrowKnobs(ttft_slo_s=1.0, tpot_slo_s=0.05, max_running_tokens={"": 1000}, tpot_window_s=0.0, idle_s=0.0)
 LATE = {"queued_tokens": 950}  # 960 ms of backlog
+NAMED = {"waiting_decodes": 9, "waiting_decode_tokens": 9000, "prefilling_decode_tokens": 9000}  # none is prefilled
 
 
 def policy(**changes: Any) -> ArrowPolicy:
@@ -55,6 +56,25 @@ PREFILLS = [
         R.HOLD_OVERLOAD,
     ),
     Case("700 would be low", fleet(prefill(**LATE), decode(context_tokens=700), decode()), "i2", R.PREFILL_FLIP),
+    Case(
+        "decodes of prompts that wait for their prefill are no decode load",
+        fleet(prefill(**LATE), decode(**NAMED), decode(**NAMED, context_tokens=700)),
+        "i1",
+        R.PREFILL_FLIP,
+    ),
+    Case(
+        "decodes that arrive are",
+        fleet(prefill(**LATE), decode(waiting_decodes=1, waiting_decode_tokens=701), decode()),
+        "i0",
+        R.PREFILL_FALLBACK,
+        R.HOLD_OVERLOAD,
+    ),
+    Case(
+        "the one that flips is the one with the least to decode, named ones counted",
+        fleet(prefill(**LATE), decode(**NAMED), decode(context_tokens=5)),
+        "i2",
+        R.PREFILL_FLIP,
+    ),
     Case(
         "decode first: token interval above target",
         fleet(prefill(**LATE), decode(token_interval_s=0.06), decode(token_interval_s=0.05)),
@@ -115,6 +135,13 @@ FULL = {"context_tokens": 1001}
 DECODES = [
     Case("t1, least tokens", fleet(prefill(), decode(context_tokens=9), decode(context_tokens=5)), "i2", R.DECODE_SLO),
     Case("exactly Max Running Tokens", fleet(prefill(), decode(context_tokens=1000)), "i1", R.DECODE_SLO),
+    Case(
+        "named ones count in the choice",
+        fleet(prefill(), decode(**NAMED), decode(context_tokens=5)),
+        "i2",
+        R.DECODE_SLO,
+    ),
+    Case("but are no reason to flip", fleet(prefill(), prefill(), decode(**NAMED)), "i2", R.DECODE_SLO),
     Case("t2 when t1 is full", fleet(prefill(), decode(**FULL), p2d()), "i2", R.DECODE_SLO_MIXED),
     Case("t2 when t1 is slow", fleet(prefill(), decode(token_interval_s=0.051), p2d()), "i2", R.DECODE_SLO_MIXED),
     Case("flip, least prefill delay", fleet(prefill(queued_tokens=9), prefill(), decode(**FULL)), "i1", R.DECODE_FLIP),
@@ -196,6 +223,7 @@ TICKS: list[tuple[str, FleetView, str | None, Role | None, R]] = [
         R.FLIP_IDLE,
     ),
     ("decode is not busy", fleet(prefill(), prefill(), decode(context_tokens=500)), None, None, R.STEADY),
+    ("trigger 3, decodes are only named", fleet(prefill(), prefill(), decode(**NAMED)), None, None, R.STEADY),
     ("trigger 3, last prefill", fleet(prefill(), decode(context_tokens=501)), None, None, R.HOLD_LAST),
     ("prefill has died", fleet(decode(), decode(context_tokens=1)), "i0", Role.PREFILL, R.REPAIR),
     ("decode has died", fleet(prefill(), prefill(queued_tokens=1)), "i0", Role.DECODE, R.REPAIR),

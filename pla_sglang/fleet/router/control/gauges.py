@@ -52,7 +52,8 @@ def _of_workers(dispatcher: RequestDispatcher, now_s: float) -> Iterator[Row]:
         labels, view = {"worker": worker.view.name}, worker.view
         yield "worker_requests", "This router's requests there.", labels, float(worker.load.open_requests())
         yield "worker_queued_tokens", "Prompt tokens to compute there.", labels, float(view.queued_tokens)
-        yield "worker_decode_tokens", "KV tokens that decode there or will.", labels, float(view.decode_tokens())
+        decode_tokens = float(view.assigned_decode_tokens())
+        yield "worker_decode_tokens", "KV tokens that decode there or will.", labels, decode_tokens
         yield "worker_utilisation", "Busy share of a recent window.", labels, view.utilisation
         for state, peers in Counter(state.partition(":")[0] for state in (worker.peers or {}).values()).items():
             yield "worker_peers", "Peers of a stateless instance, by state.", {**labels, "state": state}, float(peers)

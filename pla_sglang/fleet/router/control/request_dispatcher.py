@@ -298,6 +298,7 @@ class RequestDispatcher:
             hop.prefill_done_s = progress.at_s
             if prefill is not decode:
                 prefill.load.end_request(record.key, now_s)
+                decode.load.note_prefilled(record.key)
                 self.ledger.finish_leg(record, _PREFILL, now_s)
 
     def _note_first_token(

@@ -56,6 +56,55 @@ def test_a_decode_instance_waits_for_the_kv() -> None:
     assert amounts(load.view) == load_amounts(running=1, context_tokens=120)
 
 
+def named(tokens: int, now_s: float) -> TrackedRequest:
+    return TrackedRequest(tokens, 0, now_s, Phase.PREFILLING, True)
+
+
+def test_a_decode_is_named_before_its_prefill_and_arrives_after_it() -> None:
+    load = tracker()
+    load.add_request(("a", 1), named(120, 0.0))
+    waiting = {"waiting_decodes": 1, "waiting_decode_tokens": 120}
+    assert amounts(load.view) == load_amounts(**waiting, prefilling_decode_tokens=120)
+    assert (load.view.decode_tokens(), load.view.assigned_decode_tokens()) == (0, 120)
+    load.on_load(InstanceLoad(load_amounts(**waiting)), 1.0)  # the instance cannot tell
+    assert amounts(load.view) == load_amounts(**waiting, prefilling_decode_tokens=120)
+    load.note_prefilled(("a", 1))
+    load.note_prefilled(("a", 1))  # told twice
+    assert amounts(load.view) == load_amounts(**waiting)
+    assert (load.view.decode_tokens(), load.view.assigned_decode_tokens()) == (120, 120)
+    load.on_load(InstanceLoad(load_amounts(**waiting)), 1.1)
+    assert amounts(load.view) == load_amounts(**waiting)
+    load.start_request(("a", 1), 1.2)
+    assert amounts(load.view) == load_amounts(running=1, context_tokens=120)
+
+
+def test_a_first_token_says_that_the_prefill_is_done() -> None:
+    load = tracker()
+    load.add_request(("a", 1), named(120, 0.0))
+    load.start_request(("a", 1), 0.2)
+    load.note_prefilled(("a", 1))  # overtaken on its way
+    assert amounts(load.view) == load_amounts(running=1, context_tokens=120)
+    load.end_request(("a", 1), 0.3)
+    load.note_prefilled(("a", 1))
+    assert amounts(load.view) == load_amounts()
+
+
+def test_more_is_never_named_than_waits() -> None:
+    """An instance that has lost a request no longer counts it, and the router has not heard of that."""
+    load = LoadTracker(InstanceView(0, "i0"), lost_s=2.0)
+    load.on_load(InstanceLoad(load_amounts(), received=0), 0.0)
+    load.add_request(("lost", 1), named(120, 0.1))
+    load.on_load(InstanceLoad(load_amounts(), received=1), 0.2)
+    assert load.view.decode_tokens() == load.view.prefilling_decode_tokens == 0
+
+
+def test_decodes_of_another_router_count_as_arriving() -> None:
+    load = tracker()
+    load.add_request(("a", 1), named(120, 0.0))
+    load.on_load(InstanceLoad(load_amounts(waiting_decodes=2, waiting_decode_tokens=150)), 1.0)
+    assert (load.view.decode_tokens(), load.view.assigned_decode_tokens()) == (30, 150)
+
+
 def test_what_was_sent_just_before_a_report_is_added() -> None:
     load = tracker(settle_s=0.05)
     load.add_request(("old", 1), prompt(100, 0.0))
@@ -159,7 +208,7 @@ def test_the_rest_of_a_report() -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["send", "start", "end", "report"]),
+        st.sampled_from(["send", "name", "prefilled", "start", "end", "report"]),
         st.integers(0, 5),
         st.integers(1, 900),
         st.integers(0, 300),
@@ -181,7 +230,8 @@ class Engine:
     def report_load(self, now_s: float, *, counts: bool) -> InstanceLoad:
         total = load_amounts()
         for request in self.requests:
-            count_request(total, request, request.phase_at(now_s, received=self.received(request, now_s)))
+            phase = request.phase_at(now_s, received=self.received(request, now_s))
+            count_request(total, request, Phase.COMING if phase is Phase.PREFILLING else phase)
         received = 6 + sum(self.received(request, now_s) for request in self.requests)
         return InstanceLoad(total, received if counts else None)
 
@@ -206,15 +256,23 @@ def test_a_corrected_report_is_the_truth(steps: list[tuple[str, int, int, int, f
         key, request = live.get(slot, (("", 0), None))
         if action == "report":
             load.on_load(engine.report_load(now_s, counts=counts), now_s)
-        elif action == "send" and request is None:
-            request = prompt(new, now_s, history=history)
+        elif action in ("send", "name") and request is None:
+            request = prompt(new, now_s, history=history) if action == "send" else named(new, now_s)
             key = (f"r{len(engine.requests)}", 1)
             live[slot] = (key, request)
             engine.requests.append(request)
             load.add_request(key, request)
+        elif action == "prefilled":
+            load.note_prefilled(key)
         elif action == "start" and request is not None:
             load.start_request(key, now_s)
         elif action == "end" and request is not None and engine.received(request, now_s):
             load.end_request(key, now_s)
             del live[slot]
         assert amounts(load.view) == engine.truth(now_s)
+        phases = [(one, one.phase_at(now_s)) for _, one in live.values() if one is not None]
+        decoding = sum(one.new_tokens for one, phase in phases if phase in (Phase.COMING, Phase.RUNNING))
+        named_tokens = sum(one.new_tokens for one, phase in phases if phase is Phase.PREFILLING)
+        decoding += sum(one.history_tokens for one, phase in phases if phase is Phase.RUNNING)
+        assert load.view.decode_tokens() == decoding
+        assert load.view.assigned_decode_tokens() == decoding + named_tokens

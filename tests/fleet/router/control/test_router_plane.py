@@ -57,8 +57,11 @@ async def test_a_pair_serves_a_request_and_explains_it() -> None:
         assert (assign.bootstrap_host, assign.bootstrap_port) == ("127.0.0.1", 8998)
         assert one.plane.dispatcher.ledger.rooms == {assign.bootstrap_room: "r1"}
         assert one.plane.table.by_number[0].view.queued_prefills == 1
-        assert one.plane.table.by_number[1].view.waiting_decodes == 1
+        decode = one.plane.table.by_number[1].view
+        assert decode.waiting_decodes == 1
+        assert decode.decode_tokens() == 0 < decode.assigned_decode_tokens()
         one.reach("r1", m.Milestone.SENT, m.Milestone.PREFILL_DONE)
+        assert decode.decode_tokens() == decode.assigned_decode_tokens() > 0
         assert one.plane.table.by_number[0].view.queued_prefills == 0
         one.reach("r1", m.Milestone.FIRST_TOKEN)
         assert one.plane.table.by_number[1].view.running == 1

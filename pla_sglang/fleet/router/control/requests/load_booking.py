@@ -8,7 +8,7 @@ from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.wire.messages import MoveKind
 from pla_sglang.load.tracker import Phase, TrackedRequest
 
-_QUEUED, _COMING = Phase.QUEUED, Phase.COMING  # named once: see ``fast_enum``
+_QUEUED, _PREFILLING, _COMING = Phase.QUEUED, Phase.PREFILLING, Phase.COMING  # named once: see ``fast_enum``
 _REDO = MoveKind.REDO
 
 
@@ -21,8 +21,8 @@ def book_request(record: RequestRecord, prefill: Worker, decode: Worker, now_s: 
     queued = TrackedRequest(view.input_tokens - history, history, now_s, _QUEUED, decodes_here=decodes_here)
     prefill.load.add_request(record.key, queued)
     if not whole:
-        coming = TrackedRequest(view.input_tokens, 0, now_s, _COMING, decodes_here=True)
-        decode.load.add_request(record.key, coming)
+        named = TrackedRequest(view.input_tokens, 0, now_s, _PREFILLING, decodes_here=True)
+        decode.load.add_request(record.key, named)
 
 
 def close_bookings(record: RequestRecord, now_s: float) -> None:
