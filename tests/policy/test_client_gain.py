@@ -82,7 +82,11 @@ def view_of(source: DecodeBatch, target: DecodeBatch, room: int = 100_000) -> Fl
     made = (source, target)
     loads = [
         decode(
-            kv_capacity_tokens=room, running=len(one.rids), context_tokens=int(one.tokens.sum()), token_interval_s=0.03
+            kv_capacity_tokens=room,
+            kv_used_tokens=int(one.tokens.sum()),
+            running=len(one.rids),
+            context_tokens=int(one.tokens.sum()),
+            token_interval_s=0.03,
         )
         for one in made
     ]

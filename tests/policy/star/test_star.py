@@ -196,8 +196,10 @@ def star(**changes: Any) -> StarRescheduler:
 
 
 def loaded(*batches: Rows, room: int = 10_000, **fields: Any) -> FleetView:
-    view = fleet(*[decode(kv_capacity_tokens=room, **fields) for _ in batches])
+    """No two requests have a prefix in common."""
     made = [DecodeBatch.of(rows) for rows in batches]
+    used = [{"kv_used_tokens": int(one.tokens.sum()), **fields} for one in made]
+    view = fleet(*[decode(kv_capacity_tokens=room, **one) for one in used])
     return FleetView(view.instances, decodes=lambda instance: made[instance.index])
 
 
