@@ -199,6 +199,18 @@ def test_those_with_the_fewest_decodes_prefill_and_old_work_is_finished() -> Non
     assert roles(view) == [p2d, d2p, D, D, P, D, d2p, d2p]
 
 
+def test_those_that_have_the_role_already_keep_it() -> None:
+    """As behind a router that was started anew: some prefill or decode from before."""
+    policy, view = unite(), eight()
+    see(policy, view, ROLES)
+    for place, role in ((0, P), (1, P), (2, P), (7, D)):
+        view.set_role(view.instances[place], role, 0.0)
+    actions = policy.tick(view, 0.0)
+    assert len(actions) == 4
+    apply(view, actions, 0.0)
+    assert roles(view) == [P, P, P, P, D, D, D, D]
+
+
 def test_newcomers_take_the_form_of_the_fleet() -> None:
     policy, view = unite(), eight()
     see(policy, view, UNITED)

@@ -295,6 +295,29 @@ def test_prefill_instances_take_no_part() -> None:
     assert star().tick(view, 0.0)[0].reason is R.STAR_BALANCED
 
 
+@pytest.mark.parametrize(
+    ("name", "used_tokens", "waiting_tokens", "moves"),
+    [
+        # 300 tokens, and 50 to come of each, into 95 % of 1,500; of three prompts of 450 the target holds 1,350 or less
+        ("nothing in common", 1350, 0, False),
+        ("400 tokens in common, twice", 550, 0, True),
+        ("arrivals on their way take room", 550, 300, True),
+        ("until there is none", 550, 400, False),
+    ],
+)
+def test_a_prefix_that_requests_share_takes_room_once(
+    name: str, used_tokens: int, waiting_tokens: int, moves: bool
+) -> None:
+    source: Rows = [(f"s{number}", 300, 50.0) for number in range(9)]
+    target: Rows = [(f"t{number}", 450, 50.0) for number in range(3)]
+    view = loaded(source, target, room=1500)
+    view.instances[0].kv_capacity_tokens = 10_000
+    view.instances[1].kv_used_tokens = used_tokens
+    view.instances[1].waiting_decode_tokens = waiting_tokens
+    (action,) = star().tick(view, 0.0)
+    assert action.reason is (R.STAR_MIGRATE if moves else R.STAR_NO_CANDIDATE)
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(LOADS, min_size=2, max_size=5), st.integers(50, 2000))
 def test_never_to_a_target_that_cannot_hold_it(batches: list[Rows], room: int) -> None:
