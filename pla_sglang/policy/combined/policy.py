@@ -18,8 +18,8 @@ Precedence in case of conflict:
    while decode is being flipped.
 
 Where instances that do both phases bear as much, the fleet has no roles (``colocation.py``): a request goes to the
-instance with the least cost of both phases (``cost.py``), and STAR is the only active part. The rest is for a fleet with
-roles. On stock engines, which keep their kind and their requests, only Arrow's request scheduling, ``unite`` and
+instance with the least cost of both phases (``cost.py``), and STAR is the only active part. The rest is for a fleet
+with roles. On stock engines, which keep their kind and their requests, only Arrow's request scheduling, ``unite`` and
 ``cost`` are given (``fleet.py``).
 
 A request takes the first possible of these. The first, the third and the last are prefills in place
