@@ -76,6 +76,18 @@ class PassTotals(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
+class FittedPasses(msgspec.Struct, frozen=True, array_like=True):
+    """Measured passes behind the coefficients of a report, since the start; 0: they are start values.
+
+    ``prefills`` are behind ``step_model``, ``decodes`` behind the decode steps of ``decode_model``, ``mixed`` behind
+    what piggybacked decodes cost there.
+    """
+
+    prefills: Count = 0
+    decodes: Count = 0
+    mixed: Count = 0
+
+
 class RequestRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request that decodes at the instance, or is held there: its KV tokens are the sum of both counts.
 
@@ -103,6 +115,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         disaggregation: null, prefill or decode, as in SGLang.
         boundary_tokens: new tokens at which a request without history is long; 0 without a boundary.
         step_model: coefficients of the fitted ``StepModel`` in its order, in device seconds; empty: none.
+        decode_model: coefficients of the fitted ``MixedBatchModel`` in its order, in device seconds; empty: none.
+        fitted: how many passes the coefficients of both were fitted to.
         received: requests taken from the front since the start, refused ones included.
         backlog, short, long: see their types; a request in its PD handshake counts.
         prefill_age_s: wait of the oldest unfinished prefill; 0 without one.
@@ -134,6 +148,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     disaggregation: str = "null"
     boundary_tokens: Count = 0
     step_model: tuple[float, ...] = ()
+    decode_model: tuple[float, ...] = ()
+    fitted: FittedPasses = FittedPasses()
     received: Count = 0
     backlog: Backlog = Backlog()
     short: ClassQueue = ClassQueue()

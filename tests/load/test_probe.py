@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.fake_scheduler import FakeReq, FakeScheduler
 
-from pla_sglang.load.report import Backlog, ClassQueue, PassTiming, Report, RequestRow
+from pla_sglang.load.report import Backlog, ClassQueue, FittedPasses, PassTiming, Report, RequestRow
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine.fleet_part import join
 from pla_sglang.plugin.engine.hooks.load_report import name_of
@@ -19,6 +19,7 @@ from pla_sglang.plugin.engine.probe import HEARTBEAT_S, LEAST_INTERVAL_S, Identi
 from pla_sglang.plugin.engine.request_rows import RowsWanted
 from pla_sglang.plugin.engine.roles import RoleState
 from pla_sglang.policy.common.step_model import StepModel
+from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
 
 class Sink:
@@ -96,6 +97,8 @@ def test_what_waits_is_summed_up() -> None:
     assert (report.prefill_age_s, report.received, report.key) == (1.5, 2, "here#1")
     assert (report.boundary_tokens, report.role) == (100, "mixed")
     assert StepModel.from_floats(report.step_model) == probe.scheduler.pla.policy.prefills.model
+    assert MixedBatchModel(*report.decode_model) == probe.scheduler.pla.steps.mixed_fit.model
+    assert report.fitted == FittedPasses(), "start values, and it says so"
     assert (report.kv_used_tokens, report.kv_capacity_tokens) == (20_000, 120_000)
 
 
@@ -108,6 +111,7 @@ def test_without_our_scheduling_the_hosts_matches_count() -> None:
     report = probe.report(clock())
     assert report.backlog == Backlog(1, 100, 100 * 500, 200)
     assert (report.short, report.boundary_tokens, report.step_model) == (ClassQueue(), 0, ())
+    assert report.decode_model == ()
     assert report.prefill_age_s == 1.0
 
 

@@ -21,6 +21,7 @@ from pla_sglang.load.report import (
     VERSION,
     Backlog,
     ClassQueue,
+    FittedPasses,
     PassTiming,
     PassTotals,
     Report,
@@ -48,6 +49,8 @@ FULL = report(
     disaggregation="prefill",
     boundary_tokens=256,
     step_model=(0.005, 0.0, 1e-8, 0.001, 2e-5, 4e-10, 1e-8),
+    decode_model=(6e-3, 1e-5, 4e-8, 1e-3, 2e-5, 0.1),
+    fitted=FittedPasses(40, 64, 3),
     received=17,
     backlog=Backlog(3, 700, 250_000, 1200),
     short=ClassQueue(2, 100),
@@ -80,7 +83,7 @@ def test_what_is_sent_arrives(sent: Report) -> None:
 
 def test_a_report_is_small() -> None:
     assert len(encode(report())) < 64
-    assert len(encode(FULL)) < 600
+    assert len(encode(FULL)) < 700
 
 
 def test_a_rank_has_a_name_of_its_own() -> None:
@@ -117,6 +120,14 @@ def test_no_bytes_raise_anything_else(data: bytes) -> None:
 def test_fields_of_a_later_version_are_ignored() -> None:
     fields = msgspec.msgpack.decode(encode(FULL)) | {"something_new": [1, 2]}
     assert decode(msgspec.msgpack.encode(fields)) == FULL
+
+
+def test_a_former_version_s_report_says_that_nothing_was_measured() -> None:
+    fields = msgspec.msgpack.decode(encode(FULL))
+    del fields["decode_model"], fields["fitted"]
+    found = decode(msgspec.msgpack.encode(fields))
+    assert (found.decode_model, found.fitted) == ((), FittedPasses(0, 0, 0))
+    assert found.step_model == FULL.step_model
 
 
 # -- sockets -----------------------------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.fake_scheduler import FakeReq, FakeScheduler
 
+from pla_sglang.load.report import FittedPasses
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine import backlog
 from pla_sglang.plugin.engine.pass_timer import PassTimer
@@ -18,6 +20,8 @@ from pla_sglang.plugin.engine.telemetry import Telemetry
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.policy.interface.prefill import Action, PassDecision, Reason, WaitingView
+from pla_sglang.policy.slo.decode_fit import MixedBatchFit
+from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
 SCALE = 4.0
 SLOW = PlaConfig(prefill_disagg="temporal", boundary_tokens=100, emulate="linear", time_scale=SCALE, slo_ttft_ms=1000.0)
@@ -58,8 +62,15 @@ def test_measured_steps_are_the_device_s(wall: SimpleNamespace) -> None:
     for _ in range(60):
         steps.begin_scheduling()
         steps.launch(launch, (), {})
-        steps.on_result(SimpleNamespace(forward_mode=decode))
+        steps.on_result(SimpleNamespace(forward_mode=decode, reqs=[None] * 8, seq_lens_cpu=np.full(8, 1000)))
     assert steps.decode_step_s == pytest.approx(0.1)
+    assert steps.describe_steps()["fitted"] == FittedPasses(), "seven of sixty steps, and a fit is of eight"
+    for _ in range(60):
+        steps.launch(launch, (), {})
+        steps.on_result(SimpleNamespace(forward_mode=decode, reqs=[None] * 8, seq_lens_cpu=np.full(8, 1000)))
+    told = steps.describe_steps()
+    assert told["fitted"] == FittedPasses(0, MixedBatchFit.MIN_SAMPLES, 0)
+    assert MixedBatchModel(*told["decode_model"]).decode_s(8, 8000) == pytest.approx(0.1, rel=0.01)
 
 
 class FakeSeries:

@@ -60,6 +60,17 @@ def test_few_or_odd_samples_leave_a_careful_model() -> None:
     assert fit.model.extra_s < 0.1
 
 
+def test_it_says_from_how_many_passes_its_terms_are() -> None:
+    fit = MixedBatchFit(START)
+    for _ in range(MixedBatchFit.MIN_SAMPLES - 1):
+        fit.observe_decode(4, 4000, 0.01)
+    assert (fit.decodes, fit.mixed) == (0, 0)
+    fit.observe_decode(4, 4000, 0.01)
+    for _ in range(MixedBatchFit.MIN_MIXED + 1):
+        fit.observe_mixed(MixedBatchSample(500, 0, 250_000.0, 4, 4000, 0.06), FLAT)
+    assert (fit.decodes, fit.mixed) == (MixedBatchFit.MIN_SAMPLES, MixedBatchFit.MIN_MIXED)
+
+
 def test_a_rough_step_model_does_not_keep_riding_dear() -> None:
     """The first passes with riders were judged by a model that was ten times too quick; later nobody rode."""
     fit, rng = MixedBatchFit(START), random.Random(4)

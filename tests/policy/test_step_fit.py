@@ -57,6 +57,13 @@ def test_recovers_a_known_model(name: str, noise: float, outliers: float, tolera
     assert fit.error < max(noise, 0.01)
 
 
+def test_it_says_from_how_many_passes_the_model_is() -> None:
+    fit = fitted(samples(3))
+    assert (fit.passes, fit.model) == (0, GPU_START)
+    assert fitted(samples(5)).passes == 4, "the fifth waits for the next fit"
+    assert fitted(samples(400)).passes == 400, "those that have left the window counted once"
+
+
 def test_finds_the_boundary_of_a_known_model() -> None:
     model = fitted(samples(256, noise=0.03)).model
     assert model.crossing_tokens(0) == pytest.approx(TRUTH.crossing_tokens(0), rel=0.15)

@@ -199,6 +199,7 @@ class Probe:
             "draining": bool(roles.draining(req.rid for req in backlog.iterate_unfinished(self.scheduler))),
             "boundary_tokens": adapter.policy.prefills.boundary.tokens(0),
             "step_model": adapter.policy.prefills.model.to_floats(),
+            **adapter.steps.describe_steps(),
             "short": backlog.sum_class_queue(classes[PrefillClass.SHORT]),
             "long": backlog.sum_class_queue(classes[PrefillClass.LONG]),
         }

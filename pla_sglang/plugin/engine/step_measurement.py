@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
+from pla_sglang.load.report import FittedPasses
 from pla_sglang.plugin.engine.pass_timer import PassTime, PassTimer
 from pla_sglang.plugin.engine.snapshot import attention_of, context_tokens, prefill_count
 from pla_sglang.policy.common.device_clock import DeviceClock
@@ -15,6 +16,7 @@ from pla_sglang.policy.slo.decode_fit import MixedBatchFit, MixedBatchSample
 from pla_sglang.policy.slo.mixed_batches import START
 
 DECODE_WEIGHT = 0.3  # of the latest decode step in the running mean
+UNMIXED_STRIDE = 8  # where decodes cannot be piggybacked only load reports ask what a step costs: each eighth is enough
 
 
 class StepMeasurement:
@@ -28,6 +30,7 @@ class StepMeasurement:
         self.decode_step_s = 0.0
         self._timer = timer
         self._scheduling_began_s = 0.0
+        self._decode_steps = 0
         self._new_model: tuple[float, ...] = ()
         self._new_mixed_model: tuple[float, ...] = ()
 
@@ -82,11 +85,22 @@ class StepMeasurement:
             self._new_mixed_model = dataclasses.astuple(self.mixed_fit.model)
 
     def _on_decode(self, batch: Any, step_s: float) -> None:
-        """Only where decodes may be piggybacked; elsewhere no one asks."""
-        if self._scheduler.is_mixed_chunk and self.mixed_fit.observe_decode(
-            len(batch.reqs), context_tokens(batch), step_s
-        ):
+        """Where decodes may be piggybacked, the policy has the new model as well."""
+        mixes = self._scheduler.is_mixed_chunk
+        self._decode_steps += 1
+        if not mixes and self._decode_steps % UNMIXED_STRIDE:
+            return
+        changed = self.mixed_fit.observe_decode(len(batch.reqs), context_tokens(batch), step_s)
+        if changed and mixes:
             self._new_mixed_model = dataclasses.astuple(self.mixed_fit.model)
+
+    def describe_steps(self) -> dict[str, Any]:
+        """Fields of a load report: what decodes cost, and from how many passes that and the step model are known."""
+        fit, mixed = self.fit, self.mixed_fit
+        return {
+            "decode_model": dataclasses.astuple(mixed.model),
+            "fitted": FittedPasses(fit.passes, mixed.decodes, mixed.mixed),
+        }
 
     def host_s(self, measured: PassTime) -> float:
         """Wall time beside ``device_s`` in which the device waited for its host: while it scheduled and, on a CPU,

@@ -93,6 +93,8 @@ class StepFit:
         self._start = start
         self._device = start  # the last fit without the host's part
         self.fits = 0
+        self.passes = 0  # behind the model, those included that have left the window; 0: it is the start model
+        self._observed = 0
         self.error: float | None = None  # mean absolute relative error of the last fit on its window
         self._knobs = knobs or FitKnobs()
         self._samples: deque[StepSample] = deque(maxlen=self._knobs.window)
@@ -110,6 +112,7 @@ class StepFit:
         if sample.new_tokens <= 0 or sample.step_s <= sample.host_s:
             return False
         self._samples.append(sample)
+        self._observed += 1
         self._fresh += 1
         if self._fresh < (self._knobs.min_samples if self.is_young() else self._knobs.refit_every):
             return False
@@ -134,6 +137,7 @@ class StepFit:
         factors = np.array([bent.factor(tokens) for tokens in table[:, 0]])
         self.error = float(np.mean(np.abs(_predict(table, model) * factors / table[:, 3] - 1)))
         self.fits += 1
+        self.passes = self._observed
         self._device = model
         host_s = float(np.median([sample.host_s for sample in self._samples]))
         before, self.model = self.model, dataclasses.replace(bent, pass_s=host_s, ridge=_ridge(table, model))

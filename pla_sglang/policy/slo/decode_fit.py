@@ -57,6 +57,8 @@ class MixedBatchFit:
         self._mixed: deque[MixedBatchSample] = deque(maxlen=self.WINDOW)
         self._fresh_decodes = self._fresh_mixed = 0
         self._enough_mixed = self.MIN_MIXED
+        self.decodes = self.mixed = 0  # passes behind the terms of each; 0: start values
+        self._observed_decodes = self._observed_mixed = 0
 
     def __len__(self) -> int:
         return len(self._mixed)
@@ -66,10 +68,11 @@ class MixedBatchFit:
         if batch <= 0 or step_s <= 0:
             return False
         self._decodes.append((batch, context_tokens, step_s))
+        self._observed_decodes += 1
         self._fresh_decodes += 1
         if self._fresh_decodes < self.MIN_SAMPLES:
             return False
-        self._fresh_decodes = 0
+        self._fresh_decodes, self.decodes = 0, self._observed_decodes
         return self._replace(**self._fit_decodes())
 
     def observe_mixed(self, sample: MixedBatchSample, step: StepModel) -> bool:
@@ -77,9 +80,11 @@ class MixedBatchFit:
         if sample.new_tokens <= 0 or sample.piggybacked <= 0 or sample.pass_s <= 0:
             return False
         self._mixed.append(sample)
+        self._observed_mixed += 1
         self._fresh_mixed += 1
         if self._fresh_mixed < self._enough_mixed:
             return False
+        self.mixed = self._observed_mixed
         self._fresh_mixed, self._enough_mixed = 0, min(self.MIN_SAMPLES, 2 * self._enough_mixed)
         return self._replace(**self._fit_mixed(step))
 
