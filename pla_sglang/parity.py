@@ -53,9 +53,10 @@ def replay_file(path: Path, *, show: bool = False) -> tuple[Header, Parity]:
     header = lines[0]
     assert isinstance(header, Header), "the reader checks it"
     check_policy(header, policy_names())
-    policy = build(header.policy, setup_of(header))
+    setup = setup_of(header)
+    policy = build(header.policy, setup)
     with console.status(f"replaying {len(lines) - 1:,} lines"):
-        return header, Replay(policy, lines[1:]).run()
+        return header, Replay(policy, lines[1:], steps=setup.steps).run()
 
 
 def summary(header: Header, result: Parity, wall_s: float) -> dict[str, Any]:

@@ -27,6 +27,17 @@ class ScaledSteps:
     def decode_s(self, batch: int, context_tokens: float) -> float:
         return self.scale * self.steps.decode_s(batch, context_tokens)
 
+    def mixed_s(
+        self,
+        new_tokens: float,
+        attention: float,
+        history_tokens: float,
+        requests: int,
+        batch: int,
+        context_tokens: float,
+    ) -> float:
+        return self.scale * self.steps.mixed_s(new_tokens, attention, history_tokens, requests, batch, context_tokens)
+
 
 def load_scaled(profile: str, time_scale: float) -> StepProfile | ScaledSteps:
     """Raises ProfileError for a profile that is not known, ConfigError for a scale that is not above 0."""

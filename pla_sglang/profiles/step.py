@@ -249,6 +249,25 @@ class StepProfile:
         alone_s = self.decode_s(batch, context_tokens, graph=graph)
         return self.pass_s + max(self._floored(dense + read, graph), alone_s, self.mixed_floor_s)
 
+    def mixed_s(
+        self,
+        new_tokens: float,
+        attention: float,
+        history_tokens: float,
+        requests: int,
+        batch: int,
+        context_tokens: float,
+    ) -> float:
+        """Seconds of one prefill pass that ``batch`` decodes join, as policies ask (``StepTimes``)."""
+        return self.step_s(
+            new_tokens=new_tokens,
+            attention=attention,
+            history_tokens=history_tokens,
+            requests=requests,
+            batch=batch,
+            context_tokens=context_tokens,
+        )
+
     def launch_floor_s(self, *, graph: bool) -> float:
         return self.launch_floor.graph_s if graph else self.launch_floor.eager_s
 

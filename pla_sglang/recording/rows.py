@@ -24,7 +24,7 @@ from pla_sglang.policy.interface.decisions import (
 )
 
 SET_ROLE = "set_role"
-VERSION = 4  # 1: without the epochs of roles; 2: without running requests; 3: without moves
+VERSION = 5  # 1: without the epochs of roles; 2: without running requests; 3: without moves; 4: without step times
 
 
 class RecordError(PlaError, ValueError):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.fleet import (
     DecodeBatch,
     FleetView,
@@ -18,10 +19,16 @@ from pla_sglang.policy.interface.fleet import (
     Role,
 )
 from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.interface.step_times import StepTimes
+from pla_sglang.policy.measured_steps import MeasuredSteps
+from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
+from pla_sglang.profiles.load import load_profile
+from pla_sglang.profiles.step import StepProfile
 from pla_sglang.recording.rows import RecordedBatch
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(InstanceView) if field.name != "index")
 _DEFAULTS = {name: getattr(InstanceView(0, ""), name) for name in _FIELDS}
+_STEPS = "steps"
 _ENUMS: dict[str, type[enum.Enum]] = {
     "kind": InstanceKind,
     "role": Role,
@@ -72,18 +79,33 @@ def restore_batch(plain: RecordedBatch) -> DecodeBatch:
 def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, MeasuredSteps):
+        prefill, decode = value.prefill, value.decode
+        return {
+            "prefill": None if prefill is None else prefill.to_floats(),
+            "decode": None if decode is None else dataclasses.astuple(decode),
+        }
+    if isinstance(value, StepProfile):
+        return {}  # that of the field ``profile``
     return None if value == float("-inf") else value  # of what changes only ``since_s`` is ever that
 
 
-def restore(fleet: FleetView, changed: dict[int, dict[str, Any]]) -> None:
+def restore(fleet: FleetView, changed: dict[int, dict[str, Any]], steps: StepTimes | None = None) -> None:
     """Applies changes to ``fleet``, adding instances with new indices.
+
+    ``steps``: of instances that have no profile of their own, for what they have not measured; None: step times are
+    not restored.
 
     Raises:
         ValueError: a value or an index does not fit.
         TypeError, KeyError: a field is unknown.
     """
     for index, fields in changed.items():
-        values = {name: _value(name, value) for name, value in fields.items()}
+        values = {name: _value(name, value) for name, value in fields.items() if name != _STEPS}
+        if fields.get(_STEPS) is not None and steps is not None:
+            known = fleet.instances[index].profile if index < len(fleet.instances) else ""
+            profile = str(fields.get("profile", known))
+            values[_STEPS] = _restore_steps(fields[_STEPS], load_profile(profile) if profile else steps)
         if index == len(fleet.instances):
             fleet.add(InstanceView(index, **values))
             continue
@@ -97,6 +119,17 @@ def restore(fleet: FleetView, changed: dict[int, dict[str, Any]]) -> None:
             fleet.set_role(instance, role, since_s)
         for name, value in values.items():
             setattr(instance, name, value)
+
+
+def _restore_steps(plain: dict[str, Any], profile: StepTimes) -> StepTimes:
+    if not plain:
+        return profile
+    prefill, decode = plain["prefill"], plain["decode"]
+    return MeasuredSteps(
+        profile,
+        None if prefill is None else StepModel.from_floats(prefill),
+        None if decode is None else MixedBatchModel(*decode),
+    )
 
 
 def _value(name: str, value: Any) -> Any:

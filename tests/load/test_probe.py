@@ -97,7 +97,7 @@ def test_what_waits_is_summed_up() -> None:
     assert (report.prefill_age_s, report.received, report.key) == (1.5, 2, "here#1")
     assert (report.boundary_tokens, report.role) == (100, "mixed")
     assert StepModel.from_floats(report.step_model) == probe.scheduler.pla.policy.prefills.model
-    assert MixedBatchModel(*report.decode_model) == probe.scheduler.pla.steps.mixed_fit.model
+    assert MixedBatchModel(*report.decode_model) == probe.scheduler.pla.steps.fits.decodes.model
     assert report.fitted == FittedPasses(), "start values, and it says so"
     assert (report.kv_used_tokens, report.kv_capacity_tokens) == (20_000, 120_000)
 

@@ -76,7 +76,7 @@ def test_the_clock_runs_forward(scheduler: FakeScheduler) -> None:
 
 
 def test_a_model_travels_once(scheduler: FakeScheduler) -> None:
-    scheduler.pla.steps._new_model = GPU_START.to_floats()
+    scheduler.pla.steps.fits.prefills.model = GPU_START
     tick = scheduler.pla.make_tick()
     assert StepModel.from_floats(tick.model) == GPU_START
     assert scheduler.pla.make_tick().model == ()

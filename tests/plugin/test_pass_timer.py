@@ -144,8 +144,8 @@ def test_the_step_model_learns_it() -> None:
         taken_s.append(tokens * 5e-5)
         batch = SimpleNamespace(forward_mode=mode, extend_lens=[tokens], prefix_lens=[0])
         assert steps.on_result(batch) == 4 * 6e-3
-    assert steps.fit.model.pass_s == pytest.approx(6e-3)
-    assert steps.fit.model.step_s(1000, 0) == pytest.approx(56e-3, rel=0.1)
+    assert steps.fits.prefills.model.pass_s == pytest.approx(6e-3)
+    assert steps.fits.prefills.model.step_s(1000, 0) == pytest.approx(56e-3, rel=0.1)
     assert steps.to_dict()["pass_gap_s"] == pytest.approx(28 * 6e-3)
 
 

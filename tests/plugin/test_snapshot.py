@@ -101,7 +101,7 @@ def test_a_measured_pass_sums_over_the_batch() -> None:
     timer: Any = SimpleNamespace(synchronous=False, end_pass=lambda now_s: measured)
     steps = StepMeasurement(SimpleNamespace(enable_overlap=False), GPU_START, timer, DeviceClock())
     samples: list[StepSample] = []
-    steps.fit.observe = lambda sample: bool(samples.append(sample))  # type: ignore[func-returns-value,method-assign]
+    steps.fits.prefills.observe = lambda sample: bool(samples.append(sample))  # type: ignore[func-returns-value,method-assign]
     steps.on_result(batch)
     [sample] = samples
     assert (sample.new_tokens, sample.history_tokens) == (5, 10)

@@ -12,11 +12,14 @@ import pytest
 from pla_sglang.fleet.router.control.observability.recorder import DecisionRecorder
 from pla_sglang.fleet.router.control.policy_setup import RouterEffects
 from pla_sglang.parity import main, replay_file
+from pla_sglang.policy.common.step_model import GPU_START
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import FleetView, InstanceState, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.measured_steps import MeasuredSteps
 from pla_sglang.policy.pairs import PairRunner
 from pla_sglang.policy.registry import Setup, build
+from pla_sglang.policy.slo.mixed_batches import START
 from pla_sglang.profiles.load import load_profile
 from pla_sglang.profiles.scaled import load_scaled
 from pla_sglang.recording.file import RecordWriter, read
@@ -185,7 +188,7 @@ def test_the_last_line_is_the_result(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("old", "new", "message"),
     [
         ('"type":"header"', '"type":"views"', "line 1"),
-        ('"version":4', '"version":9', "version 9"),
+        ('"version":5', '"version":9', "version 9"),
         ('"type":"dispatched"', '"type":"nothing"', "line"),
         ('"rid":"r3"', '"rid":"r9999"', "does not fit"),
         ('"queued_tokens"', '"queued_tonkes"', "does not fit"),
@@ -234,6 +237,22 @@ def test_views_come_back_as_they_were() -> None:
             assert [one.name for one in copy.by_role[role]] == [one.name for one in fleet.by_role[role]]
         assert [one.running for one in copy.instances] == [one.running for one in fleet.instances]
     copy.check_integrity()
+
+
+def test_step_times_come_back_as_they_were() -> None:
+    linear, h100 = load_profile(PROFILE), load_profile("h100-llama3.1-8b-tp1")
+    fleet, copy, differ = FleetView([InstanceView(index, f"i{index}") for index in range(4)]), FleetView(), Differ()
+    told, measured, other, both = fleet.instances
+    measured.steps = MeasuredSteps(linear, GPU_START, None)
+    other.profile, other.steps = h100.name, h100
+    both.profile, both.steps = h100.name, MeasuredSteps(h100, GPU_START, START)
+    changes = json.loads(json.dumps(differ.changes(fleet)))
+    restore(copy, {int(index): fields for index, fields in changes.items()}, linear)
+    assert [one.steps for one in copy.instances] == [None, measured.steps, h100, both.steps]
+    told.steps = MeasuredSteps(linear, None, START)
+    both.steps = MeasuredSteps(h100, None, START)
+    restore(copy, differ.changes(fleet), linear)
+    assert [one.steps for one in copy.instances] == [one.steps for one in fleet.instances]
 
 
 def test_a_second_header_is_refused(tmp_path: Path) -> None:

@@ -23,6 +23,17 @@ class LinearSteps:
     def decode_s(self, batch: int, context_tokens: float) -> float:
         return 0.010 + 1e-4 * batch + 1e-6 * context_tokens
 
+    def mixed_s(
+        self,
+        new_tokens: float,
+        attention: float,
+        history_tokens: float,
+        requests: int,
+        batch: int,
+        context_tokens: float,
+    ) -> float:
+        return self.prefill_s(new_tokens + batch, attention, history_tokens, requests) + 1e-6 * context_tokens
+
 
 def predictor() -> TtftPredictor:
     return TtftPredictor({"": CURVE})

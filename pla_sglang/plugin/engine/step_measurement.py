@@ -10,10 +10,10 @@ from pla_sglang.load.report import FittedPasses
 from pla_sglang.plugin.engine.pass_timer import PassTime, PassTimer
 from pla_sglang.plugin.engine.snapshot import attention_of, context_tokens, prefill_count
 from pla_sglang.policy.common.device_clock import DeviceClock
-from pla_sglang.policy.common.step_fit import StepFit, StepSample
+from pla_sglang.policy.common.step_fit import StepSample
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.slo.decode_fit import MixedBatchFit, MixedBatchSample
-from pla_sglang.policy.slo.mixed_batches import START
+from pla_sglang.policy.slo.decode_fit import MixedBatchSample
+from pla_sglang.policy.slo.pass_fits import PassFits
 
 DECODE_WEIGHT = 0.3  # of the latest decode step in the running mean
 UNMIXED_STRIDE = 8  # where decodes cannot be piggybacked only load reports ask what a step costs: each eighth is enough
@@ -25,14 +25,13 @@ class StepMeasurement:
     def __init__(self, scheduler: Any, start: StepModel, timer: PassTimer, clock: DeviceClock) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self.fit = StepFit(start)
-        self.mixed_fit = MixedBatchFit(START)
+        self.fits = PassFits(start)
         self.decode_step_s = 0.0
         self._timer = timer
         self._scheduling_began_s = 0.0
         self._decode_steps = 0
-        self._new_model: tuple[float, ...] = ()
-        self._new_mixed_model: tuple[float, ...] = ()
+        self._taken_model = self.fits.prefills.model
+        self._taken_mixed_model = self.fits.decodes.model
 
     def begin_scheduling(self) -> None:
         self._scheduling_began_s = time.perf_counter()
@@ -59,10 +58,7 @@ class StepMeasurement:
             sample = StepSample(
                 sum(batch.extend_lens), sum(batch.prefix_lens), float(attention_of(batch)), pass_s, waited_s
             )
-            if self.fit.observe(sample):
-                self._new_model = self.fit.model.to_floats()
-                if self.mixed_fit.on_step_model(self.fit.model):
-                    self._new_mixed_model = dataclasses.astuple(self.mixed_fit.model)
+            self.fits.observe_prefill(sample)
         elif batch.forward_mode.is_mixed():
             self._on_mixed(batch, pass_s)
         elif batch.forward_mode.is_decode():
@@ -81,25 +77,21 @@ class StepMeasurement:
             sum(batch.prefix_lens[count:]) + piggybacked,
             pass_s,
         )
-        if piggybacked and self.mixed_fit.observe_mixed(sample, self.fit.model):
-            self._new_mixed_model = dataclasses.astuple(self.mixed_fit.model)
+        if piggybacked:
+            self.fits.observe_mixed(sample)
 
     def _on_decode(self, batch: Any, step_s: float) -> None:
-        """Where decodes may be piggybacked, the policy has the new model as well."""
-        mixes = self._scheduler.is_mixed_chunk
+        """Where decodes cannot be piggybacked, only load reports ask."""
         self._decode_steps += 1
-        if not mixes and self._decode_steps % UNMIXED_STRIDE:
-            return
-        changed = self.mixed_fit.observe_decode(len(batch.reqs), context_tokens(batch), step_s)
-        if changed and mixes:
-            self._new_mixed_model = dataclasses.astuple(self.mixed_fit.model)
+        if self._scheduler.is_mixed_chunk or self._decode_steps % UNMIXED_STRIDE == 0:
+            self.fits.observe_decode(len(batch.reqs), context_tokens(batch), step_s)
 
     def describe_steps(self) -> dict[str, Any]:
         """Fields of a load report: what decodes cost, and from how many passes that and the step model are known."""
-        fit, mixed = self.fit, self.mixed_fit
+        prefills, decodes = self.fits.prefills, self.fits.decodes
         return {
-            "decode_model": dataclasses.astuple(mixed.model),
-            "fitted": FittedPasses(fit.passes, mixed.decodes, mixed.mixed),
+            "decode_model": dataclasses.astuple(decodes.model),
+            "fitted": FittedPasses(prefills.passes, decodes.decodes, decodes.mixed),
         }
 
     def host_s(self, measured: PassTime) -> float:
@@ -113,20 +105,29 @@ class StepMeasurement:
 
     def take_new_model(self) -> tuple[float, ...]:
         """Coefficients of a model that was fitted since the last call; empty: unchanged."""
-        model, self._new_model = self._new_model, ()
-        return model
+        model = self.fits.prefills.model
+        if model == self._taken_model:
+            return ()
+        self._taken_model = model
+        return model.to_floats()
 
     def take_new_mixed_model(self) -> tuple[float, ...]:
-        """Likewise of a new model of piggybacked decodes."""
-        mixed_model, self._new_mixed_model = self._new_mixed_model, ()
-        return mixed_model
+        """Likewise of a new model of piggybacked decodes, where there can be any."""
+        model = self.fits.decodes.model
+        if model == self._taken_mixed_model or not self._scheduler.is_mixed_chunk:
+            return ()
+        self._taken_mixed_model = model
+        return dataclasses.astuple(model)
 
     def to_dict(self) -> dict[str, Any]:
+        prefills, decodes = self.fits.prefills, self.fits.decodes
         return {
-            "fits": self.fit.fits,
-            "samples": len(self.fit),
-            "mean_relative_error": self.fit.error,
-            "riding_samples": len(self.mixed_fit),
+            "fits": prefills.fits,
+            "samples": len(prefills),
+            "mean_relative_error": prefills.error,
+            "riding_samples": len(decodes),
+            "decode_steps": decodes.decodes,
+            "decode_model": dataclasses.asdict(decodes.model),
             "passes": self._timer.passes,
             "pass_gap_s": self._clock.device_s(self._timer.gap_s),
         }

@@ -15,7 +15,7 @@ def make_policy(setup: Setup, *, adaptive: bool = True) -> ArrowPolicy:
     """``adaptive``: it changes roles."""
     flips, room = setup.tune("arrow", RoleSwitchKnobs()), {"": setup.running_tokens()}
     knobs = ArrowKnobs(setup.ttft_slo_s, setup.tpot_slo_s, room, flips, adaptive=adaptive)
-    return ArrowPolicy(setup.tune("arrow", knobs), setup.predictor_of_ttft())
+    return ArrowPolicy(setup.tune("arrow", knobs), setup.predictor_of_ttft(), setup.running_tokens)
 
 
 def _make(setup: Setup) -> Built:

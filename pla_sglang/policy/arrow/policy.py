@@ -28,6 +28,7 @@ from pla_sglang.policy.interface.decisions import (
 )
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.reasons import FleetReason
+from pla_sglang.policy.interface.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class ArrowKnobs:
 
     Attributes:
         ttft_slo_s, tpot_slo_s: targets of requests that bring none. TPOT is one target for the fleet.
-        max_running_tokens: by profile (``capacity.max_running_tokens``); ``""`` serves all others.
+        max_running_tokens: by profile (``capacity.max_running_tokens``); ``""`` serves all others. An instance with
+            step times of its own has its own.
         flips: damping.
         tpot_window_s: trigger 2: how long the mean token interval must be above target.
         idle_s: trigger 3: how long a prefill instance must have been idle.
@@ -67,11 +69,21 @@ class ArrowPolicy(PredictingPolicy):
     """Dispatcher and controller in one: both change the same pools.
 
     ``pace_s`` reads an instance's token interval, None where there is none that tells of its decode load.
+
+    Args:
+        running_tokens: Max Running Tokens by step times and KV capacity, for instances with step times of their own.
     """
 
-    def __init__(self, knobs: ArrowKnobs, predictor: TtftPredictor) -> None:
+    def __init__(
+        self,
+        knobs: ArrowKnobs,
+        predictor: TtftPredictor,
+        running_tokens: Callable[[StepTimes, int], int] | None = None,
+    ) -> None:
         self.knobs = knobs
         self.predictor = predictor
+        self._running_tokens = running_tokens
+        self._own_limits: dict[int, tuple[StepTimes, int]] = {}  # by instance, with the step times that it follows from
         self.guard = RoleSwitchGuard(knobs.flips)
         self.interval_s = knobs.interval_s
         self.pace_s: Callable[[InstanceView], float | None] = attrgetter("token_interval_s")
@@ -221,9 +233,17 @@ class ArrowPolicy(PredictingPolicy):
 
     def limit_tokens(self, instance: InstanceView) -> int:
         """Max Running Tokens. Raises KeyError for a profile without limit where there is no default."""
+        if instance.steps is not None and self._running_tokens is not None:
+            return self._own_limit(instance, instance.steps, self._running_tokens)
         limits = self.knobs.max_running_tokens
         found = limits.get(instance.profile)
         return limits[""] if found is None else found
+
+    def _own_limit(self, instance: InstanceView, steps: StepTimes, find: Callable[[StepTimes, int], int]) -> int:
+        known = self._own_limits.get(instance.index)
+        if known is None or known[0] is not steps:
+            known = self._own_limits[instance.index] = steps, find(steps, instance.kv_capacity_tokens)
+        return known[1]
 
     def has_room(self, instance: InstanceView) -> bool:
         """The test of Algorithm 2: at most Max Running Tokens, and tokens at the wanted pace."""

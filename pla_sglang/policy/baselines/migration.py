@@ -77,8 +77,8 @@ class LoadMigration:
         if self.client is None or used_share(source) > self.knobs.full:
             return [True] * len(batch.rids)
         return self.client.pays_for_batch(
-            DecodeLoad(source.running, source.context_tokens),
-            DecodeLoad(target.running, target.context_tokens),
+            DecodeLoad(source.running, source.context_tokens, source.steps),
+            DecodeLoad(target.running, target.context_tokens, target.steps),
             batch,
             unknown_tokens=self.knobs.unknown_tokens,
             interval_s=source.token_interval_s or self.knobs.step_s,

@@ -181,7 +181,8 @@ class ColocationMode:
         """Decode step once ``request`` decodes with all requests of the instance."""
         batch = instance.requests() + 1
         queued = instance.queued_tokens + instance.queued_history_tokens
-        return self._steps.decode_s(batch, instance.assigned_decode_tokens() + queued + request.input_tokens)
+        tokens = instance.assigned_decode_tokens() + queued + request.input_tokens
+        return (instance.steps or self._steps).decode_s(batch, tokens)
 
     def note(self, request: RequestView, fleet: FleetView, now_s: float) -> None:
         """``request`` is being dispatched, in either mode; assuming the largest cached prefix."""

@@ -162,7 +162,9 @@ class InPlace:
 
     def _step_s(self, instance: InstanceView) -> float:
         """Decode step of those that run there, without prefills."""
-        return self._steps.decode_s(instance.running, instance.context_tokens) if instance.running else 0.0
+        if not instance.running:
+            return 0.0
+        return (instance.steps or self._steps).decode_s(instance.running, instance.context_tokens)
 
     def _stall_s(self, request: RequestView, instance: InstanceView) -> float:
         """What the prefill of ``request`` takes from the decodes there."""

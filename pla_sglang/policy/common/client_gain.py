@@ -5,7 +5,8 @@
 
 A move pays where ``gain_s > factor * pause_s``, or where the cache of the source will be full before the request's end:
 then somebody there is retracted, and computed again. ``interval_s`` is the measured token interval of the source, and
-the steps are those of the profile at the loads of now, so that a profile that is off by a factor changes nothing.
+the steps are predicted at the loads of now. A profile that is off by the same factor for both changes nothing; where
+instances differ, each has its own step times.
 """
 
 from __future__ import annotations
@@ -37,17 +38,21 @@ class ClientGainKnobs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """What decodes on an instance now: requests and their KV tokens."""
+    """What decodes on an instance now: requests and their KV tokens.
+
+    ``steps``: its step times; None: those of the fleet.
+    """
 
     requests: int
     tokens: float
+    steps: StepTimes | None = None
 
 
 class ClientGain:
     """See the module.
 
     Args:
-        steps: durations of decode steps by load.
+        steps: durations of decode steps by load, of instances without their own.
     """
 
     def __init__(self, knobs: ClientGainKnobs, steps: StepTimes) -> None:
@@ -73,7 +78,7 @@ class ClientGain:
             tokens, remaining: KV tokens, and tokens still to come, of requests of the source; shape [requests].
             interval_s: measured token interval of the source.
         """
-        own_s = self._steps.decode_s(max(1, source.requests), source.tokens)
+        own_s = (source.steps or self._steps).decode_s(max(1, source.requests), source.tokens)
         relative = np.stack([self._steps_with(target, tokens) for target in targets]) / max(own_s, 1e-9)
         gain_s = remaining * interval_s * (1.0 - relative)
         least_s = self.knobs.factor * self.pause_s(tokens)
@@ -93,5 +98,6 @@ class ClientGain:
     def _steps_with(self, target: DecodeLoad, tokens: Floats) -> Floats:
         """A step at ``target`` once one of the requests is there; between the lightest and the heaviest, a line."""
         ends = np.array([tokens.min(), tokens.max()])
-        times_s = [self._steps.decode_s(target.requests + 1, target.tokens + end) for end in ends.tolist()]
+        steps = target.steps or self._steps
+        times_s = [steps.decode_s(target.requests + 1, target.tokens + end) for end in ends.tolist()]
         return np.asarray(np.interp(tokens, ends, times_s), dtype=np.float64)

@@ -108,12 +108,15 @@ class Setup:
     def predictor_of_ttft(self) -> TtftPredictor:
         return TtftPredictor({"": profile_curve(self.steps)})
 
-    def running_tokens(self) -> int:
-        """Max Running Tokens; at least 1, so that a target no step can meet is late and not an error."""
+    def running_tokens(self, steps: StepTimes | None = None, kv_capacity_tokens: int | None = None) -> int:
+        """Max Running Tokens; at least 1, so that a target no step can meet is late and not an error.
+
+        ``steps``, ``kv_capacity_tokens``: of one instance; None: the setup's.
+        """
         found = max_running_tokens(
-            self.steps,
+            steps or self.steps,
             tpot_slo_s=self.tpot_slo_s,
-            kv_capacity_tokens=self.kv_capacity_tokens,
+            kv_capacity_tokens=kv_capacity_tokens or self.kv_capacity_tokens,
             mean_context_tokens=self.mean_context_tokens,
         )
         return max(1, found)

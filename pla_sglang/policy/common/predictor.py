@@ -13,9 +13,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from pla_sglang.common.checks import Range, check_fields, knob, require_order
-from pla_sglang.policy.common.curve import PrefillCurve
+from pla_sglang.policy.common.curve import PrefillCurve, profile_curve
 from pla_sglang.policy.interface.decisions import Observer, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
+from pla_sglang.policy.interface.step_times import StepTimes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,8 @@ class TtftPredictor:
     """Predicts, corrects itself and tracks its error.
 
     Args:
-        curves: by ``InstanceView.profile``; the curve under ``""`` serves profiles that are not listed.
+        curves: by ``InstanceView.profile``; the curve under ``""`` serves profiles that are not listed. An instance
+            with step times of its own (``InstanceView.steps``) has a curve that is fitted to these.
     """
 
     def __init__(self, curves: Mapping[str, PrefillCurve], knobs: PredictorKnobs | None = None) -> None:
@@ -87,6 +89,7 @@ class TtftPredictor:
         self.knobs = knobs or PredictorKnobs()
         self.error = PredictionError()
         self._factors: dict[int, _Factor] = {}
+        self._own_curves: dict[int, tuple[StepTimes, PrefillCurve]] = {}
 
     def factor(self, instance: InstanceView) -> float:
         """What the fit is multiplied by on ``instance``."""
@@ -95,8 +98,20 @@ class TtftPredictor:
 
     def curve(self, instance: InstanceView) -> PrefillCurve:
         """Raises KeyError for a profile without curve where there is no default."""
+        if instance.steps is not None:
+            return self._own_curve(instance, instance.steps)
         found = self.curves.get(instance.profile)
         return self.curves[""] if found is None else found
+
+    def _own_curve(self, instance: InstanceView, steps: StepTimes) -> PrefillCurve:
+        """Fitted once. A factor that was observed against the curve before says nothing of this one."""
+        known = self._own_curves.get(instance.index)
+        if known is not None and known[0] is steps:
+            return known[1]
+        curve = profile_curve(steps)
+        self._own_curves[instance.index] = steps, curve
+        self._factors.pop(instance.index, None)
+        return curve
 
     def delay_s(self, instance: InstanceView) -> float:
         """Prefill queueing delay of ``instance``: the time of its unfinished backlog."""
@@ -135,7 +150,7 @@ class TtftPredictor:
         for instance in pool:
             if not instance.queued_prefills:
                 return instance
-            curve = curves.get(instance.profile) or default
+            curve = (curves.get(instance.profile) or default) if instance.steps is None else self.curve(instance)
             assert curve is not None, f"no prefill curve for profile {instance.profile!r}"
             delay_s = (
                 curve.c0_s * instance.queued_prefills

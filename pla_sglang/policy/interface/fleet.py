@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pla_sglang.policy.interface.fast_enum import FastEnum
 from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.interface.step_times import StepTimes
 
 
 class InstanceKind(FastEnum):
@@ -98,6 +99,8 @@ class InstanceView(LoadAmounts):
         prefill_age_s: how long the oldest unfinished prefill has waited; 0 without one.
         tensor_parallel: GPUs of the instance.
         profile: name of its step profile; instances of one profile share a predictor.
+        steps: its step times, where they are known to be others than those that the policy was made with; None: those.
+            Another object where they have changed.
         since_s: when ``role`` last changed.
         full_until_s: it has refused a request for load, and is avoided until then; by the driver's own clock.
         fixed_role: nothing can change its role; set by drivers.
@@ -118,6 +121,7 @@ class InstanceView(LoadAmounts):
     prefill_age_s: float = 0.0
     tensor_parallel: int = 1
     profile: str = ""
+    steps: StepTimes | None = None
     since_s: float = float("-inf")
     full_until_s: float = float("-inf")
     fixed_role: bool = False

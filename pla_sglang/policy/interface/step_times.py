@@ -11,3 +11,14 @@ class StepTimes(Protocol):
     def prefill_s(self, new_tokens: float, attention: float, history_tokens: float, requests: int) -> float: ...
 
     def decode_s(self, batch: int, context_tokens: float) -> float: ...
+
+    def mixed_s(
+        self,
+        new_tokens: float,
+        attention: float,
+        history_tokens: float,
+        requests: int,
+        batch: int,
+        context_tokens: float,
+    ) -> float:
+        """A prefill pass that ``batch`` decodes join."""

@@ -52,7 +52,7 @@ class Averages:
                 old = getattr(mean, name)
                 setattr(mean, name, old + weight * (value - old))
             mean.utilisation, mean.ttft_ratio = view.utilisation, view.ttft_ratio  # means over a window already
-            mean.length_class = view.length_class
+            mean.length_class, mean.steps = view.length_class, view.steps
             entry.sums = [getattr(view, name) for name in SUMS]
 
     def of(self, view: InstanceView) -> InstanceView:

@@ -99,6 +99,7 @@ class StarRescheduler(Observer):
             room_tokens=instance.kv_capacity_tokens,
             other_tokens=used - running,
             step_s=instance.token_interval_s or self.knobs.step_s,
+            steps=instance.steps,
         )
 
     def _migrate(self, move: Move, instances: list[InstanceView], workers: list[Worker], now_s: float) -> Migrate:

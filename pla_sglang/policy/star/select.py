@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.policy.common.client_gain import ClientGain, DecodeLoad
+from pla_sglang.policy.interface.step_times import StepTimes
 from pla_sglang.policy.star.horizon import Floats, Horizon, Summary
 
 TARGETS_AT_ONCE = 16
@@ -56,17 +57,19 @@ class Worker:
         room_tokens: KV capacity.
         other_tokens: KV tokens in use beyond those of the running requests (prefills, arrivals on their way).
         step_s: T_exec, duration of a decode step there.
+        steps: as ``InstanceView.steps``.
     """
 
     summary: Summary
     room_tokens: int
     other_tokens: int = 0
     step_s: float = 0.02
+    steps: StepTimes | None = None
 
     def decode_load(self) -> DecodeLoad:
         """What runs there now."""
         batch = self.summary.batch
-        return DecodeLoad(len(batch.rids) + batch.unlisted_requests, float(self.summary.loads[0]))
+        return DecodeLoad(len(batch.rids) + batch.unlisted_requests, float(self.summary.loads[0]), self.steps)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

@@ -32,6 +32,14 @@ class RoleSwitch(enum.Enum):
     RESTART = "restart"  # drained, then started anew, model reload included
 
 
+class KnownSteps(enum.Enum):
+    """What policies know of the step times of an instance."""
+
+    TOLD = "told"  # those of one profile for all, as a router is told by --profile
+    EXACT = "exact"  # those of its own profile
+    MEASURED = "measured"  # what its passes have shown so far; before, as TOLD
+
+
 @dataclass(frozen=True)
 class InstanceSpec:
     """``count`` equal instances.
@@ -143,6 +151,8 @@ class SimConfig:
             the trace's times, or where it has think times its sessions as closed loops.
         pauses_s: row of the trace -> how long its user, in a closed loop, waits before it sends it; None: not at all.
         host: what the hosts of real engines add.
+        known_steps, told_profile: what policies know of step times, and the profile that they were made with; None: the
+            first instance's.
         front: admission and a fair queue before the dispatcher; None: every request is dispatched at once.
         seed: recorded in results; everything random (policies, predictors) is made from it by the caller.
 
@@ -172,6 +182,8 @@ class SimConfig:
     users: Mapping[int, int] | None = None
     pauses_s: Sequence[float] | None = None
     host: HostKnobs = NO_HOST
+    known_steps: KnownSteps = KnownSteps.TOLD
+    told_profile: StepProfile | None = None
     front: AdmissionQueueKnobs | None = None
     seed: int = 0
 

@@ -23,7 +23,7 @@ from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
-from pla_sglang.sim.core.config import InstanceSpec, Policies, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -65,6 +65,14 @@ class Experiment:
     )
     profile: str = knob("h100-llama3.1-8b-tp1", "--profile NAME", "a path, or of: " + ", ".join(profile_names()))
     instances: int = knob(8, "--instances", "at the start", allowed=COUNT)
+    instances_of: tuple[str, ...] = knob(
+        (), "--instances-of PROFILE:COUNT", "the last COUNT of them have another profile; may be repeated"
+    )
+    known_steps: KnownSteps = knob(
+        KnownSteps.EXACT,
+        "--known-steps {exact,measured,told}",
+        "of instances: by their own profile, by what their passes show, or by --profile for all",
+    )
     prefills: int | None = knob(
         None,
         "--prefills",
@@ -140,11 +148,31 @@ class Experiment:
         require("--instances-max", self.instances_max, self.instances)
         if self.decode_interval and self.engine == TEMPORAL:
             raise ConfigError(f"--prefill-decode-interval is {self.decode_interval}; allowed with {TEMPORAL}: 0")
+        read_kinds(self)
         length_predictor(self.lengths, self.seed)
         read_knobs(self.policy, self.policy_knobs)
 
     def at_rate(self, rate_per_s: float) -> Experiment:
         return dataclasses.replace(self, rate_per_s=rate_per_s)
+
+
+def read_kinds(experiment: Experiment) -> list[str]:
+    """The profile of each instance: that of ``profile``, then those of ``instances_of``, in their order.
+
+    Raises ConfigError for anything but PROFILE:COUNT, and for more instances than there are.
+    """
+    others: list[str] = []
+    for text in experiment.instances_of:
+        name, _, count = text.rpartition(":")
+        if not name or not count.isdecimal() or int(count) < 1:
+            raise ConfigError(f"--instances-of {text!r} is not known; allowed: PROFILE:COUNT, COUNT from 1")
+        others += [name] * int(count)
+    first = experiment.instances - len(others)
+    if first < 0:
+        raise ConfigError(
+            f"--instances-of names {len(others)} instances; allowed: at most --instances, {experiment.instances}"
+        )
+    return [experiment.profile] * first + others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +263,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
     chosen = build(experiment.policy, _setup(experiment, profile, trace))
     slo = experiment.slo
     config = SimConfig(
-        _fleet(experiment, profile, chosen),
+        _fleet(experiment, chosen),
         engine=EngineKnobs(
             chunk_tokens=experiment.chunk_tokens,
             slots=experiment.slots,
@@ -254,6 +282,8 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         seed=experiment.seed,
         host=experiment.host,
         report_interval_s=experiment.report_interval_s,
+        known_steps=experiment.known_steps,
+        told_profile=profile,
     )
     decide = experiment.deadlines == "decide"
     policies = Policies(
@@ -297,12 +327,14 @@ def _setup(experiment: Experiment, profile: StepProfile, trace: Trace) -> Setup:
     )
 
 
-def _fleet(experiment: Experiment, profile: StepProfile, chosen: PolicySet) -> list[InstanceSpec]:
+def _fleet(experiment: Experiment, chosen: PolicySet) -> list[InstanceSpec]:
+    """Instances in the order of the policy's roles: of a fixed split the first prefill, and the last decode."""
     classes = chosen.length_classes or (None,) * len(chosen.roles)
+    kinds = {name: load_profile(name) for name in {experiment.profile, *read_kinds(experiment)}}
     kv_tokens = experiment.kv_capacity_tokens
     specs = [
-        InstanceSpec(profile, role=role, length_class=length_class, kv_capacity_tokens=kv_tokens)
-        for role, length_class in zip(chosen.roles, classes, strict=True)
+        InstanceSpec(kinds[name], role=role, length_class=length_class, kv_capacity_tokens=kv_tokens)
+        for name, role, length_class in zip(read_kinds(experiment), chosen.roles, classes, strict=True)
     ]
     return specs if experiment.stateless else [dataclasses.replace(spec, kind=STOCK_KINDS[spec.role]) for spec in specs]
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from pla_sglang.load.prefix_index import PrefixIndex, even_block_ends
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, InstanceKind, InstanceState, InstanceView, Role
-from pla_sglang.sim.core.config import InstanceSpec, Policies, RoleSwitch, SimConfig
+from pla_sglang.policy.measured_steps import InstanceSteps
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, RoleSwitch, SimConfig
 from pla_sglang.sim.core.instance import InstanceEvents, SimInstance
 from pla_sglang.sim.core.kernel import Kernel, Priority
 from pla_sglang.sim.core.overlap import OverlappedInstance
@@ -90,6 +91,7 @@ class Fleet:
         )
         if isinstance(instance, OverlappedInstance):
             instance.set_host(self._config.host)
+        self._tell_steps(instance, spec)
         self.instances.append(instance)
         self.lives.append(Life(spec, self._kernel.now_s))
         self.view.add(view)
@@ -97,6 +99,20 @@ class Fleet:
             ready_s = self._kernel.now_s + self._config.startup_of(spec)
             self._kernel.at(ready_s, Priority.END, self._started, instance)
         return instance
+
+    def _tell_steps(self, instance: SimInstance, spec: InstanceSpec) -> None:
+        """What policies know of the step times of a new instance."""
+        told = self._config.told_profile or self._config.fleet[0].profile
+        if self._config.known_steps is KnownSteps.EXACT and spec.profile != told:
+            instance.view.steps = spec.profile
+        elif self._config.known_steps is KnownSteps.MEASURED:
+            instance.measure_passes(InstanceSteps(instance.view, told, told.name))
+
+    def report_steps(self) -> None:
+        """Instances that measure their passes tell what these take."""
+        for instance in self.instances:
+            if instance.alive and instance.measured is not None:
+                instance.measured.report()
 
     def _change_block(self, index: int, block: int, came: bool) -> None:
         if came:

@@ -15,6 +15,7 @@ from typing import Protocol
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.prefill import Action, EnginePolicy, PassView
+from pla_sglang.policy.measured_steps import InstanceSteps
 from pla_sglang.sim.core.costs import StepCosts
 from pla_sglang.sim.core.decoding import Decoding
 from pla_sglang.sim.core.engine_knobs import EngineKnobs
@@ -22,6 +23,7 @@ from pla_sglang.sim.core.errors import SimError
 from pla_sglang.sim.core.handoff_queue import HandoffQueue
 from pla_sglang.sim.core.instance_view import InstanceReport
 from pla_sglang.sim.core.kernel import Kernel, Priority
+from pla_sglang.sim.core.measured import PassMeasurement
 from pla_sglang.sim.core.pool import KvPool
 from pla_sglang.sim.core.prefill import PrefillPass, PrefillQueue
 from pla_sglang.sim.core.request import SimRequest, SimStage
@@ -76,6 +78,7 @@ class SimInstance:
         self.incoming = HandoffQueue(view, pool, self.decoding, self.queue, knobs)
         self.report = InstanceReport(view, self.queue, self.decoding, pool)
         self.alive = True
+        self.measured: PassMeasurement | None = None  # None: nobody asks what its passes take
         self._policy = policy
         self._knobs = knobs
         self._kernel = kernel
@@ -87,6 +90,10 @@ class SimInstance:
         self._fruitless = 0
 
     # -- what the cluster asks ---------------------------------------------------------------------------------------
+
+    def measure_passes(self, steps: InstanceSteps) -> None:
+        """Fits what its passes take from now on, for ``steps``."""
+        self.measured = PassMeasurement(steps)
 
     def submit(self, request: SimRequest, *, first: bool = False) -> None:
         """``request`` is to be prefilled here."""
@@ -331,6 +338,9 @@ class SimInstance:
         done, self.queue.under_way = self.queue.under_way, None
         now_s = self._kernel.now_s
         self.decoding.meter.busy.add(done.started_s, now_s)
+        if self.measured is not None:
+            batch, context_tokens = self._mixed_in(done)
+            self.measured.on_prefill(done, batch, context_tokens, now_s - done.started_s)
         if done.mixed and self.decoding.running.members:
             self._finish_all(self.decoding.stepped(1, now_s))
         complete = self.queue.end(done)
@@ -340,6 +350,11 @@ class SimInstance:
         for request in complete:
             self._first_token(request)
         self._after_boundary()
+
+    def _mixed_in(self, done: PrefillPass) -> tuple[int, int]:
+        """Decodes of a pass that ends now, and their context as it began; they leave and join between passes."""
+        running = self.decoding.running
+        return (len(running), running.context_tokens) if done.mixed else (0, 0)
 
     def _first_token(self, request: SimRequest) -> None:
         request.done_tokens += 1
@@ -394,6 +409,9 @@ class SimInstance:
         if epoch != self._epoch or self.decoding.segment is None:
             return
         self._steps_due = max(0, self._steps_due - self.decoding.cut_at)
+        if self.measured is not None:
+            running = self.decoding.running
+            self.measured.on_decode(len(running), running.context_tokens, self.decoding.segment.a)
         self._finish_all(self.decoding.settle())
         self._after_boundary()
 

@@ -18,6 +18,7 @@ import msgspec
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.interface.decisions import PolicySet, PrefillSample
 from pla_sglang.policy.interface.fleet import DecodeBatch, FleetView, RequestView
+from pla_sglang.policy.interface.step_times import StepTimes
 from pla_sglang.policy.runner import Effects, FleetRunner
 from pla_sglang.recording import rows
 from pla_sglang.recording.rows import RecordError
@@ -72,14 +73,16 @@ class Replay:
     Args:
         policy: built from the header.
         lines: as recorded, in order.
+        steps: of the header's setup.
         keep: how many differences to keep for people.
 
     Raises:
         RecordError: a line does not fit those before it.
     """
 
-    def __init__(self, policy: PolicySet, lines: Iterable[rows.Line], *, keep: int = 20) -> None:
+    def __init__(self, policy: PolicySet, lines: Iterable[rows.Line], *, steps: StepTimes, keep: int = 20) -> None:
         self.result = Parity()
+        self._steps = steps
         self._kernel = Kernel()
         self._batches: dict[int, DecodeBatch] = {}  # running requests by index of the instance
         self._fleet = FleetView(decodes=lambda instance: self._batches.get(instance.index, NOTHING_RUNS))
@@ -114,7 +117,7 @@ class Replay:
             case rows.Dispatched() | rows.Placed() | rows.Ticked():
                 self._compare(number, line, self._decide(line))
             case rows.Views():
-                restore(self._fleet, line.changed)
+                restore(self._fleet, line.changed, self._steps)
             case rows.Running():
                 self._batches |= {index: restore_batch(batch) for index, batch in line.batches.items()}
             case rows.Moved():

@@ -205,6 +205,7 @@ class Simulation:
             instance.view.token_interval_s = interval_s
             if interval_s is not None:
                 self.cluster.runner.token_interval(instance.view, interval_s, now_s)
+        fleet.report_steps()
         if now_s >= self._sampled_s + self.config.sample_s:
             self._sampled_s = now_s
             self._sampler.take(fleet.view, now_s + self._idle.left_out_s)

@@ -127,7 +127,8 @@ def _of_pools(dispatcher: RequestDispatcher) -> Iterator[Row]:
 
 def row_of(worker: Worker, dispatcher: RequestDispatcher, now_s: float) -> WorkerRow:
     """For /workers and /pla/state."""
-    return worker.to_row(now_s, dispatcher.series.worker_ttft.by_worker.get(worker.view.name, NO_REQUESTS))
+    ttft = dispatcher.series.worker_ttft.by_worker.get(worker.view.name, NO_REQUESTS)
+    return worker.to_row(now_s, ttft, dispatcher.policy.describe_steps(worker.view))
 
 
 def state_of(dispatcher: RequestDispatcher, now_s: float) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from pla_sglang.fleet.router.control.requests.moves import MoveOrders
 from pla_sglang.fleet.router.control.requests.running_requests import RunningRequests
 from pla_sglang.fleet.router.control.workers.discovery import Description
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
+from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.http.bodies import ROLES
+from pla_sglang.load.step_times import ReportedSteps
 from pla_sglang.policy.common.curve import profile_curve
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.pools import PoolEvent
@@ -102,6 +104,7 @@ class LivePolicy:
         self.predictor: TtftPredictor | None = None
         self.recorder: DecisionRecorder | None = None
         self.profile = ""
+        self.profile_name = ""
         self.kv_bytes_per_token = 0  # by the profile
         self.roles: tuple[Role, ...] = ()  # at the start, as the policy wants them
         self.clock = clock
@@ -113,6 +116,7 @@ class LivePolicy:
         self._is_connected = is_connected
         self._on_action = on_action
         self._record_file: RecordWriter | None = None
+        self._steps: dict[int, ReportedSteps] = {}  # by index of the instance
         self._teaches_predictor = False  # the predictor is not the policy's, so it learns here
 
     def open_recording(self, *, keep: bool) -> None:
@@ -148,6 +152,7 @@ class LivePolicy:
             move_gain=knobs.moves.gain,
             knobs=read_knobs(knobs.policy, knobs.policy_knobs),
         )
+        self.profile_name = profile
         self.profile = f"{profile} x {time_scale:g}"
         self.kv_bytes_per_token = steps.kv_bytes_per_token
         if self._record_file is not None:
@@ -210,6 +215,31 @@ class LivePolicy:
             self.runner.prefilled(sample, now_s)
             if self._teaches_predictor and self.predictor is not None:
                 self.predictor.on_prefill(sample)
+
+    def learn_steps(self, worker: Worker) -> None:
+        """Takes its step times as its last load report has them; of several ranks, those of the first."""
+        view, said = worker.view, worker.description
+        if self.runner is None or said is None:
+            return
+        known = self._steps.get(view.index)
+        if known is None:
+            known = self._steps[view.index] = self._start_steps(view, said)
+        report = worker.load.reports.get(0)
+        if report is not None:
+            known.on_report(report)
+
+    def _start_steps(self, view: InstanceView, description: Description) -> ReportedSteps:
+        """Its profile, until it has measured more: with ``--profile auto`` it may be another one than the fleet's."""
+        name, _ = choose_profile(self._knobs, description)
+        own = name != self.profile_name
+        if own:
+            view.profile = name
+        return ReportedSteps(view, load_profile(name), name, own=own)
+
+    def describe_steps(self, view: InstanceView) -> str | None:
+        """Where its step times are from; None before there is a policy, or the instance has told its load."""
+        known = self._steps.get(view.index)
+        return None if known is None else known.describe()
 
     def close_recording(self) -> None:
         if self.recorder is not None:

@@ -49,6 +49,8 @@ class WorkerRow(msgspec.Struct, frozen=True):
         legs: of a stateless instance, by end (sending, receiving) and state; null, as the next two: it says nothing.
         leg_kv_tokens: that legs hold there beside the batches, by holder: sending, receiving, quarantine.
         quarantined_requests: given up; a transfer may touch their pages.
+        step_times: where the step times are from by which the policy plans for it: measured by how many passes, or a
+            profile; null: it has not told its load yet.
         ranks: what the last load report of each data-parallel rank says.
     """
 
@@ -83,4 +85,5 @@ class WorkerRow(msgspec.Struct, frozen=True):
     legs: dict[str, dict[str, int]] | None
     leg_kv_tokens: dict[str, int] | None
     quarantined_requests: int | None
+    step_times: str | None
     ranks: dict[int, dict[str, Any]]

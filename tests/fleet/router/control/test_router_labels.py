@@ -214,7 +214,9 @@ async def test_knobs_of_the_policy_hold_and_the_recording_replays_with_them(tmp_
     assert header.setup["knobs"] == {"arrow.low_load": 1e-9, "arrow.idle_s": 3600.0}
     assert result.identical_share == 1.0, result.differences
     plain = msgspec.structs.replace(header, setup={**header.setup, "knobs": {}})
-    assert Replay(build("arrow", setup_of(plain)), list(read(path))[1:]).run().identical_share < 1.0
+    setup = setup_of(plain)
+    replay = Replay(build("arrow", setup), list(read(path))[1:], steps=setup.steps)
+    assert replay.run().identical_share < 1.0
 
 
 async def test_arrow_flips_only_stateless_instances_of_a_mixed_fleet() -> None:

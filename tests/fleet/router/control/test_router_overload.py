@@ -352,5 +352,6 @@ async def test_a_recording_says_who_was_left_out_and_replays_alike(policy: str, 
     assert isinstance(header, Header)
     hidden = [line.hidden for line in lines if isinstance(line, Dispatched)]
     assert hidden == [(), *[(0,)] * 6]
-    result = Replay(build(header.policy, setup_of(header)), lines).run()
+    setup = setup_of(header)
+    result = Replay(build(header.policy, setup), lines, steps=setup.steps).run()
     assert (result.count, result.identical_share, result.differences) == (7, 1.0, [])

@@ -141,8 +141,8 @@ class Worker:
         draining = self.wants_drain or self.state is WorkerState.DRAINING
         return SavedWorker(self.number, self.url, identity, draining, self.leaves)
 
-    def to_row(self, now_s: float, ttft: TtftSums) -> WorkerRow:
-        """For operators. ``ttft``: of the requests that were prefilled there."""
+    def to_row(self, now_s: float, ttft: TtftSums, step_times: str | None = None) -> WorkerRow:
+        """For operators. ``ttft``: of the requests that were prefilled there; ``step_times``: see ``WorkerRow``."""
         view, said, legs = self.view, self.description, self.legs
         return WorkerRow(
             number=self.number,
@@ -176,6 +176,7 @@ class Worker:
             legs=None if legs is None else {"sending": legs.sending, "receiving": legs.receiving},
             leg_kv_tokens=None if legs is None else legs.kv_tokens,
             quarantined_requests=None if legs is None else legs.quarantined,
+            step_times=step_times,
             ranks={rank: _describe_report(report) for rank, report in self.load.reports.items()},
         )
 
