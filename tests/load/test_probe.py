@@ -110,9 +110,21 @@ def test_without_our_scheduling_the_hosts_matches_count() -> None:
     probe, _, clock = made(req, plain=True)
     report = probe.report(clock())
     assert report.backlog == Backlog(1, 100, 100 * 500, 200)
-    assert (report.short, report.boundary_tokens, report.step_model) == (ClassQueue(), 0, ())
-    assert report.decode_model == ()
+    assert (report.short, report.boundary_tokens) == (ClassQueue(), 0)
+    assert report.fitted == FittedPasses()
     assert report.prefill_age_s == 1.0
+
+
+def test_without_our_scheduling_the_probe_fits_step_times() -> None:
+    probe, _, clock = made(plain=True)
+    for number in range(16):
+        new = 100 * (number + 1)
+        probe.on_launch(Batch([], [new]))
+        clock.now_s += 0.010 + 1e-4 * new
+        probe.on_result(Batch([], [new]))
+    report = probe.report(clock())
+    assert report.fitted == FittedPasses(16, 0, 0)
+    assert StepModel.from_floats(report.step_model).step_s(1000, 0) == pytest.approx(0.110, rel=0.05)
 
 
 def test_the_rest_of_a_chunk_and_what_is_in_flight_count() -> None:

@@ -14,6 +14,7 @@ from pla_sglang.load.report import FittedPasses
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine import backlog
 from pla_sglang.plugin.engine.pass_timer import PassTimer
+from pla_sglang.plugin.engine.probe import describe_steps
 from pla_sglang.plugin.engine.scheduler_adapter import PrefillAdapter
 from pla_sglang.plugin.engine.step_measurement import StepMeasurement
 from pla_sglang.plugin.engine.telemetry import Telemetry
@@ -64,11 +65,11 @@ def test_measured_steps_are_the_device_s(wall: SimpleNamespace) -> None:
         steps.launch(launch, (), {})
         steps.on_result(SimpleNamespace(forward_mode=decode, reqs=[None] * 8, seq_lens_cpu=np.full(8, 1000)))
     assert steps.decode_step_s == pytest.approx(0.1)
-    assert steps.describe_steps()["fitted"] == FittedPasses(), "seven of sixty steps, and a fit is of eight"
+    assert describe_steps(steps.fits)["fitted"] == FittedPasses(), "seven of sixty steps, and a fit is of eight"
     for _ in range(60):
         steps.launch(launch, (), {})
         steps.on_result(SimpleNamespace(forward_mode=decode, reqs=[None] * 8, seq_lens_cpu=np.full(8, 1000)))
-    told = steps.describe_steps()
+    told = describe_steps(steps.fits)
     assert told["fitted"] == FittedPasses(0, MixedBatchFit.MIN_SAMPLES, 0)
     assert MixedBatchModel(*told["decode_model"]).decode_s(8, 8000) == pytest.approx(0.1, rel=0.01)
 

@@ -14,16 +14,22 @@ from typing import Any
 import msgspec
 
 from pla_sglang.load.push import Pusher
-from pla_sglang.load.report import MOST_STEPS, Backlog, PassTiming, PassTotals, Report
+from pla_sglang.load.report import MOST_STEPS, Backlog, FittedPasses, PassTiming, PassTotals, Report
 from pla_sglang.load.window import SIGNAL_WINDOW_S, BusyShare, WindowMean
 from pla_sglang.plugin.config import PlaConfig
 from pla_sglang.plugin.engine import backlog
 from pla_sglang.plugin.engine.fleet_part import fleet_part
 from pla_sglang.plugin.engine.pass_timer import PassTimer, computes_in_launch, make_marks
 from pla_sglang.plugin.engine.request_rows import RowCadence
-from pla_sglang.plugin.engine.snapshot import attention_of, prefill_count, slo_s
+from pla_sglang.plugin.engine.snapshot import attention_of, context_tokens, prefill_count, slo_s
+from pla_sglang.plugin.engine.step_measurement import UNMIXED_STRIDE
 from pla_sglang.plugin.engine.token_intervals import TokenIntervals
+from pla_sglang.policy.common.device_clock import DeviceClock
+from pla_sglang.policy.common.step_fit import StepSample
+from pla_sglang.policy.common.step_model import CPU_START, GPU_START
 from pla_sglang.policy.interface.prefill import PrefillClass
+from pla_sglang.policy.slo.decode_fit import MixedBatchSample
+from pla_sglang.policy.slo.pass_fits import PassFits
 
 LEAST_INTERVAL_S = 0.02
 HEARTBEAT_S = 0.5  # without any change
@@ -71,6 +77,11 @@ class Probe:
         self._decode_steps = WindowMean(window_s)
         self._intervals = TokenIntervals(window_s)
         self._ttft_ratio = WindowMean(window_s)
+        # Where our scheduling measures its passes, they are not fitted twice.
+        start = CPU_START if synchronous else GPU_START
+        self._fits = None if hasattr(scheduler, "pla") else PassFits(start)
+        self._device_clock = DeviceClock(config.time_scale)
+        self._decoded = 0
         self._changed = True
         self._next_s = 0.0
         self._heartbeat_s = 0.0
@@ -111,6 +122,8 @@ class Probe:
         self.maybe_send(self._clock())
 
     def _account(self, batch: Any, work: PassTiming | None, duration_s: float, now_s: float) -> None:
+        if self._fits is not None:
+            self._fit_pass(self._fits, batch, work, self._device_clock.device_s(duration_s))
         if work is not None:
             self._steps.append(msgspec.structs.replace(work, duration_s=max(0.0, duration_s)))
             requests = _ExtendRequests.of(batch)
@@ -124,6 +137,19 @@ class Probe:
         elif batch.forward_mode.is_decode() and batch.reqs:
             self._decode_steps.add(duration_s, now_s)
             self._intervals.on_decoded(len(batch.reqs), now_s)
+
+    def _fit_pass(self, fits: PassFits, batch: Any, work: PassTiming | None, pass_s: float) -> None:
+        if work is not None:
+            amounts = (work.new_tokens, work.history_tokens, float(work.attention))
+            if work.riders:
+                context = sum(batch.prefix_lens[work.requests :]) + work.riders
+                fits.observe_mixed(MixedBatchSample(*amounts, work.riders, context, pass_s))
+            else:
+                fits.observe_prefill(StepSample(*amounts, pass_s))
+        elif batch.forward_mode.is_decode() and batch.reqs:
+            self._decoded += 1
+            if self._decoded % UNMIXED_STRIDE == 0:
+                fits.observe_decode(len(batch.reqs), context_tokens(batch), pass_s)
 
     def _on_first_token(self, req: Any, now_s: float) -> None:
         target_s = slo_s(req, self._default_slo_ms())
@@ -157,7 +183,7 @@ class Probe:
         self.sequence += 1
         scheduler, running = self.scheduler, backlog.list_decoding(self.scheduler, self._joining())
         decodes, decode_tokens = backlog.count_decode_waiting(scheduler)
-        fleet = fleet_part(scheduler)
+        fleet, adapter = fleet_part(scheduler), getattr(scheduler, "pla", None)
         return Report(
             instance=self.identity.instance,
             dp_rank=self.identity.dp_rank,
@@ -185,6 +211,7 @@ class Probe:
             errors=dict(self.errors),
             legs=fleet.describe_load(),
             requests=self.rows.take_rows(running, fleet.list_paused(), now_s),
+            **describe_steps(self._fits if adapter is None else adapter.steps.fits),
             **self._scheduling(),
         )
 
@@ -198,8 +225,6 @@ class Probe:
             "role": roles.role,
             "draining": bool(roles.draining(req.rid for req in backlog.iterate_unfinished(self.scheduler))),
             "boundary_tokens": adapter.policy.prefills.boundary.tokens(0),
-            "step_model": adapter.policy.prefills.model.to_floats(),
-            **adapter.steps.describe_steps(),
             "short": backlog.sum_class_queue(classes[PrefillClass.SHORT]),
             "long": backlog.sum_class_queue(classes[PrefillClass.LONG]),
         }
@@ -232,6 +257,18 @@ class Probe:
             "addresses": [pusher.address for pusher in self.pushers],
             "dropped": [pusher.dropped for pusher in self.pushers],
         }
+
+
+def describe_steps(fits: PassFits | None) -> dict[str, Any]:
+    """Fields of a report: what passes take, and from how many that is known."""
+    if fits is None:
+        return {}
+    prefills, decodes = fits.prefills, fits.decodes
+    return {
+        "step_model": prefills.model.to_floats(),
+        "decode_model": dataclasses.astuple(decodes.model),
+        "fitted": FittedPasses(prefills.passes, decodes.decodes, decodes.mixed),
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from typing import Any
 
-from pla_sglang.load.report import FittedPasses
 from pla_sglang.plugin.engine.pass_timer import PassTime, PassTimer
 from pla_sglang.plugin.engine.snapshot import attention_of, context_tokens, prefill_count
 from pla_sglang.policy.common.device_clock import DeviceClock
@@ -85,14 +84,6 @@ class StepMeasurement:
         self._decode_steps += 1
         if self._scheduler.is_mixed_chunk or self._decode_steps % UNMIXED_STRIDE == 0:
             self.fits.observe_decode(len(batch.reqs), context_tokens(batch), step_s)
-
-    def describe_steps(self) -> dict[str, Any]:
-        """Fields of a load report: what decodes cost, and from how many passes that and the step model are known."""
-        prefills, decodes = self.fits.prefills, self.fits.decodes
-        return {
-            "decode_model": dataclasses.astuple(decodes.model),
-            "fitted": FittedPasses(prefills.passes, decodes.decodes, decodes.mixed),
-        }
 
     def host_s(self, measured: PassTime) -> float:
         """Wall time beside ``device_s`` in which the device waited for its host: while it scheduled and, on a CPU,
