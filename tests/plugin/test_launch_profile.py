@@ -14,7 +14,16 @@ import pytest
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.plugin.config import PlaConfig, profile_folder
 from pla_sglang.plugin.engine.hooks.http_server import measure_after
-from pla_sglang.plugin.engine.launch_profile import BATCHES, PROMPT_TOKENS, ROUNDS, Shape, list_shapes, measure, why_not
+from pla_sglang.plugin.engine.launch_profile import (
+    BATCHES,
+    FIRST_ROUNDS,
+    LAST_ROUNDS,
+    PROMPT_TOKENS,
+    Shape,
+    list_shapes,
+    measure,
+    why_not,
+)
 from pla_sglang.plugin.engine.step_cache import ENOUGH, StepCache, describe_engine
 from pla_sglang.policy.common.step_fit import StepSample
 from pla_sglang.policy.common.step_model import GPU_START
@@ -27,11 +36,14 @@ def shapes(**fields: Any) -> list[Shape]:
     return list(list_shapes(**(wide | fields)))
 
 
-def test_what_is_measured_tells_of_both_phases_and_of_both_together() -> None:
-    found = shapes()
-    assert [shape.prompt_tokens for shape in found if shape.output_tokens == 1] == list(PROMPT_TOKENS) * ROUNDS
+@pytest.mark.parametrize("chunk_tokens", [512, 8192])
+def test_what_is_measured_tells_of_both_phases_and_of_both_together(chunk_tokens: int) -> None:
+    found = shapes(chunk_tokens=chunk_tokens)
+    lengths = [tokens for tokens in PROMPT_TOKENS if tokens <= chunk_tokens]
+    alone = [shape.prompt_tokens for shape in found if shape.output_tokens == 1]
+    assert alone == lengths * (FIRST_ROUNDS + LAST_ROUNDS)
     assert {shape.batch for shape in found if shape.output_tokens > 1 and not shape.beside} == set(BATCHES)
-    assert found[-1].beside
+    assert sum(bool(shape.beside) for shape in found) == 1
     passes = sum(shape.output_tokens == 1 or bool(shape.beside) for shape in found) + 2 * len(BATCHES)
     steps = sum(shape.output_tokens for shape in found if shape.output_tokens > 1)
     assert min(passes, steps) >= ENOUGH, "enough to be kept, and to count as measured"

@@ -28,7 +28,7 @@ from pla_sglang.profiles.fit import PLAIN_IDS
 logger = logging.getLogger(__name__)
 
 BUDGET_S = 10.0  # of device time; what is left then is learned while serving
-ROUNDS = 3
+FIRST_ROUNDS, LAST_ROUNDS = 2, 3  # of prompts alone, before and after all else: a slow device has no time for the last
 PROMPT_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BATCHES = (1, 8, 32)
 CONTEXT_TOKENS = (128, 2048)
@@ -63,8 +63,8 @@ def list_shapes(*, chunk_tokens: int, room_tokens: int, cache_tokens: int, slots
         mixes: decodes may join prefill passes.
     """
     longest = min(chunk_tokens, room_tokens - STEPS)
-    for _ in range(ROUNDS):
-        yield from (Shape(1, tokens, 1) for tokens in PROMPT_TOKENS if tokens <= longest)
+    prompts = [Shape(1, tokens, 1) for tokens in PROMPT_TOKENS if tokens <= longest]
+    yield from prompts * FIRST_ROUNDS
     for context in CONTEXT_TOKENS:
         for batch in BATCHES:
             fits = context + STEPS <= room_tokens and batch * (context + STEPS) <= cache_tokens
@@ -74,6 +74,7 @@ def list_shapes(*, chunk_tokens: int, room_tokens: int, cache_tokens: int, slots
     beside = tuple(tokens for tokens in BESIDE_TOKENS if tokens <= longest)
     if mixes and batch > 0 and batch * (CONTEXT_TOKENS[0] + BESIDE_STEPS) + sum(beside) <= cache_tokens:
         yield Shape(batch, CONTEXT_TOKENS[0], BESIDE_STEPS, beside)
+    yield from prompts * LAST_ROUNDS
 
 
 def measure(
