@@ -129,6 +129,11 @@ class StepMeasurement:
             "samples": len(prefills),
             "mean_relative_error": prefills.error,
             "riding_samples": len(decodes),
+            "told": [
+                prefills.model.to_floats(),
+                dataclasses.astuple(decodes.model),
+                [prefills.passes, decodes.decodes, decodes.mixed],
+            ],
             "cached": self.cached,
             "decode_steps": decodes.decodes,
             "decode_model": dataclasses.asdict(decodes.model),
