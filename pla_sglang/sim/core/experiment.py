@@ -149,6 +149,7 @@ class Experiment:
         read_kinds(self)
         if self.decode_interval and self.engine == TEMPORAL:
             raise ConfigError(f"--prefill-decode-interval is {self.decode_interval}; allowed with {TEMPORAL}: 0")
+        read_kinds(self)
         length_predictor(self.lengths, self.seed)
         read_knobs(self.policy, self.policy_knobs)
 
