@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -56,8 +57,16 @@ def read_step_models(report: FittedModels) -> tuple[StepModel, MixedBatchModel] 
 class ReportedSteps:
     """Keeps ``view.steps`` of one instance up to date. Arguments as for ``InstanceSteps``."""
 
-    def __init__(self, view: InstanceView, profile: StepTimes, name: str, *, own: bool = False) -> None:
-        self._steps = InstanceSteps(view, profile, name, own=own)
+    def __init__(
+        self,
+        view: InstanceView,
+        profile: StepTimes,
+        name: str,
+        *,
+        own: bool = False,
+        peers: Sequence[InstanceView] = (),
+    ) -> None:
+        self._steps = InstanceSteps(view, profile, name, own=own, peers=peers)
         self._last: FittedModels | None = None
         self._log()
 

@@ -235,7 +235,8 @@ class LivePolicy:
         own = name != self.profile_name
         if own:
             view.profile = name
-        return ReportedSteps(view, load_profile(name), name, own=own)
+        peers = () if self.runner is None else self.runner.fleet.instances
+        return ReportedSteps(view, load_profile(name), name, own=own, peers=peers)
 
     def describe_steps(self, view: InstanceView) -> str | None:
         """Where its step times are from; None before there is a policy, or the instance has told its load."""
