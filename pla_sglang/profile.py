@@ -24,7 +24,7 @@ import aiohttp
 from pla_sglang.common import cli, terminal
 from pla_sglang.common.checks import Range, check_fields, knob
 from pla_sglang.common.errors import ConfigError, PlaError
-from pla_sglang.profiles.fit import DecodePoint, PrefillPoint, fit_profile
+from pla_sglang.profiles.fit import PLAIN_IDS, DecodePoint, PrefillPoint, fit_profile
 from pla_sglang.profiles.load import write_profile
 from pla_sglang.profiles.step import ProfileError
 
@@ -33,7 +33,6 @@ DECODE_BATCHES = (1, 8, 32, 64)
 DECODE_CONTEXTS = (128, 1024, 4096)
 DECODE_STEPS = 16
 ROUNDS = 3
-FIRST_ID, LAST_ID = 1000, 1999  # plain tokens in any vocabulary that we have seen
 EVENT = b"data: "
 COUNT = Range(1)
 
@@ -59,7 +58,7 @@ class Meter:
         self._rng = random.Random(seed)
 
     def prompt(self, tokens: int) -> list[int]:
-        return [self._rng.randint(FIRST_ID, LAST_ID) for _ in range(tokens)]
+        return [self._rng.choice(PLAIN_IDS) for _ in range(tokens)]
 
     async def timing(self, prompt: list[int], tokens: int) -> Timing:
         """Raises MeasureError for any answer but a complete stream."""

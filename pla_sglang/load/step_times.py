@@ -1,11 +1,15 @@
-"""The step times of one instance, as its load reports tell them."""
+"""The step times of one instance, as its load reports tell them, or its state where it sends none."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from pla_sglang.load.report import Report
+import msgspec
+
+from pla_sglang.load.report import FittedPasses, Report
 from pla_sglang.policy.common.step_model import BEND_TOKENS, StepModel
 from pla_sglang.policy.interface.fleet import InstanceView
 from pla_sglang.policy.interface.step_times import StepTimes
@@ -17,7 +21,29 @@ _TERMS = len(dataclasses.fields(StepModel)) - 2  # before ``bend`` and ``edge``
 _DECODE_TERMS = len(dataclasses.fields(MixedBatchModel))
 
 
-def read_step_models(report: Report) -> tuple[StepModel, MixedBatchModel] | None:
+class FittedModels(NamedTuple):
+    """What an instance says of its step times; the fields are those of a load report."""
+
+    step_model: tuple[float, ...]
+    decode_model: tuple[float, ...]
+    fitted: FittedPasses
+
+    @classmethod
+    def of_report(cls, report: Report) -> FittedModels:
+        return cls(report.step_model, report.decode_model, report.fitted)
+
+    @classmethod
+    def of_state(cls, state: Any) -> FittedModels | None:
+        """From ``step_model_fits.told`` of its state; None where it is not as expected."""
+        try:
+            step_model, decode_model, fitted = state
+            passes = msgspec.convert(fitted, FittedPasses)
+            return cls(tuple(map(float, step_model)), tuple(map(float, decode_model)), passes)
+        except (TypeError, ValueError, msgspec.ValidationError):
+            return None
+
+
+def read_step_models(report: FittedModels) -> tuple[StepModel, MixedBatchModel] | None:
     """The models of prefill passes and of decodes; None from an instance that sends none, or of another form.
 
     Further coefficients of decodes, which a later version may add, are ignored.
@@ -31,21 +57,28 @@ def read_step_models(report: Report) -> tuple[StepModel, MixedBatchModel] | None
 class ReportedSteps:
     """Keeps ``view.steps`` of one instance up to date. Arguments as for ``InstanceSteps``."""
 
-    def __init__(self, view: InstanceView, profile: StepTimes, name: str, *, own: bool = False) -> None:
-        self._steps = InstanceSteps(view, profile, name, own=own)
-        self._last: tuple[object, ...] = ()  # what the last report said of them
+    def __init__(
+        self,
+        view: InstanceView,
+        profile: StepTimes,
+        name: str,
+        *,
+        own: bool = False,
+        peers: Sequence[InstanceView] = (),
+    ) -> None:
+        self._steps = InstanceSteps(view, profile, name, own=own, peers=peers)
+        self._last: FittedModels | None = None
         self._log()
 
-    def on_report(self, report: Report) -> None:
-        told = (report.step_model, report.decode_model, report.fitted)
+    def on_models(self, told: FittedModels) -> None:
         if told == self._last:
             return
         self._last = told
-        models, steps = read_step_models(report), self._steps
+        models, steps = read_step_models(told), self._steps
         if models is None:
             return
         measured = steps.measured
-        changed = steps.learn(*models, prefills=report.fitted.prefills, decodes=report.fitted.decodes)
+        changed = steps.learn(*models, prefills=told.fitted.prefills, decodes=told.fitted.decodes)
         if changed or steps.measured != measured:
             self._log()
 

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pla_sglang.common import cli
@@ -226,6 +227,19 @@ class PlaConfig:
         "Name of this server in its load reports. Default: its host and port.",
         allowed=Pattern("(?s).{1,200}", "1 to 200 characters"),
     )
+    profile_at_launch: str = knob(
+        "auto",
+        "--pla-profile-at-launch {auto,on,off}",
+        "Measure what passes take in the first seconds, before the server says that it is ready, and keep it in a file "
+        "for the next start. 'auto': with --prefill-disagg on a GPU, where a router plans by it, that is with "
+        "--pla-stateless or --pla-telemetry.",
+        allowed=Choice(("auto", "on", "off")),
+    )
+    profile_cache: str | None = knob(
+        None,
+        "--pla-profile-cache FOLDER",
+        "Where these files are. Default: pla_sglang/step_times in the user's cache folder.",
+    )
     short_ranks: int | None = knob(
         None,
         "--pla-short-ranks",
@@ -298,6 +312,8 @@ class PlaConfig:
         require_order("--pla-wait-min-ms", self.wait_min_ms, "--pla-wait-max-ms", self.wait_max_ms)
         if not self.enabled and self.role != "mixed":
             raise ConfigError(f"--pla-role {self.role} needs --prefill-disagg spatial or temporal")
+        if not self.enabled and self.profile_at_launch == "on":
+            raise ConfigError("--pla-profile-at-launch on needs --prefill-disagg")
         if not self.stateless and (self.receive_share, self.send_share, self.hold_share) != (0.5, 0.5, 0.25):
             raise ConfigError("--pla-receive-share, --pla-send-share and --pla-hold-share need --pla-stateless")
         given = (self.time_scale, self.emulate_kv_gbps, self.emulate_kv_failures)
@@ -326,8 +342,14 @@ class PlaConfig:
 
     def for_device(self, device: str) -> PlaConfig:
         """With what is left to be decided by the device decided, as far as it can be before anything runs there."""
-        idle = self.graph_layout == "auto" and not (self.enabled and device == "cuda")
-        return self.replace(graph_layout="off") if idle else self
+        on_gpu = self.enabled and device == "cuda"
+        changes: dict[str, Any] = {}
+        if self.graph_layout == "auto" and not on_gpu:
+            changes["graph_layout"] = "off"
+        if self.profile_at_launch == "auto":
+            planned_by = self.stateless or self.telemetry is not None
+            changes["profile_at_launch"] = "on" if on_gpu and planned_by and self.emulate is None else "off"
+        return self.replace(**changes) if changes else self
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -410,6 +432,13 @@ def from_texts(given: Mapping[str, Sequence[Any]]) -> PlaConfig:
 def read_variables(names: Iterable[str]) -> dict[str, str]:
     """Those environment variables of ``names`` that are set: SGLang has switches there that no argument shows."""
     return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def profile_folder(config: PlaConfig) -> Path:
+    """Where measured step times are kept."""
+    if config.profile_cache is not None:
+        return Path(config.profile_cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pla_sglang" / "step_times"
 
 
 def controller_address(config: PlaConfig, name: str) -> str | None:

@@ -5,12 +5,15 @@ its passes take while it serves, and reports it. What it has not measured enough
 
 Step times in use are kept while what was measured agrees with them: a profile that is right is right beyond the sizes
 that were served so far, and a fit is not. So they change seldom, and whoever derives something from them may keep it.
+Instances that agree have the same: fits of equal devices differ by what each was sent, and a choice of the fastest
+would send all to the one that was lucky.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from pla_sglang.policy.common.step_model import StepModel
 from pla_sglang.policy.interface.fleet import InstanceView
@@ -80,10 +83,21 @@ class InstanceSteps:
         profile: what stands in for what was not measured.
         name: of the profile.
         own: the profile is this instance's, and not that of the whole fleet, which policies have already.
+        peers: the instances of the fleet, whose step times it has where they agree with what it has measured.
     """
 
-    def __init__(self, view: InstanceView, profile: StepTimes, name: str, *, own: bool = False) -> None:
+    def __init__(
+        self,
+        view: InstanceView,
+        profile: StepTimes,
+        name: str,
+        *,
+        own: bool = False,
+        peers: Sequence[InstanceView] = (),
+    ) -> None:
         self.view = view
+        self._own = own
+        self._peers = peers
         self.prefills = self.decodes = 0  # passes that were measured; 0: too few of them
         self._profile = profile
         self._name = name
@@ -104,8 +118,15 @@ class InstanceSteps:
         self.decodes = 0 if measured.decode is None else decodes
         if not differ(measured, self.view.steps or self._profile):
             return False
-        self.view.steps = measured
+        self.view.steps = self._find_alike(measured)
         return True
+
+    def _find_alike(self, measured: MeasuredSteps) -> StepTimes | None:
+        """Of the profile and those in use elsewhere the first that agree with ``measured``, else these."""
+        if not differ(measured, self._profile):
+            return self._profile if self._own else None
+        others = (peer.steps for peer in self._peers if peer is not self.view)
+        return next((steps for steps in others if steps is not None and not differ(measured, steps)), measured)
 
     @property
     def measured(self) -> tuple[bool, bool]:

@@ -22,6 +22,7 @@ from pla_sglang.profiles.step import (
     StepProfile,
 )
 
+PLAIN_IDS = range(1000, 2000)  # plain tokens in any vocabulary that we have seen, for prompts to measure with
 FLOOR_TOKENS = 512  # prefills below are near the floor and say little about the compute term
 MIN_PREFILL_POINTS = 4
 MIN_DECODE_POINTS = 3

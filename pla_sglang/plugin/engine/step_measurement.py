@@ -8,6 +8,7 @@ from typing import Any
 
 from pla_sglang.plugin.engine.pass_timer import PassTime, PassTimer
 from pla_sglang.plugin.engine.snapshot import attention_of, context_tokens, prefill_count
+from pla_sglang.plugin.engine.step_cache import StepCache
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.step_fit import StepSample
 from pla_sglang.policy.common.step_model import StepModel
@@ -15,7 +16,8 @@ from pla_sglang.policy.slo.decode_fit import MixedBatchSample
 from pla_sglang.policy.slo.pass_fits import PassFits
 
 DECODE_WEIGHT = 0.3  # of the latest decode step in the running mean
-UNMIXED_STRIDE = 8  # where decodes cannot be piggybacked only load reports ask what a step costs: each eighth is enough
+# Where decodes cannot be piggybacked only load reports ask what a step costs: later on each eighth is enough.
+UNMIXED_FIRST, UNMIXED_STRIDE = 256, 8
 
 
 class StepMeasurement:
@@ -26,11 +28,18 @@ class StepMeasurement:
         self._clock = clock
         self.fits = PassFits(start)
         self.decode_step_s = 0.0
+        self.cached = False  # what is known was kept from an earlier start
+        self._cache: StepCache | None = None
         self._timer = timer
         self._scheduling_began_s = 0.0
         self._decode_steps = 0
         self._taken_model = self.fits.prefills.model
         self._taken_mixed_model = self.fits.decodes.model
+
+    def use_cache(self, cache: StepCache) -> None:
+        """Begins with what it has kept, and keeps what is measured."""
+        self._cache = cache
+        self.cached = cache.load(self.fits)
 
     def begin_scheduling(self) -> None:
         self._scheduling_began_s = time.perf_counter()
@@ -63,6 +72,8 @@ class StepMeasurement:
         elif batch.forward_mode.is_decode():
             self._on_decode(batch, pass_s)
             self.decode_step_s += DECODE_WEIGHT * (self._clock.device_s(measured.device_s) - self.decode_step_s)
+        if self._cache is not None:
+            self._cache.save_news(self.fits)
         return measured.gap_s
 
     def _on_mixed(self, batch: Any, pass_s: float) -> None:
@@ -82,7 +93,8 @@ class StepMeasurement:
     def _on_decode(self, batch: Any, step_s: float) -> None:
         """Where decodes cannot be piggybacked, only load reports ask."""
         self._decode_steps += 1
-        if self._scheduler.is_mixed_chunk or self._decode_steps % UNMIXED_STRIDE == 0:
+        first = self._decode_steps <= UNMIXED_FIRST
+        if first or self._scheduler.is_mixed_chunk or self._decode_steps % UNMIXED_STRIDE == 0:
             self.fits.observe_decode(len(batch.reqs), context_tokens(batch), step_s)
 
     def host_s(self, measured: PassTime) -> float:
@@ -117,6 +129,12 @@ class StepMeasurement:
             "samples": len(prefills),
             "mean_relative_error": prefills.error,
             "riding_samples": len(decodes),
+            "told": [
+                prefills.model.to_floats(),
+                dataclasses.astuple(decodes.model),
+                [prefills.passes, decodes.decodes, decodes.mixed],
+            ],
+            "cached": self.cached,
             "decode_steps": decodes.decodes,
             "decode_model": dataclasses.asdict(decodes.model),
             "passes": self._timer.passes,

@@ -68,7 +68,8 @@ class ArrowKnobs:
 class ArrowPolicy(PredictingPolicy):
     """Dispatcher and controller in one: both change the same pools.
 
-    ``pace_s`` reads an instance's token interval, None where there is none that tells of its decode load.
+    ``pace_s`` reads an instance's token interval, None where there is none that tells of its decode load. ``planned``
+    is the number of prefill instances that flips may leave by one at most; None: any number (as in the paper).
 
     Args:
         running_tokens: Max Running Tokens by step times and KV capacity, for instances with step times of their own.
@@ -87,6 +88,7 @@ class ArrowPolicy(PredictingPolicy):
         self.guard = RoleSwitchGuard(knobs.flips)
         self.interval_s = knobs.interval_s
         self.pace_s: Callable[[InstanceView], float | None] = attrgetter("token_interval_s")
+        self.planned: int | None = None
         self._over_since_s: float | None = None  # token interval above target since; None: it is not
         self._idle_since_s: dict[int, float] = {}
 
@@ -150,6 +152,8 @@ class ArrowPolicy(PredictingPolicy):
         instance = pick_for_prefill(fleet) if self.knobs.adaptive else None
         if instance is None:
             return Hold(FleetReason.HOLD_LAST)
+        if self.planned is not None and _count_prefills(fleet) > self.planned:
+            return Hold(FleetReason.HOLD_PLAN)
         if not self.guard.may(PoolEvent.TO_PREFILL, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
         if not self._decode_load_stays_low(fleet, instance):
@@ -162,6 +166,8 @@ class ArrowPolicy(PredictingPolicy):
         instance = pick_for_decode(fleet, self.predictor) if self.knobs.adaptive else None
         if instance is None:
             return Hold(FleetReason.HOLD_LAST)
+        if self._is_below_plan(fleet):
+            return Hold(FleetReason.HOLD_PLAN)
         if not self.guard.may(PoolEvent.TO_DECODE, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
         self.guard.note(PoolEvent.TO_DECODE, now_s)
@@ -191,6 +197,8 @@ class ArrowPolicy(PredictingPolicy):
         """Trigger 3, for the instance that is idle."""
         if pick_for_decode(fleet, self.predictor) is None or not self.knobs.adaptive:
             return Hold(FleetReason.HOLD_LAST)
+        if self._is_below_plan(fleet):
+            return Hold(FleetReason.HOLD_PLAN)
         if not self.guard.may(PoolEvent.TO_DECODE, now_s):
             return Hold(FleetReason.HOLD_COOL_DOWN)
         self.guard.note(PoolEvent.TO_DECODE, now_s)
@@ -213,6 +221,9 @@ class ArrowPolicy(PredictingPolicy):
         return None
 
     # -- small questions -----------------------------------------------------------------------------------------------
+
+    def _is_below_plan(self, fleet: FleetView) -> bool:
+        return self.planned is not None and _count_prefills(fleet) < self.planned
 
     def best_prefill(self, request: RequestView, fleet: FleetView) -> InstanceView | None:
         """The member of both prefill pools with the least predicted TTFT; None without members."""
@@ -298,3 +309,8 @@ class ArrowPolicy(PredictingPolicy):
 
     def on_arrival(self, request: RequestView, now_s: float) -> None:
         self.guard.load.add(request.input_tokens, now_s)
+
+
+def _count_prefills(fleet: FleetView) -> int:
+    """Instances that get prefills."""
+    return len(fleet.by_role[Role.PREFILL]) + len(fleet.by_role[Role.DECODE_TO_PREFILL])

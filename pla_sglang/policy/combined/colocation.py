@@ -6,7 +6,7 @@ and the step times, in closed form (``forms.py``). Traffic is what recent reques
 until there were some.
 
 * Roles are introduced where they bear ``margin`` times what the colocated fleet does; as many prefill instances as are
-  best then, those with the fewest decodes. Arrow adapts the numbers from then on.
+  best then, those with the fewest decodes. From then on Arrow's flips adapt their number, by one at most.
 * They are dropped where the colocated fleet bears as much.
 * Between two changes there are at least ``rest_s``.
 
@@ -159,7 +159,7 @@ class ColocationMode:
     def _judge(self, ready: Sequence[InstanceView], now_s: float) -> int:
         """Changes the form where the other one bears more; the number of prefill instances where it then has roles."""
         knobs = self.knobs
-        if now_s - self._judged_s < knobs.judge_s or now_s - self._changed_s < knobs.rest_s:
+        if now_s - self._judged_s < knobs.judge_s:
             return 0
         self._judged_s = now_s
         one, targets, traffic = ready[len(ready) // 2], self._arrow.knobs, self.meter.traffic()
@@ -172,6 +172,9 @@ class ColocationMode:
             mixes=self._mixes,
         )
         with_roles_rps, prefills = disaggregated_rps(steps, traffic, shape)
+        self._arrow.planned = prefills
+        if now_s - self._changed_s < knobs.rest_s:
+            return 0
         margin = knobs.margin if self.mode is FleetMode.UNITED else 1.0
         wanted = FleetMode.UNITED
         if prefills and not bears_colocated(with_roles_rps / margin, steps, traffic, shape):

@@ -63,9 +63,7 @@ class InstanceCost:
         self._steps = steps
         self._eviction = eviction
 
-    def choose(
-        self, request: RequestView, fleet: FleetView, now_s: float, answer_tokens: float
-    ) -> InstanceView | None:
+    def choose(self, request: RequestView, fleet: FleetView, now_s: float, answer_tokens: float) -> InstanceView | None:
         """The MIXED instance with the least cost, of equals the one whose cache holds least; None without any.
 
         ``answer_tokens``: of a typical answer.

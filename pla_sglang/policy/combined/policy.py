@@ -12,15 +12,15 @@ Precedence in case of conflict:
 1. liveness: a phase without an instance is repaired first (Arrow's REPAIR);
 2. current targets: a flip for a predicted TTFT or a measured TPOT violation; for ``quiet_s`` after it, DOPD does
    not drain instances and the pressure controller does not move any: both would work with counts about to change;
-3. plan: DOPD's scaling and, on a fleet of fixed size, nothing else of it: Arrow's triggers decide the ratio there;
+3. plan: DOPD's scaling. On a fleet of fixed size its ratio (eq. 15), which Arrow's flips leave by one at most;
 4. optimisation: PLA's length classes, then STAR's moves. STAR never moves a request to an instance that Arrow empties
    (D->P), nor to one that would then hold more than Max Running Tokens or have too little KV cache left, and it stops
    while decode is being flipped.
 
-While decodes tolerate the prefills on their instances, the fleet drops roles (``colocation.py``): a request goes to
-the instance with the least cost of both phases, and STAR is the only active part. The rest is for a fleet with roles.
-On stock engines, which keep their kind and their requests, only Arrow's request scheduling and ``unite`` are given
-(``registry.py``).
+Where instances that do both phases bear as much, the fleet has no roles (``colocation.py``): a request goes to the
+instance with the least cost of both phases (``cost.py``), and STAR is the only active part. The rest is for a fleet
+with roles. On stock engines, which keep their kind and their requests, only Arrow's request scheduling, ``unite`` and
+``cost`` are given (``fleet.py``).
 
 A request takes the first possible of these. The first, the third and the last are prefills in place
 (``stall_budget.py``), on a decode instance that has memory and whose decodes tolerate the stall:

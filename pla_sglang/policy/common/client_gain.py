@@ -5,10 +5,10 @@
 
     loss_s  = remaining * tokens * price_s(target)
 
-A move pays where ``gain_s > factor * pause_s + loss_s``, or where the cache of the source will be full before the request's end:
-then somebody there is retracted, and computed again. ``interval_s`` is the measured token interval of the source, and
-the steps are predicted at the loads of now. A profile that is off by the same factor for both changes nothing; where
-instances differ, each has its own step times.
+A move pays where ``gain_s > factor * pause_s + loss_s``, or where the cache of the source will be full before the
+request's end: then somebody there is retracted, and computed again. ``interval_s`` is the measured token interval of
+the source, and the steps are predicted at the loads of now. A profile that is off by the same factor for both changes
+nothing; where instances differ, each has its own step times.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class FleetReason(Reason):
     DRAINED = "arrow.drained"  # a transitional pool member has no old work left
     REPAIR = "arrow.repair"  # a phase had lost its last instance
     HOLD_LAST = "arrow.hold_last"  # it would have been the last of its phase
+    HOLD_PLAN = "arrow.hold_plan"  # the number of prefill instances is off its plan in that direction already
     HOLD_OVERLOAD = "arrow.hold_overload"  # decode is loaded as well: decode first
     HOLD_LATE = "arrow.hold_late"  # the request would be late on the flipped instance too
     HOLD_COOL_DOWN = "arrow.hold_cool_down"

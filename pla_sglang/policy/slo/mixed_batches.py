@@ -18,6 +18,9 @@ The rule, for a pass that was chosen without regard to decodes:
 2. The pass is cut until it ends, by the model and its error, before the first next-token deadline of those that run
    (TOKEN_DEADLINE): a long gets a smaller chunk, companions and the last short prompts of a batch wait. A chunk is not
    cut below the crossing of the roofline, where it would be no faster, and short prompts that must start now are kept.
+   A long that was to overtake the chunk under way cannot be cut: where it is too late, the chunk goes on. While all
+   first tokens are in time at that pace, a pass also ends within ``SloKnobs.token_share`` of the TPOT target: answers
+   gain nothing by being as slow as they may.
 3. Where KV cache is short, a long is cut to the time of ``SloKnobs.short_steps`` decode steps (KV_SHORT): what starts
    next waits for memory, not for this prefill, and only those that run free any. With large chunks they step seldom,
    then often without a prefill to share the step with; and more prompts are in the cache at once, and are thrown out

@@ -12,9 +12,7 @@ from pla_sglang.policy.star.predictors import NoPrediction
 from pla_sglang.policy.star.select import SelectKnobs
 
 
-def make_controller(
-    setup: Setup, *, predict: bool = True, price: Price | None = None
-) -> StarRescheduler:
+def make_controller(setup: Setup, *, predict: bool = True, price: Price | None = None) -> StarRescheduler:
     """``predict``: by remaining lengths, not by the present load alone; ``price``: as of ``StarRescheduler``."""
     knobs = StarKnobs(
         HorizonKnobs() if predict else HorizonKnobs(steps=0),

@@ -22,7 +22,6 @@ from pla_sglang.policy.star.horizon import Horizon, HorizonKnobs, Summary, summa
 from pla_sglang.policy.star.predictors import Oracle
 from pla_sglang.policy.star.select import Choice, Move, SelectKnobs, Worker, best_move
 
-
 Price = Callable[[InstanceView, float], float]  # of an instance at a time, as ``DecodeLoad.price_s``
 
 

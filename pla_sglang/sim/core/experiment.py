@@ -146,9 +146,9 @@ class Experiment:
     def __post_init__(self) -> None:
         check_fields(self)
         require("--instances-max", self.instances_max, self.instances)
-        read_kinds(self)
         if self.decode_interval and self.engine == TEMPORAL:
             raise ConfigError(f"--prefill-decode-interval is {self.decode_interval}; allowed with {TEMPORAL}: 0")
+        read_kinds(self)
         length_predictor(self.lengths, self.seed)
         read_knobs(self.policy, self.policy_knobs)
 

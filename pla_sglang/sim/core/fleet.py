@@ -107,7 +107,7 @@ class Fleet:
         if self._config.known_steps is KnownSteps.EXACT and spec.profile != told:
             instance.view.steps = spec.profile
         elif self._config.known_steps is KnownSteps.MEASURED:
-            instance.measure_passes(InstanceSteps(instance.view, told, told.name))
+            instance.measure_passes(InstanceSteps(instance.view, told, told.name, peers=self.view.instances))
 
     def report_steps(self) -> None:
         """Instances that measure their passes tell what these take."""

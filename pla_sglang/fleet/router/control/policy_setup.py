@@ -15,7 +15,7 @@ from pla_sglang.fleet.router.control.workers.discovery import Description
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.fleet.router.control.workers.table import Worker
 from pla_sglang.fleet.router.http.bodies import ROLES
-from pla_sglang.load.step_times import ReportedSteps
+from pla_sglang.load.step_times import FittedModels, ReportedSteps
 from pla_sglang.policy.common.curve import profile_curve
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.pools import PoolEvent
@@ -217,7 +217,7 @@ class LivePolicy:
                 self.predictor.on_prefill(sample)
 
     def learn_steps(self, worker: Worker) -> None:
-        """Takes its step times as its last load report has them; of several ranks, those of the first."""
+        """Takes its step times as its last load report or answer has them; of several ranks, those of the first."""
         view, said = worker.view, worker.description
         if self.runner is None or said is None:
             return
@@ -225,8 +225,9 @@ class LivePolicy:
         if known is None:
             known = self._steps[view.index] = self._start_steps(view, said)
         report = worker.load.reports.get(0)
-        if report is not None:
-            known.on_report(report)
+        told = worker.fits if report is None else FittedModels.of_report(report)
+        if told is not None:
+            known.on_models(told)
 
     def _start_steps(self, view: InstanceView, description: Description) -> ReportedSteps:
         """Its profile, until it has measured more: with ``--profile auto`` it may be another one than the fleet's."""
@@ -234,7 +235,8 @@ class LivePolicy:
         own = name != self.profile_name
         if own:
             view.profile = name
-        return ReportedSteps(view, load_profile(name), name, own=own)
+        peers = () if self.runner is None else self.runner.fleet.instances
+        return ReportedSteps(view, load_profile(name), name, own=own, peers=peers)
 
     def describe_steps(self, view: InstanceView) -> str | None:
         """Where its step times are from; None before there is a policy, or the instance has told its load."""

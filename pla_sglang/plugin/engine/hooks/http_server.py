@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import logging
 import os
 import shutil
 import sys
@@ -13,9 +15,11 @@ from typing import Any
 
 from pla_sglang.common.errors import ConfigError, HostMismatchError, PlaError
 from pla_sglang.plugin import config as pla_config
-from pla_sglang.plugin.engine import compat, request_checks
+from pla_sglang.plugin.engine import compat, launch_profile, request_checks
 from pla_sglang.plugin.engine.host.arguments import resolve
 from pla_sglang.plugin.engine.routes import add_routes, watch_open_requests
+
+logger = logging.getLogger(__name__)
 
 SLO_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
@@ -129,7 +133,7 @@ def _carry_target(obj: Any, request: Any, name: str, key: str) -> None:
         obj.sampling_params = {"custom_params": {key: target_ms}}
 
 
-def before_run_http_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
+def before_run_http_server(server_args: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any] | None:
     """Last stop before requests are served: every scheduler must have said that our seams are in place."""
     scheduler_infos = kwargs.get("scheduler_infos") or (args[3] if len(args) > 3 else [])
     # A data-parallel controller passes on a digest of its schedulers: there each scheduler's own check must do. Where
@@ -139,3 +143,24 @@ def before_run_http_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
     if silent and speaks:
         raise HostMismatchError([f"scheduler {index} runs without pla_sglang's seams" for index in silent])
     add_routes()
+    if pla_config.current().profile_at_launch != "on" or scheduler_infos[0]["pla"]["step_times_cached"]:
+        return None
+    manager = kwargs["tokenizer_manager"] if "tokenizer_manager" in kwargs else args[0]
+    if (why_not := launch_profile.why_not(resolve(server_args))) is not None:
+        logger.warning("pla_sglang: passes are not measured at this start: %s", why_not)
+        return None
+    room_tokens = int(scheduler_infos[0]["max_total_num_tokens"])
+    measure = functools.partial(launch_profile.measure_passes, manager, room_tokens)
+    return (server_args, *args), kwargs | {"execute_warmup_func": measure_after(kwargs["execute_warmup_func"], measure)}
+
+
+def measure_after(warm_up: Callable[..., Any], measure: Callable[[], None]) -> Callable[..., Any]:
+    """SGLang's warm-up, which says whether the server works, and then ``measure``."""
+
+    def warm_up_and_measure(*args: Any, **kwargs: Any) -> Any:
+        works = warm_up(*args, **kwargs)
+        if works:
+            measure()
+        return works
+
+    return warm_up_and_measure

@@ -7,6 +7,8 @@ scheduler (``PrefillAdder``, ``SchedulerRequestReceiver``, ``SchedulePolicy``).
 from __future__ import annotations
 
 import logging
+import os
+import platform
 from typing import Any
 
 from pla_sglang.common.errors import ConfigError
@@ -20,6 +22,7 @@ from pla_sglang.plugin.engine.host.ranks import dp_rank
 from pla_sglang.plugin.engine.host.requests import extend_end, prefix_len
 from pla_sglang.plugin.engine.roles import RoleState
 from pla_sglang.plugin.engine.scheduler_adapter import PrefillAdapter
+from pla_sglang.plugin.engine.step_cache import StepCache, describe_engine
 from pla_sglang.policy.interface.prefill import PrefillClass
 
 logger = logging.getLogger(__name__)
@@ -132,8 +135,28 @@ def after_publish_load(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -
 
 
 def after_get_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    info["pla"] = {"config": scheduler.pla.config.to_dict(), "hooks": scheduler.pla_hooks}
+    steps, config = scheduler.pla.steps, scheduler.pla.config
+    if config.profile_at_launch == "on" and _is_first_rank(scheduler):
+        engine = describe_engine(resolve(scheduler.server_args), _name_device(scheduler.device), config.emulate)
+        steps.use_cache(StepCache(pla_config.profile_folder(config), engine))
+    info["pla"] = {"config": config.to_dict(), "hooks": scheduler.pla_hooks, "step_times_cached": steps.cached}
     return info
+
+
+def _is_first_rank(scheduler: Any) -> bool:
+    """Its measurements are those that count, and that reports tell."""
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = get_parallel()
+    return not (ranks.pp_rank or ranks.attn_tp_rank or ranks.attn_cp_rank or dp_rank(scheduler))
+
+
+def _name_device(device: str) -> str:
+    if device != "cuda":
+        return f"{platform.machine()} {os.cpu_count()} {device}"
+    import torch
+
+    return str(torch.cuda.get_device_name())
 
 
 def after_get_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from pla_sglang.common.secret_names import hide_in_text
 from pla_sglang.fleet.router.control.workers.errors import WorkerError
 from pla_sglang.load.instance_load import InstanceLoad
 from pla_sglang.load.legs import LegLoad
+from pla_sglang.load.step_times import FittedModels
 from pla_sglang.plugin.config import DOPD
 from pla_sglang.policy.interface.fleet import InstanceKind, LoadAmounts
 from pla_sglang.policy.interface.prefill import PrefillClass
@@ -90,6 +91,7 @@ class Description:
         says_ending: it has ``/pla/ending``.
         batches: whether it gathers prompts by DOPD's Algorithm 1, whose knobs can be told.
         legs: of a stateless instance, at the time of the answer.
+        fits: its step times, then; None: it does not say.
         generates: False: its model embeds, scores or classifies; None: it does not say.
         most_input_tokens: a prompt must be shorter; None: it does not say, or cuts longer ones.
         adapters: names of the LoRA adapters that it began with; None: it serves none.
@@ -120,6 +122,7 @@ class Description:
     says_ending: bool = False
     batches: bool = False
     legs: LegLoad | None = None
+    fits: FittedModels | None = None
     generates: bool | None = None
     most_input_tokens: int | None = None
     adapters: frozenset[str] | None = frozenset()
@@ -164,6 +167,7 @@ def describe(info: Mapping[str, Any], model: Mapping[str, Any] | None = None) ->
             says_ending=bool(stateless) or bool(config),
             batches=config.get("prefill_disagg") == DOPD,
             legs=LegLoad.of_state(stateless) if "faults" in stateless else None,
+            fits=FittedModels.of_state((pla.get("step_model_fits") or {}).get("told")),
             generates=_generates(info, model or {}),
             most_input_tokens=None if info.get("allow_auto_truncate") else _positive(info.get("max_req_input_len")),
             adapters=_adapters(info),

@@ -196,7 +196,7 @@ class InstanceMonitor:
         same = self._table.same_process(worker, said.identity)
         if same is not None:  # under another name of its machine, or behind a router: this one
             raise WorkerError(f"the process that answers there is worker {same.number} already ({same.url})", 409)
-        worker.legs = said.legs or worker.legs
+        worker.legs, worker.fits = said.legs or worker.legs, said.fits
         expected = worker.expected_identity if worker.description is None else worker.description.identity
         if expected and said.identity != expected:
             self.restarted(worker)

@@ -29,6 +29,7 @@ from pla_sglang.fleet.router.http.bodies import WorkerRow
 from pla_sglang.fleet.viewer.history import TtftSums
 from pla_sglang.load.legs import LegLoad
 from pla_sglang.load.report import Report, RequestRow
+from pla_sglang.load.step_times import FittedModels
 from pla_sglang.load.tracker import LoadTracker
 from pla_sglang.policy.common.device_clock import DeviceClock
 from pla_sglang.policy.common.joining import join_pools, join_role
@@ -90,6 +91,7 @@ class Worker:
         peers: of a stateless instance, what it says of those that it can get KV cache from, by their numbers; None: it
             has not been told of any yet, nor of its own address.
         legs: of a stateless instance, from its last report, or from its last answer where it sends none.
+        fits: its step times, from its last answer; its load reports have newer ones, if it sends any.
         wants_drain: to be drained once it is ready: an operator ordered it before a restart of the router.
         heard_s: when its scheduler last said something: in a load report, or in an answer that it has a part in.
         unasked_s: when nobody last expected it to say anything.
@@ -115,6 +117,7 @@ class Worker:
     connected_s: dict[int, float] = dataclasses.field(default_factory=dict)
     peers: dict[int, str] | None = None
     legs: LegLoad | None = None
+    fits: FittedModels | None = None
     heard_s: float = 0.0
     unasked_s: float = 0.0
     verified: tuple[float, bool] | None = None
