@@ -122,7 +122,7 @@ class InstanceSteps:
         return True
 
     def _find_alike(self, measured: MeasuredSteps) -> StepTimes | None:
-        """Of the profile and those in use elsewhere the first that agree with ``measured``, else these."""
+        """The first that agree with ``measured``, of the profile and those in use elsewhere; without any, these."""
         if not differ(measured, self._profile):
             return self._profile if self._own else None
         others = (peer.steps for peer in self._peers if peer is not self.view)

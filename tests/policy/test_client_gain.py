@@ -129,12 +129,14 @@ def test_star_moves_the_one_whose_client_gains() -> None:
 
 
 def test_star_asks_what_kv_cache_costs_on_each_target() -> None:
-    made = StarRescheduler(
-        StarKnobs(horizon=HorizonKnobs(steps=40, points=8, half_life_steps=20.0)),
-        client=ClientGain(dataclasses.replace(KNOBS, base_s=0.5), LinearSteps()),
-        price=lambda instance, now_s: {0: 1.0, 1: price_s}[instance.index] if now_s == 7.0 else math.inf,
-    )
-    for price_s, reason in ((0.0, R.STAR_MIGRATE), (1.0, R.STAR_NO_CANDIDATE)):
+    """On i1, where the source would move to; at the time of the tick."""
+    for free_at_s, reason in ((7.0, R.STAR_MIGRATE), (8.0, R.STAR_NO_CANDIDATE)):
+        free = ("i1", free_at_s)
+        made = StarRescheduler(
+            StarKnobs(horizon=HorizonKnobs(steps=40, points=8, half_life_steps=20.0)),
+            client=ClientGain(dataclasses.replace(KNOBS, base_s=0.5), LinearSteps()),
+            price=lambda instance, now_s, free=free: 0.0 if (instance.name, now_s) == free else 1.0,
+        )
         (action,) = made.tick(view_of(SOURCE, batch()), 7.0)
         assert action.reason is reason
 

@@ -64,9 +64,7 @@ def test_a_slow_instance_computes_it_slowly() -> None:
     assert cost.token_s(view, NOW_S) == pytest.approx(0.002, rel=0.01)
 
 
-@given(
-    st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 500), st.floats(0, 1000), st.floats(0, 1000)
-)
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 500), st.floats(0, 1000), st.floats(0, 1000))
 def test_the_emptier_and_the_older_is_never_dearer(
     used: int, cached: int, less: int, idle_s: float, older_s: float
 ) -> None:

@@ -158,7 +158,9 @@ def test_combined_on_stock_engines_has_no_part_that_moves_anything(stateless: bo
     Of four instances, three prefill 27 prompts a second and one decodes 26 of them; colocated, each has 3.75 ms of both
     for every request a second, and 20 ms of a token for them: 21 a second in all.
     """
-    setup = dataclasses.replace(SETUP, tpot_slo_s=0.030, prefills=None, instances=4, stateless=stateless, migrates=False)
+    setup = dataclasses.replace(
+        SETUP, tpot_slo_s=0.030, prefills=None, instances=4, stateless=stateless, migrates=False
+    )
     policy = build("combined", setup)
     assert policy.roles == (Role.MIXED,) * 4
     kind = InstanceKind.STATELESS if stateless else InstanceKind.UNIFIED

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.fleets import LinearSteps, predictor
-
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
 from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode
 from pla_sglang.policy.combined.cost import CostKnobs, InstanceCost
 from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
 from pla_sglang.policy.common.eviction import EvictionCost, EvictionKnobs
 from pla_sglang.policy.interface.step_times import StepTimes
+from support.fleets import LinearSteps, predictor
 
 TTFT_S, TPOT_S = 1.0, 0.050
 

@@ -52,6 +52,7 @@ FLEET: Mapping[str, str] = {
     "arrow.hold_overload": "No change to prefill: decode is overloaded as well, and comes first.",
     "arrow.hold_late": "No change to prefill: the request would be late on the changed instance too.",
     "arrow.hold_cool_down": "No change: the last one was too recent.",
+    "arrow.hold_plan": "No change: the number of prefill instances is off the best one in that direction already.",
     "arrow.steady": "Nothing asks for a change of roles.",
     "star.migrate": "A running request moves: that lowers the predicted imbalance of decode instances.",
     "star.balanced": "No decode instance is overloaded, now or in the prediction; nothing moves.",

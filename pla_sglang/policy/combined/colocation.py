@@ -91,7 +91,7 @@ class TrafficMeter:
 
     @property
     def output_tokens(self) -> float:
-        """Of an answer."""
+        """The mean of recent answers."""
         return self._output
 
     def on_request(self, new_tokens: int, history_tokens: int) -> None:

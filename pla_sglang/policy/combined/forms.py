@@ -121,7 +121,7 @@ def _prefill_s(prompts: float, steps: StepTimes, traffic: Traffic) -> float:
 
 
 def _prompt_s(steps: StepTimes, traffic: Traffic) -> float:
-    """Of one prompt; short ones share a pass."""
+    """Prefill time of one prompt; short ones share a pass."""
     prompts = max(1.0, BATCHED_TOKENS / traffic.new_tokens)
     return _prefill_s(prompts, steps, traffic) / prompts
 

@@ -1,4 +1,4 @@
-"""What a prefill takes from the decodes of its instance.
+"""What a prefill takes from the decodes of its instance, for the stall budget of prefills in place.
 
 Where engines prefill and decode in turns, decodes lose the whole time of a prefill. Where running decodes are
 piggybacked on prefill passes, they get a token in each pass, and lose only what a pass takes longer than a token may:

@@ -49,7 +49,7 @@ class KvPool:
 
     @property
     def idle_tokens(self) -> int:
-        """Of idle blocks."""
+        """Tokens of idle blocks, which can be evicted."""
         return len(self._idle) * self.block_tokens
 
     @property

@@ -34,9 +34,7 @@ CHOICES: list[tuple[str, FleetView, RequestView, str]] = [
     ("of equals the emptiest cache", fleet(mixed(kv_cached_tokens=50), mixed(kv_cached_tokens=40)), request(10), "i1"),
     (
         "by the share that it holds",
-        fleet(
-            mixed(kv_cached_tokens=50, kv_capacity_tokens=1000), mixed(kv_cached_tokens=60, kv_capacity_tokens=2000)
-        ),
+        fleet(mixed(kv_cached_tokens=50, kv_capacity_tokens=1000), mixed(kv_cached_tokens=60, kv_capacity_tokens=2000)),
         request(10),
         "i1",
     ),

@@ -202,7 +202,7 @@ def test_a_floor_of_mixed_passes_lets_nothing_more_be_borne(
     assert both[0] == both[1], "a mixed pass that takes longer than the target is never made"
 
 
-# -- regimes that were run ----------------------------------------------------------------------------------------------
+# -- regimes that were run --------------------------------------------------------------------------------------------
 
 AZURE_CODE = traffic(2048, 28, short=8, variation=0.9)
 AZURE_CONV = traffic(1155, 211, short=40, variation=1.0)
