@@ -173,10 +173,10 @@ def test_knobs_of_a_policy_are_checked_at_the_start(policy: str, texts: list[str
 
 
 def test_knobs_of_a_policy_are_flags() -> None:
-    flags = ["--policy", "combined", "--policy-knob", "unite.calm_s=60", "--policy-knob", "arrow.low_load=0.5"]
+    flags = ["--policy", "combined", "--policy-knob", "unite.rest_s=60", "--policy-knob", "arrow.low_load=0.5"]
     config, _ = launch_router.read_config(flags)
-    assert config.control.policy_knobs == ("unite.calm_s=60", "arrow.low_load=0.5")
-    assert read_knobs("combined", config.control.policy_knobs) == {"unite.calm_s": 60.0, "arrow.low_load": 0.5}
+    assert config.control.policy_knobs == ("unite.rest_s=60", "arrow.low_load=0.5")
+    assert read_knobs("combined", config.control.policy_knobs) == {"unite.rest_s": 60.0, "arrow.low_load": 0.5}
 
 
 @pytest.mark.parametrize("name", policy_names())

@@ -210,7 +210,7 @@ def test_a_report_fills_the_view() -> None:
     assert (sample.new_tokens, sample.attention, sample.history_tokens, sample.requests) == (512, 300_000, 40, 3)
     assert sample.duration_s == pytest.approx(0.04)
     assert sample.instance is view
-    assert sample.steps == (MeasuredPass(500, 250_000, 0, 0.03), MeasuredPass(12, 50_000, 40, 0.01))
+    assert sample.steps == (MeasuredPass(500, 250_000, 0, 0.03, 1), MeasuredPass(12, 50_000, 40, 0.01, 2))
     assert prefill_sample(view, report(2), DeviceClock()) is None
 
 

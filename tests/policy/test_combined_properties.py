@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.combined import cost, mode
 from support.fleets import LinearSteps, instance, predictor, request
 
 from pla_sglang.policy.arrow.policy import ArrowKnobs, ArrowPolicy
-from pla_sglang.policy.combined.colocation import ColocationKnobs, ColocationMode, FleetMode
+from pla_sglang.policy.combined.colocation import FleetMode
 from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
 from pla_sglang.policy.combined.stall_budget import InPlace, InPlaceKnobs
 from pla_sglang.policy.common.pools import PoolEvent, transition
@@ -33,6 +34,17 @@ LIMIT_TOKENS = 1000  # Max Running Tokens
 KV_TOKENS = 2000
 
 
+class SlowMixed(LinearSteps):
+    """Prefills take a tenth, and a mixed pass is too long for the TPOT target: whether roles pay follows from the
+    lengths of the few requests that a sequence has."""
+
+    def prefill_s(self, new_tokens: float, attention: float, history_tokens: float, requests: int) -> float:
+        return 0.1 * super().prefill_s(new_tokens, attention, history_tokens, requests)
+
+    def mixed_s(self, *amounts: Any) -> float:
+        return 0.060
+
+
 def policy_of(*, scaling: bool, unite: bool) -> CombinedPolicy:
     arrow = ArrowPolicy(ArrowKnobs(1.0, 0.05, {"": LIMIT_TOKENS}, tpot_window_s=0.0, idle_s=0.0), predictor())
     tables = PrefillTable.profile(LinearSteps()), DecodeTable.profile(LinearSteps())
@@ -45,10 +57,9 @@ def policy_of(*, scaling: bool, unite: bool) -> CombinedPolicy:
         pressure=PressureController(PressureKnobs(1.0, cool_down_s=0.0), arrow.predictor),
         star=StarRescheduler(StarKnobs()),
         planner=DopdController(Planner(knobs, *tables)) if scaling else None,
-        # Judges after two answers and changes its mind in a second: sequences are short.
-        unite=ColocationMode(ColocationKnobs(judge_after=2, memory=2, calm_s=1.0), arrow, LinearSteps())
-        if unite
-        else None,
+        # Judges by two requests and changes its mind in a second: sequences are short.
+        unite=mode(SlowMixed(), arrow, memory=2, prior=2, judge_s=0.0, rest_s=1.0) if unite else None,
+        cost=cost(arrow) if unite else None,
     )
     return CombinedPolicy(CombinedKnobs(), parts)
 
@@ -229,3 +240,20 @@ def test_a_phase_that_died_out_is_repaired_at_the_next_tick(lost: Role) -> None:
     assert driver.phases() != (True, True)
     driver.tick(0)
     assert driver.phases() == (True, True)
+
+
+def test_sequences_reach_both_forms() -> None:
+    driver = Driver([Role.MIXED] * 4, scaling=False, unite=True)
+    seen = []
+    for tokens, answer in ((900, 39), (10, 4), (900, 39)):
+        for _ in range(8):
+            driver.arrive(tokens)
+            driver.finish_prefill(0)
+            driver.answer(answer)
+        driver.tick(1)
+        driver.check_mode()
+        driver.tick(1)
+        seen.append(driver.policy.parts.unite.mode)  # type: ignore[union-attr]
+        for place in range(4):
+            driver.empty_decode(place)
+    assert seen == [FleetMode.ROLES, FleetMode.UNITED, FleetMode.ROLES]

@@ -15,7 +15,7 @@ from pla_sglang.policy.common.fleet_policy import Setup
 from pla_sglang.policy.common.predictor import TtftPredictor
 from pla_sglang.policy.common.step_fit import StepSample
 from pla_sglang.policy.common.step_model import GPU_START, StepModel
-from pla_sglang.policy.interface.decisions import PrefillSample
+from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.measured_steps import ENOUGH, InstanceSteps, MeasuredSteps
 from pla_sglang.policy.slo.decode_fit import MixedBatchSample
 from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
@@ -118,7 +118,8 @@ def test_a_factor_is_of_one_curve() -> None:
     """What made up for a wrong profile must not be applied to the right times."""
     predictor, one = TtftPredictor({"": CURVE}), instance(0)
     for _ in range(200):
-        predictor.on_prefill(PrefillSample(one, 1000, 1_000_000, 0, 1, 2 * CURVE.time_s(1000)))
+        measured = MeasuredPass(1000, 1_000_000, 0, 2 * CURVE.time_s(1000))
+        predictor.on_prefill(PrefillSample(one, 1000, 1_000_000, 0, 1, 2 * CURVE.time_s(1000), (measured,)))
     assert predictor.factor(one) == pytest.approx(2.0, rel=0.01)
     one.steps = MeasuredSteps(LinearSteps(), slower(2)[0], None)
     assert predictor.backlog_s(one, 1, 1000, 1_000_000, 0) == pytest.approx(2 * CURVE.time_s(1000), rel=0.01)

@@ -10,10 +10,10 @@ from support.temporal_scene import KNOBS, NOW_S, RECENT_S, lone_short
 from support.views import FLAT, long, pass_view, short
 
 from pla_sglang.policy.common.step_model import StepModel
-from pla_sglang.policy.interface.prefill import Action, PassView, Piggyback, Reason
+from pla_sglang.policy.interface.prefill import Action, PassDecision, PassView, Piggyback, Reason, WaitingView
 from pla_sglang.policy.pla.temporal import TemporalKnobs, TemporalPolicy
 from pla_sglang.policy.slo.knobs import SloKnobs
-from pla_sglang.policy.slo.mixed_batches import MixedBatches, MixedBatchModel, PassCost
+from pla_sglang.policy.slo.mixed_batches import MixedBatches, MixedBatchModel, PassCost, plan_mixed_batch
 
 DECODE = MixedBatchModel(base_s=0.010, request_s=0.0, read_s=0.0)
 S, L, H = Action.SHORT, Action.LONG, Action.HOLD
@@ -272,3 +272,40 @@ def test_riding_is_tried_again_after_many_passes_if_no_token_is_late(
     assert probe.piggyback is piggyback
     made.on_pass(probe, view, probe.selected, NOW_S)
     assert made.decide(view, NOW_S).piggyback is Piggyback.ALONE
+
+
+@pytest.mark.parametrize("under_way", [True, False], ids=["behind a chunk under way", "nothing under way"])
+@pytest.mark.parametrize(
+    ("name", "first", "slack_s", "action", "tokens", "piggyback"),
+    [
+        # (tokens + 10 riders) * 0.1 ms, of 1,000 tokens in the whole pass
+        ("in time as it is", 600, 0.101, None, 1000, Piggyback.TOGETHER),
+        ("without the rest it is in time", 600, 0.062, S, None, Piggyback.TOGETHER),
+        ("too late even so: it is cut, or the chunk goes on", 600, 0.050, L, 490, Piggyback.TOKEN_DEADLINE),
+        ("later than at the crossing", 600, 0.005, L, 100, Piggyback.LATE),
+        ("a short is never cut", 90, 0.005, S, None, Piggyback.LATE),
+    ],
+)
+def test_an_urgent_long_prompt_does_not_run_whole_where_it_is_too_late_for_next_tokens(
+    under_way: bool,
+    name: str,
+    first: int,
+    slack_s: float,
+    action: Action | None,
+    tokens: int | None,
+    piggyback: Piggyback,
+) -> None:
+    """It was to share a pass, with the chunk under way or with the beginning of a larger one."""
+    one, larger = long(RECENT_S, first), long(RECENT_S, 3000)
+    chunk: WaitingView | None = larger if under_way else None
+    shared = PassDecision(S if under_way else L, Reason.SLACK, (one,) if under_way else (one, larger), 1000)
+    view = riding(pass_view([one] if under_way else [one, larger], chunk), slack_s=slack_s)
+    planned = plan_mixed_batch(shared, view, FLAT, DECODE, SloKnobs(), now_s=NOW_S, grid_tokens=1)
+    assert (planned.reason, planned.chunk_tokens, planned.piggyback) == (Reason.SLACK, tokens, piggyback)
+    if action is None:
+        assert planned == dataclasses.replace(shared, piggyback=piggyback)
+        return
+    assert planned.action is action
+    goes_on = under_way and action is L
+    assert planned.selected == (() if goes_on else (one,))
+    assert planned.park is (under_way and not goes_on)

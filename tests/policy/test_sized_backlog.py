@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy.test_colocation import unite
 from policy.test_properties import EXAMPLES
+from support.combined import arrow, combined, cost
 from support.fleets import fleet, mixed, request
 
-from pla_sglang.policy.combined.colocation import ColocationMode
-from pla_sglang.policy.combined.policy import CombinedKnobs, CombinedPolicy, Parts
 from pla_sglang.policy.combined.sized_backlog import SizedBacklog
 from pla_sglang.policy.interface.fleet import InstanceView, RequestView
 
@@ -95,14 +93,11 @@ def test_nothing_is_left_when_all_have_ended(events: list[tuple[int, str, int]])
         assert backlog.ahead_of(request(1), instance)[:2] == (1, 77)
 
 
-def combined(mode: ColocationMode) -> CombinedPolicy:
-    return CombinedPolicy(CombinedKnobs(), Parts(mode._arrow, unite=mode))
-
-
 def test_a_short_goes_to_the_instance_whose_larger_ones_it_passes() -> None:
     """i0 has a prompt of 400 tokens, i1 one of 300; a request of 20 with a prefix at i0 passes it there."""
     for small_first, chosen in ((True, "i0"), (False, "i1")):
-        policy = combined(unite(small_first=small_first, stall_weight=0.0, decode_weight=0.0, work_weight=0.0))
+        over = arrow()
+        policy = combined(cost(over, small_first=small_first, decode_weight=0.0, work_weight=0.0), over)
         view = fleet(mixed(), mixed())
         for tokens, instance in zip((400, 300), view.instances, strict=True):
             other = request(tokens, rid=tokens)
@@ -120,9 +115,9 @@ def test_a_short_goes_to_the_instance_whose_larger_ones_it_passes() -> None:
 
 
 def test_first_tokens_and_ends_are_taken_off() -> None:
-    mode = unite(small_first=True)
-    policy, view = combined(mode), fleet(mixed())
-    backlog = mode.backlog
+    over = arrow()
+    part = cost(over, small_first=True)
+    policy, view, backlog = combined(part, over), fleet(mixed()), part.backlog
     assert backlog is not None
     for rid in ("first token", "aborted"):
         policy.dispatch(request(400, rid=rid), view, 0.0)

@@ -67,6 +67,12 @@ USUAL = Traffic(
 )
 
 
+_ROLES_BY = {
+    PoolEvent.TO_PREFILL: (Role.PREFILL, Role.DECODE_TO_PREFILL),
+    PoolEvent.TO_DECODE: (Role.DECODE, Role.PREFILL_TO_DECODE),
+}
+
+
 class FleetMode(enum.Enum):
     UNITED = "united"
     ROLES = "roles"
@@ -180,10 +186,14 @@ class ColocationMode:
 
     @staticmethod
     def _give_roles(ready: Sequence[InstanceView], prefills: int) -> list[FleetAction]:
-        """Those with the fewest decodes become prefill instances."""
+        """Those with the fewest decodes become prefill instances. One that has joined with its role may have it yet."""
         ordered = sorted(ready, key=lambda one: one.assigned_decode_tokens())
         events = [PoolEvent.TO_PREFILL] * prefills + [PoolEvent.TO_DECODE] * (len(ordered) - prefills)
-        return [switch_role(one, event, FleetReason.SPLIT) for one, event in zip(ordered, events, strict=True)]
+        return [
+            switch_role(one, event, FleetReason.SPLIT)
+            for one, event in zip(ordered, events, strict=True)
+            if one.role not in _ROLES_BY[event]
+        ]
 
     @staticmethod
     def _place_newcomer(fleet: FleetView) -> list[FleetAction]:

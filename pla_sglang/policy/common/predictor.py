@@ -75,19 +75,22 @@ class PredictionError:
 
 @dataclasses.dataclass(slots=True)
 class _Factor:
-    """Observed and predicted seconds of recent passes."""
+    """Observed and predicted seconds of recent passes; ``prior_s``: what is left of the weight of the prior, in
+    predicted seconds, too."""
 
+    prior_s: float
     observed_s: float = 0.0
     predicted_s: float = 0.0
 
     def add(self, observed_s: float, predicted_s: float, memory_s: float) -> None:
         keep = max(0.0, 1.0 - predicted_s / memory_s)
+        self.prior_s *= keep
         self.observed_s = self.observed_s * keep + observed_s
         self.predicted_s = self.predicted_s * keep + predicted_s
 
-    def ratio(self, before: float, prior_s: float) -> float:
-        """Observed over predicted; ``before``, what it was taken for, weighs as much as ``prior_s`` of passes."""
-        return (self.observed_s + prior_s * before) / (self.predicted_s + prior_s)
+    def ratio(self, before: float) -> float:
+        """Observed over predicted; ``before`` is what it was taken for."""
+        return (self.observed_s + self.prior_s * before) / (self.predicted_s + self.prior_s)
 
 
 class TtftPredictor:
@@ -113,7 +116,7 @@ class TtftPredictor:
         if own is not None:
             return own
         common = self._common.get(_kind_of(instance))
-        return 1.0 if common is None else self._bounded(common.ratio(1.0, self.knobs.prior_s))
+        return 1.0 if common is None else self._bounded(common.ratio(1.0))
 
     def _bounded(self, ratio: float) -> float:
         return min(max(ratio, self.knobs.factor_min), self.knobs.factor_max)
@@ -194,12 +197,12 @@ class TtftPredictor:
         fitted_s = sum(
             curve.batch_s(step.requests, step.new_tokens, step.attention, step.history_tokens) for step in steps
         )
-        seen = self._seen.setdefault(instance.index, _Factor())
-        common = self._common.setdefault(_kind_of(instance), _Factor())
+        seen = self._seen.setdefault(instance.index, _Factor(knobs.prior_s))
+        common = self._common.setdefault(_kind_of(instance), _Factor(knobs.prior_s))
         for factor in (seen, common):
             factor.add(measured_s, fitted_s, knobs.memory_s)
-        usual = common.ratio(1.0, knobs.prior_s)
-        own = seen.ratio(usual, knobs.prior_s)
+        usual = common.ratio(1.0)
+        own = seen.ratio(usual)
         if 1 / knobs.own_factor < own / usual < knobs.own_factor:
             self._own.pop(instance.index, None)
         else:

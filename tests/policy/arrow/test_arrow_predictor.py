@@ -13,7 +13,7 @@ from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.common.capacity import max_running_tokens
 from pla_sglang.policy.common.curve import PrefillCurve, fit_curve, profile_curve
 from pla_sglang.policy.common.predictor import PredictorKnobs, TtftPredictor
-from pla_sglang.policy.interface.decisions import PrefillSample
+from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import InstanceView
 
 QUADRATIC = PrefillCurve(0.006, 1.6e-5, 9e-10, 2e-7)
@@ -89,24 +89,70 @@ def test_least_delay_is_the_minimum_and_an_idle_one_wins() -> None:
     assert model.least_delay([]) is None
 
 
-def sample(view: InstanceView, seconds: float, tokens: int = 990) -> PrefillSample:
-    return PrefillSample(view, tokens, 0, 0, 1, seconds)
+def sample(view: InstanceView, seconds: float, tokens: int = 990, requests: int = 1) -> PrefillSample:
+    """One pass without piggybacked decodes."""
+    one = MeasuredPass(tokens, 0, 0, seconds, requests)
+    return PrefillSample(view, tokens, 0, 0, requests, seconds, (one,))
 
 
-def test_the_factor_goes_to_what_is_observed_and_only_there() -> None:
+def measure(model: TtftPredictor, times: dict[InstanceView, float], passes: int = 60) -> None:
+    """Passes of 990 tokens in turn, which are fitted as 1 s, and take so many times as long."""
+    for _ in range(passes):
+        for view, factor in times.items():
+            model.on_prefill(sample(view, factor))
+
+
+def test_one_factor_serves_all_instances_of_a_profile() -> None:
+    """An instance that was never measured is what the others are."""
     model = predictor()
-    slow, other = instance(0), instance(1)
-    for _ in range(60):  # 990 tokens: fitted 1 s, taken 2 s
-        model.on_prefill(sample(slow, 2.0))
-    assert model.factor(slow) == pytest.approx(2.0, rel=0.05)
-    assert model.factor(other) == 1.0
-    assert model.own_s(request(990), slow) == pytest.approx(2.0, rel=0.05)
-    before = model.least_delay([instance(0, queued_tokens=100), instance(1, queued_tokens=150)])
-    assert before is not None
-    assert before.index == 1  # 0.11 s twice is more than 0.16 s
-    for _ in range(200):
-        model.on_prefill(sample(slow, 1.0))
-    assert model.factor(slow) == pytest.approx(1.0, rel=0.02)
+    measured, other, untried = instance(0), instance(1), instance(2)
+    alien = instance(3, profile="of another device")
+    measure(model, {measured: 2.0, other: 2.0})
+    for view in (measured, other, untried):
+        assert model.factor(view) == pytest.approx(2.0, rel=0.01)
+    assert model.factor(alien) == 1.0
+    assert model.own_s(request(990), untried) == pytest.approx(2.0, rel=0.01)
+    measure(model, {measured: 1.0}, passes=200)
+    assert model.factor(untried) == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize(("factor", "own"), [(1.1, False), (0.9, False), (1.5, True), (0.6, True)])
+def test_an_instance_has_its_own_only_where_it_is_clearly_slower_or_faster(factor: float, own: bool) -> None:
+    model = predictor()
+    *usual, unlike = [instance(index) for index in range(9)]
+    measure(model, {**dict.fromkeys(usual, 1.0), unlike: factor})
+    assert len({model.factor(view) for view in usual}) == 1
+    assert (model.factor(unlike) != model.factor(usual[0])) is own
+    if own:
+        assert model.factor(unlike) == pytest.approx(factor, rel=0.05)
+    measure(model, dict.fromkeys([*usual, unlike], 1.0), passes=200)
+    assert model.factor(unlike) == model.factor(usual[0]) == pytest.approx(1.0, rel=0.02), "it is as the others again"
+
+
+def test_an_instance_that_is_slower_counts_as_such_in_the_least_delay() -> None:
+    model = predictor()
+    slow, other = instance(0, queued_tokens=100), instance(1, queued_tokens=150)
+    measure(model, {slow: 2.0, other: 1.0})
+    assert model.least_delay([slow, other]) is other  # 0.11 s twice is more than 0.16 s
+
+
+def test_passes_with_piggybacked_decodes_say_nothing_of_the_curve() -> None:
+    model, view = predictor(), instance(0)
+    for _ in range(60):
+        model.on_prefill(PrefillSample(view, 990, 0, 0, 1, 9.0))  # two of them: their times are only in the sum
+    assert model.factor(view) == 1.0
+    pure = MeasuredPass(990, 0, 0, 2.0)
+    for _ in range(60):
+        model.on_prefill(PrefillSample(view, 2000, 0, 0, 3, 11.0, (pure,)))
+    assert model.factor(view) == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_pass_of_many_requests_is_fitted_as_such() -> None:
+    """Ten requests of 90 tokens: 1 s by the curve, of which a tenth is theirs alone."""
+    model, view = predictor(), instance(0)
+    for _ in range(60):
+        model.on_prefill(sample(view, 1.0, tokens=900, requests=10))
+    assert model.factor(view) == pytest.approx(1.0)
 
 
 def test_the_factor_is_bounded_and_ignores_empty_passes() -> None:

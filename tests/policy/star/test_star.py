@@ -196,8 +196,10 @@ def star(**changes: Any) -> StarRescheduler:
 
 
 def loaded(*batches: Rows, room: int = 10_000, **fields: Any) -> FleetView:
-    view = fleet(*[decode(kv_capacity_tokens=room, **fields) for _ in batches])
+    """No two requests have a prefix in common."""
     made = [DecodeBatch.of(rows) for rows in batches]
+    used = [{"kv_used_tokens": int(one.tokens.sum()), **fields} for one in made]
+    view = fleet(*[decode(kv_capacity_tokens=room, **one) for one in used])
     return FleetView(view.instances, decodes=lambda instance: made[instance.index])
 
 
@@ -291,6 +293,29 @@ def test_prefill_instances_take_no_part() -> None:
     made = DecodeBatch.of(HEAVY)
     view = FleetView(fleet(prefill(), decode()).instances, decodes=lambda instance: made)
     assert star().tick(view, 0.0)[0].reason is R.STAR_BALANCED
+
+
+@pytest.mark.parametrize(
+    ("name", "used_tokens", "waiting_tokens", "moves"),
+    [
+        # 300 tokens, and 50 to come of each, into 95 % of 1,500; of three prompts of 450 the target holds 1,350 or less
+        ("nothing in common", 1350, 0, False),
+        ("400 tokens in common, twice", 550, 0, True),
+        ("arrivals on their way take room", 550, 300, True),
+        ("until there is none", 550, 400, False),
+    ],
+)
+def test_a_prefix_that_requests_share_takes_room_once(
+    name: str, used_tokens: int, waiting_tokens: int, moves: bool
+) -> None:
+    source: Rows = [(f"s{number}", 300, 50.0) for number in range(9)]
+    target: Rows = [(f"t{number}", 450, 50.0) for number in range(3)]
+    view = loaded(source, target, room=1500)
+    view.instances[0].kv_capacity_tokens = 10_000
+    view.instances[1].kv_used_tokens = used_tokens
+    view.instances[1].waiting_decode_tokens = waiting_tokens
+    (action,) = star().tick(view, 0.0)
+    assert action.reason is (R.STAR_MIGRATE if moves else R.STAR_NO_CANDIDATE)
 
 
 @settings(deadline=None, max_examples=60)
