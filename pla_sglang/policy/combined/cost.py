@@ -10,9 +10,11 @@ The cost is in shares of targets, so that seconds of waiting and of decoding can
 
 ``own`` is the prefill of what is not cached there, so a cached prefix counts with all that it saves. ``work`` is what
 that takes on a usual instance: a second of a slow one is worth less. ``step`` is its decode step there, ``alone`` that
-on an empty instance of the kind. ``loss`` is that of ``common/eviction.py``. A full instance is not left out: where it holds the prefix of a request, others would need
-more memory for it. It costs what waiting for room takes: by Little's law, used tokens are freed once in the life of an
-answer. Where engines run small prefills first, ``wait`` is only for those that are no larger (``sized_backlog.py``).
+on an empty instance of the kind. ``loss`` is that of ``common/eviction.py``.
+
+A full instance is not left out: where it holds the prefix of a request, others would need more memory for it. It costs
+what waiting for room takes: by Little's law, used tokens are freed once in the life of an answer. Where engines run
+small prefills first, ``wait`` is only for those that are no larger (``sized_backlog.py``).
 """
 
 from __future__ import annotations
