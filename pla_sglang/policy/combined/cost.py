@@ -3,15 +3,18 @@
 The cost is in shares of targets, so that seconds of waiting and of decoding can be added:
 
     cost = (wait + own) / TTFT target              its own first token
-         + work_weight * own / TTFT target         others wait for the same device time
+         + work_weight * work / TTFT target        others wait for the same device time
          + (1 + work_weight) * loss / TTFT target  what it throws out of the cache, when that is computed again
-         + decode_weight * step / TPOT target      how fast it decodes there, and slows others down
+         + decode_weight * (step - alone) / (TPOT target - alone)   what decodes there take of each other's time
          + room / TTFT target                      where the KV cache is full, until enough of it is free
 
-``own`` is the prefill of what is not cached there, so a cached prefix counts with all that it saves. ``loss`` is that
-of ``common/eviction.py``. A full instance is not left out: where it holds the prefix of a request, others would need
-more memory for it. It costs what waiting for room takes: by Little's law, used tokens are freed once in the life of an
-answer. Where engines run small prefills first, ``wait`` is only for those that are no larger (``sized_backlog.py``).
+``own`` is the prefill of what is not cached there, so a cached prefix counts with all that it saves. ``work`` is what
+that takes on a usual instance: a second of a slow one is worth less. ``step`` is its decode step there, ``alone`` that
+on an empty instance of the kind. ``loss`` is that of ``common/eviction.py``.
+
+A full instance is not left out: where it holds the prefix of a request, others would need more memory for it. It costs
+what waiting for room takes: by Little's law, used tokens are freed once in the life of an answer. Where engines run
+small prefills first, ``wait`` is only for those that are no larger (``sized_backlog.py``).
 """
 
 from __future__ import annotations
@@ -69,8 +72,9 @@ class InstanceCost:
         ``answer_tokens``: of a typical answer.
         """
         best, best_cost, best_held = None, math.inf, math.inf
-        for instance in fleet.by_role[Role.MIXED]:
-            cost = self._cost(request, instance, now_s, answer_tokens)
+        members = fleet.by_role[Role.MIXED]
+        for instance in members:
+            cost = self._cost(request, instance, members[len(members) // 2], now_s, answer_tokens)
             if cost > best_cost:
                 continue
             held = (instance.kv_used_tokens + instance.kv_cached_tokens) / instance.kv_capacity_tokens
@@ -102,15 +106,20 @@ class InstanceCost:
         """From now until the first token."""
         return self._wait_s(request, instance) + self._arrow.predictor.own_s(request, instance)
 
-    def _cost(self, request: RequestView, instance: InstanceView, now_s: float, answer_tokens: float) -> float:
-        knobs, targets = self.knobs, self._arrow.knobs
+    def _cost(
+        self, request: RequestView, instance: InstanceView, usual: InstanceView, now_s: float, answer_tokens: float
+    ) -> float:
+        knobs, targets, predictor = self.knobs, self._arrow.knobs, self._arrow.predictor
         new_tokens = request.new_tokens(instance)
-        own_s = self._arrow.predictor.own_s(request, instance)
+        work_s = predictor.curve(usual).time_s(new_tokens, request.input_tokens - new_tokens) * predictor.factor(usual)
+        own_s = predictor.own_s(request, instance)
         loss_s = new_tokens * self._eviction.token_s(instance, now_s)
         step_s = self._step_with_s(request, instance)
         first_s = self._wait_s(request, instance) + own_s + self._room_s(new_tokens, instance, answer_tokens * step_s)
-        first_s += knobs.work_weight * own_s + (1 + knobs.work_weight) * loss_s
-        return first_s / targets.ttft_slo_s + knobs.decode_weight * step_s / targets.tpot_slo_s
+        first_s += knobs.work_weight * work_s + (1 + knobs.work_weight) * loss_s
+        alone_s = (instance.steps or self._steps).decode_s(1, request.input_tokens)
+        spare_s = max(targets.tpot_slo_s - alone_s, 0.1 * targets.tpot_slo_s)
+        return first_s / targets.ttft_slo_s + knobs.decode_weight * (step_s - alone_s) / spare_s
 
     def _wait_s(self, request: RequestView, instance: InstanceView) -> float:
         predictor = self._arrow.predictor
