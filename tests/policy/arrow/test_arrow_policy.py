@@ -273,6 +273,37 @@ def test_a_reversal_is_held_by_the_cool_down() -> None:
     assert late.reason is R.DECODE_FLIP
 
 
+@pytest.mark.parametrize(
+    ("planned", "to_prefill", "to_decode"),
+    [
+        (None, R.PREFILL_FLIP, R.FLIP_IDLE),
+        (1, R.PREFILL_FALLBACK, R.FLIP_IDLE),
+        (2, R.PREFILL_FLIP, R.FLIP_IDLE),
+        (3, R.PREFILL_FLIP, R.HOLD_PLAN),
+    ],
+)
+def test_flips_leave_a_planned_number_by_one_at_most(planned: int | None, to_prefill: R, to_decode: R) -> None:
+    """Of two prefill instances; one that turns to prefill is one of them."""
+    arrow = policy()
+    arrow.planned = planned
+    late = fleet(prefill(**LATE), d2p(**LATE), decode(), decode())
+    answer = arrow.dispatch(request(), late, 0.0)
+    assert answer.reason is to_prefill
+    if answer.reason is R.PREFILL_FALLBACK:
+        assert [action.reason for action in answer.actions] == [R.HOLD_PLAN]
+    arrow = policy()
+    arrow.planned = planned
+    idle = fleet(prefill(queued_tokens=1), prefill(), decode(context_tokens=501))
+    assert [action.reason for action in arrow.tick(idle, 0.0)] == [to_decode]
+
+
+def test_a_phase_without_an_instance_is_repaired_whatever_is_planned() -> None:
+    for planned, view in ((0, fleet(decode(), decode())), (2, fleet(prefill(), prefill()))):
+        arrow = policy()
+        arrow.planned = planned
+        assert [action.reason for action in arrow.tick(view, 0.0)] == [R.REPAIR]
+
+
 def test_without_flips_only_requests_are_scheduled() -> None:
     arrow = policy(adaptive=False)
     view = fleet(prefill(**LATE), decode(), decode())
