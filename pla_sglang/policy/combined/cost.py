@@ -29,6 +29,8 @@ from pla_sglang.policy.common.eviction import EvictionCost
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView, Role
 from pla_sglang.policy.interface.step_times import StepTimes
 
+LEAST_SPARE = 0.1  # of the TPOT target, so that the cost stays finite where a device cannot keep it
+
 
 @dataclasses.dataclass(frozen=True)
 class CostKnobs:
@@ -100,7 +102,7 @@ class InstanceCost:
         if not knobs.decode_weight:
             return math.inf
         lost = (1 + knobs.work_weight) * self._eviction.token_s(instance, now_s) / targets.ttft_slo_s
-        return lost / knobs.decode_weight * targets.tpot_slo_s
+        return lost / knobs.decode_weight * self._spare_s(self._alone_s(0, instance))
 
     def predict_ttft_s(self, request: RequestView, instance: InstanceView) -> float:
         """From now until the first token."""
@@ -117,9 +119,8 @@ class InstanceCost:
         step_s = self._step_with_s(request, instance)
         first_s = self._wait_s(request, instance) + own_s + self._room_s(new_tokens, instance, answer_tokens * step_s)
         first_s += knobs.work_weight * work_s + (1 + knobs.work_weight) * loss_s
-        alone_s = (instance.steps or self._steps).decode_s(1, request.input_tokens)
-        spare_s = max(targets.tpot_slo_s - alone_s, 0.1 * targets.tpot_slo_s)
-        return first_s / targets.ttft_slo_s + knobs.decode_weight * (step_s - alone_s) / spare_s
+        alone_s = self._alone_s(request.input_tokens, instance)
+        return first_s / targets.ttft_slo_s + knobs.decode_weight * (step_s - alone_s) / self._spare_s(alone_s)
 
     def _wait_s(self, request: RequestView, instance: InstanceView) -> float:
         predictor = self._arrow.predictor
@@ -132,6 +133,15 @@ class InstanceCost:
         used = instance.kv_used_tokens
         lacking = used + instance.queued_tokens + new_tokens - self.knobs.memory_share * instance.kv_capacity_tokens
         return max(0.0, lacking) * answer_s / max(used, 1)
+
+    def _alone_s(self, context_tokens: int, instance: InstanceView) -> float:
+        """Decode step of one request with so many tokens, with nobody else there."""
+        return (instance.steps or self._steps).decode_s(1, context_tokens)
+
+    def _spare_s(self, alone_s: float) -> float:
+        """What the TPOT target leaves to others; a tenth of it where one request alone takes more."""
+        target_s = self._arrow.knobs.tpot_slo_s
+        return max(target_s - alone_s, LEAST_SPARE * target_s)
 
     def _step_with_s(self, request: RequestView, instance: InstanceView) -> float:
         """Decode step once ``request`` decodes with all requests of the instance."""

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.combined import arrow, combined, cost
-from support.fleets import CURVE, decode, fleet, mixed, names, prefill, request
+from support.fleets import CURVE, LinearSteps, decode, fleet, mixed, names, prefill, request
 
 from pla_sglang.common.errors import ConfigError
 from pla_sglang.policy.combined.cost import CostKnobs, InstanceCost
 from pla_sglang.policy.interface.decisions import MeasuredPass, PrefillSample
 from pla_sglang.policy.interface.fleet import FleetView, InstanceView, RequestView
+from pla_sglang.policy.measured_steps import MeasuredSteps
+from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 
 ANSWER_TOKENS = 100.0
 
@@ -41,9 +43,9 @@ CHOICES: list[tuple[str, FleetView, RequestView, str]] = [
     # 0.4 s less work counts five times: 2 s
     ("where its prefix is", fleet(mixed(), mixed(queued_tokens=1900)), request(500, cached={1: 400}), "i1"),
     ("not at the price of any queue", fleet(mixed(), mixed(queued_tokens=2000)), request(500, cached={1: 400}), "i0"),
-    # 100 requests more: 10 ms of a step, 0.2 of the target; 10 tokens more of work: 50 ms, 0.05 of the target
-    ("decode steps and first tokens", fleet(mixed(running=100), mixed()), request(50, cached={0: 20}), "i1"),
-    ("are added as shares of targets", fleet(mixed(running=100), mixed()), request(90, cached={0: 60}), "i0"),
+    # 100 requests more: 10 ms of the 40 ms that a step leaves. A cached token: 5 ms of a second, as it counts five times
+    ("decode steps and first tokens", fleet(mixed(running=100), mixed()), request(90, cached={0: 49}), "i1"),
+    ("are added as shares of targets", fleet(mixed(running=100), mixed()), request(90, cached={0: 51}), "i0"),
     ("roles are for others", fleet(prefill(), mixed(queued_tokens=500), decode()), request(10), "i1"),
 ]
 
@@ -119,15 +121,54 @@ def test_a_prefix_is_weighed_against_what_it_throws_out() -> None:
 
 
 def test_the_price_of_kv_cache_is_what_the_decode_term_must_gain() -> None:
-    """1 ms * exp(-1) for each token thrown out, five times over a second; a decode step counts by 50 ms."""
+    """1 ms * exp(-1) for each token thrown out, five times over a second; a decode step counts by 50 - 10.1 ms."""
     [full_one] = fleet(mixed(kv_capacity_tokens=1000, kv_cached_tokens=1000, evicted_next_s=0.0)).instances
     [empty] = fleet(mixed()).instances
-    assert cost().price_s(full_one, 120.0) == pytest.approx(5 * 0.001 * math.exp(-1) * 0.050)
-    assert cost(decode_weight=2.0, work_weight=0.0).price_s(full_one, 120.0) == pytest.approx(
-        0.001 * math.exp(-1) * 0.025
-    )
+    assert cost().price_s(full_one, 120.0) == pytest.approx(5 * 0.001 * math.exp(-1) * 0.0399)
+    twice = cost(decode_weight=2.0, work_weight=0.0)
+    assert twice.price_s(full_one, 120.0) == pytest.approx(0.001 * math.exp(-1) * 0.0399 / 2)
     assert cost().price_s(empty, 120.0) == 0.0
     assert cost(decode_weight=0.0).price_s(empty, 120.0) == math.inf
+
+
+# -- several kinds ----------------------------------------------------------------------------------------------------
+
+
+class Slow(LinearSteps):
+    """A device that takes twice as long."""
+
+    def prefill_s(self, *amounts: Any) -> float:
+        return 2 * super().prefill_s(*amounts)
+
+    def decode_s(self, batch: int, context_tokens: float) -> float:
+        return 2 * super().decode_s(batch, context_tokens)
+
+
+SLOW = Slow()
+
+
+@pytest.mark.parametrize(("queued_tokens", "chosen"), [(90, "i1"), (110, "i0")])
+def test_a_second_of_a_slow_device_is_worth_less(queued_tokens: int, chosen: str) -> None:
+    """Its 0.22 s are weighed as the 0.11 s that they are elsewhere: they delay who could not be served there faster."""
+    part = cost(decode_weight=0.0)
+    fast = mixed(queued_tokens=queued_tokens)
+    assert choose(part, request(100), fleet(mixed(steps=SLOW), fast, mixed(queued_tokens=999))) == chosen
+
+
+@pytest.mark.parametrize(("running", "chosen"), [(15, "i1"), (25, "i0")])
+def test_decodes_count_by_the_room_that_they_take(running: int, chosen: str) -> None:
+    """Of 40 ms that a step leaves 0.1 ms each; an empty slow device takes none, and 50 ms of a second more to begin."""
+    part = cost(work_weight=0.0)
+    assert choose(part, request(40), fleet(mixed(steps=SLOW), mixed(running=running))) == chosen
+
+
+def test_a_device_that_cannot_keep_the_target_is_still_compared() -> None:
+    """A step takes 60.6 ms and more of 50."""
+    slowest = MeasuredSteps(LinearSteps(), None, MixedBatchModel(base_s=0.060, request_s=6e-4, read_s=6e-6))
+    busy, idle = mixed(steps=slowest, running=9), mixed(steps=slowest)
+    assert choose(cost(), request(10), fleet(busy, idle)) == "i1"
+    [one] = fleet(mixed(steps=slowest, kv_capacity_tokens=9, kv_cached_tokens=9, evicted_next_s=0.0)).instances
+    assert cost().price_s(one, 0.0) == pytest.approx(5 * 0.001 * 0.005)
 
 
 # -- over many requests -----------------------------------------------------------------------------------------------
