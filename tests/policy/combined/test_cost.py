@@ -43,7 +43,7 @@ CHOICES: list[tuple[str, FleetView, RequestView, str]] = [
     # 0.4 s less work counts five times: 2 s
     ("where its prefix is", fleet(mixed(), mixed(queued_tokens=1900)), request(500, cached={1: 400}), "i1"),
     ("not at the price of any queue", fleet(mixed(), mixed(queued_tokens=2000)), request(500, cached={1: 400}), "i0"),
-    # 100 requests more: 10 ms of the 40 ms that a step leaves. A cached token: 5 ms of a second, as it counts five times
+    # 100 requests more: 10 ms of the 40 ms that a step leaves. A cached token: 5 ms of a second, counted five times
     ("decode steps and first tokens", fleet(mixed(running=100), mixed()), request(90, cached={0: 49}), "i1"),
     ("are added as shares of targets", fleet(mixed(running=100), mixed()), request(90, cached={0: 51}), "i0"),
     ("roles are for others", fleet(prefill(), mixed(queued_tokens=500), decode()), request(10), "i1"),
