@@ -50,6 +50,8 @@ _SENT, _PREFILL_DONE, _FIRST_TOKEN = m.Milestone
 _REFUSED, _COMPLETE = m.Outcome.REFUSED, frozenset({m.Outcome.OK, m.Outcome.CLIENT_ERROR})
 _INSTANCE_REFUSED = m.Outcome.INSTANCE_REFUSED
 _KEEPS_ANSWERS = (InstanceKind.UNIFIED, InstanceKind.STATELESS)  # a decode instance has no prefix cache by default
+# Others leave out a count of 0.
+_SAYS_CACHED = (m.Endpoint.GENERATE, m.Endpoint.COMPLETIONS, m.Endpoint.CHAT, m.Endpoint.INVOCATIONS)
 _DUPLICATE = Verdict(False, AdmissionReason.DUPLICATE)
 
 
@@ -344,6 +346,8 @@ class RequestDispatcher:
         self.queue.charge(record.tenant, ended.output_tokens)
         if ended.output_tokens:
             self._note_answer(record, ended.output_tokens, now_s)
+        if ended.cached_tokens is not None:
+            self._judge_prefix(record, ended.cached_tokens)
         free: Container[int] = ended.aborted
         if ended.outcome in _COMPLETE:
             for worker, _ in record.hop.workers():
@@ -359,6 +363,16 @@ class RequestDispatcher:
         worker = record.hop.decode
         if worker is not None and worker.view.kind in _KEEPS_ANSWERS:
             self.note_prompt(record, worker, now_s, answer_tokens=output_tokens)
+
+    def _judge_prefix(self, record: RequestRecord, hit_tokens: int) -> None:
+        """What was predicted of its prefix cache, beside what was there. Left out is what says nothing of one prompt at
+        one instance that was chosen with the index."""
+        hop = record.hop
+        if len(record.hops) > 1 or hop.prefill is None or not record.is_single() or hop.adopted:
+            return
+        if record.prompt.size_bytes and record.ask.endpoint in _SAYS_CACHED:
+            name = hop.prefill.view.name
+            self.series.prefixes.add_request(name, hop.cached_tokens, hit_tokens, record.prompt.tokens)
 
     def _end(  # all of it is known to the caller alone
         self,

@@ -24,10 +24,10 @@ def ask(one: Scene, rid: str, tokens: int, letter: str = "a") -> m.Assign:
     return one.assign(rid, body, endpoint=m.Endpoint.GENERATE, input_tokens=tokens, exact_tokens=True)
 
 
-def serve(one: Scene, rid: str, tokens: int, letter: str = "a", *, output_tokens: int = 5) -> m.Assign:
+def serve(one: Scene, rid: str, tokens: int, letter: str = "a", **ended: Any) -> m.Assign:
     answer = ask(one, rid, tokens, letter)
     one.reach(rid, SENT, *([] if answer.prefill is None else [PREFILL_DONE]), FIRST_TOKEN)
-    one.ended(rid, output_tokens=output_tokens)
+    one.ended(rid, **ended)
     return answer
 
 
@@ -97,3 +97,29 @@ async def test_an_instance_that_is_gone_has_lost_its_cache() -> None:
         assert index.count_tokens(worker.view.index) > 0
         one.plane.table.move(worker, WorkerState.DEAD, WorkerReason.REMOVED, 0.0)
         assert (index.count_tokens(worker.view.index), index.count_blocks()) == (0, 0)
+
+
+async def test_answers_judge_what_was_predicted() -> None:
+    async with slowed("null") as one:
+        (worker,) = one.plane.table
+        serve(one, "first", 1000, cached_tokens=0)
+        serve(one, "silent", 1000)
+        serve(one, "second", 1000, cached_tokens=999)
+        predicted = one.admin("GET", "/pla/explain/second")[1]["cached_tokens"]
+        assert 900 < predicted < 1000
+        sums = {"predicted_tokens": predicted, "hit_tokens": 999, "prompt_tokens": 2000}
+        assert one.admin("GET", "/pla/state")[1]["prefixes"] == {worker.view.name: sums}
+        metrics = one.admin("GET", "/metrics")[1]
+        for name in ("predicted", "hit", "prompt"):
+            line = f'pla_router_prefix_{name}_tokens_total{{worker="{worker.view.name}"}} {sums[f"{name}_tokens"]}.0'
+            assert line in metrics
+
+
+async def test_what_no_prediction_was_made_for_is_not_judged() -> None:
+    async with slowed("null") as one:
+        body = {"input_ids": [[1] * 300, [2] * 300]}
+        one.assign("several", body, endpoint=m.Endpoint.GENERATE, input_tokens=600, exact_tokens=True, prompts=2)
+        one.ended("several", cached_tokens=5)
+        one.ask("other", {"input": "x" * 4000}, endpoint=m.Endpoint.RESPONSES)
+        one.ended("other", cached_tokens=5)
+        assert one.admin("GET", "/pla/state")[1]["prefixes"] == {}
