@@ -23,7 +23,7 @@ from pla_sglang.policy.slo.mixed_batches import MixedBatchModel
 from pla_sglang.policy.star.predictors import PAPER_BINS, Binned, Noisy, NoPrediction, Oracle
 from pla_sglang.policy_packages import PolicyName, build, read_knobs
 from pla_sglang.profiles import StepProfile, load_profile, profile_names
-from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, RoleSwitch, SimConfig
+from pla_sglang.sim.core.config import InstanceSpec, KnownSteps, Policies, PrefixKnowledge, RoleSwitch, SimConfig
 from pla_sglang.sim.core.engine_knobs import AnswerCaching, EngineKnobs
 from pla_sglang.sim.core.host import NO_HOST, HostKnobs
 from pla_sglang.sim.core.network import NetworkKnobs
@@ -72,6 +72,11 @@ class Experiment:
         KnownSteps.EXACT,
         "--known-steps {exact,measured,told}",
         "of instances: by their own profile, by what their passes show, or by --profile for all",
+    )
+    prefix_knowledge: PrefixKnowledge = knob(
+        PrefixKnowledge.EXACT,
+        "--prefix-knowledge {exact,index}",
+        "what the policy knows of prefix caches: what is in them, or what was sent there, as a router",
     )
     prefills: int | None = knob(
         None,
@@ -284,6 +289,7 @@ def run_experiment(experiment: Experiment, trace: Trace, progress: Progress | No
         report_interval_s=experiment.report_interval_s,
         known_steps=experiment.known_steps,
         told_profile=profile,
+        prefix_knowledge=experiment.prefix_knowledge,
     )
     decide = experiment.deadlines == "decide"
     policies = Policies(
