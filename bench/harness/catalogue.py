@@ -47,6 +47,7 @@ _ALL = (
     Bench("lab.frontier", "8 min", "engines", results="emulated"),
     Bench("lab.pass_sharing", "2 min", "nothing", results="simulated"),
     Bench("lab.papers.__main__", "27 min", "nothing"),
+    Bench("lab.robustness", "2 h", "traces", results="simulated"),
     Bench("lab.star", "35 min", "engines", results="emulated"),
     Bench("lab.star_decision", "1 min", "nothing"),
 )
