@@ -110,6 +110,8 @@ class Cluster:
             self._end(request, SimStage.REFUSED)
             return True
         request.move(SimStage.PREFILL)
+        if request.prefill_start_s is None:
+            request.predicted_hit_tokens = view.history_tokens(answer.prefill)
         request.planned = None if answer.decode is None else answer.decode.index
         if self._config.host.room_first:
             self._plan_pair(request, instance)
