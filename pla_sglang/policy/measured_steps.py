@@ -125,7 +125,8 @@ class InstanceSteps:
         """The first that agree with ``measured``, of the profile and those in use elsewhere; without any, these."""
         if not differ(measured, self._profile):
             return self._profile if self._own else None
-        others = (peer.steps for peer in self._peers if peer is not self.view)
+        profile = self.view.profile  # stands in for what was not measured, so it has to be the same
+        others = (peer.steps for peer in self._peers if peer is not self.view and peer.profile == profile)
         return next((steps for steps in others if steps is not None and not differ(measured, steps)), measured)
 
     @property

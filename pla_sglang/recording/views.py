@@ -102,7 +102,7 @@ def restore(fleet: FleetView, changed: dict[int, dict[str, Any]], steps: StepTim
     """
     for index, fields in changed.items():
         values = {name: _value(name, value) for name, value in fields.items() if name != _STEPS}
-        if fields.get(_STEPS) is not None and steps is not None:
+        if _STEPS in fields and steps is not None:
             known = fleet.instances[index].profile if index < len(fleet.instances) else ""
             profile = str(fields.get("profile", known))
             values[_STEPS] = _restore_steps(fields[_STEPS], load_profile(profile) if profile else steps)
@@ -121,7 +121,9 @@ def restore(fleet: FleetView, changed: dict[int, dict[str, Any]], steps: StepTim
             setattr(instance, name, value)
 
 
-def _restore_steps(plain: dict[str, Any], profile: StepTimes) -> StepTimes:
+def _restore_steps(plain: dict[str, Any] | None, profile: StepTimes) -> StepTimes | None:
+    if plain is None:
+        return None
     if not plain:
         return profile
     prefill, decode = plain["prefill"], plain["decode"]

@@ -100,6 +100,29 @@ def test_a_pass_that_decodes_join() -> None:
     assert (steps.prefill_s(0, 0, 0, 0), steps.decode_s(0, 0)) == (0.0, 0.0)
 
 
+def test_instances_that_agree_have_the_same_step_times() -> None:
+    """Else a choice of the fastest would send all to the one whose fit was lucky."""
+    views = [instance(index) for index in range(3)] + [instance(3, profile="another")]
+    steps = [InstanceSteps(view, LinearSteps(), "linear", peers=views) for view in views]
+    for one, factor in zip(steps, (2.0, 2.04, 3.0, 2.0), strict=True):
+        assert one.learn(*slower(factor), prefills=40, decodes=50)
+    first, alike, apart, another = (view.steps for view in views)
+    assert alike is first
+    assert apart is not None
+    assert apart.prefill_s(100, 1e4, 0, 1) == pytest.approx(0.33)
+    assert another is not None
+    assert another is not first, "what it has not measured would be of a profile that is not its own"
+
+
+def test_an_instance_that_is_as_its_profile_again_has_that() -> None:
+    for own in (False, True):
+        steps = known(own=own)
+        assert steps.learn(*slower(2.0), prefills=40, decodes=50)
+        assert steps.learn(*slower(1.0), prefills=400, decodes=500)
+        assert isinstance(steps.view.steps, LinearSteps) is own
+        assert (steps.view.steps is None) is not own
+
+
 # -- who plans by them -------------------------------------------------------------------------------------------------
 
 

@@ -145,7 +145,7 @@ def test_a_recording_replays_by_the_same_step_times(tmp_path: Path) -> None:
     without = [_forget_steps(line) for line in blind]
     setup = setup_of(header)
     identical = Replay(build("arrow", setup), without, steps=setup.steps).run().identical
-    assert identical["dispatched"] == 5, "those before anything was measured"
+    assert identical["dispatched"] == 10, "those by the profile: not measured yet, and where it is right"
 
 
 def _forget_steps(line: Line) -> Line:
